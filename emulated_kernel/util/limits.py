@@ -182,7 +182,7 @@ class MemoryBudget:
         self._used = 0
         self._by_user: Counter[int] = Counter()
         self._ended: deque[tuple[int, int]] = deque()
-        """Size and user of each Charge that has ended and is not given back yet."""
+        """(size in bytes, user) of each Charge that has ended and is not given back yet."""
 
     @property
     def used(self) -> int:

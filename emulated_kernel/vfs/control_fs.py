@@ -599,7 +599,8 @@ class ControlFs(FileSystem):
     def lock_for(self, path: str, flags: int) -> AbstractContextManager[object]:
         """Return a context manager that holds the lock for a request about an open file.
 
-        If the request can be served without the guest, it does not wait for a debugger that holds the guest.
+        If the request can be served without the guest, the thread does not wait for a debugger that holds the
+        guest.
         The caller has to check `lock.is_lent` in the `with` block; its value cannot become true there.
         """
         if path.startswith(_ALWAYS_OPEN) and flags & os.O_ACCMODE == os.O_RDONLY:

@@ -61,10 +61,13 @@ HOST_SWITCHES = (
 )
 """Switches of the host's tracing below /proc/sys.
 
-Over each one that the mount lacks, a file with the same content is mounted.
+If the mount lacks one of them, a file with the same content is mounted over the host's switch.
 """
 HOST = ".host"
-"""Name of a directory with the host's other files, if the host's kernel lacks a switch that is added."""
+"""Name of a directory in a replaced directory of /proc/sys, with the host's files.
+
+A directory is replaced if it must contain a switch that the host's kernel lacks.
+"""
 
 
 class System:
@@ -273,7 +276,10 @@ def _attach(tree: int, place: str | int) -> None:
 
 
 def _detach_those_of_host() -> None:
-    """Unmount each tracefs and debugfs of the host. Cover mounts that are locked by other mounts."""
+    """Unmount each tracefs and debugfs of the host.
+
+    If a mount is locked, mount an empty tmpfs over it, except at PLACES, where kprobefs's mount covers it.
+    """
     for point in reversed(mountpoints.mount_points()):
         if point.fstype not in PLACES or not os.path.ismount(point.directory):
             continue

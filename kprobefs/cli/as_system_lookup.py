@@ -168,7 +168,10 @@ class Lookup:
         self._take_ids()
 
     def _is_of_command(self) -> bool:
-        """Whether the task's capabilities count for files, because it has made no further user namespace."""
+        """Return True if the task's capabilities apply to files.
+
+        They do not apply if the task is in a user namespace that the command has created.
+        """
         here = os.stat("self/ns/user", dir_fd=self._proc).st_ino
         theirs = self._open("ns/user", self._task, os.O_RDONLY)
         return os.fstat(theirs).st_ino == here or _namespace(theirs, _NS_GET_PARENT) == here

@@ -1,7 +1,7 @@
 """The user namespace of a command under `--as-system`, and its helper process.
 
 In a user namespace of its own, the command cannot reach the host's tracefs and debugfs. The kernel does not
-allow the command to mount one of them, to unmount what covers them, or to reach them through other processes.
+allow the command to mount one of them, to unmount a mount over one, or to reach them through other processes.
 The helper process stays outside of the user namespace, and maps the ids.
 """
 

@@ -158,7 +158,7 @@ def run_on_workers(
 
 
 def run_on_worker(options: Sequence[str], command: Sequence[str], directory: str) -> tuple[int, float, bytes]:
-    """Run the command on one kernel; return its exit status, its duration in seconds, and its output.
+    """Run the command on one kernel; return (exit status, duration in seconds, output).
 
     Only the end of a long output is returned. Raises: CliError (there is no such directory).
     """

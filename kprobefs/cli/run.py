@@ -30,7 +30,10 @@ END_TIMEOUT = 5.0
 """Maximum seconds that the daemon may take to end before it is killed."""
 POLL_INTERVAL = 0.01
 MAX_ENVIRONMENT = 4 << 20
-"""Maximum bytes of a process's environment that are read. Linux limits it, with arguments, to 6 MiB."""
+"""Maximum number of bytes of a process's environment that are read.
+
+Linux limits a process's environment and arguments together to 6 MiB.
+"""
 
 if TYPE_CHECKING:
     from kprobefs.cli.as_system import System
@@ -171,7 +174,7 @@ def run_traced(directory: str, command: Sequence[str], tracing: TraceSession) ->
 def _runner(command: Sequence[str], tracing: TraceSession | None) -> _Runner:
     """Return a runner of `command`, which handles this process's signals from now on.
 
-    If records with a syntax are printed, the command's standard output goes to standard error.
+    If the records of `tracing` need standard output, the command's output goes to standard error.
     """
     runner = _Runner(command, 2 if tracing is not None and tracing.takes_output else None)
     for number in SIGNALS:

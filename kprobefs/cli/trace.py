@@ -43,7 +43,10 @@ PID_NAMESPACE = "/proc/self/ns/pid"
 NOTHING = 3
 """Exit status of a RecordReader's process that has read no records."""
 UNWRITTEN = 100
-"""Exit status of a RecordReader's process that could not write records, minus the errno of the failure."""
+"""Number that is added to an errno for the exit status of a RecordReader's process.
+
+The process has failed to write records with this errno.
+"""
 
 
 @dataclass(frozen=True)
@@ -287,7 +290,7 @@ class AttachedProbes:
         return f"{self._array}events/{event}/{file} = {value}"
 
     def _named(self) -> list[tuple[str, str]]:
-        """Return pairs of an event, as group/name, and its name in messages."""
+        """Return (event as group/name, name of the event in messages) for each event of the session."""
         prefix = f"{self._session.name}/"
         return [(event, event.removeprefix(prefix).replace("/", ":")) for event in self._session.events]
 

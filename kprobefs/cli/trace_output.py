@@ -210,7 +210,7 @@ class FoldedOutput(RawOutput):
 
 
 def _weighted(found: Iterator[RawRecord], symbols: SymbolNames) -> Iterator[tuple[int, list[str], int]]:
-    """Yield pid, stack and weight, for each stack record and each record of a function graph exit.
+    """Yield (pid, stack, weight) for each stack record and each record of a function graph exit.
 
     The weight is 1 for a stack record. For a graph exit, it is the nanoseconds outside of nested calls.
     """

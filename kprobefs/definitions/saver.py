@@ -46,7 +46,8 @@ DEFAULTS = {
 }
 """Name of a trace array's file -> its possible values in a new mount; they depend on the kernel's version.
 
-A kernel whose default is larger than 128 rounds 128 up to it.
+128 counts as a default of saved_cmdlines_size in each kernel: a kernel with a larger default rounds 128 up to
+this default.
 """
 DEFAULT_OPTIONS = frozenset(
     {

@@ -57,7 +57,10 @@ def instructions_a_call(kernel: Kernel, function: str, cpus: int, calls: int = _
 
 @contextmanager
 def _contexts(kernel: Kernel, address: int, cpus: int) -> Iterator[list[_CpuContext]]:
-    """Yield CPUs that are about to call the function at `address`. Restore the guest's state afterwards."""
+    """Yield a context for each CPU, which is about to call the function at `address`.
+
+    Restore the guest's state afterwards.
+    """
     machine = kernel.machine
     abi = kernel.image.abi
     word = kernel.arch.word_size

@@ -89,7 +89,7 @@ def _findings(answers: Sequence[Answer]) -> Iterator[tuple[Line, Finding]]:
 
 
 def _place(text: str, line: Line, finding: Finding) -> tuple[int, int | None]:
-    """Return line and column of a finding in its file, both from 1 on.
+    """Return (line, column) of a finding in its file, both from 1 on.
 
     The column is None if the finding is about the whole line, or if the line is continued on the next one.
     """

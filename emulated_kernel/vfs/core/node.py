@@ -15,7 +15,7 @@ from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 PERMISSION_BITS = 0o7777
 """Mask of the mode's bits that chmod(2) changes."""
 _MIN_LIMIT = 64
-"""Minimum number of members from which on a DynamicDirectory looks for members of removed objects."""
+"""Minimum number of members from which on a DynamicDirectory drops the members of removed objects."""
 
 T = TypeVar("T")
 
@@ -278,7 +278,7 @@ class DynamicDirectory(Directory, Generic[T]):
         return super().nlink + len(self._objects.names())
 
     def get(self, name: str) -> Node | None:
-        """Return the fixed child `name`, or else the subdirectory of the object `name`; None without both."""
+        """Return the fixed child `name`, or else the subdirectory of the object `name`, or else None."""
         fixed = self._children.get(name)
         if fixed is not None:
             return fixed
