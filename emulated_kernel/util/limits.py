@@ -174,7 +174,10 @@ class MemoryBudget:
     def __init__(
         self, limits: Limits, total: Limit | None, share: Limit, user: Callable[[], int] = lambda: 0
     ) -> None:
-        """Create an empty budget. `user` returns the user for whom memory is allocated now."""
+        """Create an empty budget. `user` returns the user for whom memory is allocated now.
+
+        `total`: name of the limit for all users together, or None. `share`: name of the limit for each user.
+        """
         self._limits = limits
         self._total = total
         self._share = share
@@ -220,7 +223,7 @@ class MemoryBudget:
             self.give_back(*self._ended.popleft())
 
     def take(self, size: int, user: int) -> bool:
-        """Charge bytes to a user. Return False, with nothing changed, if a limit would be exceeded."""
+        """Charge `size` bytes to `user`. Return False, with nothing changed, if a limit would be exceeded."""
         self._settle()
         most = None if self._total is None else self._limits[self._total]
         if most is not None and self._used + size > most:
@@ -238,7 +241,7 @@ class MemoryBudget:
             self._by_user[user] += size
 
     def give_back(self, size: int, user: int) -> None:
-        """Take back bytes that were charged to a user."""
+        """End a charge of `size` bytes to `user`."""
         self._used -= size
         if user:
             self._by_user[user] -= size

@@ -55,7 +55,7 @@ def is_word(value: object) -> bool:
 
 
 def identity(file: os.PathLike[str] | int) -> tuple[int, ...]:
-    """Return device, inode, size and mtime of a file; if they are unchanged, so are the file's contents.
+    """Return (device, inode, size, mtime) of a file; if they are unchanged, so are the file's contents.
 
     Raises: OSError.
     """

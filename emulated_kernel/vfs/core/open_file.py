@@ -159,7 +159,10 @@ class OpenFile:
 
     @property
     def acts_on_close(self) -> bool:
-        """Whether release() has an effect that other files show; by default, if a subclass overrides it."""
+        """Whether release() has an effect that other files show.
+
+        By default, the value is True if a subclass overrides release().
+        """
         return type(self).release is not OpenFile.release
 
     @property
