@@ -469,7 +469,7 @@ class Mount:
         return any(fs.is_between_parts() for fs in self._file_systems)
 
     def open_in_guest(self, *, names_end: bool = True) -> None:
-        """Open the open files in the guest too, before probes can see its calls.
+        """Open the clients' open files in the guest too, before probes can see the guest's calls.
 
         `names_end`: see FileSystem.open_in_guest.
         """

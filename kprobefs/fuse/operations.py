@@ -355,7 +355,7 @@ class _Operations:
         return self._mount.fgetattr(handle, partial(_cached_client, pid, uid, gid))
 
     def open_at_once(self, uid: int, gid: int, pid: int, path: str, flags: int) -> tuple[int, bool]:
-        """Open a control file for SessionLoop; return its handle, and whether it is a stream."""
+        """Open a control file for SessionLoop; return (handle, whether the file is a stream)."""
         if self.reserve.is_spent:
             self._needs_reserve()
         handle = self._mount.open(_cached_client(pid, uid, gid), path, flags)

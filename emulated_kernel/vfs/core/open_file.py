@@ -185,7 +185,7 @@ class OpenFile:
                 return self.read_step(size, offset)
 
     def read_step(self, size: int, offset: int) -> bytes:
-        """Do one step of a read; the last step returns the bytes that read() would return.
+        """Do the next step of a read. The last step returns the bytes that read() would return.
 
         Raises: YieldLock (call again to continue), and as read().
         """
