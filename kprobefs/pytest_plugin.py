@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MARKER = "architectures"
 KERNELS_MARKER = "kernels"
 KERNELS_ARCH = "x86_64"
-"""Architecture of the kernels that the marker `kernels` finds, unless a version names another one."""
+"""Architecture of a kernel that the marker `kernels` selects, if the version does not name another one."""
 END_TIMEOUT = 20.0
 """Maximum seconds that a mount may take to end."""
 # `run` ends when its command ends, and the command when its standard input does: nothing outlives pytest.

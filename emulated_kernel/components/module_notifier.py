@@ -35,9 +35,9 @@ class ModuleNotifier:
     ) -> None:
         """Store the registries that follow the guest's modules.
 
-        `read` and `name` take the address of a struct module and return its contents and its name. `forget`
-        gets the memory ranges that are about to be freed, and the module's name. `add_events` registers the
-        trace events of a module.
+        `read` and `name` take the address of a struct module. `read` returns its contents, and `name` its
+        name. `forget` gets the memory ranges that are about to be freed, and the module's name. `add_events`
+        registers the trace events of a module.
         """
         self._add_events = add_events
         self._read = read
@@ -53,7 +53,7 @@ class ModuleNotifier:
     def __call__(self, state: ModuleState, module: int) -> None:
         """Handle a module's new state; `module` is the address of its struct module.
 
-        Raises: as `read` and `name` (the module's data is corrupt).
+        Raises: the errors of `read` and `name` (the module's data is corrupt).
         """
         match state:
             case ModuleState.COMING:

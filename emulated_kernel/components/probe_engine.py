@@ -35,7 +35,7 @@ class ProbedKernel:
     arch: Arch
     grace_period: GracePeriod
     log: Callable[[str], None]
-    """Writes a line to the kernel log."""
+    """Function that writes a line to the kernel log."""
     lock: ControlLock
     profile: Profile
     cpus: int = 1

@@ -57,7 +57,7 @@ class TracingComponents:
     """The function profiler, or None (like function_graph) if calls cannot be followed to their returns."""
     stack_tracer: StackTracer
     printk_formats: Callable[[], Iterable[str]]
-    """Returns the lines of the file printk_formats."""
+    """Function that returns the lines of the file printk_formats."""
     guest_records: GuestRecords
     handler_costs: HandlerCosts | None
     """Measures the cost of events' handlers; None if the kernel is not kprobefs's own."""

@@ -77,21 +77,21 @@ class TracedKernel:
     points: Mapping[str, Tracepoint]
     """GROUP:EVENT -> tracepoint; complete only after `events` has been iterated."""
     syscall_name: Callable[[int], str | None]
-    """Returns the name of the system call with a number, or None if there is no such call."""
+    """Function that returns the name of the system call with a number, or None if there is none."""
     fentry: Collection[int]
     """Addresses of the fentry sites, at which functions can be traced."""
     resched: NeedResched
     limits: Limits
     log: Callable[[str], None]
-    """Writes a line to the kernel log."""
+    """Function that writes a line to the kernel log."""
     release: str = ""
     """Release of the kernel, as uname -r prints it; "" selects the release that `interface` names."""
     types: Callable[[], Btf | None] = no_types
-    """Returns the kernel's BTF, or None if it has none."""
+    """Function that returns the kernel's BTF, or None if it has none."""
     interface: Interface | None = None
     """The version of tracefs that the kernel shows; None selects the profile's version."""
     printk_formats: Callable[[], Iterable[str]] = tuple
-    """Returns the lines of the file printk_formats."""
+    """Function that returns the lines of the file printk_formats."""
     has_graph: bool = True
     """Whether calls can be followed to their returns, for function_graph and the profiler."""
     other_tracers: Mapping[str, Mapping[str, bool]] | None = None
@@ -266,7 +266,7 @@ def _build_graphs(
     functions: KernelFunctions,
     addresses: GuestAddresses,
 ) -> tuple[GraphTracer | None, FunctionProfiler | None]:
-    """Build the function_graph tracer and the function profiler; (None, None) if the kernel lacks them."""
+    """Return (function_graph tracer, function profiler), or (None, None) if the kernel lacks them."""
     if not (kernel.has_graph and functions.has_sites):
         return None, None
     top = arrays.top

@@ -126,7 +126,7 @@ class Kernel:
     def _request(self) -> Iterator[None]:
         """Hold the control lock for an operation that is a request; first do the delayed work that is due.
 
-        Raises: as _control.
+        Raises: the errors of _control().
         """
         with self._control():
             self.components.requests.request_begins(by_program=True)
@@ -182,7 +182,7 @@ class Kernel:
     def register_kprobes(self, kprobes: Sequence[Kprobe[Any]]) -> None:
         """Register kprobes in order. If one cannot be registered, unregister the kprobes before it.
 
-        Raises: KernelError, as register_kprobe, EINVAL (an empty sequence).
+        Raises: the errors of register_kprobe, and KernelError EINVAL (an empty sequence).
 
         Mirrors: kernel/kprobes.c:register_kprobes (v6.1).
         """
@@ -192,7 +192,7 @@ class Kernel:
     def unregister_kprobes(self, kprobes: Iterable[Kprobe[Any]]) -> None:
         """Unregister kprobes in order.
 
-        Raises: KernelError, as unregister_kprobe.
+        Raises: the errors of unregister_kprobe.
 
         Mirrors: kernel/kprobes.c:unregister_kprobes (v6.1).
         """
@@ -235,8 +235,9 @@ class Kernel:
     def register_kretprobe(self, rp: Kretprobe[RegsT]) -> None:
         """Register a probe on a function's return.
 
-        Raises: KernelError, as register_kprobe, EINVAL (not the entry of a function, or its return cannot be
-        hooked), E2BIG (data_size), EOPNOTSUPP (unified shadow stack, and the function cannot be traced).
+        Raises: the errors of register_kprobe, and KernelError EINVAL (not the entry of a function, or its
+        return cannot be hooked), E2BIG (data_size), EOPNOTSUPP (unified shadow stack, and the function cannot
+        be traced).
 
         Mirrors: kernel/kprobes.c:register_kretprobe (v6.1).
         """
@@ -256,7 +257,7 @@ class Kernel:
     def enable_kretprobe(self, rp: Kretprobe[Any]) -> None:
         """Enable a registered return probe.
 
-        Raises: KernelError, as enable_kprobe.
+        Raises: the errors of enable_kprobe.
 
         Mirrors: include/linux/kprobes.h:enable_kretprobe (v6.1).
         """
@@ -265,7 +266,7 @@ class Kernel:
     def disable_kretprobe(self, rp: Kretprobe[Any]) -> None:
         """Disable a registered return probe.
 
-        Raises: KernelError, as disable_kprobe.
+        Raises: the errors of disable_kprobe.
 
         Mirrors: include/linux/kprobes.h:disable_kretprobe (v6.1).
         """
@@ -274,7 +275,7 @@ class Kernel:
     def register_kretprobes(self, rps: Sequence[Kretprobe[Any]]) -> None:
         """Register return probes in order. If one cannot be registered, unregister the probes before it.
 
-        Raises: KernelError, as register_kretprobe, EINVAL (an empty sequence).
+        Raises: the errors of register_kretprobe, and KernelError EINVAL (an empty sequence).
 
         Mirrors: kernel/kprobes.c:register_kretprobes (v6.1).
         """
@@ -284,7 +285,7 @@ class Kernel:
     def unregister_kretprobes(self, rps: Iterable[Kretprobe[Any]]) -> None:
         """Unregister return probes in order.
 
-        Raises: KernelError, as unregister_kretprobe.
+        Raises: the errors of unregister_kretprobe.
 
         Mirrors: kernel/kprobes.c:unregister_kretprobes (v6.1).
         """
@@ -347,8 +348,8 @@ class Kernel:
     def register_jprobe(self, jprobe: Jprobe) -> None:
         """Register a jprobe.
 
-        Raises: KernelError, as register_kprobe, EINVAL (not the entry of a function), EEXIST (the function
-        has a jprobe), EOPNOTSUPP (the profile's kernel has no jprobes).
+        Raises: the errors of register_kprobe, and KernelError EINVAL (not the entry of a function), EEXIST
+        (the function has a jprobe), EOPNOTSUPP (the profile's kernel has no jprobes).
 
         Mirrors: kernel/kprobes.c:register_jprobe (v4.14).
         """
@@ -368,7 +369,7 @@ class Kernel:
     def enable_jprobe(self, jprobe: Jprobe) -> None:
         """Enable a registered jprobe.
 
-        Raises: KernelError, as enable_kprobe.
+        Raises: the errors of enable_kprobe.
 
         Mirrors: include/linux/kprobes.h:enable_jprobe (v4.14).
         """
@@ -377,7 +378,7 @@ class Kernel:
     def disable_jprobe(self, jprobe: Jprobe) -> None:
         """Disable a registered jprobe.
 
-        Raises: KernelError, as disable_kprobe.
+        Raises: the errors of disable_kprobe.
 
         Mirrors: include/linux/kprobes.h:disable_jprobe (v4.14).
         """
@@ -386,7 +387,7 @@ class Kernel:
     def register_jprobes(self, jprobes: Sequence[Jprobe]) -> None:
         """Register jprobes in order. If one cannot be registered, unregister the jprobes before it.
 
-        Raises: KernelError, as register_jprobe, EINVAL (an empty sequence).
+        Raises: the errors of register_jprobe, and KernelError EINVAL (an empty sequence).
 
         Mirrors: kernel/kprobes.c:register_jprobes (v4.14).
         """
@@ -396,7 +397,7 @@ class Kernel:
     def unregister_jprobes(self, jprobes: Iterable[Jprobe]) -> None:
         """Unregister jprobes in order.
 
-        Raises: KernelError, as unregister_jprobe.
+        Raises: the errors of unregister_jprobe.
 
         Mirrors: kernel/kprobes.c:unregister_jprobes (v4.14).
         """
@@ -785,7 +786,7 @@ class Kernel:
         The lock must be held. Events that `define` registers get the ids that events of the same names had.
         So the old records can still be printed. The marker REBOOT_MARK follows the old records.
 
-        Raises: KernelError ENOMEM, as `define`.
+        Raises: KernelError ENOMEM, and the errors of `define`.
         """
         self._check_open()
         return self.components.replace_kernel(old.components, define)

@@ -72,7 +72,7 @@ def build(
             machine.close()
             raise
     except (GuestFault, HardwareError, MemoryFault) as error:
-        # Whatever stops a kernel before its first task is a defect of the image.
+        # A kernel that stops before its first task has a defective image.
         raise KernelError(errno.ENOEXEC, f"{live.core.path.name} doesn't boot: {error}") from error
 
 
@@ -103,7 +103,7 @@ def _build_on_machine(
     observers = Observers(engine.kprobes, machine.text.ledger, len(arch.breakpoint), loops)
     guest.sight = observers.sight
     requests = RequestObserver(clock, engine.kprobes)
-    # The hook sets are missing: this kernel itself drops the pending calls of a task that ends.
+    # The hook sets need no events, because this kernel itself drops the hooked calls of a task that ends.
     guest.runner.events.watch(requests, tracing.guest_records, tracing.arrays)
     _show_event_directories(machine, guest, tracing)
     return BuiltinKernelComponents(
@@ -171,7 +171,7 @@ def _traced_kernel(
     guest: Guest,
     engine: ProbeRegistries,
 ) -> TracedKernel:
-    """Create the objects that tracing needs besides the booted kernel; return both for build_trace()."""
+    """Return the input of build_trace(): the booted kernel, and further objects that tracing needs."""
     kprobes = engine.kprobes
     image = live.core
     memory = machine.memory
@@ -215,7 +215,10 @@ def _traced_kernel(
 
 
 def _show_event_directories(machine: Machine, guest: Guest, tracing: TracingComponents) -> None:
-    """Create and remove events' directories in the guest while its text is patched."""
+    """Make the guest call the functions that create and remove the directories of events.
+
+    Thus probes on these functions are hit. The guest calls them only while its text is patched.
+    """
     is_patched = partial(bool, machine.text.ledger.words)
     GuestDirectories(tracing.system.events, guest.call_function, is_patched, lambda: machine.is_running)
 

@@ -42,7 +42,10 @@ ARCHITECTURES: Mapping[str, ElfMachine] = {
 """Name of a supported architecture -> e_machine of its images; the default architecture comes first."""
 
 ELF_MACHINES: Mapping[str, ElfMachine] = {**ARCHITECTURES, "arm64": ElfMachine.AARCH64}
-"""Name of an architecture -> e_machine, also of architectures that only distributions' kernels have."""
+"""Name of an architecture -> e_machine in the ELF headers of its kernels.
+
+In addition to ARCHITECTURES, the map has the architectures that only distributions' kernels have.
+"""
 
 
 @immutable
@@ -73,12 +76,13 @@ class MachineConfig:
     quantum: int = 0
     """Mean number of instructions after which another CPU runs; 0 switches only when a CPU has to wait.
 
-    It is for tests. The seed determines the exact instructions, and each instruction takes 0.1 microseconds.
+    This option is for tests. The seed determines the exact instructions, and each instruction takes 0.1
+    microseconds.
     """
     stale_fetch: bool = False
     """Whether a CPU executes instructions fetched before text changed, until it takes an interrupt.
 
-    It is for tests of text patching, and needs a quantum.
+    This option is for tests of text patching, and requires `quantum`.
     """
     run_budget: float = DEFAULT_RUN_BUDGET
     """Maximum wall time of one guest run, in seconds. A guest that runs longer counts as looping."""

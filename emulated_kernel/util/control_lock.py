@@ -88,7 +88,7 @@ class ControlLock:
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """Function that returns a context manager, which a thread enters once it has waited for PATIENCE.
 
-        A thread that serves requests uses it to let another thread serve them while it waits.
+        In the context, another thread serves requests in place of the thread that waits for the lock.
         """
         self.at_release: Callable[[], object] | None = None
         """Function to call once, without the lock, when the thread that holds the lock releases it."""

@@ -270,7 +270,11 @@ else:
         return made
 
     def _init(made, every, slots):
-        """Return the __init__ of a class, made from the template for the kinds of its fields."""
+        """Return the __init__ of the class `made`, whose fields are `every`.
+
+        The code is a copy of a template, which all classes with fields of the same kinds share; only the
+        names in it differ.
+        """
         kinds = "".join(_kind(each, slots) for each in every)
         parameters = [each for each in every if each.init]
         positional = [each for each in parameters if not each.kw_only]

@@ -1,4 +1,4 @@
-"""Garbage collection: a context manager that stops Python's while many objects are made."""
+"""Context manager that stops Python's garbage collection while many objects are created."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def garbage_collection_stopped() -> Iterator[None]:
-    """Stop Python's garbage collection during a `with` block that makes many objects and no garbage.
+    """Stop Python's garbage collection during a `with` block that creates many objects and no garbage.
 
-    There, the collection would take up to a quarter of the time, and find nothing.
+    Otherwise, garbage collection would take up to a quarter of the block's time, and free nothing.
     """
     was_on = gc.isenabled()
     gc.disable()

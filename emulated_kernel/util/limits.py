@@ -34,14 +34,11 @@ class Limit(Enum):
     DEFINITION_BYTES = "definition_bytes"
     """Maximum size of the host's memory for all filters, synthetic events and lists of pids, in bytes."""
     USER_DEFINITION_BYTES = "user_definition_bytes"
-    """Maximum part of DEFINITION_BYTES that one user takes.
-
-    It limits users who are neither root nor the owner of the mount.
-    """
+    """Maximum part of DEFINITION_BYTES for one user who is neither root nor the owner of the mount."""
     USER_RECORD_BYTES = "user_record_bytes"
     """Maximum size in bytes of all ring buffers and snapshots that one user has allocated.
 
-    It limits users who are neither root nor the owner of the mount.
+    The limit is for users who are neither root nor the owner of the mount.
     """
     SCRATCH_BYTES = "scratch_bytes"
     """Maximum size of the data in scratch/ and dev/, in bytes; data takes whole pages."""
@@ -177,7 +174,10 @@ class MemoryBudget:
     def __init__(
         self, limits: Limits, total: Limit | None, share: Limit, user: Callable[[], int] = lambda: 0
     ) -> None:
-        """Create an empty budget. `user` returns the user for whom memory is allocated now."""
+        """Create an empty budget. `user` returns the user for whom memory is allocated now.
+
+        `total`: name of the limit for all users together, or None. `share`: name of the limit for each user.
+        """
         self._limits = limits
         self._total = total
         self._share = share
@@ -185,7 +185,7 @@ class MemoryBudget:
         self._used = 0
         self._by_user: Counter[int] = Counter()
         self._ended: deque[tuple[int, int]] = deque()
-        """Size and user of each Charge that has ended and is not given back yet."""
+        """(size in bytes, user) of each Charge that has ended and is not given back yet."""
 
     @property
     def used(self) -> int:
@@ -200,14 +200,17 @@ class MemoryBudget:
         return max(self._by_user.values(), default=0)
 
     def charge_text(self, text: str) -> Charge:
-        """Charge the memory that the definition `text` takes to the present user.
+        """Charge the memory that the definition `text` takes to the present user; see charge().
 
         Raises: KernelError ENOMEM (a limit would be exceeded).
         """
         return self.charge(BYTES_PER_CHARACTER * len(text))
 
     def charge(self, size: int) -> Charge:
-        """Charge `size` bytes to the present user. Raises: KernelError ENOMEM (a limit would be exceeded)."""
+        """Charge `size` bytes to the present user for as long as the returned object exists.
+
+        Raises: KernelError ENOMEM (a limit would be exceeded).
+        """
         user = self.user()
         if not self.take(size, user):
             why = f"{self._share.value} is reached; remove filters, events or pids first"
@@ -220,7 +223,7 @@ class MemoryBudget:
             self.give_back(*self._ended.popleft())
 
     def take(self, size: int, user: int) -> bool:
-        """Charge bytes to a user. Return False, with nothing changed, if a limit would be exceeded."""
+        """Charge `size` bytes to `user`. Return False, with nothing changed, if a limit would be exceeded."""
         self._settle()
         most = None if self._total is None else self._limits[self._total]
         if most is not None and self._used + size > most:
@@ -238,7 +241,7 @@ class MemoryBudget:
             self._by_user[user] += size
 
     def give_back(self, size: int, user: int) -> None:
-        """Take back bytes that were charged to a user."""
+        """End a charge of `size` bytes to `user`."""
         self._used -= size
         if user:
             self._by_user[user] -= size

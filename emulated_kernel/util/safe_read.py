@@ -55,7 +55,7 @@ def is_word(value: object) -> bool:
 
 
 def identity(file: os.PathLike[str] | int) -> tuple[int, ...]:
-    """Return device, inode, size and mtime of a file; if they are unchanged, so are the file's contents.
+    """Return (device, inode, size, mtime) of a file; if they are unchanged, so are the file's contents.
 
     Raises: OSError.
     """
@@ -126,14 +126,16 @@ class BoundedFileReader:
         """Return the contents of a regular file. Wait until `deadline`, a time of time.monotonic().
 
         If `deadline` is None, wait without a limit.
-        Raises: as read_regular(), OSError ETIMEDOUT, EBUSY (MAX_BLOCKED_READERS threads are blocked), ENOMEM.
+        Raises: the errors of read_regular(), and OSError ETIMEDOUT, EBUSY (MAX_BLOCKED_READERS threads are
+        blocked), ENOMEM.
         """
         return self._answer(path, lambda: read_regular(path, limit), deadline)
 
     def look(self, path: str | bytes, deadline: float) -> os.stat_result:
         """Return the attributes of a file. Wait until `deadline`, a time of time.monotonic().
 
-        Raises: as stat(2), ValueError (a path with NUL), OSError ETIMEDOUT, EBUSY, ENOMEM, as read().
+        Raises: the errors of stat(2), ValueError (a path with NUL), and OSError ETIMEDOUT, EBUSY and ENOMEM
+        in the same cases as read().
         """
         return self._answer(path, lambda: os.stat(path), deadline)
 
@@ -210,7 +212,7 @@ def _reads(descriptor: int, file: os.stat_result) -> bool:
         mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
         return mode != os.O_WRONLY and os.path.samestat(os.fstat(descriptor), file)
     except OSError:
-        # The descriptor of the directory listing itself is closed by now.
+        # The descriptor is the one that listed the directory, which is closed now.
         return False
 
 

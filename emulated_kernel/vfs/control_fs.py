@@ -83,12 +83,12 @@ class ControlFile(FileDescription):
 
     @property
     def reads_host(self) -> bool:
-        """Implement FileDescription.reads_host: writes name host files, and the file can be written."""
+        """Implement FileDescription.reads_host: the file can be written, and writes may name host files."""
         return self.inner.node.reads_host and self.inner.writable
 
     @property
     def writes_at_once(self) -> bool:
-        """Implement FileDescription.writes_at_once: writes name no host files."""
+        """Implement FileDescription.writes_at_once: whether writes to this file never name host files."""
         return not self.inner.node.reads_host
 
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
@@ -112,7 +112,7 @@ class ControlFile(FileDescription):
         return retry_yielding_lock(self.fs.lock, step, _go_on)
 
     def _read(self, client: Client, size: int, offset: int) -> bytes:
-        """Do one step of a read. Lock: takes. Raises: YieldLock (more steps follow), as read()."""
+        """Do one step of a read. Lock: takes. Raises: YieldLock (more steps follow), and as read()."""
         with self.fs.lock_for(self.path, self.flags):
             if self.fs.lock.is_lent:
                 self.check()
@@ -517,7 +517,7 @@ class ControlFs(FileSystem):
         tree.on_removal = self._end_names
 
     def _end_names(self, removed: str | None) -> None:
-        """Report that names no longer last; see FileSystem.on_names_end."""
+        """Report that a front end must look up names again; `removed`: see FileSystem.on_names_end."""
         if self.on_names_end is not None:
             self.on_names_end(removed)
 
@@ -576,7 +576,10 @@ class ControlFs(FileSystem):
             return self.tree.readdir(path)
 
     def readlink(self, client: Client, path: str) -> str:
-        """Refuse to read a link. Raises: KernelError EINVAL (no control file is a link), as getattr()."""
+        """Refuse to read a link, because no control file is a symbolic link.
+
+        Raises: KernelError EINVAL, and the errors of getattr().
+        """
         with self.lock.observing():
             return self.tree.readlink(client, path)
 
@@ -596,7 +599,8 @@ class ControlFs(FileSystem):
     def lock_for(self, path: str, flags: int) -> AbstractContextManager[object]:
         """Return a context manager that holds the lock for a request about an open file.
 
-        If the request can be served without the guest, it does not wait for a debugger that holds the guest.
+        If the request can be served without the guest, the thread does not wait for a debugger that holds the
+        guest.
         The caller has to check `lock.is_lent` in the `with` block; its value cannot become true there.
         """
         if path.startswith(_ALWAYS_OPEN) and flags & os.O_ACCMODE == os.O_RDONLY:
@@ -726,7 +730,10 @@ class ControlFs(FileSystem):
     is_control = True
 
     def name_lasts(self, path: str) -> bool:
-        """Implement FileSystem.name_lasts: the kernel's own names last while the guest sees no lookups."""
+        """Implement FileSystem.name_lasts: return True for names that only the kernel removes.
+
+        Return False for all names while probes could notice lookups.
+        """
         if self.calls.sees_lookups:
             return False
         with self.lock.observing():

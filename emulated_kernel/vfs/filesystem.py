@@ -54,7 +54,10 @@ class FileSystem(ABC):
     clients_own: Collection[str] = ()
     """Directories in the mount's root in which only clients create and remove names."""
     is_control = False
-    """Whether clients cannot rename, link or unlink files here, so that a front end may keep their paths."""
+    """Whether the files are control files.
+
+    Clients cannot rename, link or unlink them, so that a front end may keep their paths.
+    """
 
     def __init__(self, lock: ControlLock | None = None) -> None:
         """Create a file system without open files. `lock` is the control lock of the kernel that it shows."""
@@ -116,7 +119,7 @@ class FileSystem(ABC):
         The mount itself adds the entries of file systems that are mounted in the directory. If `path` is the
         root of this file system, the mount corrects the inode number of "..".
 
-        Raises: KernelError ENOTDIR, as getattr().
+        Raises: KernelError ENOTDIR, and the errors of getattr().
         """
 
     def readlink(self, client: Client, path: str) -> str:
@@ -128,7 +131,7 @@ class FileSystem(ABC):
         """Open a file with the flags of a system call, including O_TRUNC. Lock: takes. Begins a request.
 
         The implementation adds the description to `opened`.
-        Raises: KernelError EISDIR, EACCES, as getattr().
+        Raises: KernelError EISDIR, EACCES, and the errors of getattr().
         """
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> FileDescription:
@@ -179,7 +182,10 @@ class FileSystem(ABC):
         raise self._refused(errno.EPERM, old)
 
     def link(self, client: Client, old: str, new: str) -> None:
-        """Create a hard link `new` to the file `old`. Raises: KernelError EPERM, EXDEV, as rename()."""
+        """Create a hard link `new` to the file `old`.
+
+        Raises: KernelError EPERM, EXDEV (the paths are in two file systems of a guest).
+        """
         raise self._refused(errno.EPERM, new)
 
     def symlink(self, client: Client, path: str, target: str) -> None:
@@ -238,9 +244,9 @@ class FileSystem(ABC):
     # For the daemon. Lock: needs, except for is_dead and close, which take it.
 
     def open_in_guest(self, *, names_end: bool = True) -> None:
-        """Open the open files in the guest too, because probes could notice the guest's calls from now on.
+        """Open the clients' open files in the guest too, because probes could notice calls from now on.
 
-        `names_end`: those calls include lookups, so that no name lasts any more.
+        `names_end`: probes could also notice lookups, so that a front end must look up all names again.
         """
 
     def become(self, new: FileSystem) -> None:
@@ -328,7 +334,10 @@ class FileDescription:
 
     @property
     def writes_at_once(self) -> bool:
-        """Whether write() reads no host file, and takes a view of a front end's buffer. Lock: leaves."""
+        """Whether write() never reads a host file, and accepts a memoryview of a buffer as `data`.
+
+        The front end may use the buffer again between two steps of the write. Lock: leaves.
+        """
         return False
 
     def check(self) -> None:
@@ -362,7 +371,7 @@ class FileDescription:
     def read_page(self, client: Client, size: int, offset: int) -> bytes:
         """Return a page for the host's page cache, for splice(2), sendfile(2) or mmap(2).
 
-        Lock: takes. May begin a request. Raises: KernelError, as read().
+        Lock: takes. May begin a request. Raises: the errors of read().
         """
         return self.read(client, size, offset)
 

@@ -159,9 +159,10 @@ class Mount:
         return entries
 
     def _root_entry(self, prefix: str) -> DirEntry | None:
-        """Return the entry of a prefix in its parent directory, or None if the guest died before.
+        """Return the entry for the root of the file system at `prefix`, as its parent directory lists it.
 
-        The lookup has no client, because it is not the purpose of a client's system call.
+        Return None if the guest died before the entry was read. The root is looked up without a client, so
+        that the guest repeats no system call for it.
         """
         # replace() may install a new dictionary meanwhile, which must not get this kernel's entry.
         roots = self._roots
@@ -202,7 +203,8 @@ class Mount:
             self._await_closes(fs, f"{path}/")
         fs.rmdir(fs.informed(client), path)
         if is_large:
-            # The removed nodes refer to each other. Five directories occupy 40 MB until a full collection.
+            # The removed nodes refer to each other, so only a full garbage collection frees them. Those of
+            # five directories occupy 40 MB.
             gc.collect()
 
     @staticmethod
@@ -288,7 +290,8 @@ class Mount:
     def open(self, client: Client, path: str, flags: int) -> int:
         """Open a file and return the handle for the methods below.
 
-        Raises: KernelError ENFILE (the limit of open files), EIO (the mount has ended), as FileSystem.open.
+        Raises: KernelError ENFILE (the limit of open files), EIO (the mount has ended), and the errors of
+        FileSystem.open.
         """
         fs = self.filesystem_at(path)
         if self._limits is not None:
@@ -296,14 +299,14 @@ class Mount:
         return self._add(fs.open(fs.informed(client, path), path, flags), client)
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> int:
-        """Create a regular file, open it, and return its handle. Raises: KernelError, as open()."""
+        """Create a regular file, open it, and return its handle. Raises: as open()."""
         fs = self.filesystem_at(path)
         if self._limits is not None:
             self._check_capacity(self._limits, fs, path, client)
         return self._add(fs.create(fs.informed(client), path, mode, flags), client)
 
     def opendir(self, client: Client, path: str) -> int:
-        """Open a directory, and return its handle for getdents(). Raises: KernelError, as open()."""
+        """Open a directory, and return its handle for getdents(). Raises: as open()."""
         fs = self.filesystem_at(path)
         if self._limits is not None:
             self._check_capacity(self._limits, fs, path, client)
@@ -315,7 +318,7 @@ class Mount:
             if client.uid:
                 limits.check_user(client.uid)
         except KernelError:
-            # The files that raise the limit can be opened beyond the limit.
+            # Files with which a user can raise the limit can always be opened.
             if not fs.is_always_open(path):
                 raise
 
@@ -378,7 +381,7 @@ class Mount:
         return self._opened(handle).reads_host
 
     def writes_at_once(self, handle: int) -> bool:
-        """Return True if write() reads no host file, and takes a view of the caller's buffer."""
+        """Return True if write() to the handle reads no host file, and accepts a memoryview as `data`."""
         return self._opened(handle).writes_at_once
 
     def set_status_flags(self, handle: int, flags: int) -> None:
@@ -466,7 +469,7 @@ class Mount:
         return any(fs.is_between_parts() for fs in self._file_systems)
 
     def open_in_guest(self, *, names_end: bool = True) -> None:
-        """Open the open files in the guest too, before probes can see its calls.
+        """Open the clients' open files in the guest too, before probes can see the guest's calls.
 
         `names_end`: see FileSystem.open_in_guest.
         """
@@ -537,7 +540,7 @@ class Mount:
 def _informed(fs: FileSystem, client: Callable[[], Client]) -> Callable[[], Client]:
     """Return a function that returns the client of a getattr(), as FileSystem.informed() completes it.
 
-    If the file system sees lookups, call informed() now, while the control lock is free. It can take 0.2 s.
+    If the file system sees lookups, call informed() now, while the control lock is free: it can take 0.2 s.
     For other file systems, return `client` unchanged.
     """
     if not fs.sees_lookups:

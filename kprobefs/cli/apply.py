@@ -73,9 +73,9 @@ def apply(directory: str, files: Sequence[str]) -> list[str]:
 
 
 def _first(file: str, failed: list[str]) -> list[str]:
-    """Return the messages `failed` about a file, but at most MAX_MESSAGES, and the number of the others.
+    """Return the first MAX_MESSAGES of the messages `failed` about a file.
 
-    Lines of a message are cut to MAX_WIDTH.
+    If there are more, add a message with the number of omitted ones. Lines of a message are cut to MAX_WIDTH.
     """
     told = ["\n".join(line[:MAX_WIDTH] for line in each.split("\n")) for each in failed[:MAX_MESSAGES]]
     more = len(failed) - len(told)

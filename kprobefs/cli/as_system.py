@@ -61,10 +61,13 @@ HOST_SWITCHES = (
 )
 """Switches of the host's tracing below /proc/sys.
 
-Over each one that the mount lacks, a file with the same content is mounted.
+If the mount lacks one of them, a file with the same content is mounted over the host's switch.
 """
 HOST = ".host"
-"""Name of a directory with the host's other files, if the host's kernel lacks a switch that is added."""
+"""Name of a directory in a replaced directory of /proc/sys, with the host's files.
+
+A directory is replaced if it must contain a switch that the host's kernel lacks.
+"""
 
 
 class System:
@@ -228,9 +231,9 @@ def _tree_of_host(fstype: str, work: Path) -> int | None:
         try:
             return _open_tree(_empty_directory(found[0]))
         except (CliError, OSError):
-            # In a user namespace it is locked at its place, where its line is already.
+            # In a user namespace the mount is locked at its place. Tables of mounts already have its line.
             return None
-    # To mount it where the host has it mounted already would set its options anew.
+    # Hazard: if the host has mounted the file system, another mount of it would change its options.
     place = work / fstype
     place.mkdir()
     try:
@@ -246,7 +249,7 @@ def _empty_directory(directory: str) -> str:
     """Return the path of an empty directory in `directory`, or `directory` itself if it has none."""
     for name in sorted(os.listdir(directory)):
         path = f"{directory}/{name}"
-        # debugfs mounts a tracefs at its `tracing` for whoever looks into it.
+        # Hazard: a lookup in debugfs's directory `tracing` would mount a tracefs there.
         if (
             name not in ("tracing", "events")
             and stat.S_ISDIR(os.lstat(path).st_mode)
@@ -273,18 +276,22 @@ def _attach(tree: int, place: str | int) -> None:
 
 
 def _detach_those_of_host() -> None:
-    """Unmount each tracefs and debugfs of the host. Cover mounts that are locked by other mounts."""
+    """Unmount each tracefs and debugfs of the host.
+
+    If a mount is locked, mount an empty tmpfs over it, except at PLACES, where kprobefs's mount covers it.
+    """
     for point in reversed(mountpoints.mount_points()):
         if point.fstype not in PLACES or not os.path.ismount(point.directory):
             continue
         topmost = mountpoints.mounted_on(point.directory)
         if topmost is None or topmost.fstype not in PLACES:
-            # Another file system covers it. Hazard: detach() would remove that one, and uncover the host's.
+            # Another file system covers the host's. Hazard: detach() would remove that file system, and
+            # uncover the host's.
             continue
         try:
             mountpoints.detach(point.directory)
         except CliError:
-            # What a user namespace got from the host is locked there.
+            # In a user namespace, the mounts that it inherited from the host are locked.
             if point.directory not in PLACES.values():
                 _mount("tmpfs", point.directory, MS_RDONLY, "tmpfs")
 
@@ -349,7 +356,7 @@ def _keep_pristine_proc(*, real_root: bool) -> None:
     try:
         _mount("/proc", place, MS_BIND)
     except CliError:
-        # An ordinary user's namespace has locked mounts below it.
+        # In an ordinary user's namespace, /proc has locked mounts below it, which must be bound with it.
         _mount("/proc", place, MS_BIND | MS_REC)
     if not real_root:
         _make_read_only(place)
@@ -357,7 +364,7 @@ def _keep_pristine_proc(*, real_root: bool) -> None:
 
 
 def _complete_mounts(work: Path) -> None:
-    """Cover the link /proc/mounts by a complete list, if the real one lacks a tracefs or debugfs."""
+    """If the list in /proc/mounts lacks a tracefs or debugfs, mount a complete list over this link."""
     shown = {(each.fstype, each.directory) for each in mountpoints.mount_points()}
     if PLACES.items() <= {(fstype, place) for fstype, place in shown}:
         return
@@ -388,7 +395,7 @@ def _lay_switch(ours: str, switch: str, work: Path) -> None:
         for other in os.listdir(place):
             (made / other).symlink_to(f"{HOST}/{other}")
         _mount(place, str(host), MS_BIND | MS_REC)
-        # Nothing of the host's stays below `work`, which is going to be removed.
+        # Move the mount, so that no host file stays below `work`, which is going to be removed.
         _mount(str(made), place, MS_MOVE)
     _mount(ours, f"{place}/{name}", MS_BIND)
 

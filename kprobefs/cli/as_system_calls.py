@@ -63,17 +63,17 @@ class CallAnswerer:
         try:
             fcntl.ioctl(listener, _NOTIF_RECV, buffer, True)
         except OSError:
-            # Its caller was killed meanwhile.
+            # The caller of the system call was killed meanwhile.
             return
         waiting = _Waiting(listener, bytes(buffer))
         if waiting.call.kind is Kind.COPY:
             self._answer(waiting)
             return
         try:
-            # Its start is not waited for, as threading.Thread would.
+            # Unlike threading.Thread, this does not wait until the thread has started.
             _thread.start_new_thread(self._answer, (waiting,))
         except RuntimeError:
-            # There is no thread left. This one keeps its ids, so the kernel answers.
+            # No thread can be started. This thread must not take the caller's ids, so the kernel answers.
             waiting.finish(None)
 
     def _answer(self, waiting: _Waiting) -> None:
@@ -159,7 +159,7 @@ class _Waiting:
         If `result` is None, the kernel executes the call.
         """
         flags = _NOTIF_CONTINUE if result is None else 0
-        # It may have been killed meanwhile.
+        # The caller may have been killed meanwhile.
         with suppress(OSError):
             fcntl.ioctl(self._listener, _NOTIF_SEND, _RESPONSE.pack(self._id, 0, -(result or 0), flags))
 
@@ -179,7 +179,7 @@ class _Caller:
             self._task = self.open(str(waiting.task), os.O_PATH, self._proc)
             self._memory = self.open("mem", os.O_RDWR)
             self._maps = self.open("maps")
-            # After this the directory is known to be the caller's.
+            # If the caller still waits, its pid was not reused, so the opened directory is the caller's.
             waiting.check()
         except OSError:
             self.close()
@@ -287,7 +287,7 @@ def _mount(waiting: _Waiting, caller: _Caller) -> int | None:
         for namespace in namespaces:
             _check(_libc.setns(namespace, 0))
         os.fchdir(opened)
-        # Processes are in a namespace of pids that their parent has entered.
+        # setns(2) to a pid namespace takes effect only for children, so a child calls mount(2).
         if failure := errno_of(act):
             raise OSError(failure, os.strerror(failure))
 

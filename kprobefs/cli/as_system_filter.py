@@ -49,7 +49,10 @@ class StatfsLayout:
     fields: struct.Struct
     """Layout: type, block size, five counts, two words of fsid, name length, fragment size, flags."""
     sizes: tuple[int, ...] = ()
-    """Accepted values of the argument before the buffer; empty: there is no such argument."""
+    """Values that the system call accepts for the size of the structure, its argument before the buffer.
+
+    The tuple is empty if the system call has no such argument.
+    """
 
 
 @dataclass(frozen=True)

@@ -47,13 +47,13 @@ class Found:
     """
 
     def __init__(self, file: int | str, *, only_device: bool = False) -> None:
-        """Read the attributes of `file`, which is a descriptor, or the link to one in /proc.
+        """Read the attributes of `file`, a descriptor or the path of a descriptor's link in /proc.
 
-        `only_device`: ask for the device only, because FUSE refuses the other attributes to some users.
+        `only_device`: read only the device number, because FUSE refuses the other attributes to some users.
 
         Raises: OSError.
         """
-        # Requests of this process are none of the command's: they would be in its traces.
+        # Ask for cached attributes only: a request of this process would be in the command's traces.
         buffer = ctypes.create_string_buffer(256)
         place, name, flags = (file, b"", _AT_EMPTY_PATH) if isinstance(file, int) else (_AT_FDCWD, file, 0)
         flags |= _AT_STATX_DONT_SYNC
@@ -118,7 +118,7 @@ class Credentials:
             set(other.uids[:3]) == {uid}
             and set(other.gids[:3]) == {gid}
             and not other.permitted & ~self.effective
-            # Hazard: a process of root that may not be dumped looks like any other of root's.
+            # Hazard: for uid 0, the owner does not show whether the process may be dumped.
             and other.owner == uid != 0
         )
 
@@ -168,7 +168,10 @@ class Lookup:
         self._take_ids()
 
     def _is_of_command(self) -> bool:
-        """Whether the task's capabilities count for files, because it has made no further user namespace."""
+        """Return True if the task's capabilities apply to files.
+
+        They do not apply if the task is in a user namespace that the command has created.
+        """
         here = os.stat("self/ns/user", dir_fd=self._proc).st_ino
         theirs = self._open("ns/user", self._task, os.O_RDONLY)
         return os.fstat(theirs).st_ino == here or _namespace(theirs, _NS_GET_PARENT) == here
@@ -197,7 +200,8 @@ class Lookup:
     def open(self, path: bytes) -> int:
         """Open a path of the task with O_PATH; it stays open until close(). Raises: OSError."""
         try:
-            # What links of /proc to other files lead to depends on who follows them.
+            # openat2(2) refuses magic links of /proc here, because their target depends on the process that
+            # follows them. _walk() follows them like the task.
             return self._open_plainly(path, _AT_FDCWD)
         except OSError:
             return self._walk(path)
@@ -333,7 +337,8 @@ def _mode(opened: int) -> int:
 
 
 def _is_root_of_proc(directory: int) -> bool:
-    # Only an inode of that number is asked: a file system of a mount would count the request.
+    # Call fstatfs(2) only if the inode number is that of /proc's root: a mount of kprobefs would count the
+    # request.
     if Found(directory).inode != _PROC_ROOT_INO:
         return False
     buffer = (ctypes.c_long * 32)()

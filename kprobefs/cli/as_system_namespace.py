@@ -1,8 +1,8 @@
-"""The user namespace of a command under `--as-system`, and the process that looks after it.
+"""The user namespace of a command under `--as-system`, and its helper process.
 
 In a user namespace of its own, the command cannot reach the host's tracefs and debugfs. The kernel does not
-allow it to mount or uncover one, or to reach one through other processes. The helper process stays outside of
-the user namespace, and maps the ids.
+allow the command to mount one of them, to unmount a mount over one, or to reach them through other processes.
+The helper process stays outside of the user namespace, and maps the ids.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class CommandNamespace:
             os.close(listener)
             self._confirmed()
         elif self._own_user:
-            # Without seccomp, perf_event_paranoid and the user namespace are what refuse it.
+            # If the filter cannot be installed, perf_event_paranoid and the user namespace still refuse
+            # perf_event_open(2).
             with suppress(OSError):
                 install_filter(own_user=True, listen=False)
 
@@ -79,15 +80,17 @@ class CommandNamespace:
         self._ours.close()
 
     def _enter_user(self) -> None:
-        # Both at once: the mounts of the new namespace are locked, so that none can be uncovered.
+        # One call creates both namespaces, so that the mounts in the new one are locked and no mount can be
+        # uncovered.
         if _libc.unshare(CLONE_NEWUSER | CLONE_NEWNS):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self._ours.send(_MAP % os.getpid())
         self._confirmed()
-        # What is unmounted outside at the end must not go here too: the host's tracefs lies below.
+        # Hazard: if an unmount outside also removed the mount here, it would uncover the host's tracefs.
         if _libc.mount(b"none", b"/", b"none", MS_REC | MS_PRIVATE, None):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        # Readers of mountinfo count on the field that only shared mounts have, as those of systemd are.
+        # Some readers of mountinfo need the optional field that only shared mounts have. systemd's mounts are
+        # shared.
         _libc.mount(b"none", b"/sys", b"none", MS_REC | MS_SHARED, None)
 
     def _confirmed(self) -> None:
@@ -95,7 +98,7 @@ class CommandNamespace:
         asker = 0
         failure = errno.EIO
         while asker != own:
-            # Others may be the answers to a process that was killed before it read them.
+            # There may be answers to another process, which was killed before it read them.
             answer = self._ours.recv(MESSAGE_SIZE)
             asker, failure = map(int, answer.split()) if answer else (own, errno.EIO)
         if failure:
@@ -141,7 +144,7 @@ class _Helper:
         try:
             message, descriptors, _, _ = socket.recv_fds(self._connection, MESSAGE_SIZE, 1)
         except ConnectionResetError:
-            # The other side was closed with an answer in it.
+            # The other end of the connection was closed before it read an answer.
             message = b""
             descriptors = []
         if not message:

@@ -43,7 +43,7 @@ class MountStatus:
     @staticmethod
     def _kprobes(profile: str) -> str:
         """Return a text that names the implementation of the kprobes, and its profile."""
-        # Not above: it would make umount load the profiles.
+        # Imported here: at the top of the file, the import would make `umount` load the profiles.
         from kprobefs.mount_options import KERNEL_KPROBES
 
         if profile == KERNEL_KPROBES:
@@ -101,7 +101,7 @@ def reboot(directory: str) -> None:
     from kprobefs.definitions.tracefs_files import control_root
 
     try:
-        # Without O_CREAT: the file is missing in mounts of distributions' kernels.
+        # Do not use O_CREAT, because mounts of distributions' kernels do not have the file.
         power = os.open(control_root(directory) / "machine" / "power", os.O_WRONLY)
     except FileNotFoundError:
         why = "a distribution's kernel can't be booted again; unmount it and mount it again"

@@ -1,4 +1,4 @@
-"""A hint at the end of `run` and `trace`, if the durations that they show are those of the virtual clock."""
+"""A hint at the end of `run` and `trace`, if the shown durations are those of the virtual clock."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def follows_virtual_clock(directory: str) -> bool:
 
 
 def virtual_durations(directory: str, *, is_builtin: bool = True) -> Iterator[str]:
-    """Yield a hint if a histogram has durations of the virtual clock.
+    """Yield one hint if a histogram of the mount at `directory` has durations of the virtual clock.
 
     In kprobefs's own kernel (`is_builtin`) such durations are nearly all in one bucket. A distribution's
     kernel reads its clock for other reasons, too, and its virtual clock advances by random steps.
 
-    Only histograms of synthetic events are examined, and only if a trigger in the mount at `directory`
-    computes with `common_timestamp`. The mount must be about to end: all probes are disarmed, since they
-    would see the requests of this function.
+    Only histograms of synthetic events are examined, and only if a trigger in the mount computes with
+    `common_timestamp`. The caller must have disarmed all probes, because they would be hit by the requests
+    of this function. So the mount must be about to end.
     """
     with suppress(OSError, CliError):
         tracefs = Path(directory, HostFiles(directory).tracefs())

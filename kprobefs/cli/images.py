@@ -1,4 +1,4 @@
-"""`kprobefs images`: the kernels that can be mounted, booted into the cache or at hand."""
+"""`kprobefs images`: lists the distributions' kernels in the boot cache, and further ones on this host."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ from kprobefs.common.errors import escape_for_terminal
 from kprobefs.common.kernel_packages import at_hand
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
-"""Seconds of a unit of time, and its name; the largest first."""
+"""Units in which ages are printed, the largest first: (seconds in the unit, name of the unit)."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """A line of the list. A value is None if it is unknown, or if the kernel was not booted yet."""
+    """A kernel in the list that `kprobefs images` prints.
+
+    An attribute is None if its value is unknown, or if the kernel has not been booted yet.
+    """
 
     release: str | None
     architecture: str | None
     source: str | None
-    """Path of the kernel's file."""
+    """Path of the file that contains the kernel: an image or a package."""
     size: int
-    """Bytes of the snapshot on disk; of the kernel's file if there is no snapshot."""
+    """Size in bytes of the snapshot of the booted kernel; if there is none, size of the file `source`."""
     age_seconds: float | None
-    """Time since the snapshot was made."""
+    """Seconds since the snapshot was made, or None if there is no snapshot."""
     boot_seconds: float | None
-    """CPU time of the boot."""
+    """CPU time in seconds that the boot took."""
 
 
 def images() -> Iterator[Image]:
-    """Yield the cached kernels, the most recently used first, and then others that the host has."""
+    """Yield the kernels in the boot cache, the most recently used first, and then the others of at_hand()."""
     now = time.time()
     known = set()
     for kernel in snapshot.cached():
@@ -44,7 +47,7 @@ def images() -> Iterator[Image]:
 
 
 def print_images(*, as_json: bool) -> None:
-    """Print the list as a table or as a JSON array."""
+    """Print the kernels of images() as a table or as a JSON array."""
     if as_json:
         import json
 

@@ -34,7 +34,7 @@ LOG_BYTES = 1 << 20
 _OUTPUT_BYTES = 64 << 20
 """Maximum number of bytes of a command's output that a worker of a cluster returns."""
 HINT_LINES = (duration_hint.HINT_LINE, nothing_hint.HINT_LINE)
-"""Patterns for the lines that `run` adds to the command's output."""
+"""Patterns for the lines with hints that `kprobefs run` adds to the command's output."""
 MOUNT = re.compile(r"/[^\s'\":]*/kprobefs-[a-z0-9_]{8}/mnt")
 """Pattern for the path of a mount that `run` has made."""
 NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -163,7 +163,7 @@ def run_on_workers(
 
 
 def run_on_worker(options: Sequence[str], command: Sequence[str], directory: str) -> tuple[int, float, bytes]:
-    """Run the command on one kernel; return its exit status, its duration in seconds, and its output.
+    """Run the command on one kernel; return (exit status, duration in seconds, output).
 
     Only the end of a long output is returned. Raises: CliError (there is no such directory).
     """
@@ -233,9 +233,10 @@ def _hint(text: str) -> str:
 
 
 def _blamed(text: str) -> str:
-    """Return the first line that names an error; if there is none, the first line that is not empty.
+    """Return the first line of `text` that probably names an error, or else the first that is not empty.
 
-    A hint of `run` does not count as a line. The path of the mount is shown as $KPROBEFS.
+    Hints of `kprobefs run` are ignored. Return "" if there is no other line. In the result, $KPROBEFS takes the
+    place of the mount's path.
     """
     lines = [line.strip() for line in text.splitlines()]
     written = [line for line in lines if line and not _is_hint(line)]

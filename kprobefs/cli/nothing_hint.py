@@ -18,11 +18,11 @@ NAMES = 5
 NO_HIT = "no hit of {names}: {why}"
 NO_RECORD = "{name} has {hits} and no record in the trace; its filter is {filter}"
 HINT_LINE = re.compile(r"kprobefs: (?:no hit of .*: |\w+ has \d+ hits? and no record in the trace; ).*")
-"""Pattern for a line with a hint that `run` prints."""
+"""Pattern for a line of the output of `kprobefs run` that has a hint of this module."""
 HITS = re.compile(r" *(\S+) +(\d+) +\d+")
-"""Pattern for a line of kprobe_profile: name of the event, hits, misses."""
+"""Pattern for a line of kprobe_profile (event, hits, misses); its groups are the event and its hits."""
 BUFFERED = re.compile(r"^(?:entries|overrun|dropped events|read events): (\d+)$", re.MULTILINE)
-"""Pattern for the lines of a buffer's `stats` that count its records, also those that it has no more."""
+"""Pattern for the lines of a buffer's `stats` that count records: present, overwritten, dropped or read."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class EndedCommand:
     status: int
     """Exit status, or 128 + number of the signal that ended the command."""
     directory: str
-    """The mount."""
+    """Absolute path of the mount point."""
     place: str
-    """The command's working directory, from which relative paths lead."""
+    """The command's working directory, to which relative paths in `words` refer."""
 
 
 def counted(hits: int) -> str:
-    """Return a number of hits as a text."""
+    """Return the number `hits` with its noun, such as "1 hit" or "2 hits"."""
     return f"{hits} hit{'s' * (hits != 1)}"
 
 
@@ -56,7 +56,7 @@ def why_no_hit(ended: EndedCommand, places: Sequence[str]) -> str:
 
 
 def _files_outside(ended: EndedCommand) -> Iterator[str]:
-    """Yield the command's arguments, and words in them, that name files of the host."""
+    """Yield the command's arguments, and the words in them, that name regular files outside of the mount."""
     arguments = ended.words[1:]
     for word in [*arguments, *(word for text in arguments for word in text.split())]:
         path = os.path.normpath(os.path.join(ended.place, word))
@@ -68,7 +68,7 @@ def nothing_hints(ended: EndedCommand) -> Iterator[str]:
     """Yield hints about the enabled kprobe events of a mount: no hit, or hits without a record.
 
     The mount must be about to end, and all its probes disarmed, because the requests of this function would
-    hit them. Nothing is known of events that the command has removed.
+    hit them. Events that the command has removed get no hint.
     """
     with suppress(OSError, CliError):
         tracefs = Path(ended.directory, HostFiles(ended.directory).tracefs())
@@ -89,9 +89,10 @@ def nothing_hints(ended: EndedCommand) -> Iterator[str]:
 
 
 def _enabled_events(tracefs: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the directory and the place of each kprobe event that is enabled in a trace array.
+    """Yield (directory, place) of each kprobe event that is enabled in at least one trace array.
 
-    An event that is enabled for its triggers counts as well.
+    The directory is that of the event in the top-level trace array. An event that is enabled only because it
+    has triggers is yielded too.
     """
     instances = list((tracefs / "instances").iterdir())
     for line in (tracefs / "kprobe_events").read_text().splitlines():
@@ -104,7 +105,7 @@ def _enabled_events(tracefs: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _is_unrecorded(tracefs: Path) -> bool:
-    """Return True if recording is on, and no record has been made since the buffers were last reset."""
+    """Return True if the top-level trace array records, and has recorded nothing since its last reset."""
     stats = (file.read_text() for file in tracefs.glob("per_cpu/cpu*/stats"))
     is_on = (tracefs / "tracing_on").read_text().strip() == "1"
     return is_on and not any(int(count) for text in stats for count in BUFFERED.findall(text))

@@ -139,7 +139,7 @@ class PageLayout:
         self.size = self.data + fields["data"].size
 
     def events(self, page: bytes) -> Iterator[tuple[int, bytes]]:
-        """Yield the time in nanoseconds and the data of each event of a page."""
+        """Yield (time in nanoseconds, data) of each event of a page."""
         time = int.from_bytes(page[:8], "little")
         high = time >> ABSOLUTE_BITS << ABSOLUTE_BITS
         commit = page[self._commit.offset : self._commit.offset + self._commit.size]

@@ -30,7 +30,10 @@ END_TIMEOUT = 5.0
 """Maximum seconds that the daemon may take to end before it is killed."""
 POLL_INTERVAL = 0.01
 MAX_ENVIRONMENT = 4 << 20
-"""Maximum bytes of a process's environment that are read. Linux limits it, with arguments, to 6 MiB."""
+"""Maximum number of bytes of a process's environment that are read.
+
+Linux limits a process's environment and arguments together to 6 MiB.
+"""
 
 if TYPE_CHECKING:
     from kprobefs.cli.as_system import System
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
 READ_TIMEOUT = 1.0
 """Maximum seconds that a read of a process's environment may take, also on a busy host."""
 
-# Loaded before a fork, because nothing may be loaded afterwards.
+# The C library is loaded here, because no library may be loaded between fork and exec.
 _libc = ctypes.CDLL(None)
 
 
@@ -91,7 +94,11 @@ def run(
 
 
 def _print_hints(options: MountOptions, directory: str, command: Sequence[str], status: int) -> None:
-    """Print hints about what a command of `run` did not see: hits, records, durations. Disarm all probes."""
+    """Disarm all probes, and print hints for the user on standard error.
+
+    The hints explain why no probe was hit, why no hit was recorded, or why durations are those of the virtual
+    clock. `status`: exit status of the command.
+    """
     from kprobefs.cli.nothing_hint import EndedCommand, nothing_hints
     from kprobefs.definitions.tracefs_files import control_root
 
@@ -139,7 +146,7 @@ def mounted(options: MountOptions, build: Builder) -> Iterator[Path]:
             shutil.rmtree(base, ignore_errors=True)
 
     try:
-        # The modes in the mount itself restrict access.
+        # Other users may enter the directory: the modes of the mount itself restrict access.
         base.chmod(0o755)
         directory = base / "mnt"
         directory.mkdir()
@@ -167,7 +174,7 @@ def run_traced(directory: str, command: Sequence[str], tracing: TraceSession) ->
 def _runner(command: Sequence[str], tracing: TraceSession | None) -> _Runner:
     """Return a runner of `command`, which handles this process's signals from now on.
 
-    If records with a syntax are printed, the command's standard output goes to standard error.
+    If the records of `tracing` need standard output, the command's output goes to standard error.
     """
     runner = _Runner(command, 2 if tracing is not None and tracing.takes_output else None)
     for number in SIGNALS:
@@ -227,7 +234,7 @@ class _Runner:
             if _is_in_no_path(self._command[0]):
                 raise self._not_found() from None
             raise CliError(f"{self._command[0]}: {error.strerror}", ExitStatus.NOT_EXECUTABLE) from None
-        # Handlers run inside Popen() too, when the command may live already and isn't known here yet.
+        # A signal handler may have run inside Popen(), when the command was started but `_process` not set.
         if self.pending:
             self._pass_on(self.pending)
         status = self._process.wait()
@@ -245,7 +252,7 @@ class _Runner:
         """
         if self.system is not None:
             self.system.enter()
-        # This comes last, because a process that changes its credentials loses the setting.
+        # Hazard: a process that changes its credentials loses the setting, so set it last.
         end_with_parent()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -281,7 +288,7 @@ def signal_left(directory: str, session: int, number: signal.Signals) -> None:
                 continue
             descriptor = os.pidfd_open(pid)
             try:
-                # What is read now is of the process that the descriptor holds, or of none.
+                # While the pidfd is open, the pid cannot belong to another process.
                 environment = memory.read(f"/proc/{pid}/environ", [(0, MAX_ENVIRONMENT)])
                 if environment is not None and mark in environment[0].split(b"\0"):
                     signal.pidfd_send_signal(descriptor, number)

@@ -89,7 +89,7 @@ def _differ(one: Path, two: Path) -> bool:
 def _report(names: Sequence[str], what: str) -> None:
     """Print a one-line message about the files `names`; print nothing if there are none.
 
-    `what`: predicate of the message, of which the files are the subject.
+    `what`: statement about the files, which follows their names in the message.
     """
     more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
     if names:

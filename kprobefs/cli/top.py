@@ -116,8 +116,9 @@ class Probes:
         return found
 
     def look(self) -> list[Probe]:
-        """Read and return the current probes. If the mount does not answer, return those of the last update.
+        """Read and return the current probes.
 
+        If the mount does not answer, return the probes of the last update.
         Raises: CliError (the mount is gone or has no machine/probes).
         """
         if not self.answers:

@@ -30,7 +30,10 @@ NAME = re.compile(
     r"trace_(?P<pid>\d{1,9})_(?P<started>[0-9a-f]{1,16})_(?P<namespace>[0-9a-f]{1,16})"
     rf"(?P<graph>{SUFFIX})?"
 )
-"""Pattern for the name of a session's instance and group of probes: own_name(), and SUFFIX with a graph."""
+"""Pattern for the name of a session, which is also the name of its instance and of its group of probes.
+
+The name is own_name(), followed by SUFFIX if the session records a call graph.
+"""
 SYMBOL = re.compile(r"[A-Za-z_][\w.]*")
 PREFIXES = (4, 2)
 """Lengths of the common prefix of a wrong name and a similar symbol; the greater is tried first."""
@@ -40,7 +43,10 @@ PID_NAMESPACE = "/proc/self/ns/pid"
 NOTHING = 3
 """Exit status of a RecordReader's process that has read no records."""
 UNWRITTEN = 100
-"""Exit status of a RecordReader's process that could not write records, minus the errno of the failure."""
+"""Number that is added to an errno for the exit status of a RecordReader's process.
+
+The process has failed to write records with this errno.
+"""
 
 
 @dataclass(frozen=True)
@@ -93,8 +99,8 @@ class TraceSession:
     def entries(self) -> dict[str, AskedProbe]:
         """Return the hidden probes that the output needs: name of an event -> probe.
 
-        There are two for each probed return: at the function's entry and at its return. The one at the entry
-        fetches the arguments of the first probe there that the user has given.
+        There are two for each probed return: one at the function's entry, and one at its return. The probe at
+        the entry fetches the arguments of the user's first probe at this entry.
         """
         if not self.kind.needs_entries:
             return {}
@@ -195,7 +201,10 @@ class AttachedProbes:
         return self._nearest(symbol) or f"understood as {escape_for_terminal(probe.understood)}"
 
     def _output(self) -> TraceOutput:
-        """Return the output, with the formats of the events and the pairs of entry and return."""
+        """Return the object that writes the records of the session's events.
+
+        The object gets the text of each event's `format` file, and each return event's entry event.
+        """
         session = self._session
         places = {probe.place: name for name, probe in self._hidden.items() if not probe.is_return}
         returns = {
@@ -230,14 +239,17 @@ class AttachedProbes:
                 ]
             )
             for event, _ in self._named():
-                # It counts the hits that the filter does not accept, for the final message.
+                # The histogram also counts the hits that the filter does not accept, for the final message.
                 with suppress(OSError):
                     (self._tracefs / self._array / "events" / event / "trigger").write_text(
                         "hist:keys=common_pid"
                     )
 
     def _prepare_graph(self, graph: GraphTracer) -> None:
-        """Prepare the tracer of the call graph. Raises: CliError (another session uses it)."""
+        """Prepare the tracer `graph` for the function that the command line names.
+
+        Raises: CliError (another session uses the tracer of this mount), and as GraphTracer.prepare().
+        """
         session = self._session
         assert session.request.graph is not None
         for name in self._files.directories(f"{self._files.tracefs()}instances"):
@@ -278,7 +290,7 @@ class AttachedProbes:
         return f"{self._array}events/{event}/{file} = {value}"
 
     def _named(self) -> list[tuple[str, str]]:
-        """Return pairs of an event, as group/name, and its name in messages."""
+        """Return (event as group/name, name of the event in messages) for each event of the session."""
         prefix = f"{self._session.name}/"
         return [(event, event.removeprefix(prefix).replace("/", ":")) for event in self._session.events]
 
@@ -322,7 +334,10 @@ class AttachedProbes:
             self._report()
 
     def _report(self) -> None:
-        """Print the file that was written, for a terminal, and a hint if its durations are virtual."""
+        """Print which file was written if standard error is a terminal.
+
+        If the output has durations of the virtual clock, also print a hint.
+        """
         session = self._session
         if session.request.output is not None and sys.stderr.isatty():
             print(f"kprobefs: wrote {escape_for_terminal(session.request.output)}", file=sys.stderr)
@@ -355,7 +370,7 @@ class AttachedProbes:
 
 
 class RecordReader:
-    """A child process that writes the records of a trace array as they arrive, from begin() on.
+    """A child process that writes the records of a trace array to an output as they arrive, from begin() on.
 
     The reader is not a thread, because this process must not have threads when it forks the command.
     """
@@ -374,22 +389,27 @@ class RecordReader:
         os.close(ready)
 
     def begin(self) -> None:
-        """Make the process open the files of records, and wait until it has done so or has failed."""
+        """Make the child process open trace_pipe, and wait until it has done so or has failed."""
         with suppress(BrokenPipeError):
             os.write(self._commands, b"\n")
         os.read(self._ready, 1)
 
     def finish(self) -> int:
-        """Make the process write the remaining records and end. Return its exit status."""
+        """Make the child process write the remaining records and end. Return its exit status."""
         os.close(self._commands)
         os.close(self._ready)
         _, status = os.waitpid(self.pid, 0)
         return os.waitstatus_to_exitcode(status)
 
     def _serve(self, array: Path, commands: int, ready: int) -> NoReturn:
-        """Wait for begin(), write records until the pipe is closed and none are left, and end the process."""
+        """Execute the child process: wait for begin(), write records until finish(), and end the process.
+
+        `array`: directory of the trace array. `commands`: pipe that begin() writes to and finish() closes.
+        `ready`: pipe that the child closes when trace_pipe is open.
+        """
         status = 0
-        # Hazard: this is a forked copy, so no exception may reach the callers. The mount may end earlier.
+        # Hazard: this is a forked copy of the caller. No exception may unwind into the caller's frames. There
+        # may be one, because the mount may end earlier.
         try:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
@@ -451,7 +471,7 @@ def _is_dead(name: str) -> bool:
         os.kill(int(found["pid"]), 0)
     except ProcessLookupError:
         return True
-    # The process of another user lives, and its start time may be hidden.
+    # EPERM: the process belongs to another user and lives. Its start time may be hidden.
     except OSError:
         pass
     with suppress(OSError, IndexError):

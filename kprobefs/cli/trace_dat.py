@@ -19,7 +19,7 @@ DONE = 0
 
 @dataclass(frozen=True)
 class TraceDat:
-    """Content of a trace.dat."""
+    """Content of a trace.dat file."""
 
     header_page: str
     header_event: str

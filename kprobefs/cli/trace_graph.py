@@ -15,14 +15,14 @@ from pathlib import Path
 from kprobefs.common.errors import CliError, escape_for_terminal
 
 SUFFIX = "_graph"
-"""Ending of the name of a session's instance, if the session uses the tracer of the mount."""
+"""End of the name of a session's instance if the session uses the mount's function graph tracer."""
 TRACER = "function_graph"
 INIT = 1
-"""Pid of the guest's task that makes kprobefs's own calls over a distribution's kernel."""
+"""Pid of the guest task that makes kprobefs's own calls in a distribution's kernel; it is not traced."""
 BUFFERED = re.compile(r"^(?:entries|overrun): ([1-9]\d*)$", re.MULTILINE)
-"""Pattern for the lines of a buffer's `stats`, if the buffer has records."""
+"""Pattern for a line of a buffer's `stats` that shows that the buffer has, or had, records."""
 NO_PID = "no pid"
-"""Content of a list of pids that is empty."""
+"""Content of a file with a list of pids, such as set_ftrace_pid, if the list is empty."""
 
 
 class GraphTracer:
@@ -32,12 +32,12 @@ class GraphTracer:
         self._tracefs = tracefs
         self._undo = ExitStack()
         self._excluded = ""
-        """Pids that were excluded before."""
+        """Pids that set_ftrace_notrace_pid contained before the session, separated by blanks."""
 
     def prepare(self, function: str, options: Sequence[str], nearest: Callable[[str], str]) -> None:
         """Select the function whose calls are recorded, and set options of the tracer.
 
-        `nearest` returns advice about the name of a function, or "".
+        `nearest` returns advice about the name of a function that does not exist, or "" if there is none.
         Raises: CliError (there is no tracer, it is in use, or the function cannot be traced).
         """
         if TRACER not in self._read("available_tracers").split():
@@ -62,9 +62,9 @@ class GraphTracer:
             self._write(f"options/{name}", "1")
 
     def start(self, excluded: Sequence[int]) -> None:
-        """Start the tracer, without the tasks of the pids `excluded`. trace_pipe must not be open.
+        """Start the tracer, but do not trace the tasks with the pids `excluded`.
 
-        Raises: CliError (trace_pipe is open).
+        Raises: CliError (trace_pipe of the top-level trace array is open).
         """
         # Hazard: in Linux a task that enters the function while nothing is recorded is traced later, outside
         # of the function. So recording is on, and the tasks are excluded, before the tracer is selected.
@@ -79,13 +79,13 @@ class GraphTracer:
             raise _in_use("its trace_pipe is open") from None
 
     def stop(self) -> None:
-        """Stop recording, as far as the mount still answers."""
+        """Stop recording. Do nothing if the mount does not answer any more."""
         self._set("tracing_on", "0")
 
     def restore(self) -> None:
-        """Restore the files that were changed, as far as the mount still answers.
+        """Restore the contents of the mount's files that this object has changed.
 
-        trace_pipe must be closed.
+        Errors are ignored, because the mount may have ended. trace_pipe must be closed.
         """
         self._undo.close()
 
@@ -114,7 +114,7 @@ class GraphTracer:
 
 
 def reset(tracefs: Path) -> None:
-    """Stop the tracer that a killed session has left, and clear its selections."""
+    """Stop the tracer that a killed session has left running, and clear its selections and its records."""
     for name, text in (
         ("current_tracer", "nop"),
         ("set_graph_function", ""),

@@ -54,7 +54,10 @@ class TraceOutput(ABC):
         self.is_empty = True
 
     def prepare(self) -> None:  # noqa: B027 (most kinds need nothing)
-        """Read what is needed to decode the records, in the process that reads the records."""
+        """Read the mount's files that are needed to decode records.
+
+        The process that reads the records calls this method.
+        """
 
     @abstractmethod
     def read(self, pipe: int) -> None:
@@ -207,7 +210,7 @@ class FoldedOutput(RawOutput):
 
 
 def _weighted(found: Iterator[RawRecord], symbols: SymbolNames) -> Iterator[tuple[int, list[str], int]]:
-    """Yield pid, stack and weight, for each stack record and each record of a function graph exit.
+    """Yield (pid, stack, weight) for each stack record and each record of a function graph exit.
 
     The weight is 1 for a stack record. For a graph exit, it is the nanoseconds outside of nested calls.
     """
@@ -277,7 +280,7 @@ class ChromeOutput(RawOutput):
             for pid in tasks
         ]
         self.is_empty = not events
-        # The order of entries is that in which a stack of slices opens.
+        # Sort by start time, and outer slices before inner ones.
         events.sort(key=lambda event: (event["ts"], -float(str(event.get("dur", 0)))))
         json.dump({"traceEvents": [*named, *events], "displayTimeUnit": "ns"}, self.output)
         self.output.write("\n")
@@ -319,7 +322,7 @@ def _trace_events(
         elif name not in files.returns:
             entries[place].append(record)
         elif entries[place]:
-            # This return is recorded without a filter, so that each entry has one.
+            # A hidden return event has no filter, so that each recorded entry has a return.
             closed[place] = entries[place].pop()
     yield from last.values()
 

@@ -95,7 +95,7 @@ def _objects(line: str, layouts: Layouts) -> Iterator[dict[str, object]]:
     text = found["text"]
     head = {name: found[name] for name in ("time", "cpu", "comm", "pid")}
     if event := GRAPH_EVENT.match(text):
-        # The head is that of other tracers, so that both kinds of lines are read in one way.
+        # Give the line the head that other tracers write, so that record() can parse it.
         yield record(
             f"{head['comm']:>16}-{head['pid']} [{head['cpu']}] ..... {head['time']}: {event[1]}: {event[2]}",
             layouts,

@@ -51,7 +51,7 @@ class Process:
     started: int
     """Clock ticks from the host's boot to the process's start."""
     executable: tuple[int, int]
-    """Device number and inode number of its executable."""
+    """(device number, inode number) of the process's executable."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _open_record(path: Path, flags: int) -> TextIO | None:
 
 
 def _lock(file: TextIO) -> bool:
-    # sweep() holds the lock for an instant, a daemon for longer than all attempts.
+    # sweep() holds the lock only for a moment. A daemon holds it longer than all attempts take.
     for _ in range(LOCK_ATTEMPTS):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

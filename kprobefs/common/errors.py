@@ -93,9 +93,10 @@ def fork() -> int:
 
 
 def _exceeded(what: str, limits: Iterable[tuple[int, str, int, int, str]]) -> str:
-    """Return a text about the first limit that is below the needs of a mount, and its remedy.
+    """Return a message about the first limit that is too low for a mount, and the remedy.
 
-    `what`: text before it. `limits`: items of _MEMORY_LIMITS. Return "" if all limits are high enough.
+    `what`: beginning of the message. `limits`: items of _MEMORY_LIMITS. Return "" if all limits are high
+    enough.
     """
     for limit, option, needed, unit, name in limits:
         if 0 <= resource.getrlimit(limit)[0] < needed * unit:

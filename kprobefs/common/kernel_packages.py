@@ -23,11 +23,11 @@ FLAVOURS = {
     "arm64": ("linux-image-cloud-arm64", "arm64"),
     "riscv64": ("linux-image-riscv64", "riscv64"),
 }
-"""Flavour -> Debian's package that depends on the present kernel of this flavour, and its architecture."""
+"""Flavour -> (Debian's package that depends on the current kernel of this flavour, Debian's architecture)."""
 ARCHITECTURES = {"amd64": "x86_64", "arm64": "arm64", "riscv64": "riscv64"}
 """Debian's name of an architecture -> name of a GuestAbi."""
 MACHINES = {"x86_64": "x86_64", "aarch64": "arm64", "riscv64": "riscv64"}
-"""Machine of the host, as in uname(2) -> name of a GuestAbi."""
+"""Machine of the host, as uname(2) reports it -> name of a GuestAbi."""
 KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 SOURCES = ("sources.list", "sources.list.d/*.list", "sources.list.d/*.sources")
 PACKAGE = re.compile(
@@ -76,10 +76,14 @@ def fetch(name: str) -> Path:
 
 
 class _Apt:
-    """Runs apt with package lists of its own, for one suite, which needs no special rights."""
+    """Runs apt for one suite, with its own package lists, so that the user needs no special rights."""
 
     def __init__(self, work: Path, suite: str, name: str, architecture: str) -> None:
-        """Fetch the list of the suite's packages for an architecture. Raises: CliError."""
+        """Fetch the list of the suite's packages for an architecture. Raises: CliError.
+
+        `work`: directory for apt's files. `name`: the user's name of the kernel. `architecture`: Debian's
+        name.
+        """
         self._name = name
         self._work = work
         lists = work / "lists"
@@ -150,8 +154,9 @@ def _archive(name: str) -> str:
 def find(version: str, arch: str = "x86_64") -> Path | None:
     """Return the file of a kernel whose release begins with `version`, or None if the host has none.
 
-    The newest of the files in KERNELS is taken, then of the fetched packages, then of the kernels that were
-    booted, then of the host's. Raises: CliError (a path in KERNELS cannot be read).
+    Four sources are searched in this order: $KPROBEFS_KERNELS, the fetched packages, the kernels that were
+    booted and cached, and /boot. The result is the newest such kernel of the first source that has one.
+    Raises: CliError (a path in $KPROBEFS_KERNELS cannot be read).
     """
     for files in (_named(), _fetched(), _booted(), _of_host()):
         known = ((_kernel(path), path) for path in files)
@@ -162,9 +167,10 @@ def find(version: str, arch: str = "x86_64") -> Path | None:
 
 
 def at_hand() -> Iterator[tuple[Path, str, str]]:
-    """Yield path, release and architecture of the kernels in KERNELS, fetched ones, and the host's.
+    """Yield (path, release, architecture) of each kernel that can be used without fetching it.
 
-    Raises: CliError (a path in KERNELS cannot be read).
+    These are the kernels that $KPROBEFS_KERNELS names, the fetched kernels, and those in /boot.
+    Raises: CliError (a path in $KPROBEFS_KERNELS cannot be read).
     """
     for files in (_named(), _fetched(), _of_host()):
         for path in sorted(files):
@@ -198,7 +204,7 @@ def _named() -> Iterator[Path]:
 
 
 def _booted() -> Iterator[Path]:
-    """Yield the files of the kernels that were booted and cached."""
+    """Yield the files of the kernels in the boot cache, if the files still exist."""
     from emulated_kernel.guests.linux.boot import snapshot
 
     for kernel in snapshot.cached():
@@ -207,7 +213,10 @@ def _booted() -> Iterator[Path]:
 
 
 def _kernel(path: Path) -> tuple[str, str]:
-    """Return release and architecture of a kernel by its file's name; ("", "") if the file contains none."""
+    """Return (release, architecture) of the kernel in the file at `path`, as the file's name gives them.
+
+    Return ("", "") if the file cannot be read, or is neither an image nor a package with a kernel.
+    """
     if path.name.startswith("vmlinuz-"):
         known = path.name.removeprefix("vmlinuz-"), MACHINES.get(os.uname().machine, "")
         return known if os.access(path, os.R_OK) else ("", "")

@@ -260,7 +260,7 @@ def _ask(directory: str, writer: int) -> NoReturn:
         os.closerange(0, writer)
         os.closerange(writer + 1, 1 << 20)
         try:
-            # Not stat(2), for which the host's kernel may use cached attributes.
+            # Do not use stat(2), which the host's kernel may answer from its cache.
             os.statvfs(directory)
         except OSError as error:
             os.write(writer, f"{error.errno}\n".encode())
@@ -303,10 +303,10 @@ def _detach_if_dead(point: MountPoint) -> None:
     # O_PATH opens the topmost mount without a request to it.
     place = os.open(point.directory, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        # If the numbers differ, another mount covers it.
+        # If the mount ids differ, another mount covers this one.
         if _mount_number(place) == point.number and _is_dead(place):
             if os.geteuid() == 0:
-                # By the descriptor, since another mount may have taken its path meanwhile.
+                # Use the descriptor, because the path may belong to another mount meanwhile.
                 _umount2(f"/proc/self/fd/{place}", 0)
             else:
                 _fusermount(point.directory)
@@ -391,7 +391,7 @@ def _remove_stale(point: MountPoint) -> None:
     directory = point.directory
     found = condition(point.directory)
     if mounted_on(directory) != point:
-        # The daemon or the process that unmounts after it ended meanwhile.
+        # The mount is gone: its daemon ended, or the UnmountWatcher has unmounted it.
         return
     if found is MountState.HUNG:
         raise CliError(

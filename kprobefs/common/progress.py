@@ -14,7 +14,7 @@ T = TypeVar("T")
 _WIDTH = 30
 """Maximum length of the bar in characters."""
 _SHARE_WIDTH = 7
-"""Width of a space, of the share, and of the ^C that a terminal shows."""
+"""Number of columns for a space, the percentage, and the ^C that a terminal shows if the user presses it."""
 _INTERVAL = 0.1
 """Minimum seconds between two updates of the bar."""
 

@@ -14,15 +14,15 @@ SHOWN = 3
 SIMILAR = 0.7
 """Least similarity, from 0 to 1, of a symbol that an error message names."""
 _COMPARED = 4 * SHOWN
-"""Number of similar names of which those of functions are shown."""
+"""Maximum number of similar names that are looked up; only names of functions are shown, at most SHOWN."""
 _PADDING = "__pfx_"
-"""Start of the names of padding before functions."""
+"""Prefix of the symbols that name the padding before functions."""
 _PREFIX = 4
 """Number of leading characters that a symbol must share with a wrong name to be compared with it."""
 
 
 def nearest_symbols(name: str, kallsyms: Kallsyms) -> list[str]:
-    """Return the functions whose names are most similar to `name`, which does not exist.
+    """Return at most SHOWN names of functions, those most similar to `name`, which does not exist.
 
     Parts of the function `name` that the compiler has split off come first, and then names that end with the
     word `name`: `sys_read` exists as `__x64_sys_read`.
@@ -38,7 +38,10 @@ def nearest_symbols(name: str, kallsyms: Kallsyms) -> list[str]:
 
 
 def _functions(names: Iterable[str], kallsyms: Kallsyms) -> list[str]:
-    """Return the first SHOWN names that functions have, except padding, which cannot be probed."""
+    """Return the first SHOWN of `names` that are names of functions.
+
+    Names of the padding before functions are left out, because padding cannot be probed.
+    """
     found = (
         name
         for name in names
@@ -48,7 +51,10 @@ def _functions(names: Iterable[str], kallsyms: Kallsyms) -> list[str]:
 
 
 def _rank(name: str) -> tuple[bool, int]:
-    """Return a sort key: entries of system calls, which begin with two underscores, come before others."""
+    """Return a sort key: names with two leading underscores come first, and then shorter names before longer.
+
+    Entries of system calls have such names, for example `__x64_sys_read`.
+    """
     return not name.startswith("__"), len(name)
 
 

@@ -107,7 +107,7 @@ def keyboard() -> Iterator[None]:
     try:
         yield
     finally:
-        # The terminal is gone.
+        # The call fails if the terminal is gone.
         with suppress(termios.error):
             termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 

@@ -30,7 +30,7 @@ class ApplyProcess:
 
     def __init__(self, directory: str) -> None:
         package = os.path.dirname(os.path.dirname(os.path.abspath(kprobefs.__file__)))
-        # Of the daemon's own packages, whatever the environment and the working directory are.
+        # Import the same packages as the daemon, regardless of the environment and the working directory.
         paths = [package, *filter(None, sys.path)]
         # -I ignores variables such as PYTHONHOME.
         self._process = subprocess.Popen(

@@ -145,7 +145,7 @@ def _probed_mount(options: MountOptions) -> Mount:
     image = str(options.machine.image)
     with explained(image):
         tasks, kernel = started_with_kernel(image, options.machine.seed, _cpu(options))
-        # The engine asks whether the guest's time is real.
+        # Select the clock first, because the engine checks whether the guest's time is real.
         time = RealTime(tasks) if options.machine.clock == REAL_CLOCK else None
         engine = LinuxEngine(tasks, kernel, _linux_profile(options, kernel))
         _start_clock(options, tasks)

@@ -59,7 +59,8 @@ def start_in_background(options: MountOptions, build: Builder, log_file: Path | 
 def start_as_child(options: MountOptions, build: Builder, on_orphaned: Callable[[], None]) -> int:
     """Start a daemon that ends with its parent; return its pid when its mount answers. Raises: CliError.
 
-    When both have ended, in any order and by any signal, another process calls `on_orphaned`.
+    When the daemon and its parent have ended, in any order and by any signal, another process calls
+    `on_orphaned`.
     """
     start = DaemonStart(options, build, None)
     parent = os.getpid()
@@ -129,7 +130,7 @@ class DaemonStart:
     def serve(self, orphaned: Orphaned | None = None) -> NoReturn:
         """Serve the mount in the daemon, and end the process.
 
-        `orphaned`: work for the process that unmounts, after the end of the daemon's parent.
+        `orphaned`: work for another process when the daemon and its parent have ended, or None.
         """
         status = ExitStatus.FAILURE
         # Hazard: this is a forked copy of the caller. No exception may unwind into the caller's frames.

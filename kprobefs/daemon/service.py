@@ -160,11 +160,11 @@ class Service:
         """Serve until SIGTERM, SIGINT, SIGHUP or umount. Raises: CliError.
 
         Call `on_prepared` before the first thread starts, and `on_ready` when the mount answers. After the
-        daemon was killed, another process unmounts the mount and calls `at_killed`. The process also does the
-        work of `orphaned`, whether the daemon was killed or not.
+        daemon was killed, another process (UnmountWatcher) unmounts the mount and calls `at_killed`. When the
+        daemon and its parent have ended, that process does the work `orphaned`, even if neither was killed.
         """
         mountpoints.check_proc()
-        # Hazard: libfuse takes over signals with the default action, so this must precede its loading.
+        # Hazard: libfuse handles signals that have the default action, so install handlers before it starts.
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
         registration = Registration(self._describe())
@@ -206,7 +206,7 @@ class Service:
         served = self._build(self._options)
         traps = "native" if served.has_native_traps else "python"
         arch = served.architecture or registration.daemon.arch
-        # Without room for the longer record, `status` goes on to show the first one.
+        # If there is no space for the longer record, `status` continues to show the first one.
         with suppress(CliError):
             registration.write(replace(registration.daemon, traps=traps, arch=arch))
         log.info("hits of handlers in guest code: traps are %s", traps)

@@ -25,15 +25,15 @@ class Orphaned:
     parent: int
     """pidfd of the daemon's parent."""
     clean_up: Callable[[], None]
-    """Does the work. It is also called if the parent has already done it."""
+    """Function that does the work. It is called even if the parent has already done the work."""
 
 
 class UnmountWatcher:
     """A child process that unmounts if the daemon ends by a signal that it cannot handle.
 
-    The child also does the work that is left when the daemon's parent has ended, too. The child holds no
-    descriptor of /dev/fuse, because requests would then wait for its answers. Start it before /dev/fuse is
-    opened and while the caller has no threads.
+    If there is an Orphaned, the child then waits for the end of the daemon's parent, and does the work. The
+    child must hold no descriptor of /dev/fuse: with one, requests would wait for an answer even after the
+    daemon's end. So start the child before /dev/fuse is opened, and while the caller has no threads.
 
     Mirrors: fusermount's option auto_unmount (libfuse 3).
     """
@@ -41,7 +41,7 @@ class UnmountWatcher:
     def __init__(self, directory: str, at_killed: Callable[[], None], orphaned: Orphaned | None) -> None:
         """Fork the child, which calls `at_killed` after the unmount. Raises: CliError.
 
-        `orphaned`: the work after the end of the daemon's parent; None if there is none.
+        `orphaned`: the work when the daemon and its parent have ended; None if there is none.
         """
         self._orphaned = orphaned
         daemon = os.pidfd_open(os.getpid())
@@ -57,7 +57,10 @@ class UnmountWatcher:
         os.write(self._writer, device.encode())
 
     def end(self) -> None:
-        """Kill the child and wait for its end. If the child has work after the parent's end, let it live."""
+        """Kill the child and wait for its end.
+
+        If there is an Orphaned, do nothing: the child must still do its work.
+        """
         if self._orphaned is not None:
             return
         os.kill(self.pid, signal.SIGKILL)
@@ -91,7 +94,7 @@ def _watch(
 
 
 def _wait_for_end(process: int) -> None:
-    """Wait until the process of a pidfd has ended, even if it is a zombie then."""
+    """Wait until the process of the pidfd `process` has ended. The process may be a zombie at that time."""
     waiting = poll()
     waiting.register(process, POLLIN)
     waiting.poll()

@@ -82,7 +82,7 @@ def read_definitions(path: str) -> Text:
 
 def _text_of(file: BinaryIO, path: str | Path) -> Text:
     is_public = os.fstat(file.fileno()).st_mode & stat.S_IROTH
-    # By the descriptor, since a link may lead elsewhere by now.
+    # Use the descriptor in place of the path, because a link in the path may have changed since the open.
     is_shown = is_public or os.readlink(f"/proc/self/fd/{file.fileno()}") == os.path.abspath(path)
     return Text(_decoded(read_open(file, LIMIT)), bool(is_shown))
 

@@ -246,11 +246,12 @@ class Loader:
         """
         missing = self._missing(path, value)
         if len(missing) > 1:
-            # Each close of a filter changes the guest's text, and each write of pids copies their set.
+            # Write all words at once: each close of a filter file changes the guest's text, and each write to
+            # a list of pids copies the list.
             try:
                 self._files.write(self._path(path), f"{' '.join(word[0] for word in missing)}\n")
             except OSError:
-                # Which word failed is found out below.
+                # The loop below finds the word that failed.
                 missing = self._missing(path, value)
             else:
                 return
@@ -322,7 +323,7 @@ class _ExistingDefinitions:
     def __init__(self, lines: Iterable[str]) -> None:
         self.events: set[str] = set()
         self._counts: dict[tuple[str, str, str], set[str]] = {}
-        """(kind, event, rest) of a definition -> values of maxactive. An event "" stands for any event."""
+        """(kind, event, rest) of a definition -> values of maxactive; an event "" means any event."""
         for line in lines:
             definition = parse_definition(line)
             if definition is not None:
@@ -439,6 +440,6 @@ def _report(line: Line, refused: DefinitionError) -> str:
     report = f"{place}: {refused}\n    {text}"
     cursor = -1 if refused.cursor is None else refused.cursor - len(line.text) + len(text)
     if cursor >= 0:
-        # Linux: the position of a value that is missing at the end of a filter is behind the text.
+        # Linux: if the value at the end of a filter is missing, its position is after the end of the text.
         report += f"\n    {' ' * min(cursor, len(text))}^"
     return "\n".join(map(escape_for_terminal, report.split("\n")))

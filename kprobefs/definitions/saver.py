@@ -46,7 +46,8 @@ DEFAULTS = {
 }
 """Name of a trace array's file -> its possible values in a new mount; they depend on the kernel's version.
 
-A kernel whose default is larger than 128 rounds 128 up to it.
+128 counts as a default of saved_cmdlines_size in each kernel: a kernel with a larger default rounds 128 up to
+this default.
 """
 DEFAULT_OPTIONS = frozenset(
     {
@@ -127,7 +128,8 @@ def saved_in_steps(files: Files, probes: Iterable[ProbeSwitches] | None = None) 
         if value != "0":
             yield f"{STACK_TRACER} = {value}"
     yield from _switched_off(files, FTRACE)
-    # Linux: a probe that is enabled while all probes are disarmed is not armed with them later.
+    # The switch comes last. Linux: if a probe is enabled while all probes are disarmed, arming all probes
+    # later does not arm it.
     yield from _switched_off(files, ARMED)
 
 
@@ -223,7 +225,8 @@ class _Array:
 def _is_default(word: str) -> bool:
     """Return True if a word of trace_options, such as noblock, is the default in a new mount.
 
-    The top array's option trace_printk_dest goes off when an instance's goes on, and cannot be set to off.
+    Either value of trace_printk_dest counts as the default in the top array: Linux switches it off when an
+    instance switches its own on, and does not allow users to switch it off.
     """
     if word == "notrace_printk_dest":
         return True

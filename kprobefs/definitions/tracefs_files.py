@@ -40,11 +40,11 @@ class Files(ABC):
 
     @abstractmethod
     def read(self, name: str) -> str:
-        """Return the content of a file. Use few requests, because each request may hit a probe."""
+        """Return the content of the file `name`. Use few requests, because each request may hit a probe."""
 
     @abstractmethod
     def write(self, name: str, text: str) -> None:
-        """Write to a file without O_TRUNC, which would delete existing events."""
+        """Write `text` to the file `name`. Open it without O_TRUNC, which would delete existing events."""
 
     def define(self, name: str, text: str) -> None:
         """Write the definition `text` to `name`, which is the path of the file dynamic_events."""
@@ -52,23 +52,23 @@ class Files(ABC):
 
     @abstractmethod
     def mode(self, name: str) -> int:
-        """Return the st_mode of a file."""
+        """Return the st_mode of the file `name`."""
 
     @abstractmethod
     def names(self, name: str) -> list[str]:
-        """Return the names of all entries of a directory."""
+        """Return the names of all entries of the directory `name`."""
 
     @abstractmethod
     def directories(self, name: str) -> list[str]:
-        """Return the names of the subdirectories of a directory."""
+        """Return the names of the subdirectories of the directory `name`."""
 
     @abstractmethod
     def mkdir(self, name: str) -> None:
-        """Make a directory."""
+        """Make the directory `name`."""
 
     @abstractmethod
     def exists(self, name: str) -> bool:
-        """Return True if the file exists."""
+        """Return True if the file `name` exists."""
 
     def configured_events(self, directory: str) -> Iterator[str]:
         """Yield group/name of each event that may have a filter, triggers or soft mode in a trace array.
@@ -116,7 +116,7 @@ class HostFiles(Files):
         return (self._control_root if name.partition("/")[0] in OUTSIDE else self._root) / name
 
     def read(self, name: str) -> str:
-        """Return the content of a file."""
+        """Return the content of the file `name`."""
         descriptor = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
         try:
             return read_all(lambda size: os.read(descriptor, size))
@@ -124,7 +124,7 @@ class HostFiles(Files):
             os.close(descriptor)
 
     def write(self, name: str, text: str) -> None:
-        """Write to a file without O_TRUNC."""
+        """Write `text` to the file `name`, which is opened without O_TRUNC."""
         descriptor = os.open(self._path(name), os.O_WRONLY | os.O_CLOEXEC)
         try:
             write_all(lambda data: os.write(descriptor, data), text)
@@ -132,24 +132,24 @@ class HostFiles(Files):
             os.close(descriptor)
 
     def mode(self, name: str) -> int:
-        """Return the st_mode of a file."""
+        """Return the st_mode of the file `name`."""
         return self._path(name).stat().st_mode
 
     def names(self, name: str) -> list[str]:
-        """Return the names of all entries of a directory."""
+        """Return the names of all entries of the directory `name`."""
         return os.listdir(self._path(name))
 
     def directories(self, name: str) -> list[str]:
-        """Return the names of the subdirectories of a directory."""
+        """Return the names of the subdirectories of the directory `name`."""
         with os.scandir(self._path(name)) as entries:
             return [entry.name for entry in entries if entry.is_dir()]
 
     def mkdir(self, name: str) -> None:
-        """Make a directory."""
+        """Make the directory `name`."""
         self._path(name).mkdir()
 
     def exists(self, name: str) -> bool:
-        """Return True if the file exists."""
+        """Return True if the file `name` exists."""
         return self._path(name).exists()
 
 
@@ -164,7 +164,7 @@ class TreeFiles(Files):
         self._client = client
 
     def read(self, name: str) -> str:
-        """Return the content of a file."""
+        """Return the content of the file `name`."""
         with self._opened(name, os.O_RDONLY) as opened:
             position = 0
 
@@ -177,32 +177,32 @@ class TreeFiles(Files):
             return read_all(read)
 
     def write(self, name: str, text: str) -> None:
-        """Write to a file without O_TRUNC."""
+        """Write `text` to the file `name`, which is opened without O_TRUNC."""
         with self._opened(name, os.O_WRONLY) as opened:
             write_all(lambda data: opened.write(data, opened.next_offset), text)
 
     def mode(self, name: str) -> int:
-        """Return the st_mode of a file."""
+        """Return the st_mode of the file `name`."""
         with host_errors():
             return self._tree.getattr(f"/{name}").mode
 
     def names(self, name: str) -> list[str]:
-        """Return the names of all entries of a directory."""
+        """Return the names of all entries of the directory `name`."""
         with host_errors():
             return [entry.name for entry in self._tree.readdir(f"/{name}")[2:]]
 
     def directories(self, name: str) -> list[str]:
-        """Return the names of the subdirectories of a directory."""
+        """Return the names of the subdirectories of the directory `name`."""
         with host_errors():
             return [entry.name for entry in self._tree.readdir(f"/{name}")[2:] if stat.S_ISDIR(entry.kind)]
 
     def mkdir(self, name: str) -> None:
-        """Make a directory."""
+        """Make the directory `name`."""
         with host_errors():
             self._tree.mkdir(self._client, f"/{name}", 0o755)
 
     def exists(self, name: str) -> bool:
-        """Return True if the file exists."""
+        """Return True if the file `name` exists."""
         with suppress(FileNotFoundError), host_errors():
             self._tree.lookup(f"/{name}")
             return True
@@ -228,6 +228,6 @@ def host_errors() -> Iterator[None]:
 
 
 def host_error(error: KernelError) -> OSError:
-    """Return the OSError of a system call for a KernelError, such as FileNotFoundError."""
+    """Return the OSError that a system call raises for the errno of `error`, such as FileNotFoundError."""
     number = error.errno or errno.EIO
     return OSError(number, os.strerror(number))

@@ -115,7 +115,7 @@ class KnownNodes:
     node. So the LOOKUPs that kprobefs has answered itself are subtracted before libfuse gets the FORGET.
 
     Replaces: libfuse's replies to LOOKUP, GETATTR and OPEN of control files.
-    Gains: two thirds of a round of open, read and close by path.
+    Gains: two thirds of the time of an open, read and close by path.
     """
 
     def __init__(self, names: Names, *, may_last: bool) -> None:
@@ -140,18 +140,21 @@ class KnownNodes:
         self.lets_names_last = False
         """Whether names of control files get a validity. If so, their attributes get none."""
         self._lasting: dict[_Key, tuple[float, str]] = {}
-        """Name -> monotonic time in seconds until which the host's kernel may keep the name, and its path."""
+        """Key of a name that the host's kernel may keep -> (time until which it may keep it, path).
+
+        The time is that of time.monotonic(), in seconds.
+        """
         self.ends = 0
         """Number of calls of end_names() so far."""
         self._request = threading.local()
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Returns a context manager for a wait; inside its block, another thread reads requests."""
+        """Function that returns a context manager for a wait; in its block, another thread reads requests."""
 
     def initialise(self, request: bytearray) -> None:
         """Read an INIT request, and set `lets_names_last`.
 
-        Names get a validity only if the host's kernel has FUSE_EXPIRE_ONLY. With this flag, it looks a name
-        up again, but keeps the directory that it has cached under the name.
+        Names get a validity only if the host's kernel has FUSE_EXPIRE_ONLY. A notification with this flag
+        makes the kernel look a name up again, but keep the directory that it has cached under the name.
         """
         flags, more = INIT_IN.unpack_from(request, IN_HEADER.size)
         can_expire = bool(flags & FUSE_INIT_EXT and more & FUSE_HAS_EXPIRE_ONLY)
@@ -234,7 +237,7 @@ class KnownNodes:
                 validity = 0
             entry = ENTRY_OUT.pack(node.id, node.generation, seconds, 0, 0, validity)
             size = OUT_HEADER.size + ENTRY_OUT.size + ATTR.size
-            # If it is not sent, the client was interrupted, or the mount is gone.
+            # If the reply is not sent, the client was interrupted, or the mount is gone.
             with suppress(OSError):
                 os.writev(self.device, (OUT_HEADER.pack(size, 0, unique), entry, attributes))
                 self._answered[node.id] = self._answered.get(node.id, 0) + 1

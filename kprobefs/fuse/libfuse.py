@@ -105,7 +105,7 @@ PATH_CODEC = "kprobefs_path"
 CACHED_ATTRIBUTES = 500
 """Maximum number of results of stat_bytes() that are cached."""
 VALIDITY = 3600
-"""Seconds for which the host's kernel may use the name of a lasting directory without a new LOOKUP."""
+"""Seconds for which the host's kernel may keep the name of a directory that exists as long as the mount."""
 RENAME_WINDOW = 1.0
 """Seconds after a rename(2) during which the host's kernel may still request the replaced file."""
 REQUEST_SIZE = 128 << 10
@@ -210,7 +210,7 @@ class FuseOperations(ctypes.Structure):
 
     Replaces: fusepy's fuse_operations, which ends before `poll`.
     Needed for: poll(2) on trace_pipe (test_pipe.py:test_readiness).
-    Gains: 2 to 3 % of a round by path and of a stat(2), by the addresses of _BY_ADDRESS.
+    Gains: _BY_ADDRESS saves 2 to 3 % of the time of an open, read and close by path, and of a stat(2).
     """
 
     _fields_ = [
@@ -255,8 +255,8 @@ def stat_bytes(attributes: Stat) -> bytes:
     ctypes truncates numbers that do not fit, which a damaged guest may return.
 
     Replaces: fusepy's set_st_attrs(), which sets the members of libfuse's structure by name at each request.
-    Gains: a fifth of a round of open, read and close by path, and more than a quarter of a stat(2). A quarter
-    of that is due to the cache: most attributes are requested again unchanged.
+    Gains: a fifth of the time of an open, read and close by path, and more than a quarter of the time of a
+    stat(2). A quarter of the gain is due to the cache: most attributes are requested again unchanged.
     """
     found = _fuse.c_stat()
     found.st_ino = attributes.ino
@@ -283,11 +283,11 @@ def guarded(operations: Any, func: Callable[..., T], *args: object) -> T | int:
     `operations.faults` counts the exceptions other than KernelError. `operations.reserve` is the
     MemoryReserve.
 
-    Replaces: FUSE._wrapper, which answers an unexpected exception with EINVAL, lets SystemExit reach C, which
-    sends a garbage reply then, and passes on any errno.
-    Needed for: EIO for internal faults (test_session_loop.py:test_reads_and_closes), clients that hang after
-    an errno above MAX_ERRNO (test_an_errno_of_the_kernels_own_is_an_answer), and ENOMEM where the host has
-    no memory (test_operations.py:test_no_memory_is_an_answer_and_no_fault).
+    Replaces: FUSE._wrapper, which answers an unexpected exception with EINVAL, and passes on any errno. It
+    also lets SystemExit reach libfuse, which then sends a garbage reply.
+    Needed for: EIO for internal faults (test_session_loop.py:test_reads_and_closes); a reply for an errno
+    above MAX_ERRNO, after which the client would hang (test_an_errno_of_the_kernels_own_is_an_answer); and
+    ENOMEM if the host has no memory (test_operations.py:test_no_memory_is_an_answer_and_no_fault).
     """
     try:
         try:
@@ -302,12 +302,12 @@ def guarded(operations: Any, func: Callable[..., T], *args: object) -> T | int:
             return -errno.ENOMEM
         # Hazard: if a SystemExit or KeyboardInterrupt reached libfuse, it would send a garbage reply.
         except BaseException as error:
-            # A shared library could not be mapped.
+            # For lack of memory, a shared library could not be mapped.
             if operations.reserve.is_scarce and isinstance(error, ImportError):
                 return -errno.ENOMEM
             operations.faults += 1
             log.exception("internal fault in %s", func.__name__)
-    # Hazard: logging may have failed for want of memory. ctypes would then answer 0, which is success.
+    # Hazard: logging may have failed for lack of memory. ctypes would then return 0, which is success.
     except BaseException:
         pass
     return 0 if func.__name__ == "init" else -errno.EIO
@@ -340,7 +340,7 @@ class Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
     def getattr(self, path: bytes, stat: int) -> int:
         """Write a file's attributes to the struct stat at the address `stat`.
 
-        Replaces: FUSE.getattr. Gains: those of stat_bytes().
+        Replaces: FUSE.getattr. Gains: see stat_bytes().
         """
         data = stat_bytes(self.operations.getattr(path.decode("utf-8", "surrogateescape")))
         ctypes.memmove(stat, data, len(data))
@@ -349,7 +349,7 @@ class Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
     def fgetattr(self, path: bytes | None, stat: int, file_info: int) -> int:
         """Write an open file's attributes to the struct stat at the address `stat`.
 
-        Replaces: FUSE.fgetattr. Gains: those of stat_bytes().
+        Replaces: FUSE.fgetattr. Gains: see stat_bytes().
         """
         name = path and path.decode("utf-8", "surrogateescape")
         info = _fuse.fuse_file_info.from_address(file_info)
@@ -361,7 +361,7 @@ class Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
         """Open a file, and store its handle in the struct fuse_file_info at the address `file_info`.
 
         Replaces: FUSE.open, which decodes the path by PATH_CODEC and finds the operation by its name.
-        Gains: 2 to 3 % of a round of open, read and close.
+        Gains: 2 to 3 % of the time of an open, read and close.
         """
         info = _fuse.fuse_file_info.from_address(file_info)
         self.operations.open(path.decode("utf-8", "surrogateescape"), info)
@@ -461,20 +461,21 @@ class _ChannelOperations(ctypes.Structure):
 class ReplyChannels:
     """The channels to the host's kernel that libfuse gets with each request; some change libfuse's reply.
 
-    Each directory of a path is a LOOKUP. libfuse has one validity for all names. It is 0 here, because the
-    directory of a deleted event has to be gone at once. These channels give a validity to two kinds of names.
-    The `lasting` directories in the root exist as long as the mount. In the directories `clients_own`, which
-    are lasting, too, only clients change names, so that all names below them last. A file with several links
-    has a node for each name, and the host's kernel does not know that they change together. Therefore such
-    names do not last, and their attributes are requested at each stat(2).
+    The host's kernel looks up each directory of a path, except names with a validity. libfuse has one
+    validity for all names. It is 0 here, because the directory of a deleted event has to be gone at once.
+    These channels give a validity to two kinds of names. One kind is the directories `lasting` in the root,
+    which exist as long as the mount. The other kind is all names below the directories `clients_own`, in
+    which only clients change names; these directories also exist as long as the mount. A file with several
+    links has a node for each name, and the host's kernel does not know that they change together. Therefore
+    such names get no validity, and their attributes are requested at each stat(2).
 
     The host's kernel also gets a larger limit of pages. By default, it splits a read or write of 128 KiB
     whose buffer is not aligned, and the guest makes two calls.
 
     Replaces: libfuse's replies to INIT, LOOKUP and GETATTR, and its ENOENT after a rename(2).
-    Gains: by lasting directories a ninth of a round of open, read and close, and a sixth of a stat(2); by
-    clients' own names a quarter of a round in scratch/.
-    Needed for: the new file instead of ENOENT where rename(2) replaces a file that another client asks for
+    Gains: `lasting` saves a ninth of the time of an open, read and close, and a sixth of that of a stat(2).
+    `clients_own` saves a quarter of the time of an open, read and close in scratch/.
+    Needed for: the new file instead of ENOENT if rename(2) replaces a file that another client looks up
     (test_session_loop.py:test_who_asks_for_what_is_replaced_gets_the_new_file).
     """
 
@@ -489,8 +490,9 @@ class ReplyChannels:
         """Make the channels of `session`, which is the address of a struct fuse_session.
 
         If `walks` is None, only the reply to INIT is changed. Otherwise `walks` is called before libfuse
-        looks up a lasting directory. It must record that no client has requested the attributes that libfuse
-        requests next. `lasting` and `clients_own` have names of directories in the root; see the class.
+        looks up one of `lasting`. `walks` must record that no client has requested the attributes that
+        libfuse requests next. `lasting` and `clients_own` have names of directories in the root; see the
+        class.
         `nodes` learns the nodes of control files; if it is None, they are not learned.
         """
         self.channel: int = _libfuse.fuse_session_next_chan(session, None)
@@ -581,7 +583,10 @@ class ReplyChannels:
         return path is not None
 
     def _send(self, reply: bytearray) -> None:
-        """Send a reply of libfuse, and record the control file's node in it. Raises: OSError (not sent)."""
+        """Send a reply of libfuse. Raises: OSError (not sent).
+
+        If the reply is for a LOOKUP of a control file, also record the node that it contains.
+        """
         looked_up = self._looked_up
         arguments = getattr(looked_up, "arguments", None)
         if arguments is None or self._nodes is None:
@@ -609,7 +614,7 @@ class ReplyChannels:
         """Record that a node gets another link, and invalidate its attributes in the host's kernel."""
         self._linked_nodes.add(node)
         size = INVALIDATION.size
-        # The kernel has no attributes of it.
+        # The write fails if the host's kernel has no attributes of the node.
         with suppress(OSError):
             os.write(self.device, INVALIDATION.pack(size, FUSE_NOTIFY_INVAL_INODE, 0, node, -1, 0))
 
@@ -638,9 +643,9 @@ class ReplyChannels:
         return made or self.channel
 
     def _let_directory_last(self, reply: bytearray) -> None:
-        """Give a lasting directory's name a validity in a reply, and give its attributes no validity.
+        """Set the validities in a reply about a directory that exists as long as the mount.
 
-        Without a validity of the attributes, each stat(2) is still a request.
+        Its name gets a validity. Its attributes get none, so that each stat(2) is still a request.
         """
         if len(reply) == ATTR_REPLY_SIZE:
             reply[ATTR_VALIDITIES] = bytes(12)
@@ -692,7 +697,7 @@ def _look_up_again(reply: bytearray) -> None:
 
 
 class _LoopState:
-    """Lets other threads check which request a thread of a SessionLoop is answering."""
+    """The request that a thread of a SessionLoop is answering, which other threads can check."""
 
     def __init__(self, request: bytearray) -> None:
         self._request = request
@@ -739,20 +744,25 @@ class AtOnce(NamedTuple):
     """
 
     read: Callable[[int, int, int, int, int, int, int, int], bytes | int | None]
-    """Reads a file by uid, gid, pid, fh, offset, size, lock owner and flags. Sizes are in bytes.
+    """Reads from an open file.
 
-    Returns the data, or None if the read has to wait, which only libfuse can do.
+    The arguments are the client's uid, gid and pid, the handle fh, offset and size in bytes, the lock owner,
+    and the flags of the request. Returns the data, or None if the read has to wait, which only libfuse can
+    do.
     """
     release: Callable[[int], object]
     """Releases the open file with the handle fh."""
     getattr: Callable[[int, int, int, str], Stat | int]
-    """Returns attributes by uid, gid, pid and the path of a control file."""
+    """Returns the attributes of a control file, given the client's uid, gid and pid, and the path."""
     fgetattr: Callable[[int, int, int, int], Stat | int]
-    """Returns attributes of an open file by uid, gid, pid and fh."""
+    """Returns the attributes of an open file, given the client's uid, gid and pid, and the handle fh."""
     open: Callable[[int, int, int, str, int], tuple[int, bool] | int]
-    """Opens a file by uid, gid, pid, path and flags; returns fh, and whether the file is a stream."""
+    """Opens a file, given the client's uid, gid and pid, path and flags.
+
+    Returns (handle fh, whether the file is a stream).
+    """
     write: Callable[[int, int, int, int, int, int, memoryview], int | None]
-    """Writes to a file by uid, gid, pid, fh, offset, flags and data.
+    """Writes to an open file, given the client's uid, gid and pid, fh, offset in bytes, flags and data.
 
     Returns the number of bytes written, or None if libfuse has to write.
     """
@@ -768,16 +778,16 @@ class SessionLoop:
     The loop itself answers READ, RELEASE, and WRITE of files whose writes read no host files. It also answers
     LOOKUP, GETATTR and OPEN of control files with known nodes. It passes all other requests to libfuse.
 
-    close(2) returns when its RELEASE is in the queue of /dev/fuse, but no program waits for the reply. If an
-    open file acts when it is closed, a thread that has read a request therefore first waits for earlier
-    RELEASEs of other threads.
+    close(2) returns when its RELEASE is in the queue of /dev/fuse, and no program waits for the reply. While
+    the close of an open file would have an effect, a thread that has read a request therefore waits first: it
+    waits until other threads have answered earlier RELEASEs.
 
     Replaces: fuse_session_loop().
-    Needed for: ReplyChannels, a reply where the host has no memory, without which a client cannot even be
-    killed (test_session_loop.py:test_who_asks_where_there_is_no_memory_is_answered), and the effect of a
-    close(2) (test_session_loop.py:test_a_request_after_a_close_sees_its_effect).
-    Gains: by READ a fifth of a small pread(2), and a quarter of one of 128 KiB, which libfuse copies again;
-    by RELEASE 4 % of a round of open, read and close.
+    Needed for: ReplyChannels; replies when the host has no free memory, because a client that waits for one
+    cannot even be killed (test_session_loop.py:test_who_asks_where_there_is_no_memory_is_answered); the
+    effect of a close(2) (test_session_loop.py:test_a_request_after_a_close_sees_its_effect).
+    Gains: READ saves a fifth of the time of a small pread(2), and a quarter of the time of one of 128 KiB,
+    whose data libfuse would copy again. RELEASE saves 4 % of the time of an open, read and close.
     """
 
     def __init__(
@@ -791,7 +801,8 @@ class SessionLoop:
         """Make a loop over a struct fuse_session.
 
         `nodes` has the nodes of control files. If it is None, libfuse answers their requests. `acting` has
-        the fh of each open file that acts when it is closed, until its release has returned.
+        the handle fh of each open file whose release has an effect that other files show. A handle stays in
+        `acting` until the release has returned.
         """
         self._session = session
         self._replies = replies
@@ -876,7 +887,7 @@ class SessionLoop:
             found = answer(self._nodes, request, size)
             if found is _DONE:
                 return True
-        # A read that has to wait goes to libfuse, which tells it when its client is interrupted.
+        # libfuse answers a read that has to wait, because libfuse notices an interrupt of the client.
         if found is None:
             channel = self._replies.select(opcode, node, request, size)
             _libfuse.fuse_session_process(self._session, address, size, channel)
@@ -943,7 +954,10 @@ class SessionLoop:
         return OPEN_OUT.pack(handle, FOPEN_DIRECT_IO | is_stream * FOPEN_NONSEEKABLE)
 
     def _write(self, _nodes: KnownNodes, request: bytearray, size: int) -> bytes | int | None:
-        """Write to a file whose write reads no host file; return the reply. Other results: see `_answers`."""
+        """Execute a WRITE to a file whose writes read no host files, and return the reply.
+
+        Other results: see `_answers`.
+        """
         _, _, _, uid, gid, pid = IN_HEADER.unpack_from(request)
         handle, offset, _, flags = WRITE_IN.unpack_from(request, IN_HEADER.size)
         with memoryview(request)[IN_HEADER.size + WRITE_IN.size : size] as data:
@@ -1002,7 +1016,7 @@ class SessionLoop:
             except MemoryError:
                 sleep(RETRY_DELAY)
                 continue
-            # The request is answered.
+            # The write fails if the request was answered already.
             except OSError:
                 pass
             return

@@ -11,13 +11,13 @@ from time import monotonic
 log = logging.getLogger("kprobefs.fuse.memory_reserve")
 
 HEADROOM = 32 << 20
-"""Bytes that must be free for a request that creates something; it is more than usual requests take."""
+"""Bytes that must be free for a request that creates something; usual requests take fewer bytes."""
 RESERVE = 12 << 20
 """Size of the reserve in bytes: several times the text of a long list or of a full trace buffer."""
 FLOOR = 4 << 20
 """Bytes of the reserve that must be left to open or read a file: libraries abort if malloc(3) fails."""
 ROOM = 512 << 10
-"""Size in bytes of the reserve's address space, for pages that libfuse maps for names, and for threads."""
+"""Size in bytes of a mapping in the reserve. Its memory is for pages of libfuse's names, and for threads."""
 LOOK = 0.01
 """Seconds between two checks of the free memory; requests in between take less than HEADROOM."""
 _PIECE = 100_000
@@ -27,7 +27,8 @@ _M_MMAP_THRESHOLD = -3
 _MAPPED = 132 << 10
 """Size in bytes from which malloc(3) maps an allocation, unless freed memory has space for it.
 
-It is more than the longest reply to a READ, because the first use of each mapped page is a fault.
+The value exceeds the longest reply to a READ. Such a reply must not be mapped, because the first use of each
+mapped page causes a page fault.
 """
 
 ENDING = (b"", b"0", b"nop")
@@ -39,7 +40,7 @@ ENDING_WORD = b"!"
 
 
 def share_heap() -> None:
-    """Make all threads use one heap of malloc(3), because threads with own heaps can't use the reserve."""
+    """Make all threads use one heap of malloc(3): threads with heaps of their own can't use the reserve."""
     libc = ctypes.PyDLL(None)
     # musl has only one heap.
     if hasattr(libc, "mallopt"):

@@ -47,7 +47,7 @@ STATE_PATH = f"/{STATE_LINK}"
 STATE_ATTRIBUTES = Stat(ino=(1 << 32) - 1, mode=stat.S_IFLNK | 0o777, nlink=1, uid=0, gid=0)
 
 
-# A cached one takes 0.3 us instead of 0.7.
+# A cached Client takes 0.3 us, and a new one 0.7 us.
 _cached_client = lru_cache(CACHED_CLIENTS)(Client)
 
 
@@ -134,8 +134,8 @@ class Server:
             "allow_other": self._options.allow_other,
             **dict.fromkeys(self._options.flags, True),
         }
-        # If only root may enter, modes restrict nobody. Without its own checks the host's kernel sends an
-        # ACCESS at each chdir(2), which is the only sign of it.
+        # If only root may enter, modes restrict nobody. If the host's kernel does not check modes itself, it
+        # sends an ACCESS at each chdir(2). There is no other request for a chdir(2).
         if self._checks_modes:
             options["default_permissions"] = True
         try:
@@ -149,11 +149,12 @@ class Server:
         nodes: KnownNodes | None = None
         if self._options.is_ordered:
             replies = libfuse.ReplyChannels(session)
-            # A RELEASE is a request that nobody waits for. Two threads could answer it and the next OPEN in
-            # any order.
+            # No client waits for the reply to a RELEASE. Two threads could answer it and the next OPEN in any
+            # order.
             free_loops = 1
         else:
-            # Where the host's kernel checks modes, it asks for the attributes of each directory of a path.
+            # If the host's kernel checks modes, it requests the attributes of each directory of a path. Names
+            # with a validity then save no request.
             nodes = KnownNodes(self._mount, may_last=not self._checks_modes)
             walks = operations.attributes.skip_client
             replies = libfuse.ReplyChannels(session, walks, operations.lasting, operations.clients_own, nodes)
@@ -229,7 +230,7 @@ class _Operations:
         self._pollers = libfuse.PollHandles()
         self.ready: Callable[[], None] = _not_served
         self.blocking: Callable[[], AbstractContextManager[int]] = _not_served
-        """Returns a context manager for a wait, during which another thread takes requests."""
+        """Function that returns a context manager for a wait; in its block, another thread takes requests."""
         self.faults = 0
         self.reserve = MemoryReserve()
         self.attributes = _AttributesFor()
@@ -260,7 +261,7 @@ class _Operations:
             if path == STATE_PATH and error.errno == errno.ENOENT:
                 return STATE_ATTRIBUTES
             raise
-        # Without blocks, cp(1) takes it for a sparse file and looks for its data by lseek(2).
+        # Without blocks, cp(1) considers the file sparse, and looks for its data with lseek(2).
         return found._replace(size=PAGED_SIZE, blocks=PAGED_SIZE // 512) if found.is_paged else found
 
     def opendir(self, path: str) -> int:
@@ -354,7 +355,7 @@ class _Operations:
         return self._mount.fgetattr(handle, partial(_cached_client, pid, uid, gid))
 
     def open_at_once(self, uid: int, gid: int, pid: int, path: str, flags: int) -> tuple[int, bool]:
-        """Open a control file for SessionLoop; return its handle, and whether it is a stream."""
+        """Open a control file for SessionLoop; return (handle, whether the file is a stream)."""
         if self.reserve.is_spent:
             self._needs_reserve()
         handle = self._mount.open(_cached_client(pid, uid, gid), path, flags)
@@ -397,7 +398,11 @@ class _Operations:
     def write_at_once(
         self, uid: int, gid: int, pid: int, handle: int, offset: int, flags: int, data: Any
     ) -> int | None:
-        """Write `data` for SessionLoop; return None if the write has to wait, which only write() can do."""
+        """Execute a write for SessionLoop, and return the number of bytes written.
+
+        Return None if libfuse must call write() instead: a write to the file may read host files, or this
+        write has to wait.
+        """
         if not self._mount.writes_at_once(handle):
             return None
         if self.reserve.is_scarce:

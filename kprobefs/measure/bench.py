@@ -186,8 +186,8 @@ def modes(arch: str, profile: str | None = None) -> tuple[str, ...]:
 def built(mode: str, profile: str | None) -> Profile:
     """Return the profile for measuring a mode.
 
-    If `profile` is None, return the profile in MODES. Otherwise return that preset without the modes that it
-    would prefer to `mode`.
+    If `profile` is None, return the profile in MODES. Otherwise return the preset `profile` without the
+    modes that it would prefer to `mode`.
     """
     if profile is None:
         return MODES[mode]
@@ -232,7 +232,7 @@ def measure(case: HitCase, hits: int, rounds: int) -> HitFigure:
 
 
 def _counts(kernel: Kernel, placed: MeasuredProbe) -> tuple[float, float]:
-    """Return the traps and the guest instructions that a disabled probe adds to a call."""
+    """Enable a disabled probe, and return (traps, guest instructions) that it adds to each call."""
     run = caller(kernel, _COUNTED)
     executed = kernel.machine.count_instructions()
 
@@ -305,11 +305,11 @@ def caller(kernel: Kernel, hits: int) -> Callable[[], float]:
 
 
 Loop = tuple[int, Callable[[], None]]
-"""Address of a loop in the guest, and a function that must be called before each run of the loop."""
+"""(address of a loop in the guest, function that must be called before each run of the loop)."""
 
 
 def loop_of_calls(kernel: Kernel, hits: int) -> Loop:
-    """Make guest code that calls FUNCTION `hits` times."""
+    """Write guest code that calls FUNCTION `hits` times, and return it as a Loop."""
     return (_loop if kernel.arch.name in _RISCV else _x86_loop)(kernel, hits)
 
 
@@ -426,7 +426,10 @@ def _placed(kernel: Kernel, probe: Kprobe, hits: Callable[[], int | None]) -> Me
 
 
 def settle(kernel: Kernel, enabled: Kprobe | None = None) -> None:
-    """Wait until the optimizer has written or removed all jumps; first request the jump of a djprobe."""
+    """Wait until the optimizer has written or removed all jumps that are due.
+
+    `enabled`: probe that was just enabled, or None. With a profile of djprobe, request its jump first.
+    """
     kprobes = kernel.kprobes
     if enabled is not None and kprobes.optimizer is not None and kprobes.profile.djprobe is not None:
         kernel.set_optimized(enabled, True)

@@ -197,8 +197,8 @@ def _hooked(
 ) -> tuple[Callable[[bool], None], Callable[[], ReturnHook], Kprobe | None]:
     """Prepare a return hook of FUNCTION by a kretprobe or an fprobe.
 
-    Return a function that switches hooking on or off, a function that returns the hook while hooking is on,
-    and the kretprobe or None.
+    Return (function that switches hooking on or off, function that returns the hook while hooking is on,
+    kretprobe or None).
     """
     nodes = case.tasks + case.cpus
     fp = ring.fprobe(FUNCTION, nr_maxactive=nodes)

@@ -64,7 +64,10 @@ def run_on_cluster(
 
 
 def _result(distributed: Any, address: str, future: Any) -> Any:
-    """Return the result of the call that `future` stands for. Raises: CliError."""
+    """Wait for the end of a call, and return its result; `future`: the call's future in Dask.
+
+    `address`: address of the scheduler, for messages. Raises: CliError (the call or the cluster has failed).
+    """
     try:
         has_ended, outcome = future.result()
     except distributed.KilledWorker as error:

@@ -57,7 +57,10 @@ def instructions_a_call(kernel: Kernel, function: str, cpus: int, calls: int = _
 
 @contextmanager
 def _contexts(kernel: Kernel, address: int, cpus: int) -> Iterator[list[_CpuContext]]:
-    """Yield CPUs that are about to call the function at `address`. Restore the guest's state afterwards."""
+    """Yield a context for each CPU, which is about to call the function at `address`.
+
+    Restore the guest's state afterwards.
+    """
     machine = kernel.machine
     abi = kernel.image.abi
     word = kernel.arch.word_size
@@ -101,7 +104,7 @@ class _CpuContext:
     def step(self) -> None:
         """Run one instruction on this CPU, or the handler if the instruction is a breakpoint."""
         self._current[0], self._number[0] = self._identity
-        # The other contexts go on later: the machine must not drop their state.
+        # The other contexts continue later, so the machine must not drop their state.
         start = self._state._replace(flags=self._state.flags | _TRAP_FLAG)
         _, state = self._machine.trap_of(start, goes_on=True)
         self._state = state._replace(flags=state.flags & ~_TRAP_FLAG)

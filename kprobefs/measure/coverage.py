@@ -94,7 +94,7 @@ class Source:
     """Pattern of a shell for the names of the functions to count; None: count all functions."""
 
     def group(self) -> list[Subject]:
-        """Read the kernels. Raises: CliError."""
+        """Read the kernels that the options name, and return them as subjects. Raises: CliError."""
         if self.pattern == "":
             raise CliError("--function: the pattern is empty; give a name, or one as tcp_*", ExitStatus.USAGE)
         group = self._read()
@@ -122,7 +122,7 @@ class Source:
 
 
 class Counting(NamedTuple):
-    """The counts of one function of one subject."""
+    """Numbers of instructions of one function, in the kernel that is one subject."""
 
     reasons: Reasons
     pairs: int
@@ -200,7 +200,7 @@ class FunctionCounter:
             judges = [Judge(subject, profile) for subject in group]
         except KernelError as error:
             raise CliError(str(error.strerror), ExitStatus.USAGE) from error
-        # Other functions may decide too, if the policy looks at references to a function.
+        # With a strategy, the verdict may also depend on references from other functions.
         return cls(judges, is_local=strategy is None)
 
     def counting(self, symbol: Symbol) -> list[Counting]:
@@ -258,7 +258,10 @@ class FunctionCounter:
         return digest.hexdigest()
 
     def count_piece(self, number: int) -> Any:
-        """Return the counts of the piece `number`, encoded as in a results file."""
+        """Return the counts of the functions in the piece `number`, encoded as in a results file.
+
+        A piece is the functions that one process examines at a time.
+        """
         return _encoded([self.counting(symbol) for symbol in self._pieces[number]])
 
     def in_processes(self, jobs: int) -> Run:
@@ -323,7 +326,9 @@ _one_at_a_time = Lock()
 
 
 def count_on_worker(names: _Names, digest: str, number: int) -> Any:
-    """Return the counts of a piece, on a worker of a cluster.
+    """Count a piece (see FunctionCounter.count_piece) in the worker of a cluster, and return the counts.
+
+    `digest`: value of FunctionCounter.digest in the command's process.
 
     Raises: CliError (the kernel cannot be read, or differs from the command's).
     """

@@ -87,7 +87,7 @@ class Subject:
 
     @cached_property
     def sections(self) -> tuple[tuple[range, str], ...]:
-        """Text sections other than .text: addresses and name."""
+        """(addresses, name) of each text section other than .text."""
         return _sections(self.tables.kallsyms) if self.complete else ()
 
     @property

@@ -21,7 +21,10 @@ from kprobefs.common.errors import CliError, ExitStatus
 
 @dataclass(frozen=True)
 class AnalysisResult:
-    """Result of the analysis of one address. `length` is the region's, or 0 if djprobe cannot be used."""
+    """Result of the analysis of one address.
+
+    `length`: size of the region in bytes, or 0 if djprobe cannot be used.
+    """
 
     address: str
     function: str

@@ -93,7 +93,7 @@ def _findings(answers: Sequence[Answer]) -> Iterator[tuple[Line, Finding]]:
 
 
 def _place(text: str, line: Line, finding: Finding) -> tuple[int, int | None]:
-    """Return line and column of a finding in its file, both from 1 on.
+    """Return (line, column) of a finding in its file, both from 1 on.
 
     The column is None if the finding is about the whole line, or if the line is continued on the next one.
     """
@@ -150,7 +150,7 @@ def _missing(kernel: PlannedKernel) -> str:
 def _details(path: str, answer: Answer, number: int) -> Iterator[str]:
     """Yield lines of output with the findings about a line, and the reason why its probe has no jump.
 
-    `path`: path of the file. `number`: number of the line.
+    `path`: path of the file. `number`: number of the line in the file, from 1 on.
     """
     where = f"{escape_for_terminal(path)}:{answer.line.number}{f' ({number})' if number else ''}"
     found = [

@@ -146,7 +146,7 @@ def _function(found: Coverage, symbol: Symbol, reasons: Reasons) -> Iterator[str
 
 
 def _insns(judge: Judge, symbol: Symbol, code: bytes) -> Iterator[tuple[int, int, str, Verdict]]:
-    """Yield address, size in bytes, text and verdict of each instruction of a function.
+    """Yield (address, size in bytes, text, verdict) of each instruction of a function.
 
     `code`: machine code of the function.
     """

@@ -75,7 +75,10 @@ def _explanations(
 
 
 def _with_module(kernel: PlannedKernel, module: str, place: str) -> PlannedKernel:
-    """Return the kernel with the module of a place. Raises: CliError (there is no such module)."""
+    """Return the kernel with `module`, which the user's text `place` names, and the module's dependencies.
+
+    Raises: CliError (there is no such module, or the kernel's modules are unknown).
+    """
     try:
         return kernel.with_module(module)
     except CliError as error:

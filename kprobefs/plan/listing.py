@@ -35,7 +35,7 @@ class Listing:
 
     rows: tuple[Row, ...]
     notes: tuple[tuple[str, str], ...]
-    """Letter of each note, or "" for a line that continues the note before, and the text."""
+    """(letter, text) of each line of the notes; the letter is "" if the line continues the note before."""
     hidden_before: int
     """Number of instructions of the function before the first row."""
     hidden_after: int

@@ -40,7 +40,7 @@ class OfflineKprobes:
     def register_kprobe(self, kprobe: Kprobe[Any], kind: str = KPROBE, /) -> None:  # noqa: ARG002 - armed
         """Check a probe's place, and store its address.
 
-        Raises: KernelError, as Kprobes.register_kprobe().
+        Raises: the errors of Kprobes.register_kprobe() about the probe's place.
         """
         addr, where, _ = self.places.locate(kprobe)
         self.places.check(where, addr)
@@ -72,7 +72,7 @@ class OfflineKretprobes:
     def register_kretprobe(self, rp: Kretprobe[Any], /) -> None:
         """Check a probe's place, and store its address.
 
-        Raises: KernelError, as Kretprobes.register_kretprobe().
+        Raises: the errors of Kretprobes.register_kretprobe() about the probe's place.
         """
         check_returns(self._kprobes.places.function_entry(rp), self._blacklist)
         self._kprobes.register_kprobe(rp)

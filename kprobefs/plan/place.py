@@ -13,7 +13,7 @@ from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.common.similar_symbols import SHOWN, SIMILAR, nearest_symbols
 
 _INIT = "__init_begin", "__init_end"
-"""Symbols at the start and end of the memory that is freed after boot."""
+"""Symbols at the start and the end of init memory, which is freed after boot."""
 _PATTERN = re.compile(r"[*?\[]")
 _NUMBER = re.compile(r"0x[0-9a-fA-F]{1,16}|[0-9]{1,20}")
 
@@ -57,7 +57,7 @@ def find_place(text: str, tables: ProbedTables) -> Place:
 def module_of(text: str) -> str | None:
     """Return the module in a place of the form MODULE:SYMBOL; None for a place of another form.
 
-    Raises: CliError (no module can have this name; the names of files of modules may have dashes).
+    Raises: CliError (MODULE is empty or cannot be the name of a module, for example because it has a dash).
     """
     module, colon, symbol = text.partition(":")
     if colon and not module:
@@ -73,7 +73,7 @@ def module_of(text: str) -> str | None:
 
 
 def module_name(name: str) -> str:
-    """Return the name that a kernel gives to the module whose file has the name `name`."""
+    """Return the name that a kernel gives to a module. `name`: name of its file, without the ending."""
     return name.replace("-", "_")
 
 
@@ -116,7 +116,7 @@ def _not_text(text: str, address: int, where: Location | None, tables: ProbedTab
 
 
 def _kind(address: int, where: Location, tables: ProbedTables) -> str:
-    """Return a description of memory that is not text."""
+    """Return a text for error messages about the memory at `address`, which no probe can be put in."""
     if not where.symbol.is_text:
         return "data"
     start, end = (tables.kallsyms.lookup_name(name) or 0 for name in _INIT)

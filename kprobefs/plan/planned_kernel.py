@@ -35,7 +35,7 @@ _ALLOWED = "kprobes_allow_optimization"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel with its returns rewritten in one of the ways in which boot may do so."""
+    """A kernel whose return instructions are rewritten in one of the ways that boot may choose."""
 
     returns: str
     """Name of the way in which returns are rewritten (a value of ReturnThunks); "" if they are unchanged."""
@@ -72,7 +72,7 @@ class PlannedKernel:
 
     @cached_property
     def interface(self) -> Interface:
-        """The interface of tracefs for definitions; a mount of the kernel has the same one."""
+        """The interface of tracefs that a mount of the kernel has; it decides the syntax of definitions."""
         if self.profile.interface != KERNEL_INTERFACE or not isinstance(self.core, LinuxKernel):
             return interface_named(self.profile.interface)
         from emulated_kernel.guests.linux.probing.detect_interface import detect_interface

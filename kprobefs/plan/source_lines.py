@@ -73,9 +73,10 @@ class SourceLines:
         return self._in_functions(text, f"{path}:{line}", [each + self._shift for each in lines[line]])
 
     def _only_path(self, text: str, file: str, paths: Sequence[str]) -> str:
-        """Return the one path that a file's name stands for. Raises: CliError (none or several do).
+        """Return the path of the source file that the user's `file` names.
 
-        `text`: the place as the user wrote it. `paths`: paths of all source files.
+        `text`: the place as the user wrote it. `paths`: paths of the source files that `file` may mean.
+        Raises: CliError (no file or several files have this name).
         """
         if file in paths or len(paths) == 1:
             return file if file in paths else paths[0]

@@ -86,7 +86,7 @@ def _insn(row: Row, arrow: str) -> Iterator[str]:
 def _continued(arrow: str) -> str:
     """Return the arrow column of an instruction's second and later lines. `arrow` is that of its first line.
 
-    Arrows that go on downwards become `|`; all other characters become blanks.
+    Arrows that continue downwards become `|`; all other characters become blanks.
     """
     return "".join("|" if character in "|,+" else " " for character in arrow)
 

@@ -60,7 +60,7 @@ def switch(data: bytes) -> bool:
 
 
 def sysctl_switch(data: bytes) -> bool:
-    """Parse 0 or 1 by the rules of a sysctl with these bounds. Blanks around the number are skipped.
+    """Parse 0 or 1 by the rules of a sysctl with only these values. Blanks around the number are skipped.
 
     Raises: KernelError EINVAL. Mirrors: kernel/sysctl.c:proc_dointvec_minmax (v6.1).
     """

@@ -15,14 +15,14 @@ from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 PERMISSION_BITS = 0o7777
 """Mask of the mode's bits that chmod(2) changes."""
 _MIN_LIMIT = 64
-"""Minimum number of members from which on a DynamicDirectory looks for members of removed objects."""
+"""Minimum number of members from which on a DynamicDirectory drops the members of removed objects."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """User and group of the user who mounts. They own each node until chown(2) changes its owner."""
+    """The user who mounts, and this user's group. They own each node until chown(2) changes its owner."""
 
     uid: int = 0
     gid: int = 0
@@ -213,11 +213,17 @@ class Objects(Generic[T]):
     """Named kernel objects that are created and removed; a DynamicDirectory has a subdirectory for each."""
 
     names: Callable[[], Collection[str]]
-    """Returns the current names in the order of readdir. len() of the result must be fast, for nlink."""
+    """Function that returns the current names in the order of readdir.
+
+    len() of the result must be fast, for nlink.
+    """
     find: Callable[[str], T | None]
-    """Returns the object with a name, or None. While the object exists, each call returns the same one."""
+    """Function that returns the object with a name, or None if there is none.
+
+    While an object exists, each call with its name must return that object.
+    """
     make: Callable[[T], Directory]
-    """Creates the directory that shows an object."""
+    """Function that creates the directory that shows an object."""
 
 
 @dataclass(slots=True)
@@ -272,7 +278,7 @@ class DynamicDirectory(Directory, Generic[T]):
         return super().nlink + len(self._objects.names())
 
     def get(self, name: str) -> Node | None:
-        """Return the fixed child `name`, or else the subdirectory of the object `name`; None without both."""
+        """Return the fixed child `name`, or else the subdirectory of the object `name`, or else None."""
         fixed = self._children.get(name)
         if fixed is not None:
             return fixed

@@ -89,7 +89,7 @@ class NodeTree:
         return above is None or not above.names_are_clients
 
     def getattr(self, path: str) -> Stat:
-        """Return the attributes of the node at `path`. Raises: KernelError, as lookup()."""
+        """Return the attributes of the node at `path`. Raises: the errors of lookup()."""
         return self.stat(self.lookup(path))
 
     def stat(self, node: Node) -> Stat:
@@ -100,7 +100,7 @@ class NodeTree:
     def readdir(self, path: str) -> list[DirEntry]:
         """Return the entries of the directory at `path`, "." and ".." first.
 
-        Raises: KernelError ENOTDIR, as lookup().
+        Raises: KernelError ENOTDIR (`path` is no directory), and the errors of lookup().
         """
         directory = self._directory(path)
         numbers = self._inode_numbers
@@ -116,7 +116,8 @@ class NodeTree:
 
         Clients cannot create files in any directory of the tree, so O_CREAT with a new name fails with
         EACCES.
-        Raises: KernelError EACCES, EEXIST, EISDIR, ENOTDIR, as lookup(), or the error of the file's open.
+        Raises: KernelError EACCES, EEXIST, EISDIR, ENOTDIR, and the errors of lookup() and of the file's
+        open.
         """
         try:
             node = self.lookup(path)
@@ -149,9 +150,9 @@ class NodeTree:
         raise KernelError(errno.EACCES, path)
 
     def mkdir(self, _client: Client, path: str, mode: int) -> None:
-        """Create a directory by the parent directory's method.
+        """Create a directory at `path` through its parent's method Directory.mkdir.
 
-        Raises: KernelError EEXIST, as Directory.mkdir.
+        Raises: KernelError EEXIST, and the errors of a lookup and of Directory.mkdir.
         """
         directory, name = self._absent(path)
         directory.mkdir(name, mode)
@@ -167,12 +168,15 @@ class NodeTree:
         node.parent.rmdir(node.name)
 
     def unlink(self, _client: Client, path: str) -> NoReturn:
-        """Refuse to remove a file. Raises: KernelError EPERM, EISDIR (a directory), as lookup()."""
+        """Refuse to remove a file.
+
+        Raises: KernelError EPERM, EISDIR (`path` is a directory), and the errors of lookup().
+        """
         node = self.lookup(path)
         raise KernelError(errno.EISDIR if isinstance(node, Directory) else errno.EPERM, path)
 
     def rename(self, _client: Client, old: str, new: str) -> NoReturn:
-        """Refuse to rename a file or directory. Raises: KernelError EPERM, as lookup()."""
+        """Refuse to rename a file or directory. Raises: KernelError EPERM, and the errors of lookup()."""
         self.lookup(old)
         self._split(new)
         raise KernelError(errno.EPERM, old)
@@ -197,7 +201,10 @@ class NodeTree:
         raise KernelError(errno.EACCES if stat.S_IFMT(mode) in (0, stat.S_IFREG) else errno.EPERM, path)
 
     def readlink(self, _client: Client, path: str) -> NoReturn:
-        """Refuse to read a link. Raises: KernelError EINVAL (no node is a symbolic link), as lookup()."""
+        """Refuse to read a link, because no node is a symbolic link.
+
+        Raises: KernelError EINVAL, and the errors of lookup().
+        """
         self.lookup(path)
         raise KernelError(errno.EINVAL, path)
 
@@ -211,23 +218,23 @@ class NodeTree:
     def chmod(self, _client: Client, path: str, mode: int) -> None:
         """Set the permission bits of a node, after the front end has checked the client's permission.
 
-        Raises: KernelError, as lookup().
+        Raises: the errors of lookup().
         """
         self.lookup(path).chmod(mode)
 
     def chown(self, _client: Client, path: str, uid: int, gid: int) -> None:
-        """Set the owner of a node, after the front end has checked the client's permission.
+        """Set the owner and the group of a node, after the front end has checked the client's permission.
 
-        Raises: KernelError, as lookup().
+        Raises: the errors of lookup().
         """
         self.lookup(path).chown(uid, gid)
 
     def utimens(self, _client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
-        """Set the times of a node; None leaves a time unchanged. Raises: KernelError, as lookup()."""
+        """Set the times of a node; None leaves a time unchanged. Raises: the errors of lookup()."""
         self.lookup(path).utimens(atime_ns, mtime_ns)
 
     def runs_guest(self, path: str) -> bool:
-        """Return True if a write to the file at `path` runs guest code. Raises: KernelError, as lookup()."""
+        """Return True if a write to the file at `path` runs guest code. Raises: the errors of lookup()."""
         node = self.lookup(path)
         return isinstance(node, File) and node.runs_guest
 

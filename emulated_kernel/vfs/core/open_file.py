@@ -159,7 +159,10 @@ class OpenFile:
 
     @property
     def acts_on_close(self) -> bool:
-        """Whether release() has an effect that other files show; by default, if a subclass overrides it."""
+        """Whether release() has an effect that other files show.
+
+        By default, the value is True if a subclass overrides release().
+        """
         return type(self).release is not OpenFile.release
 
     @property
@@ -182,7 +185,7 @@ class OpenFile:
                 return self.read_step(size, offset)
 
     def read_step(self, size: int, offset: int) -> bytes:
-        """Do one step of a read; the last step returns the bytes that read() would return.
+        """Do the next step of a read. The last step returns the bytes that read() would return.
 
         Raises: YieldLock (call again to continue), and as read().
         """

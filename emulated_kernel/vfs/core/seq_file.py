@@ -136,7 +136,7 @@ class WrittenList(Protocol):
     """Interface of a list that a file shows, to which a write adds entries, and which O_TRUNC clears."""
 
     def records_from(self, start: int) -> Iterable[str]:
-        """Return the lines that the file shows from line `start` on: one for each entry of the list."""
+        """Return the lines of the file from index `start` on. The file has one line for each entry."""
 
     def write(self, data: bytes) -> int:
         """Execute one write, and return the number of bytes taken. Raises: KernelError."""
@@ -269,7 +269,7 @@ class SeqReader:
 
 
 class OpenSeq(OpenFile):
-    """An open SeqFile."""
+    """An open SeqFile, whose SeqReader renders the records that a read needs."""
 
     node: SeqFile
 

@@ -66,9 +66,10 @@ def _return_hook_file(hooks: ReturnHooks, log: Callable[[str], None]) -> File:
 
 
 def _stages_file(kprobes: Kprobes, log: Callable[[str], None] | None) -> File:
-    """Return the file `stages`, the switch of the stops after each step of patching.
+    """Return the file `stages`, with a switch that makes each change of text stop after each of its steps.
 
-    Below the switch, it has a line for each change of text that has stopped. Linux has no such file.
+    The first line shows the switch. A further line describes each change that has stopped. Writing 0 or 1
+    sets the switch, and writing `next` continues the changes. Linux has no such file.
     """
 
     def lines() -> Iterator[str]:

@@ -17,12 +17,12 @@ from emulated_kernel.vfs.core.seq_file import SteppedFile, each_line, listing
 
 @dataclass(frozen=True)
 class GuestLimit:
-    """A limit that only some kernels have."""
+    """A limit in machine/limits that only some kernels have."""
 
     show: Callable[[], str]
-    """Returns the text that follows the limit's name in machine/limits."""
+    """Function that returns the text after the limit's name in machine/limits."""
     set: Callable[[int | None], None]
-    """Applies a new value; None means no limit."""
+    """Function that applies a new value of the limit; None means no limit."""
 
 
 def limits_file(

@@ -68,7 +68,7 @@ def _types(interface: Interface) -> str:
 
 
 def _function_files(interface: Interface) -> str:
-    """Return the lines about tracers that are called from fentry sites."""
+    """Return README's lines about the files of tracers that are called from fentry sites."""
     later = _LINES[InterfaceRule.FUNCTION_FILES] if InterfaceRule.FUNCTION_FILES in interface else ""
     return f"""\
   available_filter_functions - functions whose calls can be traced
@@ -97,7 +97,10 @@ _LATENCY = "  tracing_max_latency     - longest latency so far, in microseconds\
 
 
 def readme_text(interface: Interface, *, has_functions: bool = True) -> str:
-    """Return the text of README for an interface. `has_functions`: whether functions can be traced."""
+    """Return the text of tracefs's README. `has_functions`: whether functions of the kernel can be traced.
+
+    `interface`: the rules of the kernel version; they decide which files and syntax the text describes.
+    """
     lines = {rule: text if rule in interface else "" for rule, text in _LINES.items()}
     probes = lines[InterfaceRule.EVENT_PROBES]
     further = "".join(

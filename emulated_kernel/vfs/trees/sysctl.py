@@ -13,7 +13,11 @@ from emulated_kernel.vfs.core.seq_file import SysctlFile
 
 
 def sysctl_directory(kprobes: Kprobes, stack: StackTracer) -> Directory:
-    """Return sysctl/ with the files of the kernel's optimizer, if there is one, and of its fentry sites."""
+    """Return the directory sysctl/.
+
+    If the kernel has an optimizer, the directory has debug/kprobes-optimization. If the kernel has fentry
+    sites, it has kernel/ftrace_enabled and kernel/stack_tracer_enabled.
+    """
     debug: dict[str, Node] = {}
     if kprobes.optimizer is not None:
         debug["kprobes-optimization"] = kprobes_optimization(kprobes, kprobes.optimizer)

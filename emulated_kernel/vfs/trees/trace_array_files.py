@@ -218,7 +218,7 @@ def _buffer_files(tracing: Tracing) -> dict[str, Node]:
 
 
 def _subbuf_file(array: TraceArray) -> dict[str, Node]:
-    """Return the file with the size of sub-buffers, if the kernel has it.
+    """Return the file buffer_subbuf_size_kb by its name, or an empty dict if the kernel does not have it.
 
     Mirrors: kernel/trace/trace.c:buffer_subbuf_size_read, buffer_subbuf_size_write (v6.12).
     """

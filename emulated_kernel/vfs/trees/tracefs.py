@@ -73,7 +73,7 @@ def _top_files(trace: TracingComponents) -> dict[str, Node]:
 
 
 def _function_files(trace: TracingComponents) -> dict[str, Node]:
-    """Return the files of tracers that are called from fentry sites."""
+    """Return name -> file, for the files about functions with fentry sites and of the stack tracer."""
     functions = trace.functions
     interface = trace.arrays.top.array.system.interface
     return {

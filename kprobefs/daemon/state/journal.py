@@ -23,7 +23,7 @@ _SIZE_LIMIT = 1 << 26
 
 @dataclass(frozen=True)
 class JournalText:
-    """Content of a journal: the readable entries, and the size of the rest."""
+    """Content of a journal: the readable entries, and the number of unreadable bytes after them."""
 
     entries: list[Entry]
     lost: int
@@ -67,10 +67,16 @@ def encoded(entry: Entry) -> bytes:
 
 
 class Journal:
-    """A journal to write. It replaces the file at its path when it has its first entries."""
+    """A journal that is being written.
+
+    When its first entries are written, its file replaces the earlier file at the same path.
+    """
 
     def __init__(self, path: Path, data: bytes) -> None:
-        """Write a new journal of encoded entries. Raises: OSError (the file at `path` is unchanged)."""
+        """Write a new journal with the encoded entries `data`, in place of the file at `path`.
+
+        Raises: OSError (the file at `path` is unchanged).
+        """
         new = path.with_name(f"{path.name}.new")
         with suppress(FileNotFoundError):
             new.unlink()
@@ -89,7 +95,7 @@ class Journal:
             raise
 
     def append(self, data: bytes) -> None:
-        """Append encoded entries, which later readers see. Raises: OSError (nothing was appended)."""
+        """Append the encoded entries `data` to the journal. Raises: OSError (nothing was appended)."""
         try:
             taken = self._file.write(data)
             while taken < len(data):

@@ -34,9 +34,9 @@ def is_last(instance: str) -> bool:
 
 
 def last_names(instances: Iterable[str]) -> dict[str, str]:
-    """Return a map name of an instance -> name of the instance that shows its records.
+    """Return a map name of an earlier instance -> name of the instance that shows its records.
 
-    A name that would be too long is shortened.
+    The name "" means the top directory. A name that would be too long is shortened.
     """
     found: dict[str, str] = {}
     # Long names come last, so that the short ones keep the form that they always have.
@@ -58,9 +58,9 @@ class ArrayPlace:
     name: str
     """Name of the instance; "" for the top directory."""
     controls: tuple[int, ...]
-    """Offsets in each CPU's area of two control blocks, in ascending order.
+    """Offsets of two control blocks from the start of each CPU's area, in ascending order.
 
-    One is that of the array's own buffer, and one is that of its snapshot.
+    One control block is that of the array's own buffer, and the other is that of its snapshot buffer.
     """
     clock: str
     time_start: int
@@ -87,7 +87,7 @@ class LastRecords:
     """The trace records of the previous boot that were found in a file of --state."""
 
     arrays: dict[str, tuple[ArrayPlace, PreviousBootRecords]]
-    """Name of the instance that will show records -> their former location, and the records."""
+    """Name of the instance that will show records -> (former location of the records, the records)."""
     torn: int = 0
     """Number of records that were reserved but not finished."""
     damage: list[str] = field(default_factory=list)
@@ -179,9 +179,10 @@ def _empty(order: int = 0) -> RingBuffer:
 
 
 def _same_order(buffers: list[RingBuffer], place: ArrayPlace, found: LastRecords) -> list[RingBuffer]:
-    """Replace buffers whose sub-buffers have another size than those with most records.
+    """Return the buffers, with an empty one in place of each whose sub-buffers have the wrong size.
 
-    The sub-buffers of a trace array have one size, which guest code relies on.
+    The right size is that of the buffer with the most records. `found` gets a message about lost records.
+    All sub-buffers of a trace array must have one size, because guest code relies on this.
     """
     order = max(buffers, key=len).order
     lost = sum(len(buffer) for buffer in buffers if buffer.order != order)
@@ -193,8 +194,8 @@ def _same_order(buffers: list[RingBuffer], place: ArrayPlace, found: LastRecords
 def show(kernel: Kernel, last: LastRecords, cmdlines: SavedCmdlines) -> dict[str, str]:
     """Create the instances that show the records `last`.
 
-    Return a map name of an instance -> reason why it could not be created. Remove these instances from
-    `last`.
+    Return a map name of an instance -> reason why the instance could not be created. Remove from `last` the
+    instances that could not be created.
     """
     events = kernel.tracing.system.events
     # Entries of ftrace itself are printed without an event.
@@ -234,6 +235,9 @@ def show_empty(kernel: Kernel) -> None:
 
 
 def make_again(kernel: Kernel, former: Kernel) -> None:
-    """Create those `last` instances that the kernel `former` has, for its records. Raises: KernelError."""
+    """Create in `kernel` the instances `last` and `last.NAME` that the kernel `former` has.
+
+    The records that `former` shows in them can then be moved to `kernel`. Raises: KernelError.
+    """
     for name in filter(is_last, former.trace_arrays.names()):
         _instance(kernel, name)

@@ -286,7 +286,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         """Write a new journal of the current definitions. Raises: OSError (the old journal is unchanged)."""
         data = b"".join(map(journal.encoded, self._entries(lines)))
         with self._writing:
-            # The new journal has these changes.
+            # The new journal contains the queued changes.
             self._settled += len(self._queue)
             self._queue.clear()
             self._replace_journal(data)
@@ -325,9 +325,10 @@ class SavedState(ChangeWatcher, TaskObserver):
         yield {"counts": self._counts}
 
     def _append(self, entry: Entry, *, is_awaited: bool = True) -> None:
-        """Append a change to the queue, with the ids of events and the buffers that the change has created.
+        """Append the change `entry` to the queue.
 
-        If `is_awaited` is set, settle() of this thread waits for it.
+        If the change has created events or buffers, the entry gets the events' ids or the locations of all
+        buffers. If `is_awaited` is set, settle() of this thread waits until the entry is written.
         """
         if self._journal is None:
             return
@@ -339,7 +340,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         is_due = self._failure or self._size > max(COMPACT_SIZE, 2 * self._base_size)
         if self._failure and monotonic() < self._again_at:
             return
-        # Definitions lack a line of which an open file has got only a part.
+        # Hazard: if an open file has only a part of a line, the current definitions lack the line.
         is_between_parts = is_due and self._mount.is_between_parts()
         try:
             if is_due and not is_between_parts:
@@ -386,7 +387,10 @@ class SavedState(ChangeWatcher, TaskObserver):
             self._settled += 1
 
     def _keep_nothing(self, error: Exception) -> None:
-        """Stop saving because of `error`. The journal stays: it names the records of another kernel."""
+        """Stop saving because of `error`.
+
+        The journal's file stays unchanged, because it belongs to the records of an earlier kernel.
+        """
         with self._writing:
             if self._journal is not None:
                 self._journal.close()
@@ -457,7 +461,7 @@ class SavedState(ChangeWatcher, TaskObserver):
     def _save_later(self) -> None:
         with self._kernel.lock:
             self._timer = None
-            # While a file system does not answer, nothing else goes in the queue.
+            # If the host's file system does not answer, do not append to the queue.
             if not self._queue:
                 self._save_counts(is_awaited=False)
         self._write_if_nobody_does()
