@@ -235,7 +235,7 @@ def _hint(text: str) -> str:
 def _blamed(text: str) -> str:
     """Return the first line of `text` that probably names an error, or else the first that is not empty.
 
-    Hints of `kprobefs run` are ignored. Return "" if there is no other line. The result names $KPROBEFS instead
+    Hints of `kprobefs run` are ignored. Return "" if there is no other line. It names $KPROBEFS instead
     of the mount's path.
     """
     lines = [line.strip() for line in text.splitlines()]
