@@ -112,7 +112,7 @@ class TestWithoutMount:
             ("djprobe-analyze a b c", "unrecognized arguments: c (kprobefs djprobe-analyze --help)"),
             ("run --clock model --arch i386 true", "--clock model: not on i386; use"),
             ("run --clock model --vmcore /x true", "--clock model: not possible with --vmcore"),
-            ("mount --clock real --vmcore /x /mnt", "--clock real: not possible with --vmcore"),
+            ("run --clock real --vmcore /x true", "--clock real: not possible with --vmcore"),
             ("bench nonsense", "argument WHAT: invalid choice: 'nonsense'"),
             (
                 "bench hit --arch nope",

@@ -394,7 +394,7 @@ def test_preemptions_come_at_the_same_places(arch: str, mode: str, monkeypatch: 
 def test_a_probe_goes_while_a_cpu_is_anywhere_in_its_hit(arch: str, mode: str) -> None:
     """The CPU ends its step well, whatever takes the freed slots, and is interrupted nowhere in between."""
     places: set[str] = set()
-    with booted(arch, mode, quantum=5, cpus=2) as kernel:
+    with booted(arch, mode, quantum=3, cpus=2) as kernel:
         machine = kernel.machine
         hits = kernel.kprobes.hits
         ring = kernel.hit_ring(*kernel.arch.registers.arguments[:2])

@@ -31,7 +31,7 @@ PACKAGES = {"busybox": "busybox-static", "cc": "gcc", "perf": "linux-perf", "rpm
 SYSTEMS_OWN = {
     *("apt-cache", "apt-get", "dpkg-deb", "findmnt", "nsenter", "systemd-analyze", "true", "unshare"),
     *("go", "node", "npm"),
-    *("chromium", "chromium-browser", "google-chrome"),
+    *("chromium", "chromium-browser", "google-chrome", "trace_processor_shell"),
 }
 """Programs that are part of the system, or too large to install for one test."""
 

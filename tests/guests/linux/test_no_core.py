@@ -96,7 +96,7 @@ def test_what_is_no_dump(
     [
         (("--image", "host"), "--vmcore: not possible with --image or --kprobes kernel"),
         (("--kprobes", "kernel"), "--vmcore: not possible with --image or --kprobes kernel"),
-        (("--cpus", "2"), "runs on one CPU"),
+        (("--cpus", "2"), "has one CPU"),
         (("--vmcore", "/nonexistent"), "No such file"),
     ],
 )
