@@ -49,11 +49,11 @@ class OptimizationPolicy(Generic[Analysis]):
     by_code: bool = False
     """Whether addresses that instructions take also count as branches from outside."""
     beyond: OptimizationPolicy[Analysis] | None = None
-    """Policy that decides about the jumps that this policy rejects, in functions that ftrace knows.
+    """Policy that is asked next if this policy rejects a jump in a function that ftrace knows.
 
-    That policy may have a `beyond` policy, too. Functions that ftrace knows are compiled. In trampolines of
-    ftrace and of static calls, which are assembly, the kernel rewrites calls while it runs, and no table
-    lists these calls.
+    That policy may have a `beyond` policy, too. The restriction to functions that ftrace knows excludes
+    assembly, such as the trampolines of ftrace and of static calls. The kernel rewrites calls in these
+    trampolines while it runs, and no table lists these calls.
     """
     by_commit: bool = False
     """Whether a djprobe commit writes the jumps, for the probes that request a jump by their `length`.

@@ -1,6 +1,7 @@
-"""GuestDirectories: calls the guest functions that create events' directories, so that their probes are hit.
+"""GuestDirectories: creates the directories of events in the guest as well, by calls of guest functions.
 
-Linux: registering an event calls tracefs_create_dir for its group and for the event itself.
+The calls hit the probes of these functions. Linux: registering an event calls tracefs_create_dir for its
+group and for the event itself.
 """
 
 from __future__ import annotations

@@ -511,9 +511,11 @@ class Kprobes:
         self.optimizer.stop_changes(on, delay)
 
     def next_stage(self) -> None:
-        """Write the next step of each change that has stopped.
+        """Write the next step of patching for each jump whose writing or removal has stopped.
 
-        Raises: KernelError EINVAL (no change has stopped).
+        After set_stages(True), the writing or removal of a probe's jump stops after each step.
+
+        Raises: KernelError EINVAL (no writing or removal has stopped).
         """
         self.lock.assert_held()
         if self.optimizer is None or not self.optimizer.stages:

@@ -51,7 +51,7 @@ class Message:
     level: int
     """Log level. Mirrors: include/linux/kern_levels.h (v6.1)."""
     text: str
-    """Lines of text, without a newline at the end."""
+    """The message, without a newline at the end. It may consist of several lines."""
 
     def lines(self) -> Iterator[str]:
         """Yield each line of the text as dmesg prints it: the time, the line and a newline."""

@@ -153,7 +153,10 @@ class AttachedProbes:
         self._undo = ExitStack()
 
     def __enter__(self) -> str:
-        """Define and enable the probes. Raises: CliError (in that case no probe is left)."""
+        """Define and enable the probes, and return the directory in which the command must run.
+
+        Raises: CliError (in that case no probe is left).
+        """
         session = self._session
         instance = self._tracefs / "instances" / session.name
         has_scratch = self._scratch.is_dir()

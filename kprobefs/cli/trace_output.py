@@ -236,7 +236,7 @@ class _OpenCall:
     start: int
     """Time of the call's entry in nanoseconds."""
     children: int = 0
-    """Nanoseconds in the calls of this call."""
+    """Total duration in nanoseconds of the recorded calls that this call's function made."""
 
 
 def _function(record: RawRecord) -> int:

@@ -101,7 +101,7 @@ class _Condition:
         `daemon`: pid of the daemon.
         """
         self.told = ""
-        """Latest value of MountState, or "" if the mount is gone."""
+        """State of the mount at the last ask(), a value of MountState; "" if it could not be read."""
         self.is_alive = True
         """False if the daemon neither answers nor uses CPU time."""
         self._link = link

@@ -525,8 +525,10 @@ class ReplyChannels:
         self._for_init = self._changed_by(_allow_unaligned)
 
     def select(self, opcode: int, node: int, request: bytearray, size: int) -> int:
-        """Return the channel for libfuse's reply to a request.
+        """Return the channel through which libfuse must reply to a request, and note the request's effects.
 
+        `self.channel` passes a reply on unchanged; most other channels change it. The effects of lookups,
+        renames, links and forgotten nodes are noted, because later replies depend on them.
         `node` is the node id in the request, and `size` is the size of the request in bytes.
         """
         if opcode == FUSE_INIT:
@@ -747,8 +749,8 @@ class AtOnce(NamedTuple):
     """Reads from an open file.
 
     The arguments are the client's uid, gid and pid, the handle fh, offset and size in bytes, the lock owner,
-    and the flags of the request. Returns the data, or None if the read has to wait, which only libfuse can
-    do.
+    and the flags of the request. Returns the data, or -errno if the read fails. If the read has to wait,
+    returns None; then SessionLoop passes the request to libfuse, which waits.
     """
     release: Callable[[int], object]
     """Releases the open file with the handle fh."""

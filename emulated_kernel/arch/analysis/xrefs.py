@@ -136,10 +136,12 @@ class CodeXrefs:
         *,
         windows: int = WINDOWS,
     ) -> None:
-        """Prepare the references of `image`.
+        """Store `image` and the functions that find its references. The search begins on first use.
 
-        `bits`: size of a word in bits. `windows`: for each kind of reference, the number of windows that are
-        searched separately before all references are indexed.
+        `bits`: size of a word in bits. `possible_branches` finds direct branches in code, and
+        `possible_addresses` finds instructions that take an address.
+        `windows`: for each kind of reference in code or data, the number of 16-KiB windows of targets that
+        are searched one at a time. A request for a further window indexes all references; see XrefIndex.
         """
         self._image = image
         self._word = bits // 8

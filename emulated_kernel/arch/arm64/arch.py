@@ -174,7 +174,7 @@ class Arm64(Arch):
         _refuse_code()
 
     def repetition(self, at: int, entry: int, turns: int) -> bytes:  # noqa: ARG002 - it refuses
-        """Refuse: only kprobefs's own kernel is measured by loops. Raises: KernelError EOPNOTSUPP."""
+        """Refuse: no handler is compiled, so none is measured in a loop. Raises: KernelError EOPNOTSUPP."""
         _refuse_code()
 
     def probe_checker(

@@ -16,7 +16,7 @@ _CALL_NEAR = 2
 _MOD_REGISTER = 3
 _RM_SIB = 4
 _TO_JUMP = 0b00_110_000
-"""Difference between the ModRM bytes of an indirect call and of the jump with the same operand."""
+"""Exclusive or of the ModRM bytes of an indirect call and of the jump with the same operand."""
 _JUMPS = (0xE9, 0xEB)
 _JCC_SHORT = range(0x70, 0x80)
 _LOOPS = range(0xE0, 0xE4)

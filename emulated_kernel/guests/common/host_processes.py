@@ -272,7 +272,11 @@ class HostProcesses(ProcessWatch):
         return list(found)
 
     def _looked_at(self, pids: list[int]) -> list[Fork]:
-        """Return a Fork for each of `pids` that has a process; keep a pid whose process may appear later."""
+        """Return a Fork for each of `pids`, except for threads and for this process itself.
+
+        With fork events, a pid may have neither an event nor an entry in /proc yet. Keep such a pid in
+        `_beginning` for the next look. After _START_TIMEOUT seconds, it counts as an ended process.
+        """
         now = monotonic()
         before = self._beginning
         self._beginning = {}

@@ -105,7 +105,10 @@ class OpenVmcore(OpenFile):
         return os.pread(self._core.fileno(), size, position)
 
     def goes_on_from(self, other: OpenFile) -> None:
-        """Keep showing the kernel that was replaced, because the client has opened that kernel's core."""
+        """Take over the core of `other`, so that the client still reads the core that it has opened.
+
+        `other` is the client's open file in the kernel that this one has replaced.
+        """
         super().goes_on_from(other)
         if isinstance(other, OpenVmcore):
             self._core, other._core = other._core, self._core

@@ -33,7 +33,8 @@ class UserStub(NamedTuple):
     two_calls: int
     """Address of code that makes two system calls.
 
-    The registers that GuestAbi calls `kept` have the first argument and the number of the second call.
+    For the second call, the code takes the first argument and the call's number from the two registers
+    GuestAbi.kept.
     """
     start: int = _START
     """Address of the stub, whose first instruction faults in user mode."""

@@ -74,7 +74,7 @@ _OF_TIME = (
 _TIMEKEEPER_AT = "tk_data.timekeeper"
 """Path of the timekeeper in the variable tk_core since Linux 6.13."""
 _COARSE = "timekeeper.coarse_nsec"
-"""Path of the member with the coarse time since Linux 6.15."""
+"""Path of the member with the nanoseconds of the coarse time. The member exists since Linux 6.15."""
 JIFFIES = "jiffies_64"
 """Symbol of the number of ticks since the boot."""
 TICK_NSEC = "tick_nsec"
@@ -211,7 +211,11 @@ def _pid_max(kernel: LinuxKernel) -> int:
 
 
 def _per_cpu_offsets(kernel: LinuxKernel, needed: tuple[str, ...]) -> dict[str, int]:
-    """Return KernelOffsets.per_cpu. Raises: KernelError ENOEXEC, ENOENT, ENODATA (a variable is unknown)."""
+    """Return name of a per-CPU variable -> its offset in the per-CPU area, for KernelOffsets.per_cpu.
+
+    The variables are `needed`, RUN_QUEUES and, if the kernel has it, TIMER_BASES.
+    Raises: KernelError ENOEXEC, ENOENT, ENODATA (a variable is unknown).
+    """
     found = {name: kernel.per_cpu(name) for name in (*needed, RUN_QUEUES, TIMER_BASES)}
     if STACK_TOP in needed:
         found[STACK_TOP] = _stack_top(kernel)
@@ -256,7 +260,9 @@ def checked_offsets(kept: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def dentry_slow_path_flags(btf: Btf) -> int:
-    """Return the flags, as one mask, of dentries that only the kernel can look up.
+    """Return the mask of the flags in d_flags that forbid the host to look up a dentry in guest memory.
+
+    The lookup of a dentry with one of these flags needs code of the guest kernel.
 
     Mirrors: include/linux/dcache.h:DCACHE_OP_REVALIDATE, DCACHE_MANAGED_DENTRY (v6.1)
     """

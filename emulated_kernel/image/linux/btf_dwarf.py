@@ -56,10 +56,10 @@ class DwarfSections:
         self._info += bytes(11)
 
     def begin(self, tag: int, attributes: Iterable[Attribute], *, children: bool, number: int = 0) -> None:
-        """Append an entry with the tag and attributes `tag` and `attributes`.
+        """Append an entry with the tag `tag` and with those `attributes` whose value is not None.
 
-        With `children`, the entries until end() are its children. `number`: id of the type, if the entry is
-        one.
+        If `children` is True, the entries that are appended until end() are children of this entry.
+        `number`: id of the type that the entry describes; 0 if the entry describes no type.
         """
         values = [each for each in attributes if each[2] is not None]
         key = tag, children, tuple((name, form) for name, form, _ in values)

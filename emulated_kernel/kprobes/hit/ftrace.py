@@ -49,7 +49,7 @@ class FtraceOps:
     assembly: AssemblyOwner | None = field(default=None, init=False)
     """Owner of handlers in assembly, which run before all users' `func`."""
     sites: set[int] = field(default_factory=set, init=False)
-    """Addresses of the sites that call the user. Only FtraceSites changes the set."""
+    """Addresses of the fentry sites that this ftrace_ops hooks. Only FtraceSites changes the set."""
 
 
 class FtraceSites:

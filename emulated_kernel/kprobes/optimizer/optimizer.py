@@ -191,7 +191,9 @@ class Optimizer:
         return any(head in ops for ops in (self.optimizing, self.unoptimizing, self.freeing))
 
     def stage_text(self, head: AggrKprobe) -> str:
-        """Return a text that says what the last step of patching has written, and what the next step writes.
+        """Return a text with the last and the next step of a change that writes or removes a probe's jump.
+
+        The change has stopped between these two steps; see PatchStages.
 
         Raises: KeyError (no change of the probe's jump has stopped).
         """

@@ -45,7 +45,11 @@ class RethookNode:
 
 
 ReturnHandler = Callable[[Any, Any], None]
-"""Function that takes the call, an object of the hook's `node_type`, and the registers at the return."""
+"""Function that handles the return of a hooked function. It takes two arguments.
+
+The first argument is the call, as an object of the hook's `node_type`. The second argument is the registers
+at the return.
+"""
 
 
 @dataclass(eq=False, slots=True)

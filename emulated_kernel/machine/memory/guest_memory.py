@@ -161,7 +161,8 @@ class GuestMemory(ABC):
 class GuestPool:
     """Allocator of a window of the guest's address space, whose pages are mapped on demand.
 
-    The window is [base, base + size) and uses the host's physical pages; allocations are multiples of `unit`.
+    The window is [base, base + size). It is mapped to physical pages of the guest's memory that the guest
+    itself doesn't use. Allocations are multiples of `unit` bytes.
     """
 
     def __init__(

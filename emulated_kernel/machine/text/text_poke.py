@@ -48,7 +48,11 @@ class TextPoker:
         return bool(self._patched)
 
     def is_patching(self, va: int) -> bool:
-        """Return True if the instruction at `va` is being replaced; a hit in between must not change it."""
+        """Return True if the instruction at `va` is being replaced.
+
+        The guest may hit a probe between two steps of the replacement. The handling of such a hit must not
+        change this instruction.
+        """
         return va in self._patched
 
     def replace(self, va: int, insn: bytes) -> None:

@@ -1,4 +1,4 @@
-"""GuestRecords: memory for records that guest code writes, and the host calls of compiled handlers."""
+"""GuestRecords: allocates memory that compiled handlers write to, and answers their calls to the host."""
 
 from __future__ import annotations
 

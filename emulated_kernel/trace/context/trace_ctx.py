@@ -25,9 +25,10 @@ class HitContext(ABC):
 
     Mirrors: include/linux/trace_events.h:tracing_gen_ctx_dec, tracing_gen_ctx_irq_test (v6.1).
     A breakpoint is entered as an NMI with interrupts off. With preemption, Linux subtracts one from the whole
-    context for the handler's own preempt_disable(), but a breakpoint's handler does not call that.
-    The subtraction borrows from the higher fields: it clears the interrupt flag and sets both counts to their
-    maximum.
+    context, to undo the preempt_disable() of a handler. But a breakpoint's handler does not call
+    preempt_disable(). If the count is 0, the subtraction borrows from the higher fields. It clears the
+    interrupt flag, and sets the two counts in common_preempt_count to 15: those of preempt_disable() and
+    migrate_disable().
     """
 
     def __init__(

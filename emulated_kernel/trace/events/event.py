@@ -313,7 +313,10 @@ class EventFile:
 
     @property
     def enabled(self) -> bool:
-        """Whether the event is enabled in this trace array. In soft mode, hits need not be recorded."""
+        """Whether the event is enabled in this trace array; True also in soft mode.
+
+        The hits are recorded unless the event is soft-disabled or its filter rejects them.
+        """
         return self.recorder in self.event.recorders
 
     def enabled_text(self) -> str:

@@ -159,13 +159,14 @@ class TracingMap:
         self._own_charge = 0
 
     def sorted(self, primary: Rank, *secondary: Rank) -> Generator[None, None, list[Element]]:
-        """Sort all elements by the number that `primary` returns for each, and equal ones by `secondary`.
+        """Sort all elements in ascending order of the numbers that `primary` returns for them.
 
+        Elements with equal numbers are sorted again by each function of `secondary`. Before the sort, all
+        elements are in the byte order of their keys. The sort is Linux's heap sort, which is not stable, so
+        elements that are equal in all numbers have the same order as in Linux.
         The generator yields after each SORT_STEP elements, and its return value is the sorted list. Hits may
-        add elements while it is suspended; the list does not contain them. Each heap sort calls `primary` or
-        `secondary` before it starts, so later changes of an element do not affect it.
-        As in Linux, equal elements have the order that a heap sort gives to elements in the byte order of
-        their keys.
+        add elements while the generator is suspended; the list does not contain them. The numbers for a sort
+        are computed before it starts, so later changes of an element do not affect this sort.
         """
         elements = sorted(self._elements.values(), key=lambda each: each.key)
         ranks = [primary(each) for each in elements]

@@ -35,7 +35,10 @@ class GraphUser(ABC):
     symbols: tuple[str, str]
     """Names of the Linux functions that correspond to entered() and returned()."""
     data_size: int
-    """Size in bytes of the user's data for each call. A u64 at offset CALLED is the start time in ns."""
+    """Size in bytes of the data that entered() returns, which are kept until the call returns.
+
+    The u64 at offset CALLED of the data is the start time of the call in ns.
+    """
 
     @abstractmethod
     def entered(self, func: int, caller: RethookNode | None, regs: Any, /) -> bytes | None:

@@ -33,16 +33,21 @@ class WordEdit(ABC):
 
     @abstractmethod
     def execute(self, word: bytes) -> None:
-        """Apply one written word to the copy. Raises: KernelError EINVAL (no function matches)."""
+        """Apply a word that was written to the open file to the file's copy of the set.
+
+        Raises: KernelError EINVAL (no function matches).
+        """
 
     @abstractmethod
     def put_into_force(self) -> None:
         """Replace the set by the copy."""
 
     def write(self, data: bytes, position: int) -> int:
-        """Execute the first word that ends in `data`, and return the number of bytes taken.
+        """Execute the first word that a blank or NUL in `data` ends, and return the number of bytes taken.
 
-        `position`: file position of the write; 0 begins a new word. Raises: errors of execute().
+        The word may have begun in an earlier write. A word that is not ended is kept for the next write or
+        close(). `position`: file position of the write; a write at 0 begins a new word.
+        Raises: KernelError EINVAL (the word is too long), and the errors of execute().
         Mirrors: kernel/trace/ftrace.c:ftrace_regex_write, ftrace_graph_write (v6.1).
         """
         word, size = self._parser.take(data, is_at_start=position == 0)
@@ -123,7 +128,7 @@ class FilterEdit(WordEdit):
             self.clear()
 
     def clear(self) -> None:
-        """Remove all functions from the copy.
+        """Remove all functions from the open file's copy of the set.
 
         Linux: selections that wait for a module are removed at once from the set in use, not only from the
         copy.

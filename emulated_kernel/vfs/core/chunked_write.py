@@ -1,4 +1,9 @@
-"""Writes in several steps: long writes in pieces, and actions that run at most once during a guest's call."""
+"""Requests to control files that take several steps: long writes, and actions that must run only once.
+
+ChunkedWrite does one step of a long write(2) at each call. RunOnce keeps the result of its action, so that
+no later call repeats the action. retry_yielding_lock() lets other threads take the control lock between two
+steps.
+"""
 
 from __future__ import annotations
 

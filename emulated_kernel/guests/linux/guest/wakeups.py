@@ -103,7 +103,10 @@ def flag_codes(machine: LinuxMachine) -> tuple[FlagCode, FlagCode | None]:
 
 
 def wakeup(machine: LinuxMachine, facts: KernelOffsets, structs: KernelStructs) -> Wakeup:
-    """Return the code that wakes tasks in a booted kernel; it need not be installed yet."""
+    """Return the object that wakes tasks of a booted kernel, by code in guest memory.
+
+    This function does not write the code to guest memory; Wakeup.install() does.
+    """
     if isinstance(machine, RiscvMachine):
         return RiscvWakeup(machine, facts, structs)
     if isinstance(machine, Arm64Machine):

@@ -45,9 +45,10 @@ class CountedTime:
     """A TimeFollower for a guest whose instructions are counted, and that sees no time except the TSC."""
 
     def __init__(self, khz: int) -> None:
-        """Start with no passed time. `khz`: number of cycles of the time counter in a millisecond.
+        """Start at 0 ns. `khz`: number of cycles of the time counter in a millisecond.
 
-        Guest code counts the passed time in nanoseconds; go_on() converts it to cycles.
+        Guest code advances the u64 at `host_address` by the nanoseconds that pass. go_on() converts them to
+        cycles, and sets the u64 to 0.
         """
         self._khz = khz
         self._ns = c_uint64()
@@ -210,7 +211,10 @@ class Board(ABC):
 
     @property
     def is_due(self) -> bool:
-        """Whether the timer's interrupt is due, by the time that was read or set last."""
+        """Whether the timer's interrupt is due, and the timer is neither off nor masked.
+
+        The property compares with the TSC value that was read or set last. It does not advance the TSC.
+        """
         return self.due is not None and self._cells[_TSC] >= self.due and self.timer_vector is not None
 
     def timer_fires(self) -> None:

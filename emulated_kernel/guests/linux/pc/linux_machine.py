@@ -110,8 +110,8 @@ class LinuxMachine(ABC):
     def call_at(self, address: int, function: Callable[[], object]) -> None:
         """Call `function` from now on whenever the guest reaches an address.
 
-        The function may change memory and registers, but not the instruction pointer. If it raises
-        MemoryFault, the guest continues, because the guest's own data are damaged.
+        The function may change memory and registers, but not the instruction pointer. If the function raises
+        MemoryFault or GuestFault, report the fault as damage of the guest's data, and let the guest continue.
         """
 
         def called(*_arguments: int) -> None:

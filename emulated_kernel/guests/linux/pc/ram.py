@@ -18,7 +18,10 @@ _SHIFTS = (39, 30, 21, 12)
 _HALF = 1 << 47
 _WORD = 1 << 64
 _CANONICAL = _WORD - _HALF
-"""Lowest address of the kernel's half of the address space; addresses below are not canonical."""
+"""Lowest address of the kernel's half of the address space.
+
+Addresses in range(_HALF, _CANONICAL) are not canonical.
+"""
 _KERNEL_DATA = slice(273, 508)
 """Indexes of the root table's entries for the kernel's data: direct map, vmalloc's memory, struct pages.
 
