@@ -44,7 +44,7 @@ def test_what_was_there_is_there_again(place: Path, arch: str) -> None:
     for where in ("/tracing", "/tracing/instances/slow"):
         run.write(f"{where}/events/kprobes/reads/enable", "1")
     run.write("/kprobes/stats/kprobes/writes/enabled", "0")
-    with pytest.raises(OSError, match="another kind"):
+    with pytest.raises(OSError, match="this file's kind of event"):
         run.write("/kprobe_events", "p:half vfs_write\nnonsense\n")
     run.hit(40)
     run.write("/tracing/trace_marker", "here")
