@@ -358,8 +358,11 @@ class LinuxKernel:
     def booted(self, returns: ReturnThunks, part: Range | None = None) -> Self:
         """Return a copy of this kernel, with the text that text_as_booted() returns."""
         copied = copy(self)
+        start, _ = part or self.text
         text = self.text_as_booted(returns, part)
-        copied.vmlinux = self.vmlinux.with_bytes((part or self.text).start, text)
+        # A copy of the memory would take most of the time of an explanation.
+        if text != self.read(start, len(text)):
+            copied.vmlinux = self.vmlinux.with_bytes(start, text)
         return copied
 
     def with_symbols(self, kallsyms: Kallsyms, /) -> Self:
