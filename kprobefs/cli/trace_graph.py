@@ -1,7 +1,7 @@
 """The function graph tracer for `kprobefs trace --graph`.
 
-A mount has one such tracer, in its top-level trace array. A session uses the tracer only if nobody else uses
-the tracer or the array, and restores its files afterwards.
+A mount has one such tracer, in its top-level trace array. A session uses the tracer only if neither the
+tracer nor the array is in use, and restores the files of both afterwards.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class GraphTracer:
         self._undo.close()
 
     def _check_free(self) -> None:
-        """Check that nobody uses the tracer or the top-level trace array. Raises: CliError."""
+        """Check that the tracer and the top-level trace array are not in use. Raises: CliError (they are)."""
         if (tracer := self._read("current_tracer")) != "nop":
             raise _in_use(f"current_tracer is {tracer}")
         for name in ("set_graph_function", "set_ftrace_pid"):

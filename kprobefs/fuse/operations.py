@@ -134,8 +134,8 @@ class Server:
             "allow_other": self._options.allow_other,
             **dict.fromkeys(self._options.flags, True),
         }
-        # If only root may enter, modes restrict nobody. If the host's kernel does not check modes itself, it
-        # sends an ACCESS at each chdir(2). There is no other request for a chdir(2).
+        # If only root may use the mount, modes restrict no user. If the host's kernel does not check modes
+        # itself, it sends an ACCESS at each chdir(2). There is no other request for a chdir(2).
         if self._checks_modes:
             options["default_permissions"] = True
         try:

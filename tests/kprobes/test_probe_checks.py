@@ -61,7 +61,7 @@ def registered(kernel: Kernel, addr: int) -> tuple[int, Kprobe | None]:
     except KernelError as error:
         return error.errno or -1, None
     head = kernel.kprobes.table.valid(probe)
-    # The detour of a disabled probe is made when somebody asks for it.
+    # The first request for the detour of a disabled probe creates it.
     kernel.kprobes.detour(probe)
     kernel.unregister_kprobe(probe)
     return 0, head

@@ -92,7 +92,9 @@ def _noticed(stepper: Stepper, kernel: Kernel, arena: Arena, boundary: Boundary)
 def _natively(
     stepper: Stepper, kernel: Kernel, boundary: Boundary, starts: list[RegisterSet], unprobed: list[Effect]
 ) -> list[Effect]:
-    """What hits of a handler in guest code do; none if Python takes part, or the host can't.
+    """Return the effects of hits whose handler is guest code.
+
+    Return an empty list if Python takes part in the hits, or if the host has no native traps.
 
     An emulated instruction is relocated to the end of the handler, so that its hit is one trap.
     """

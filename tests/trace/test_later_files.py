@@ -187,7 +187,7 @@ def marks(kernel: Kernel, directory: str = "tracing") -> list[str]:
 
 
 def test_values_of_the_size_of_pages(kernel: Kernel) -> None:
-    """As Debian's 6.12.117 and 7.2.13 answer."""
+    """The answers are those of Debian's 6.12.117 and 7.2.13."""
     for text in ("0", "-1", "x", "513", "18014398509481984"):
         assert refused(kernel, SIZE, text) == errno.EINVAL
     assert refused(kernel, SIZE, "99999999999999999999") == errno.ERANGE
@@ -278,7 +278,7 @@ def test_each_array_and_its_snapshot_have_one_size_of_pages(kernel: Kernel) -> N
     ],
 )
 def test_buffers_by_version(profile: str, fields: tuple[str, ...], size: int, sizes: list[str]) -> None:
-    """As Debian's kernels answer: the header of a page, a marker's size, and when buffers get their size.
+    """The page header, the size of a marker, and the sizes of buffers are those of Debian's kernels.
 
     The sizes are those of the top array after an event was enabled in an instance, of the instance, and of
     the top array after a refused write to `snapshot`.
@@ -311,7 +311,7 @@ def test_buffers_by_version(profile: str, fields: tuple[str, ...], size: int, si
     [("linux-6.1", True, "r10:"), ("linux-6.1", False, "r1:"), ("linux-6.12", False, "r10:")],
 )
 def test_default_maxactive_by_version(rules: str, preemption: bool, shown: str) -> None:
-    """As a kernel of Debian's sources answers that was built without preemption."""
+    """Without preemption, the answers are those of kernels built so from Debian's sources."""
     profile = replace(profile_named(rules), preemption=preemption)
     with Kernel(profile=profile) as kernel:
         kernel.write_file("tracing/kprobe_events", "r:x vfs_read")

@@ -225,7 +225,7 @@ def test_a_core_of_the_machine(mount: Mount) -> None:
     assert count > 2
 
 
-# What it can not do
+# What arm64 kernels do not support
 
 
 @pytest.mark.parametrize(

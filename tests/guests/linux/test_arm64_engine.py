@@ -89,7 +89,7 @@ def counts(mount: Mount) -> dict[str, tuple[int, int]]:
 
 
 def test_both_engines_record_the_same(clean: Mount, native: Mount) -> None:
-    """An entry, a place behind it, a simulated instruction and a return: contexts and arguments are equal."""
+    """Records of probes at an entry, after it, on a simulated instruction and at a return are equal."""
     shown = []
     for mount in (clean, native):
         lines = (

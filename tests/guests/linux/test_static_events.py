@@ -245,7 +245,7 @@ def calls(mount: Mount, tasks: LinuxTasks) -> list[str]:
 def test_a_kernel_without_jump_labels_tests_a_variable(
     ours: Mount, engine: LinuxEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a kernel that was built without CONFIG_JUMP_LABEL: the text stays as it is."""
+    """A kernel built without CONFIG_JUMP_LABEL enables a static event without a change of its text."""
     (event,) = [each for each in engine.kernel.events if each.name == "sched_stat_runtime"]
     labels = [label.code for label in engine.kernel.jump_labels if label.key == event.key]
     monkeypatch.setitem(vars(engine.kernel), "jump_labels", ())

@@ -35,7 +35,7 @@ def test_the_number_of_hits_is_not_shown(kernel: Kernel, word: str) -> None:
 
 @pytest.mark.parametrize("modifier", [".log2", ".buckets=5", ".hex"])
 def test_a_call_chain_ignores_modifiers(kernel: Kernel, modifier: str) -> None:
-    """As Debian's 6.12.117 shows it; only a chain without such a modifier has a name to sort by."""
+    """The answers are those of Debian's 6.12.117. Only a chain without a modifier can be a sort key."""
     kernel.write_file(f"{EVENT}/trigger", f"hist:keys=common_stacktrace{modifier}")
     assert kernel.read_file(f"{EVENT}/trigger") == (
         "hist:keys=common_stacktrace:vals=hitcount:sort=hitcount:size=2048 [active]\n"
