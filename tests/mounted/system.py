@@ -75,5 +75,8 @@ def _compiled(name: str, options: tuple[str, ...]) -> bytes | str:
             check=False,
         )
         if done.returncode:
-            return f"{name}.c can't be built: {done.stderr.decode().splitlines()[-1]}"
+            why = f"{name}.c can't be built: {done.stderr.decode().splitlines()[-1]}"
+            # A host may lack static libraries. Without -static, an error is one of the source.
+            assert "-static" in options, why
+            return why
         return program.read_bytes()
