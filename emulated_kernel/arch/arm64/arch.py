@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from errno import EINVAL, EOPNOTSUPP, ERANGE
+from errno import EINVAL, EOPNOTSUPP
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -12,7 +12,7 @@ from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.probe_rules import ProbeRules
 from emulated_kernel.arch.analysis.stack_frames import IP, Frame, FrameInsn
 from emulated_kernel.arch.arch_hooks import Arch, ArchSpecificInsn, HandlerStub, OriginalPlace, Registers
-from emulated_kernel.arch.arm64 import ftrace, stack_frames
+from emulated_kernel.arch.arm64 import encoder, ftrace, stack_frames
 from emulated_kernel.arch.arm64.emulate import emulation_of
 from emulated_kernel.arch.arm64.insn import REGISTER_NAMES, SIZE, Handling, handling_of
 from emulated_kernel.arch.arm64.probe_checks import Arm64ProbeChecker
@@ -23,11 +23,6 @@ from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.util.code_listing import machine_code
 from emulated_kernel.util.errors import KernelError
 
-BREAKPOINT = bytes.fromhex("800020d4")
-"""The instruction `brk #4`. Mirrors: arch/arm64/include/asm/brk-imm.h:KPROBES_BRK_IMM (v6.12)"""
-_JUMP = 0x14000000
-_CALL = 0x94000000
-_REACH = 1 << 27
 PT_REGS = (*REGISTER_NAMES, "sp", "ip", "flags")
 """Names of the registers in the order of struct user_pt_regs. Each register has one word."""
 
@@ -55,8 +50,8 @@ class Arm64(Arch):
     name = "arm64"
     bits = 64
     word_size = 8
-    breakpoint = BREAKPOINT
-    max_insn_size = SIZE + len(BREAKPOINT)
+    breakpoint = encoder.BRK
+    max_insn_size = SIZE + len(encoder.BRK)
     jump_size = SIZE
     jump_back_size = SIZE
     call_size = SIZE
@@ -122,16 +117,16 @@ class Arm64(Arch):
             raise KernelError(EINVAL, "neither copied nor simulated")
         return ArchSpecificInsn(
             length=SIZE,
-            slot_bytes=code[:SIZE] + BREAKPOINT,
+            slot_bytes=code[:SIZE] + encoder.BRK,
             boostable=False,
             emulate=emulation_of(word, addr) if handling is Handling.SIMULATED else None,
         )
 
     def relative_jump(self, source: int, target: int) -> bytes:
-        return _branch(_JUMP, source, target)
+        return encoder.branch(source, target)
 
     def relative_call(self, source: int, target: int) -> bytes:
-        return _branch(_CALL, source, target)
+        return encoder.branch(source, target, links=True)
 
     def frame_insns(self, code: bytes, addr: int, *, switches_stack: bool) -> Iterator[tuple[int, FrameInsn]]:
         return stack_frames.frame_insns(code, addr, switches_stack=switches_stack)
@@ -142,7 +137,7 @@ class Arm64(Arch):
     def ftrace_trampoline(self) -> HandlerStub:
         """Return the trampoline that armed fentry sites call, and the offset of its breakpoint; see Arch."""
         save = machine_code(ftrace.SAVE)
-        return HandlerStub(save + BREAKPOINT + machine_code(ftrace.RESTORE), len(save))
+        return HandlerStub(save + encoder.BRK + machine_code(ftrace.RESTORE), len(save))
 
     def traced_entry(self) -> Frame:
         """Return the stack frame before the first instruction of the trampoline; see Arch.
@@ -187,14 +182,3 @@ class Arm64(Arch):
     ) -> Arm64ProbeChecker:
         del rules
         return Arm64ProbeChecker(image, strategy, self.disassembler, ftrace=ftrace)
-
-
-def _branch(opcode: int, source: int, target: int) -> bytes:
-    """Encode a branch or call from `source` to `target`; `opcode` selects which.
-
-    Raises: KernelError ERANGE (the distance is more than 128 MiB).
-    """
-    distance = target - source
-    if not -_REACH <= distance < _REACH:
-        raise KernelError(ERANGE, f"a branch from {source:#x} does not reach {target:#x}")
-    return (opcode | distance >> 2 & 0x3FFFFFF).to_bytes(SIZE, "little")
