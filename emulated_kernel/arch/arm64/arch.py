@@ -1,4 +1,4 @@
-"""The architecture hooks of a distribution's kernel for arm64: probes are stepped or simulated."""
+"""The architecture hooks of a distribution's kernel for arm64: probes are stepped, simulated or jumps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.probe_rules import ProbeRules
 from emulated_kernel.arch.analysis.stack_frames import IP, Frame, FrameInsn
-from emulated_kernel.arch.arch_hooks import Arch, ArchSpecificInsn, HandlerStub, OriginalPlace, Registers
+from emulated_kernel.arch.arch_hooks import Arch, ArchSpecificInsn, HandlerStub, Registers
+from emulated_kernel.arch.arm64 import detour as detours
 from emulated_kernel.arch.arm64 import encoder, ftrace, stack_frames
 from emulated_kernel.arch.arm64.emulate import emulation_of
 from emulated_kernel.arch.arm64.insn import REGISTER_NAMES, SIZE, Handling, handling_of
-from emulated_kernel.arch.arm64.probe_checks import Arm64ProbeChecker
+from emulated_kernel.arch.arm64.probe_checks import STRATEGIES, Arm64ProbeChecker
+from emulated_kernel.arch.arm64.relocate import Relocation, relocation_of
 from emulated_kernel.arch.probe_checks import OptimizationPolicy
 from emulated_kernel.arch.program.asm_source import Assembler, Assembly, SourceText
 from emulated_kernel.arch.program.ir import HandlerCode, Program
@@ -38,13 +40,14 @@ class _NoAssembler(Assembler):
 
 
 def _refuse_code() -> NoReturn:
-    raise KernelError(EOPNOTSUPP, "no code is generated for arm64: its probes have neither jumps nor detours")
+    raise KernelError(EOPNOTSUPP, "no handler is compiled for arm64")
 
 
 class Arm64(Arch):
     """Hooks of a distribution's kernel for arm64. The first eight arguments of a function are in registers.
 
-    Python handles each hit, and no jump replaces a breakpoint, as in mainline Linux.
+    Python handles each hit. A jump replaces a breakpoint by rules of kprobefs, because Linux has no jump
+    optimization on arm64.
     """
 
     name = "arm64"
@@ -57,14 +60,14 @@ class Arm64(Arch):
     call_size = SIZE
     call_link = "x30"
     current_register = "sp_el0"
-    strategies: MappingProxyType[str, OptimizationPolicy[Any]] = MappingProxyType({})
+    strategies = MappingProxyType(STRATEGIES)
     disassembler = Disassembler("CS_ARCH_ARM64", "CS_MODE_ARM", width=12)
     assembler = _NoAssembler()
     return_size = SIZE
     max_repetition = 0
-    max_detour = 0
-    max_copied = 0
-    max_detoured = 0
+    max_detour = detours.MAX_DETOUR
+    max_copied = detours.MAX_COPIED
+    max_detoured = SIZE + 1
     task_size = 1 << 48
     interrupt_flag = ("flags", 1 << 7)
     has_interrupt_mask = True
@@ -88,6 +91,9 @@ class Arm64(Arch):
     general_registers = frozenset(PT_REGS)
     callee_saved = frozenset(f"x{number}" for number in range(19, 30))
     unwind_roots = Arch.unwind_roots | {"primary_entry", "__primary_switched", "__primary_switch"}
+    around_handler = staticmethod(detours.around_handler)
+    relocated = staticmethod(detours.relocated)
+    original_place = staticmethod(detours.original_place)
     interrupt_entries = frozenset(("el0t_64_sync", "el0t_64_irq", "el1h_64_sync", "el1h_64_irq"))
     stack_switches = frozenset(("cpu_switch_to", "call_on_irq_stack"))
     no_return_hook = ("cpu_switch_to",)
@@ -156,17 +162,9 @@ class Arm64(Arch):
         """Refuse: Python handles each hit. Raises: KernelError EOPNOTSUPP."""
         _refuse_code()
 
-    def around_handler(self, region: Region) -> tuple[bytes, bytes]:  # noqa: ARG002 - it refuses
-        """Refuse: no probe has a detour. Raises: KernelError EOPNOTSUPP."""
-        _refuse_code()
-
-    def relocated(self, region: Region, to: int) -> bytes:  # noqa: ARG002 - it refuses
-        """Refuse: no probe has a detour. Raises: KernelError EOPNOTSUPP."""
-        _refuse_code()
-
-    def original_place(self, region: Region, copied: int, address: int) -> OriginalPlace:  # noqa: ARG002
-        """Refuse: no probe has a detour. Raises: KernelError EOPNOTSUPP."""
-        _refuse_code()
+    def emulated_region(self, code: bytes, addr: int) -> Region | None:
+        word = int.from_bytes(code, "little")
+        return None if relocation_of(word) is Relocation.REFUSED else Region(addr, code)
 
     def repetition(self, at: int, entry: int, turns: int) -> bytes:  # noqa: ARG002 - it refuses
         """Refuse: no handler is compiled, so none is measured in a loop. Raises: KernelError EOPNOTSUPP."""
