@@ -24,6 +24,7 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux.debian_kernel import SEED, own_cache
+from tests.guests.linux.model_clock import check_model_clock
 from tests.guests.linux.probing import armed, chosen, differing, disarmed, ram, workload
 from tests.guests.linux.test_arm64 import META, SUITE, read, write
 from tests.image.linux.debian import package
@@ -319,3 +320,8 @@ def test_the_kernel_does_not_notice() -> None:
     assert not differing(memory, ram(probing))
     assert sum(found.values()) > 500
     probing.tasks.machine.close()
+
+
+@pytest.mark.skipif(routine_address("count") is None, reason="there is no routine for this kind of host")
+def test_time_is_the_number_of_instructions() -> None:
+    check_model_clock(new_engine(), 4)
