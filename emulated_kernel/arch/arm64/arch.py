@@ -13,20 +13,26 @@ from emulated_kernel.arch.analysis.probe_rules import ProbeRules
 from emulated_kernel.arch.analysis.stack_frames import IP, Frame, FrameInsn
 from emulated_kernel.arch.arch_hooks import Arch, ArchSpecificInsn, HandlerStub, Registers
 from emulated_kernel.arch.arm64 import detour as detours
-from emulated_kernel.arch.arm64 import encoder, ftrace, stack_frames
+from emulated_kernel.arch.arm64 import encoder, stack_frames
 from emulated_kernel.arch.arm64.emulate import emulation_of
+from emulated_kernel.arch.arm64.handler_code import (
+    CALLER,
+    RETURN_ROOM,
+    Arm64ReturnCode,
+    ftrace_trampoline,
+    handler_code,
+    return_trampoline,
+)
 from emulated_kernel.arch.arm64.insn import REGISTER_NAMES, SIZE, Handling, handling_of
 from emulated_kernel.arch.arm64.probe_checks import STRATEGIES, Arm64ProbeChecker
+from emulated_kernel.arch.arm64.pt_regs import PT_REGS
+from emulated_kernel.arch.arm64.pt_regs import SIZE as FRAME_SIZE
 from emulated_kernel.arch.arm64.relocate import Relocation, relocation_of
 from emulated_kernel.arch.probe_checks import OptimizationPolicy
 from emulated_kernel.arch.program.asm_source import Assembler, Assembly, SourceText
 from emulated_kernel.arch.program.ir import HandlerCode, Program
 from emulated_kernel.image.text_tables import ProbedTables
-from emulated_kernel.util.code_listing import machine_code
 from emulated_kernel.util.errors import KernelError
-
-PT_REGS = (*REGISTER_NAMES, "sp", "ip", "flags")
-"""Names of the registers in the order of struct user_pt_regs. Each register has one word."""
 
 
 class _NoAssembler(Assembler):
@@ -40,14 +46,15 @@ class _NoAssembler(Assembler):
 
 
 def _refuse_code() -> NoReturn:
-    raise KernelError(EOPNOTSUPP, "no handler is compiled for arm64")
+    raise KernelError(EOPNOTSUPP, "arm64 has no handlers in assembly")
 
 
 class Arm64(Arch):
     """Hooks of a distribution's kernel for arm64. The first eight arguments of a function are in registers.
 
-    Python handles each hit. A jump replaces a breakpoint by rules of kprobefs, because Linux has no jump
-    optimization on arm64.
+    A jump replaces a breakpoint by rules of kprobefs, because Linux has no jump optimization on arm64. No
+    register holds the address of per-CPU data, so the code of a handler contains the addresses of the
+    handler's cells.
     """
 
     name = "arm64"
@@ -97,7 +104,9 @@ class Arm64(Arch):
     interrupt_entries = frozenset(("el0t_64_sync", "el0t_64_irq", "el1h_64_sync", "el1h_64_irq"))
     stack_switches = frozenset(("cpu_switch_to", "call_on_irq_stack"))
     no_return_hook = ("cpu_switch_to",)
-    trampoline_slot = 0
+    trampoline_slot = FRAME_SIZE - RETURN_ROOM
+    returns = Arm64ReturnCode()
+    handler_call_link = REGISTER_NAMES[CALLER]
 
     def instruction_boundaries(self, code: bytes, addr: int) -> tuple[int, ...]:
         return tuple(range(addr, addr + (len(code) & -SIZE), SIZE))
@@ -141,9 +150,7 @@ class Arm64(Arch):
         return stack_frames.entry_frame(by_interrupt=by_interrupt)
 
     def ftrace_trampoline(self) -> HandlerStub:
-        """Return the trampoline that armed fentry sites call, and the offset of its breakpoint; see Arch."""
-        save = machine_code(ftrace.SAVE)
-        return HandlerStub(save + encoder.BRK + machine_code(ftrace.RESTORE), len(save))
+        return ftrace_trampoline()
 
     def traced_entry(self) -> Frame:
         """Return the stack frame before the first instruction of the trampoline; see Arch.
@@ -154,13 +161,14 @@ class Arm64(Arch):
         frame.regs |= {"x30": (IP, 0), "x9": ("x30", 0)}
         return frame
 
-    def return_trampoline(self, address: int) -> HandlerStub:  # noqa: ARG002 - it refuses
-        """Refuse: the return trampoline is a breakpoint. Raises: KernelError EOPNOTSUPP."""
-        _refuse_code()
+    def return_trampoline(self, address: int) -> HandlerStub:
+        return return_trampoline(address)
 
-    def handler_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:  # noqa: ARG002
-        """Refuse: Python handles each hit. Raises: KernelError EOPNOTSUPP."""
-        _refuse_code()
+    def handler_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:
+        return handler_code(program, addr, live)
+
+    def called_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:
+        return handler_code(program, addr, live, by_call=True)
 
     def emulated_region(self, code: bytes, addr: int) -> Region | None:
         word = int.from_bytes(code, "little")

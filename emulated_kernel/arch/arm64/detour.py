@@ -7,39 +7,13 @@ from __future__ import annotations
 
 from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.arch_hooks import OriginalPlace
-from emulated_kernel.arch.arm64.encoder import (
-    SP,
-    WORD,
-    RegisterOp,
-    add_immediate,
-    branch,
-    compute,
-    load,
-    load_all,
-    move_stack_pointer,
-    read_system_register,
-    set_register,
-    store,
-    store_all,
-    write_flags,
-)
-from emulated_kernel.arch.arm64.insn import LINK, SIZE
+from emulated_kernel.arch.arm64 import pt_regs
+from emulated_kernel.arch.arm64.encoder import branch, move_stack_pointer, set_register
+from emulated_kernel.arch.arm64.insn import SIZE
 from emulated_kernel.arch.arm64.relocate import MAX_RELOCATED, Relocation, relocate, relocation_of
 
 MAX_COPIED = MAX_RELOCATED + SIZE
-MAX_DETOUR = 288
-_GENERAL = {number: WORD * number for number in range(LINK + 1)}
-"""Number of a register -> its offset in struct user_pt_regs."""
-_SP = WORD * (LINK + 1)
-_IP = _SP + WORD
-_FLAGS = _IP + WORD
-_FRAME = _FLAGS + WORD
-"""Size in bytes of struct user_pt_regs; a multiple of the stack alignment."""
-_KERNEL_MODE = 5
-"""The field of the processor state that means: kernel mode, on the kernel's stack."""
-_VALUE = 9
-_OTHER = 10
-"""Numbers of registers that the code changes after it has saved them."""
+MAX_DETOUR = 256
 
 
 def around_handler(region: Region) -> tuple[bytes, bytes]:
@@ -47,14 +21,8 @@ def around_handler(region: Region) -> tuple[bytes, bytes]:
 
     The code restores the condition flags from the saved processor state, and no other bit of it.
     """
-    save = move_stack_pointer(-_FRAME) + store_all(SP, _GENERAL)
-    save += add_immediate(_VALUE, SP, _FRAME) + store(SP, _SP, _VALUE, WORD)
-    save += set_register(_VALUE, region.addr) + store(SP, _IP, _VALUE, WORD)
-    save += read_system_register(_VALUE, "daif") + read_system_register(_OTHER, "nzcv")
-    save += compute(RegisterOp.ORR, _VALUE, _VALUE, _OTHER) + set_register(_OTHER, _KERNEL_MODE)
-    save += compute(RegisterOp.ORR, _VALUE, _VALUE, _OTHER) + store(SP, _FLAGS, _VALUE, WORD)
-    restore = load(_VALUE, SP, _FLAGS, WORD) + write_flags(_VALUE)
-    return save, restore + load_all(SP, _GENERAL) + move_stack_pointer(_FRAME)
+    save = pt_regs.save_general() + pt_regs.complete(set_register(pt_regs.SCRATCH, region.addr))
+    return save, pt_regs.load_general() + move_stack_pointer(pt_regs.SIZE)
 
 
 def _word(region: Region) -> int:
