@@ -267,14 +267,25 @@ class Compiler:
         `ret` is the address of a return instruction. Each of the functions may read any register. Return None
         if there is no room for the code.
         """
-        arch = self._arch
+        return self._write(builder, self._called(builder), self._arch.jump_size, self._going_on_at(ret))
+
+    @_or_none
+    def routine(self, builder: ProgramBuilder) -> CompiledCode | None:
+        """Compile a program that other compiled code calls by ir.CallPerCpu.
+
+        Return None if there is no room for the code.
+        """
+        ret = self._arch.ftrace_trampoline().code[-self._arch.return_size :]
+        return self._write(builder, self._called(builder), len(ret), lambda _at: ret)
+
+    def _called(self, builder: ProgramBuilder) -> HandlerCode:
+        """Generate the machine code of a program that is called; each caller may read any register."""
         live = (
             None
             if self.saves_all
-            else LiveRegisters(arch.general_registers - {"ip", "sp", "flags"}, flags=False)
+            else LiveRegisters(self._arch.general_registers - {"ip", "sp", "flags"}, flags=False)
         )
-        handler = arch.handler_code(builder.program(), 0, live)
-        return self._write(builder, handler, arch.jump_size, self._going_on_at(ret))
+        return self._arch.handler_code(builder.program(), 0, live)
 
     @_or_none
     def jump(self, target: int) -> CompiledCode | None:
