@@ -11,9 +11,10 @@ which is fetched once into the user's cache. DIR must not be below /tmp, which t
 ARCH is x86_64, i386, riscv64 or riscv64i. With --profile linux-VERSION the kernel has that profile, and the
 tests are those of VERSION; otherwise both are of 6.1. The lists of tests that must pass are for x86_64.
 With --image the tests run over the kernel of IMAGE, in any profile that it can have; with --kernel-kprobes
-its own kprobes serve them (--kprobes kernel). TEST is a file or a directory below test.d/, such as kprobe/profile.tc or instances;
-without any, all are run. The status is 3 if the package cannot be fetched. With the only argument
---fetch VERSION the script prints the directory of that version's tests, and runs none.
+its own kprobes serve them (--kprobes kernel). TEST is a file or a directory below test.d/, such as
+kprobe/profile.tc or instances; without any, all are run. Each may take KPROBEFS_TEST_SECONDS (default: 120).
+The status is 3 if the package cannot be fetched. With the only argument --fetch VERSION the script prints the
+directory of that version's tests, and runs none.
 Needs root. Nothing outside of private namespaces is changed.
 END
 }
@@ -22,7 +23,7 @@ here=$(dirname -- "$(readlink -f -- "$0")")
 root=$(dirname -- "$(dirname -- "$here")")
 python=${PYTHON:-$root/.venv/bin/python}
 [ -x "$python" ] || python=python3
-seconds=120 # that one test may take
+seconds=${KPROBEFS_TEST_SECONDS:-120} # that one test may take
 scheduling=/proc/sys/kernel/sched_rt_runtime_us
 
 say() { printf 'ftracetest: %s\n' "$*" >&2; }
