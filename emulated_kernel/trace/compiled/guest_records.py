@@ -149,12 +149,16 @@ class GuestRecords(TaskObserver):
     def places(
         self,
         abi: Mapping[str, int],
-        interrupt_flag: tuple[str, int],
-        breakpoint_context: tuple[int, int],
+        interrupts: tuple[str, int, bool],
+        breakpoint_context: tuple[int, int] | None,
         resched: NeedResched,
         words: CpuWords,
     ) -> GuestAddresses:
-        """Return the addresses that compiled handlers of this guest use."""
+        """Return the addresses that compiled handlers of this guest use.
+
+        `interrupts`: GuestAddresses.interrupt_flag and has_interrupt_mask.
+        """
+        register, bit, has_mask = interrupts
         return GuestAddresses(
             clock=abi["host_clock"],
             time=self._clock,
@@ -166,7 +170,8 @@ class GuestRecords(TaskObserver):
             resched=resched,
             hardirq_mask=abi["preempt.hardirq_mask"],
             softirq_mask=abi["preempt.softirq_mask"],
-            interrupt_flag=interrupt_flag,
+            interrupt_flag=(register, bit),
+            has_interrupt_mask=has_mask,
             last_pid=self._last_pid_at,
             request=self._request_at,
             turns_pages=self._compile_next_page is not None,
