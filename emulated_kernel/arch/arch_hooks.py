@@ -228,6 +228,8 @@ class Arch(ABC):
     """pt_regs name -> value, for the fields that have the same value at every hit."""
     return_size: int
     """Size in bytes of the return instruction at the end of the ftrace trampoline."""
+    routine_return: bytes
+    """Code that returns from guest code which ir.CallPerCpu has called."""
     max_repetition: int
     """Maximum size in bytes of the code that `repetition` returns."""
     max_detour: int
@@ -424,11 +426,6 @@ class Arch(ABC):
     def called_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:
         """Compile a handler that fentry sites call; see handler_code()."""
         return self.handler_code(program, addr, live)
-
-    @property
-    def routine_return(self) -> bytes:
-        """The instruction by which code that ir.CallPerCpu calls returns."""
-        return self.ftrace_trampoline().code[-self.return_size :]
 
     def detour(self, region: Region, buffer: int) -> Detour:
         """Return the detour of a region for the address `buffer`.

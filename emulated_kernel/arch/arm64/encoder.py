@@ -297,7 +297,7 @@ def branch_register(register: int) -> bytes:
 
 
 def call_register(register: int) -> bytes:
-    """Encode blr: a call of the address in a register; x30 receives the return address."""
+    """Encode a call of the address in a register, which sets x30."""
     return _bytes(0xD63F0000 | register << 5)
 
 

@@ -328,13 +328,10 @@ class Arm64Lowering(Lowering):
 
     def _call_per_cpu(self, op: ir.CallPerCpu) -> None:
         self.overwrites_flags = True
-        cell = self._cell(op.offset)
-        call = load(cell, cell, 0, WORD) + asm.call_register(cell)
-        if cell == LINK:
-            self._code += call
-            return
-        self._code += store(cell, WORD, LINK, WORD) + call
-        self._code += load(LINK, self._cell(op.offset), WORD, WORD)
+        self._code += store(self._cell(op.offset + WORD), 0, LINK, WORD)
+        code = self._cell(op.offset)
+        self._code += load(code, code, 0, WORD) + asm.call_register(code)
+        self._code += load(LINK, self._cell(op.offset + WORD), 0, WORD)
 
     def _jump_to(self, op: ir.JumpTo) -> None:
         self._code += asm.move(LEAVING, self._real[op.address])

@@ -306,9 +306,9 @@ class CallHost(Op):
 class CallPerCpu(Op):
     """Call guest code whose address is the word at `offset` in the per-CPU data.
 
-    The code ends in Arch.routine_return. It keeps all general registers except the link register. On an
-    architecture with a link register, the op keeps its value in the word after the address. Virtual registers
-    keep their values, and the flags are undefined.
+    The code keeps all general registers, except the link register of a call at an fentry site. On an
+    architecture with such a register, the op keeps its value in the word after the address. Virtual
+    registers keep their values.
     """
 
     offset: int

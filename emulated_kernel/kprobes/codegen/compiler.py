@@ -267,7 +267,7 @@ class Compiler:
         `ret` is the address of a return instruction. Each of the functions may read any register. Return None
         if there is no room for the code.
         """
-        handler = self._arch.called_code(builder.program(), 0, self._live_in_caller)
+        handler = self._arch.called_code(builder.program(), 0, self._live_in_callers)
         return self._write(builder, handler, self._arch.jump_size, self._going_on_at(ret))
 
     @_or_none
@@ -276,13 +276,13 @@ class Compiler:
 
         Return None if there is no room for the code.
         """
+        handler = self._arch.handler_code(builder.program(), 0, self._live_in_callers)
         ret = self._arch.routine_return
-        handler = self._arch.handler_code(builder.program(), 0, self._live_in_caller)
         return self._write(builder, handler, len(ret), lambda _at: ret)
 
     @property
-    def _live_in_caller(self) -> LiveRegisters | None:
-        """The live registers around code that is called: each caller may read any general register."""
+    def _live_in_callers(self) -> LiveRegisters | None:
+        """Registers that callers of guest code may read afterwards; None if the code saves all registers."""
         if self.saves_all:
             return None
         return LiveRegisters(self._arch.general_registers - {"ip", "sp", "flags"}, flags=False)
