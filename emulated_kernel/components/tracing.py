@@ -9,6 +9,7 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.program.cpu_words import CpuWords
 from emulated_kernel.components.records import ProbeRegistries, TracingComponents
 from emulated_kernel.image.live_image import LiveImage
+from emulated_kernel.kprobes.profile import TrampolineForm
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.trace.array.services import TracingServices
@@ -126,7 +127,11 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     words = CpuWords.of(kernel.abi, arch.current_register, arch.word_size)
     assert words is not None, "all kernels with tracing have these words"
     addresses = records.places(
-        kernel.abi, arch.interrupt_flag, kernel.context.breakpoint_trace_ctx, kernel.resched, words
+        kernel.abi,
+        (*arch.interrupt_flag, arch.has_interrupt_mask),
+        kernel.context.breakpoint_trace_ctx,
+        kernel.resched,
+        words,
     )
     graph, profiler = _build_graphs(kernel, engine, arrays, functions, addresses)
     commands = EventCommands(
@@ -298,6 +303,7 @@ def _build_probes(
         addresses,
         kprobes.profile.jprobes,
         kernel.types,
+        kprobes.profile.trampoline is TrampolineForm.BREAKPOINT,
     )
 
 

@@ -140,12 +140,16 @@ class GuestRecords(TaskObserver):
     def places(
         self,
         abi: Mapping[str, int],
-        interrupt_flag: tuple[str, int],
-        breakpoint_context: tuple[int, int],
+        interrupts: tuple[str, int, bool],
+        breakpoint_context: tuple[int, int] | None,
         resched: NeedResched,
         words: CpuWords,
     ) -> GuestAddresses:
-        """Return the addresses that compiled handlers of this guest use."""
+        """Return the addresses that compiled handlers of this guest use.
+
+        `interrupts`: GuestAddresses.interrupt_flag and has_interrupt_mask.
+        """
+        register, bit, has_mask = interrupts
         return GuestAddresses(
             clock=abi["host_clock"],
             time=self._clock,
@@ -157,7 +161,8 @@ class GuestRecords(TaskObserver):
             resched=resched,
             hardirq_mask=abi["preempt.hardirq_mask"],
             softirq_mask=abi["preempt.softirq_mask"],
-            interrupt_flag=interrupt_flag,
+            interrupt_flag=(register, bit),
+            has_interrupt_mask=has_mask,
             last_pid=self._last_pid_at,
             event_time=self._request_at,
             scratch=self._scratch_at,

@@ -225,11 +225,14 @@ class Layout:
 
     need_resched: int
     resched: NeedResched
+    has_interrupt_mask: bool = False
+    """Whether a bit masks interrupts, and a breakpoint is not an NMI, as in Linux on arm64."""
 
 
 LAYOUTS = (
     Layout(0x78, NeedResched()),
     Layout(0x68, NeedResched()),
+    Layout(0x68, NeedResched(), has_interrupt_mask=True),
     Layout(0x7C, NeedResched(1 << 31, (0x300, 1 << 3))),
 )
 """Layouts: next to the preempt count, apart from it, and in the same word, as in Linux on x86."""
@@ -260,6 +263,7 @@ class Guest:
             clock=target.clock,
             time=SimpleNamespace(step_ns=STEP),  # type: ignore[arg-type]
             interrupt_flag=("flags", 0x200),
+            has_interrupt_mask=layout.has_interrupt_mask,
             this_cpu_off=0x18,
             cpu=CpuWords(self.word, current_task=0x10, cpu_number=0x20, preempt_count=0x7C),
             pid=0x100,
@@ -271,7 +275,7 @@ class Guest:
             last_pid=0x30,
             event_time=0x40,
             scratch=_SCRATCH,
-            breakpoint_context=(0x48, 0xFF),
+            breakpoint_context=None if layout.has_interrupt_mask else (0x48, 0xFF),
             save_comm=self._save_comm,
             new_counter=lambda: None,
         )
@@ -306,11 +310,12 @@ class Guest:
         else:
             self.memory.word(self.target.per_cpu + 0x7C, count, 4)
             self.memory.word(self.target.per_cpu + self.layout.need_resched, word, 4)
-        self.regs.flags = 0x202 if interrupts else 0x2
-        if self.way is EntryKind.BREAKPOINT:
+        self.regs.flags = 0x202 if interrupts != self.layout.has_interrupt_mask else 0x2
+        by_breakpoint = self.way is EntryKind.BREAKPOINT
+        if by_breakpoint and self.places.breakpoint_context is not None:
             self.context = self.places.breakpoint_context
             return
-        flags = (0 if interrupts else 1) | (0x20 if word else 0)
+        flags = (0 if interrupts and not by_breakpoint else 1) | (0x20 if word else 0)
         flags |= 4 if (word if resched.task_flag is None else need_resched & 2) else 0
         flags |= (
             (8 if count & 0xF0000 else 0) | (0x10 if count & 0x100 else 0) | (0x80 if count & 0xFE00 else 0)
