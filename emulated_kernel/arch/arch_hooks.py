@@ -152,6 +152,8 @@ class ReturnCode(ABC):
 
     live: LiveRegisters
     """Registers that the caller may read after a function has returned."""
+    preserves_all = False
+    """Whether `live` contains all registers, so that functions need not follow the calling convention."""
 
     @abstractmethod
     def dispatch(
@@ -216,6 +218,8 @@ class Arch(ABC):
     """Register that holds the running task's address in the kernel; None if a per-CPU variable holds it."""
     call_link: str | None = None
     """Register in which `relative_call` stores the return address; None if the call pushes it."""
+    handler_call_link: str | None = None
+    """Register in which a compiled handler of such a call finds the return address, if not in `call_link`."""
     general_registers: frozenset[str]
     """Names of the registers that a handler program may read."""
     pt_regs: tuple[str, ...]
@@ -224,6 +228,8 @@ class Arch(ABC):
     """pt_regs name -> value, for the fields that have the same value at every hit."""
     return_size: int
     """Size in bytes of the return instruction at the end of the ftrace trampoline."""
+    routine_return: bytes
+    """Code that returns from guest code which ir.CallPerCpu has called."""
     max_repetition: int
     """Maximum size in bytes of the code that `repetition` returns."""
     max_detour: int
@@ -416,6 +422,10 @@ class Arch(ABC):
         With `live`, the code saves only registers that are both in `live` and written by the program. Without
         `live`, the code saves every register in a struct pt_regs, at which sp points in host calls.
         """
+
+    def called_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:
+        """Compile a handler that fentry sites call; see handler_code()."""
+        return self.handler_code(program, addr, live)
 
     def detour(self, region: Region, buffer: int) -> Detour:
         """Return the detour of a region for the address `buffer`.

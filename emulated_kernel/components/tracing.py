@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.program.cpu_words import CpuWords
 from emulated_kernel.components.records import ProbeRegistries, TracingComponents
 from emulated_kernel.image.live_image import LiveImage
+from emulated_kernel.kprobes.profile import TrampolineForm
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.trace.array.services import TracingServices
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses, NeedResched
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
+from emulated_kernel.trace.compiled.next_page import WORD, compile_next_page
 from emulated_kernel.trace.context.call_stack import CallStack
 from emulated_kernel.trace.context.function_frames import FrameTables
 from emulated_kernel.trace.context.probe_hit import ProbeHit, Tasks
@@ -117,6 +120,7 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
         kernel.machine.clock,
         kernel.machine.damage,
         MemoryBudget(kernel.limits, None, Limit.USER_RECORD_BYTES, lambda: lock.user),
+        partial(compile_next_page, engine.kprobes.compiler) if arch.word_size == WORD else None,
     )
     # This must come before any lookup of tracepoints: iterating the events creates them.
     markers = _register_static_events(registry, kernel, arch, interface)
@@ -126,7 +130,11 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     words = CpuWords.of(kernel.abi, arch.current_register, arch.word_size)
     assert words is not None, "all kernels with tracing have these words"
     addresses = records.places(
-        kernel.abi, arch.interrupt_flag, kernel.context.breakpoint_trace_ctx, kernel.resched, words
+        kernel.abi,
+        (*arch.interrupt_flag, arch.has_interrupt_mask),
+        kernel.context.breakpoint_trace_ctx,
+        kernel.resched,
+        words,
     )
     graph, profiler = _build_graphs(kernel, engine, arrays, functions, addresses)
     commands = EventCommands(
@@ -300,6 +308,7 @@ def _build_probes(
         kprobes.profile.jprobes,
         kprobes.why_unarmed,
         kernel.types,
+        kprobes.profile.trampoline is TrampolineForm.BREAKPOINT,
     )
 
 

@@ -142,7 +142,6 @@ def arm64_profile(version: str, probe_rules: str) -> Profile:
         probe_rules=probe_rules,
         return_hook="instances",
         trampoline=TrampolineForm.BREAKPOINT,
-        compiled=False,
     )
 
 

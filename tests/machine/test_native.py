@@ -18,6 +18,7 @@ from unicorn import arm64_const, x86_const
 
 from emulated_kernel.guests.linux.pc.devices import Pc
 from emulated_kernel.image.builtin_image import load_image
+from emulated_kernel.machine.cpu.arm64 import BRK_EXCEPTION
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.interrupts.trap_handlers import Redirect, TrapHandlers
 from emulated_kernel.machine.machine import Machine
@@ -107,7 +108,7 @@ def host(request: pytest.FixtureRequest) -> X86Host | ArmHost:
     return host
 
 
-FAMILIES = ("x86", "riscv")
+FAMILIES = ("x86", "riscv", "arm64")
 ADDRESSES = st.integers(1, 24).map(lambda n: 0xFFFFFFFF81000000 + 16 * n) | st.integers(0, 2**64 - 1)
 TARGETS = st.integers(1, 2**64 - 1)
 ROUNDS = st.just(None)
@@ -119,7 +120,7 @@ ROUNDS = st.just(None)
     tables=st.tuples(*[st.dictionaries(ADDRESSES.filter(bool), TARGETS | ROUNDS, max_size=40)] * 2),
     trap=st.data(),
     busy=st.sampled_from([(0, 0)] * 4 + [(1, 0), (0, 2)]),
-    vector=st.sampled_from([Vector.BREAKPOINT, Vector.DEBUG, Vector.PAGE_FAULT, 0, 2, 0x80]),
+    vector=st.sampled_from([Vector.BREAKPOINT, Vector.DEBUG, BRK_EXCEPTION, Vector.PAGE_FAULT, 0, 2, 0x80]),
     error=st.booleans(),
 )
 def test_the_routine_does_what_the_tables_say(
@@ -156,7 +157,7 @@ def test_the_routine_does_what_the_tables_say(
     code = ROUTINES[host.name, family]
     uc.mem_write(CODE_AT, code)
     uc.ctl_remove_cache(CODE_AT, CODE_AT + len(code))
-    given_ = (7, vector, WORDS_AT) if family == "x86" else (7, WORDS_AT, 9)
+    given_ = (7, WORDS_AT, 9) if family == "riscv" else (7, vector, WORDS_AT)
     for register, value in zip(host.arguments, given_, strict=False):
         uc.reg_write(register, value)
     for register in host.kept:
@@ -167,8 +168,12 @@ def test_the_routine_does_what_the_tables_say(
     uc.emu_start(CODE_AT, 0, count=5000)
     assert [uc.reg_read(register) for register in host.kept] == [*host.kept]
     after = uc.mem_read(DATA_AT, 24)
-    is_met = family == "riscv" or vector in (Vector.BREAKPOINT, Vector.DEBUG)
-    target = known.get(address) if is_met and not any(busy) and (family == "x86" or error) else None
+    is_met = {
+        "x86": vector in (Vector.BREAKPOINT, Vector.DEBUG),
+        "riscv": error,
+        "arm64": vector == BRK_EXCEPTION,
+    }[family]
+    target = known.get(address) if is_met and not any(busy) else None
     if target is None:
         assert uc.reg_read(host.pc) == CALLBACK
         assert [uc.reg_read(register) for register in host.arguments[:3]] == [*given_]
@@ -187,8 +192,8 @@ def test_the_routine_does_what_the_tables_say(
         assert uc.reg_read(host.result) & 0xFF == 1
 
 
-CHARGES = (("charge_x86", "trap_ns", 2), ("charge_riscv", "trap_ns", 1), ("handler_x86", "handler_ns", 2),
-           ("handler_riscv", "handler_ns", 1))  # fmt: skip
+CHARGES = (("charge_intr", "trap_ns", 2), ("charge_invalid", "trap_ns", 1), ("handler_intr", "handler_ns", 2),
+           ("handler_invalid", "handler_ns", 1))  # fmt: skip
 """Routine, the word that it adds to the time, and the number of the argument with the words."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from errno import EINVAL, EOPNOTSUPP, ERANGE
+from errno import EINVAL, EOPNOTSUPP
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -12,24 +12,25 @@ from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.probe_rules import ProbeRules
 from emulated_kernel.arch.analysis.stack_frames import IP, Frame, FrameInsn
 from emulated_kernel.arch.arch_hooks import Arch, ArchSpecificInsn, HandlerStub, OriginalPlace, Registers
-from emulated_kernel.arch.arm64 import ftrace, stack_frames
+from emulated_kernel.arch.arm64 import encoder, stack_frames
 from emulated_kernel.arch.arm64.emulate import emulation_of
-from emulated_kernel.arch.arm64.insn import REGISTER_NAMES, SIZE, Handling, handling_of
+from emulated_kernel.arch.arm64.handler_code import (
+    CALLER,
+    RETURN_ROOM,
+    Arm64ReturnCode,
+    ftrace_trampoline,
+    handler_code,
+    return_trampoline,
+)
+from emulated_kernel.arch.arm64.insn import LINK, REGISTER_NAMES, SIZE, Handling, handling_of
 from emulated_kernel.arch.arm64.probe_checks import Arm64ProbeChecker
+from emulated_kernel.arch.arm64.pt_regs import PT_REGS
+from emulated_kernel.arch.arm64.pt_regs import SIZE as FRAME_SIZE
 from emulated_kernel.arch.probe_checks import OptimizationPolicy
 from emulated_kernel.arch.program.asm_source import Assembler, Assembly, SourceText
 from emulated_kernel.arch.program.ir import HandlerCode, Program
 from emulated_kernel.image.text_tables import ProbedTables
-from emulated_kernel.util.code_listing import machine_code
 from emulated_kernel.util.errors import KernelError
-
-BREAKPOINT = bytes.fromhex("800020d4")
-"""The instruction `brk #4`. Mirrors: arch/arm64/include/asm/brk-imm.h:KPROBES_BRK_IMM (v6.12)"""
-_JUMP = 0x14000000
-_CALL = 0x94000000
-_REACH = 1 << 27
-PT_REGS = (*REGISTER_NAMES, "sp", "ip", "flags")
-"""Names of the registers in the order of struct user_pt_regs. Each register has one word."""
 
 
 class _NoAssembler(Assembler):
@@ -43,20 +44,21 @@ class _NoAssembler(Assembler):
 
 
 def _refuse_code() -> NoReturn:
-    raise KernelError(EOPNOTSUPP, "no code is generated for arm64: its probes have neither jumps nor detours")
+    raise KernelError(EOPNOTSUPP, "arm64 has neither detours nor handlers in assembly")
 
 
 class Arm64(Arch):
     """Hooks of a distribution's kernel for arm64. The first eight arguments of a function are in registers.
 
-    Python handles each hit, and no jump replaces a breakpoint, as in mainline Linux.
+    No jump replaces a breakpoint, as in mainline Linux. No register holds the address of per-CPU data, so the
+    code of a handler contains the addresses of the handler's cells.
     """
 
     name = "arm64"
     bits = 64
     word_size = 8
-    breakpoint = BREAKPOINT
-    max_insn_size = SIZE + len(BREAKPOINT)
+    breakpoint = encoder.BRK
+    max_insn_size = SIZE + len(encoder.BRK)
     jump_size = SIZE
     jump_back_size = SIZE
     call_size = SIZE
@@ -66,6 +68,7 @@ class Arm64(Arch):
     disassembler = Disassembler("CS_ARCH_ARM64", "CS_MODE_ARM", width=12)
     assembler = _NoAssembler()
     return_size = SIZE
+    routine_return = encoder.return_to(LINK)
     max_repetition = 0
     max_detour = 0
     max_copied = 0
@@ -96,7 +99,9 @@ class Arm64(Arch):
     interrupt_entries = frozenset(("el0t_64_sync", "el0t_64_irq", "el1h_64_sync", "el1h_64_irq"))
     stack_switches = frozenset(("cpu_switch_to", "call_on_irq_stack"))
     no_return_hook = ("cpu_switch_to",)
-    trampoline_slot = 0
+    trampoline_slot = FRAME_SIZE - RETURN_ROOM
+    returns = Arm64ReturnCode()
+    handler_call_link = REGISTER_NAMES[CALLER]
 
     def instruction_boundaries(self, code: bytes, addr: int) -> tuple[int, ...]:
         return tuple(range(addr, addr + (len(code) & -SIZE), SIZE))
@@ -122,16 +127,16 @@ class Arm64(Arch):
             raise KernelError(EINVAL, "neither copied nor simulated")
         return ArchSpecificInsn(
             length=SIZE,
-            slot_bytes=code[:SIZE] + BREAKPOINT,
+            slot_bytes=code[:SIZE] + encoder.BRK,
             boostable=False,
             emulate=emulation_of(word, addr) if handling is Handling.SIMULATED else None,
         )
 
     def relative_jump(self, source: int, target: int) -> bytes:
-        return _branch(_JUMP, source, target)
+        return encoder.branch(source, target)
 
     def relative_call(self, source: int, target: int) -> bytes:
-        return _branch(_CALL, source, target)
+        return encoder.branch(source, target, links=True)
 
     def frame_insns(self, code: bytes, addr: int, *, switches_stack: bool) -> Iterator[tuple[int, FrameInsn]]:
         return stack_frames.frame_insns(code, addr, switches_stack=switches_stack)
@@ -140,9 +145,7 @@ class Arm64(Arch):
         return stack_frames.entry_frame(by_interrupt=by_interrupt)
 
     def ftrace_trampoline(self) -> HandlerStub:
-        """Return the trampoline that armed fentry sites call, and the offset of its breakpoint; see Arch."""
-        save = machine_code(ftrace.SAVE)
-        return HandlerStub(save + BREAKPOINT + machine_code(ftrace.RESTORE), len(save))
+        return ftrace_trampoline()
 
     def traced_entry(self) -> Frame:
         """Return the stack frame before the first instruction of the trampoline; see Arch.
@@ -153,13 +156,14 @@ class Arm64(Arch):
         frame.regs |= {"x30": (IP, 0), "x9": ("x30", 0)}
         return frame
 
-    def return_trampoline(self, address: int) -> HandlerStub:  # noqa: ARG002 - it refuses
-        """Refuse: the return trampoline is a breakpoint. Raises: KernelError EOPNOTSUPP."""
-        _refuse_code()
+    def return_trampoline(self, address: int) -> HandlerStub:
+        return return_trampoline(address)
 
-    def handler_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:  # noqa: ARG002
-        """Refuse: Python handles each hit. Raises: KernelError EOPNOTSUPP."""
-        _refuse_code()
+    def handler_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:
+        return handler_code(program, addr, live)
+
+    def called_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:
+        return handler_code(program, addr, live, by_call=True)
 
     def around_handler(self, region: Region) -> tuple[bytes, bytes]:  # noqa: ARG002 - it refuses
         """Refuse: no probe has a detour. Raises: KernelError EOPNOTSUPP."""
@@ -187,14 +191,3 @@ class Arm64(Arch):
     ) -> Arm64ProbeChecker:
         del rules
         return Arm64ProbeChecker(image, strategy, self.disassembler, ftrace=ftrace)
-
-
-def _branch(opcode: int, source: int, target: int) -> bytes:
-    """Encode a branch or call from `source` to `target`; `opcode` selects which.
-
-    Raises: KernelError ERANGE (the distance is more than 128 MiB).
-    """
-    distance = target - source
-    if not -_REACH <= distance < _REACH:
-        raise KernelError(ERANGE, f"a branch from {source:#x} does not reach {target:#x}")
-    return (opcode | distance >> 2 & 0x3FFFFFF).to_bytes(SIZE, "little")

@@ -267,14 +267,25 @@ class Compiler:
         `ret` is the address of a return instruction. Each of the functions may read any register. Return None
         if there is no room for the code.
         """
-        arch = self._arch
-        live = (
-            None
-            if self.saves_all
-            else LiveRegisters(arch.general_registers - {"ip", "sp", "flags"}, flags=False)
-        )
-        handler = arch.handler_code(builder.program(), 0, live)
-        return self._write(builder, handler, arch.jump_size, self._going_on_at(ret))
+        handler = self._arch.called_code(builder.program(), 0, self._live_in_callers)
+        return self._write(builder, handler, self._arch.jump_size, self._going_on_at(ret))
+
+    @_or_none
+    def routine(self, builder: ProgramBuilder) -> CompiledCode | None:
+        """Compile a program that other compiled code calls by ir.CallPerCpu.
+
+        Return None if there is no room for the code.
+        """
+        handler = self._arch.handler_code(builder.program(), 0, self._live_in_callers)
+        ret = self._arch.routine_return
+        return self._write(builder, handler, len(ret), lambda _at: ret)
+
+    @property
+    def _live_in_callers(self) -> LiveRegisters | None:
+        """Registers that callers of guest code may read afterwards; None if the code saves all registers."""
+        if self.saves_all:
+            return None
+        return LiveRegisters(self._arch.general_registers - {"ip", "sp", "flags"}, flags=False)
 
     @_or_none
     def jump(self, target: int) -> CompiledCode | None:
@@ -377,19 +388,25 @@ class Compiler:
             return None
         # A post_handler may read registers that the function doesn't read any more.
         live = self._verdict.all_live if head.has_post_handler else None
-        return self._write(builder, self._handler(builder, head.address, live), behind, rest, entries)
+        handler = self._handler(builder, head.address, live, by_call=way is EntryKind.CALL)
+        return self._write(builder, handler, behind, rest, entries)
 
     def _handler(
-        self, builder: ProgramBuilder, address: int, live: LiveRegisters | None = None
+        self,
+        builder: ProgramBuilder,
+        address: int,
+        live: LiveRegisters | None = None,
+        *,
+        by_call: bool = False,
     ) -> HandlerCode:
         """Generate the program's machine code, which saves the changed registers that are live.
 
         `live`: the live registers; None: those that are live at `address` in the probed function. If
-        `saves_all` is set, the code saves all registers.
+        `saves_all` is set, the code saves all registers. `by_call`: an fentry site calls the code.
         """
-        if self.saves_all:
-            return self._arch.handler_code(builder.program(), address, None)
-        return self._arch.handler_code(builder.program(), address, live or self._verdict.live_at(address))
+        needed = None if self.saves_all else live or self._verdict.live_at(address)
+        compile_program = self._arch.called_code if by_call else self._arch.handler_code
+        return compile_program(builder.program(), address, needed)
 
     def _going_on_at(self, target: int) -> Rest:
         return lambda at: self._arch.relative_jump(at, target)

@@ -72,9 +72,12 @@ class NativeReturns:
         self._compiler = compiler
         self._sp = arch.registers.sp
         self._link = arch.registers.link
-        self._called_by = arch.call_link
+        self._called_by = arch.handler_call_link or arch.call_link
         self._call_size = arch.call_size
-        self._kept = frozenset() if arch.returns is None else arch.returns.live.registers
+        assert arch.returns is not None, "the caller checks it"
+        self._kept = arch.returns.live.registers
+        self._preserves_all = compiler.saves_all or arch.returns.preserves_all
+        """Whether a handler may return from functions that do not follow the calling convention."""
         self._dispatch: CompiledCode | None = None
         self._finish: int | None = None
 
@@ -185,7 +188,7 @@ class NativeReturns:
         """Compile the handler of a hook, unless it is compiled already or only Python can run it."""
         if hook.code is not None or hook.program is None:
             return
-        if not (hook.follows_convention or self._compiler.saves_all) or not self._has_trampoline():
+        if not (hook.follows_convention or self._preserves_all) or not self._has_trampoline():
             return
         builder = ProgramBuilder()
         builder.emit(GetRegister(SLOT, self._sp))

@@ -197,6 +197,7 @@ class InstancesCode(StackCode[KretprobeInstTable]):
     """
 
     data_word = HEADER
+    needs_rethooks = False
 
     @property
     def _to_lock(self) -> int:
@@ -324,8 +325,13 @@ class InstancesCode(StackCode[KretprobeInstTable]):
         builder.place(alone)
 
     def _count(self, builder: ProgramBuilder, number: int) -> None:
-        """Emit code that adds `number` to the running task's count of pending calls."""
+        """Emit code that adds `number` to the running task's count of pending calls, if it has a field.
+
+        Only kprobefs's own kernel reads the field.
+        """
         rethooks = self.offsets.rethooks
+        if not rethooks:
+            return
         builder.emit(
             self.current_task(TASK),
             self.load(FIRST, TASK, rethooks),

@@ -124,9 +124,10 @@ class ReturnHooks:
         """Return the emitter of guest code for the shadow stack; None if Python does everything."""
         arch = self._arch
         offsets = TaskOffsets.of(self._abi, arch)
-        if offsets is None or arch.returns is None:
+        kind = _CODES[type(self.stack)]
+        if offsets is None or arch.returns is None or (kind.needs_rethooks and not offsets.rethooks):
             return None
-        code = _CODES[type(self.stack)](offsets, self.stack, arch.returned_at)
+        code = kind(offsets, self.stack, arch.returned_at)
         return NativeReturns(self.stack, code, self.trampoline, self._compiler, arch)
 
     # Users

@@ -55,18 +55,18 @@ class TaskOffsets:
     word: int
     cpu: CpuWords
     rethooks: int
-    """Offset in bytes of `rethooks` in struct task_struct."""
+    """Offset in bytes of `rethooks` in struct task_struct; 0 if there is no such field."""
     ret_stack: int
     """Offset in bytes of `ret_stack` in struct task_struct; 0 if there is no RetStack."""
 
     @classmethod
     def of(cls, abi: Mapping[str, int], arch: Arch) -> TaskOffsets | None:
-        """Return the offsets of an image; None if the image's task_structs have no `rethooks`."""
+        """Return the offsets of an image; None if the guest cannot find the running task or the CPU."""
         cpu = CpuWords.of(abi, arch.current_register, arch.word_size)
-        rethooks = abi.get("task_struct.rethooks")
-        if cpu is None or rethooks is None:
+        if cpu is None:
             return None
-        return cls(arch.word_size, cpu, rethooks, abi.get("task_struct.ret_stack", 0))
+        fields = ("task_struct.rethooks", "task_struct.ret_stack")
+        return cls(arch.word_size, cpu, *(abi.get(name, 0) for name in fields))
 
 
 class StackCode(ABC, Generic[Stack]):
@@ -77,6 +77,8 @@ class StackCode(ABC, Generic[Stack]):
 
     data_word: ClassVar[int]
     """Index of the first word of private data in a node."""
+    needs_rethooks: ClassVar[bool] = True
+    """Whether the code uses the field `rethooks` of struct task_struct."""
 
     def __init__(self, offsets: TaskOffsets, stack: Stack, returned_at: int) -> None:
         """Prepare to emit code that uses the shadow stack `stack`.

@@ -47,6 +47,8 @@ The order is: instruction abort in user mode and in the kernel, data abort in us
 """
 BRK: Final = bytes.fromhex("800020d4")
 """The instruction `brk #4`. Mirrors: arch/arm64/include/asm/brk-imm.h:KPROBES_BRK_IMM (v6.12)"""
+BRK_EXCEPTION: Final = 7
+"""Unicorn's number of the exception that brk causes."""
 FULL_SIZE = 1 << 25
 """Bit IL of a syndrome (esr_el1), which is set if the instruction has 32 bits."""
 

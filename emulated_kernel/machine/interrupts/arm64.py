@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from emulated_kernel.machine.cpu.arm64 import fault
+from emulated_kernel.machine.cpu.arm64 import BRK_EXCEPTION, fault
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.interrupts.exceptions import ExceptionState
@@ -14,8 +14,6 @@ from emulated_kernel.machine.unicorn_engine import HOOK_INTR, INTR_CALLBACK, Eng
 
 _ABORTS = 3, 4
 """Unicorn's numbers of an instruction abort and of a data abort."""
-_BREAKPOINT = 7
-"""Unicorn's number of the exception that brk causes."""
 _SIZE = 4
 
 
@@ -47,14 +45,14 @@ class Arm64TrapHooks(TrapHooks):
         super().__init__(engine, cpu, regs, state, handler_time)
 
     def _hook_traps(self) -> None:
-        self.engine.add_hook(HOOK_INTR, INTR_CALLBACK(self._make_interrupt_callback()))
+        self._hook_natively(HOOK_INTR, INTR_CALLBACK(self._make_interrupt_callback()))
 
     def _make_interrupt_callback(self) -> Callable[..., object]:
         return self._guarded(self._exception)
 
     def _exception(self, vector: int) -> None:
         state = self._syndrome
-        if vector == _BREAKPOINT:
+        if vector == BRK_EXCEPTION:
             regs = self.regs
             ip = regs.ip
             handler = self.breakpoints.find(ip)

@@ -24,6 +24,9 @@ from emulated_kernel.machine.unicorn_engine import (
 from emulated_kernel.util.abi import Vector
 from emulated_kernel.util.fast_dataclass import replace
 
+_REPORTS = {HOOK_INTR: "intr", HOOK_INSN_INVALID: "invalid"}
+"""Kind of Unicorn's hook -> end of the names of the host's routines that it can call to charge time."""
+
 
 class TrapHooks:
     """Dispatches int3 to `breakpoints` and debug traps to `debug_traps`.
@@ -124,8 +127,8 @@ class TrapHooks:
         words.time = time
         words.trap_ns = trap_ns
         words.handler_ns = handler_ns
-        charging = routine_address(f"charge_{self.family}")
-        handler = routine_address(f"handler_{self.family}")
+        charging = routine_address(f"charge_{_REPORTS[kind]}")
+        handler = routine_address(f"handler_{_REPORTS[kind]}")
         assert charging is not None
         self.engine.remove_hook(hook)
         self._call_natively(kind, charging)

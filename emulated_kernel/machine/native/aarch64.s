@@ -145,6 +145,44 @@ python:
     ldr x16, [x1, #{callback}]
     br x16
 
+@routine arm64
+// void (uc x0, exception w1, words x2)
+    cmp w1, #{brk_exception}
+    b.ne python
+    ldr x3, [x2, #{ip}]
+    ldr x4, [x3]
+    ldr x6, [x2, #{python}]
+    ldr x7, [x2, #{callers}]
+    orr x6, x6, x7
+    cbnz x6, python
+    movz x6, #{factor_0}
+    movk x6, #{factor_1}, lsl #16
+    movk x6, #{factor_2}, lsl #32
+    movk x6, #{factor_3}, lsl #48
+    mul x6, x6, x4
+    ldr w7, [x2, #{breakpoints_shift}]
+    lsr x6, x6, x7
+    ldr x7, [x2, #{breakpoints}]
+    add x6, x7, x6, lsl #4
+next:
+    ldr x7, [x6]
+    cmp x7, x4
+    b.eq found
+    add x6, x6, #16
+    cbnz x7, next
+    b python
+found:
+    ldr x7, [x6, #8]
+    cbz x7, python
+    ldr x6, [x2, #{hits}]
+    add x6, x6, #1
+    str x6, [x2, #{hits}]
+    str x7, [x3]
+    ret
+python:
+    ldr x16, [x2, #{callback}]
+    br x16
+
 @routine rdtsc
 // int (uc x0, words x1)
     ldr x2, [x1, #{followed}]
@@ -289,8 +327,8 @@ leave:
     str x4, [x3]
     ret
 
-@routine charge_x86
-// A trap takes time; then as routine x86.
+@routine charge_intr
+// A trap takes time; then the routine for traps, as Unicorn's UC_HOOK_INTR.
     ldr x3, [x2, #{time}]
     ldr x4, [x2, #{trap_ns}]
     ldr x5, [x3]
@@ -299,8 +337,8 @@ leave:
     ldr x5, [x2, #{routine}]
     br x5
 
-@routine charge_riscv
-// A trap takes time; then as routine riscv.
+@routine charge_invalid
+// A trap takes time; then the routine for traps, as Unicorn's UC_HOOK_INSN_INVALID.
     ldr x3, [x1, #{time}]
     ldr x4, [x1, #{trap_ns}]
     ldr x5, [x3]
@@ -309,7 +347,7 @@ leave:
     ldr x5, [x1, #{routine}]
     br x5
 
-@routine handler_x86
+@routine handler_intr
 // The Python callback takes more time.
     ldr x3, [x2, #{time}]
     ldr x4, [x2, #{handler_ns}]
@@ -319,7 +357,7 @@ leave:
     ldr x5, [x2, #{handler}]
     br x5
 
-@routine handler_riscv
+@routine handler_invalid
 // The Python callback takes more time.
     ldr x3, [x1, #{time}]
     ldr x4, [x1, #{handler_ns}]

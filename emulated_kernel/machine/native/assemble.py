@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+from emulated_kernel.machine.cpu.arm64 import BRK_EXCEPTION
 from emulated_kernel.machine.cpu.x86 import FLAG_NT, FLAG_RF, FLAG_TF
 from emulated_kernel.machine.native.copy_words import LONGEST_COPY, CopyRange, CopyWords
 from emulated_kernel.machine.native.trap_words import FACTOR, TableWords, TrapWords
@@ -57,6 +58,7 @@ def constants() -> dict[str, int]:
         "range_size": ctypes.sizeof(CopyRange),
         "breakpoints_shift": TrapWords.breakpoints.offset + TableWords.shift.offset,
         "breakpoint_vector": int(Vector.BREAKPOINT),
+        "brk_exception": BRK_EXCEPTION,
         "debug_vector": int(Vector.DEBUG),
         "trap_flag": FLAG_TF,
         "not_trap_flag": ~FLAG_TF & 0xFFFFFFFF,

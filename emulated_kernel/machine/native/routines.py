@@ -21,6 +21,11 @@ ROUTINES = {
         "104885c975efeb1d498b4b084885c9741448ff463049890841c70100000000b8"
         "01000000c3ff6628"
     ),
+    ("x86_64", "arm64"): bytes.fromhex(
+        "83fe0775504c8b02498b004c8b52184c0b5220754049bb157c4a7fb979379e4c"
+        "0fafd88b4a4049d3eb49c1e3044c035a38498b0b4839c1740b4983c3104885c9"
+        "75efeb11498b4b084885c9740848ff4230498908c3ff6228"
+    ),
     ("x86_64", "rdtsc"): bytes.fromhex(
         "48837e1000754848b82d7f954c2df45158480faf460849b84f8167f77e7b0514"
         "4c01c04889460848c1e8394883c03248030648890689c148c1e8204c8b462049"
@@ -38,10 +43,10 @@ ROUTINES = {
         "4889d1f3a4c3"
     ),
     ("x86_64", "count"): bytes.fromhex("48ff01c3"),
-    ("x86_64", "charge_x86"): bytes.fromhex("4c8b82b00000004c8b8ab80000004d0108ffa2c8000000"),
-    ("x86_64", "charge_riscv"): bytes.fromhex("4c8b86b00000004c8b8eb80000004d0108ffa6c8000000"),
-    ("x86_64", "handler_x86"): bytes.fromhex("4c8b82b00000004c8b8ac00000004d0108ffa2d0000000"),
-    ("x86_64", "handler_riscv"): bytes.fromhex("4c8b86b00000004c8b8ec00000004d0108ffa6d0000000"),
+    ("x86_64", "charge_intr"): bytes.fromhex("4c8b82b00000004c8b8ab80000004d0108ffa2c8000000"),
+    ("x86_64", "charge_invalid"): bytes.fromhex("4c8b86b00000004c8b8eb80000004d0108ffa6c8000000"),
+    ("x86_64", "handler_intr"): bytes.fromhex("4c8b82b00000004c8b8ac00000004d0108ffa2d0000000"),
+    ("x86_64", "handler_invalid"): bytes.fromhex("4c8b86b00000004c8b8ec00000004d0108ffa6d0000000"),
     ("aarch64", "x86"): bytes.fromhex(
         "430040f9640040f9452001913f040071a00000543f0c007101050054840400d1"
         "45e00091460c40f9471040f9c60007aa460400b5a6828fd246e9aff22637cff2"
@@ -62,6 +67,12 @@ ROUTINES = {
         "e610068bc70040f9ff0004eb80000054c640009187ffffb50a000014c70440f9"
         "070100b4261840f9c6040091261800f9670000f93f0100b920008052c0035fd6"
         "301440f900021fd6"
+    ),
+    ("aarch64", "arm64"): bytes.fromhex(
+        "3f1c0071a1030054430040f9640040f9460c40f9471040f9c60007aae60200b5"
+        "a6828fd246e9aff22637cff2e6c6f3f2c67c049b474040b9c624c79a471c40f9"
+        "e610068bc70040f9ff0004eb80000054c640009187ffffb508000014c70440f9"
+        "c70000b4461840f9c6040091461800f9670000f9c0035fd6501440f900021fd6"
     ),
     ("aarch64", "rdtsc"): bytes.fromhex(
         "220840f9420300b5a2e58fd2a292a9f2a285def2220aebf2230440f9427c039b"
@@ -84,9 +95,9 @@ ROUTINES = {
         "870140b98c110091470100b94a110091c61000f161ffff54c0035fd6"
     ),
     ("aarch64", "count"): bytes.fromhex("640040f984040091640000f9c0035fd6"),
-    ("aarch64", "charge_x86"): bytes.fromhex("435840f9445c40f9650040f9a500048b650000f9456440f9a0001fd6"),
-    ("aarch64", "charge_riscv"): bytes.fromhex("235840f9245c40f9650040f9a500048b650000f9256440f9a0001fd6"),
-    ("aarch64", "handler_x86"): bytes.fromhex("435840f9446040f9650040f9a500048b650000f9456840f9a0001fd6"),
-    ("aarch64", "handler_riscv"): bytes.fromhex("235840f9246040f9650040f9a500048b650000f9256840f9a0001fd6"),
+    ("aarch64", "charge_intr"): bytes.fromhex("435840f9445c40f9650040f9a500048b650000f9456440f9a0001fd6"),
+    ("aarch64", "charge_invalid"): bytes.fromhex("235840f9245c40f9650040f9a500048b650000f9256440f9a0001fd6"),
+    ("aarch64", "handler_intr"): bytes.fromhex("435840f9446040f9650040f9a500048b650000f9456840f9a0001fd6"),
+    ("aarch64", "handler_invalid"): bytes.fromhex("235840f9246040f9650040f9a500048b650000f9256840f9a0001fd6"),
 }
 """Machine of the host, as in uname -m, and name of a routine -> position-independent code."""

@@ -126,6 +126,39 @@ found:
 python:
     jmp qword ptr [rsi + {callback}]
 
+@routine arm64
+# void (uc rdi, exception esi, words rdx), as Unicorn's UC_HOOK_INTR.
+    cmp esi, {brk_exception}
+    jne python
+    mov r8, [rdx + {ip}]
+    mov rax, [r8]
+    mov r10, [rdx + {python}]
+    or r10, [rdx + {callers}]
+    jne python
+    movabs r11, {factor}
+    imul r11, rax
+    mov ecx, [rdx + {breakpoints} + {shift}]
+    shr r11, cl
+    shl r11, 4
+    add r11, [rdx + {breakpoints} + {entries}]
+next:
+    mov rcx, [r11]
+    cmp rcx, rax
+    je found
+    add r11, 16
+    test rcx, rcx
+    jne next
+    jmp python
+found:
+    mov rcx, [r11 + 8]
+    test rcx, rcx
+    je python
+    inc qword ptr [rdx + {hits}]
+    mov [r8], rcx
+    ret
+python:
+    jmp qword ptr [rdx + {callback}]
+
 @routine rdtsc
 # int (uc rdi, words rsi), as Unicorn's UC_HOOK_INSN for rdtsc; 1 if the instruction is done.
     cmp qword ptr [rsi + {followed}], 0
@@ -232,28 +265,28 @@ leave:
     inc qword ptr [rcx]
     ret
 
-@routine charge_x86
-# A trap takes time; then as routine x86.
+@routine charge_intr
+# A trap takes time; then the routine for traps, as Unicorn's UC_HOOK_INTR.
     mov r8, [rdx + {time}]
     mov r9, [rdx + {trap_ns}]
     add [r8], r9
     jmp qword ptr [rdx + {routine}]
 
-@routine charge_riscv
-# A trap takes time; then as routine riscv.
+@routine charge_invalid
+# A trap takes time; then the routine for traps, as Unicorn's UC_HOOK_INSN_INVALID.
     mov r8, [rsi + {time}]
     mov r9, [rsi + {trap_ns}]
     add [r8], r9
     jmp qword ptr [rsi + {routine}]
 
-@routine handler_x86
+@routine handler_intr
 # The Python callback takes more time.
     mov r8, [rdx + {time}]
     mov r9, [rdx + {handler_ns}]
     add [r8], r9
     jmp qword ptr [rdx + {handler}]
 
-@routine handler_riscv
+@routine handler_invalid
 # The Python callback takes more time.
     mov r8, [rsi + {time}]
     mov r9, [rsi + {handler_ns}]

@@ -23,7 +23,7 @@ from emulated_kernel.arch.program.ir import (
     Store,
     StoreImmediate,
 )
-from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
+from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.kprobes.return_hook.compiled_returns import NativeReturns
 from emulated_kernel.kprobes.return_hook.return_hook import ReturnHook
 from emulated_kernel.kprobes.return_hook.stack_code import NODE
@@ -173,7 +173,7 @@ class GraphEmitter:
         if kind is CallKind.HIDDEN:
             emit(StoreImmediate(_CALL, CALLED, 0, _CELL))
             return
-        record = RecordEmitter(builder, places, EntryKind.CALL, self._word)
+        record = RecordEmitter(builder, places, self._word)
         record.read_clock()
         emit(Store(_CALL, CALLED, VALUE, self._word))
         if self._word < _CELL:
@@ -233,7 +233,7 @@ class GraphEmitter:
             Load(TEMP, _CALL, _FLAGS, 4),
             BranchImmediate(Condition.ANY_BIT, TEMP, CallFlag.HIDDEN, done),
         )
-        record = RecordEmitter(builder, self._places, EntryKind.RETURN, self._word)
+        record = RecordEmitter(builder, self._places, self._word)
         record.read_clock()
         if self._compiled.threshold_ns:
             self._check_duration(done)

@@ -82,15 +82,25 @@ class GuestAddresses:
     softirq_mask: int
     """Bits of the preempt count that are set while a softirq is served or softirqs are disabled."""
     interrupt_flag: tuple[str, int]
-    """Name of a register, and mask of its bit that is set while interrupts are enabled."""
+    """Name of a register, and mask of the bit that `has_interrupt_mask` describes."""
+    has_interrupt_mask: bool
+    """Whether the bit is set while interrupts are masked. Otherwise it is set while they are enabled."""
     last_pid: int
     """Per-CPU offset of a u64: the pid whose name was saved last."""
-    event_time: int
-    """Per-CPU offset of two u64, time and length of an event: arguments of RecordTarget.make_room."""
+    request: int
+    """Per-CPU offset of the words of a request for room in a ring buffer, which next_page.py lists.
+
+    Time and length of the event are the arguments of RecordTarget.make_room.
+    """
+    turns_pages: bool
+    """Whether guest code can call the code at NEXT_PAGE before it calls RecordTarget.make_room."""
     scratch: int
     """Per-CPU offset of the scratch memory of SCRATCH_SIZE bytes, in which guest code assembles an entry."""
-    breakpoint_context: tuple[int, int]
-    """common_flags and common_preempt_count of a hit by a breakpoint."""
+    breakpoint_context: tuple[int, int] | None
+    """common_flags and common_preempt_count of a hit by a breakpoint, if Linux handles it as an NMI.
+
+    If the value is None, the context is that of the probed code, with interrupts off.
+    """
     save_comm: Callable[[], bool]
     """Host call that saves the current task's name for tracefs, and its pid in `last_pid`; returns True."""
     new_counter: Callable[[], HitCounter | None]

@@ -73,15 +73,19 @@ class EventEmitter:
         address: int,
         arch: Arch,
         places: GuestAddresses,
+        *,
+        returns_by_breakpoint: bool = False,
     ) -> None:
+        """Prepare the code. `returns_by_breakpoint`: Linux handles returns in a breakpoint's exception."""
         self._builder = builder
         self._compiled = compiled
         self._address = address
         self._places = places
         self._word = arch.word_size
         self._fetch = FetchEmitter(builder, arch, places, address, way)
-        self._record = RecordEmitter(builder, places, way, self._word)
         self._is_return = way is EntryKind.RETURN
+        by_breakpoint = returns_by_breakpoint if self._is_return else way is EntryKind.BREAKPOINT
+        self._record = RecordEmitter(builder, places, self._word, by_breakpoint=by_breakpoint)
         header = self._word * (2 if self._is_return else 1)
         self._fixed = ENTRY_HEADER_SIZE + header + sum(arg.size for arg in compiled.args)
         self._is_dynamic = any(arg.type.is_dynamic for arg in compiled.args)

@@ -13,6 +13,7 @@ from emulated_kernel.arch.program.ir import (
     Branch,
     BranchImmediate,
     BranchPerCpu,
+    CallPerCpu,
     Compute,
     ComputeImmediate,
     ComputePerCpu,
@@ -29,9 +30,10 @@ from emulated_kernel.arch.program.ir import (
     StoreImmediate,
     StorePerCpu,
 )
-from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
+from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.trace.compiled.fetch import BASE, HIGH, LIMIT, OTHER, POSITION, TEMP, VALUE, chunks
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
+from emulated_kernel.trace.compiled.next_page import CONTROL, LENGTH, NEXT_PAGE, TIME
 from emulated_kernel.trace.ring.buffer_page import DELTA_BITS, MAX_SMALL_DATA, event_size
 from emulated_kernel.trace.ring.ring_layout import (
     FLAGS,
@@ -81,12 +83,13 @@ class RecordEmitter:
     """Emits code that stores the common fields of an entry, and that writes entries to ring buffers."""
 
     def __init__(
-        self, builder: ProgramBuilder, places: GuestAddresses, way: EntryKind, word_size: int
+        self, builder: ProgramBuilder, places: GuestAddresses, word_size: int, *, by_breakpoint: bool = False
     ) -> None:
+        """Emit ops to `builder`. `by_breakpoint`: Linux handles the hit in the exception of a breakpoint."""
         self._builder = builder
         self._emit = builder.emit
         self._places = places
-        self._way = way
+        self._by_breakpoint = by_breakpoint
         self._word = word_size
         self._high = HIGH if word_size < _CELL else None
 
@@ -102,7 +105,7 @@ class RecordEmitter:
         """Emit code that stores the 8 bytes of common fields at BASE + at.
 
         If `target` is given, the entry is certain to be recorded in its buffers, so the task's name is saved.
-        `more_count` is added to the preempt count, except at a breakpoint.
+        `more_count` is added to the preempt count, except at a breakpoint that Linux handles as an NMI.
         """
         places = self._places
         emit = self._emit
@@ -112,13 +115,15 @@ class RecordEmitter:
             Store(BASE, at + _PID_AT, VALUE, 4),
         )
         saves_comm = target is not None and target.saves_comm
-        if self._way is EntryKind.BREAKPOINT:
+        if self._by_breakpoint and places.breakpoint_context is not None:
             if saves_comm:
                 self._remember_comm()
             flags, count = places.breakpoint_context
             emit(StoreImmediate(BASE, at, event_id | flags << _FLAGS_SHIFT | count << _COUNT_SHIFT, 4))
             return
-        usual = event_id | EntryFlag.IRQS_OFF << _FLAGS_SHIFT | more_count << _COUNT_SHIFT
+        usual = event_id | more_count << _COUNT_SHIFT
+        if self._by_breakpoint or not places.has_interrupt_mask:
+            usual |= EntryFlag.IRQS_OFF << _FLAGS_SHIFT
         builder = self._builder
         known = builder.label()
         with builder.out_of_line() as unusual:
@@ -131,7 +136,8 @@ class RecordEmitter:
         self._branch_unless_usual(unusual, saves_comm=saves_comm)
         emit(SetImmediate(VALUE, usual))
         builder.place(known)
-        self._clear_irqs_off()
+        if not self._by_breakpoint:
+            self._invert_irqs_off()
         emit(Store(BASE, at, VALUE, 4))
 
     def _remember_comm(self) -> None:
@@ -168,14 +174,14 @@ class RecordEmitter:
         self._add_flag(Condition.ANY_BIT, _SOFTIRQ_SERVED, EntryFlag.SOFTIRQ)
         self._add_flag(Condition.ANY_BIT, places.softirq_mask & ~_SOFTIRQ_SERVED, EntryFlag.BH_OFF)
 
-    def _clear_irqs_off(self) -> None:
-        """Emit code that clears the flag IRQS_OFF in VALUE if the CPU's interrupt flag is set."""
-        flags, interrupts_on = self._places.interrupt_flag
+    def _invert_irqs_off(self) -> None:
+        """Emit code that inverts the flag IRQS_OFF in VALUE if the CPU's interrupt flag or mask is set."""
+        flags, interrupts = self._places.interrupt_flag
         irqs_off = EntryFlag.IRQS_OFF << _FLAGS_SHIFT
         self._emit(
             GetRegister(TEMP, flags),
-            ComputeImmediate(Arithmetic.AND, TEMP, interrupts_on),
-            ComputeImmediate(Arithmetic.SHL, TEMP, irqs_off.bit_length() - interrupts_on.bit_length()),
+            ComputeImmediate(Arithmetic.AND, TEMP, interrupts),
+            ComputeImmediate(Arithmetic.SHL, TEMP, irqs_off.bit_length() - interrupts.bit_length()),
             Compute(Arithmetic.XOR, VALUE, TEMP),
         )
 
@@ -293,7 +299,7 @@ class RecordEmitter:
         again = builder.label()
         with builder.out_of_line() as no_room:
             emit(ComputePerCpu(Arithmetic.ADD, VALUE, stamp, self._high))
-            self._ask_for_room(length, target, dropped)
+            self._ask_for_room(length, target, again, dropped)
             emit(Jump(again))
         builder.place(again)
         emit(
@@ -319,20 +325,35 @@ class RecordEmitter:
             IncreasePerCpu(stamp, VALUE),
         )
 
-    def _ask_for_room(self, length: int | None, target: RecordTarget, dropped: Label) -> None:
+    def _ask_for_room(self, length: int | None, target: RecordTarget, again: Label, dropped: Label) -> None:
+        """Emit code that makes room for an event whose time is in VALUE and HIGH.
+
+        If guest code makes the room, the code jumps to `again`. If the host drops the event, it jumps to
+        `dropped`.
+        """
         emit = self._emit
-        request = self._places.event_time
+        request = self._places.request
         emit(
             BranchPerCpu(Condition.ANY_BIT, target.control_at + FLAGS, 4, RingFlag.DISABLED, dropped),
-            StorePerCpu(request, VALUE, self._word),
+            StorePerCpu(request + TIME, VALUE, self._word),
         )
         if self._high is not None:
-            emit(StorePerCpu(request + self._word, self._high, self._word))
-        length_at = request + _CELL
+            emit(StorePerCpu(request + TIME + self._word, self._high, self._word))
+        length_at = request + LENGTH
         if length is None:
             emit(StorePerCpu(length_at, _LENGTH, self._word))
         else:
             emit(SetImmediate(TEMP, length), StorePerCpu(length_at, TEMP, self._word))
+        if self._places.turns_pages:
+            not_compiled = self._builder.label()
+            emit(
+                BranchPerCpu(Condition.EQ, request + NEXT_PAGE, self._word, 0, not_compiled),
+                *load_base(TEMP, self._places.this_cpu_off, target.control_at, self._word),
+                StorePerCpu(request + CONTROL, TEMP, self._word),
+                CallPerCpu(request + NEXT_PAGE),
+                BranchPerCpu(Condition.EQ, length_at, 4, 0, again),
+            )
+            self._builder.place(not_compiled)
         self._builder.call_host(target.make_room, dropped)
 
     def header(self, pointer: int, space: EventSpace) -> None:

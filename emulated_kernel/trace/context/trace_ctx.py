@@ -49,14 +49,15 @@ class HitContext(ABC):
         """
         self._ctlblk = ctlblk
         self._flags, self._interrupts = interrupt_flag
-        self._is_breakpoint_nmi = is_breakpoint_nmi
         self._masked = self._interrupts if has_interrupt_mask else 0
         self.disabled_once = int(preemption)
         """Amount that one preempt_disable() adds to preempt_count: 0 in a kernel without preemption."""
         self._hardirq = abi["preempt.hardirq_mask"]
         self._softirq = abi["preempt.softirq_mask"]
         nmi = EntryFlag.NMI | EntryFlag.HARDIRQ
-        self.breakpoint_trace_ctx = (nmi, _COUNT_MASK) if preemption else (nmi | EntryFlag.IRQS_OFF, 0)
+        as_nmi = (nmi, _COUNT_MASK) if preemption else (nmi | EntryFlag.IRQS_OFF, 0)
+        self.breakpoint_trace_ctx = as_nmi if is_breakpoint_nmi else None
+        """common_flags and common_preempt_count of a hit by a breakpoint, if it is an NMI; else None."""
 
     @abstractmethod
     def preempt_count(self) -> int:
@@ -73,7 +74,7 @@ class HitContext(ABC):
         """
         if not self._ctlblk.by_breakpoint:
             return self.trace_ctx(regs, more)
-        if not self._is_breakpoint_nmi:
+        if self.breakpoint_trace_ctx is None:
             flags, count = self.trace_ctx(regs, more)
             return flags | EntryFlag.IRQS_OFF, count
         if not more:

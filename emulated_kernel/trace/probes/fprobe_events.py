@@ -158,6 +158,10 @@ class TraceFprobe(TraceKprobe):
         """
         return len(self._fprobe.functions) == 1 and super().emit(builder, way)
 
+    @property
+    def _returns_by_breakpoint(self) -> bool:
+        return False
+
     def _kept(self, _fp: Fprobe, _address: int, regs: Any, data: memoryview) -> None:
         """Handle an entry in an fprobe on exits: store the function arguments that the event will record."""
         self.keep_arguments(data, regs)

@@ -94,6 +94,8 @@ class ProbeEngine:
     """Returns the reason why an enabled probe cannot be hit now, or "" if it can be hit."""
     types: Callable[[], Btf | None] = no_types
     """Returns the kernel's BTF, or None if it has none."""
+    returns_by_breakpoint: bool = False
+    """Whether Linux handles the returns of kretprobes in the exception of a breakpoint."""
 
     def is_entry(self, found: Location) -> bool:
         """Return True if a location is the entry of a function, before or after its landing pad."""
@@ -467,8 +469,21 @@ class TraceKprobe(TraceProbe):
         if compiled is None or self._counter is None:
             return False
         builder.emit(AddToPerCpu(self._counter.offset, 1))
-        EventEmitter(builder, compiled, way, self.address, engine.arch, engine.places).emit()
+        EventEmitter(
+            builder,
+            compiled,
+            way,
+            self.address,
+            engine.arch,
+            engine.places,
+            returns_by_breakpoint=self._returns_by_breakpoint,
+        ).emit()
         return True
+
+    @property
+    def _returns_by_breakpoint(self) -> bool:
+        """Whether Linux handles the probe's returns in the exception of a breakpoint."""
+        return self.engine.returns_by_breakpoint
 
     def emit_apart(
         self,

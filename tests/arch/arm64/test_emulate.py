@@ -13,7 +13,8 @@ import pytest
 import unicorn
 from unicorn import arm64_const as const
 
-from emulated_kernel.arch.arm64.arch import BREAKPOINT, Arm64
+from emulated_kernel.arch.arm64.arch import Arm64
+from emulated_kernel.arch.arm64.encoder import BRK
 from emulated_kernel.arch.arm64.insn import REGISTER_NAMES, Handling, handling_of
 from emulated_kernel.util.errors import KernelError
 from tests.arch import engines
@@ -127,7 +128,7 @@ def test_handling(word: int, handling: Handling) -> None:
 def test_a_copy_ends_in_a_breakpoint() -> None:
     code = struct.pack("<2I", 0xF9400020, NOP)
     prepared = ARCH.prepare(code, CODE, 0)
-    assert (prepared.slot_bytes, prepared.emulate, prepared.boostable) == (code[:4] + BREAKPOINT, None, False)
+    assert (prepared.slot_bytes, prepared.emulate, prepared.boostable) == (code[:4] + BRK, None, False)
     with pytest.raises(KernelError) as refused:
         ARCH.prepare(struct.pack("<I", 0xD69F03E0), CODE, 0)
     assert refused.value.errno == EINVAL

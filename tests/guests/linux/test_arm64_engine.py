@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from errno import EINVAL
 
 import pytest
@@ -17,11 +18,13 @@ from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.detect_interface import profile_of
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.module_files import ModuleFiles
+from emulated_kernel.machine.native.host_code import routine_address
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux.debian_kernel import SEED, own_cache
+from tests.guests.linux.model_clock import check_model_clock
 from tests.guests.linux.probing import armed, chosen, differing, disarmed, ram, workload
 from tests.guests.linux.test_arm64 import META, SUITE, read, write
 from tests.image.linux.debian import package
@@ -33,11 +36,11 @@ FUNCTIONS = "vfs_read", "vfs_write", "do_sys_openat2", "dput", "do_exit", "kmem_
 PLACES = "do_exit", "el0_svc_common.constprop.0", "dput", "queued_spin_lock_slowpath", "ksys_read"
 
 
-def new_engine() -> LinuxEngine:
+def new_engine(*, compiled: bool = True) -> LinuxEngine:
     path = str(package(META, SUITE, "arm64"))
     with own_cache(META, SUITE):
         tasks, kernel = started_with_kernel(path, SEED)
-    return LinuxEngine(tasks, kernel, profile_of(kernel))
+    return LinuxEngine(tasks, kernel, replace(profile_of(kernel), compiled=compiled))
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +109,57 @@ def test_both_engines_record_the_same(clean: Mount, native: Mount) -> None:
         write(mount, CLIENT, "/kprobe_events", b"")
     assert len(shown[0]) >= 4
     assert shown[0] == shown[1]
+
+
+EVENTS = (
+    b"p:k/entry vfs_read file=%x0 count=%x2:u32 state=%pstate sp=%sp pc=%pc name=$comm\n"
+    b"p:k/inside vfs_read+16 b=+0(%x1):x8 deep=+0(+8(%x0)):u64 at=@vfs_read:x32 up=$stack1\n"
+    b"p:k/call ksys_read+120 caller=%lr zero=%x19:s16 field=%x2:b4@3/32\n"
+    b"p:k/open do_sys_openat2 path=+0($arg2):ustring word=+u1(%x1):u32 any=+0(%x1):string bad=+0(%x28):u64\n"
+    b"p:k/later do_sys_openat2+20 list=+0(%x1):u8[4] mode=%x3:x64\n"
+    b"r:k/got vfs_read result=$retval:s64 again=%x0 frame=%x29\n"
+    b"r:k/opened do_sys_openat2 $retval\n"
+    b"p:k/sized ksys_read+16 count=%x2\n"
+    b"r:k/found lookup_fast $retval\n"
+)
+TRIGGERS = {"sized": "hist:keys=count:vals=hitcount", "found": "hist:keys=common_pid:sort=common_pid"}
+"""Event -> its histogram, which Python fills."""
+
+
+def recorded(served: Mount, rounds: int) -> tuple[list[str], dict[str, tuple[int, int]], list[str]]:
+    """Return the records, counts and histograms of some requests, with all of EVENTS enabled."""
+    write(served, CLIENT, "/kprobe_events", EVENTS)
+    for name, trigger in TRIGGERS.items():
+        write(served, CLIENT, f"/tracing/events/k/{name}/trigger", trigger.encode())
+    write(served, CLIENT, "/tracing/events/k/entry/filter", b"count > 5 && count < 4000000000")
+    write(served, CLIENT, "/tracing/events/k/later/filter", b"mode == 0 || mode != 0")
+    write(served, CLIENT, "/tracing/events/k/enable", b"1")
+    for pid in range(5001, 5001 + rounds):
+        assert read(served, Client(pid % 3 + 5001, 0, 0), "/scratch/greeting") == b"hello\n"
+    write(served, CLIENT, "/tracing/events/k/enable", b"0")
+    found = records(served)
+    shown = [read(served, CLIENT, f"/tracing/events/k/{name}/hist").decode() for name in TRIGGERS]
+    return found, counts(served), [text for text in shown if "Hits: " in text]
+
+
+def test_guest_code_records_what_python_records() -> None:
+    """Records, filters, strings, user memory, histograms and counts; the host's routine follows the hits."""
+    found = []
+    for compiled in (False, True):
+        probing = new_engine(compiled=compiled)
+        served = probed_mount(probing, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+        served.release(served.create(CLIENT, "/scratch/greeting", 0o644, os.O_WRONLY))
+        write(served, CLIENT, "/scratch/greeting", b"hello\n")
+        found.append(recorded(served, 12))
+        assert (probing.components.engine.kprobes.compiler.made > 0) == compiled
+        if compiled and routine_address("arm64") is not None:
+            assert probing.machine.hooks.native_traps > 200
+        served.close()
+    assert found[1] == found[0]
+    shown, hits, histograms = found[0]
+    assert len(shown) > 120
+    assert min(count for count, _ in hits.values()) >= 12
+    assert len(histograms) == len(TRIGGERS)
 
 
 def errno_of(mount: Mount, place: str) -> int:
@@ -266,3 +320,8 @@ def test_the_kernel_does_not_notice() -> None:
     assert not differing(memory, ram(probing))
     assert sum(found.values()) > 500
     probing.tasks.machine.close()
+
+
+@pytest.mark.skipif(routine_address("count") is None, reason="there is no routine for this kind of host")
+def test_time_is_the_number_of_instructions() -> None:
+    check_model_clock(new_engine(), 4)

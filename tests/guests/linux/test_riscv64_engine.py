@@ -20,9 +20,7 @@ from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.detect_interface import profile_of
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.module_files import ModuleFiles
-from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import KERNEL_INTERFACE, RISCV_FTRACE_PROFILE, RISCV_PROFILE
-from emulated_kernel.machine.instruction_time import HANDLER_NS, TRAP_NS
 from emulated_kernel.machine.native.host_code import routine_address
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
@@ -33,6 +31,7 @@ from kprobefs.common.errors import CliError
 from kprobefs.daemon.backends import _linux_profile
 from kprobefs.mount_options import MountOptions, check_kprobes
 from tests.guests.linux.debian_kernel import SEED, own_cache
+from tests.guests.linux.model_clock import check_model_clock
 from tests.guests.linux.probing import armed, chosen, differing, disarmed, ram, workload
 from tests.guests.linux.test_riscv64 import META, SUITE, read, write
 from tests.image.linux.debian import package
@@ -243,37 +242,7 @@ def test_the_same_requests_give_the_same_records() -> None:
 @pytest.mark.skipif(routine_address("count") is None, reason="there is no routine for this kind of host")
 def test_time_is_the_number_of_instructions() -> None:
     """Two calls of a function differ by one nanosecond for each instruction."""
-    counting = new_engine(optimizer=False)
-    machine, clock = counting.tasks.machine, counting.machine.clock
-    start = counting.kernel.required("int_sqrt")
-    where = counting.kernel.kallsyms.lookup(start)
-    assert where is not None
-    executed: list[int] = []
-    for place in range(start, start + where.symbol.size, 2):
-        machine.call_at(place, lambda: executed.append(1))
-    machine.count_instructions()
-    served = probed_mount(counting, ProcessWatch(), Owner(0, 0), is_tracefs=False)
-    times: list[int] = []
-
-    def took(*_arguments: object) -> None:
-        times.append(clock.now_ns())
-
-    with counting.lock:
-        counting.components.engine.kretprobes.register_kretprobe(
-            Kretprobe("int_sqrt", entry_handler=took, handler=took)
-        )
-    rest = set()
-    counts = set()
-    for number in (5, 5, 100, 10**12, 10**18, 5):
-        executed.clear()
-        times.clear()
-        call(served, b"int_sqrt %d" % number)
-        counts.add(len(executed))
-        rest.add(times[1] - times[0] - len(executed))
-    served.close()
-    assert len(counts) == 4
-    assert len(rest) == 1
-    assert rest.pop() >= TRAP_NS + HANDLER_NS
+    check_model_clock(new_engine(optimizer=False), 2)
 
 
 # With ftrace sites
