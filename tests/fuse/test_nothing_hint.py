@@ -90,7 +90,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("number", range(4))
 def test_what_the_history_tells(place: Path, number: int) -> None:
     """The test has four parts, so that several processes share the work."""
