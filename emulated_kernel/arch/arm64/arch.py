@@ -23,7 +23,7 @@ from emulated_kernel.arch.arm64.handler_code import (
     handler_code,
     return_trampoline,
 )
-from emulated_kernel.arch.arm64.insn import REGISTER_NAMES, SIZE, Handling, handling_of
+from emulated_kernel.arch.arm64.insn import LINK, REGISTER_NAMES, SIZE, Handling, handling_of
 from emulated_kernel.arch.arm64.probe_checks import STRATEGIES, Arm64ProbeChecker
 from emulated_kernel.arch.arm64.pt_regs import PT_REGS
 from emulated_kernel.arch.arm64.pt_regs import SIZE as FRAME_SIZE
@@ -71,7 +71,8 @@ class Arm64(Arch):
     disassembler = Disassembler("CS_ARCH_ARM64", "CS_MODE_ARM", width=12)
     assembler = _NoAssembler()
     return_size = SIZE
-    max_repetition = 0
+    routine_return = encoder.return_to(LINK)
+    max_repetition = detours.MAX_REPETITION
     max_detour = detours.MAX_DETOUR
     max_copied = detours.MAX_COPIED
     max_detoured = SIZE + 1
@@ -99,6 +100,7 @@ class Arm64(Arch):
     callee_saved = frozenset(f"x{number}" for number in range(19, 30))
     unwind_roots = Arch.unwind_roots | {"primary_entry", "__primary_switched", "__primary_switch"}
     around_handler = staticmethod(detours.around_handler)
+    repetition = staticmethod(detours.repetition)
     relocated = staticmethod(detours.relocated)
     original_place = staticmethod(detours.original_place)
     interrupt_entries = frozenset(("el0t_64_sync", "el0t_64_irq", "el1h_64_sync", "el1h_64_irq"))
@@ -173,10 +175,6 @@ class Arm64(Arch):
     def emulated_region(self, code: bytes, addr: int) -> Region | None:
         word = int.from_bytes(code, "little")
         return None if relocation_of(word) is Relocation.REFUSED else Region(addr, code)
-
-    def repetition(self, at: int, entry: int, turns: int) -> bytes:  # noqa: ARG002 - it refuses
-        """Refuse: no handler is compiled, so none is measured in a loop. Raises: KernelError EOPNOTSUPP."""
-        _refuse_code()
 
     def probe_checker(
         self,
