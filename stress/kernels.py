@@ -3,7 +3,9 @@
 Each check uses the mount like a client. The result is a table with the checks that pass, and the durations of
 starts. With --inside N, the answers of the kernel's own kprobes and of kprobefs over the kernel are compared,
 too. The questions are N random definitions, N places of probes, N / 2 filters, 3 N / 10 histograms and the
-records of a workload. An IMAGE is a file for `--image`; further packages with its modules may be next to it.
+records of a workload. With --selftests FILE, the table also has the results of Linux's own tests that
+`python -m stress.kernel_selftests` has kept in FILE. An IMAGE is a file for `--image`; further packages with
+its modules may be next to it.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
+from stress.kernel_selftests import Selftests
 from tests.oracle.inside import (
     Tally,
     compare_definitions,
@@ -47,6 +50,8 @@ from tests.oracle.inside import (
     compare_records,
     kernel_places,
     recorded_definitions,
+    refused_sites,
+    refuses_entries,
 )
 
 SEED = 1
@@ -61,10 +66,14 @@ MODULES = ("dummy", "nls_cp437", "nls_utf8")
 REQUESTS = 400
 """Maximum number of requests after which a probe must have become a jump."""
 TROUBLE = re.compile(r"\b(?:BUG|Oops|WARNING|Call Trace|general protection fault)\b")
-HEAD = (
-    "| kernel | way of probing | checks | failed | not possible | differences | first boot | start | date |"
-)
-RULE = "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+COLUMNS = (
+    "kernel", "way of probing", "checks", "failed", "not possible", "differences", "selftests",
+    "selftests that fail", "first boot", "start", "date",
+)  # fmt: skip
+HEAD = f"| {' | '.join(COLUMNS)} |"
+RULE = f"| {' | '.join('---' for _ in COLUMNS)} |"
+MEASURED = {"differences": ("differences",), "selftests": ("selftests", "selftests that fail")}
+"""Column that is empty if a run did not measure it -> the columns of this measurement."""
 EXAMPLES = 5
 """Maximum number of differences that are printed for each kernel."""
 DATE = datetime.now(UTC).strftime("%Y-%m-%d")
@@ -465,6 +474,8 @@ class Result:
     """Number of differences from the kernel's own answers, and number of questions; "" if none were asked."""
     examples: list[str] = field(default_factory=list)
     """Some of the differences."""
+    selftests: tuple[str, str] = ("", "")
+    """The number of Linux's tests that passed, and the names of those that fail."""
     missing: list[str] = field(default_factory=list)
     """Names of the checks that were not possible.
 
@@ -477,7 +488,7 @@ class Result:
         passed = possible - len(self.failed)
         return (
             f"| {self.release} | `{self.engine}` | {passed} of {possible} | {', '.join(self.failed)} "
-            f"| {', '.join(self.missing)} | {self.differences} "
+            f"| {', '.join(self.missing)} | {self.differences} | {' | '.join(self.selftests)} "
             f"| {self.boot:.1f} s | {self.start:.2f} s | {DATE} |"
         )
 
@@ -522,15 +533,18 @@ def inside(image: Path, count: int) -> Tally:
     engine = LinuxEngine(*started_with_kernel(str(image), SEED), profile)
     ours = probed_mount(engine, ProcessWatch(), owner, is_tracefs=False)
     interface = detect_interface(kernel)
-    tallies = (
-        compare_definitions(linux, ours, count, SEED, interface),
+    sites = refused_sites(kernel)
+    rules = probe_rules_named(profile.probe_rules)
+    places = kernel_places(kernel, count, SEED)
+    tallies = [
+        compare_definitions(linux, ours, count, SEED, interface, kernel),
         compare_filters(linux, ours, count // 2, SEED),
         compare_histograms(linux, ours, count * 3 // 10, SEED),
-        compare_records(linux, ours, recorded_definitions(engine, interface)),
-        compare_places(
-            linux, kernel, kernel_places(kernel, count, SEED), probe_rules_named(profile.probe_rules)
-        ),
-    )
+        compare_places(linux, kernel, places, rules, kernel.architecture, sites),
+    ]
+    # A kernel that refuses probes at entries has no return probes either.
+    if not refuses_entries(kernel):
+        tallies.append(compare_records(linux, ours, recorded_definitions(engine, interface)))
     linux.close()
     ours.close()
     return Tally(
@@ -567,41 +581,54 @@ def main() -> int:
     parser.add_argument(
         "--inside", metavar="N", type=int, default=0, help="compare N answers with the kernel's own probing"
     )
+    parser.add_argument(
+        "--selftests", metavar="FILE", type=Path, help="results of stress.kernel_selftests for the table"
+    )
     parser.add_argument("--cache", metavar="DIR", help="directory of booted kernels (default: a new one)")
     parser.add_argument("--kprobes", choices=ENGINES, action="append", help="only this way (default: both)")
     parser.add_argument("images", metavar="IMAGE", type=Path, nargs="+")
     options = parser.parse_args()
+    kept = Selftests(options.selftests) if options.selftests else None
     with tempfile.TemporaryDirectory(prefix="kprobefs-kernels-") as new:
         os.environ["XDG_CACHE_HOME"] = options.cache or new
-        rows, is_good = [], True
+        is_good = True
         print(HEAD, RULE, sep="\n")
         for result in results(options.images, options.kprobes or ENGINES, options.inside):
             if isinstance(result, str):
                 is_good = False
                 print(result, flush=True)
                 continue
-            rows.append(result.row())
+            if kept is not None:
+                result.selftests = kept.cells(result.release, result.engine)
             print(result.row(), flush=True)
+            if options.write:
+                before = options.write.read_text(encoding="utf-8") if options.write.exists() else ""
+                options.write.write_text(page(merged(before, [result.row()])), encoding="utf-8")
             for name, why in result.failed.items():
                 is_good = False
                 print(f"    {name}: {why}", flush=True)
             for example in result.examples:
                 is_good = False
                 print(f"    {example}", flush=True)
-    if options.write:
-        before = options.write.read_text(encoding="utf-8") if options.write.exists() else ""
-        options.write.write_text(page(merged(before, rows)), encoding="utf-8")
     return 0 if is_good else 1
 
 
 def merged(text: str, rows: Sequence[str]) -> list[str]:
     """Return the rows of the table in `text` together with new rows, sorted by version.
 
-    A new row replaces the row for the same kernel and engine.
+    A new row replaces the row for the same kernel and engine, except for what was not measured anew.
     """
-    former = text.partition(f"{RULE}\n")[2].splitlines()
-    found = {tuple(row.split("|")[1:3]): row for row in (*former, *rows)}
-    return [found[key] for key in sorted(found, key=lambda key: (_numbers(key[0]), key))]
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in (*text.partition(f"{RULE}\n")[2].splitlines(), *rows):
+        cells = [cell.strip() for cell in row.split("|")[1:-1]]
+        new = dict(zip(COLUMNS, cells, strict=True))
+        former = found.get(tuple(cells[:2]), new)
+        for column, columns in MEASURED.items():
+            if not new[column]:
+                new |= {name: former[name] for name in columns}
+        found[tuple(cells[:2])] = new
+    ordered = sorted(found, key=lambda key: (_numbers(key[0]), key))
+    return [f"| {' | '.join(found[key].values())} |" for key in ordered]
 
 
 def _numbers(release: str) -> list[int]:
@@ -612,12 +639,15 @@ def page(rows: Sequence[str]) -> str:
     """Return the text of the page with the table of results."""
     names = ", ".join(f"`{each.__name__}`" for each in OWN_CHECKS)
     about = (
-        "`python -m stress.kernels --inside 1000 --write FILE IMAGE...` makes the rows of this table. A way "
+        "`python -m stress.kernels --inside 1000 --selftests FILE --write PAGE IMAGE...` makes the rows of "
+        "this table. A way "
         "of probing is a value of `--kprobes`. A check is not possible if the kernel was built without its "
         "subject, if the package with modules was not at hand, or if the kernel's own kprobes refuse entries "
         "of functions (6.12 for riscv64). Differences are those between the "
         "kernel's own answers to definitions, filters, histograms and places of probes, and its own "
-        "records, and those of kprobefs over it. They were not counted where the column is empty. Times "
+        "records, and those of kprobefs over it. Selftests are the runs of Linux's own ftrace selftests that "
+        "pass, and all runs; the others fail or need what the kernel was built without. Names of directories "
+        "mean that only their tests were run. An empty column was not measured. Times "
         f"depend on the load of the machine, which had {os.cpu_count()} CPUs of {platform.machine()} and "
         f"other work. The checks are {names}."
     )

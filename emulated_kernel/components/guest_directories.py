@@ -1,21 +1,44 @@
 """GuestDirectories: creates the directories of events in the guest as well, by calls of guest functions.
 
-The calls hit the probes of these functions. Linux: registering an event calls tracefs_create_dir for its
-group and for the event itself.
+The calls hit the probes of these functions. Linux: registering an event calls tracefs_create_dir, or since
+6.7 eventfs_create_dir, for its group and for the event itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.registry import EventRegistry, EventWatcher
 from emulated_kernel.util.errors import KernelError
 
-MAKES = "tracefs_create_dir"
-_REMOVES = "tracefs_remove"
+_ERRORS = (1 << 64) - 4095
+"""The lowest result that is an errno in place of an address (ERR_PTR)."""
+
+
+class DirectoryFunctions(NamedTuple):
+    """The functions with which a kernel creates and removes directories of events."""
+
+    makes: str
+    removes: str
+    above_groups: int = 0
+    """Address of the object of events/, which is the parent of groups; 0 for the root of tracefs."""
+    more: tuple[int, ...] = ()
+    """Arguments of `makes` after the name and the parent."""
+
+
+DENTRIES = DirectoryFunctions("tracefs_create_dir", "tracefs_remove")
+
+
+def eventfs_functions(events: int) -> DirectoryFunctions:
+    """Return the functions of a kernel with eventfs. `events`: address of the eventfs_inode of events/.
+
+    The new directories have no files.
+    """
+    return DirectoryFunctions("eventfs_create_dir", "eventfs_remove_dir", events, (0, 0, 0))
 
 
 class GuestDirectories(EventWatcher):
@@ -30,6 +53,7 @@ class GuestDirectories(EventWatcher):
         call: Callable[..., int],
         is_watched: Callable[[], bool],
         is_running: Callable[[], bool],
+        functions: DirectoryFunctions = DENTRIES,
     ) -> None:
         """Watch the events that `registry` adds and removes.
 
@@ -37,6 +61,7 @@ class GuestDirectories(EventWatcher):
         `is_running` returns True if the guest runs, so that no function can be called.
         """
         self._registry = registry
+        self._functions = functions
         self._function = call
         self._is_watched = is_watched
         self._is_running = is_running
@@ -53,8 +78,13 @@ class GuestDirectories(EventWatcher):
         if not self._is_watched() or self._is_running():
             return
         if event.group not in self._groups:
-            self._groups[event.group] = self._call(MAKES, event.group, 0)
-        self._events[event] = self._call(MAKES, event.name, self._groups[event.group])
+            self._groups[event.group] = self._make(event.group, self._functions.above_groups)
+        self._events[event] = self._make(event.name, self._groups[event.group])
+
+    def _make(self, name: str, parent: int) -> int:
+        """Create a directory; return the address of its object, or 0 if the guest did not create it."""
+        found = self._call(self._functions.makes, name, parent, *self._functions.more)
+        return found if found < _ERRORS else 0
 
     def event_removed(self, event: TraceEvent) -> None:
         """Remove the directory of an event; after the last event of a group, remove the group's as well.
@@ -65,7 +95,7 @@ class GuestDirectories(EventWatcher):
         group = 0 if self._registry.has_group(event.group) else self._groups.pop(event.group, 0)
         for dentry in (directory, group):
             if dentry and not self._is_running():
-                self._call(_REMOVES, dentry)
+                self._call(self._functions.removes, dentry)
 
     def _call(self, function: str, *args: int | str) -> int:
         """Call a guest function and return its result.

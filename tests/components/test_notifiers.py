@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.components.guest_directories import MAKES, GuestDirectories
+from emulated_kernel.components.guest_directories import DENTRIES, GuestDirectories
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 
@@ -50,7 +50,7 @@ class Directories:
 
     def call(self, function: str, *args: int | str) -> int:
         assert not self.is_running
-        if function == MAKES:
+        if function == DENTRIES.makes:
             name, parent = args
             self._made += 1
             self.there[self._made] = str(name), int(parent)

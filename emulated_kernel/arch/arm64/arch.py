@@ -23,7 +23,7 @@ from emulated_kernel.arch.arm64.handler_code import (
     handler_code,
     return_trampoline,
 )
-from emulated_kernel.arch.arm64.insn import REGISTER_NAMES, SIZE, Handling, handling_of
+from emulated_kernel.arch.arm64.insn import LINK, REGISTER_NAMES, SIZE, Handling, handling_of
 from emulated_kernel.arch.arm64.probe_checks import STRATEGIES, Arm64ProbeChecker
 from emulated_kernel.arch.arm64.pt_regs import PT_REGS
 from emulated_kernel.arch.arm64.pt_regs import SIZE as FRAME_SIZE
@@ -71,6 +71,7 @@ class Arm64(Arch):
     disassembler = Disassembler("CS_ARCH_ARM64", "CS_MODE_ARM", width=12)
     assembler = _NoAssembler()
     return_size = SIZE
+    routine_return = encoder.return_to(LINK)
     max_repetition = detours.MAX_REPETITION
     max_detour = detours.MAX_DETOUR
     max_copied = detours.MAX_COPIED

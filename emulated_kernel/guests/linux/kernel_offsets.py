@@ -221,7 +221,7 @@ def _per_cpu_offsets(kernel: LinuxKernel, needed: tuple[str, ...]) -> dict[str, 
         found[STACK_TOP] = _stack_top(kernel)
     for name in (*needed, RUN_QUEUES):
         if found[name] is None:
-            raise unusable(f"its symbols lack {name}")
+            found[name] = kernel.required_per_cpu(name)
     return {name: offset for name, offset in found.items() if offset is not None}
 
 

@@ -93,8 +93,17 @@ _EVENTS = _TablePlace("__start_ftrace_events", "__stop_ftrace_events", "_ftrace_
 _EVAL_MAPS = _TablePlace("__start_ftrace_eval_maps", "__stop_ftrace_eval_maps", "_ftrace_eval_map")
 _SYSCALLS = _TablePlace("__start_syscalls_metadata", "__stop_syscalls_metadata", "__syscalls_metadata")
 
-_OPTIONS = {"__per_cpu_offset": "CONFIG_SMP", "page_offset_base": "CONFIG_RANDOMIZE_MEMORY"}
+_OPTIONS = {
+    **dict.fromkeys(("__per_cpu_offset", "cpu_number", "this_cpu_off"), "CONFIG_SMP"),
+    "page_offset_base": "CONFIG_RANDOMIZE_MEMORY", "raised_list": "CONFIG_IRQ_WORK",
+    "ipi_mux_pcpu": "CONFIG_GENERIC_IRQ_IPI_MUX", "kprobe_blacklist": "CONFIG_KPROBES",
+    **dict.fromkeys(("global_trace", "trace_types"), "CONFIG_TRACING"),
+    "ftrace_events": "CONFIG_EVENT_TRACING", "ftrace_pages_start": "CONFIG_DYNAMIC_FTRACE",
+    "syscalls_metadata": "CONFIG_FTRACE_SYSCALLS", "modules": "CONFIG_MODULES",
+}  # fmt: skip
 """Symbol -> build option without which a kernel does not have the symbol."""
+_BTF_MAGIC_SIZE = 2
+"""Bytes at the start of BTF, of which at least one is not 0."""
 _LAST = "_end"
 """Symbol of the end of a kernel. kallsyms contains it only with CONFIG_KALLSYMS_ALL: it is not in text."""
 
@@ -289,10 +298,14 @@ class LinuxKernel:
         """Return a symbol's address. Raises: KernelError ENOEXEC (there is no such symbol)."""
         address = self.kallsyms.lookup_name(name)
         if address is None:
-            option = self._missing_option(name)
-            remedy = f"; a kernel needs {option}" if option else ""
-            raise unusable(f"its symbols lack {name}{remedy}")
+            raise self._lacks(name)
         return address
+
+    def _lacks(self, name: str) -> KernelError:
+        """Return the error of a missing symbol, which names the build option that provides the symbol."""
+        option = self._missing_option(name)
+        remedy = f"; a kernel needs {option}" if option else ""
+        return unusable(f"its symbols lack {name}{remedy}")
 
     def _missing_option(self, name: str) -> str | None:
         """Return the build option without which a kernel's symbols lack `name`; None if it is unknown."""
@@ -318,6 +331,13 @@ class LinuxKernel:
             return hot + self.btf.offset(path)
         address = self.kallsyms.lookup_name(name)
         return None if address is None else address - (address >> 63 << 64)
+
+    def required_per_cpu(self, name: str) -> int:
+        """Return per_cpu(name). Raises: KernelError ENOEXEC (the kernel doesn't have the variable)."""
+        found = self.per_cpu(name)
+        if found is None:
+            raise self._lacks(name)
+        return found
 
     def _address(self, name: str) -> int:
         """Return a symbol's address, or 0 if there is no such symbol."""
@@ -398,12 +418,13 @@ class LinuxKernel:
 
     @property
     def has_btf(self) -> bool:
-        """Whether the kernel was built with BTF."""
-        return bool(self._table(_BTF)[1])
+        """Whether the kernel was built with BTF, and its file still has the BTF."""
+        return any(self._table(_BTF)[1][:_BTF_MAGIC_SIZE])
 
     def _btf_data(self) -> bytes:
         _, data = self._table(_BTF)
-        if not data:
+        if not any(data[:_BTF_MAGIC_SIZE]):
+            # objcopy(1) can remove the section. The addresses are zeros then.
             raise KernelError(ENODATA, "this kernel has no BTF: it was built without CONFIG_DEBUG_INFO_BTF")
         return data
 

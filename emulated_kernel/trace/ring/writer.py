@@ -146,6 +146,7 @@ class RingWriter:
         """Number of sub-buffers in the ring."""
         self._start = data_start(nr_pages, self.order, place.address)
         self._shift = place.address
+        self._control.first_page = self._shift + self._start
         self._entries_at = SLOTS + nr_pages
 
     @property

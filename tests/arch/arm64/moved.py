@@ -55,7 +55,7 @@ class Outcome:
 class Mover:
     """Executes single instructions in place and relocated."""
 
-    def __init__(self, uc: unicorn.Uc, seed: int) -> None:
+    def __init__(self, uc: Any, seed: int) -> None:
         self._uc = uc
         self._dice = random.Random(seed)
         around = self._dice.randbytes(2 * SPAN)

@@ -51,6 +51,15 @@ def kernel(request: pytest.FixtureRequest) -> Kernel:
     return found
 
 
+@pytest.fixture(scope="module")
+def ours(kernel: Kernel) -> Iterator[Mount]:
+    """A mount with kprobefs's kprobes, in which each test leaves no events."""
+    engine = LinuxEngine(*debian_kernel.with_kernel(kernel.meta, kernel.suite))
+    found = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    yield found
+    found.close()
+
+
 @pytest.fixture
 def mount(kernel: Kernel) -> Iterator[Mount]:
     found = debian_kernel.mount(meta=kernel.meta, suite=kernel.suite)
@@ -89,13 +98,9 @@ def test_free_pages_are_the_kernel_s(mount: Mount) -> None:
     assert sum(counted[2:]) > 20
 
 
-def test_entries_of_functions(kernel: Kernel, mount: Mount) -> None:
+def test_entries_of_functions(ours: Mount, mount: Mount) -> None:
     """A probe stands behind the pad that indirect calls may lead to, with our engine as with its own."""
-    engine = LinuxEngine(*debian_kernel.with_kernel(kernel.meta, kernel.suite))
-    ours = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
-    found = [_placed(tree) for tree in (ours, mount)]
-    ours.close()
-    assert found[0] == found[1]
+    assert _placed(ours) == _placed(mount)
 
 
 def _placed(mount: Mount) -> tuple[list[str], list[str]]:
@@ -105,15 +110,33 @@ def _placed(mount: Mount) -> tuple[list[str], list[str]]:
     write(mount, "/tracing/events/kprobes/enable", "1")
     places = sorted(line.split(maxsplit=1)[1] for line in read(mount, "/kprobes/list").splitlines())
     write(mount, "/tracing/events/kprobes/enable", "0")
+    write(mount, "/kprobe_events", "\n", os.O_TRUNC)
     return refused, places
 
 
-def test_contexts_of_records(kernel: Kernel, mount: Mount) -> None:
+def test_directories_of_events(ours: Mount, mount: Mount) -> None:
+    """A probe sees the kernel create them, by the function that its version has."""
+    found = _directories(Files(ours, SHELL))
+    assert found == ['"grp"', '"one"', '"two"']
+    assert _directories(Files(mount, SHELL)) == found
+
+
+def _directories(shell: Files) -> list[str]:
+    creates = "eventfs_create_dir"
+    if not re.search(f" {creates}$", shell.read("/machine/kallsyms"), re.MULTILINE):
+        creates = "tracefs_create_dir"
+    shell.write("/kprobe_events", f"p:k/made {creates} name=+0($arg1):string\n")
+    shell.write("/tracing/events/k/enable", "1")
+    shell.write("/kprobe_events", "p:grp/one vfs_rmdir\np:grp/two vfs_rmdir\n", os.O_WRONLY | os.O_APPEND)
+    shell.write("/tracing/events/k/enable", "0")
+    found = re.findall(r" made: .* name=(\S+)\n", shell.read("/tracing/trace"))
+    shell.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
+    return found
+
+
+def test_contexts_of_records(ours: Mount, mount: Mount) -> None:
     """Interrupts and preemption as the kernel's own records show them."""
-    engine = LinuxEngine(*debian_kernel.with_kernel(kernel.meta, kernel.suite))
-    ours = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     found = [_contexts(Files(tree, SHELL)) for tree in (ours, mount)]
-    ours.close()
     assert found[0] == found[1]
     assert found[0].keys() == {"entry", "sys_openat", "sys_enter"}
 

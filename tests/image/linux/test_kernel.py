@@ -166,12 +166,32 @@ def test_symbols_that_it_can_not_be_without(lost: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "option"),
-    [("__per_cpu_offset", "CONFIG_SMP"), ("page_offset_base", "CONFIG_RANDOMIZE_MEMORY")],
+    [
+        ("__per_cpu_offset", "CONFIG_SMP"),
+        ("page_offset_base", "CONFIG_RANDOMIZE_MEMORY"),
+        ("syscalls_metadata", "CONFIG_FTRACE_SYSCALLS"),
+        ("cpu_number", "CONFIG_SMP"),
+    ],
 )
 def test_a_build_option_that_a_kernel_needs_is_named(name: str, option: str) -> None:
-    with pytest.raises(KernelError, match=f"its symbols lack {name}; a kernel needs {option}$") as caught:
-        read(built()[0]).required(name)
-    assert caught.value.errno == ENOEXEC
+    kernel = read(built()[0])
+    for required in (kernel.required, kernel.required_per_cpu):
+        with pytest.raises(KernelError, match=f"its symbols lack {name}; a kernel needs {option}$") as caught:
+            required(name)
+        assert caught.value.errno == ENOEXEC
+
+
+def test_types_that_were_removed_from_the_file_name_their_build_option() -> None:
+    """objcopy(1) removes the section; its symbols stay."""
+    source = made.Kernel()
+    source.mark("__start_BTF")
+    source.define("types", bytes(64))
+    source.mark("__stop_BTF")
+    kernel = read(source)
+    assert not kernel.has_btf
+    with pytest.raises(KernelError, match=r"without CONFIG_DEBUG_INFO_BTF") as caught:
+        _ = kernel.btf
+    assert caught.value.errno == ENODATA
 
 
 def test_a_kernel_with_symbols_of_functions_alone_needs_those_of_variables() -> None:

@@ -187,6 +187,11 @@ class ProcessTracker(TaskObserver):
         if self._unnamed:
             self._look_for_execs()
 
+    def has_news(self) -> bool:
+        """Return True if forks or exits of the host's processes must be replayed. Lock: needs."""
+        self._look(0)
+        return bool(self._forked or self._ended)
+
     def _look(self, client: int) -> None:
         """Take new forks and exits from the watch and queue them.
 

@@ -6,7 +6,12 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from emulated_kernel.components.guest_directories import MAKES, GuestDirectories
+from emulated_kernel.components.guest_directories import (
+    DENTRIES,
+    DirectoryFunctions,
+    GuestDirectories,
+    eventfs_functions,
+)
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.guest.cpu_report import cpu_text
 from emulated_kernel.guests.linux.guest.passing_time import RealTime
@@ -46,6 +51,7 @@ _PROBING = frozenset({
 """Kernel functions that modules must not call, because they patch text that kprobefs's engine patches."""
 GUESTS_OWN = {"/scratch": TMPFS, "/dev": DEVICES}
 """Directory of the mount with the guest's own files -> path in the guest."""
+_EVENTS = "trace_array.event_dir"
 _MODES = {"scratch": 0o1777, "dev": 0o755}
 
 
@@ -108,24 +114,35 @@ def probed_mount(
     mount = Mount(table, limits=engine.limits, lasting=() if is_tracefs else LASTING)
     engine.machine.text.before_first_change.append(mount.open_in_guest)
     if not keeps_tracefs:
+        functions = _directory_functions(engine)
         GuestDirectories(
             engine.components.tracing.system.events,
             call_function,
-            partial(_sees_directories, engine, strategy),
+            partial(_sees_directories, engine, strategy, functions.makes),
             lambda: guest.tasks.machine.is_running,
+            functions,
         )
     return mount
 
 
-def _sees_directories(engine: LinuxEngine, calls: LinuxControlCalls) -> bool:
-    """Return True if a probe could see the guest create the directories of events.
+def _directory_functions(engine: LinuxEngine) -> DirectoryFunctions:
+    """Return the functions with which the guest's kernel creates and removes directories of events."""
+    kernel = engine.kernel
+    if kernel.kallsyms.lookup_name("eventfs_create_dir") is None or not kernel.btf.has(_EVENTS):
+        return DENTRIES
+    at = kernel.required("global_trace") + kernel.btf.offset(_EVENTS)
+    return eventfs_functions(engine.machine.memory.read_word(at))
+
+
+def _sees_directories(engine: LinuxEngine, calls: LinuxControlCalls, makes: str) -> bool:
+    """Return True if a probe could see the guest create the directories of events by calls of `makes`.
 
     Otherwise the guest creates no directories, because that takes longer than registering the event.
     """
     if not calls.is_watched:
         return False
     ledger = engine.machine.text.ledger
-    symbols = engine.kernel.kallsyms.by_name(MAKES)
+    symbols = engine.kernel.kallsyms.by_name(makes)
     return any(
         not ledger.keys().isdisjoint(range(each.address, each.address + each.size)) for each in symbols
     )

@@ -117,9 +117,7 @@ class Cyc2nsClock(LinuxClock):
         `per_cpu`: address of the per-CPU area. `cell`: address of the word with the time, a u64 in host-owned
         guest memory.
         """
-        start = kernel.per_cpu("cyc2ns")
-        if start is None:
-            raise unusable("its symbols lack cyc2ns")
+        start = kernel.required_per_cpu("cyc2ns")
         offset = kernel.btf.offset
         at = [offset(f"cyc2ns_data.{name}") for name in _MEMBERS]
         if at != [0, 4, 8]:

@@ -125,10 +125,10 @@ def work_queues(kernel: LinuxKernel) -> tuple[dict[str, int], tuple[int, ...], d
 
     Raises: KernelError ENOEXEC (the kernel's work queues are unknown).
     """
+    functions = {name: kernel.required(name) for name in _SYMBOLS}
+    queues = (kernel.kallsyms.lookup_name(name) for name in _WORKQUEUES)
+    functions["workqueue"] = next(filter(None, queues), 0) or kernel.required(_WORKQUEUES[-1])
     try:
-        functions = {name: kernel.required(name) for name in _SYMBOLS}
-        queues = (kernel.kallsyms.lookup_name(name) for name in _WORKQUEUES)
-        functions["workqueue"] = next(filter(None, queues), 0) or kernel.required(_WORKQUEUES[-1])
         constants = tuple(kernel.btf.constant(name) for name in _CONSTANTS)
         return functions, constants, {part: kernel.btf.offset(f"work_struct.{part}") for part in _PARTS}
     except KernelError as error:

@@ -10,7 +10,6 @@ from emulated_kernel.guests.common.address_ranges import AddressRanges
 from emulated_kernel.guests.linux.guest.linux_task import THREAD_SIZE
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
-from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.memory.guest_reader import GuestReader
 from emulated_kernel.machine.task_stacks import TaskStacks
@@ -45,12 +44,8 @@ class KernelStacks(TaskStacks):
         abi = machine.abi
         self._offsets = {path: kernel.btf.offset(path) for path in _MEMBERS}
         self._saved_sp = kernel.btf.offset(abi.saved_sp)
-        first = kernel.kallsyms.lookup_name("init_task")
-        irq_stack = kernel.per_cpu(abi.irq_stack)
-        if first is None or irq_stack is None:
-            raise unusable(f"its symbols lack init_task or {abi.irq_stack}")
-        self._first = first
-        self._irq_stack = per_cpu + irq_stack
+        self._first = kernel.required("init_task")
+        self._irq_stack = per_cpu + kernel.required_per_cpu(abi.irq_stack)
         self._irq_stack_size = abi.irq_stack_size
 
     def task_structs(self) -> Iterator[int]:

@@ -8,7 +8,6 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.guests.linux.guest.linux_task import THREAD_SIZE
 from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
-from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.kprobes.hit.ctlblk import KprobeCtlblk
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.trace.compiled.guest_addresses import NeedResched
@@ -69,11 +68,9 @@ def linux_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
 
 
 def _per_cpu_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
-    count = kernel.per_cpu("__preempt_count")
-    number = kernel.per_cpu("cpu_number")
-    own_offset = kernel.per_cpu("this_cpu_off")
-    if count is None or number is None or own_offset is None:
-        raise unusable("its symbols lack __preempt_count, cpu_number or this_cpu_off")
+    count = kernel.required_per_cpu("__preempt_count")
+    number = kernel.required_per_cpu("cpu_number")
+    own_offset = kernel.required_per_cpu("this_cpu_off")
     return {
         "percpu.base": tasks.per_cpu,
         "percpu.current_task": tasks.current_cell - tasks.per_cpu,
