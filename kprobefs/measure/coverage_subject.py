@@ -102,6 +102,22 @@ class Subject:
             return None
         return self._has("arch_prepare_optimized_kprobe")
 
+    def own_kprobes(self, *, has_jumps: bool) -> str:
+        """Return how the kernel's own kprobes differ from kprobefs's, as a sentence; "" if they do not.
+
+        `has_jumps`: whether kprobefs's kprobes are optimized. On x86, the kernel's symbols decide that.
+        """
+        if not self.arch.startswith("riscv"):
+            return ""
+        missing = []
+        if has_jumps and self._has("arch_prepare_optimized_kprobe") is False:
+            missing.append("have no jumps")
+        if self.tables.mcount and self._has("kprobe_ftrace_handler") is False:
+            missing.append("refuse function entries, which are ftrace sites")
+        if not missing:
+            return ""
+        return f"with --kprobes kprobefs, the default; this kernel's own kprobes {' and '.join(missing)}"
+
     def _has(self, function: str) -> bool | None:
         lookup = self.tables.kallsyms.lookup_name
         if lookup("register_kprobe") is None or lookup("__guest_abi") is not None:

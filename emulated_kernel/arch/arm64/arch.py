@@ -72,7 +72,7 @@ class Arm64(Arch):
     assembler = _NoAssembler()
     return_size = SIZE
     routine_return = encoder.return_to(LINK)
-    max_repetition = 0
+    max_repetition = detours.MAX_REPETITION
     max_detour = detours.MAX_DETOUR
     max_copied = detours.MAX_COPIED
     max_detoured = SIZE + 1
@@ -100,6 +100,7 @@ class Arm64(Arch):
     callee_saved = frozenset(f"x{number}" for number in range(19, 30))
     unwind_roots = Arch.unwind_roots | {"primary_entry", "__primary_switched", "__primary_switch"}
     around_handler = staticmethod(detours.around_handler)
+    repetition = staticmethod(detours.repetition)
     relocated = staticmethod(detours.relocated)
     original_place = staticmethod(detours.original_place)
     interrupt_entries = frozenset(("el0t_64_sync", "el0t_64_irq", "el1h_64_sync", "el1h_64_irq"))
@@ -174,10 +175,6 @@ class Arm64(Arch):
     def emulated_region(self, code: bytes, addr: int) -> Region | None:
         word = int.from_bytes(code, "little")
         return None if relocation_of(word) is Relocation.REFUSED else Region(addr, code)
-
-    def repetition(self, at: int, entry: int, turns: int) -> bytes:  # noqa: ARG002 - it refuses
-        """Refuse: no handler is compiled, so none is measured in a loop. Raises: KernelError EOPNOTSUPP."""
-        _refuse_code()
 
     def probe_checker(
         self,
