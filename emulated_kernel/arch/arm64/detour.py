@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.arch_hooks import OriginalPlace
+from emulated_kernel.arch.arm64 import pt_regs
 from emulated_kernel.arch.arm64.encoder import (
     SP,
     WORD,
@@ -20,12 +21,10 @@ from emulated_kernel.arch.arm64.encoder import (
     store,
 )
 from emulated_kernel.arch.arm64.insn import LINK, SIZE
-from emulated_kernel.arch.arm64.pt_regs import SCRATCH, complete, load_general, save_general
-from emulated_kernel.arch.arm64.pt_regs import SIZE as FRAME_SIZE
 from emulated_kernel.arch.arm64.relocate import MAX_RELOCATED, Relocation, relocate, relocation_of
 
 MAX_COPIED = MAX_RELOCATED + SIZE
-MAX_DETOUR = 288
+MAX_DETOUR = 256
 MAX_REPETITION = 64
 _LINK_ROOM = 16
 """Size in bytes of the stack memory in which a loop saves x30."""
@@ -38,17 +37,16 @@ def around_handler(region: Region) -> tuple[bytes, bytes]:
 
     The code restores the condition flags from the saved processor state, and no other bit of it.
     """
-    save = save_general() + complete(set_register(SCRATCH, region.addr))
-    return save, load_general() + move_stack_pointer(FRAME_SIZE)
+    save = pt_regs.save_general() + pt_regs.complete(set_register(pt_regs.SCRATCH, region.addr))
+    return save, pt_regs.load_general() + move_stack_pointer(pt_regs.SIZE)
 
 
 def repetition(at: int, entry: int, turns: int) -> bytes:
     """Implement Arch.repetition: a loop that calls `entry`; the u64 at `turns` is the number of calls."""
+    place = pt_regs.SCRATCH
     head = move_stack_pointer(-_LINK_ROOM) + store(SP, 0, LINK, WORD)
-    turn = branch(at + len(head), entry, links=True) + set_register(SCRATCH, turns)
-    turn += (
-        load(_COUNT, SCRATCH, 0, WORD) + add_immediate(_COUNT, _COUNT, -1) + store(SCRATCH, 0, _COUNT, WORD)
-    )
+    turn = branch(at + len(head), entry, links=True) + set_register(place, turns)
+    turn += load(_COUNT, place, 0, WORD) + add_immediate(_COUNT, _COUNT, -1) + store(place, 0, _COUNT, WORD)
     turn += branch_if_zero(_COUNT, -len(turn), inverted=True)
     return head + turn + load(LINK, SP, 0, WORD) + move_stack_pointer(_LINK_ROOM) + return_to(LINK)
 
