@@ -142,6 +142,7 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     )
     probes = _build_probes(kernel, engine, arch, addresses)
     kprobe_events = KprobeEvents(probes, commands)
+    engine.kprobes.after_switch.append(kprobe_events.history.note)
     fprobe_events = None
     if InterfaceRule.FPROBE_EVENTS in interface:
         called = ProbeHit(kernel.machine.memory, kernel.tasks, kernel.context.trace_ctx)
@@ -305,6 +306,7 @@ def _build_probes(
         hit,
         addresses,
         kprobes.profile.jprobes,
+        kprobes.why_unarmed,
         kernel.types,
         kprobes.profile.trampoline is TrampolineForm.BREAKPOINT,
     )

@@ -64,7 +64,7 @@ class PlannedKernel:
         self.cpu_description = cpu_description
         """Description, for the output, of the CPUs to which the verdicts apply."""
         self.remarks: tuple[str, ...] = ()
-        """Sentences for the output about the CPUs to which the verdicts apply."""
+        """Sentences for the output about the CPUs and the kprobes to which the verdicts apply."""
         self.is_dump = False
         """Whether the kernel was running when its text and data were dumped."""
         self.is_booted = False
@@ -75,9 +75,9 @@ class PlannedKernel:
         """The interface of tracefs that a mount of the kernel has; it decides the syntax of definitions."""
         if self.profile.interface != KERNEL_INTERFACE or not isinstance(self.core, LinuxKernel):
             return interface_named(self.profile.interface)
-        from emulated_kernel.guests.linux.probing.detect_interface import detect_interface
+        from emulated_kernel.guests.linux.probing.detect_interface import interface_with
 
-        return detect_interface(self.core)
+        return interface_with(self.core, self.profile)
 
     @cached_property
     def tables(self) -> ProbedTables:
@@ -241,6 +241,7 @@ def planned_kernel(
         why = "only possible with a distribution's kernel; add --image, or leave it out"
         raise CliError(f"--cpu: {why}", ExitStatus.USAGE)
     made = _planned(arch, image, vmcore, profile_name, cpu)
+    made.remarks += made.judge.remarks
     made.strategy = strategy
     try:
         with_strategy(made.profile, strategy)
