@@ -42,6 +42,8 @@ _SECTIONS = (
 )  # fmt: skip
 """Names of text sections, whose start and end are the symbols __NAME_text_start and __NAME_text_end."""
 _TEXT = ".text"
+WITH_OPTPROBES = "x86_64", "i386"
+"""Architectures on which Linux can replace breakpoints by jumps."""
 _UNKNOWN = "?"
 """Symbol name for the text between recorded functions."""
 
@@ -94,9 +96,9 @@ class Subject:
     def has_optprobes(self) -> bool | None:
         """Whether the kernel was built with CONFIG_OPTPROBES; None if its symbols do not say so.
 
-        On RISC-V, only an out-of-tree patch series has optprobes, so that the profile decides.
+        On arm64 and RISC-V, Linux has no optprobes, so that the profile decides.
         """
-        if self.arch.startswith("riscv"):
+        if self.arch not in WITH_OPTPROBES:
             return None
         return self._has("arch_prepare_optimized_kprobe")
 

@@ -6,6 +6,7 @@ Mirrors: kernel/trace/trace_entries.h, kernel/trace/trace_export.c (v6.1).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.print_event import FtraceEntryEvent
@@ -129,9 +130,13 @@ _SIGNED = frozenset(("char", "int", "long", "s64"))
 def ftrace_entry_events(word_size: int, *, signed_char: bool = True) -> Iterator[TraceEvent]:
     """Yield an event for each entry type in FTRACE_ENTRIES. `signed_char`: whether a char is signed."""
     signed = _SIGNED if signed_char else _SIGNED - {"char"}
-    for entry in FTRACE_ENTRIES:
-        fields = _fields(entry, word_size, signed)
+    for entry, fields in _laid_out(word_size, signed):
         yield FtraceEntryEvent(entry.id, entry.name, fields, entry.print_fmt, word_size)
+
+
+@cache
+def _laid_out(word_size: int, signed: frozenset[str]) -> list[tuple[FtraceEntry, tuple[EventField, ...]]]:
+    return [(entry, tuple(_fields(entry, word_size, signed))) for entry in FTRACE_ENTRIES]
 
 
 def _fields(entry: FtraceEntry, word_size: int, signed: frozenset[str]) -> Iterator[EventField]:
