@@ -6,6 +6,7 @@ Mirrors: kernel/trace/trace_entries.h, kernel/trace/trace_export.c (v6.1).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.print_event import FtraceEntryEvent
@@ -138,17 +139,26 @@ _WITH_ARGS = {
 
 def ftrace_entry_events(word_size: int, interface: Interface) -> Iterator[TraceEvent]:
     """Yield an event for each entry type in FTRACE_ENTRIES, as the kernel's version exports it."""
-    signed = _SIGNED - {"char"} if InterfaceRule.CHAR_UNSIGNED in interface else _SIGNED
+    for entry, fields in _laid_out(word_size, interface.rules):
+        yield FtraceEntryEvent(entry.id, entry.name, fields, entry.print_fmt, word_size)
+
+
+@cache
+def _laid_out(
+    word_size: int, rules: frozenset[InterfaceRule]
+) -> list[tuple[FtraceEntry, tuple[EventField, ...]]]:
+    signed = _SIGNED - {"char"} if InterfaceRule.CHAR_UNSIGNED in rules else _SIGNED
+    found = []
     for each in FTRACE_ENTRIES:
         entry = each
-        if InterfaceRule.FUNCTION_ARGS in interface and entry.name in _WITH_ARGS:
+        if InterfaceRule.FUNCTION_ARGS in rules and entry.name in _WITH_ARGS:
             print_fmt = entry.print_fmt.replace("%d", "%u")
             entry = replace(entry, fields=_WITH_ARGS[entry.name], print_fmt=print_fmt)
-        if InterfaceRule.GRAPH_DEPTH_WORD in interface and entry.name == "funcgraph_entry":
+        if InterfaceRule.GRAPH_DEPTH_WORD in rules and entry.name == "funcgraph_entry":
             wide = entry.fields.replace("unsigned int depth", "unsigned long depth")
             entry = replace(entry, fields=wide, print_fmt=entry.print_fmt.replace("%u", "%lu"))
-        fields = _fields(entry, word_size, signed)
-        yield FtraceEntryEvent(entry.id, entry.name, fields, entry.print_fmt, word_size)
+        found.append((entry, tuple(_fields(entry, word_size, signed))))
+    return found
 
 
 def _fields(entry: FtraceEntry, word_size: int, signed: frozenset[str]) -> Iterator[EventField]:

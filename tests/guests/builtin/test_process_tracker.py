@@ -16,7 +16,7 @@ from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
-from tests.guests.builtin.conftest import FIRST_PID, ScriptedWatch, tasks
+from tests.guests.builtin.conftest import FIRST_PID, OWN_PID, ScriptedWatch, tasks
 
 SHELL = FIRST_PID
 CHILD = FIRST_PID + 1
@@ -247,11 +247,11 @@ def test_a_pid_of_a_process_whose_end_was_not_reported(kernel: Kernel, watch: Sc
 def test_the_worker_is_replaced_when_a_call_kills_it(kernel: Kernel) -> None:
     mirror = kernel.guest.processes
     worker = mirror.worker()
-    assert (worker.pid, tasks(kernel)[worker.pid].comm) == (os.getpid(), "kprobefs")
+    assert (worker.pid, tasks(kernel)[worker.pid].comm) == (OWN_PID, "kprobefs")
     with pytest.raises(KernelError):
         kernel.call("strlen", 0)
     assert mirror.worker() is not worker
-    assert mirror.worker().pid == os.getpid()
+    assert mirror.worker().pid == OWN_PID
 
 
 def test_names_of_any_bytes(kernel: Kernel, watch: ScriptedWatch) -> None:

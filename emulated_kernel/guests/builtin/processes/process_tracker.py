@@ -48,7 +48,7 @@ class ProcessTracker(TaskObserver):
         self._cpus = kernel.machine.config.cpus
         self._watch = watch
         self._nr = kernel.syscall_numbers
-        self._own_pid = watch.number(os.getpid())
+        self._own_pid = watch.own_number()
         self.init = init
         self._by_pid: dict[int, GuestTask] = {INIT_PID: init}
         self._unnamed: deque[GuestTask] = deque(maxlen=MAX_UNNAMED)
