@@ -385,12 +385,31 @@ def release_of(mount: Mount) -> str:
     return read(mount, "/machine/version").split()[2].removesuffix("\n")
 
 
-def compare_definitions(linux: Mount, ours: Mount, count: int, seed: int, interface: Interface) -> Tally:
-    """Compare both kernels' answers to random definitions."""
+def compare_definitions(
+    linux: Mount,
+    ours: Mount,
+    count: int,
+    seed: int,
+    interface: Interface,
+    kernel: LinuxKernel | None = None,
+) -> Tally:
+    """Compare both kernels' answers to random definitions.
+
+    `kernel`: the kernel, unless it is one for x86_64. If it refuses probes at entries, the places are inside
+    of functions, and its refusals of other probes at entries are not compared.
+    """
     tally, release = Tally(), release_of(linux)
-    for definition in definitions(count, seed, interface):
+    is_without_entries = kernel is not None and refuses_entries(kernel)
+    for question in definitions(count, seed, interface):
+        definition = question
+        if kernel is not None:
+            definition = for_processor(definition, kernel.architecture)
+        if is_without_entries:
+            definition = _AT_ENTRY.sub(rf"\1 \2+{_PAST_SITE}", definition)
         theirs = answer(linux, definition)
         mine = answer(ours, definition)
+        if is_without_entries and "Failed to register probe event" in theirs[1]:
+            continue
         if not is_listed(release, definition, theirs[1]):
             tally.add(definition, theirs, mine, is_refused=bool(theirs[0]))
     return tally
