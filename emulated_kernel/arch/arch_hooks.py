@@ -228,6 +228,8 @@ class Arch(ABC):
     """pt_regs name -> value, for the fields that have the same value at every hit."""
     return_size: int
     """Size in bytes of the return instruction at the end of the ftrace trampoline."""
+    routine_return: bytes
+    """Code that returns from guest code which ir.CallPerCpu has called."""
     max_repetition: int
     """Maximum size in bytes of the code that `repetition` returns."""
     max_detour: int

@@ -24,7 +24,7 @@ from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.util.fast_dataclass import dataclass, replace
 
-_PAD_SAMPLE = 8
+PAD_SAMPLE = 8
 """Number of fentry sites that are examined to find out whether the kernel has landing pads."""
 MAX_KNOWN = 512
 """Maximum number of functions whose analyses are cached; the least recently used one is dropped."""
@@ -294,16 +294,19 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return not where.offset or (where.offset <= len(self.landing_pad) and self._has_pads)
 
     def _is_pad(self, addr: int) -> bool:
-        size = len(self.landing_pad)
+        return self._text_at(addr, len(self.landing_pad)) == self.landing_pad
+
+    def _text_at(self, addr: int, size: int) -> bytes:
+        """Return `size` bytes of text at `addr`, or nothing if they are not all in one range of text."""
         start = _span(self._text_ranges, addr)
         is_text = start is not None and start == _span(self._text_ranges, addr + size - 1)
-        return is_text and self._image.read(addr, size) == self.landing_pad
+        return self._image.read(addr, size) if is_text else b""
 
     @cached_property
     def _has_pads(self) -> bool:
         """Whether the kernel has landing pads, which is tested on its first fentry sites."""
         size = len(self.landing_pad)
-        return bool(size) and any(self._is_pad(site - size) for site in self._mcount[:_PAD_SAMPLE])
+        return bool(size) and any(self._is_pad(site - size) for site in self._mcount[:PAD_SAMPLE])
 
     def check_address_safe(self, where: Location, addr: int) -> Rejection | None:
         """Return the reason why the image's tables forbid a probe at `addr`, or None if they allow it.

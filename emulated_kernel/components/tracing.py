@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
@@ -15,6 +16,7 @@ from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.trace.array.services import TracingServices
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses, NeedResched
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
+from emulated_kernel.trace.compiled.next_page import WORD, compile_next_page
 from emulated_kernel.trace.context.call_stack import CallStack
 from emulated_kernel.trace.context.function_frames import FrameTables
 from emulated_kernel.trace.context.probe_hit import ProbeHit, Tasks
@@ -118,6 +120,7 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
         kernel.machine.clock,
         kernel.machine.damage,
         MemoryBudget(kernel.limits, None, Limit.USER_RECORD_BYTES, lambda: lock.user),
+        partial(compile_next_page, engine.kprobes.compiler) if arch.word_size == WORD else None,
     )
     # This must come before any lookup of tracepoints: iterating the events creates them.
     markers = _register_static_events(registry, kernel, arch, interface)
@@ -139,6 +142,7 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     )
     probes = _build_probes(kernel, engine, arch, addresses)
     kprobe_events = KprobeEvents(probes, commands)
+    engine.kprobes.after_switch.append(kprobe_events.history.note)
     fprobe_events = None
     if InterfaceRule.FPROBE_EVENTS in interface:
         called = ProbeHit(kernel.machine.memory, kernel.tasks, kernel.context.trace_ctx)
@@ -302,6 +306,7 @@ def _build_probes(
         hit,
         addresses,
         kprobes.profile.jprobes,
+        kprobes.why_unarmed,
         kernel.types,
         kprobes.profile.trampoline is TrampolineForm.BREAKPOINT,
     )

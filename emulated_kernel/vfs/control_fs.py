@@ -114,7 +114,7 @@ class ControlFile(FileDescription):
     def _read(self, client: Client, size: int, offset: int) -> bytes:
         """Do one step of a read. Lock: takes. Raises: YieldLock (more steps follow), and as read()."""
         with self.fs.lock_for(self.path, self.flags):
-            if self.fs.lock.is_lent:
+            if self.fs.lock.is_lent or self.inner.node.is_unseen:
                 self.check()
                 return self.inner.read_step(size, offset)
             if self.error:
@@ -467,6 +467,9 @@ class GuestCalls:
         with self.request(write.client):
             return write.by_piece()
 
+    def follow_processes(self) -> None:
+        """Repeat forks and exits of clients' processes in the guest, if there are any; see FileSystem."""
+
     def give_up(self, client: Client, file: ControlFile, error: int) -> None:
         """End the system call of the guest in which the client's task waits for `file`.
 
@@ -753,6 +756,12 @@ class ControlFs(FileSystem):
         return any(path == each or path.startswith(f"{each}/") for each in _ALWAYS_OPEN)
 
     # For the daemon
+
+    def follow_processes(self) -> None:
+        """Implement FileSystem.follow_processes by GuestCalls."""
+        with self.lock:
+            if not self.lock.is_lent and not self.calls.is_dead:
+                self.calls.follow_processes()
 
     def open_in_guest(self, *, names_end: bool = True) -> None:
         """Open the open files in the guest too, by GuestCalls.open_unseen(); see FileSystem."""

@@ -77,6 +77,13 @@ class FileSystem(ABC):
         self.gate: Event | None = None
         """Event for which changes of control files wait while another kernel is built to replace this one."""
 
+    def follow_processes(self) -> None:
+        """Repeat in the guest the forks and exits of clients' processes since the last request, if any.
+
+        A front end calls this while a client waits for records that such an exit would make. If nothing has
+        happened, it begins no request. Lock: takes.
+        """
+
     def request(self, client: Client | None) -> AbstractContextManager[object]:
         """Return the context in which an operation of `client` runs.
 

@@ -18,6 +18,7 @@ from stat import S_IFMT
 from threading import Event
 from time import monotonic, sleep
 
+from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.limits import Limit, Limits
@@ -430,6 +431,11 @@ class Mount:
         if notify is not None:
             self._pollers[handle] = notify
         return opened.poll(notify)
+
+    def follow_processes(self) -> None:
+        """Let the guest see what clients' processes did, while a client waits; see FileSystem."""
+        with suppress(KernelError, GuestFault, MemoryFault):
+            self._root.follow_processes()
 
     def fsync(self, client: Client, handle: int) -> None:
         """Forward to the description of `handle`; see FileDescription.fsync."""

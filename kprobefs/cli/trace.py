@@ -8,14 +8,14 @@ import select
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from emulated_kernel.util.fast_dataclass import dataclass
-from kprobefs.cli.nothing_hint import EndedCommand, counted, why_no_hit
+from kprobefs.cli.nothing_hint import UNARMED, EndedCommand, History, counted, switched_off, why_no_hit
 from kprobefs.cli.scratch_copies import copies_of_arguments
 from kprobefs.cli.trace_graph import SUFFIX, GraphTracer, reset
 from kprobefs.cli.trace_output import TextOutput, TraceFiles, TraceOutput, output_of
@@ -148,8 +148,10 @@ class AttachedProbes:
         self._array = "" if session.request.graph else f"instances/{session.name}/"
         """Directory of the trace array that records the hits, relative to the tracefs."""
         self._hidden = session.entries()
-        self._kallsyms = control_root(directory) / "machine" / "kallsyms"
+        self._root = control_root(directory)
+        self._kallsyms = self._root / "machine" / "kallsyms"
         self._graph = GraphTracer(self._tracefs) if session.request.graph is not None else None
+        self._history: History
         self._undo = ExitStack()
 
     def __enter__(self) -> str:
@@ -165,6 +167,7 @@ class AttachedProbes:
                 copies_of_arguments(self._command, self._scratch) if has_scratch else nullcontext(os.getcwd())
             )
             sweep(self._files, self._tracefs)
+            self._history = undo.enter_context(closing(History(self._root)))
             probes = [*self._hidden.values(), *session.probes]
             defined = [probe for probe in probes if probe.definition]
             undo.callback(_remove, self._tracefs, instance, [probe.event for probe in defined])
@@ -322,8 +325,7 @@ class AttachedProbes:
         for event in self._events():
             with suppress(OSError):
                 (self._tracefs / self._array / "events" / event / "enable").write_text("0")
-        if self._graph is not None:
-            self._graph.stop()
+        was_on = self._graph is None or self._graph.stop()
         status = reader.finish()
         if has_failed:
             return
@@ -332,7 +334,10 @@ class AttachedProbes:
             why = os.strerror(status - UNWRITTEN)
             print(f"kprobefs: {name}: {why}: records are missing", file=sys.stderr)
         elif status == NOTHING:
-            print(f"kprobefs: nothing was recorded: {self._why_nothing(reader.pid)}", file=sys.stderr)
+            print(
+                f"kprobefs: nothing was recorded: {self._why_nothing(reader.pid, was_on=was_on)}",
+                file=sys.stderr,
+            )
         else:
             self._report()
 
@@ -350,16 +355,33 @@ class AttachedProbes:
             if follows_virtual_clock(self._directory):
                 print(f"kprobefs: {HINT.format(where='in this trace')}", file=sys.stderr)
 
-    def _why_nothing(self, reader: int) -> str:
-        """Return a text with the reason why there are no records. `reader`: pid of the reader of records."""
+    def _why_nothing(self, reader: int, *, was_on: bool) -> str:
+        """Return a text with the reason why there are no records.
+
+        `reader`: pid of the reader of records. `was_on`: whether recording was on at the command's end.
+        """
         session = self._session
+        if not was_on:
+            return "tracing_on was 0"
         if session.request.filter and (hits := self._unfiltered({os.getpid(), reader})):
             return f"the filter accepted none of {counted(hits)}"
+        prefix = f"{session.name}/"
+        own = [event for event in self._history.read().events if event.event.startswith(prefix)]
+        unarmed = next((event.unarmed for event in own if event.unarmed), "")
+        if own and not any(event.armed for event in own):
+            return UNARMED.format(reason=unarmed)
+        if not own:
+            probes = session.probes
+            unarmed = switched_off(
+                self._directory,
+                kprobes=any(probe.definition for probe in probes),
+                calls_alone=all(probe.definition and "+" not in probe.place for probe in probes),
+            )
         places = [probe.place or probe.event.replace("/", ":") for probe in session.probes]
         if session.request.graph is not None:
             places.append(session.request.graph)
         ended = EndedCommand(self._command, session.status or 0, self._directory, str(self._scratch))
-        return why_no_hit(ended, places)
+        return why_no_hit(ended, places, unarmed)
 
     def _unfiltered(self, own: set[int]) -> int:
         """Return the number of hits in all processes except `own`, including hits that the filter drops."""

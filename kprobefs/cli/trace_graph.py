@@ -78,9 +78,13 @@ class GraphTracer:
                 raise
             raise _in_use("its trace_pipe is open") from None
 
-    def stop(self) -> None:
-        """Stop recording. Do nothing if the mount does not answer any more."""
+    def stop(self) -> bool:
+        """Stop recording, unless the mount does not answer any more. Return False if recording was off."""
+        was_on = True
+        with suppress(OSError):
+            was_on = self._read("tracing_on") != "0"
         self._set("tracing_on", "0")
+        return was_on
 
     def restore(self) -> None:
         """Restore the contents of the mount's files that this object has changed.

@@ -395,6 +395,9 @@ class PollHandles:
         self._lock = threading.Lock()
         self._handles: dict[int, int] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._handles)
+
     def add(self, file_handle: int, poll_handle: int) -> bool:
         """Keep a poll handle of a file. Return True if the file had no other poll handle."""
         with self._lock:

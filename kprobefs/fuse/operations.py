@@ -105,6 +105,7 @@ class Server:
         self._stopping = threading.Event()
         validity = 0 if options.is_ordered else ATTRIBUTES_VALIDITY
         self._operations = _Operations(mount, self._stopping, validity)
+        self._operations.follows_processes = not options.is_ordered
 
     def serve(self, directory: str, ready: Callable[[], None]) -> None:
         """Mount on `directory` and answer requests until it is unmounted.
@@ -231,6 +232,10 @@ class _Operations:
         self.ready: Callable[[], None] = _not_served
         self.blocking: Callable[[], AbstractContextManager[int]] = _not_served
         """Function that returns a context manager for a wait; in its block, another thread takes requests."""
+        self.follows_processes = True
+        """Whether the guest sees what clients' processes do while a client waits, without a request."""
+        self._follower = threading.Lock()
+        """Held while a thread runs _follow()."""
         self.faults = 0
         self.reserve = MemoryReserve()
         self.attributes = _AttributesFor()
@@ -457,7 +462,20 @@ class _Operations:
             def notify() -> None:
                 self._pollers.notify(handle)
 
+            if self.follows_processes and self._follower.acquire(blocking=False):
+                threading.Thread(target=self._follow, name="pollers", daemon=True).start()
+
         return self._mount.poll(handle, notify)
+
+    def _follow(self) -> None:
+        """Let the guest see what clients' processes do, until no client waits in poll(2) any more."""
+        while True:
+            while self._pollers and not self._stopping.wait(WAIT_SLICE):
+                self._mount.follow_processes()
+            self._follower.release()
+            # A client that began to wait just now has found the lock taken.
+            if not self._pollers or self._stopping.is_set() or not self._follower.acquire(blocking=False):
+                return
 
     def truncate(self, path: str | None, length: int, info: Any = None) -> None:
         if length:
@@ -558,6 +576,8 @@ class _Operations:
                 self._give_up(client, info, error.errno or errno.EIO)
             if libfuse.is_interrupted():
                 self._give_up(client, info, errno.EINTR)
+            if self.follows_processes:
+                self._mount.follow_processes()
             with suppress(WouldBlock):
                 return operation()
         raise KernelError(errno.EIO, "the mount ends")

@@ -295,6 +295,11 @@ class Explanation:
             return f"no prototype: types of modules are not read ({self.place.where.module})"
         return f"no prototype: {'it is not in the BTF' if self.kernel.btf else 'this kernel has no BTF'}"
 
+    @property
+    def argument_words(self) -> int | None:
+        """Number of words that the function's parameters take, as $argN counts them; None if unknown."""
+        return None if self.prototype is None else self.prototype.words(self.judge.arch.word_size)
+
     @cached_property
     def arguments(self) -> tuple[Argument, ...]:
         """The function's parameters, with the fetch arguments that read them at the explained address.

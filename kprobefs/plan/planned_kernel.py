@@ -64,7 +64,7 @@ class PlannedKernel:
         self.cpu_description = cpu_description
         """Description, for the output, of the CPUs to which the verdicts apply."""
         self.remarks: tuple[str, ...] = ()
-        """Sentences for the output about the CPUs to which the verdicts apply."""
+        """Sentences for the output about the CPUs and the kprobes to which the verdicts apply."""
         self.is_dump = False
         """Whether the kernel was running when its text and data were dumped."""
         self.is_booted = False
@@ -241,6 +241,7 @@ def planned_kernel(
         why = "only possible with a distribution's kernel; add --image, or leave it out"
         raise CliError(f"--cpu: {why}", ExitStatus.USAGE)
     made = _planned(arch, image, vmcore, profile_name, cpu)
+    made.remarks += made.judge.remarks
     made.strategy = strategy
     try:
         with_strategy(made.profile, strategy)

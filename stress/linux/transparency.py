@@ -12,11 +12,12 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tests.own_thread  # noqa: F401 - for kernels in this process
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
 from emulated_kernel.guests.linux.pc.riscv_cpu import ECALL_FROM_USER
+from emulated_kernel.guests.linux.probing.linux_context import linux_abi
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.machine.cpu.riscv import CAUSE_ILLEGAL
 from emulated_kernel.machine.cpu.x86 import FLAG_FIXED, FLAG_IF
@@ -82,6 +83,10 @@ _ECALL = 0x73
 _CSR = 0xFFFFF07F
 """Bits of an instruction that reads a CSR, except its destination register."""
 _RDTIME = 0xC0102073
+COPIES = "arch_dup_task_struct"
+"""Function that copies the task_struct of a task that forks, to the address in its first argument."""
+PENDING = ("task_struct.rethooks", "task_struct.ret_stack")
+"""Names of the fields in which shadow stacks keep the pending calls of a task."""
 DUMPS = ("show_trace_log_lvl", "show_regs_print_info")
 """Functions that print unused words of the stack. Tracers leave different values in these words."""
 SHORT = 0.02
@@ -109,6 +114,8 @@ class Effect:
     registers: tuple[int, ...]
     memory: dict[int, bytes]
     """Physical address -> contents of changed pages."""
+    pending: frozenset[int] = frozenset()
+    """Physical addresses of the shadow stacks' words in the task_structs that the call has copied."""
 
     def difference(self, other: Effect, loose_flags: int) -> str:
         """Return a description of the differences to another effect, or "" if there are none.
@@ -132,13 +139,15 @@ class Effect:
         """
         pairs = zip(REGISTERS, self.registers, like.registers, strict=True)
         registers = tuple(two if may_differ(name, one) else one for name, one, two in pairs)
-        return Effect(self.end, registers, self.memory)
+        return replace(self, registers=registers)
 
     def without(self, names: Sequence[str], own: Callable[[int, int], int], like: Effect) -> Effect:
         """Return the effect without its permitted differences from the effect `like`.
 
         All registers except those in `names` are taken from `like`. `own` returns its second argument if two
-        words differ only because of the host's own data.
+        words differ only because of the host's own data. The words `like.pending` are taken from `like`: a
+        task that calls hooked functions has pending calls there. The kernel clears a copy of them, unless
+        the fork fails before.
         """
         registers = tuple(
             own(one, two) if name in names else two
@@ -147,8 +156,12 @@ class Effect:
         memory = dict(self.memory)
         for page in memory.keys() & like.memory.keys():
             pairs = zip(_words(memory[page]), _words(like.memory[page]), strict=True)
-            memory[page] = struct.pack(f"<{PAGE // 8}Q", *(own(one, two) for one, two in pairs))
-        return Effect(self.end, registers, memory)
+            words = (
+                two if page + 8 * number in like.pending else own(one, two)
+                for number, (one, two) in enumerate(pairs)
+            )
+            memory[page] = struct.pack(f"<{PAGE // 8}Q", *words)
+        return replace(self, registers=registers, memory=memory)
 
 
 def _words(page: bytes) -> tuple[int, ...]:
@@ -381,10 +394,14 @@ class Comparison:
     def __init__(self, seed: int, modes: Sequence[str] = (*PROBED, *TRACED)) -> None:
         self._plain = Caller(engine(PLAIN), SHORT)
         self._has_dumped = False
+        self._copies: set[int] = set()
+        offsets = linux_abi(kernel(), self._plain.engine.tasks)
+        self._pending = [offsets[name] for name in PENDING if name in offsets]
         dumps = [*filter(None, map(kernel().kallsyms.lookup_name, DUMPS))]
         assert dumps
         for address in dumps:
             self._plain.machine.call_at(address, self._dumped)
+        self._plain.machine.call_at(kernel().required(COPIES), self._copied)
         self._probed = {mode: Caller(engine(MODES[mode]), LONG) for mode in PROBED if mode in modes}
         self._traced: dict[str, tuple[Traced, Caller]] = {}
         for mode in TRACED:
@@ -401,6 +418,11 @@ class Comparison:
     def _dumped(self) -> None:
         self._has_dumped = True
 
+    def _copied(self) -> None:
+        engine = self._plain.engine
+        task = self._plain.machine.regs.get(ARGUMENTS[0])
+        self._copies.update(engine.machine.memory.translate(task + offset) for offset in self._pending)
+
     def compare(self, starts: Sequence[int], count: int) -> None:
         """Call each of the functions `count` times; the functions of a batch are probed together."""
         for at in range(0, len(starts), BATCH):
@@ -414,6 +436,7 @@ class Comparison:
             self.functions += bool(calls)
             for call in calls:
                 self._has_dumped = False
+                self._copies.clear()
                 effect = self._plain.call(call)
                 if not self._plain.has_tables:
                     self.ends["tables lost"] += 1
@@ -422,6 +445,7 @@ class Comparison:
                 if effect is None:
                     # Other calls of the function would take too long too.
                     break
+                effect = replace(effect, pending=frozenset(self._copies))
                 expected.append((call, effect))
                 if self._has_dumped or self._plain.has_strayed:
                     self.ends["not traced"] += 1

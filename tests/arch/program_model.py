@@ -110,6 +110,8 @@ class Interpreter:
     vregs: list[int] = field(default_factory=lambda: [0] * ir.NR_VREGS)
     """The virtual registers, which are 0 at first, as in the machine code that is compared."""
     faults: int = 0
+    call: Callable[[int], None] | None = None
+    """Function that runs the code at an address for CallPerCpu."""
 
     def run(self, program: ir.Program) -> None:
         places = {op.label: at for at, op in enumerate(program) if isinstance(op, ir.Place)}
@@ -243,6 +245,11 @@ class Interpreter:
     @_do.register
     def _(self, op: ir.CallHost) -> ir.Label | None:
         return None if self.host(op.number) else op.label
+
+    @_do.register
+    def _(self, op: ir.CallPerCpu) -> None:
+        assert self.call is not None
+        self.call(self.memory.read(self.per_cpu + op.offset, self.bits // 8))
 
     @_do.register
     def _(self, op: ir.Multiply) -> None:

@@ -4,16 +4,17 @@ set -eu
 
 usage() {
     cat <<'END'
-usage: tests/conformance/ftracetest.sh [--arch ARCH | --profile PROFILE | --image IMAGE | --kernel-kprobes IMAGE]
-                                       [DIR] [TEST...]
+usage: tests/conformance/ftracetest.sh [--arch ARCH | --profile PROFILE | --image IMAGE [--profile PROFILE] |
+                                       --kernel-kprobes IMAGE] [DIR] [TEST...]
 Runs the tests of DIR (a directory with ftracetest and test.d/), or of Debian's package linux-source-VERSION,
 which is fetched once into the user's cache. DIR must not be below /tmp, which the mount's scratch/ covers.
 ARCH is x86_64, i386, riscv64 or riscv64i. With --profile linux-VERSION the kernel has that profile, and the
 tests are those of VERSION; otherwise both are of 6.1. The lists of tests that must pass are for x86_64.
-With --image the tests run over the kernel of IMAGE, with --kernel-kprobes its own kprobes serve them
-(--kprobes kernel). TEST is a file or a directory below test.d/, such as kprobe/profile.tc or instances;
-without any, all are run. Such a kernel has over 1,000 events, so the resets before and after each test look
-only at triggers and filters in groups of events that a test names. The status is 3 if the package cannot be fetched. With the only argument
+With --image the tests run over the kernel of IMAGE, in any profile that it can have; with --kernel-kprobes
+its own kprobes serve them (--kprobes kernel). Such a kernel has over 1,000 events, so the resets before and
+after each test look only at triggers and filters in groups of events that a test names. TEST is a file or a
+directory below test.d/, such as kprobe/profile.tc or instances; without any, all are run. Each may take
+KPROBEFS_TEST_SECONDS (default: 120). The status is 3 if the package cannot be fetched. With the only argument
 --fetch VERSION the script prints the directory of that version's tests, and runs none.
 Needs root. Nothing outside of private namespaces is changed.
 END
@@ -23,7 +24,7 @@ here=$(dirname -- "$(readlink -f -- "$0")")
 root=$(dirname -- "$(dirname -- "$here")")
 python=${PYTHON:-$root/.venv/bin/python}
 [ -x "$python" ] || python=python3
-seconds=120 # that one test may take
+seconds=${KPROBEFS_TEST_SECONDS:-120} # that one test may take
 scheduling=/proc/sys/kernel/sched_rt_runtime_us
 
 say() { printf 'ftracetest: %s\n' "$*" >&2; }
@@ -314,6 +315,7 @@ inside() {
     echo
     : >"$work/lost"
     case $machine in
+    *--image*) list= ;;
     *--profile*) list=$here/passes-${machine##*--profile linux-}.txt ;;
     "--arch x86_64 "*) list=$here/passes.txt ;;
     *) list= ;;
@@ -378,6 +380,10 @@ case ${1-} in
     machine="--image $(readlink -f -- "$2")"
     [ "$1" = --image ] || machine="--kprobes kernel $machine"
     shift 2
+    if [ "${1-}" = --profile ]; then
+        machine="$machine --profile ${2?--profile takes a name}"
+        shift 2
+    fi
     ;;
 esac
 if [ -n "${1-}" ] && [ -e "$1/ftracetest" ]; then

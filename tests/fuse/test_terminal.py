@@ -590,6 +590,25 @@ class TestTrace:
         result = kprobefs("trace", *words, program=REAL_PROGRAM)
         assert f"kprobefs: nothing was recorded: {why}" in result.stderr
 
+    def test_probes_that_are_not_armed(self, directory: Path, tmp_path: Path) -> None:
+        file = tmp_path / "f"
+        file.write_text("hello\n")
+        with daemon(directory, program=REAL_PROGRAM) as running:
+            on = ("-m", str(directory), "--")
+            switch = Path(running.path("kprobes/enabled"))
+            switch.write_text("0")
+            never = kprobefs("trace", "p:vfs_read", *on, "cat", str(file), program=REAL_PROGRAM)
+            switch.write_text("1")
+            script = f"echo 0 > {switch}; cat {running.path('dev/zero')} | head -c 8 > /dev/null"
+            partly = kprobefs("trace", "p:vfs_read", *on, "sh", "-c", script, program=REAL_PROGRAM)
+            Path(running.path("sysctl/kernel/ftrace_enabled")).write_text("0")
+            graph = kprobefs("trace", "--graph", "vfs_read", *on, "cat", str(switch), program=REAL_PROGRAM)
+        why = "kprobes/enabled was 0, so the probes were not armed"
+        assert never.stderr == f"kprobefs: nothing was recorded: {why}\n"
+        why = "the command never came to vfs_read while the probes were armed"
+        assert f"nothing was recorded: {why} (kprobes/enabled was 0 for a time)\n" in partly.stderr
+        assert "(sysctl/kernel/ftrace_enabled was 0 for a time)" in graph.stderr
+
     def test_what_is_copied(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A command by its relative path, and directories among its arguments, as files are."""
         (tmp_path / "d/deep").mkdir(parents=True)

@@ -162,3 +162,23 @@ def test_a_reader_killed_in_the_middle_of_many_hits(probed: Files, reader: subpr
     assert maker.wait(TIMEOUT) == 0
     assert len(os.listdir(probed.path("scratch"))) == 200
     assert probed.read("kprobe_profile").split()[1:2] == ["200"]
+
+
+def test_the_exit_of_a_process_wakes_who_polls(files: Files) -> None:
+    """The process makes no request when it ends, and nobody else does."""
+    # The mount knows this process as a client, and so the child as its descendant.
+    files.write("tracing/events/sched/sched_process_exit/enable", "1")
+    child = subprocess.Popen(["sleep", "0.5"])
+    try:
+        pipe = os.open(files.path(PIPE), os.O_RDONLY | os.O_NONBLOCK)
+        waiting = select.poll()
+        waiting.register(pipe, select.POLLIN)
+        while waiting.poll(0):
+            os.read(pipe, 4096)
+        assert waiting.poll(0) == []
+        assert waiting.poll(1000 * TIMEOUT)
+        assert f"sched_process_exit: comm=sleep pid={child.pid} " in os.read(pipe, 4096).decode()
+        os.close(pipe)
+    finally:
+        child.kill()
+        child.wait()

@@ -16,7 +16,7 @@ import random
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,8 +25,7 @@ if __name__ == "__main__":
 
 from emulated_kernel.arch.analysis.probe_rules import ProbeRules, probe_rules_named
 from emulated_kernel.arch.analysis.reject_reason import Rejection
-from emulated_kernel.arch.x86.arch import X86_64
-from emulated_kernel.arch.x86.insn import decode_all
+from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.guests.linux.probing.detect_interface import detect_interface, profile_of
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
@@ -43,6 +42,9 @@ from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux.parts import guest_of
 
 CLIENT = Client(4001, 0, 0)
+_ARGUMENT_OF = {name: number for number, name in enumerate(("di", "si", "dx", "cx", "r8"))}
+"""Register of x86_64 in a question -> number of the argument that it holds at a function's entry."""
+_REGISTER = re.compile(rf"%({'|'.join(_ARGUMENT_OF)})\\b")
 TIME = re.compile(r"^\[ *\d+\.\d+\] ", re.MULTILINE)
 ADDRESS = re.compile(r"0x(?:\(____ptrval____\)|[0-9a-f]{16})")
 """Pattern of addresses, since Linux prints pointers hashed or not at all."""
@@ -252,6 +254,12 @@ LISTED = (
     (re.compile(r"[$]arg[*]"), r"(?s)BTF is not available.*Invalid [$]-variable specified"),
 )  # fmt: skip
 """Questions, and patterns of some kernels' refusals, that the compatibility page lists as deviations."""
+_AT_ENTRY = re.compile(r"^(p\S*) (vfs_read|vfs_write)(?= |$)")
+_PAST_SITE = 8
+"""Offset of the first instruction after a site of ftrace, in kernels for RISC-V."""
+_AUIPC_SIZE = 4
+_AUIPC_T0 = 0x297
+"""Low 12 bits of `auipc t0`: opcode and destination register."""
 
 
 @dataclass
@@ -271,8 +279,39 @@ class Tally:
             self.differences.append(f"{what}\n  Linux {linux!r:.300}\n  ours  {ours!r:.300}")
 
 
+def for_processor(text: str, architecture: str) -> str:
+    """Return a question with an architecture's registers of arguments in place of those of x86_64."""
+    arguments = arch_named(architecture).registers.arguments
+    return _REGISTER.sub(lambda found: f"%{arguments[_ARGUMENT_OF[found[1]]]}", text)
+
+
+def refused_sites(kernel: LinuxKernel) -> frozenset[int]:
+    """Return the addresses that the kernel's own kprobes refuse because ftrace changes the instruction there.
+
+    `kernel`: the kernel with its text as it runs. On RISC-V since v6.16, ftrace changes only the second
+    instruction of a site, and the first is `auipc`.
+    Mirrors: kernel/kprobes.c:check_ftrace_location (v6.12), arch/riscv/kernel/ftrace.c:ftrace_call_adjust
+    (v6.16)
+    """
+    if kernel.kallsyms.lookup_name("kprobe_ftrace_handler") is not None:
+        return frozenset()
+    start, end = kernel.text
+    text = kernel.read(start, end - start)
+    sites = (site for site in kernel.mcount if start <= site < end)
+    return frozenset(site + _AUIPC_SIZE * _is_auipc(text, site - start) for site in sites)
+
+
+def _is_auipc(text: bytes, at: int) -> bool:
+    return int.from_bytes(text[at : at + 2], "little") & 0xFFF == _AUIPC_T0
+
+
+def refuses_entries(kernel: LinuxKernel) -> bool:
+    """Return True if the kernel's own kprobes refuse the entries of functions."""
+    return kernel.required("vfs_read") in refused_sites(kernel)
+
+
 def definitions(count: int, seed: int, interface: Interface) -> Iterator[str]:
-    """Yield random definitions, most parts of which are valid."""
+    """Yield random definitions, most parts of which are valid, with the registers of x86_64."""
     dice = random.Random(seed)
     arguments = ARGUMENTS + (BY_NAME if InterfaceRule.BTF_ARGS in interface else ())
     kinds = [(KINDS, PLACES)] * 2
@@ -333,12 +372,31 @@ def is_listed(question: str, log: str) -> bool:
     return any(asked.search(question) and re.search(refusal, log) for asked, refusal in LISTED)
 
 
-def compare_definitions(linux: Mount, ours: Mount, count: int, seed: int, interface: Interface) -> Tally:
-    """Compare both kernels' answers to random definitions."""
+def compare_definitions(
+    linux: Mount,
+    ours: Mount,
+    count: int,
+    seed: int,
+    interface: Interface,
+    kernel: LinuxKernel | None = None,
+) -> Tally:
+    """Compare both kernels' answers to random definitions.
+
+    `kernel`: the kernel, unless it is one for x86_64. If it refuses probes at entries, the places are inside
+    of functions, and its refusals of other probes at entries are not compared.
+    """
     tally = Tally()
-    for definition in definitions(count, seed, interface):
+    is_without_entries = kernel is not None and refuses_entries(kernel)
+    for question in definitions(count, seed, interface):
+        definition = question
+        if kernel is not None:
+            definition = for_processor(definition, kernel.architecture)
+        if is_without_entries:
+            definition = _AT_ENTRY.sub(rf"\1 \2+{_PAST_SITE}", definition)
         theirs = answer(linux, definition)
         mine = answer(ours, definition)
+        if is_without_entries and "Failed to register probe event" in theirs[1]:
+            continue
         if not is_listed(definition, theirs[1]):
             tally.add(definition, theirs, mine, is_refused=bool(theirs[0]))
     return tally
@@ -443,7 +501,7 @@ def kernel_places(kernel: LinuxKernel, count: int, seed: int) -> Iterator[int]:
     symbols, text = kernel.kallsyms.symbols, range(*kernel.text)
     thunks = [symbol.address for symbol in symbols if symbol.name.startswith("__x86_indirect_thunk")]
     tables = [*table_places(kernel, text, kernel.return_sites, thunks)]
-    return places(kernel, text, symbols, tables, count, seed)
+    return places(kernel, text, symbols, tables, count, seed, kernel.architecture)
 
 
 def module_places(live: LiveImage[LinuxKernel], module: Module, count: int, seed: int) -> Iterator[int]:
@@ -459,31 +517,43 @@ def places(
     tables: Sequence[Sequence[int]],
     count: int,
     seed: int,
+    architecture: str = "x86_64",
 ) -> Iterator[int]:
     """Yield addresses in a text, most of which are boundaries of instructions.
 
     Half of the addresses are random, and the others are near addresses that a table names.
     """
     dice = random.Random(seed)
+    arch = arch_named(architecture)
     starts = sorted({symbol.address for symbol in symbols if symbol.address in text})
     for number in range(count):
         named = dice.choice(tables[number // 2 % len(tables)]) if number % 2 else None
         at = max(bisect_right(starts, dice.choice(text) if named is None else named) - 1, 0)
         start, end = starts[at], (*starts, text.stop)[at + 1]
         size = min(end - start, 2000 if named is None else named - start + 16)
-        boundaries = [addr for addr, *_ in decode_all(kernel.read(start, size), start)]
+        boundaries = [*arch.instruction_boundaries(kernel.read(start, size), start)]
         if named is not None:
             boundaries = [addr for addr in boundaries if -12 < addr - named < 6] or [named]
         yield dice.choice(boundaries) + (dice.random() < 0.1)
 
 
-def compare_places(linux: Mount, kernel: ProbedTables, places: Iterable[int], rules: ProbeRules) -> Tally:
+def compare_places(
+    linux: Mount,
+    kernel: ProbedTables,
+    places: Iterable[int],
+    rules: ProbeRules,
+    architecture: str = "x86_64",
+    sites: Set[int] = frozenset(),
+) -> Tally:
     """Compare the errnos of probes' definitions, and the lines of kprobes/list for armed probes.
 
-    `kernel`: the kernel with its text as it runs.
+    `kernel`: the kernel with its text as it runs. `sites`: the result of refused_sites(). If it is empty, the
+    kernel calls probes on fentry sites through ftrace.
     """
-    arch = X86_64()
-    verdict = arch.probe_checker(kernel, arch.strategies["optprobe-linux"], ftrace=True, rules=rules)
+    arch = arch_named(architecture)
+    # Linux makes jumps only on x86_64.
+    policy = arch.strategies.get("optprobe-linux")
+    verdict = arch.probe_checker(kernel, policy, ftrace=not sites, rules=rules)
     tally, expected = Tally(), {}
     write(linux, "/tracing/kprobe_events", "", os.O_TRUNC)
     moved: dict[int, None] = {}
@@ -496,7 +566,7 @@ def compare_places(linux: Mount, kernel: ProbedTables, places: Iterable[int], ru
             continue
         finding = verdict.check_traced(addr) or verdict.may_probe(addr)
         got = write(linux, "/tracing/kprobe_events", f"p:x{addr:x} {addr:#x}", os.O_APPEND)
-        wanted = finding.errno if finding else 0
+        wanted = errno.EINVAL if addr in sites else finding.errno if finding else 0
         tally.add(
             f"{addr:#x} {finding}", got, errno.errorcode[wanted] if wanted else "", is_refused=bool(got)
         )
@@ -620,7 +690,8 @@ def recorded_definitions(engine: LinuxEngine, interface: Interface) -> list[str]
         by_name = (line for line in by_name if "%p" not in line)
     if InterfaceRule.FPROBE_EVENTS not in interface:
         by_name = (line for line in by_name if not line.startswith("f"))
-    lines = [*(line.format(**offsets) for line in RECORDED), *by_name]
+    recorded = (line.format(**offsets) for line in RECORDED)
+    lines = [*(for_processor(line, engine.kernel.architecture) for line in recorded), *by_name]
     return [line for line in lines if "*" in line.split()[1] or kallsyms.count_name(_symbol(line)) == 1]
 
 

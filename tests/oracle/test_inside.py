@@ -5,6 +5,7 @@ from __future__ import annotations
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
+from emulated_kernel.guests.linux.probing.detect_interface import detect_interface, profile_of
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.interface import LINUX_6_1
@@ -52,6 +53,25 @@ def test_places_are_judged_alike() -> None:
     linux.close()
     assert not found.differences, "\n".join(found.differences[:5])
     assert found.compared > PLACES > found.refused > PLACES // 20
+
+
+def test_a_riscv64_kernel_is_answered_alike() -> None:
+    """It refuses probes at entries of functions, so the definitions name places inside of them."""
+    package = "linux-image-riscv64", "trixie"
+    tasks, kernel = debian_kernel.with_kernel(*package)
+    linux = native_mount(tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    engine = LinuxEngine(*debian_kernel.with_kernel(*package), profile_of(kernel))
+    ours = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    defined = inside.compare_definitions(linux, ours, PLACES, 1, detect_interface(kernel), kernel)
+    sites = inside.refused_sites(kernel)
+    places = inside.kernel_places(kernel, PLACES, 1)
+    placed = inside.compare_places(linux, kernel, places, frozenset(), kernel.architecture, sites)
+    linux.close()
+    ours.close()
+    for found in (defined, placed):
+        assert not found.differences, "\n".join(found.differences[:5])
+        assert found.compared > found.refused > 0
+    assert inside.refuses_entries(kernel)
 
 
 def test_places_in_modules_are_judged_alike() -> None:

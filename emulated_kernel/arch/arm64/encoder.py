@@ -296,6 +296,11 @@ def branch_register(register: int) -> bytes:
     return _bytes(0xD61F0000 | register << 5)
 
 
+def call_register(register: int) -> bytes:
+    """Encode a call of the address in a register, which sets x30."""
+    return _bytes(0xD63F0000 | register << 5)
+
+
 def return_to(register: int) -> bytes:
     """Encode `ret`: a branch to the address in a register, which the CPU predicts as a return."""
     return _bytes(0xD65F0000 | register << 5)

@@ -326,6 +326,13 @@ class Arm64Lowering(Lowering):
 
     # Control
 
+    def _call_per_cpu(self, op: ir.CallPerCpu) -> None:
+        self.overwrites_flags = True
+        self._code += store(self._cell(op.offset + WORD), 0, LINK, WORD)
+        code = self._cell(op.offset)
+        self._code += load(code, code, 0, WORD) + asm.call_register(code)
+        self._code += load(LINK, self._cell(op.offset + WORD), 0, WORD)
+
     def _jump_to(self, op: ir.JumpTo) -> None:
         self._code += asm.move(LEAVING, self._real[op.address])
         self._block.leaves = True

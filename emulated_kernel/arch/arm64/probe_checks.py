@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
+from functools import cached_property
 
-from emulated_kernel.arch.analysis.detour_region import LiveRegisters
-from emulated_kernel.arch.analysis.function import Function
+from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
+from emulated_kernel.arch.analysis.function import Function, reserved_range
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.analysis.xrefs import Reference
 from emulated_kernel.arch.arm64 import insn
 from emulated_kernel.arch.arm64.insn import REGISTER_NAMES, SIZE, Handling, handling_of, words_of
-from emulated_kernel.arch.probe_checks import ProbeChecker
+from emulated_kernel.arch.arm64.relocate import Relocation, relocation_of
+from emulated_kernel.arch.probe_checks import PAD_SAMPLE, OptimizationPolicy, ProbeChecker
 from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.util.fast_dataclass import dataclass
 
@@ -36,6 +38,12 @@ class Arm64FunctionAnalysis:
 
     function: Function
     words: tuple[int, ...]
+    is_guarded: bool = True
+    """Whether an indirect branch to an instruction other than a landing pad may be a fault (BTI)."""
+
+    def word_at(self, addr: int) -> int:
+        """Return the instruction at `addr`, which must be one of `insns`."""
+        return self.words[(addr - self.function.addr) // SIZE]
 
     @property
     def insns(self) -> range:
@@ -43,8 +51,32 @@ class Arm64FunctionAnalysis:
         return range(self.function.addr, self.function.addr + SIZE * len(self.words), SIZE)
 
 
+def detoured_region(analysis: Arm64FunctionAnalysis, addr: int) -> Region | Rejection:
+    """Return the region that the jump of a probe at `addr` replaces, or the rejection of the jump.
+
+    The region is the probed instruction. No code can lead into it, and no register is needed for the jump.
+    A jump replaces no landing pad. An indirect branch may reach a breakpoint there, but not a jump.
+    """
+    if addr not in analysis.insns:
+        return Rejection(RejectReason.NOT_ALIGNED, addr)
+    if addr in analysis.function.exception_entries:
+        return Rejection(RejectReason.EXCEPTION_ENTRY, addr)
+    word = analysis.word_at(addr)
+    if analysis.is_guarded and (insn.BTI.fits(word) or insn.PACI_SP.fits(word)):
+        return Rejection(RejectReason.LANDING_PAD, addr)
+    if relocation_of(word) is Relocation.REFUSED:
+        return Rejection(RejectReason.NOT_COPYABLE_TO_DETOUR, addr)
+    reserved = reserved_range(analysis.function, addr, addr)
+    return reserved or Region(addr, word.to_bytes(SIZE, "little"))
+
+
+_POLICY = OptimizationPolicy("optprobe-arm64", detoured_region)
+STRATEGIES = {_POLICY.name: _POLICY, "extended": _POLICY}
+"""Optimization policies of arm64, by the name that profiles use. The extended strategy adds no rule."""
+
+
 class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
-    """Probe checks of a kernel for arm64, which has no jump optimization."""
+    """Probe checks of a kernel for arm64."""
 
     all_live = ALL_LIVE
     fentry_size = SIZE
@@ -52,7 +84,7 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
     bits = 64
 
     def analyse(self, function: Function) -> Arm64FunctionAnalysis:
-        return Arm64FunctionAnalysis(function, tuple(words_of(function.code)))
+        return Arm64FunctionAnalysis(function, tuple(words_of(function.code)), self._is_guarded)
 
     def insns(self, analysis: Arm64FunctionAnalysis) -> Collection[int]:
         return analysis.insns
@@ -70,11 +102,21 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
             return Rejection(RejectReason.NOT_ALIGNED, addr)
         if addr in analysis.function.exception_entries:
             return Rejection(RejectReason.HAS_FIXUP, addr)
-        index = (addr - analysis.function.addr) // SIZE
-        if handling_of(analysis.words[index]) is Handling.REJECTED:
+        if handling_of(analysis.word_at(addr)) is Handling.REJECTED:
             return Rejection(RejectReason.NOT_COPYABLE, addr)
+        index = (addr - analysis.function.addr) // SIZE
         before = analysis.words[max(index - _ATOMIC_CONTEXT, 0) : index]
         return Rejection(RejectReason.IN_EXCLUSIVE, addr) if _ends_in_exclusive(before) else None
+
+    @cached_property
+    def _is_guarded(self) -> bool:
+        """Whether functions begin with a landing pad (BTI), which is tested before the first fentry sites.
+
+        Without fentry sites, return True.
+        Mirrors: arch/arm64/kernel/ftrace.c:ftrace_call_adjust (v6.12).
+        """
+        before = [self._text_at(site - 2 * SIZE, SIZE) for site in self._mcount[:PAD_SAMPLE]]
+        return not before or any(insn.BTI.fits(int.from_bytes(code, "little")) for code in before)
 
     def check_address_safe(self, where: Location, addr: int) -> Rejection | None:
         found = super().check_address_safe(where, addr)
@@ -101,7 +143,7 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
         return True
 
     def live_in(self, analysis: Arm64FunctionAnalysis, addr: int) -> LiveRegisters:  # noqa: ARG002
-        """Return all registers as live, without an analysis, because arm64 has no jump optimization."""
+        """Return all registers as live, without an analysis, because no jump needs a free register."""
         return ALL_LIVE
 
     def has_jump_table(self, symbol: Symbol) -> bool:

@@ -303,6 +303,17 @@ class CallHost(Op):
     label: Label
 
 
+class CallPerCpu(Op):
+    """Call guest code whose address is the word at `offset` in the per-CPU data.
+
+    The code keeps all general registers, except the link register of a call at an fentry site. On an
+    architecture with such a register, the op keeps its value in the word after the address. Virtual
+    registers keep their values.
+    """
+
+    offset: int
+
+
 class RunAssembly(Op):
     """Run an assembly handler on the registers of the probed code, with their values at the hit.
 

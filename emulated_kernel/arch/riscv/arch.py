@@ -46,6 +46,7 @@ class Riscv(Arch):
     strategies = MappingProxyType(STRATEGIES)
     assembler = RiscvAssembler()
     return_size = RVI_SIZE
+    routine_return = encoder.jump_register(T0)
     max_repetition = 128
     max_detour = detours.MAX_DETOUR
     max_copied = detours.MAX_COPIED

@@ -362,6 +362,15 @@ class RiscvLowering(Lowering):
 
     # Control
 
+    def _call_per_cpu(self, op: ir.CallPerCpu) -> None:
+        # No virtual register is in t0, but the probed code may need its value.
+        base, offset = self._per_cpu_operand(op.offset + WORD)
+        self._code += store(base, offset, T0, WORD)
+        base, offset = self._per_cpu_operand(op.offset)
+        self._code += load(T0, base, offset, WORD) + asm.jalr(T0, T0, 0)
+        base, offset = self._per_cpu_operand(op.offset + WORD)
+        self._code += load(T0, base, offset, WORD)
+
     def _jump_to(self, op: ir.JumpTo) -> None:
         self._code += asm.move(LEAVING, self._real[op.address])
         self._block.leaves = True

@@ -48,7 +48,8 @@ class X86(Arch):
     call_size = out_of_line.JMP32_SIZE
     handler_ip_offset = 1
     general_registers = frozenset((*REGISTER_NAMES, "ip", "flags"))
-    return_size = 1
+    return_size = len(detours.RET)
+    routine_return = detours.RET
     max_repetition = 32
     strategies = MappingProxyType(STRATEGIES)
     max_detour = detours.MAX_DETOUR

@@ -105,6 +105,4 @@ def original_place(region: Region, copied: int, address: int, bits: int) -> Orig
 
 def relative_call(source: int, target: int) -> bytes:
     """Encode a `call rel32` from `source` to `target`. Raises: KernelError ERANGE (32 bits don't reach)."""
-    jump = relative_jump(source, target)
-    assert len(jump) == JMP32_SIZE
-    return b"\xe8" + jump[1:]
+    return b"\xe8" + relative_jump(source, target)[1:]

@@ -324,6 +324,10 @@ class Encoder:
         """
         return self._operand(_TESTS[size], 0, base, offset) + _immediate(value, size)
 
+    def call_memory(self, base: int, offset: int) -> bytes:
+        """Encode a call of the address in a word of memory."""
+        return self._operand(_CALL_INDIRECT, 2, base, offset)
+
     def lea(self, dst: int, base: int, offset: int) -> bytes:
         """Encode an instruction that sets dst to base + offset; the flags are preserved."""
         return _based(self._lea, dst, base, offset)
@@ -370,6 +374,7 @@ def high_byte_load(offset: int) -> bytes:
 
 _PUSH = tuple((b"\x41" if n > 7 else b"") + bytes([0x50 | n & 7]) for n in range(16))
 _POP = tuple((b"\x41" if n > 7 else b"") + bytes([0x58 | n & 7]) for n in range(16))
+_CALL_INDIRECT = X86Opcode(b"\xff")
 _CMPXCHG8B = X86Opcode(b"\x0f\xc7", prefix=LOCK)
 _IMMEDIATES = {size: _sized(b"\xc7", size) for size in (1, 2, 4, 8)}
 _TESTS = {size: _sized(b"\xf7", size) for size in (1, 2, 4, 8)}

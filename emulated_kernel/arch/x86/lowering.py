@@ -110,6 +110,7 @@ _USING_FLAGS = frozenset(
         ir.Branch,
         ir.BranchImmediate,
         ir.BranchPerCpu,
+        ir.CallPerCpu,
         ir.IncreasePerCpu,
         ir.ComputePerCpu,
         ir.AddAndFetch,
@@ -443,6 +444,9 @@ class X86Lowering(Lowering):
         self._code += self._encoder.exchange_add(self._real[op.base], op.offset, self._real[op.addend])
 
     # Control
+
+    def _call_per_cpu(self, op: ir.CallPerCpu) -> None:
+        self._code += self._encoder.call_memory(PER_CPU, op.offset)
 
     def _jump_to(self, op: ir.JumpTo) -> None:
         self._code += self._encoder.move(LEAVING, self._real[op.address])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.image.call_graph import Calls, FunctionCalls
-from emulated_kernel.machine.text.text import Text
+from emulated_kernel.machine.text.text import WORD_SIZE, Text
 
 _MAX_WORDS = 64
 """Maximum number of patched words whose functions are looked up to find the kinds of calls to watch.
@@ -69,16 +69,17 @@ class WatchedCalls:
         # all words at each change would make arming n probes quadratic.
         for word, kept in list(self._words.items()):
             # A word may contain the end of one function and the start of the next one.
-            mask = kept >> 64
+            mask = kept >> 8 * WORD_SIZE
             first = (mask & -mask).bit_length() - 1 >> 3
             last = mask.bit_length() - 1 >> 3
-            found |= self._functions.of(word * 8 + first) | self._functions.of(word * 8 + last)
+            start = word * WORD_SIZE
+            found |= self._functions.of(start + first) | self._functions.of(start + last)
         return found
 
     def _before_change(self, address: int, size: int) -> None:
         patched = self._patched()
         more = self._functions.of(address) | self._functions.of(address + size - 1)
-        if len(self._words) + (size + 14) // 8 > _MAX_WORDS:
+        if len(self._words) + (size + 2 * WORD_SIZE - 2) // WORD_SIZE > _MAX_WORDS:
             # Afterwards _find() may give up.
             more = Calls.ALL
         more &= ~patched

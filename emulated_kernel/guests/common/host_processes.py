@@ -84,6 +84,10 @@ class ProcessWatch:
         """Return the guest's pid of a host process."""
         return pid
 
+    def own_number(self) -> int:
+        """Return the guest's pid of the process that this code runs in."""
+        return self.number(os.getpid())
+
     def host_pid(self, number: int) -> int:
         """Return the host's pid of the process that has the pid `number` in the guest."""
         return number

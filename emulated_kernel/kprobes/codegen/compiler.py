@@ -267,14 +267,25 @@ class Compiler:
         `ret` is the address of a return instruction. Each of the functions may read any register. Return None
         if there is no room for the code.
         """
-        arch = self._arch
-        live = (
-            None
-            if self.saves_all
-            else LiveRegisters(arch.general_registers - {"ip", "sp", "flags"}, flags=False)
-        )
-        handler = arch.called_code(builder.program(), 0, live)
-        return self._write(builder, handler, arch.jump_size, self._going_on_at(ret))
+        handler = self._arch.called_code(builder.program(), 0, self._live_in_callers)
+        return self._write(builder, handler, self._arch.jump_size, self._going_on_at(ret))
+
+    @_or_none
+    def routine(self, builder: ProgramBuilder) -> CompiledCode | None:
+        """Compile a program that other compiled code calls by ir.CallPerCpu.
+
+        Return None if there is no room for the code.
+        """
+        handler = self._arch.handler_code(builder.program(), 0, self._live_in_callers)
+        ret = self._arch.routine_return
+        return self._write(builder, handler, len(ret), lambda _at: ret)
+
+    @property
+    def _live_in_callers(self) -> LiveRegisters | None:
+        """Registers that callers of guest code may read afterwards; None if the code saves all registers."""
+        if self.saves_all:
+            return None
+        return LiveRegisters(self._arch.general_registers - {"ip", "sp", "flags"}, flags=False)
 
     @_or_none
     def jump(self, target: int) -> CompiledCode | None:

@@ -463,7 +463,8 @@ class FtraceSites:
 
         `starting`: site -> target of the call. `stopping`: sites that get nops.
         """
-        insns = {site: self._arch.relative_call(site, target) for site, target in starting.items()}
+        encode = self._arch.relative_call
+        insns = {site: encode(site, target) for site, target in starting.items()}
         breakpoints: dict[int, Callable[[Any], None]] = {}
         if not self._poker.takes_one_step(len(insns) + len(stopping)):
             breakpoints.update(dict.fromkeys(starting, self._call(starting)))

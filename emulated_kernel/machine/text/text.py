@@ -24,6 +24,16 @@ _REACH = 1 << 30
 It is half of the range of a jump, so that there is a margin for the sizes of both pieces of code.
 """
 _NO_PAGE = (0, 0, 0)
+WORD_SIZE = 16
+"""Size in bytes of the aligned pieces of text that share an entry of the ledger.
+
+A call at the start of an aligned function is in one word, also if the call follows an `endbr64`.
+"""
+_NUMBER = WORD_SIZE.bit_length() - 1
+"""`address >> _NUMBER` is the number of an address's word."""
+_PLACE = WORD_SIZE - 1
+"""`address & _PLACE` is an address's offset in its word."""
+_BITS = 8 * WORD_SIZE
 _DIFFERS = b"\0" + b"\xff" * 255
 
 
@@ -61,18 +71,18 @@ class OriginalBytes(Mapping[int, int]):
         self.changes = 0
         """Number of completed changes of `words` so far."""
         self.words: dict[int, int] = {}
-        """Address / 8 -> original bytes that differ, and from bit 64 on a mask, 0xFF for each such byte."""
+        """Number of a word -> original bytes that differ, and above them a mask, 0xFF for each such byte."""
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[int]:
         for word, kept in self.words.items():
-            yield from (word * 8 + at for at in range(8) if kept >> 64 + at * 8 & 0xFF)
+            yield from (word * WORD_SIZE + at for at in range(WORD_SIZE) if kept >> _BITS + at * 8 & 0xFF)
 
     def __getitem__(self, address: int) -> int:
-        kept = self.words.get(address >> 3, 0) >> address % 8 * 8
-        if not kept >> 64 & 0xFF:
+        kept = self.words.get(address // WORD_SIZE, 0) >> address % WORD_SIZE * 8
+        if not kept >> _BITS & 0xFF:
             raise KeyError(address)
         return kept & 0xFF
 
@@ -80,38 +90,41 @@ class OriginalBytes(Mapping[int, int]):
         """Update the ledger for a change of the text at `va` from `before` to `data`."""
         done = 0
         while done < len(data):
-            stop = done + 8 - (va + done) % 8
+            stop = done + WORD_SIZE - (va + done) % WORD_SIZE
             self.write_in_word(va + done, data[done:stop], before[done:stop])
             done = stop
 
     def write_in_word(self, va: int, data: bytes, before: bytes) -> None:
-        """Update the ledger for a change from `before` to `data` at `va`, within one aligned 8-byte word."""
-        shift = (va & 7) << 3
-        kept = self.words.get(va >> 3, 0)
+        """Update the ledger for a change from `before` to `data` at `va`, within one word."""
+        words = self.words
+        word = va >> _NUMBER
+        shift = (va & _PLACE) << 3
+        kept = words.get(word, 0)
         original = int.from_bytes(before, "little")
         if kept:
             span = (1 << 8 * len(data)) - 1
-            differed = kept >> 64 + shift & span
+            differed = kept >> _BITS + shift & span
             original = original & ~differed | kept >> shift & differed
-            kept &= ~((span << 64 | span) << shift)
+            kept &= ~((span << _BITS | span) << shift)
         if changed := original ^ int.from_bytes(data, "little"):
             differs = int.from_bytes(changed.to_bytes(len(data), "little").translate(_DIFFERS), "little")
-            kept |= (differs << 64 | original & differs) << shift
+            kept |= (differs << _BITS | original & differs) << shift
         if kept:
-            self.words[va >> 3] = kept
+            words[word] = kept
         else:
-            self.words.pop(va >> 3, None)
+            words.pop(word, None)
         self.changes += 1
 
     def originals(self, va: int, now: bytes) -> bytes:
         """Return the original bytes of the text at `va`. `now`: the bytes that are there now."""
         found = bytearray(now)
         end = va + len(now)
-        for word in range(va >> 3, end + 7 >> 3):
+        for word in range(va // WORD_SIZE, -(-end // WORD_SIZE)):
             kept = self.words.get(word, 0)
-            for address in range(max(word * 8, va), min(word * 8 + 8, end)) if kept else ():
-                if kept >> 64 + address % 8 * 8 & 0xFF:
-                    found[address - va] = kept >> address % 8 * 8 & 0xFF
+            start = word * WORD_SIZE
+            for address in range(max(start, va), min(start + WORD_SIZE, end)) if kept else ():
+                if kept >> _BITS + address % WORD_SIZE * 8 & 0xFF:
+                    found[address - va] = kept >> address % WORD_SIZE * 8 & 0xFF
         return bytes(found)
 
 
@@ -177,8 +190,8 @@ class Text:
         start, end, _ = self._originals.pop(at)
         self._starts.pop(at)
         self.count -= 1
-        for word in [word for word in self.ledger.words if start <= word * 8 + 7 and word * 8 < end]:
-            for address in range(max(word * 8, start), min(word * 8 + 8, end)):
+        for first in [word * WORD_SIZE for word in self.ledger.words]:
+            for address in range(max(first, start), min(first + WORD_SIZE, end)):
                 original = self.ledger.get(address, 0).to_bytes()
                 self.ledger.write(address, original, original)
 
@@ -202,6 +215,7 @@ class Text:
         """
         words = self.ledger.words
         write_in_word = self.ledger.write_in_word
+        before_change = self.before_change
         ram = self._ram
         start, end, offset = _NO_PAGE
         done: list[tuple[int, int]] = []
@@ -213,20 +227,21 @@ class Text:
                 if not words:
                     start, end, offset = _NO_PAGE
                     self._announce(va)
-                if self.before_change is not None and self.is_original(va):
+                if before_change is not None and self.is_original(va):
                     start, end, offset = _NO_PAGE
-                    self.before_change(va, size)
+                    before_change(va, size)
+                if len(done) < _FLUSH_FROM:
+                    done.append((va, size))
                 if not start <= va <= end - size:
                     start, end, offset = self._adopted_page(va)
                     pages.add(va & -PAGE_SIZE)
-                if start <= va <= end - size and (va & 7) + size <= 8:
-                    pa = va + offset
-                    write_in_word(va, data, ram[pa : pa + size])
-                    ram[pa : pa + size] = data
-                else:
+                if (va & _PLACE) + size > WORD_SIZE or not start <= va <= end - size:
                     self._write(va, data)
-                if len(done) < _FLUSH_FROM:
-                    done.append((va, size))
+                    continue
+                pa = va + offset
+                stop = pa + size
+                write_in_word(va, data, ram[pa:stop])
+                ram[pa:stop] = data
         finally:
             self._end_batch(done, pages, before)
 
@@ -246,7 +261,7 @@ class Text:
         # For each position in a word: the bits that an instruction there has in the word's entry of the
         # ledger. 0 if the instruction extends to the next word.
         bits = (1 << 8 * size) - 1
-        spans = [(bits << 64 | bits) << 8 * at if at + size <= 8 else 0 for at in range(8)]
+        spans = [(bits << _BITS | bits) << 8 * at if at + size <= WORD_SIZE else 0 for at in range(WORD_SIZE)]
         done: list[tuple[int, int]] = []
         pages = set[int]()
         before = len(words)
@@ -257,22 +272,25 @@ class Text:
                     pages.add(va & -PAGE_SIZE)
                 if len(done) < _FLUSH_FROM:
                     done.append((va, size))
-                span = spans[va & 7]
+                at = va & _PLACE
+                span = spans[at]
                 if not span or not start <= va <= end - size:
                     self._write(va, self.original(va, size))
                     continue
-                kept = words.get(va >> 3)
-                if kept is None:
-                    continue
+                word = va >> _NUMBER
+                kept = words.get(word, 0)
                 mine = kept & span
+                if not mine:
+                    continue
                 if mine == kept:
-                    del words[va >> 3]
+                    del words[word]
                 else:
-                    words[va >> 3] = kept ^ mine
-                mine >>= (va & 7) << 3
+                    words[word] = kept ^ mine
+                mine >>= at << 3
                 pa = va + offset
-                now = int.from_bytes(ram[pa : pa + size], "little")
-                ram[pa : pa + size] = (now & ~(mine >> 64) | mine & bits).to_bytes(size, "little")
+                stop = pa + size
+                now = int.from_bytes(ram[pa:stop], "little")
+                ram[pa:stop] = (now & ~(mine >> _BITS) | mine & bits).to_bytes(size, "little")
         finally:
             self._end_batch(done, pages, before)
 
@@ -290,7 +308,7 @@ class Text:
             if shrink_dict(words, before):
                 # shrink_dict() empties the dict for a moment, in which another thread may have read it.
                 self.ledger.changes += 1
-                self._memory.give_back(pages - {word * 8 & -PAGE_SIZE for word in words})
+                self._memory.give_back(pages - {word * WORD_SIZE & -PAGE_SIZE for word in words})
         else:
             for va, size in done:
                 self._invalidate(va, size)

@@ -87,8 +87,13 @@ class GuestAddresses:
     """Whether the bit is set while interrupts are masked. Otherwise it is set while they are enabled."""
     last_pid: int
     """Per-CPU offset of a u64: the pid whose name was saved last."""
-    event_time: int
-    """Per-CPU offset of two u64, time and length of an event: arguments of RecordTarget.make_room."""
+    request: int
+    """Per-CPU offset of the words of a request for room in a ring buffer, which next_page.py lists.
+
+    Time and length of the event are the arguments of RecordTarget.make_room.
+    """
+    turns_pages: bool
+    """Whether guest code can call the code at NEXT_PAGE before it calls RecordTarget.make_room."""
     scratch: int
     """Per-CPU offset of the scratch memory of SCRATCH_SIZE bytes, in which guest code assembles an entry."""
     breakpoint_context: tuple[int, int] | None

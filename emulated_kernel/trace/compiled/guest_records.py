@@ -18,6 +18,7 @@ from emulated_kernel.trace.compiled.guest_addresses import (
     HitCounter,
     NeedResched,
 )
+from emulated_kernel.trace.compiled.next_page import LENGTH, NEXT_PAGE, REQUEST_SIZE, TIME
 from emulated_kernel.trace.context.probe_hit import Tasks
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.ring_layout import CONTROL_SIZE, RingControls, RingMemory
@@ -40,7 +41,13 @@ class GuestRecords(TaskObserver):
         clock: GuestClock,
         damage: DamageReports,
         budget: MemoryBudget,
+        compile_next_page: Callable[[int], int | None] | None,
     ) -> None:
+        """Allocate the memory of each CPU.
+
+        `compile_next_page`: compiles the code of next_page.py for requests at a per-CPU offset. If it is
+        None, guest code asks the host for each page of a ring buffer.
+        """
         self._cells = cells
         self.budget = budget
         """The memory budget to which ring buffers are charged, with a limit for each user."""
@@ -49,9 +56,11 @@ class GuestRecords(TaskObserver):
         self._damage = damage
         self.tasks = tasks
         self._cmdlines = cmdlines
-        self._request_at = cells.alloc_percpu(2 * _CELL)
-        self._requests = [cell.cast("Q") for cell in cells.cells(self._request_at, 2 * _CELL)]
-        """For each CPU, time stamp and size in bytes of the event for which guest code requests room."""
+        self._request_at = cells.alloc_percpu(REQUEST_SIZE)
+        self._requests = [cell.cast("Q") for cell in cells.cells(self._request_at, REQUEST_SIZE)]
+        """For each CPU, the words of guest code's request for room in a ring buffer."""
+        self._compile_next_page = compile_next_page
+        self._set_next_page(0)
         self._last_pid_at = cells.alloc_percpu(_CELL)
         self._last_pids = [cell.cast("Q") for cell in cells.cells(self._last_pid_at, _CELL)]
         self._scratch_at = cells.alloc_percpu(SCRATCH_SIZE)
@@ -164,7 +173,8 @@ class GuestRecords(TaskObserver):
             interrupt_flag=(register, bit),
             has_interrupt_mask=has_mask,
             last_pid=self._last_pid_at,
-            event_time=self._request_at,
+            request=self._request_at,
+            turns_pages=self._compile_next_page is not None,
             scratch=self._scratch_at,
             breakpoint_context=breakpoint_context,
             save_comm=self._save_comm,
@@ -218,6 +228,12 @@ class GuestRecords(TaskObserver):
         def make_room() -> bool:
             cpu = current()
             request = requests[cpu]
-            return buffers[cpu].make_room(request[1], request[0])
+            if not request[NEXT_PAGE >> 3] and self._compile_next_page is not None:
+                self._set_next_page(self._compile_next_page(self._request_at) or 0)
+            return buffers[cpu].make_room(request[LENGTH >> 3], request[TIME >> 3])
 
         return make_room
+
+    def _set_next_page(self, address: int) -> None:
+        for request in self._requests:
+            request[NEXT_PAGE >> 3] = address

@@ -13,6 +13,7 @@ from emulated_kernel.arch.program.ir import (
     Branch,
     BranchImmediate,
     BranchPerCpu,
+    CallPerCpu,
     Compute,
     ComputeImmediate,
     ComputePerCpu,
@@ -32,6 +33,7 @@ from emulated_kernel.arch.program.ir import (
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.trace.compiled.fetch import BASE, HIGH, LIMIT, OTHER, POSITION, TEMP, VALUE, chunks
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
+from emulated_kernel.trace.compiled.next_page import CONTROL, LENGTH, NEXT_PAGE, TIME
 from emulated_kernel.trace.ring.buffer_page import DELTA_BITS, MAX_SMALL_DATA, event_size
 from emulated_kernel.trace.ring.ring_layout import (
     FLAGS,
@@ -297,7 +299,7 @@ class RecordEmitter:
         again = builder.label()
         with builder.out_of_line() as no_room:
             emit(ComputePerCpu(Arithmetic.ADD, VALUE, stamp, self._high))
-            self._ask_for_room(length, target, dropped)
+            self._ask_for_room(length, target, again, dropped)
             emit(Jump(again))
         builder.place(again)
         emit(
@@ -323,20 +325,35 @@ class RecordEmitter:
             IncreasePerCpu(stamp, VALUE),
         )
 
-    def _ask_for_room(self, length: int | None, target: RecordTarget, dropped: Label) -> None:
+    def _ask_for_room(self, length: int | None, target: RecordTarget, again: Label, dropped: Label) -> None:
+        """Emit code that makes room for an event whose time is in VALUE and HIGH.
+
+        If guest code makes the room, the code jumps to `again`. If the host drops the event, it jumps to
+        `dropped`.
+        """
         emit = self._emit
-        request = self._places.event_time
+        request = self._places.request
         emit(
             BranchPerCpu(Condition.ANY_BIT, target.control_at + FLAGS, 4, RingFlag.DISABLED, dropped),
-            StorePerCpu(request, VALUE, self._word),
+            StorePerCpu(request + TIME, VALUE, self._word),
         )
         if self._high is not None:
-            emit(StorePerCpu(request + self._word, self._high, self._word))
-        length_at = request + _CELL
+            emit(StorePerCpu(request + TIME + self._word, self._high, self._word))
+        length_at = request + LENGTH
         if length is None:
             emit(StorePerCpu(length_at, _LENGTH, self._word))
         else:
             emit(SetImmediate(TEMP, length), StorePerCpu(length_at, TEMP, self._word))
+        if self._places.turns_pages:
+            not_compiled = self._builder.label()
+            emit(
+                BranchPerCpu(Condition.EQ, request + NEXT_PAGE, self._word, 0, not_compiled),
+                *load_base(TEMP, self._places.this_cpu_off, target.control_at, self._word),
+                StorePerCpu(request + CONTROL, TEMP, self._word),
+                CallPerCpu(request + NEXT_PAGE),
+                BranchPerCpu(Condition.EQ, length_at, 4, 0, again),
+            )
+            self._builder.place(not_compiled)
         self._builder.call_host(target.make_room, dropped)
 
     def header(self, pointer: int, space: EventSpace) -> None:

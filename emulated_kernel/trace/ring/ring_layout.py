@@ -23,7 +23,8 @@ Guest code writes an event of `length` bytes (buffer_page.event_size) at the tim
 
 If there is no room or a time extend is needed, guest code first calls the host: RingBuffer.make_room(length,
 t). If the call returns True, the steps succeed when they are repeated. If the call returns False, the event
-is dropped. A dropped event is counted only if there was no room.
+is dropped. A dropped event is counted only if there was no room. Guest code can also move the tail to the
+next sub-buffer itself (trace/compiled/next_page.py).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class RingShape(NamedTuple):
 
 
 class RingControl(LittleEndianStructure):
-    """A control block of a ring buffer: 32 u64 words, of which the last 6 are reserved."""
+    """A control block of a ring buffer: 32 u64 words, of which the last 5 are reserved."""
 
     write_ptr: int  # address of the next event; 0: only the host may write one now
     write_stamp: int  # time of the last event written
@@ -80,7 +81,8 @@ class RingControl(LittleEndianStructure):
     aside: int  # 1: the buffer of a snapshot, not of the trace array itself
     changing: int  # 1 while the host changes words that belong together
     order: int  # a sub-buffer has 4096 << order bytes
-    _fields_ = (*((name, c_uint64) for name in __annotations__), ("reserved", c_uint64 * 6))
+    first_page: int  # address of sub-buffer 0
+    _fields_ = (*((name, c_uint64) for name in __annotations__), ("reserved", c_uint64 * 5))
 
 
 CONTROL_SIZE = sizeof(RingControl)

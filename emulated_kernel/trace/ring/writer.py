@@ -70,6 +70,7 @@ class RingWriter:
         "_capacity",
         "_control",
         "_entries_at",
+        "_has_recorded",
         "_memory",
         "_shift",
         "_start",
@@ -104,6 +105,8 @@ class RingWriter:
         self._capacity = capacity(order)
         self.generation = 0
         """Number of times that the buffer was emptied or its memory was freed."""
+        self._has_recorded = False
+        """Whether the buffer had events before it was last emptied."""
         self.held = 0
         """Number of open trace files that read the buffer. While it is not 0, the buffer must not be resized.
 
@@ -146,6 +149,7 @@ class RingWriter:
         """Number of sub-buffers in the ring."""
         self._start = data_start(nr_pages, self.order, place.address)
         self._shift = place.address
+        self._control.first_page = self._shift + self._start
         self._entries_at = SLOTS + nr_pages
 
     @property

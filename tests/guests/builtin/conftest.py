@@ -14,6 +14,8 @@ from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 
 FIRST_PID = 500
+"""First pid of a client. The pids of the tests' process and of its relatives differ from run to run."""
+OWN_PID = FIRST_PID - 1
 
 
 @dataclass
@@ -30,6 +32,9 @@ class ScriptedWatch(ProcessWatch):
     programs: dict[tuple[int, str], str] = field(default_factory=dict)
     """Pid and name -> path of the program."""
     restarted: set[int] = field(default_factory=set)
+
+    def own_number(self) -> int:
+        return OWN_PID
 
     def has_events(self) -> bool:
         return bool(self.pending_forks or self.pending_exits)

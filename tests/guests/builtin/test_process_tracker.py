@@ -16,7 +16,7 @@ from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
-from tests.guests.builtin.conftest import FIRST_PID, ScriptedWatch, tasks
+from tests.guests.builtin.conftest import FIRST_PID, OWN_PID, ScriptedWatch, tasks
 
 SHELL = FIRST_PID
 CHILD = FIRST_PID + 1
@@ -247,11 +247,11 @@ def test_a_pid_of_a_process_whose_end_was_not_reported(kernel: Kernel, watch: Sc
 def test_the_worker_is_replaced_when_a_call_kills_it(kernel: Kernel) -> None:
     mirror = kernel.guest.processes
     worker = mirror.worker()
-    assert (worker.pid, tasks(kernel)[worker.pid].comm) == (os.getpid(), "kprobefs")
+    assert (worker.pid, tasks(kernel)[worker.pid].comm) == (OWN_PID, "kprobefs")
     with pytest.raises(KernelError):
         kernel.call("strlen", 0)
     assert mirror.worker() is not worker
-    assert mirror.worker().pid == os.getpid()
+    assert mirror.worker().pid == OWN_PID
 
 
 def test_names_of_any_bytes(kernel: Kernel, watch: ScriptedWatch) -> None:
@@ -283,3 +283,24 @@ def test_a_pinned_process_runs_on_its_cpu(watch: ScriptedWatch) -> None:
             watch.pending_exits = [CHILD]
         watch.pins.clear()
         assert mirror.task_of(SHELL, 0, 0).cpu is None
+
+
+def test_an_exit_reaches_a_client_that_waits_for_records(kernel: Kernel, watch: ScriptedWatch) -> None:
+    """Without a request. While nothing happens, no request begins, so the virtual clock stands still."""
+    mount, client = kernel.mount(), Client(SHELL, 0, 0)
+    watch.comms |= {SHELL: "sh", CHILD: "sleep"}
+    for pid in (SHELL, CHILD):
+        mount.release(mount.open(Client(pid, 0, 0), "/tracing/trace_clock", os.O_RDONLY))
+    enable = mount.open(client, "/tracing/events/sched/sched_process_exit/enable", os.O_WRONLY)
+    mount.write(client, enable, b"1", 0)
+    mount.release(enable)
+    pipe = mount.open(client, "/tracing/trace_pipe", os.O_RDONLY | os.O_NONBLOCK)
+    woken: list[bool] = []
+    assert mount.poll(pipe, lambda: woken.append(True)) == 0
+    before = kernel.machine.clock.now_ns()
+    mount.follow_processes()
+    assert (kernel.machine.clock.now_ns(), woken) == (before, [])
+    watch.pending_exits.append(CHILD)
+    mount.follow_processes()
+    assert woken == [True]
+    assert f"sched_process_exit: comm=sleep pid={CHILD} " in mount.read(client, pipe, 4096, 0).decode()

@@ -18,6 +18,7 @@ from emulated_kernel.image.builtin_image import load_image
 from emulated_kernel.image.call_graph import Calls, FunctionCalls
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.machine.text.text import WORD_SIZE
 from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_CODE
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.control_lock import ControlLock
@@ -256,10 +257,10 @@ def test_a_poke_reads_no_words_if_too_many_are_patched() -> None:
         start = next(start for start, _end in kernel.image.text_ranges)
         words = text.ledger.words = CountedWords()
         WatchedCalls(text, kernel.image)
-        text.poke_batch((start + 8 * number, b"\xcc") for number in range(200))
+        text.poke_batch((start + WORD_SIZE * number, b"\xcc") for number in range(200))
         few = words.read
         assert few > 0
-        text.poke_batch((start + 8 * number, b"\xcc") for number in range(200, 300))
+        text.poke_batch((start + WORD_SIZE * number, b"\xcc") for number in range(200, 300))
         assert len(words) > 200
         assert words.read == few
 

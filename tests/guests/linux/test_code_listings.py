@@ -8,7 +8,6 @@ from typing import Any, cast
 import keystone
 import pytest
 
-from emulated_kernel.arch.arm64 import ftrace
 from emulated_kernel.guests.linux import initramfs
 from emulated_kernel.guests.linux.guest import breakpoint_stub, irq_work_wakeup, wakeup_thunk, wakeups
 from emulated_kernel.guests.linux.mounts import control_calls, control_stubs
@@ -32,8 +31,6 @@ ARM64_LISTINGS = {
     "reschedule": wakeups.ARM64_RESCHEDULE,
     "trace": wakeups.ARM64_TRACE,
     "stub": initramfs.ARM_LISTING,
-    "ftrace, before the host": ftrace.SAVE,
-    "ftrace, behind the host": ftrace.RESTORE,
     "interrupt": arm64_calls.INTERRUPT,
     "maker": arm64_calls.MAKER,
     "thread": arm64_calls.THREAD,

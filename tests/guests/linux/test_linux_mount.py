@@ -530,3 +530,19 @@ def test_the_core_of_the_guest(mount: Mount, tmp_path: Path, monkeypatch: pytest
         core = CoreFile(file.fileno())
     assert core.vmcoreinfo["OSRELEASE"] in Files(mount, SHELL).read("/machine/version")
     assert 64 << 20 < core.end <= size - RAM_OFFSET
+
+
+def test_an_exit_reaches_a_client_that_waits_for_records(mount: Mount, shell: Files, host: Host) -> None:
+    """Without a request."""
+    Files(mount, OTHER).read("/tracing/trace_clock")
+    shell.write("/tracing/events/sched/sched_process_exit/enable", "1")
+    pipe = mount.open(SHELL, "/tracing/trace_pipe", os.O_RDONLY | os.O_NONBLOCK)
+    woken: list[bool] = []
+    assert mount.poll(pipe, lambda: woken.append(True)) == 0
+    mount.follow_processes()
+    assert woken == []
+    host.ended.append(OTHER.pid)
+    mount.follow_processes()
+    assert woken == [True]
+    assert f"sched_process_exit: comm=cat pid={OTHER.pid} " in mount.read(SHELL, pipe, 4096, 0).decode()
+    mount.release(pipe)

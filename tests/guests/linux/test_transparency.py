@@ -9,7 +9,17 @@ import pytest
 
 from emulated_kernel.kprobes.kprobe import Kprobe
 from stress.linux.everywhere import functions
-from stress.linux.transparency import OBJECTS, PROBED, Call, Caller, Comparison
+from stress.linux.transparency import (
+    KEPT,
+    OBJECTS,
+    PROBED,
+    REGISTERS,
+    RETURNED,
+    Call,
+    Caller,
+    Comparison,
+    Effect,
+)
 from tests.guests.linux.probing import MODES, engine, kernel
 from tests.guests.linux.rewind import Rewind
 from tests.guests.linux.traced import TRACED
@@ -74,6 +84,18 @@ def test_what_a_probe_changes_is_told(wrong: str, caller: Caller) -> None:
         caller.engine.kprobes.unregister_kprobe(probe)
     assert found is not None
     assert ("r10=0x1" if wrong == "register" else "page") in found.difference(expected, 0)
+
+
+@pytest.mark.parametrize(("at", "wrong"), [(8, ""), (16, "page 0x4000")])
+def test_pending_calls_in_a_copied_task_may_differ(at: int, wrong: str) -> None:
+    def effect(page: bytes) -> Effect:
+        return Effect(RETURNED, (0,) * len(REGISTERS), {0x4000: page}, frozenset([0x4008]))
+
+    page = bytearray(4096)
+    expected = effect(bytes(page))
+    page[at] = 2
+    found = effect(bytes(page)).without(KEPT, lambda one, _two: one, expected)
+    assert found.difference(expected, 0) == wrong
 
 
 def test_memory_is_as_before() -> None:

@@ -13,6 +13,7 @@ from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.arch.x86.arch import I386, X86_64
 from emulated_kernel.trace.compiled.guest_addresses import SCRATCH_SIZE, GuestAddresses, NeedResched
 from emulated_kernel.trace.compiled.handler import CompiledEvent, EventEmitter, Recording, compiled_event
+from emulated_kernel.trace.compiled.next_page import NEXT_PAGE, NextPageEmitter
 from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import Recorder, TraceEvent
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
@@ -23,8 +24,8 @@ from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY, RawEntry
 from tests.arch.program_model import Interpreter, Unmapped
 from tests.trace.events.kernel import FUNCTIONS, Function, no_string
 
-_SCRATCH, _CONTROLS = 0x1000, 0x10000
-"""Offsets of the scratch memory and the control blocks in the CPU's area."""
+_REQUEST, _SCRATCH, _CONTROLS = 0x400, 0x1000, 0x10000
+"""Offsets of a request for room, the scratch memory and the control blocks in the CPU's area."""
 CPU = 3
 PID, COMM = 4242, b"a-task"
 STEP = 57
@@ -176,7 +177,8 @@ class RingRecorder(Recorder):
         return RecordTarget(self.guest_ring.place.control_at, self.saves_comm, self._make_room, self.order)
 
     def _make_room(self) -> bool:
-        request = self.guest.memory.read(self.guest.target.per_cpu + self.guest.places.event_time, 16)
+        self.guest.rooms += 1
+        request = self.guest.memory.read(self.guest.target.per_cpu + self.guest.places.request, 16)
         assert request is not None
         time, length = (int.from_bytes(request[at : at + 8], "little") for at in (0, 8))
         return self.guest_ring.make_room(length, time)
@@ -242,7 +244,12 @@ class Guest:
     """A guest with one CPU and one task."""
 
     def __init__(
-        self, way: EntryKind = EntryKind.JUMP, arch: str = "x86_64", layout: Layout = LAYOUTS[0]
+        self,
+        way: EntryKind = EntryKind.JUMP,
+        arch: str = "x86_64",
+        layout: Layout = LAYOUTS[0],
+        *,
+        turns_pages: bool = True,
     ) -> None:
         self.way = way
         self.layout = layout
@@ -251,6 +258,8 @@ class Guest:
         self.memory = memory = Memory()
         self.now = 1_000_000
         self.saves = 0
+        self.rooms = 0
+        """Number of calls of make_room()."""
         self.host_saved: list[int] = []
         memory.map(target.kernel, 8192)
         memory.map(target.stack, 16384)
@@ -273,12 +282,14 @@ class Guest:
             hardirq_mask=0xF0000,
             softirq_mask=0xFF00,
             last_pid=0x30,
-            event_time=0x40,
+            request=_REQUEST,
+            turns_pages=turns_pages and self.word == 8,
             scratch=_SCRATCH,
             breakpoint_context=None if layout.has_interrupt_mask else (0x48, 0xFF),
             save_comm=self._save_comm,
             new_counter=lambda: None,
         )
+        memory.word(target.per_cpu + _REQUEST + NEXT_PAGE, turns_pages)
         memory.word(target.clock, self.now)
         memory.word(target.clock + 8, STEP)
         memory.word(target.per_cpu + 0x18, target.per_cpu, self.word)
@@ -357,7 +368,15 @@ class Guest:
             self.target.per_cpu,
             lambda number: builder.actions[number](),
             vregs,
+            call=self._next_page,
         ).run(program)
+
+    def _next_page(self, _address: int) -> None:
+        """Run the code that CallPerCpu calls, with virtual registers of its own."""
+        builder = ProgramBuilder()
+        NextPageEmitter(builder, self.places.request).emit()
+        memory = Numbers(self.memory)
+        Interpreter(64, {}, memory, self.target.per_cpu, lambda _number: False).run(builder.program())
 
 
 def recordings(compiled: CompiledEvent) -> tuple[Recording, ...]:

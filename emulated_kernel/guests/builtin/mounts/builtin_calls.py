@@ -111,6 +111,13 @@ class BuiltinCalls(GuestCalls):
         """Repeat the client's change of its working directory; see GuestCalls."""
         self._clients.chdir(client, path)
 
+    def follow_processes(self) -> None:
+        """Repeat forks and exits in the guest, as the next request would; see GuestCalls."""
+        processes = self._guest.processes
+        if processes.has_news():
+            with suppress(KernelError):
+                processes.task_of(0, 0, 0)
+
     # Open files
 
     def open(self, client: Client, file: ControlFile) -> None:

@@ -48,7 +48,7 @@ class ProcessTracker(TaskObserver):
         self._cpus = kernel.machine.config.cpus
         self._watch = watch
         self._nr = kernel.syscall_numbers
-        self._own_pid = watch.number(os.getpid())
+        self._own_pid = watch.own_number()
         self.init = init
         self._by_pid: dict[int, GuestTask] = {INIT_PID: init}
         self._unnamed: deque[GuestTask] = deque(maxlen=MAX_UNNAMED)
@@ -186,6 +186,11 @@ class ProcessTracker(TaskObserver):
             self._exits(self._watch.number(client) if client > INIT_PID else 0)
         if self._unnamed:
             self._look_for_execs()
+
+    def has_news(self) -> bool:
+        """Return True if forks or exits of the host's processes must be replayed. Lock: needs."""
+        self._look(0)
+        return bool(self._forked or self._ended)
 
     def _look(self, client: int) -> None:
         """Take new forks and exits from the watch and queue them.

@@ -180,6 +180,11 @@ class LinuxClients:
             self._watch.follow(pid)
         return task
 
+    def has_news(self) -> bool:
+        """Return True if forks or exits of client processes must be repeated. Lock: needs."""
+        self._look(0)
+        return bool(self._forked or self._ended)
+
     def _look(self, client: int) -> None:
         """Take new forks and exits from the watch and queue them. `client`: pid of the requesting process."""
         if self._watch.has_events():

@@ -169,6 +169,10 @@ class LinuxControlCalls(GuestCalls):
         """True if a probe could notice a system call."""
         return bool(self._machine.text.ledger.words) and not self._tasks.machine.death
 
+    def follow_processes(self) -> None:
+        """Repeat forks and exits in the guest, as the next request would; see GuestCalls."""
+        self.guest.follow_processes()
+
     def informed(self, client: Client, opened: str | None = None) -> Client:
         """Return the client with the facts about its process that a request needs; see FileSystem."""
         del opened

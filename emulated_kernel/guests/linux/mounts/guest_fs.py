@@ -225,6 +225,10 @@ class GuestFs(FileSystem):
         del opened
         return self.guest.clients.informed(client)
 
+    def follow_processes(self) -> None:
+        """Implement FileSystem.follow_processes for the guest of this file system."""
+        self.guest.follow_processes()
+
     # Names
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:

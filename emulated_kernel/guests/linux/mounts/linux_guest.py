@@ -324,6 +324,14 @@ class LinuxGuest:
             for notify in self.ended:
                 notify()
 
+    def follow_processes(self) -> None:
+        """Repeat forks and exits of clients' processes, as the next request would; see FileSystem."""
+        with self.running:
+            if not self.is_dead and self.clients.has_news():
+                self.settle()
+                self.clients.catch_up()
+                self.end(has_failed=False)
+
     def see_free_pages(self) -> None:
         """Give memory back to the host if the guest has freed many pages. Lock: needs."""
         pages = self.free_pages

@@ -1,0 +1,290 @@
+"""The tail's step to the next sub-buffer of a ring as guest code, which a kernel's recording handlers call.
+
+If the tail page has no room for an event, the code stores the same words in the same order as
+RingWriter.make_room(). In all other cases the code changes nothing that readers see, and the handler asks the
+host.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from emulated_kernel.arch.program.ir import (
+    Arithmetic,
+    Branch,
+    BranchImmediate,
+    Compute,
+    ComputeImmediate,
+    Condition,
+    Label,
+    Load,
+    LoadPerCpu,
+    Move,
+    SetImmediate,
+    Store,
+    StoreImmediate,
+    StorePerCpu,
+)
+from emulated_kernel.arch.program.ir_builder import ProgramBuilder
+from emulated_kernel.kprobes.codegen.compiler import Compiler
+from emulated_kernel.trace.ring.buffer_page import MAX_ORDER, PADDING, PAGE_HEADER_SIZE, TIME_EVENT_SIZE
+from emulated_kernel.trace.ring.ring_layout import SLOTS, RingFlag, offset_of
+
+WORD: Final = 8
+"""Size in bytes of a word; guests with smaller words always ask the host."""
+TIME: Final = 0
+"""Offset of the time stamp of the event that needs room, in the words of a request for room."""
+LENGTH: Final = 8
+"""Offset of the size of the event in bytes. The code sets the size to 0 if the event has room now."""
+CONTROL: Final = 16
+"""Offset of the address of the ring's control block."""
+NEXT_PAGE: Final = 24
+"""Offset of the address of the code, or of 0 before the code is compiled. The next word is for CallPerCpu."""
+_SLOT = 40
+_TARGET = 48
+_HEAD = 56
+_LOST = 64
+_GROWTH = 72
+REQUEST_SIZE: Final = 80
+"""Size in bytes of the words of a request for room."""
+
+_TABLE = SLOTS * WORD
+"""Offset of the ring slots from the address of the buffer's memory, in bytes."""
+_PAGE_BITS = 12
+"""Number of bits of an offset in a sub-buffer of order 0."""
+
+# Virtual registers.
+_RING = 0
+"""Number of the virtual register with the address of the control block."""
+_OLD = 1
+"""Number of the virtual register with the address of the tail page."""
+_CAPACITY = 2
+"""Number of the virtual register with the number of bytes of data that a page can hold."""
+_PLACE = 3
+"""Number of the virtual register with a ring slot, or with an address."""
+_COUNTS = 4
+"""Number of the virtual register with the address of the counts of events of all pages, less _TABLE."""
+_PAGE = 5
+"""Number of the virtual register with the number of a page, or with a size."""
+_TEMP = 6
+"""Number of the virtual register for temporary values."""
+
+
+def compile_next_page(compiler: Compiler, request: int) -> int | None:
+    """Compile the step to the next sub-buffer; return its address, or None if there is no room for the code.
+
+    `request`: per-CPU offset of the words of a request for room.
+    """
+    if not compiler.may_compile:
+        return None
+    builder = ProgramBuilder()
+    NextPageEmitter(builder, request).emit()
+    code = compiler.routine(builder)
+    return None if code is None else code.entry
+
+
+class NextPageEmitter:
+    """Emits the step to the next sub-buffer.
+
+    There is no branch between the first and the last store that readers see. A run of the guest ends between
+    two blocks of translated code, so it does not end within the step.
+    """
+
+    def __init__(self, builder: ProgramBuilder, request: int) -> None:
+        """Store the per-CPU offset of the words of a request for room."""
+        self._builder = builder
+        self._emit = builder.emit
+        self._request = request
+
+    def emit(self) -> None:
+        """Emit the code. It ends without changes if the step needs the host."""
+        refused = self._builder.label()
+        self._emit(LoadPerCpu(_RING, self._request + CONTROL, WORD))
+        self._leave_old_page(refused)
+        self._find_target(refused)
+        self._find_changes(refused)
+        self._change()
+        self._builder.place(refused)
+
+    def _load(self, dst: int, word: str) -> Load:
+        return Load(dst, _RING, offset_of(word), WORD)
+
+    def _store(self, word: str, src: int) -> Store:
+        return Store(_RING, offset_of(word), src, WORD)
+
+    def _keep(self, word: int, src: int) -> StorePerCpu:
+        return StorePerCpu(self._request + word, src, WORD)
+
+    def _kept(self, dst: int, word: int) -> LoadPerCpu:
+        return LoadPerCpu(dst, self._request + word, WORD)
+
+    def _to_page(self, register: int, spare: int) -> None:
+        """Emit code that turns the number of a page into its address. _TEMP receives the bits of its size."""
+        self._emit(
+            self._load(_TEMP, "order"),
+            ComputeImmediate(Arithmetic.ADD, _TEMP, _PAGE_BITS),
+            Compute(Arithmetic.SHL, register, _TEMP),
+            self._load(spare, "first_page"),
+            Compute(Arithmetic.ADD, register, spare),
+        )
+
+    def _to_entry(self, register: int, table: int) -> None:
+        """Emit code that turns an index into the address of the table's entry, less _TABLE."""
+        self._emit(
+            ComputeImmediate(Arithmetic.SHL, register, 3),
+            Compute(Arithmetic.ADD, register, table),
+        )
+
+    def _wrap(self, slot: int, count: int) -> None:
+        """Emit code that replaces a slot by the following one."""
+        below = self._builder.label()
+        self._emit(
+            ComputeImmediate(Arithmetic.ADD, slot, 1),
+            Branch(Condition.BELOW, slot, count, below),
+            SetImmediate(slot, 0),
+        )
+        self._builder.place(below)
+
+    def _leave_old_page(self, refused: Label) -> None:
+        """Emit code that sets _OLD and _CAPACITY, and fills the rest of the old page with padding.
+
+        Hazard: guest code may have damaged the words. The code refuses what RingWriter.check() refuses.
+        """
+        emit = self._emit
+        emit(
+            self._load(_PAGE, "nr_pages"),
+            self._load(_OLD, "tail_page"),
+            Branch(Condition.ABOVE, _OLD, _PAGE, refused),
+            self._load(_PAGE, "order"),
+            BranchImmediate(Condition.ABOVE, _PAGE, MAX_ORDER, refused),
+        )
+        self._to_page(_OLD, _PLACE)
+        emit(
+            SetImmediate(_CAPACITY, 1),
+            Compute(Arithmetic.SHL, _CAPACITY, _TEMP),
+            ComputeImmediate(Arithmetic.ADD, _CAPACITY, -PAGE_HEADER_SIZE),
+            self._load(_PLACE, "write_ptr"),
+            Move(_PAGE, _OLD),
+            Compute(Arithmetic.ADD, _PAGE, _CAPACITY),
+            ComputeImmediate(Arithmetic.ADD, _PAGE, PAGE_HEADER_SIZE),
+            Compute(Arithmetic.SUB, _PAGE, _PLACE),
+            # _PAGE is the room. It is out of range if write_ptr is 0, because only the host may write then.
+            Branch(Condition.ABOVE, _PAGE, _CAPACITY, refused),
+            BranchImmediate(Condition.ANY_BIT, _PAGE, 3, refused),
+            self._kept(_TEMP, LENGTH),
+            # If there is room, the event needs a time extend.
+            Branch(Condition.ABOVE_EQ, _PAGE, _TEMP, refused),
+        )
+        full = self._builder.label()
+        emit(
+            BranchImmediate(Condition.EQ, _PAGE, 0, full),
+            BranchImmediate(Condition.BELOW, _PAGE, TIME_EVENT_SIZE, refused),
+            StoreImmediate(_PLACE, 0, PADDING | 1 << 5, 4),
+            ComputeImmediate(Arithmetic.ADD, _PAGE, -4),
+            Store(_PLACE, 4, _PAGE, 4),
+        )
+        self._builder.place(full)
+
+    def _find_target(self, refused: Label) -> None:
+        """Emit code that sets _COUNTS, and keeps slot and number of the next page."""
+        emit = self._emit
+        emit(self._load(_TEMP, "nr_pages"), self._load(_PLACE, "tail_slot"))
+        self._wrap(_PLACE, _TEMP)
+        emit(self._load(_COUNTS, "base"), Move(_PAGE, _PLACE))
+        self._to_entry(_PAGE, _COUNTS)
+        emit(
+            Load(_PAGE, _PAGE, _TABLE, WORD),
+            Branch(Condition.ABOVE, _PAGE, _TEMP, refused),
+            self._keep(_SLOT, _PLACE),
+            self._keep(_TARGET, _PAGE),
+            ComputeImmediate(Arithmetic.SHL, _TEMP, 3),
+            Compute(Arithmetic.ADD, _COUNTS, _TEMP),
+        )
+
+    def _find_changes(self, refused: Label) -> None:
+        """Emit code that keeps the head slot, the number of lost events, and the growth in bytes.
+
+        If the next page is the oldest unread one, its events are lost, and the head is the page after it.
+        """
+        emit = self._emit
+        free = self._builder.label()
+        emit(
+            SetImmediate(_TEMP, 0),
+            self._keep(_LOST, _TEMP),
+            self._keep(_GROWTH, _CAPACITY),
+            self._load(_TEMP, "head_slot"),
+            self._keep(_HEAD, _TEMP),
+            Branch(Condition.NE, _PLACE, _TEMP, free),
+            # If the tail is the reader page, the ring is empty, so its head page can be written.
+            self._load(_TEMP, "tail_page"),
+            self._load(_PAGE, "reader_page"),
+            Branch(Condition.EQ, _TEMP, _PAGE, free),
+            self._load(_TEMP, "flags"),
+            BranchImmediate(Condition.NO_BIT, _TEMP, RingFlag.OVERWRITE, refused),
+            self._load(_TEMP, "nr_pages"),
+        )
+        self._wrap(_PLACE, _TEMP)
+        emit(self._keep(_HEAD, _PLACE), self._kept(_PAGE, _TARGET))
+        self._to_page(_PAGE, _PLACE)
+        emit(
+            Load(_TEMP, _PAGE, WORD, WORD),
+            Branch(Condition.ABOVE, _TEMP, _CAPACITY, refused),
+            Move(_PLACE, _CAPACITY),
+            Compute(Arithmetic.SUB, _PLACE, _TEMP),
+            self._keep(_GROWTH, _PLACE),
+            self._kept(_PAGE, _TARGET),
+        )
+        self._to_entry(_PAGE, _COUNTS)
+        emit(Load(_TEMP, _PAGE, _TABLE, WORD), self._keep(_LOST, _TEMP))
+        self._builder.place(free)
+
+    def _add(self, word: str, register: int, spare: int) -> None:
+        self._emit(
+            self._load(spare, word), Compute(Arithmetic.ADD, spare, register), self._store(word, spare)
+        )
+
+    def _set(self, word: str, value: int) -> None:
+        self._emit(StoreImmediate(_RING, offset_of(word), value, WORD))
+
+    def _change(self) -> None:
+        """Emit code that makes the next page the tail page, which begins at the time of the request.
+
+        Mirrors: kernel/trace/ring_buffer.c:rb_move_tail (v6.1)
+        """
+        emit = self._emit
+        self._set("changing", 1)
+        emit(Store(_OLD, WORD, _CAPACITY, WORD), self._load(_PAGE, "tail_page"))
+        self._to_entry(_PAGE, _COUNTS)
+        emit(
+            self._load(_TEMP, "tail_entries"),
+            Store(_PAGE, _TABLE, _TEMP, WORD),
+            self._kept(_PLACE, _HEAD),
+            self._store("head_slot", _PLACE),
+            self._kept(_PLACE, _LOST),
+        )
+        self._add("overrun", _PLACE, _PAGE)
+        self._add("entries", _TEMP, _PAGE)
+        emit(self._kept(_TEMP, _GROWTH))
+        self._add("entries_bytes", _TEMP, _PAGE)
+        self._set("tail_entries", 0)
+        emit(self._kept(_PAGE, _TARGET), Move(_OLD, _PAGE))
+        self._to_page(_OLD, _PLACE)
+        emit(
+            self._kept(_TEMP, TIME),
+            Store(_OLD, 0, _TEMP, WORD),
+            StoreImmediate(_OLD, WORD, 0, WORD),
+            Move(_PLACE, _PAGE),
+        )
+        self._to_entry(_PLACE, _COUNTS)
+        emit(
+            StoreImmediate(_PLACE, _TABLE, 0, WORD),
+            self._kept(_PLACE, _SLOT),
+            self._store("tail_slot", _PLACE),
+            self._store("tail_page", _PAGE),
+            ComputeImmediate(Arithmetic.ADD, _OLD, PAGE_HEADER_SIZE),
+            self._store("parked_ptr", _OLD),
+            self._store("write_stamp", _TEMP),
+            self._store("write_ptr", _OLD),
+        )
+        self._set("changing", 0)
+        emit(SetImmediate(_TEMP, 0), self._keep(LENGTH, _TEMP))
