@@ -79,13 +79,25 @@ class Forker:
             )
 
     def start(
-        self, arguments: list[str], environment: dict[str, str], output: int, errors: int, *, is_bare: bool
+        self,
+        arguments: list[str],
+        environment: dict[str, str],
+        output: int,
+        errors: int,
+        *,
+        is_bare: bool,
+        cwd: str | None = None,
     ) -> Forked:
         """Run the program with these descriptors as its standard output and error.
 
-        `is_bare`: run bare_program.py in place of kprobefs.
+        `is_bare`: run bare_program.py in place of kprobefs. `cwd`: its directory in place of this process's.
         """
-        own = {"arguments": arguments, "environment": environment, "cwd": os.getcwd(), "is_bare": is_bare}
+        own = {
+            "arguments": arguments,
+            "environment": environment,
+            "cwd": cwd or os.getcwd(),
+            "is_bare": is_bare,
+        }
         return Forked(self, self.ask(output, errors, **own))
 
     def ask(self, *descriptors: int, **request: object) -> Any:
