@@ -24,11 +24,13 @@ from emulated_kernel.kprobes.profile import (
     RISCV_PROFILE,
     STRATEGIES,
     Profile,
+    arm64_profile,
 )
 from tests.guests.linux import debian_kernel
 
 GUEST_RAM = 128 << 20
 IS_RISCV = debian_kernel.META.endswith("-riscv64")
+IS_ARM = debian_kernel.META.endswith("-arm64")
 _X87 = 0xD8
 """First of the eight opcodes of x87 instructions."""
 PLAIN = replace(PROFILES[DEFAULT], ftrace=False, optimizer=False)
@@ -45,10 +47,18 @@ RISCV_MODES = {
     "extended": replace(PROFILES[RISCV_PROFILE], strategies=STRATEGIES),
     "ftrace": PROFILES[RISCV_FTRACE_PROFILE],
 }
+ARM_PROFILE = arm64_profile("6.12", "linux-6.12")
+ARM_MODES = {
+    "stepped": replace(ARM_PROFILE, optimizer=False),
+    "optimized": ARM_PROFILE,
+    "ftrace": ARM_PROFILE,
+}
 DEFAULT_MODE = "ftrace"
 """Name of the mode that a mount has without --profile."""
 if IS_RISCV:
     MODES, DEFAULT_MODE, PLAIN = RISCV_MODES, "optimized", RISCV_MODES["stepped"]
+if IS_ARM:
+    MODES, DEFAULT_MODE, PLAIN = ARM_MODES, "optimized", ARM_MODES["stepped"]
 
 
 @cache
