@@ -6,18 +6,17 @@ import ctypes
 import faulthandler
 import gc
 import os
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
 
-from emulated_kernel.image import builtin_image, trace_events
 from emulated_kernel.machine.native.host_code import PYTHON_TRAPS
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.control_lock import ControlLock
 from tests import own_thread
+from tests.kept_images import keep_images
 from tests.sample import WHOLE, fewer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,45 +59,7 @@ settings.register_profile(
 )
 settings.load_profile("kprobefs")
 
-_T = TypeVar("_T")
-_load = builtin_image.load_image
-_PREBUILT: dict[str, builtin_image.KernelImage] = {}
-"""Architecture -> prebuilt image. Tests can share the images, because nothing changes them."""
-
-
-def load_image(path: Path | str | None = None, arch: str = "x86_64") -> builtin_image.KernelImage:
-    """Return a kernel image, from a cache if it is prebuilt: reading an image takes a third of a boot.
-
-    The arguments are those of builtin_image.load_image().
-    """
-    if path is not None or arch not in _PREBUILT:
-        loaded = _load(path, arch)
-        return loaded if path is not None else _PREBUILT.setdefault(arch, loaded)
-    return _PREBUILT[arch]
-
-
-def _once(
-    find: Callable[[builtin_image.KernelImage], Iterable[_T]],
-) -> Callable[[builtin_image.KernelImage], Iterable[_T]]:
-    """Return `find` with a cache for prebuilt images: reading tables of events takes a fifth of a boot."""
-    found: dict[str, tuple[_T, ...]] = {}
-
-    def find_once(of: builtin_image.KernelImage) -> Iterable[_T]:
-        prebuilt = _PREBUILT.get(of.arch)
-        # Each boot has a new image object, which shares its segments with the prebuilt image.
-        if prebuilt is None or of.segments is not prebuilt.segments:
-            return find(of)
-        if of.arch not in found:
-            found[of.arch] = tuple(find(of))
-        return found[of.arch]
-
-    return find_once
-
-
-# Thousands of tests boot a kernel. Replace the functions before other modules import them by name.
-builtin_image.load_image = load_image
-for _table in ("event_definitions", "syscall_definitions"):
-    setattr(trace_events, _table, _once(getattr(trace_events, _table)))
+keep_images()
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.util.fast_dataclass import dataclass, replace
 
-_PAD_SAMPLE = 8
+PAD_SAMPLE = 8
 """Number of fentry sites that are examined to find out whether the kernel has landing pads."""
 MAX_KNOWN = 512
 """Maximum number of functions whose analyses are cached; the least recently used one is dropped."""
@@ -294,16 +294,19 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return not where.offset or (where.offset <= len(self.landing_pad) and self._has_pads)
 
     def _is_pad(self, addr: int) -> bool:
-        size = len(self.landing_pad)
+        return self._text_at(addr, len(self.landing_pad)) == self.landing_pad
+
+    def _text_at(self, addr: int, size: int) -> bytes:
+        """Return `size` bytes of text at `addr`, or nothing if they are not all in one range of text."""
         start = _span(self._text_ranges, addr)
         is_text = start is not None and start == _span(self._text_ranges, addr + size - 1)
-        return is_text and self._image.read(addr, size) == self.landing_pad
+        return self._image.read(addr, size) if is_text else b""
 
     @cached_property
     def _has_pads(self) -> bool:
         """Whether the kernel has landing pads, which is tested on its first fentry sites."""
         size = len(self.landing_pad)
-        return bool(size) and any(self._is_pad(site - size) for site in self._mcount[:_PAD_SAMPLE])
+        return bool(size) and any(self._is_pad(site - size) for site in self._mcount[:PAD_SAMPLE])
 
     def check_address_safe(self, where: Location, addr: int) -> Rejection | None:
         """Return the reason why the image's tables forbid a probe at `addr`, or None if they allow it.
@@ -343,11 +346,15 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
     def is_traced(self, symbol: Symbol) -> bool:
         """Return True if ftrace can trace the function, or the function that it was split off from."""
-        if _inside(self._mcount, symbol):
+        if self._fentry_sites(symbol):
             return True
         whole = self._split_from(symbol)
         found = None if whole is None else self._symbols.lookup(whole)
-        return found is not None and bool(_inside(self._mcount, found.symbol))
+        return found is not None and bool(self._fentry_sites(found.symbol))
+
+    def _fentry_sites(self, symbol: Symbol) -> Sequence[int]:
+        """Return the addresses of all fentry sites inside a function."""
+        return _inside(self._mcount, symbol)
 
     def _forbidden(self, symbol: Symbol, addr: int) -> Rejection | None:
         """Return the rejection if the kprobe blacklist contains `addr`, or None.
@@ -490,7 +497,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
     def unpatched_code(self, symbol: Symbol) -> bytes:
         """Return a function's machine code, with nops at all fentry sites."""
         code = bytearray(self._function(symbol).function.code)
-        for site in _inside(self._mcount, symbol):
+        for site in self._fentry_sites(symbol):
             at = site - symbol.address
             nop = self.fentry_nop(bytes(code[at : at + self.fentry_size]))
             code[at : at + len(nop)] = nop
@@ -550,7 +557,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
             size = min(size, self.layout.text.stop - symbol.address)
         read = self._image.read
         labels = [PatchSite(code, self.label_size(read(code, 2))) for code in _inside(self._labels, symbol)]
-        fentry = _inside(self._mcount, symbol) if self.fentry else ()
+        fentry = self._fentry_sites(symbol) if self.fentry else ()
         return Function(
             name=symbol.name,
             addr=symbol.address,

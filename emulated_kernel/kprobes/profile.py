@@ -132,12 +132,12 @@ def arm64_profile(version: str, probe_rules: str) -> Profile:
     """Return the profile for an arm64 kernel of a version, with the interface that the kernel itself has.
 
     `probe_rules`: name of the rules about places of probes, a key of PROBE_RULES.
-    Linux has no jump optimization for arm64. The return trampoline of hooked functions begins with a
-    breakpoint, as in v6.12.
+    Linux has no jump optimization for arm64. The jumps follow rules of kprobefs. The return trampoline of
+    hooked functions begins with a breakpoint, as in v6.12.
     """
     return Profile(
         f"linux-{version}",
-        optimizer=False,
+        strategies=("optprobe-arm64",),
         interface=KERNEL_INTERFACE,
         probe_rules=probe_rules,
         return_hook="instances",

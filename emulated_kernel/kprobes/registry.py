@@ -87,6 +87,8 @@ class Kprobes:
         table = ProbeTable(arch.bits)
         self.table = table
         """Probed address -> its probes, and whether all probes are disarmed."""
+        self.after_switch: list[Callable[[], None]] = []
+        """Functions that are called after all probes, or all fentry sites, were armed or disarmed."""
         self._assembler = arch.assembler
         self._records = machine.records
         self._slot_size = arch.max_insn_size
@@ -463,6 +465,22 @@ class Kprobes:
         """Return the address and the rule that keep the probe from a better mode; empty in the best mode."""
         return report.reason(self.table, self.optimizer, kprobe, self.probe_checker.place_text)
 
+    def why_unarmed(self, kprobe: Kprobe) -> str:
+        """Return the reason why a probe cannot be hit now, or "" if it can be hit; see report.why_unarmed."""
+        return report.why_unarmed(self.table, self.sites, kprobe)
+
+    def set_ftrace_enabled(self, value: int) -> None:
+        """Set sysctl kernel.ftrace_enabled. Raises: KernelError EOPNOTSUPP (no fentry sites)."""
+        self.lock.assert_held()
+        if self.sites is None:
+            raise KernelError(errno.EOPNOTSUPP, "built without ftrace")
+        self.sites.enable(value)
+        self._notify_switched()
+
+    def _notify_switched(self) -> None:
+        for listener in self.after_switch:
+            listener()
+
     def set_optimization(self, allowed: bool) -> None:
         """Allow or forbid jump optimization. Raises: KernelError EOPNOTSUPP (no optimizer).
 
@@ -531,6 +549,7 @@ class Kprobes:
             self._arming.arm_all()
         else:
             self._arming.disarm_all()
+        self._notify_switched()
 
     def list_records(self, start: int) -> Iterator[str]:
         """Iterate over the lines of kprobes/list: one text for each hash bucket from number `start` on."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from emulated_kernel.arch.analysis.reject_reason import RejectReason
 from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
+from emulated_kernel.kprobes.hit.ftrace import FtraceSites
 from emulated_kernel.kprobes.kprobe import Kprobe, KprobeFlag
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
 from emulated_kernel.kprobes.table import ProbeTable
@@ -33,6 +34,24 @@ def mode(table: ProbeTable, kprobe: Kprobe) -> str:
     if kprobe.is_ftrace:
         return "ftrace"
     return "boosted" if head.insn is not None and head.insn.boosted else "int3"
+
+
+def why_unarmed(table: ProbeTable, sites: FtraceSites | None, kprobe: Kprobe) -> str:
+    """Return the reason why a probe cannot be hit now, or "" if it can be hit.
+
+    The reason is a clause in the past tense, for a report about a command that has ended.
+    """
+    if kprobe.is_gone:
+        return "the probed code was unloaded"
+    if table.all_disarmed:
+        return "kprobes/enabled was 0"
+    head = table.valid(kprobe)
+    if kprobe.is_disabled or head is None or head.is_disabled:
+        # Linux: a kprobe that is enabled while all are disarmed stays disabled.
+        return "the event was enabled while kprobes/enabled was 0, or disabled in kprobes/stats/"
+    if kprobe.is_ftrace and sites is not None and not sites.enabled:
+        return "sysctl/kernel/ftrace_enabled was 0"
+    return ""
 
 
 def reason(

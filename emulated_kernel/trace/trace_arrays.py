@@ -64,6 +64,8 @@ class TraceArrays(TaskObserver):
         self._clock = clock
         self._lock = lock
         self._instances: dict[str, Tracing] = {}
+        self._has_recorded = False
+        """Whether an instance that was removed has had a record."""
         self._unlimited: set[str] = set()
         """Names of instances that no user has created; they do not count towards the limit on instances."""
         self.top = self._tracing(TraceArray(system), None)
@@ -122,6 +124,11 @@ class TraceArrays(TaskObserver):
     def find(self, name: str) -> Tracing | None:
         """Return the instance with a name, or None."""
         return self._instances.get(name)
+
+    @property
+    def has_recorded(self) -> bool:
+        """Whether any trace array has, or had before it was emptied or removed, a record."""
+        return self._has_recorded or any(tracing.array.has_recorded for tracing in self)
 
     @property
     def limited(self) -> int:
@@ -183,6 +190,7 @@ class TraceArrays(TaskObserver):
         tracing.array.options.leave_printk()
         del self._instances[name]
         self._unlimited.discard(name)
+        self._has_recorded = self._has_recorded or tracing.array.has_recorded
         tracing.functions.remove()
         tracing.triggers.clear()
         tracing.events.forget()

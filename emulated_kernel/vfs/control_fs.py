@@ -114,7 +114,7 @@ class ControlFile(FileDescription):
     def _read(self, client: Client, size: int, offset: int) -> bytes:
         """Do one step of a read. Lock: takes. Raises: YieldLock (more steps follow), and as read()."""
         with self.fs.lock_for(self.path, self.flags):
-            if self.fs.lock.is_lent:
+            if self.fs.lock.is_lent or self.inner.node.is_unseen:
                 self.check()
                 return self.inner.read_step(size, offset)
             if self.error:

@@ -67,7 +67,12 @@ def apply(directory: str, files: Sequence[str]) -> list[str]:
             if "\0" in found.text:
                 failed.append(escape_for_terminal(f"{file}: not a file of definitions; it contains a NUL"))
                 continue
-            refused = loader.apply(list(read_lines(file, found.text)))
+            try:
+                lines = list(read_lines(file, found.text))
+            except CliError as failure:
+                failed.append(escape_for_terminal(str(failure)))
+                continue
+            refused = loader.apply(lines)
             failed += _first(file, refused) if found.is_shown else _number(file, refused)
     return failed
 

@@ -2,27 +2,105 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from emulated_kernel.util.fast_dataclass import dataclass
-from kprobefs.common.errors import CliError, escape_for_terminal
-from kprobefs.definitions.tracefs_files import HostFiles
+from kprobefs.common.errors import escape_for_terminal
+from kprobefs.definitions.tracefs_files import HostFiles, control_root
 
 NAMES = 5
 """Maximum number of names that a hint lists."""
 NO_HIT = "no hit of {names}: {why}"
-NO_RECORD = "{name} has {hits} and no record in the trace; its filter is {filter}"
+UNARMED = "{reason}, so the probes were not armed"
+NO_RECORD = "{name} has {hits} and no record in the trace; {why}"
 HINT_LINE = re.compile(r"kprobefs: (?:no hit of .*: |\w+ has \d+ hits? and no record in the trace; ).*")
 """Pattern for a line of the output of `kprobefs run` that has a hint of this module."""
+KPROBES_OFF = "kprobes/enabled was 0"
+DISARMED = "Kprobes globally disabled"
+"""Text of Linux's message when all kprobes are disarmed."""
+FTRACE_ENABLED = "sysctl/kernel/ftrace_enabled"
 HITS = re.compile(r" *(\S+) +(\d+) +\d+")
 """Pattern for a line of kprobe_profile (event, hits, misses); its groups are the event and its hits."""
 BUFFERED = re.compile(r"^(?:entries|overrun|dropped events|read events): (\d+)$", re.MULTILINE)
 """Pattern for the lines of a buffer's `stats` that count records: present, overwritten, dropped or read."""
+
+
+READ_SIZE = 1 << 16
+"""Number of bytes that one read of a history requests."""
+
+
+@dataclass(frozen=True)
+class PastEvent:
+    """A kprobe event that was enabled at some time, with the keys of a line in machine/history."""
+
+    event: str
+    """The event as GROUP/EVENT."""
+    places: Sequence[str]
+    hits: int
+    armed: bool = True
+    unarmed: str = ""
+    recording: bool = True
+    off: bool = False
+    filters: Sequence[str] = ()
+
+    @property
+    def name(self) -> str:
+        """Name of the event without its group."""
+        return self.event.partition("/")[2]
+
+
+@dataclass(frozen=True)
+class Past:
+    """What has happened to the kprobe events of a mount."""
+
+    events: Sequence[PastEvent] = ()
+    recorded: bool = False
+    """Whether any trace array has had a record."""
+    forgotten_hits: int = 0
+    """Number of hits of events that `events` does not have any more."""
+    is_partial: bool = False
+    """Whether the mount's kernel keeps no history of events; see present_events()."""
+
+
+class History:
+    """The history of a mount's kprobe events, which is opened before the command and read after it.
+
+    The kernel does not see the read, so that it hits no probe.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Open the history. `root`: directory of the mount that contains machine/."""
+        self._file: int | None = None
+        with suppress(OSError):
+            self._file = os.open(root / "machine" / "history", os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self) -> Past:
+        """Return the history, which is partial if the mount's kernel keeps none."""
+        if self._file is None:
+            return Past(is_partial=True)
+        # The daemon may have ended, and then the command has no hint.
+        with suppress(OSError):
+            first, *lines = map(json.loads, self._text().splitlines())
+            return Past([PastEvent(**line) for line in lines], **first)
+        return Past()
+
+    def _text(self) -> bytes:
+        assert self._file is not None
+        text = b""
+        while data := os.pread(self._file, READ_SIZE, len(text)):
+            text += data
+        return text
+
+    def close(self) -> None:
+        """Close the history's file."""
+        if self._file is not None:
+            os.close(self._file)
 
 
 @dataclass(frozen=True)
@@ -43,8 +121,11 @@ def counted(hits: int) -> str:
     return f"{hits} hit{'s' * (hits != 1)}"
 
 
-def why_no_hit(ended: EndedCommand, places: Sequence[str]) -> str:
-    """Return the likely reason why a command has hit none of the probes at `places`."""
+def why_no_hit(ended: EndedCommand, places: Sequence[str], unarmed: str = "") -> str:
+    """Return the likely reason why a command has hit none of the probes at `places`.
+
+    `unarmed`: why the probes were not armed for a time; "" if they always were.
+    """
     if ended.status:
         return f"the command ended with status {ended.status} before a probe was hit"
     if not Path(ended.directory, "scratch").is_dir():
@@ -52,6 +133,8 @@ def why_no_hit(ended: EndedCommand, places: Sequence[str]) -> str:
     for file in _files_outside(ended):
         return f"files outside of scratch/, such as {escape_for_terminal(file)}, hit no probe"
     named = escape_for_terminal(", ".join(places[:NAMES]))
+    if unarmed:
+        return f"the command never came to {named} while the probes were armed ({unarmed} for a time)"
     return f"the command never came to {named}; files outside of scratch/ hit no probe"
 
 
@@ -64,28 +147,131 @@ def _files_outside(ended: EndedCommand) -> Iterator[str]:
             yield word
 
 
-def nothing_hints(ended: EndedCommand) -> Iterator[str]:
-    """Yield hints about the enabled kprobe events of a mount: no hit, or hits without a record.
+def nothing_hints(ended: EndedCommand, past: Past) -> Iterator[str]:
+    """Yield hints about the kprobe events that were enabled: no hit, or hits without a record.
 
-    The mount must be about to end, and all its probes disarmed, because the requests of this function would
-    hit them. Events that the command has removed get no hint.
+    `past` has also the events that the command has disabled or removed.
     """
-    with suppress(OSError, CliError):
-        tracefs = Path(ended.directory, HostFiles(ended.directory).tracefs())
-        hits: Counter[str] = Counter()
-        for name, count in HITS.findall((tracefs / "kprobe_profile").read_text()):
-            hits[name] += int(count)
-        places = dict(_enabled_events(tracefs))
-        unhit = {event: place for event, place in places.items() if not hits[event.name]}
-        if unhit and len(unhit) == len(places):
-            names = escape_for_terminal(", ".join([event.name for event in unhit][:NAMES]))
-            yield NO_HIT.format(names=names, why=why_no_hit(ended, list(unhit.values())))
-        elif _is_unrecorded(tracefs):
-            for event in places:
-                text = (event / "filter").read_text().strip()
-                if text != "none" and (event / "enable").read_text().startswith("1"):
-                    shown = escape_for_terminal(text)
-                    yield NO_RECORD.format(hits=counted(hits[event.name]), name=event.name, filter=shown)
+    unhit = [event for event in past.events if not event.hits]
+    if unhit and len(unhit) == len(past.events) and not past.forgotten_hits:
+        yield from _without_hits(ended, unhit)
+    elif not past.recorded:
+        for event in past.events:
+            if event.hits and event.recording and (why := _why_no_record(event)):
+                yield NO_RECORD.format(name=event.name, hits=counted(event.hits), why=why)
+
+
+def _without_hits(ended: EndedCommand, events: Sequence[PastEvent]) -> Iterator[str]:
+    """Yield hints about events without hits.
+
+    There is one for each reason why events were never armed, and one for all other events.
+    """
+    armed = [event for event in events if event.armed]
+    for reason in dict.fromkeys(event.unarmed for event in events if not event.armed):
+        names = _names(event for event in events if not event.armed and event.unarmed == reason)
+        yield NO_HIT.format(names=names, why=UNARMED.format(reason=reason))
+    if armed:
+        places = [place for event in armed for place in event.places]
+        unarmed = next((event.unarmed for event in armed if event.unarmed), "")
+        yield NO_HIT.format(names=_names(armed), why=why_no_hit(ended, list(dict.fromkeys(places)), unarmed))
+
+
+def _names(events: Iterable[PastEvent]) -> str:
+    """Return the names of the first events, separated by commas."""
+    names = dict.fromkeys(event.name for event in events)
+    return escape_for_terminal(", ".join([*names][:NAMES]))
+
+
+def _why_no_record(event: PastEvent) -> str:
+    """Return the reason why no hit of an event was recorded; "" if it is unknown."""
+    if event.off:
+        return "tracing_on was 0"
+    if event.filters:
+        return f"its filter is {escape_for_terminal(event.filters[0])}"
+    return ""
+
+
+def disarm(directory: str) -> bool:
+    """Disarm all probes of a mount, so that later requests hit none. Return False if they were disarmed."""
+    root = control_root(directory)
+    before = _disarmings(root)
+    with suppress(OSError):
+        (root / "kprobes" / "enabled").write_text("0")
+    return _disarmings(root) != before
+
+
+def _disarmings(root: Path) -> list[str]:
+    """Return the lines of the kernel's log that report the disarming of all probes."""
+    with suppress(OSError):
+        lines = (root / "machine" / "dmesg").read_text(errors="replace").splitlines()
+        return [line for line in lines if DISARMED in line]
+    return []
+
+
+def present_events(directory: str, *, were_armed: bool) -> Past:
+    """Return what the files of a mount tell about its kprobe events, if its kernel keeps no history.
+
+    All probes must be disarmed, because the requests of this function would hit them. Events that are
+    disabled or removed are missing. `were_armed`: whether the probes were armed at the command's end.
+    """
+    root = control_root(directory)
+    tracefs = Path(directory, HostFiles(directory).tracefs())
+    hits: Counter[str] = Counter()
+    for name, count in HITS.findall((tracefs / "kprobe_profile").read_text()):
+        hits[name] += int(count)
+    listed = (root / "kprobes" / "list").read_text().splitlines()
+    has_calls = _switch(root / FTRACE_ENABLED)
+    is_on = _switch(tracefs / "tracing_on")
+    events = []
+    for path, place in _enabled_events(tracefs):
+        symbol = place.rpartition(":")[2].partition("+")[0]
+        probes = [line for line in listed if f" {symbol}+" in line]
+        unarmed = KPROBES_OFF if not were_armed else _why_unarmed(probes, has_calls=has_calls)
+        text = (path / "filter").read_text().strip()
+        events.append(
+            PastEvent(
+                f"{path.parent.name}/{path.name}",
+                [place],
+                hits[path.name],
+                armed=not unarmed,
+                unarmed=unarmed,
+                # Whether recording was on during the whole command is not known.
+                recording=is_on and (path / "enable").read_text().startswith("1"),
+                filters=[] if text == "none" else [text],
+            )
+        )
+    return Past(events, _has_records(tracefs))
+
+
+def switched_off(directory: str, *, kprobes: bool, calls_alone: bool) -> str:
+    """Return which switch keeps probes unarmed now, as the reason for a time that is over; "" if none does.
+
+    Requests of this process must not hit probes. `kprobes`: whether kprobes trace the command. `calls_alone`:
+    whether fentry sites call all that traces it.
+    """
+    root = control_root(directory)
+    if kprobes and not _switch(root / "kprobes" / "enabled"):
+        return KPROBES_OFF
+    return f"{FTRACE_ENABLED} was 0" if calls_alone and not _switch(root / FTRACE_ENABLED) else ""
+
+
+def _switch(file: Path) -> bool:
+    """Return False if the file exists and contains 0."""
+    with suppress(OSError):
+        return file.read_text().strip() != "0"
+    return True
+
+
+def _why_unarmed(probes: Sequence[str], *, has_calls: bool) -> str:
+    """Return the reason why the probes of an enabled event could not be hit; "" if they could.
+
+    `probes`: their lines in kprobes/list. `has_calls`: whether fentry sites may call probes.
+    """
+    if probes and all("[DISABLED]" in line for line in probes):
+        return "the event was enabled while kprobes/enabled was 0"
+    if probes and not has_calls and all("[FTRACE]" in line for line in probes):
+        return f"{FTRACE_ENABLED} was 0"
+    return ""
 
 
 def _enabled_events(tracefs: Path) -> Iterator[tuple[Path, str]]:
@@ -104,8 +290,7 @@ def _enabled_events(tracefs: Path) -> Iterator[tuple[Path, str]]:
             yield tracefs / path, place
 
 
-def _is_unrecorded(tracefs: Path) -> bool:
-    """Return True if the top-level trace array records, and has recorded nothing since its last reset."""
+def _has_records(tracefs: Path) -> bool:
+    """Return True if the top-level trace array has had a record since its last reset."""
     stats = (file.read_text() for file in tracefs.glob("per_cpu/cpu*/stats"))
-    is_on = (tracefs / "tracing_on").read_text().strip() == "1"
-    return is_on and not any(int(count) for text in stats for count in BUFFERED.findall(text))
+    return any(int(count) for text in stats for count in BUFFERED.findall(text))

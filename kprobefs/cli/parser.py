@@ -32,6 +32,8 @@ _MARGIN = 2
 """Number of columns at the right of help texts that stay free, as in argparse's own formatter."""
 FLAGS = ("noexec", "noatime", "sync", "dirsync")
 """Options of mount(8) that are passed to FUSE."""
+_FILES = {"DIR": "a directory", **dict.fromkeys(("ELF", "F", "FILE", "KERNEL", "PATH"), "a file")}
+"""Name of an argument in help texts -> what the argument must name, if it is a path."""
 BENCH_OPTIONS = {
     "hit": ("arch", "profile", "hits", "rounds", "cpus"),
     "kinds": ("arch", "hits", "rounds"),
@@ -58,6 +60,12 @@ class _ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=_HelpFormatter, **options)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        # An empty name, as from a variable that is not set, would mean the current directory.
+        if not arg_string and action.metavar in _FILES:
+            raise argparse.ArgumentError(action, f"empty name; give {_FILES[action.metavar]}")
+        return super()._get_value(action, arg_string)
 
     def error(self, message: str) -> NoReturn:
         raise CliError(f"{message} ({self.prog} --help)", ExitStatus.USAGE)

@@ -37,6 +37,7 @@ Linux limits a process's environment and arguments together to 6 MiB.
 
 if TYPE_CHECKING:
     from kprobefs.cli.as_system import System
+    from kprobefs.cli.nothing_hint import EndedCommand, Past
     from kprobefs.cli.trace import TraceSession
 
 READ_TIMEOUT = 1.0
@@ -68,6 +69,9 @@ def run(
         from kprobefs.cli import as_system as as_system_places
 
         as_system_places.enter_namespace(real_root=real_root)
+    from kprobefs.cli.nothing_hint import EndedCommand, History
+    from kprobefs.definitions.tracefs_files import control_root
+
     runner = _runner(command, tracing)
     runner.kernel_words = options.kernel_words
     try:
@@ -75,8 +79,12 @@ def run(
             directory = f"{base}/mnt"
             if as_system:
                 runner.system = as_system_places.System(directory, base, real_root=real_root)
-            with closing(runner.system) if runner.system is not None else nullcontext():
+            with (
+                closing(History(control_root(directory))) as history,
+                closing(runner.system) if runner.system is not None else nullcontext(),
+            ):
                 status = runner.run(directory, tracing)
+                past = history.read()
             if tracing is not None:
                 from kprobefs.cli.scratch_copies import report_results
 
@@ -84,7 +92,7 @@ def run(
             else:
                 # Hints must not change the status, for example in a working directory that was removed.
                 with suppress(OSError):
-                    _print_hints(options, directory, command, status)
+                    _print_hints(options, EndedCommand(command, status, directory, os.getcwd()), past)
             return status
     except CliError:
         # An interrupt from the terminal ends the start of the daemon too.
@@ -93,18 +101,19 @@ def run(
         raise
 
 
-def _print_hints(options: MountOptions, directory: str, command: Sequence[str], status: int) -> None:
+def _print_hints(options: MountOptions, ended: EndedCommand, past: Past) -> None:
     """Disarm all probes, and print hints for the user on standard error.
 
     The hints explain why no probe was hit, why no hit was recorded, or why durations are those of the virtual
-    clock. `status`: exit status of the command.
+    clock. `past`: the history of the mount's events.
     """
-    from kprobefs.cli.nothing_hint import EndedCommand, nothing_hints
-    from kprobefs.definitions.tracefs_files import control_root
+    from kprobefs.cli.nothing_hint import disarm, nothing_hints, present_events
 
-    with suppress(OSError):
-        (control_root(directory) / "kprobes" / "enabled").write_text("0")
-    hints = list(nothing_hints(EndedCommand(command, status, directory, os.getcwd())))
+    directory = ended.directory
+    were_armed = disarm(directory)
+    if past.is_partial:
+        past = present_events(directory, were_armed=were_armed)
+    hints = list(nothing_hints(ended, past))
     if options.machine.clock == CLOCKS[0]:
         from kprobefs.cli.duration_hint import virtual_durations
 
@@ -206,7 +215,7 @@ class _Runner:
         """Run the command; return its exit status as in a shell. Raises: CliError (it can't be started)."""
         if tracing is None:
             return self._run(directory, None)
-        with tracing.attached(directory, self._command) as place:
+        with tracing.attached(directory, self._command, is_shared=self.kernel_words is None) as place:
             tracing.status = self._run(directory, place)
             return tracing.status
 

@@ -8,14 +8,14 @@ import select
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, closing, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from emulated_kernel.util.fast_dataclass import dataclass
-from kprobefs.cli.nothing_hint import EndedCommand, counted, why_no_hit
+from kprobefs.cli.nothing_hint import UNARMED, EndedCommand, History, counted, switched_off, why_no_hit
 from kprobefs.cli.scratch_copies import copies_of_arguments
 from kprobefs.cli.trace_graph import SUFFIX, GraphTracer, reset
 from kprobefs.cli.trace_output import TextOutput, TraceFiles, TraceOutput, output_of
@@ -34,6 +34,8 @@ NAME = re.compile(
 
 The name is own_name(), followed by SUFFIX if the session records a call graph.
 """
+NOTRACE = "set_event_notrace_pid"
+"""File of a trace array with the pids whose events are not recorded."""
 SYMBOL = re.compile(r"[A-Za-z_][\w.]*")
 PREFIXES = (4, 2)
 """Lengths of the common prefix of a wrong name and a similar symbol; the greater is tried first."""
@@ -122,21 +124,26 @@ class TraceSession:
                 found[name] = AskedProbe(typed or f"{kind}:{function}", event, line, function, kind == "r")
         return found
 
-    def attached(self, directory: str, command: Sequence[str]) -> AttachedProbes:
-        """Return a context manager that keeps the probes on the mount at `directory` while `command` runs."""
-        return AttachedProbes(self, directory, command)
+    def attached(self, directory: str, command: Sequence[str], *, is_shared: bool) -> AttachedProbes:
+        """Return a context manager that keeps the probes on the mount at `directory` while `command` runs.
+
+        `is_shared`: whether others may use the mount.
+        """
+        return AttachedProbes(self, directory, command, is_shared=is_shared)
 
 
 class AttachedProbes:
     """Context manager that adds a session's probes to a mount, and removes them at its end.
 
     The probes record into a trace instance of their own, or with a call graph into the top-level trace array.
-    Entering the context returns the directory in which the command must run: scratch/ of the mount, whose
-    files belong to the guest. If the mount has no scratch/, the directory is the current one. Inside the
-    context, scratch/ contains copies of the files that the command's words name.
+    Entering the context returns the directory in which the command must run: scratch/ of the mount or a
+    directory in it, whose files belong to the guest. If the mount has no scratch/, the directory is the
+    current one. Inside the context, the directory contains copies of the files that the command's words name.
     """
 
-    def __init__(self, session: TraceSession, directory: str, command: Sequence[str]) -> None:
+    def __init__(
+        self, session: TraceSession, directory: str, command: Sequence[str], *, is_shared: bool
+    ) -> None:
         from kprobefs.definitions.tracefs_files import HostFiles, control_root
 
         self._session = session
@@ -144,12 +151,18 @@ class AttachedProbes:
         self._command = command
         self._files: Files = HostFiles(directory)
         self._scratch = Path(directory, "scratch")
+        self._own = session.name if is_shared else ""
+        """Name of the directory in scratch/ with the copies; "" if they are in scratch/ itself."""
+        self._place = os.getcwd()
+        """Directory in which the command runs."""
         self._tracefs = Path(directory, self._files.tracefs())
         self._array = "" if session.request.graph else f"instances/{session.name}/"
         """Directory of the trace array that records the hits, relative to the tracefs."""
         self._hidden = session.entries()
-        self._kallsyms = control_root(directory) / "machine" / "kallsyms"
+        self._root = control_root(directory)
+        self._kallsyms = self._root / "machine" / "kallsyms"
         self._graph = GraphTracer(self._tracefs) if session.request.graph is not None else None
+        self._history: History
         self._undo = ExitStack()
 
     def __enter__(self) -> str:
@@ -159,12 +172,13 @@ class AttachedProbes:
         """
         session = self._session
         instance = self._tracefs / "instances" / session.name
-        has_scratch = self._scratch.is_dir()
+        self._exclude_from_others(os.getpid())
         with ExitStack() as undo:
-            place = undo.enter_context(
-                copies_of_arguments(self._command, self._scratch) if has_scratch else nullcontext(os.getcwd())
-            )
+            if self._scratch.is_dir():
+                copies = copies_of_arguments(self._command, self._scratch, self._own)
+                self._place = undo.enter_context(copies)
             sweep(self._files, self._tracefs)
+            self._history = undo.enter_context(closing(History(self._root)))
             probes = [*self._hidden.values(), *session.probes]
             defined = [probe for probe in probes if probe.definition]
             undo.callback(_remove, self._tracefs, instance, [probe.event for probe in defined])
@@ -179,7 +193,7 @@ class AttachedProbes:
             self._switch_on(reader.pid)
             reader.begin()
             self._undo = undo.pop_all()
-        return place
+        return self._place
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -279,7 +293,10 @@ class AttachedProbes:
     def _switch_on(self, reader: int) -> None:
         """Enable all events, and exclude this process and the `reader` of records from tracing."""
         session = self._session
-        lines = [f"{self._array}set_event_notrace_pid = {os.getpid()} {reader}"]
+        pids = [os.getpid(), reader]
+        (self._tracefs / "instances" / session.name / NOTRACE).write_text(" ".join(map(str, pids)))
+        pids = list(dict.fromkeys([*pids, *self._exclude_from_others(*pids)]))
+        lines = [f"{self._array}{NOTRACE} = {' '.join(map(str, pids))}"]
         if session.has_stacks:
             lines.append(f"{self._array}options/stacktrace = 1")
         self._apply([("trace", line, "") for line in lines])
@@ -287,7 +304,27 @@ class AttachedProbes:
             name = event.removeprefix(f"{session.name}/").replace("/", ":")
             self._apply([("trace", self._setting(event, "enable", "1"), name)])
         if self._graph is not None:
-            self._graph.start((os.getpid(), reader))
+            self._graph.start(pids)
+
+    def _exclude_from_others(self, *pids: int) -> list[int]:
+        """Exclude processes of this session from the other sessions; return the pids of those.
+
+        Each session has its pids in its instance.
+        """
+        others: list[int] = []
+        for name in self._files.directories(f"{self._files.tracefs()}instances"):
+            if name == self._session.name or not NAME.fullmatch(name) or _is_dead(name):
+                continue
+            files = [f"instances/{name}/{NOTRACE}"]
+            if name.endswith(SUFFIX):
+                files += [NOTRACE, "set_ftrace_notrace_pid"]
+            # The other session may end meanwhile.
+            with suppress(OSError):
+                for file in files:
+                    with (self._tracefs / file).open("a") as opened:
+                        opened.write(" ".join(map(str, pids)))
+                others += map(int, (self._tracefs / files[0]).read_text().split())
+        return others
 
     def _setting(self, event: str, file: str, value: str) -> str:
         return f"{self._array}events/{event}/{file} = {value}"
@@ -322,8 +359,7 @@ class AttachedProbes:
         for event in self._events():
             with suppress(OSError):
                 (self._tracefs / self._array / "events" / event / "enable").write_text("0")
-        if self._graph is not None:
-            self._graph.stop()
+        was_on = self._graph is None or self._graph.stop()
         status = reader.finish()
         if has_failed:
             return
@@ -332,7 +368,10 @@ class AttachedProbes:
             why = os.strerror(status - UNWRITTEN)
             print(f"kprobefs: {name}: {why}: records are missing", file=sys.stderr)
         elif status == NOTHING:
-            print(f"kprobefs: nothing was recorded: {self._why_nothing(reader.pid)}", file=sys.stderr)
+            print(
+                f"kprobefs: nothing was recorded: {self._why_nothing(reader.pid, was_on=was_on)}",
+                file=sys.stderr,
+            )
         else:
             self._report()
 
@@ -350,16 +389,33 @@ class AttachedProbes:
             if follows_virtual_clock(self._directory):
                 print(f"kprobefs: {HINT.format(where='in this trace')}", file=sys.stderr)
 
-    def _why_nothing(self, reader: int) -> str:
-        """Return a text with the reason why there are no records. `reader`: pid of the reader of records."""
+    def _why_nothing(self, reader: int, *, was_on: bool) -> str:
+        """Return a text with the reason why there are no records.
+
+        `reader`: pid of the reader of records. `was_on`: whether recording was on at the command's end.
+        """
         session = self._session
+        if not was_on:
+            return "tracing_on was 0"
         if session.request.filter and (hits := self._unfiltered({os.getpid(), reader})):
             return f"the filter accepted none of {counted(hits)}"
+        prefix = f"{session.name}/"
+        own = [event for event in self._history.read().events if event.event.startswith(prefix)]
+        unarmed = next((event.unarmed for event in own if event.unarmed), "")
+        if own and not any(event.armed for event in own):
+            return UNARMED.format(reason=unarmed)
+        if not own:
+            probes = session.probes
+            unarmed = switched_off(
+                self._directory,
+                kprobes=any(probe.definition for probe in probes),
+                calls_alone=all(probe.definition and "+" not in probe.place for probe in probes),
+            )
         places = [probe.place or probe.event.replace("/", ":") for probe in session.probes]
         if session.request.graph is not None:
             places.append(session.request.graph)
-        ended = EndedCommand(self._command, session.status or 0, self._directory, str(self._scratch))
-        return why_no_hit(ended, places)
+        ended = EndedCommand(self._command, session.status or 0, self._directory, self._place)
+        return why_no_hit(ended, places, unarmed)
 
     def _unfiltered(self, own: set[int]) -> int:
         """Return the number of hits in all processes except `own`, including hits that the filter drops."""

@@ -48,6 +48,8 @@ class GraphTracer:
             self._undo.callback(self._set, name, self._read(name))
         self._excluded = self._read("set_ftrace_notrace_pid").replace(NO_PID, "")
         self._undo.callback(self._set, "set_ftrace_notrace_pid", self._excluded)
+        events = self._read("set_event_notrace_pid").replace(NO_PID, "")
+        self._undo.callback(self._set, "set_event_notrace_pid", events)
         try:
             self._undo.callback(self._set, "set_graph_function", "")
             self._write("set_graph_function", f"{function}\n")
@@ -78,9 +80,13 @@ class GraphTracer:
                 raise
             raise _in_use("its trace_pipe is open") from None
 
-    def stop(self) -> None:
-        """Stop recording. Do nothing if the mount does not answer any more."""
+    def stop(self) -> bool:
+        """Stop recording, unless the mount does not answer any more. Return False if recording was off."""
+        was_on = True
+        with suppress(OSError):
+            was_on = self._read("tracing_on") != "0"
         self._set("tracing_on", "0")
+        return was_on
 
     def restore(self) -> None:
         """Restore the contents of the mount's files that this object has changed.

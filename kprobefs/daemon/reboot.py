@@ -24,7 +24,7 @@ from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.core.open_file import Steps
 from emulated_kernel.vfs.core.seq_file import SeqFile, SteppedFile, StreamFile, explained_steps, listing
-from emulated_kernel.vfs.trees.stats import probe_switches, probes_file
+from emulated_kernel.vfs.trees.stats import HistoryFile, probe_switches, probes_file
 from kprobefs.daemon.state import previous_boot
 from kprobefs.daemon.state.hit_counters import counts, set_counts
 from kprobefs.daemon.state.saved_state import SavedState
@@ -135,6 +135,7 @@ class RebootableKernel:
             ),
             "definitions": StreamFile(0o400, lambda: self._definitions(kernel)),
             "probes": probes_file(kernel.components),
+            "history": HistoryFile(kernel.components),
         }
         if self._state is not None:
             further["state"] = SeqFile(0o400, listing(self._state.text))

@@ -13,9 +13,11 @@ Whitespace, "=" and backslashes in names of files are escaped as in /proc/mounts
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 
 from emulated_kernel.util.fast_dataclass import dataclass
+from kprobefs.common.errors import CliError, ExitStatus
 
 DEFINITION = re.compile(r"(?P<kind>[a-z])(?P<count>\d*)(?::(?P<name>\S+))?\s+(?P<rest>.*)")
 """Matches a line that defines a dynamic event."""
@@ -30,6 +32,11 @@ GROUPS = {
     "t": "tracepoints",
 }
 """Letter for the kind of an event -> default group of events of this kind."""
+_BYTE_ORDER_MARKS = {
+    mark.decode("utf-8", "surrogateescape"): encoding
+    for mark, encoding in ((BOM_UTF8, "UTF-8"), (BOM_UTF16_LE, "UTF-16"), (BOM_UTF16_BE, "UTF-16"))
+}
+"""Byte order mark at the start of a file, as the text that files are decoded to -> its encoding."""
 LISTS = (
     "set_event_pid",
     "set_event_notrace_pid",
@@ -73,7 +80,12 @@ def read_lines(path: str, text: str) -> Iterator[Line]:
     """Yield the lines of a file, except blank lines and comments.
 
     A backslash at the end of a line joins it with the next line that is not a comment.
+    Raises: CliError (the file begins with a byte order mark).
     """
+    for mark, encoding in _BYTE_ORDER_MARKS.items():
+        if text.startswith(mark):
+            why = f"it begins with a byte order mark ({encoding}), which no kernel takes"
+            raise CliError(f"{path}: {why}; save it as UTF-8 without the mark", ExitStatus.USAGE)
     parts: list[str] = []
     first = 0
     for number, line in enumerate([*text.replace("\r\n", "\n").split("\n"), ""], 1):

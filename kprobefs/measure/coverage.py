@@ -415,7 +415,7 @@ def as_dict(found: Coverage) -> dict[str, Any]:
         "subject": found.subject.title,
         "arch": found.subject.arch,
         "profile": found.profile,
-        "remarks": list(found.subject.remarks),
+        "remarks": list(found.judge.remarks),
         "functions": len(found.symbols),
         "verdicts": by_verdict(total),
         "reasons": [
@@ -454,6 +454,11 @@ def by_verdict(reasons: Reasons) -> dict[str, int]:
 # Text
 
 
+def _with_jumps(found: Coverage) -> int:
+    """Return the number of functions with an instruction that is optimized."""
+    return sum(by_verdict(reasons)[ProbeOutcome.OPTIMIZED.value] > 0 for _, reasons in found.symbols)
+
+
 def tables(found: Coverage) -> Iterator[str]:
     """Yield the lines of the tables for one kernel."""
     total = found.total
@@ -463,7 +468,7 @@ def tables(found: Coverage) -> Iterator[str]:
     arch = found.subject.arch
     yield _wrapped(f"{title}{'' if title.endswith(arch) else f' ({arch})'}, profile {found.profile}", "  ")
     yield f"{counted:,} instructions of {len(found.symbols):,} functions; {rate:,.0f} a second of CPU time"
-    for remark in found.subject.remarks:
+    for remark in found.judge.remarks:
         yield _wrapped(remark, "  ")
     yield ""
     verdicts = by_verdict(total)
@@ -475,6 +480,7 @@ def tables(found: Coverage) -> Iterator[str]:
         yield f"{verdict.value:<12}{number:>13,}{share(number, counted):>9}{of_registered:>19}"
     if found.pairs is not None:
         yield f"{'pairs':<12}{found.pairs:>13,}{share(found.pairs, counted):>9}"
+    yield f"{_with_jumps(found):,} of {len(found.symbols):,} functions have an optimized instruction"
     yield ""
     yield f"{'verdict':<12}{'instructions':>13}{'of all':>9}  reason"
     for reason, number in total.most_common():

@@ -42,6 +42,8 @@ _SECTIONS = (
 )  # fmt: skip
 """Names of text sections, whose start and end are the symbols __NAME_text_start and __NAME_text_end."""
 _TEXT = ".text"
+WITH_OPTPROBES = "x86_64", "i386"
+"""Architectures on which Linux can replace breakpoints by jumps."""
 _UNKNOWN = "?"
 """Symbol name for the text between recorded functions."""
 
@@ -94,11 +96,27 @@ class Subject:
     def has_optprobes(self) -> bool | None:
         """Whether the kernel was built with CONFIG_OPTPROBES; None if its symbols do not say so.
 
-        On RISC-V, only an out-of-tree patch series has optprobes, so that the profile decides.
+        On arm64 and RISC-V, Linux has no optprobes, so that the profile decides.
         """
-        if self.arch.startswith("riscv"):
+        if self.arch not in WITH_OPTPROBES:
             return None
         return self._has("arch_prepare_optimized_kprobe")
+
+    def own_kprobes(self, *, has_jumps: bool) -> str:
+        """Return how the kernel's own kprobes differ from kprobefs's, as a sentence; "" if they do not.
+
+        `has_jumps`: whether kprobefs's kprobes are optimized. On x86, the kernel's symbols decide that.
+        """
+        if not self.arch.startswith("riscv"):
+            return ""
+        missing = []
+        if has_jumps and self._has("arch_prepare_optimized_kprobe") is False:
+            missing.append("have no jumps")
+        if self.tables.mcount and self._has("kprobe_ftrace_handler") is False:
+            missing.append("refuse function entries, which are ftrace sites")
+        if not missing:
+            return ""
+        return f"with --kprobes kprobefs, the default; this kernel's own kprobes {' and '.join(missing)}"
 
     def _has(self, function: str) -> bool | None:
         lookup = self.tables.kallsyms.lookup_name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from enum import Enum
+from functools import cached_property
 
 from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.analysis.probe_rules import probe_rules_named
@@ -91,6 +92,12 @@ class Judge:
         )
         self._others = dict[str, Judge]()
         self._is_x86 = subject.arch in ("x86_64", "i386")
+
+    @cached_property
+    def remarks(self) -> tuple[str, ...]:
+        """Sentences for the output about the CPUs and the kprobes for which the verdicts are valid."""
+        own = self.subject.own_kprobes(has_jumps=self.strategy is not None)
+        return (*self.subject.remarks, *([own] if own else []))
 
     def with_strategy(self, name: str) -> Judge:
         """Return a judge of the same subject with another optimization policy.

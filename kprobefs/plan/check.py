@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 
 from emulated_kernel.image.linux.btf import Btf
-from emulated_kernel.image.linux.btf_declaration import Parameter
+from emulated_kernel.image.linux.btf_declaration import Parameter, prototype
 from emulated_kernel.image.linux.btf_members import members_at, pointed_to, size_of
 from emulated_kernel.trace.fetch.fetchargs import ProbeArg
 from emulated_kernel.trace.interface import Interface, InterfaceRule
@@ -34,6 +35,7 @@ REMOVED = "removed"
 WARNINGS = {
     "type-size": "A fetch argument reads fewer or more bits than the value has.",
     "type-sign": "A fetch argument shows a signed value as unsigned, or an unsigned value as signed.",
+    "no-parameter": "A fetch argument $argN reads a register or stack word that no parameter takes.",
     "no-member": "A fetch argument reads a structure at an offset at which no member begins.",
     "name-cut": "The event's name is cut at the kernel's limit.",
     "never-returns": "The function of a return probe never returns.",
@@ -50,6 +52,10 @@ _OTHER_KINDS = {
 
 The value is None if all kernels have it.
 """
+_PARAMETER = re.compile(r"\$arg([0-9]+)\b")
+"""Pattern for a parameter of the function in a fetch argument."""
+_STUB = "__probestub_"
+"""Beginning of the name of a function that has a tracepoint's parameters."""
 _EXPRESSION = re.compile(
     r"(?:(?P<offset>[+-](?:0x[0-9a-fA-F]+|[0-9]+))\()?"
     r"(?P<base>\$arg[0-9]+|\$stack[0-9]+|\$retval|%[a-z0-9]+)\)?(?::(?P<type>[a-z0-9]+))?"
@@ -113,7 +119,7 @@ def check_lines(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
 
 def _answer(kernel: PlannedKernel, engine: OfflineEngine, line: Line) -> Answer:
     if _is_foreign(line.text, kernel.interface):
-        return Answer(line, UNCHECKED)
+        return Answer(line, UNCHECKED, findings=[*_of_foreign(kernel, line)])
     events = engine.kprobe_events
     before = set(events.probes())
     engine.error_log.last = None
@@ -137,6 +143,19 @@ def _is_foreign(text: str, interface: Interface) -> bool:
         rule = _OTHER_KINDS[kind]
         return rule is None or rule in interface
     return kind in "pr" and found["rest"].startswith(("/", "."))
+
+
+def _of_foreign(kernel: PlannedKernel, line: Line) -> Iterator[Finding]:
+    """Yield warnings about a line of another kind: about the arguments of fprobe and tracepoint events."""
+    words = argv_split(line.text)
+    if kernel.btf is None or len(words) < 2 or line.text[0] not in "ft":
+        return
+    name = words[1].partition("%")[0]
+    is_point = line.text[0] == "t"
+    with suppress(KernelError):
+        # The first parameter of a tracepoint's stub is the data of its user.
+        found = prototype(kernel.btf, f"{_STUB}{name}" if is_point else name)
+        yield from _no_parameter(line, name, found.words(kernel.whole.judge.arch.word_size), int(is_point))
 
 
 def _refused(kernel: PlannedKernel, engine: OfflineEngine, line: Line, error: KernelError) -> Answer:
@@ -190,6 +209,7 @@ def _created(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Answer:
         return Answer(line, PENDING, text, found)
     explained = Explanation(kernel, Place(line.text, where, ()), kernel.whole)
     verdict = explained.verdict
+    found += _no_parameter(line, where.name, explained.argument_words)
     found += _types(kernel, line, probe, explained)
     if probe.place.is_return and explained.never_returns:
         message = f"{where.name} never returns, so the probe is never hit"
@@ -231,6 +251,22 @@ def _cut_name(line: Line, probe: TraceKprobe) -> Iterator[Finding]:
         return
     message = f"the event is named {probe.event.name}, which is cut; name it"
     yield Finding("name-cut", False, message, 0)
+
+
+def _no_parameter(line: Line, name: str, count: int | None, hidden: int = 0) -> Iterator[Finding]:
+    """Yield warnings about fetch arguments $argN of the function `name` with an N that is too large.
+
+    `count`: number of words that the parameters take; None if it is unknown. `hidden`: number of first
+    parameters that $argN does not count.
+    """
+    if count is None:
+        return
+    has = f"has {count - hidden} parameter{'s' * (count - hidden != 1)}"
+    for number, word in enumerate(argv_split(line.text)[2:], 2):
+        for found in _PARAMETER.finditer(word):
+            if int(found[1]) > count - hidden:
+                message = f"{found[0]} is no parameter: {name} {has}, so the value is undefined"
+                yield Finding("no-parameter", False, message, _word_column(line.text, number))
 
 
 def _types(

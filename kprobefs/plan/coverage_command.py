@@ -121,6 +121,7 @@ def _compared(found: Sequence[Coverage]) -> Iterator[str]:
         shares = [share(each[verdict.value], of) for each, of in zip(counts, registered, strict=True)]
         yield _row(verdict.value, shares)
     yield _row("instructions", [f"{each['instructions']:,}" for each in counts])
+    yield _row("functions", [f"{len(each.symbols):,}" for each in found])
     yield _row(ProbeOutcome.REFUSED.value, [f"{each[ProbeOutcome.REFUSED.value]:,}" for each in counts])
     differing = _differing(found)
     if differing:

@@ -103,7 +103,7 @@ def _overview(found: Sequence[Coverage]) -> Iterator[str]:
 
 def _index(found: Coverage) -> Iterator[str]:
     yield from _head(f"{found.subject.title}, profile {found.profile}")
-    for remark in found.subject.remarks:
+    for remark in found.judge.remarks:
         yield f"<p>{_escaped(remark)}</p>"
     yield '<label>functions with <input type="search"></label>'
     heads = "".join(f'<th scope="col"><button type="button">{column}</button></th>' for column in _COLUMNS)

@@ -257,10 +257,15 @@ class Explanation:
         made = arch.detour(region, buffer)
         parts = arch.detour_parts(0, made.trap, made.copied, len(made.code))
         originals = _insns_of(arch, region)
+
+        def name(addr: int) -> str | None:
+            offset = addr - buffer
+            return f"detour+{offset:#x}" if 0 <= offset < len(made.code) else self._name(addr)
+
         for part, following in zip(parts, (*[each.start for each in parts[1:]], len(made.code)), strict=True):
             code = made.code[part.start : following]
             is_copy = part.start == made.copied
-            for at, size, text in arch.disassembler.insns(code, buffer + part.start, self._name):
+            for at, size, text in arch.disassembler.insns(code, buffer + part.start, name):
                 offset = at - buffer
                 insn = made.code[offset : offset + size]
                 is_relocated = is_copy and insn not in originals
@@ -294,6 +299,11 @@ class Explanation:
         if self.place.where.module is not None:
             return f"no prototype: types of modules are not read ({self.place.where.module})"
         return f"no prototype: {'it is not in the BTF' if self.kernel.btf else 'this kernel has no BTF'}"
+
+    @property
+    def argument_words(self) -> int | None:
+        """Number of words that the function's parameters take, as $argN counts them; None if unknown."""
+        return None if self.prototype is None else self.prototype.words(self.judge.arch.word_size)
 
     @cached_property
     def arguments(self) -> tuple[Argument, ...]:

@@ -141,7 +141,7 @@ class OfflineEngine:
             hit,
             None,
             judge.profile.jprobes,
-            lambda: kernel.btf,
+            types=lambda: kernel.btf,
         )
         interface = kernel.interface
         self.error_log = LastError(interface.texts)

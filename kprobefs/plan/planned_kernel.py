@@ -22,7 +22,7 @@ from emulated_kernel.kprobes.profile import KERNEL_INTERFACE, Profile, with_stra
 from emulated_kernel.trace.events import syscall_events
 from emulated_kernel.trace.events.ftrace_entries import ftrace_entry_events
 from emulated_kernel.trace.events.print_event import PrintEvent
-from emulated_kernel.trace.interface import Interface, interface_named
+from emulated_kernel.trace.interface import LINUX_6_1, Interface, interface_named
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, explained
@@ -64,7 +64,7 @@ class PlannedKernel:
         self.cpu_description = cpu_description
         """Description, for the output, of the CPUs to which the verdicts apply."""
         self.remarks: tuple[str, ...] = ()
-        """Sentences for the output about the CPUs to which the verdicts apply."""
+        """Sentences for the output about the CPUs and the kprobes to which the verdicts apply."""
         self.is_dump = False
         """Whether the kernel was running when its text and data were dumped."""
         self.is_booted = False
@@ -75,9 +75,9 @@ class PlannedKernel:
         """The interface of tracefs that a mount of the kernel has; it decides the syntax of definitions."""
         if self.profile.interface != KERNEL_INTERFACE or not isinstance(self.core, LinuxKernel):
             return interface_named(self.profile.interface)
-        from emulated_kernel.guests.linux.probing.detect_interface import detect_interface
+        from emulated_kernel.guests.linux.probing.detect_interface import interface_with
 
-        return detect_interface(self.core)
+        return interface_with(self.core, self.profile)
 
     @cached_property
     def tables(self) -> ProbedTables:
@@ -205,7 +205,7 @@ class PlannedKernel:
         """Group and name of each event that the kernel itself has; without BTF, only the group ftrace."""
         core = self.core
         word = self.judge.arch.word_size
-        for own in (PrintEvent(word, 0), *ftrace_entry_events(word)):
+        for own in (PrintEvent(word, 0), *ftrace_entry_events(word, LINUX_6_1)):
             yield own.group, own.name
         if isinstance(core, KernelImage):
             yield from ((event.system, event.name) for event in event_definitions(core))
@@ -241,6 +241,7 @@ def planned_kernel(
         why = "only possible with a distribution's kernel; add --image, or leave it out"
         raise CliError(f"--cpu: {why}", ExitStatus.USAGE)
     made = _planned(arch, image, vmcore, profile_name, cpu)
+    made.remarks += made.judge.remarks
     made.strategy = strategy
     try:
         with_strategy(made.profile, strategy)

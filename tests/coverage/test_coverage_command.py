@@ -10,14 +10,17 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from emulated_kernel.image.kallsyms import Kallsyms, Symbol
+from emulated_kernel.kprobes.profile import profile_named
 from kprobefs.cli.main import main
 from kprobefs.measure.coverage import FunctionCounter, coverage
-from kprobefs.measure.coverage_subject import own_image
+from kprobefs.measure.coverage_subject import Subject, own_image
 from tests.coverage.test_coverage import VERDICTS, adds_up, counted, linux, refused
 
 PATTERN = "vfs_*"
@@ -74,6 +77,41 @@ def test_a_pattern_selects_functions(capsys: pytest.CaptureFixture[str]) -> None
     assert "nearest: vfs_read" in refused(capsys, "--function", "vfs_raed")
 
 
+def test_the_text_has_the_number_of_functions(capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = counted(capsys, "--function", PATTERN)
+    assert main(["coverage", "--function", PATTERN]) == 0
+    with_jumps = sum(each["verdicts"]["optimized"] > 0 for each in found["symbols"])
+    text = f"{with_jumps} of {found['functions']} functions have an optimized instruction"
+    assert text in capsys.readouterr().out.splitlines()
+
+
+OWN = "with --kprobes kprobefs, the default; this kernel's own kprobes "
+ENTRIES = "refuse function entries, which are ftrace sites"
+
+
+@pytest.mark.parametrize(
+    ("arch", "names", "profile", "remarks"),
+    [
+        ("riscv64", [], "riscv-optprobes-2023", [f"{OWN}have no jumps and {ENTRIES}"]),
+        ("riscv64", ["kprobe_ftrace_handler"], "riscv-optprobes-2023", [f"{OWN}have no jumps"]),
+        ("riscv64", [], "linux-6.1", [f"{OWN}{ENTRIES}"]),
+        ("riscv64", ["kprobe_ftrace_handler"], "linux-6.1", []),
+        ("x86_64", ["kprobe_ftrace_handler"], "linux-6.1", []),
+        # kprobefs's own kernel.
+        ("riscv64", ["__guest_abi"], "riscv-optprobes-2023", []),
+    ],
+)
+def test_it_is_told_where_the_kernels_own_kprobes_differ(
+    arch: str, names: list[str], profile: str, remarks: list[str]
+) -> None:
+    symbols = [Symbol(name, 16 * at, "T", 16) for at, name in enumerate(["f", "register_kprobe", *names], 1)]
+    tables: Any = SimpleNamespace(kallsyms=Kallsyms(symbols), mcount=[16], text_ranges=[])
+    has_jumps = profile_named(profile).optimizer and arch.startswith(profile[:5])
+    subject = Subject("", arch, tables)
+    own = subject.own_kprobes(has_jumps=has_jumps)
+    assert [own] * bool(own) == remarks
+
+
 def test_kernels_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = linux(tmp_path)
     kernels = counted(capsys, "--image", file, "--image", file)
@@ -84,6 +122,8 @@ def test_kernels_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtur
     shares = re.findall(r"[\d.]+ %|-", optimized)
     assert len(shares) == 4
     assert shares[:2] == shares[2:]
+    (functions,) = (line for line in lines if line.startswith("functions "))
+    assert functions.split()[1:] == [f"{each['functions']:,}" for each in kernels]
     (row,) = (line for line in lines if line.startswith("vfs_read "))
     symbols = [{symbol["name"]: symbol for symbol in each["symbols"]} for each in kernels]
     numbers = [each["vfs_read"]["verdicts"]["optimized"] for each in symbols]

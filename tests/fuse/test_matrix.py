@@ -162,7 +162,10 @@ def test_a_table_shows_what_failed() -> None:
         (f"one\nkprobefs: {HINT.format(where='of failures')}\n", "one"),
         (f"kprobefs: {HINT.format(where='of lat')}\n", "status 3"),
         (f"one\nkprobefs: {NO_HIT.format(names='fails', why='the command never came to fail')}\n", "one"),
-        (f"kprobefs: {NO_RECORD.format(hits='2 hits', name='fails', filter='error == 1')}\n", "status 3"),
+        (
+            f"kprobefs: {NO_RECORD.format(hits='2 hits', name='fails', why='its filter is error == 1')}\n",
+            "status 3",
+        ),
         ("kprobefs: /nosuch: No such file\n", "kprobefs: /nosuch: No such file"),
         ("", "status 3"),
         ("cat: /t/kprobefs-a1_b2c3d/mnt/x: No such file", "cat: $KPROBEFS/x: No such file"),

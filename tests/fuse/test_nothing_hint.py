@@ -4,59 +4,232 @@ from __future__ import annotations
 
 import os
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from kprobefs.cli.nothing_hint import EndedCommand, nothing_hints
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.trace.probes.probe_history import MAX_REMOVED
+from kprobefs.cli.nothing_hint import (
+    EndedCommand,
+    History,
+    Past,
+    PastEvent,
+    disarm,
+    nothing_hints,
+    present_events,
+)
 from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
+from tests.image.linux.debian import package
+from tests.vfs.files import ROOT, truncate, write
 
-SENT = "echo 'p:sent tcp_sendmsg' > kprobe_events\necho 1 > events/kprobes/sent/enable\n"
-READS = "echo 'p:reads vfs_read n=$arg3' >> kprobe_events\necho 1 > events/kprobes/reads/enable\n"
-FILTERED = f"{READS}echo 'n == 1' > events/kprobes/reads/filter\n"
-READ = "head -c 8 ../dev/zero > /dev/null\n"
-CASES = {
-    SENT: "no hit of sent: the command never came to tcp_sendmsg; files outside of scratch/ hit no probe",
-    f"{SENT}{READS}": "no hit of sent, reads: the command never came to tcp_sendmsg, vfs_read; ",
-    f"{SENT}exit 3": "no hit of sent: the command ended with status 3 before a probe was hit",
-    f"{READS}cat /etc/passwd": "no hit of reads: files outside of scratch/, such as /etc/passwd, ",
-    f"{READS}cd - > /dev/null; cat file": "no hit of reads: files outside of scratch/, such as file, ",
-    f"{FILTERED}{READ}": "reads has 1 hit and no record in the trace; its filter is n == 1",
-    f"{SENT}{FILTERED}{READ}{READ}": "reads has 2 hits and no record in the trace; its filter is n == 1",
-    f"{READS}{READ}": "",
-    f"{READS}{READ}echo > trace": "",
-    f"{FILTERED}{READ}echo 0 > tracing_on": "",
-    f"{SENT}{READS}{READ}": "",
-    f"{SENT}echo 0 > events/kprobes/sent/enable": "",
+NEWLINE = "\n"
+
+NEVER = "no hit of sent: the command never came to tcp_sendmsg; files outside of scratch/ hit no probe"
+UNRECORDED = "gcds has 1 hit and no record in the trace; "
+
+# Cases without a mount: a line is a write to a file below tracing/, or `gcd`, which calls that function.
+
+SENT = "kprobe_events = p:sent tcp_sendmsg\nevents/kprobes/sent/enable = 1\n"
+GCDS = "kprobe_events = p:gcds gcd a=$arg1\nevents/kprobes/gcds/enable = 1\n"
+INSIDE = "kprobe_events = p:inside gcd+5\nevents/kprobes/inside/enable = 1\n"
+FILTERED = f"{GCDS}events/kprobes/gcds/filter = a == 1\n"
+CLEAN = "events/enable = 0\nkprobe_events\n"
+DISARM = "../kprobes/enabled = 0\n"
+ARM = "../kprobes/enabled = 1\n"
+NO_CALLS = "../sysctl/kernel/ftrace_enabled = 0\n"
+CALLS = "../sysctl/kernel/ftrace_enabled = 1\n"
+ELSEWHERE = "kprobe_events = p:sent tcp_sendmsg\ninstances/a/events/kprobes/sent/enable = 1\n"
+STATES = {
+    SENT: NEVER,
+    f"{SENT}{GCDS}": "no hit of sent, gcds: the command never came to tcp_sendmsg, gcd; ",
+    f"{SENT}{GCDS}gcd": "",
+    f"{GCDS}gcd": "",
+    f"{GCDS}gcd\ntrace": "",
+    f"{FILTERED}gcd": f"{UNRECORDED}its filter is a == 1",
+    f"{SENT}{FILTERED}gcd\ngcd": "gcds has 2 hits and no record in the trace; its filter is a == 1",
     "": "",
+    # The events are disabled and removed.
+    f"{SENT}events/kprobes/sent/enable = 0": NEVER,
+    f"{SENT}{CLEAN}": NEVER,
+    f"{SENT}{CLEAN}{DISARM}": NEVER,
+    f"{SENT}{CLEAN}{SENT}{CLEAN}": NEVER,
+    f"{ELSEWHERE}instances/a/events/enable = 0\n{CLEAN}": NEVER,
+    f"{SENT}{GCDS}gcd\n{CLEAN}": "",
+    f"{SENT}{CLEAN}{GCDS}gcd\n{CLEAN}": "",
+    f"{FILTERED}gcd\n{CLEAN}": f"{UNRECORDED}its filter is a == 1",
+    f"{FILTERED}gcd\ntracing_on = 0\ntrace\n{CLEAN}": f"{UNRECORDED}its filter is a == 1",
+    f"{FILTERED}events/kprobes/gcds/filter = a == 12\ngcd\ntrace\n{CLEAN}": "",
+    "kprobe_events = p:sent tcp_sendmsg\nkprobe_events": "",
+    # Hits are only passed to a trigger.
+    "kprobe_events = p:gcds gcd a=$arg1\nevents/kprobes/gcds/filter = a == 1\n"
+    "events/kprobes/gcds/trigger = hist:keys=a\ngcd": "",
+    # Recording was off.
+    f"tracing_on = 0\n{GCDS}gcd": f"{UNRECORDED}tracing_on was 0",
+    f"tracing_on = 0\n{FILTERED}gcd\n{CLEAN}": f"{UNRECORDED}tracing_on was 0",
+    f"tracing_on = 0\n{GCDS}tracing_on = 1\ntracing_on = 0\ngcd": "",
+    f"{GCDS}tracing_on = 0\ngcd": "",
+    # The probes were not armed.
+    f"{DISARM}{GCDS}gcd": "no hit of gcds: kprobes/enabled was 0, so the probes were not armed",
+    f"{DISARM}{GCDS}gcd\n{CLEAN}{ARM}": "no hit of gcds: kprobes/enabled was 0, so ",
+    f"{DISARM}{GCDS}{ARM}gcd": "no hit of gcds: the event was enabled while kprobes/enabled was 0",
+    f"{GCDS}{DISARM}gcd\n{ARM}": "no hit of gcds: the command never came to gcd while the probes were armed "
+    "(kprobes/enabled was 0 for a time)",
+    f"{NO_CALLS}{GCDS}gcd\n{CLEAN}{CALLS}": "no hit of gcds: sysctl/kernel/ftrace_enabled was 0, so ",
+    f"{NO_CALLS}{INSIDE}{CALLS}": "no hit of inside: the command never came to gcd+5; ",
+    "kprobe_events = p:m none:f\nevents/kprobes/m/enable = 1": "no hit of m: module none was not loaded, so ",
 }
-"""Script -> the beginning of the hint after it."""
+"""Lines -> the beginning of the hint after them."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("mount")
+    (found / "scratch").mkdir()
+    return found
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_what_the_history_tells(place: Path, number: int) -> None:
+    """The test has four parts, so that several processes share the work."""
+    for lines, expected in [*STATES.items()][number::4]:
+        with Kernel() as kernel:
+            tree = kernel.filesystem()
+            if lines.startswith(ELSEWHERE):
+                tree.mkdir(ROOT, "/tracing/instances/a", 0o755)
+            for line in lines.splitlines():
+                name, _, value = line.partition(" = ")
+                if name == "gcd":
+                    kernel.call("gcd", 12, 18)
+                elif value:
+                    flags = os.O_WRONLY | os.O_APPEND
+                    write(tree, os.path.normpath(f"/tracing/{name}"), f"{value}\n", flags)
+                else:
+                    truncate(tree, f"/tracing/{name}")
+            history = kernel.components.tracing.kprobe_events.history
+            events = [PastEvent(**event) for event in history.events()]
+            past = Past(events, kernel.components.tracing.arrays.has_recorded, history.forgotten_hits)
+        hint = "".join(nothing_hints(EndedCommand(("true",), 0, str(place), "/"), past))
+        assert hint.startswith(expected), lines
+        assert bool(hint) is bool(expected), lines
+
+
+def test_old_events_are_forgotten_but_for_their_hits(place: Path) -> None:
+    with Kernel() as kernel:
+        tree = kernel.filesystem()
+        for number in range(MAX_REMOVED + 2):
+            write(tree, "/kprobe_events", f"p:e{number} gcd\n")
+            write(tree, f"/tracing/events/kprobes/e{number}/enable", "1")
+            if number == 1:
+                kernel.call("gcd", 12, 18)
+            write(tree, f"/tracing/events/kprobes/e{number}/enable", "0")
+            truncate(tree, "/kprobe_events")
+        history = kernel.components.tracing.kprobe_events.history
+        events = [PastEvent(**event) for event in history.events()]
+        assert [event.name for event in events] == [f"e{number}" for number in range(2, MAX_REMOVED + 2)]
+        assert history.forgotten_hits == 1
+    ended = EndedCommand(("true",), 0, str(place), "/")
+    assert list(nothing_hints(ended, Past(events, recorded=True, forgotten_hits=1))) == []
+
+
+# Cases of scripts in a mount
+
+SHELL_SENT = "echo 'p:sent tcp_sendmsg' > kprobe_events\necho 1 > events/kprobes/sent/enable\n"
+SHELL_READS = "echo 'p:reads vfs_read n=$arg3' >> kprobe_events\necho 1 > events/kprobes/reads/enable\n"
+SHELL_FILTERED = f"{SHELL_READS}echo 'n == 1' > events/kprobes/reads/filter\n"
+SHELL_CLEAN = "echo 0 > events/enable\necho > kprobe_events\n"
+SHELL_DISARM = "echo 0 > ../kprobes/enabled\n"
+SHELL_ARM = "echo 1 > ../kprobes/enabled\n"
+SHELL_NO_CALLS = "echo 0 > ../sysctl/kernel/ftrace_enabled\n"
+CASES = {
+    SHELL_SENT: NEVER,
+    f"{SHELL_SENT}exit 3": "no hit of sent: the command ended with status 3 before a probe was hit",
+    f"{SHELL_READS}cat /etc/passwd": "no hit of reads: files outside of scratch/, such as /etc/passwd, ",
+    f"{SHELL_READS}cd - > /dev/null; cat file": "no hit of reads: files outside of scratch/, such as file, ",
+    f"{SHELL_READS}head -c 8 ../dev/zero > /dev/null": "",
+}
+"""Script -> the beginning of the hint after it, and after it if it cleans up."""
 
 
 @needs_fuse
 @pytest.mark.mounted
 def test_why_nothing_was_hit(directory: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("hello\n")
-    with daemon(directory, program=REAL_PROGRAM) as running:
+    with (
+        daemon(directory, program=REAL_PROGRAM) as running,
+        closing(History(Path(running.path()))) as history,
+    ):
         for script, expected in CASES.items():
-            command = ("sh", "-c", f'cd "$KPROBEFS/tracing"\n{script}')
+            known = len(history.read().events)
+            cleaning = f"trap 'cd $KPROBEFS/tracing; {SHELL_CLEAN.replace(NEWLINE, '; ')}' EXIT"
+            command = ("sh", "-c", f'{cleaning}\ncd "$KPROBEFS/tracing"\n{script}')
             environment = {**os.environ, "KPROBEFS": running.path()}
             done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, check=False)
-            Path(running.path("kprobes/enabled")).write_text("0")
+            past = Past(history.read().events[known:], recorded=True)
+            assert past.events, script
             ended = EndedCommand(command, done.returncode, running.path(), str(tmp_path))
-            hint = "".join(nothing_hints(ended))
+            hint = "".join(nothing_hints(ended, past))
             assert hint.startswith(expected), script
             assert bool(hint) is bool(expected), script
-            Path(running.path("tracing/events/enable")).write_text("0")
-            Path(running.path("kprobe_events")).write_text("")
-            Path(running.path("tracing/trace")).write_text("")
-            Path(running.path("tracing/tracing_on")).write_text("1")
-            Path(running.path("kprobes/enabled")).write_text("1")
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_the_history_is_read_unseen(directory: Path) -> None:
+    with (
+        daemon(directory, program=REAL_PROGRAM) as running,
+        closing(History(Path(running.path()))) as history,
+    ):
+        Path(running.path("kprobe_events")).write_text("p:reads vfs_read\n")
+        Path(running.path("tracing/events/kprobes/reads/enable")).write_text("1")
+        assert [event.hits for event in (history.read(), history.read())[1].events] == [0]
+        Path(running.path("machine/version")).read_bytes()
+        hits = history.read().events[0].hits
+        assert hits > 0
+        Path(running.path("tracing/events/kprobes/reads/enable")).write_text("0")
+        Path(running.path("kprobe_events")).write_text("")
+        assert [event.hits for event in history.read().events] == [hits]
 
 
 @needs_fuse
 @pytest.mark.mounted
 def test_run_prints_the_hint() -> None:
-    script = f'cd "$KPROBEFS/tracing"\n{SENT}exit 3'
+    script = f'cd "$KPROBEFS/tracing"\n{SHELL_SENT}{SHELL_CLEAN}exit 3'
     done = kprobefs("run", "--", "sh", "-c", script, program=REAL_PROGRAM)
-    assert (done.returncode, done.stderr) == (3, f"kprobefs: {CASES[f'{SENT}exit 3']}\n")
+    assert (done.returncode, done.stderr) == (3, f"kprobefs: {CASES[f'{SHELL_SENT}exit 3']}\n")
+
+
+GUEST_READ = "head -c 8 ../scratch/file > /dev/null\n"
+GUEST_CASES = {
+    SHELL_SENT: NEVER,
+    f"{SHELL_READS}{GUEST_READ}": "",
+    f"{SHELL_FILTERED}{GUEST_READ}": "reads has 1 hit and no record in the trace; its filter is n == 1",
+    f"{SHELL_READS}{SHELL_DISARM}": "no hit of reads: kprobes/enabled was 0, so ",
+    f"{SHELL_DISARM}{SHELL_READS}{SHELL_ARM}{GUEST_READ}": "no hit of reads: the event was enabled "
+    "while kprobes/enabled was 0",
+    f"{SHELL_NO_CALLS}{SHELL_READS}{GUEST_READ}": "no hit of reads: sysctl/kernel/ftrace_enabled was 0, so ",
+}
+"""Script -> the beginning of the hint after it, for the guest's own kprobes."""
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_why_the_guests_own_probes_were_not_hit(directory: Path) -> None:
+    image = str(package("linux-image-cloud-amd64"))
+    with daemon(directory, "--image", image, "--kprobes", "kernel", program=REAL_PROGRAM) as running:
+        Path(running.path("scratch/file")).write_text("hello, world\n")
+        for script, expected in GUEST_CASES.items():
+            command = ("sh", "-c", f'cd "$KPROBEFS/tracing"\n{script}')
+            environment = {**os.environ, "KPROBEFS": running.path()}
+            done = subprocess.run(command, env=environment, capture_output=True, check=False)
+            past = present_events(running.path(), were_armed=disarm(running.path()))
+            ended = EndedCommand(command, done.returncode, running.path(), "/")
+            hint = "".join(nothing_hints(ended, past))
+            assert hint.startswith(expected), script
+            assert bool(hint) is bool(expected), script
+            Path(running.path("tracing/events/enable")).write_text("0")
+            Path(running.path("kprobe_events")).write_text("")
+            Path(running.path("tracing/trace")).write_text("")
+            Path(running.path("sysctl/kernel/ftrace_enabled")).write_text("1")
+            Path(running.path("kprobes/enabled")).write_text("1")

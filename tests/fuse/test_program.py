@@ -113,6 +113,9 @@ class TestWithoutMount:
             ("run --clock model --arch i386 true", "--clock model: not on i386; use"),
             ("run --clock model --vmcore /x true", "--clock model: not possible with --vmcore"),
             ("run --clock real --vmcore /x true", "--clock real: not possible with --vmcore"),
+            ("run --image '' -- true", "argument --image: empty name; give a file (kprobefs run --help)"),
+            ("check ''", "argument FILE: empty name; give a file (kprobefs check --help)"),
+            ("save -m ''", "argument -m/--mount: empty name; give a directory (kprobefs save --help)"),
             ("bench nonsense", "argument WHAT: invalid choice: 'nonsense'"),
             (
                 "bench hit --arch nope",
@@ -143,7 +146,7 @@ class TestWithoutMount:
     def test_it_is_told_what_is_wrong(
         self, arguments: str, told: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert main(arguments.split()) == (
+        assert main(shlex.split(arguments)) == (
             ExitStatus.FAILURE if arguments.startswith("mount") else ExitStatus.USAGE
         )
         error = capsys.readouterr().err

@@ -590,6 +590,25 @@ class TestTrace:
         result = kprobefs("trace", *words, program=REAL_PROGRAM)
         assert f"kprobefs: nothing was recorded: {why}" in result.stderr
 
+    def test_probes_that_are_not_armed(self, directory: Path, tmp_path: Path) -> None:
+        file = tmp_path / "f"
+        file.write_text("hello\n")
+        with daemon(directory, program=REAL_PROGRAM) as running:
+            on = ("-m", str(directory), "--")
+            switch = Path(running.path("kprobes/enabled"))
+            switch.write_text("0")
+            never = kprobefs("trace", "p:vfs_read", *on, "cat", str(file), program=REAL_PROGRAM)
+            switch.write_text("1")
+            script = f"echo 0 > {switch}; cat {running.path('dev/zero')} | head -c 8 > /dev/null"
+            partly = kprobefs("trace", "p:vfs_read", *on, "sh", "-c", script, program=REAL_PROGRAM)
+            Path(running.path("sysctl/kernel/ftrace_enabled")).write_text("0")
+            graph = kprobefs("trace", "--graph", "vfs_read", *on, "cat", str(switch), program=REAL_PROGRAM)
+        why = "kprobes/enabled was 0, so the probes were not armed"
+        assert never.stderr == f"kprobefs: nothing was recorded: {why}\n"
+        why = "the command never came to vfs_read while the probes were armed"
+        assert f"nothing was recorded: {why} (kprobes/enabled was 0 for a time)\n" in partly.stderr
+        assert "(sysctl/kernel/ftrace_enabled was 0 for a time)" in graph.stderr
+
     def test_what_is_copied(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A command by its relative path, and directories among its arguments, as files are."""
         (tmp_path / "d/deep").mkdir(parents=True)
@@ -602,6 +621,40 @@ class TestTrace:
         assert (result.returncode, "hello" in result.stdout) == (0, True)
         assert result.stderr.startswith("kprobefs: d/deep/f: changed only in scratch/;")
         assert (tmp_path / "d/deep/f").read_text() == "hello\n"
+
+    def test_two_at_a_time(self, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each has copies of its own, and traces no process of the other one but its command."""
+        (tmp_path / "f").write_text("hello\n")
+        started, ended = (tmp_path / name for name in ("started", "ended"))
+        os.mkfifo(started)
+        os.mkfifo(ended)
+        monkeypatch.chdir(tmp_path)
+        words = [*REAL_PROGRAM, "trace", "-m", str(directory), "p:vfs_read", "--"]
+        script = f": > {started}; : < {ended}; cat f"
+        with daemon(directory, program=REAL_PROGRAM) as running:
+            first = subprocess.Popen([*words, "sh", "-c", script, "f"], stdout=subprocess.PIPE, text=True)
+            started.read_bytes()
+            second = subprocess.run([*words, "cat", "f"], stdout=subprocess.PIPE, text=True, check=True)
+            ended.write_bytes(b"")
+            output = first.communicate()[0]
+            left = os.listdir(running.path("scratch"))
+        assert (first.returncode, left) == (0, [])
+        for text, count in ((second.stdout, 2), (output, 4)):
+            assert text.count("hello\n") == 1
+            records = [line for line in text.splitlines() if line != "hello"]
+            assert [line.split("-")[0].strip() for line in records] == ["cat"] * count
+
+    def test_what_a_command_creates_on_a_shared_mount_stays(
+        self, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "f").write_text("hello\n")
+        monkeypatch.chdir(tmp_path)
+        on = ("trace", "-m", str(directory), "p:vfs_read", "--")
+        with daemon(directory, program=REAL_PROGRAM) as running:
+            told = kprobefs(*on, "cp", "f", "made", program=REAL_PROGRAM).stderr
+            (place,) = os.listdir(running.path("scratch"))
+            assert told.startswith(f"kprobefs: made: created in scratch/{place}; ")
+            assert Path(running.path(f"scratch/{place}/made")).read_text() == "hello\n"
 
     def test_it_doesnt_trace_itself(self, directory: Path) -> None:
         """Neither its own calls nor those of the process that reads the records."""

@@ -20,7 +20,7 @@ from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.image.linux.debug_file import builtin_debug_file
 from emulated_kernel.machine.memory.sparse import data_ranges, write_all
 from kprobefs.plan import debug_info
-from tests.conftest import load_image
+from tests.kept_images import load_image
 
 ARCHITECTURES = ("x86_64", "i386", "riscv64")
 

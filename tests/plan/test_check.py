@@ -253,6 +253,9 @@ def kernel_with_types(tmp_path: Path) -> str:
     pointer = btf.add(2, "", pair)
     proto = btf.prototype(number, ("number", number), ("size", size), ("pair", pointer))
     btf.add(12, "f", proto)
+    btf.add(12, "many", btf.prototype(number, ("number", number), ("", 0)))
+    stub = btf.prototype(0, ("__data", pointer), ("number", number), ("size", size))
+    btf.add(12, "__probestub_event", stub)
     source.table("mcount_loc", b"".join(site.to_bytes(8, "little") for site in sites))
     source.table("BTF", btf.data())
     file = tmp_path / "vmlinuz"
@@ -283,6 +286,8 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("c=+16($arg3):u64", ["no-member"]),
         ("c=+0(%dx):u8 d=%r8:u8", ["type-size"]),
         ("d=$comm e=@linux_banner:string", []),
+        ("e=$arg4:u64", ["no-parameter"]),
+        ("c=$arg3:x64 e=+8(+0($arg12)):u8 f=%si:u64", ["no-parameter"]),
     ],
 )
 def test_types_are_compared_with_those_of_the_kernel(typed: str, words: str, rules: list[str]) -> None:
@@ -292,6 +297,28 @@ def test_types_are_compared_with_those_of_the_kernel(typed: str, words: str, rul
     for finding in answer.findings:
         assert finding.column is not None
         assert f"p:x f {words}"[finding.column - 1] == " "
+
+
+@pytest.mark.parametrize(
+    ("line", "messages"),
+    [
+        ("f:x f a=$arg3 b=$arg4", ["$arg4 is no parameter: f has 3 parameters, so the value is undefined"]),
+        ("f:x f%return a=$arg4", ["$arg4 is no parameter: f has 3 parameters, so the value is undefined"]),
+        ("f:x * a=$arg4", []),
+        ("f:x many a=$arg9", []),
+        ("t:x event a=$arg1 b=$arg2", []),
+        ("t:x event a=$arg3", ["$arg3 is no parameter: event has 2 parameters, so the value is undefined"]),
+        ("t:x none a=$arg3", []),
+        ("r:x f a=$arg4", ["$arg4 is no parameter: f has 3 parameters, so the value is undefined"]),
+    ],
+)
+def test_parameters_that_a_function_does_not_have(typed: str, line: str, messages: list[str]) -> None:
+    kernel = planned_kernel(None, typed, None, "linux-6.12")
+    (answer,) = check_lines(kernel, [Line("x", 1, line)])
+    assert not answer.is_error
+    found = [finding for finding in answer.findings if finding.rule == "no-parameter"]
+    assert [finding.message for finding in found] == messages
+    assert [line[finding.column :] for finding in found] == [line.rsplit(maxsplit=1)[-1]] * len(found)
 
 
 @pytest.mark.parametrize(("kind", "rules"), [("s32", []), ("u32", ["type-sign"]), ("s64", ["type-size"])])
@@ -401,6 +428,16 @@ def test_definitions_that_are_no_text_are_answered(
     assert main(["check", str(file), "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out)
     assert {line["outcome"] for line in found["kernels"][0]["lines"]} <= {"EINVAL", "ENOENT"}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_byte_order_mark(encoding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "x.probes"
+    file.write_text("p vfs_read\n", encoding)
+    assert main(["check", str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"kprobefs: {file}: it begins with a byte order mark (UTF-")
+    assert line.endswith("; save it as UTF-8 without the mark")
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,11 @@ class RejectReason(Enum):
         RejectSubject.INSN,
     )
 
+    LANDING_PAD = (
+        "an indirect branch may lead to this landing pad, and must not lead to a jump",
+        0,
+        RejectSubject.INSN,
+    )
     NO_PUN = "code leads here, and the bytes here leave no address for the detour", 0, RejectSubject.INSN
 
     BEYOND_FUNCTION = "no instruction of the function follows the detoured region"

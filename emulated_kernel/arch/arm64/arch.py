@@ -1,4 +1,4 @@
-"""The architecture hooks of a distribution's kernel for arm64: probes are stepped or simulated."""
+"""The architecture hooks of a distribution's kernel for arm64: probes are stepped, simulated or jumps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.probe_rules import ProbeRules
 from emulated_kernel.arch.analysis.stack_frames import IP, Frame, FrameInsn
-from emulated_kernel.arch.arch_hooks import Arch, ArchSpecificInsn, HandlerStub, OriginalPlace, Registers
+from emulated_kernel.arch.arch_hooks import Arch, ArchSpecificInsn, HandlerStub, Registers
+from emulated_kernel.arch.arm64 import detour as detours
 from emulated_kernel.arch.arm64 import encoder, stack_frames
 from emulated_kernel.arch.arm64.emulate import emulation_of
 from emulated_kernel.arch.arm64.handler_code import (
@@ -23,9 +24,10 @@ from emulated_kernel.arch.arm64.handler_code import (
     return_trampoline,
 )
 from emulated_kernel.arch.arm64.insn import LINK, REGISTER_NAMES, SIZE, Handling, handling_of
-from emulated_kernel.arch.arm64.probe_checks import Arm64ProbeChecker
+from emulated_kernel.arch.arm64.probe_checks import STRATEGIES, Arm64ProbeChecker
 from emulated_kernel.arch.arm64.pt_regs import PT_REGS
 from emulated_kernel.arch.arm64.pt_regs import SIZE as FRAME_SIZE
+from emulated_kernel.arch.arm64.relocate import Relocation, relocation_of
 from emulated_kernel.arch.probe_checks import OptimizationPolicy
 from emulated_kernel.arch.program.asm_source import Assembler, Assembly, SourceText
 from emulated_kernel.arch.program.ir import HandlerCode, Program
@@ -44,14 +46,15 @@ class _NoAssembler(Assembler):
 
 
 def _refuse_code() -> NoReturn:
-    raise KernelError(EOPNOTSUPP, "arm64 has neither detours nor handlers in assembly")
+    raise KernelError(EOPNOTSUPP, "arm64 has no handlers in assembly")
 
 
 class Arm64(Arch):
     """Hooks of a distribution's kernel for arm64. The first eight arguments of a function are in registers.
 
-    No jump replaces a breakpoint, as in mainline Linux. No register holds the address of per-CPU data, so the
-    code of a handler contains the addresses of the handler's cells.
+    A jump replaces a breakpoint by rules of kprobefs, because Linux has no jump optimization on arm64. No
+    register holds the address of per-CPU data, so the code of a handler contains the addresses of the
+    handler's cells.
     """
 
     name = "arm64"
@@ -64,15 +67,15 @@ class Arm64(Arch):
     call_size = SIZE
     call_link = "x30"
     current_register = "sp_el0"
-    strategies: MappingProxyType[str, OptimizationPolicy[Any]] = MappingProxyType({})
+    strategies = MappingProxyType(STRATEGIES)
     disassembler = Disassembler("CS_ARCH_ARM64", "CS_MODE_ARM", width=12)
     assembler = _NoAssembler()
     return_size = SIZE
     routine_return = encoder.return_to(LINK)
-    max_repetition = 0
-    max_detour = 0
-    max_copied = 0
-    max_detoured = 0
+    max_repetition = detours.MAX_REPETITION
+    max_detour = detours.MAX_DETOUR
+    max_copied = detours.MAX_COPIED
+    max_detoured = SIZE + 1
     task_size = 1 << 48
     interrupt_flag = ("flags", 1 << 7)
     has_interrupt_mask = True
@@ -96,6 +99,10 @@ class Arm64(Arch):
     general_registers = frozenset(PT_REGS)
     callee_saved = frozenset(f"x{number}" for number in range(19, 30))
     unwind_roots = Arch.unwind_roots | {"primary_entry", "__primary_switched", "__primary_switch"}
+    around_handler = staticmethod(detours.around_handler)
+    repetition = staticmethod(detours.repetition)
+    relocated = staticmethod(detours.relocated)
+    original_place = staticmethod(detours.original_place)
     interrupt_entries = frozenset(("el0t_64_sync", "el0t_64_irq", "el1h_64_sync", "el1h_64_irq"))
     stack_switches = frozenset(("cpu_switch_to", "call_on_irq_stack"))
     no_return_hook = ("cpu_switch_to",)
@@ -165,21 +172,9 @@ class Arm64(Arch):
     def called_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:
         return handler_code(program, addr, live, by_call=True)
 
-    def around_handler(self, region: Region) -> tuple[bytes, bytes]:  # noqa: ARG002 - it refuses
-        """Refuse: no probe has a detour. Raises: KernelError EOPNOTSUPP."""
-        _refuse_code()
-
-    def relocated(self, region: Region, to: int) -> bytes:  # noqa: ARG002 - it refuses
-        """Refuse: no probe has a detour. Raises: KernelError EOPNOTSUPP."""
-        _refuse_code()
-
-    def original_place(self, region: Region, copied: int, address: int) -> OriginalPlace:  # noqa: ARG002
-        """Refuse: no probe has a detour. Raises: KernelError EOPNOTSUPP."""
-        _refuse_code()
-
-    def repetition(self, at: int, entry: int, turns: int) -> bytes:  # noqa: ARG002 - it refuses
-        """Refuse: no handler is compiled, so none is measured in a loop. Raises: KernelError EOPNOTSUPP."""
-        _refuse_code()
+    def emulated_region(self, code: bytes, addr: int) -> Region | None:
+        word = int.from_bytes(code, "little")
+        return None if relocation_of(word) is Relocation.REFUSED else Region(addr, code)
 
     def probe_checker(
         self,

@@ -33,6 +33,8 @@ class Pattern(NamedTuple):
 B = Pattern(0xFC000000, 0x14000000)
 BL = Pattern(0xFC000000, 0x94000000)
 B_COND = Pattern(0xFF000010, 0x54000000)
+BC_COND = Pattern(0xFF000010, 0x54000010)
+"""Pattern of bc.cond: a b.cond with a hint for the branch predictor."""
 CBZ = Pattern(0x7E000000, 0x34000000)
 """Pattern of cbz and cbnz: branches if a register is zero, or not zero."""
 TBZ = Pattern(0x7E000000, 0x36000000)
@@ -51,6 +53,9 @@ MSR_IMMEDIATE = Pattern(0xFFF8F01F, 0xD500401F)
 MSR = Pattern(0xFFF00000, 0xD5100000)
 MRS = Pattern(0xFFF00000, 0xD5300000)
 HINT = Pattern(0xFFFFF01F, 0xD503201F)
+BTI = Pattern(0xFFFFFF3F, 0xD503241F)
+PACI_SP = Pattern(0xFFFFFFBF, 0xD503233F)
+"""Pattern of paciasp and pacibsp, which are landing pads of calls, as `bti c` is."""
 ADR = Pattern(0x9F000000, 0x10000000)
 ADRP = Pattern(0x9F000000, 0x90000000)
 LDR_LITERAL = Pattern(0xBF000000, 0x18000000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 from emulated_kernel.guests.builtin.readers.guest_log import read_log
 from emulated_kernel.guests.builtin.readers.memory_info import read_memory, read_slabs
@@ -202,7 +203,7 @@ class BuiltinKernel(TaskStacks):
             for field in fields:
                 self._memory.write_u32(cred + self.image.abi[f"cred.{field}"], value)
 
-    @property
+    @cached_property
     def syscall_numbers(self) -> dict[str, int]:
         """Name of a system call -> its number in this guest.
 

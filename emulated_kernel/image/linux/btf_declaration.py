@@ -42,6 +42,12 @@ class Prototype:
     result: Parameter
     """The function's result, as a parameter without a name."""
 
+    def words(self, word_size: int) -> int | None:
+        """Return the number of words that the parameters take; None if the function takes more by "..."."""
+        if self.text.endswith("...)"):
+            return None
+        return sum(max(1, -(-parameter.size // word_size)) for parameter in self.parameters)
+
 
 def prototype(btf: Btf, function: str) -> Prototype:
     """Return the prototype of a function.

@@ -32,14 +32,17 @@ OPTIMIZE_DELAY = 5
 
 
 _STAGES = {
-    (True, PokeStep.BREAKPOINT): "breakpoint written; next: tail of the jump",
-    (True, PokeStep.TAIL): "tail of the jump written; next: start of the jump",
-    (False, PokeStep.BREAKPOINT): "breakpoint written over the jump; next: original tail",
-    (False, PokeStep.TAIL): "original tail written; next: end",
+    (True, PokeStep.BREAKPOINT, PokeStep.TAIL): "breakpoint written; next: tail of the jump",
+    (True, PokeStep.BREAKPOINT, PokeStep.FIRST_BYTE): "breakpoint written; next: jump",
+    (True, PokeStep.TAIL, PokeStep.FIRST_BYTE): "tail of the jump written; next: start of the jump",
+    (False, PokeStep.BREAKPOINT, PokeStep.TAIL): "breakpoint written over the jump; next: original tail",
+    (False, PokeStep.BREAKPOINT, PokeStep.FIRST_BYTE): "breakpoint written over the jump; next: end",
+    (False, PokeStep.TAIL, PokeStep.FIRST_BYTE): "original tail written; next: end",
 }
-"""(is being optimized, last finished step) -> text for users about a change of a jump that has stopped.
+"""(is being optimized, last finished step, next step) -> text about a change of a jump that has stopped.
 
-The first item is True if the jump is being written, and False if it is being removed.
+The first item is True if the jump is being written, and False if it is being removed. A jump that is as long
+as the breakpoint has no tail.
 """
 
 Queue = dict[AggrKprobe, None]
@@ -197,7 +200,8 @@ class Optimizer:
 
         Raises: KeyError (no change of the probe's jump has stopped).
         """
-        return _STAGES[head in self.optimizing, self.stages.step(head)]
+        stages = self.stages
+        return _STAGES[head in self.optimizing, stages.step(head), stages.next_step(head)]
 
     def is_disarmed(self, head: AggrKprobe) -> bool:
         """Return True if the probe is disabled and not queued.

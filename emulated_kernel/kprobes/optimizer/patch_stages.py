@@ -9,7 +9,6 @@ from emulated_kernel.kprobes.quiescence import DelayedWork, GracePeriod
 from emulated_kernel.machine.text.text_poke import PokeStep, TextPoker
 from emulated_kernel.util.fast_dataclass import dataclass
 
-_NEXT = {PokeStep.BREAKPOINT: PokeStep.TAIL, PokeStep.TAIL: PokeStep.FIRST_BYTE}
 _REVERSED = {PokeStep.BREAKPOINT: PokeStep.TAIL, PokeStep.TAIL: PokeStep.BREAKPOINT}
 """Last step of a change -> last step of the reverse change that has the same text."""
 
@@ -57,6 +56,15 @@ class PatchStages:
         """
         return self._stops[head].step
 
+    def next_step(self, head: AggrKprobe) -> PokeStep:
+        """Return the step that comes next in the change of a probe's jump.
+
+        Raises: KeyError (no change of the probe's jump has stopped).
+        """
+        stop = self._stops[head]
+        is_tail_next = stop.step is PokeStep.BREAKPOINT and self._poker.has_tail(stop.insn)
+        return PokeStep.TAIL if is_tail_next else PokeStep.FIRST_BYTE
+
     def switch(self, on: bool, delay: int | None = None) -> None:
         """Switch the stops on or off. When they are switched off, complete all changes that have stopped.
 
@@ -78,7 +86,8 @@ class PatchStages:
 
     def reverse(self, head: AggrKprobe, insn: bytes) -> None:
         """Turn a stopped change into the reverse change, whose result is the bytes `insn`; write nothing."""
-        self._add(head, insn, _REVERSED[self._stops[head].step])
+        step = self._stops[head].step
+        self._add(head, insn, _REVERSED[step] if self._poker.has_tail(insn) else step)
 
     def forget(self, head: AggrKprobe) -> None:
         """Drop the stop of a probe, if there is one, because another function changes its text."""
@@ -109,7 +118,7 @@ class PatchStages:
 
     def _write_next(self, head: AggrKprobe) -> None:
         stop = self._stops[head]
-        stop.step = _NEXT[stop.step]
+        stop.step = self.next_step(head)
         self._poker.write_step(stop.step, head.address, stop.insn)
         if stop.step is PokeStep.FIRST_BYTE:
             self.forget(head)

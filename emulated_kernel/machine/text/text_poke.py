@@ -20,9 +20,9 @@ class PokeStep(Enum):
     BREAKPOINT = auto()
     """Write an int3 over the first byte."""
     TAIL = auto()
-    """Write the new bytes after the first one."""
+    """Write the new bytes after the breakpoint, if the instruction is longer."""
     FIRST_BYTE = auto()
-    """Write the first byte of the new instruction."""
+    """Write the new bytes in place of the breakpoint."""
 
 
 class TextPoker:
@@ -54,6 +54,10 @@ class TextPoker:
         change this instruction.
         """
         return va in self._patched
+
+    def has_tail(self, insn: bytes) -> bool:
+        """Return True if the instruction `insn` is longer than the breakpoint, so that it has a tail."""
+        return len(insn) > len(self._breakpoint)
 
     def replace(self, va: int, insn: bytes) -> None:
         """Replace the instruction at `va` by `insn`, in three steps: breakpoint, tail, first byte."""
@@ -120,7 +124,7 @@ class TextPoker:
         if step is PokeStep.BREAKPOINT:
             parts = ((va, self._breakpoint) for va in insns)
         elif step is PokeStep.TAIL:
-            parts = ((va + size, insn[size:]) for va, insn in insns.items())
+            parts = ((va + size, insn[size:]) for va, insn in insns.items() if self.has_tail(insn))
         else:
             parts = ((va, insn[:size]) for va, insn in insns.items())
         self._text.poke_batch(parts)

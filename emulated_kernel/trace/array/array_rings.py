@@ -55,6 +55,10 @@ class ArrayRings(ABC):
         """Whether `is_expanded` is True from the array's creation on, regardless of the top array."""
         self._overwrite = True
         self._tracing_on = True
+        self._switches = 0
+        """Number of times that recording was switched on or off."""
+        self._has_recorded = False
+        """Whether buffers that were replaced have had records."""
         self._stopped = 0
         self._notified = 0
         """Value of `written` when notify_of_guest() last called the listeners."""
@@ -115,6 +119,7 @@ class ArrayRings(ABC):
 
         Raises: KernelError ENOMEM (nothing is freed).
         """
+        self.note_recorded()
         old = [buffer.place for buffer in buffers]
         with self.system.memory.exchanged(old, [memory_size(*shape) for shape in shapes]) as memories:
             for buffer in buffers:
@@ -178,6 +183,19 @@ class ArrayRings(ABC):
         """Whether the buffers accept records."""
         return self._tracing_on
 
+    def off_since(self) -> int | None:
+        """Return the number of the last switch if recording is off, else None; see Recorder.off_since()."""
+        return None if self._tracing_on else self._switches
+
+    @property
+    def has_recorded(self) -> bool:
+        """Whether the buffers have, or had before they were emptied, a record."""
+        return self._has_recorded or any(buffer.has_recorded for buffer in self.buffers)
+
+    def note_recorded(self) -> None:
+        """Keep `has_recorded`, because other buffers are about to replace the present ones."""
+        self._has_recorded = self.has_recorded
+
     def set_tracing_on(self, on: bool) -> None:
         """Switch recording on or off. Switching it off wakes readers that wait for data.
 
@@ -186,6 +204,7 @@ class ArrayRings(ABC):
         if on == self._tracing_on:
             return
         self._tracing_on = on
+        self._switches += 1
         self.apply_switches()
         if not on:
             self.notify()

@@ -109,6 +109,7 @@ class Snapshot:
         array = self._array
         if not self.is_allocated or array.is_stopped:
             return
+        array.note_recorded()
         array.buffers, self.buffers = self.buffers, array.buffers
         self._mark()
         array.apply_switches()

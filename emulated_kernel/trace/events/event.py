@@ -52,6 +52,10 @@ class Recorder(ABC):
     def target(self) -> RecordTarget | None:
         """Return the ring buffers that guest code may write to, or None if the host has to call record()."""
 
+    def off_since(self) -> int | None:
+        """Return None if recording is on, else a number that differs for each time that it was off."""
+        return None
+
     @abstractmethod
     def event_switched(self, event: TraceEvent, /, *, enabled: bool) -> None:
         """Handle the enabling or disabling of an event in this trace array."""

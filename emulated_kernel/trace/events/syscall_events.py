@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from emulated_kernel.image.trace_events import SyscallDefinition
 from emulated_kernel.trace.context.probe_hit import ProbeHit, within_another
@@ -79,34 +79,26 @@ class SyscallEvent(TraceEvent):
     """Base class of entry and exit events. A record is `int __syscall_nr` and a word for each other field."""
 
     def __init__(
-        self,
-        name: str,
-        syscall: SyscallDefinition,
-        calls: SyscallTracepoint,
-        fields: Sequence[tuple[str, str, bool]],
-        print_fmt: str = "",
-        located: Sequence[str] = (),
+        self, name: str, syscall: SyscallDefinition, calls: SyscallTracepoint, print_fmt: str = ""
     ) -> None:
-        """Create an event. `fields` has type, name and signedness of each word after `__syscall_nr`.
-
-        `located` are the names of `__data_loc char[]` fields after them.
-        """
         self.syscall = syscall
         self._calls = calls
-        word = calls.word_size
-        self._word = word
+        self._word = calls.word_size
+        super().__init__(GROUP, name, print_fmt=print_fmt)
+
+    @abstractmethod
+    def word_fields(self) -> Iterable[tuple[str, str, bool]]:
+        """Return type, name and signedness of each word after `__syscall_nr`."""
+
+    @property
+    def fields(self) -> tuple[EventField, ...]:
+        """The event's own fields, which few of the hundreds of events are asked for."""
+        word = self._word
         words = (
             EventField(kind, field, COMMON_SIZE + word * (1 + index), word, is_signed)
-            for index, (kind, field, is_signed) in enumerate(fields)
+            for index, (kind, field, is_signed) in enumerate(self.word_fields())
         )
-        number = EventField("int", "__syscall_nr", COMMON_SIZE, 4, True)
-        self._located = COMMON_SIZE + word * (1 + len(fields))
-        """Offset of the first `__data_loc` field in the entry."""
-        strings = (
-            EventField("__data_loc char[]", field, self._located + 4 * index, 4, False)
-            for index, field in enumerate(located)
-        )
-        super().__init__(GROUP, name, (number, *words, *strings), print_fmt)
+        return EventField("int", "__syscall_nr", COMMON_SIZE, 4, True), *words
 
     def start(self) -> None:
         """Subscribe to the records of this system call."""
@@ -148,15 +140,31 @@ class SyscallEnter(SyscallEvent):
 
         `user_data` is the size of user memory in records; None if records contain no user memory.
         """
-        fields = [(kind, name, False) for kind, name in zip(syscall.types, syscall.args, strict=True)]
         name, _ = event_names(syscall.name)
         own = syscall.name.removeprefix("sys_")
         self._user_data = user_data
         self._user = USER_ARGUMENTS.get(own) if user_data is not None else None
         self._is_open = self._user is not None and own == "openat"
+        self._located = COMMON_SIZE + calls.word_size * (1 + len(syscall.args))
+        """Offset of the first `__data_loc` field in the entry."""
+        super().__init__(name, syscall, calls)
+
+    def word_fields(self) -> Iterable[tuple[str, str, bool]]:
+        """Return type, name and signedness of each argument."""
+        pairs = zip(self.syscall.types, self.syscall.args, strict=True)
+        return ((kind, name, False) for kind, name in pairs)
+
+    @property
+    def fields(self) -> tuple[EventField, ...]:
+        """The event's own fields: the words, and a `__data_loc char[]` for each recorded user memory."""
         positions = () if self._user is None else self._user.positions
-        located = [f"__{syscall.args[at]}_val" for at in positions]
-        super().__init__(name, syscall, calls, fields, located=located)
+        located = (
+            EventField(
+                "__data_loc char[]", f"__{self.syscall.args[at]}_val", self._located + 4 * index, 4, False
+            )
+            for index, at in enumerate(positions)
+        )
+        return *super().fields, *located
 
     @property
     def print_fmt(self) -> str:
@@ -251,7 +259,11 @@ class SyscallExit(SyscallEvent):
 
     def __init__(self, syscall: SyscallDefinition, calls: SyscallTracepoint) -> None:
         _, name = event_names(syscall.name)
-        super().__init__(name, syscall, calls, [("long", "ret", True)], '"0x%lx", REC->ret')
+        super().__init__(name, syscall, calls, '"0x%lx", REC->ret')
+
+    def word_fields(self) -> Iterable[tuple[str, str, bool]]:
+        """Return the field of the result."""
+        return (("long", "ret", True),)
 
     def words(self, raw: bytes, hit: ProbeHit) -> bytes:
         del hit

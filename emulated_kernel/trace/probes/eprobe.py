@@ -80,7 +80,7 @@ class Eprobe(TraceProbe):
     Mirrors: kernel/trace/trace_eprobe.c:struct trace_eprobe (v6.1).
     """
 
-    __slots__ = ("_arch", "_symbols", "_trigger", "filter", "target")
+    __slots__ = ("_arch", "_fields", "_symbols", "_trigger", "filter", "target")
     letter = "e"
 
     def __init__(
@@ -88,6 +88,8 @@ class Eprobe(TraceProbe):
     ) -> None:
         super().__init__(kind, event, event.args)
         self.target = event.target
+        self._fields = {field.name: field for field in reversed(event.target.fields)}
+        """Name of a field of the target event -> the first field with this name."""
         self.filter = condition
         self._arch = arch
         self._symbols = kind.symbols
@@ -129,7 +131,7 @@ class Eprobe(TraceProbe):
 
     def _field(self, entry: RawEntry, name: str) -> Value:
         """Return the value of a field in an entry of the target event. Mirrors: get_event_field (v6.1)."""
-        field = next(field for field in self.target.fields if field.name == name)
+        field = self._fields[name]
         data = entry.data[field.offset : field.offset + field.size]
         match filter_type_of(field.type):
             case FilterType.STATIC_STRING:

@@ -66,6 +66,10 @@ class TraceFprobe(TraceKprobe):
         self._missed_before = 0
         """Number of missed hits before the last registration of the fprobe."""
 
+    def why_unarmed(self) -> str:
+        """Return "", because nothing disarms the fprobe of an enabled event."""
+        return ""
+
     def register(self) -> None:
         """Look up the functions, and register the fprobe if the event is enabled.
 

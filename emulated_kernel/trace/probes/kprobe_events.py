@@ -10,8 +10,9 @@ from typing import ClassVar
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.probes.definition import ProbeDefinition, ProbedSymbols, locate, parse_definition
 from emulated_kernel.trace.probes.dynamic_events import EventCommands
+from emulated_kernel.trace.probes.probe_history import ProbeHistory, filter_texts
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent, ProbeEngine, TraceKprobe
-from emulated_kernel.trace.probes.trace_probe import ProbeKind
+from emulated_kernel.trace.probes.trace_probe import ProbeKind, ProbeTraceEvent
 from emulated_kernel.trace.text.chars import argv_split
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 from emulated_kernel.util.errors import KernelError
@@ -31,6 +32,17 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
     def __init__(self, engine: ProbeEngine, commands: EventCommands) -> None:
         super().__init__(commands)
         self._engine = engine
+        self.history = ProbeHistory()
+
+    def note_switched(self, event: ProbeTraceEvent) -> None:
+        assert isinstance(event, KprobeTraceEvent)
+        self.history.note([event])
+
+    def remove(self, probe: TraceKprobe) -> None:
+        event = probe.event
+        filters = filter_texts(event)
+        super().remove(probe)
+        self.history.removed(probe, event, filters)
 
     def profile_records(self, start: int = 0) -> Iterator[str]:
         """Return the lines of kprobe_profile from line `start` on: event, hits, missed hits."""
@@ -123,6 +135,7 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
             probe.found = locate(probe.place, self._engine.symbols)
             try:
                 probe.register()
+                self.history.note([probe.event])
             except KernelError as failure:
                 event = probe.event.name
                 code = -failure.errno

@@ -90,6 +90,8 @@ class ProbeEngine:
     """Addresses of guest data that compiled handlers use; None if all handlers run in Python."""
     has_jprobes: bool = False
     """Whether kprobe_events accepts `j` commands. Extends: Linux has no jprobe events."""
+    why_unarmed: Callable[[Kprobe[Any]], str] = lambda _kprobe: ""
+    """Returns the reason why an enabled probe cannot be hit now, or "" if it can be hit."""
     types: Callable[[], Btf | None] = no_types
     """Returns the kernel's BTF, or None if it has none."""
     returns_by_breakpoint: bool = False
@@ -142,6 +144,14 @@ class KprobeTraceEvent(ProbeTraceEvent):
     @property
     def is_return(self) -> bool:
         return self.addresses is RETURN_ADDRESSES
+
+    def start(self) -> None:
+        super().start()
+        self.probes[0].kind.note_switched(self)
+
+    def stop(self) -> None:
+        self.probes[0].kind.note_switched(self)
+        super().stop()
 
     def changed(self) -> None:
         for probe in self.probes:
@@ -334,6 +344,13 @@ class TraceKprobe(TraceProbe):
             return True
         module, colon, _ = self.place.symbol.partition(":")
         return bool(colon) and not self.engine.symbols.has_module(module)
+
+    def why_unarmed(self) -> str:
+        """Return the reason why the probe of an enabled event cannot be hit now, or "" if it can be hit."""
+        if self.handle is None:
+            module, colon, _ = self.symbol.partition(":")
+            return f"module {module} was not loaded" if colon else ""
+        return self.engine.why_unarmed(self.handle)
 
     # enable() and disable() skip probes that are gone or unregistered. Linux: enabling succeeds while all
     # kprobes are disarmed.

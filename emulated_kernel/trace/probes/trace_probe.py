@@ -233,6 +233,9 @@ class ProbeKind(EventKind[P]):
             self.registry.remove(probe.event)
             raise
 
+    def note_switched(self, event: ProbeTraceEvent) -> None:
+        """Handle that an event of this kind was enabled, or is about to be disabled."""
+
     def _insert(self, probe: P) -> None:
         probe.event.probes += (probe,)
         self._list(probe)

@@ -334,6 +334,11 @@ class RingBuffer(RingWriter):
         return self._control.entries + self._control.tail_entries
 
     @property
+    def has_recorded(self) -> bool:
+        """Whether an event was written since the buffer's creation."""
+        return self._has_recorded or self.written > 0
+
+    @property
     def dirty_pages(self) -> int:
         """Number of full sub-buffers with unread events, which poll(2) compares with buffer_percent."""
         self.check()
@@ -363,6 +368,7 @@ class RingBuffer(RingWriter):
         """
         self.generation += 1
         self.check()
+        self._has_recorded = self.has_recorded
         control = self._control
         anchor = control.anchor_slot % self.nr_pages
         control.changing = 1

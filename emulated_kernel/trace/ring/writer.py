@@ -70,6 +70,7 @@ class RingWriter:
         "_capacity",
         "_control",
         "_entries_at",
+        "_has_recorded",
         "_memory",
         "_shift",
         "_start",
@@ -104,6 +105,8 @@ class RingWriter:
         self._capacity = capacity(order)
         self.generation = 0
         """Number of times that the buffer was emptied or its memory was freed."""
+        self._has_recorded = False
+        """Whether the buffer had events before it was last emptied."""
         self.held = 0
         """Number of open trace files that read the buffer. While it is not 0, the buffer must not be resized.
 

@@ -62,6 +62,8 @@ class File(Node):
     """
     replaces_kernel: ClassVar[bool] = False
     """Whether a write replaces this kernel by a new one. The write is not made by a guest task."""
+    is_unseen: ClassVar[bool] = False
+    """Whether the guest makes no call for read(2), so that no probe is hit by it."""
     opened_as: ClassVar[type[OpenFile]]
     """Class of the file's open files. Its constructor raises the errno of the file's open on Linux."""
     has_position: ClassVar[bool] = True

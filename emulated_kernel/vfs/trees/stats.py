@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from emulated_kernel.arch.program.ir_builder import EntryKind
 from emulated_kernel.components.records import KernelComponents
@@ -30,6 +30,7 @@ from emulated_kernel.vfs.core.seq_file import (
     PerClientFile,
     Records,
     SeqFile,
+    listing,
     listing_of,
     single,
 )
@@ -118,6 +119,26 @@ def probes_file(kernel: KernelComponents) -> SeqFile:
         return f"{json.dumps(_EventStats(event, kernel).state())}\n"
 
     return SeqFile(0o400, listing_of(kernel.tracing.kprobe_events.probes, show))
+
+
+class HistoryFile(SeqFile):
+    """The file machine/history, with JSON lines about all kprobe events that were enabled.
+
+    The first line is about all trace arrays. Linux has no such file.
+    """
+
+    is_unseen: ClassVar[bool] = True
+    __slots__ = ()
+
+    def __init__(self, kernel: KernelComponents) -> None:
+        def lines() -> Iterator[str]:
+            tracing = kernel.tracing
+            history = tracing.kprobe_events.history
+            first = {"recorded": tracing.arrays.has_recorded, "forgotten_hits": history.forgotten_hits}
+            yield f"{json.dumps(first)}\n"
+            yield from (f"{json.dumps(event)}\n" for event in history.events())
+
+        super().__init__(0o400, listing(lines))
 
 
 def _registered(event: KprobeTraceEvent) -> list[EventProbe]:

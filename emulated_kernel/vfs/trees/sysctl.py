@@ -26,13 +26,15 @@ def sysctl_directory(kprobes: Kprobes, stack: StackTracer) -> Directory:
         kernel["stack_tracer_enabled"] = SysctlFile(
             0o644, show=lambda: f"{stack.enabled}\n", store=lambda data: stack.enable(sysctl_int(data))
         )
-        kernel["ftrace_enabled"] = _ftrace_enabled(kprobes.sites)
+        kernel["ftrace_enabled"] = _ftrace_enabled(kprobes, kprobes.sites)
     return Directory(0o555, {"debug": Directory(0o555, debug), "kernel": Directory(0o555, kernel)})
 
 
-def _ftrace_enabled(sites: FtraceSites) -> File:
+def _ftrace_enabled(kprobes: Kprobes, sites: FtraceSites) -> File:
     return SysctlFile(
-        0o644, show=lambda: f"{sites.enabled}\n", store=lambda data: sites.enable(sysctl_int(data))
+        0o644,
+        show=lambda: f"{sites.enabled}\n",
+        store=lambda data: kprobes.set_ftrace_enabled(sysctl_int(data)),
     )
 
 

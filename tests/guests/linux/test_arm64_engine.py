@@ -25,7 +25,7 @@ from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux.debian_kernel import SEED, own_cache
 from tests.guests.linux.model_clock import check_model_clock
-from tests.guests.linux.probing import armed, chosen, differing, disarmed, ram, workload
+from tests.guests.linux.probing import chosen, differing, probed, ram, workload
 from tests.guests.linux.test_arm64 import META, SUITE, read, write
 from tests.image.linux.debian import package
 from tests.kernel.gdb_client import GdbClient, Request
@@ -33,14 +33,15 @@ from tests.kernel.gdb_client import GdbClient, Request
 CLIENT = Client(5001, 0, 0)
 FUNCTIONS = "vfs_read", "vfs_write", "do_sys_openat2", "dput", "do_exit", "kmem_cache_alloc_noprof"
 
+OPTIMIZATION = "/sysctl/debug/kprobes-optimization"
 PLACES = "do_exit", "el0_svc_common.constprop.0", "dput", "queued_spin_lock_slowpath", "ksys_read"
 
 
-def new_engine(*, compiled: bool = True) -> LinuxEngine:
+def new_engine(*, compiled: bool = True, optimizer: bool = True) -> LinuxEngine:
     path = str(package(META, SUITE, "arm64"))
     with own_cache(META, SUITE):
         tasks, kernel = started_with_kernel(path, SEED)
-    return LinuxEngine(tasks, kernel, replace(profile_of(kernel), compiled=compiled))
+    return LinuxEngine(tasks, kernel, replace(profile_of(kernel), compiled=compiled, optimizer=optimizer))
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,7 @@ def counts(mount: Mount) -> dict[str, tuple[int, int]]:
 
 def test_both_engines_record_the_same(clean: Mount, native: Mount) -> None:
     """Records of probes at an entry, after it, on a simulated instruction and at a return are equal."""
+    write(clean, CLIENT, OPTIMIZATION, b"0")
     shown = []
     for mount in (clean, native):
         lines = (
@@ -107,13 +109,14 @@ def test_both_engines_record_the_same(clean: Mount, native: Mount) -> None:
         mount.release(file)
         shown.append([line for line in records(mount) if "0x600000" not in line or "count=0x40 " in line])
         write(mount, CLIENT, "/kprobe_events", b"")
+    write(clean, CLIENT, OPTIMIZATION, b"1")
     assert len(shown[0]) >= 4
     assert shown[0] == shown[1]
 
 
 EVENTS = (
     b"p:k/entry vfs_read file=%x0 count=%x2:u32 state=%pstate sp=%sp pc=%pc name=$comm\n"
-    b"p:k/inside vfs_read+16 b=+0(%x1):x8 deep=+0(+8(%x0)):u64 at=@vfs_read:x32 up=$stack1\n"
+    b"p:k/inside vfs_read+16 b=+0(%x1):x8 deep=+0(+8(%x0)):u64 at=@vfs_write:x32 up=$stack1\n"
     b"p:k/call ksys_read+120 caller=%lr zero=%x19:s16 field=%x2:b4@3/32\n"
     b"p:k/open do_sys_openat2 path=+0($arg2):ustring word=+u1(%x1):u32 any=+0(%x1):string bad=+0(%x28):u64\n"
     b"p:k/later do_sys_openat2+20 list=+0(%x1):u8[4] mode=%x3:x64\n"
@@ -126,37 +129,41 @@ TRIGGERS = {"sized": "hist:keys=count:vals=hitcount", "found": "hist:keys=common
 """Event -> its histogram, which Python fills."""
 
 
-def recorded(served: Mount, rounds: int) -> tuple[list[str], dict[str, tuple[int, int]], list[str]]:
+def recorded(probing: LinuxEngine) -> tuple[list[str], dict[str, tuple[int, int]], list[str]]:
     """Return the records, counts and histograms of some requests, with all of EVENTS enabled."""
+    served = probed_mount(probing, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    served.release(served.create(CLIENT, "/scratch/greeting", 0o644, os.O_WRONLY))
+    write(served, CLIENT, "/scratch/greeting", b"hello\n")
     write(served, CLIENT, "/kprobe_events", EVENTS)
     for name, trigger in TRIGGERS.items():
         write(served, CLIENT, f"/tracing/events/k/{name}/trigger", trigger.encode())
     write(served, CLIENT, "/tracing/events/k/entry/filter", b"count > 5 && count < 4000000000")
     write(served, CLIENT, "/tracing/events/k/later/filter", b"mode == 0 || mode != 0")
     write(served, CLIENT, "/tracing/events/k/enable", b"1")
-    for pid in range(5001, 5001 + rounds):
-        assert read(served, Client(pid % 3 + 5001, 0, 0), "/scratch/greeting") == b"hello\n"
+    if probing.kprobes.optimizer is not None:
+        with probing.lock:
+            probing.kprobes.optimizer.work.flush()
+    for turn in range(12):
+        assert read(served, Client(5001 + turn % 3, 0, 0), "/scratch/greeting") == b"hello\n"
     write(served, CLIENT, "/tracing/events/k/enable", b"0")
     found = records(served)
     shown = [read(served, CLIENT, f"/tracing/events/k/{name}/hist").decode() for name in TRIGGERS]
-    return found, counts(served), [text for text in shown if "Hits: " in text]
+    hits = counts(served)
+    served.close()
+    return found, hits, [text for text in shown if "Hits: " in text]
 
 
-def test_guest_code_records_what_python_records() -> None:
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_guest_code_records_what_python_records(optimizer: bool) -> None:
     """Records, filters, strings, user memory, histograms and counts; the host's routine follows the hits."""
-    found = []
-    for compiled in (False, True):
-        probing = new_engine(compiled=compiled)
-        served = probed_mount(probing, ProcessWatch(), Owner(0, 0), is_tracefs=False)
-        served.release(served.create(CLIENT, "/scratch/greeting", 0o644, os.O_WRONLY))
-        write(served, CLIENT, "/scratch/greeting", b"hello\n")
-        found.append(recorded(served, 12))
-        assert (probing.components.engine.kprobes.compiler.made > 0) == compiled
-        if compiled and routine_address("arm64") is not None:
-            assert probing.machine.hooks.native_traps > 200
-        served.close()
-    assert found[1] == found[0]
-    shown, hits, histograms = found[0]
+    in_python, in_guest = (new_engine(compiled=compiled, optimizer=optimizer) for compiled in (False, True))
+    expected = recorded(in_python)
+    assert recorded(in_guest) == expected
+    assert not in_python.components.engine.kprobes.compiler.made
+    assert in_guest.components.engine.kprobes.compiler.made > 5
+    if not optimizer and routine_address("arm64") is not None:
+        assert in_guest.machine.hooks.native_traps > 200
+    shown, hits, histograms = expected
     assert len(shown) > 120
     assert min(count for count, _ in hits.values()) >= 12
     assert len(histograms) == len(TRIGGERS)
@@ -305,23 +312,31 @@ def places(engine: LinuxEngine) -> Iterator[int]:
 
 
 def test_the_kernel_does_not_notice() -> None:
-    """With all instructions of some functions probed, answers are the same, and so is all memory."""
+    """Answers and counts are the same in all modes. If probes are stepped in Python, so is all memory."""
     alone = new_engine()
     alone.machine.text.free_text(alone.machine.text.alloc_text(16))
     answers = workload(alone)
     memory = ram(alone)
     alone.tasks.machine.close()
-    probing = new_engine()
-    probes, found = armed(probing, [*chosen(probing, places(probing))])
-    assert len(probes) > 500
-    with probing.lock:
-        assert workload(probing) == answers
-    disarmed(probing, probes)
-    assert not differing(memory, ram(probing))
-    assert sum(found.values()) > 500
-    probing.tasks.machine.close()
+    hits: list[Counter[int]] = []
+    for optimizer, is_compiled in ((False, False), (False, True), (True, False)):
+        probing = new_engine(optimizer=optimizer)
+        chosen_places = [*chosen(probing, places(probing))]
+        found = probed(probing, chosen_places, is_compiled=is_compiled)
+        assert len(chosen_places) > 1000
+        assert found.answers == answers
+        if not optimizer and not is_compiled:
+            assert not differing(memory, ram(probing))
+        if is_compiled and routine_address("arm64") is not None:
+            assert found.native_traps > found.hits.total()
+        hits.append(found.hits)
+        probing.tasks.machine.close()
+    stepped, in_guest, jumped = hits
+    assert in_guest == stepped
+    assert jumped.total() > 500
+    assert {place: stepped[place] for place in jumped} == jumped
 
 
 @pytest.mark.skipif(routine_address("count") is None, reason="there is no routine for this kind of host")
 def test_time_is_the_number_of_instructions() -> None:
-    check_model_clock(new_engine(), 4)
+    check_model_clock(new_engine(optimizer=False), 4)

@@ -1,0 +1,74 @@
+"""Guest code of a detour on arm64: it saves a struct user_pt_regs around the handler, and jumps back.
+
+Linux has no jump optimization on arm64.
+"""
+
+from __future__ import annotations
+
+from emulated_kernel.arch.analysis.detour_region import Region
+from emulated_kernel.arch.arch_hooks import OriginalPlace
+from emulated_kernel.arch.arm64 import pt_regs
+from emulated_kernel.arch.arm64.encoder import (
+    SP,
+    WORD,
+    add_immediate,
+    branch,
+    branch_if_zero,
+    load,
+    move_stack_pointer,
+    return_to,
+    set_register,
+    store,
+)
+from emulated_kernel.arch.arm64.insn import LINK, SIZE
+from emulated_kernel.arch.arm64.relocate import MAX_RELOCATED, Relocation, relocate, relocation_of
+
+MAX_COPIED = MAX_RELOCATED + SIZE
+MAX_DETOUR = 256
+MAX_REPETITION = 64
+_LINK_ROOM = 16
+"""Size in bytes of the stack memory in which a loop saves x30."""
+_COUNT = 17
+"""Number of a register that a loop changes between its calls."""
+
+
+def around_handler(region: Region) -> tuple[bytes, bytes]:
+    """Implement Arch.around_handler: save a struct user_pt_regs on the stack, and restore it.
+
+    The code restores the condition flags from the saved processor state, and no other bit of it.
+    """
+    save = pt_regs.save_general() + pt_regs.complete(set_register(pt_regs.SCRATCH, region.addr))
+    return save, pt_regs.load_general() + move_stack_pointer(pt_regs.SIZE)
+
+
+def repetition(at: int, entry: int, turns: int) -> bytes:
+    """Implement Arch.repetition: a loop that calls `entry`; the u64 at `turns` is the number of calls."""
+    place = pt_regs.SCRATCH
+    head = move_stack_pointer(-_LINK_ROOM) + store(SP, 0, LINK, WORD)
+    turn = branch(at + len(head), entry, links=True) + set_register(place, turns)
+    turn += load(_COUNT, place, 0, WORD) + add_immediate(_COUNT, _COUNT, -1) + store(place, 0, _COUNT, WORD)
+    turn += branch_if_zero(_COUNT, -len(turn), inverted=True)
+    return head + turn + load(LINK, SP, 0, WORD) + move_stack_pointer(_LINK_ROOM) + return_to(LINK)
+
+
+def _word(region: Region) -> int:
+    return int.from_bytes(region.code, "little")
+
+
+def relocated(region: Region, to: int) -> bytes:
+    """Implement Arch.relocated: relocate the instruction, and append a jump back."""
+    code = relocate(_word(region), region.addr, to)
+    return code + branch(to + len(code), region.end)
+
+
+def original_place(region: Region, copied: int, address: int) -> OriginalPlace:
+    """Implement Arch.original_place: map an address in the relocated instruction to the original one.
+
+    No relocated instruction pushes, so `pushed` of the result is 0.
+    """
+    word = _word(region)
+    jump_back = copied + len(relocate(word, region.addr, copied))
+    if address >= jump_back:
+        return OriginalPlace(region.end)
+    is_last = address == jump_back - SIZE
+    return OriginalPlace(region.addr, is_calling=is_last and relocation_of(word) is Relocation.CALL)

@@ -1,0 +1,126 @@
+"""The history of kprobe events: which ones were enabled, whether they were armed, and what they counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypedDict
+
+from emulated_kernel.trace.events.event import Recorder
+from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent, TraceKprobe
+from emulated_kernel.trace.text.chars import to_text
+from emulated_kernel.util.fast_dataclass import dataclass, field
+
+MAX_REMOVED = 100
+"""Maximum number of removed events that the history keeps; older ones are only counted."""
+
+
+class PastEvent(TypedDict):
+    """An event that was enabled at some time."""
+
+    event: str
+    """The event as GROUP/EVENT."""
+    places: list[str]
+    hits: int
+    armed: bool
+    """Whether all probes of the event were armed at some time while it was enabled."""
+    unarmed: str
+    """Why the enabled event was not armed, at the last time when it was not; "" if it always was."""
+    recording: bool
+    """Whether hits were to be recorded in a trace array, and not only passed to triggers."""
+    filters: list[str]
+    """The event's filters, now or at its removal."""
+    off: bool
+    """Whether recording was off in all trace arrays of the event while it was enabled."""
+
+
+@dataclass(eq=False, slots=True)
+class _Enabled:
+    """What is known about an event since it was first enabled."""
+
+    armed: bool = False
+    unarmed: str = ""
+    recording: bool = False
+    off: bool = True
+    off_since: dict[Recorder, int | None] = field(default_factory=dict)
+    """Trace array -> the value of its off_since() when the event was first seen enabled in it."""
+    removed: dict[str, int] = field(default_factory=dict)
+    """Place of a removed probe of the event -> its hits."""
+
+
+class ProbeHistory:
+    """The events of one kind that were enabled since the kernel's start, including removed ones.
+
+    Linux keeps no such history. Callers hold the control lock.
+    """
+
+    def __init__(self) -> None:
+        self._present: dict[KprobeTraceEvent, _Enabled] = {}
+        self._removed: list[PastEvent] = []
+        self.forgotten_hits = 0
+        """Number of hits of removed events that are not in the history any more."""
+
+    def note(self, events: Iterable[KprobeTraceEvent] | None = None) -> None:
+        """Look at the state of enabled events, by default of all.
+
+        Callers do this after each change of what decides whether probes are armed.
+        """
+        for event in list(self._present) if events is None else events:
+            if not event.is_enabled:
+                continue
+            known = self._present.setdefault(event, _Enabled())
+            reasons = [reason for probe in event.probes if (reason := probe.why_unarmed())]
+            known.armed = known.armed or not reasons
+            known.unarmed = reasons[0] if reasons else known.unarmed
+            _note_recording(event, known)
+
+    def removed(self, probe: TraceKprobe, event: KprobeTraceEvent, filters: list[str]) -> None:
+        """Handle the removal of a probe of `event`, which has had `filters`."""
+        known = self._present.get(event)
+        if known is None:
+            return
+        known.removed[probe.place_text] = known.removed.get(probe.place_text, 0) + probe.hits
+        if event.probes:
+            return
+        del self._present[event]
+        self._removed.append(_past(event, known, filters))
+        if len(self._removed) > MAX_REMOVED:
+            self.forgotten_hits += self._removed.pop(0)["hits"]
+
+    def events(self) -> Iterator[PastEvent]:
+        """Yield the events: first the removed ones, in order of their removal."""
+        self.note()
+        yield from self._removed
+        for event, known in self._present.items():
+            yield _past(event, known, filter_texts(event))
+
+
+def filter_texts(event: KprobeTraceEvent) -> list[str]:
+    """Return the texts of the event's filters in all trace arrays."""
+    return [to_text(each.text) for each in event.filters.values()]
+
+
+def _note_recording(event: KprobeTraceEvent, known: _Enabled) -> None:
+    for recorder in event.recorders:
+        file = event.files.get(recorder)
+        if file is not None and file.soft_disabled:
+            continue
+        known.recording = True
+        now = recorder.off_since()
+        first = known.off_since.setdefault(recorder, now)
+        known.off = known.off and now is not None and first == now
+
+
+def _past(event: KprobeTraceEvent, known: _Enabled, filters: list[str]) -> PastEvent:
+    hits = dict(known.removed)
+    for probe in event.probes:
+        hits[probe.place_text] = hits.get(probe.place_text, 0) + probe.hits
+    return PastEvent(
+        event=f"{event.group}/{event.name}",
+        places=list(hits),
+        hits=sum(hits.values()),
+        armed=known.armed,
+        unarmed=known.unarmed,
+        recording=known.recording,
+        filters=filters,
+        off=known.recording and known.off,
+    )
