@@ -309,6 +309,7 @@ def _build_probes(
         kprobes.why_unarmed,
         kernel.types,
         kprobes.profile.trampoline is TrampolineForm.BREAKPOINT,
+        kernel.context.disabled_once,
     )
 
 
