@@ -207,6 +207,18 @@ class InterfaceRule(LinuxRule):
         "`enabled_functions` shows the functions for entries and returns that the function graph calls",
         "kernel/trace/ftrace.c:print_subops",
     )
+    FUNCTION_ARGS = (
+        "6.16",
+        "records of calls can have the arguments (options `func-args` and `funcgraph-args`), and the depths "
+        "are unsigned",
+        "kernel/trace/trace_output.c:print_function_args",
+        "print_function_args()",
+    )
+    GRAPH_DEPTH_WORD = (
+        "6.19",
+        "the depth in records of `funcgraph_entry` is an `unsigned long`",
+        "include/linux/ftrace.h:struct ftrace_graph_ent",
+    )
     EVENT_LISTS = (
         "7.2",
         "the files `show_event_filters` and `show_event_triggers`",

@@ -511,6 +511,7 @@ class TraceArray(ArrayRings, Recorder):
                 sym_offset=TraceOption.SYM_OFFSET in flags,
                 sym_addr=TraceOption.SYM_ADDR in flags,
                 print_parent=TraceOption.PRINT_PARENT in flags,
+                arguments=None if system.function_args is None else system.function_args.text,
             ),
             time_start=self._time_start,
             columns=self._columns,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.arm64.relocate import Relocation, relocation_of
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
@@ -258,6 +259,31 @@ def test_modules(clean: Mount, engine: LinuxEngine) -> None:
     settle(engine)
     assert "dummy_xmit+0x8  dummy [OPTIMIZED]" in listed(clean)
     write(clean, CLIENT, modules, b"unload dummy\n")
+
+
+def test_reasons_of_whole_functions(engine: LinuxEngine) -> None:
+    """They are those of the single instructions."""
+    checker = engine.kprobes.probe_checker
+    start, end = engine.kernel.text
+    symbols = [symbol for symbol in engine.kernel.kallsyms.symbols if start <= symbol.address < end]
+    names = (
+        "vfs_read",
+        "dput",
+        "queued_spin_lock_slowpath",
+        "__arch_copy_from_user",
+        "cpu_switch_to",
+        "panic",
+    )
+    chosen = [symbol for symbol in symbols if symbol.name in names]
+    found: Counter[object] = Counter()
+    for symbol in (*chosen, *random.Random(2).sample(symbols, 60)):
+        expected = {}
+        for addr, refused, outcome in checker.check_each_insn(symbol):
+            finding = refused or outcome
+            expected[addr] = finding.reason if isinstance(finding, Rejection) else None
+        assert checker.reasons(symbol) == expected, symbol.name
+        found.update(expected.values())
+    assert {RejectReason.IN_EXCLUSIVE, RejectReason.HAS_FIXUP, RejectReason.BLACKLISTED} < found.keys()
 
 
 def test_instructions_of_the_kernel(engine: LinuxEngine) -> None:
