@@ -431,3 +431,36 @@ def test_a_debugger_breaks_and_steps(mount: Mount, kernel: LinuxKernel) -> None:
     client.close()
     assert request.done() == b"hello"
     mount.release(handle)
+
+
+def test_a_debugger_steps_over_probes(mount: Mount, kernel: LinuxKernel) -> None:
+    """A step over a probe of the kernel's own kprobes ends at the next instruction, also of a branch."""
+    reader = Client(5010, 0, 0)
+    handle = mount.create(reader, "/scratch/stepped", 0o644, os.O_RDWR)
+    mount.write(reader, handle, b"hello", 0)
+    start = kernel.required("vfs_read")
+    path = read(mount, reader, "/machine/gdb").decode().strip()
+
+    def act() -> bytes:
+        return mount.read(reader, handle, 16, 0)
+
+    def stopped(place: int) -> tuple[GdbClient, Request]:
+        client = GdbClient(path, "arm64")
+        return client, client.break_at(place, act)
+
+    client, request = stopped(start)
+    places = [start, *(client.step() for _ in range(13 + 2))]
+    client.close()
+    assert request.done() == b"hello"
+    for number in (4, 7):
+        place = places[number]
+        write(mount, reader, "/tracing/kprobe_events", f"p:here vfs_read+{place - start}\n".encode())
+        write(mount, reader, "/tracing/events/kprobes/here/enable", b"1")
+        client, request = stopped(place)
+        assert client.memory(place, 4)[2:] == b"\x20\xd4"
+        assert [client.step(), client.step()] == places[number + 1 : number + 3]
+        client.close()
+        assert request.done() == b"hello"
+        write(mount, reader, "/tracing/events/kprobes/here/enable", b"0")
+        write(mount, reader, "/tracing/kprobe_events", b"-:here\n")
+    mount.release(handle)
