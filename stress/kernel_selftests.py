@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -27,6 +28,8 @@ VERSIONS = ("5.10", "6.1", "6.12", "7.2")
 """Versions of Linux whose tests can be fetched, ascending."""
 FIRST = ("kprobe", "dynevent", "event", "trigger", "00basic", "instances", "ftrace")
 """Directories of tests in the order in which they are run; the others follow."""
+_ENVIRONMENT = dict(os.environ)
+"""Variables by which the script finds the cache of tests, even if a caller has changed them since."""
 _LINE = re.compile(r"(\S+\.tc)\s+(top|instance|-)\s+([A-Z]+)")
 _PASSES = frozenset({"PASS", "XFAIL"})
 
@@ -109,7 +112,9 @@ def version_for(release: str) -> str:
 @cache
 def fetched(version: str) -> Path:
     """Return the directory of a version's tests, after it was fetched. Raises: OSError."""
-    done = subprocess.run((SCRIPT, "--fetch", version), stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        (SCRIPT, "--fetch", version), stdout=subprocess.PIPE, text=True, check=False, env=_ENVIRONMENT
+    )
     if done.returncode:
         raise OSError(f"no selftests of Linux {version}")
     return Path(done.stdout.strip())

@@ -32,6 +32,7 @@ from emulated_kernel.trace.filter.words import FilterWords
 from emulated_kernel.trace.hist.services import HistServices
 from emulated_kernel.trace.hist.trigger import HistCommand
 from emulated_kernel.trace.interface import Interface, InterfaceRule, interface_named
+from emulated_kernel.trace.output.function_args import COUNT, FunctionArgs
 from emulated_kernel.trace.output.tracer_options import TracerOptions
 from emulated_kernel.trace.probes.dynamic_events import DynamicEvents, EventCommands, EventKind
 from emulated_kernel.trace.probes.eprobe import EventProbes
@@ -186,7 +187,7 @@ def _register_static_events(
     marker_ip = kernel.marker_ip or kernel.symbols.lookup_name(MARKER_SYMBOL)
     signed_char = InterfaceRule.CHAR_UNSIGNED not in interface
     markers = PrintEvent(arch.word_size, marker_ip or 0, signed_char=signed_char)
-    for own in (markers, *ftrace_entry_events(arch.word_size, signed_char=signed_char)):
+    for own in (markers, *ftrace_entry_events(arch.word_size, interface)):
         registry.add_own(own)
     return markers
 
@@ -206,6 +207,9 @@ def _build_services(
     kprobes = engine.kprobes
     hook_sets = engine.hook_sets
     tables = FrameTables(machine.text, kernel.live, kernel.symbols, arch, hook_sets)
+    args = None
+    if InterfaceRule.FUNCTION_ARGS in interface and len(arch.registers.arguments) >= COUNT:
+        args = FunctionArgs(kernel.symbols, kernel.types, arch.word_size)
     return TracingServices(
         lock=kprobes.lock,
         cpus=len(machine.per_cpu_bases),
@@ -221,7 +225,8 @@ def _build_services(
         cmdlines=cmdlines,
         printk=kernel.log,
         clocks=ClockSource(machine.clock),
-        tracer_options=TracerOptions(kernel.other_tracers),
+        tracer_options=TracerOptions(kernel.other_tracers, has_args=args is not None),
+        function_args=args,
         interface=interface,
         filter_words=_filter_words(kernel, arch, interface, kprobes.lock),
         release=kernel.release or interface.release,
@@ -309,6 +314,7 @@ def _build_probes(
         kprobes.why_unarmed,
         kernel.types,
         kprobes.profile.trampoline is TrampolineForm.BREAKPOINT,
+        kernel.context.disabled_once,
     )
 
 

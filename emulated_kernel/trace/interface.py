@@ -187,6 +187,11 @@ class InterfaceRule(LinuxRule):
         "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
         "f[:[<group>/][<event>]]",
     )
+    FPROBE_ENTRY_COUNT = (
+        "7.2",
+        "records of `f` lines at entries and of `t` lines have a preemption depth of one more",
+        "kernel/trace/fprobe.c:fprobe_ftrace_entry",
+    )
     FUNCTION_FILES = (
         "6.12",
         "the files `touched_functions` and `available_filter_functions_addrs`",
@@ -201,6 +206,18 @@ class InterfaceRule(LinuxRule):
         "7.2",
         "`enabled_functions` shows the functions for entries and returns that the function graph calls",
         "kernel/trace/ftrace.c:print_subops",
+    )
+    FUNCTION_ARGS = (
+        "6.16",
+        "records of calls can have the arguments (options `func-args` and `funcgraph-args`), and the depths "
+        "are unsigned",
+        "kernel/trace/trace_output.c:print_function_args",
+        "print_function_args()",
+    )
+    GRAPH_DEPTH_WORD = (
+        "6.19",
+        "the depth in records of `funcgraph_entry` is an `unsigned long`",
+        "include/linux/ftrace.h:struct ftrace_graph_ent",
     )
     EVENT_LISTS = (
         "7.2",

@@ -22,7 +22,7 @@ from emulated_kernel.kprobes.profile import KERNEL_INTERFACE, Profile, with_stra
 from emulated_kernel.trace.events import syscall_events
 from emulated_kernel.trace.events.ftrace_entries import ftrace_entry_events
 from emulated_kernel.trace.events.print_event import PrintEvent
-from emulated_kernel.trace.interface import Interface, interface_named
+from emulated_kernel.trace.interface import LINUX_6_1, Interface, interface_named
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, explained
@@ -205,7 +205,7 @@ class PlannedKernel:
         """Group and name of each event that the kernel itself has; without BTF, only the group ftrace."""
         core = self.core
         word = self.judge.arch.word_size
-        for own in (PrintEvent(word, 0), *ftrace_entry_events(word)):
+        for own in (PrintEvent(word, 0), *ftrace_entry_events(word, LINUX_6_1)):
             yield own.group, own.name
         if isinstance(core, KernelImage):
             yield from ((event.system, event.name) for event in event_definitions(core))

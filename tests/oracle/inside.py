@@ -80,6 +80,9 @@ STAMP = re.compile(r"^.*?-(?=\d+ )| [^ ]+ +\d+\.\d{6}:")
 
 Linux knows the name only after the next task switch. A probe is a jump only after the optimizer has run.
 """
+_HAS_DEPTH = re.compile(r"\d: (?:begun|read|made|n3|n[5-8]): ")
+"""Pattern of records of returns and fprobes, whose preemption depth does not depend on the way of a hit."""
+_DEPTH = re.compile(r" [^ ]*([^ ]{2}) +\d+\.\d{6}:")
 LONG_CALL = b"\x67\xe8"
 """First bytes of a call of 6 bytes, into which boot changes indirect calls.
 
@@ -250,11 +253,15 @@ ATTRIBUTES = (
 )  # fmt: skip
 
 LISTED = (
-    (re.compile(r"[.](percent|graph)"), "Invalid field modifier"),
-    (re.compile(r"[$]arg0\b"), "No BTF entry for this probe point"),
-    (re.compile(r"[$]arg[*]"), r"(?s)BTF is not available.*Invalid [$]-variable specified"),
-)  # fmt: skip
-"""Questions, and patterns of some kernels' refusals, that the compatibility page lists as deviations."""
+    ("", r"[.](percent|graph)", "Invalid field modifier"),
+    ("", r"[$]arg0\b", "No BTF entry|This variable is not found"),
+    ("", r"[$]arg[*]", r"(?s)BTF is not available.*Invalid ([$]-variable specified|fetch argument)"),
+    (r"5[.]10[.]", r"^p\S* ([+]8|0)\b", "Failed to register probe event"),
+    (r"6[.]1[.]", r"trace[(]asked_chain,pid,stack[)]", "^$"),
+    (r"6[.]18[.]15", r"^e.*[$]", r"event_probe: error: Invalid [$]-variable"),
+    (r"6[.]18[.]15", r"[.]stacktrace|STACKTRACE|=stacktrace", ""),
+)
+"""Deviations that the compatibility page lists: patterns of releases, questions, and Linux's answers."""
 _AT_ENTRY = re.compile(r"^(p\S*) (vfs_read|vfs_write)(?= |$)")
 _PAST_SITE = 8
 """Offset of the first instruction after a site of ftrace, in kernels for RISC-V."""
@@ -368,9 +375,17 @@ def answer(mount: Mount | Mount, definition: str) -> tuple[str, str, str]:
     return result, log.replace("$-valiable", "$-variable"), events
 
 
-def is_listed(question: str, log: str) -> bool:
-    """Return True if a kernel's refusal of a question is one of the listed deviations."""
-    return any(asked.search(question) and re.search(refusal, log) for asked, refusal in LISTED)
+def is_listed(release: str, question: str, log: str) -> bool:
+    """Return True if a kernel's answer to a question is one of the listed deviations."""
+    return any(
+        re.match(releases, release) and re.search(asked, question) and re.search(answer, log)
+        for releases, asked, answer in LISTED
+    )
+
+
+def release_of(mount: Mount) -> str:
+    """Return the release of a mount's kernel."""
+    return read(mount, "/machine/version").split()[2].removesuffix("\n")
 
 
 def compare_definitions(
@@ -386,7 +401,7 @@ def compare_definitions(
     `kernel`: the kernel, unless it is one for x86_64. If it refuses probes at entries, the places are inside
     of functions, and its refusals of other probes at entries are not compared.
     """
-    tally = Tally()
+    tally, release = Tally(), release_of(linux)
     is_without_entries = kernel is not None and refuses_entries(kernel)
     for question in definitions(count, seed, interface):
         definition = question
@@ -398,7 +413,7 @@ def compare_definitions(
         mine = answer(ours, definition)
         if is_without_entries and "Failed to register probe event" in theirs[1]:
             continue
-        if not is_listed(definition, theirs[1]):
+        if not is_listed(release, definition, theirs[1]):
             tally.add(definition, theirs, mine, is_refused=bool(theirs[0]))
     return tally
 
@@ -458,20 +473,22 @@ def compare_histograms(linux: Mount, ours: Mount, count: int, seed: int) -> Tall
     if all(entry.name != "hist" for entry in linux.readdir("/tracing/events/sched/sched_switch")):
         print("the kernel was built without histograms")
         return tally
-    dice = random.Random(seed)
+    dice, release = random.Random(seed), release_of(linux)
     for each in (linux, ours):
         write(each, "/tracing/synthetic_events", "asked_chain pid_t pid; unsigned long[] stack")
     for _ in range(count):
         command = f"hist:{dice.choice(HISTOGRAMS)}{dice.choice(ATTRIBUTES)}{dice.choice(ATTRIBUTES)}"
         theirs = histogram(linux, command)
         mine = histogram(ours, command)
-        if not is_listed(command, theirs[2]):
+        if not is_listed(release, command, theirs[2]):
             tally.add(command, theirs, mine, is_refused=bool(theirs[0]))
     for question in CHAIN_HISTOGRAMS:
         command = f"hist:{question}"
         path = "/tracing/events/synthetic/asked_chain"
         theirs = histogram(linux, command, path)
-        tally.add(command, theirs, histogram(ours, command, path), is_refused=bool(theirs[0]))
+        mine = histogram(ours, command, path)
+        if not is_listed(release, command, theirs[2]):
+            tally.add(command, theirs, mine, is_refused=bool(theirs[0]))
     for each in (linux, ours):
         write(each, "/tracing/synthetic_events", "!asked_chain")
     return tally
@@ -675,7 +692,13 @@ def recorded(mount: Mount | Mount, lines: Sequence[str]) -> tuple[list[str], lis
     lines = read(mount, "/tracing/trace").splitlines()
     profile = read(mount, "/kprobe_profile").splitlines()
     write(mount, "/tracing/dynamic_events", "", os.O_TRUNC)
-    return [STAMP.sub(" ", line) for line in lines if not line.startswith("#")], profile
+    return [_unstamped(line) for line in lines if not line.startswith("#")], profile
+
+
+def _unstamped(line: str) -> str:
+    """Return a record without what is not compared; see STAMP. Put a compared preemption depth first."""
+    depth = _DEPTH.search(line) if _HAS_DEPTH.search(line) else None
+    return (f"{depth[1]} " if depth else "") + STAMP.sub(" ", line)
 
 
 def recorded_definitions(engine: LinuxEngine, interface: Interface) -> list[str]:

@@ -13,6 +13,7 @@ from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.events.syscall_user_data import UserDataSize
 from emulated_kernel.trace.filter.words import NO_WORDS, FilterWords
 from emulated_kernel.trace.interface import Interface
+from emulated_kernel.trace.output.function_args import FunctionArgs
 from emulated_kernel.trace.output.tracer_options import TracerOptions
 from emulated_kernel.trace.ring.trace_clock import ClockSource
 from emulated_kernel.trace.symbols import KernelSymbols
@@ -53,6 +54,8 @@ class TracingServices:
     """Release of the kernel, as uname -r prints it."""
     tracer_options: TracerOptions = field(default_factory=TracerOptions)
     filter_words: FilterWords = NO_WORDS
+    function_args: FunctionArgs | None = None
+    """Printer of functions' arguments in records of calls; None if such records have none."""
     user_data: UserDataSize | None = None
     """Number of bytes of user memory in records of system calls; None if they contain no user memory."""
     is_expanded: bool = False

@@ -90,6 +90,8 @@ class CompiledGraph:
     `hidden` has the fentry sites of the functions in set_graph_notrace.
     """
     hidden: frozenset[int]
+    depth_size: int
+    """Size in bytes of the depth in a call's GRAPH_ENT record."""
     max_depth: int
     threshold_ns: int
     takes_irqs: bool
@@ -179,7 +181,7 @@ class GraphEmitter:
         if self._word < _CELL:
             emit(Store(_CALL, CALLED + _HALF, HIGH, _HALF))
         if not compiled.threshold_ns:
-            self._record(record, EntryType.GRAPH_ENT, self._word + 4)
+            self._record(record, EntryType.GRAPH_ENT, self._word + compiled.depth_size)
 
     def _look_at_caller(self, kind: CallKind, unwanted: Label) -> None:
         """Emit code that computes the call's depth and flags from those of the innermost traced caller.
@@ -289,7 +291,8 @@ class GraphEmitter:
         record.common_fields(space.header, kind, target, more_count)
         at = space.header + ENTRY_HEADER_SIZE
         emit(Load(TEMP, _CALL, _FUNC, word), Store(BASE, at, TEMP, word))
-        emit(Load(TEMP, _CALL, _DEPTH, 4), Store(BASE, at + word, TEMP, 4))
+        depth_size = self._compiled.depth_size if kind is EntryType.GRAPH_ENT else 4
+        emit(Load(TEMP, _CALL, _DEPTH, 4), Store(BASE, at + word, TEMP, depth_size))
         if kind is EntryType.GRAPH_RET:
             emit(*self._native.graph_code.load_overruns(TEMP), Store(BASE, at + word + 4, TEMP, 4))
             at += word + 8

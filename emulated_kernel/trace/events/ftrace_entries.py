@@ -10,8 +10,9 @@ from functools import cache
 
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.print_event import FtraceEntryEvent
+from emulated_kernel.trace.interface import Interface, InterfaceRule
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, replace
 
 _THREE = r'"\t=> %ps\n\t=> %ps\n\t=> %ps\n"'
 _CALLERS = ", ".join(f"(void *)REC->caller[{number}]" for number in range(8))
@@ -127,16 +128,37 @@ _SIZES = {
 _SIGNED = frozenset(("char", "int", "long", "s64"))
 
 
-def ftrace_entry_events(word_size: int, *, signed_char: bool = True) -> Iterator[TraceEvent]:
-    """Yield an event for each entry type in FTRACE_ENTRIES. `signed_char`: whether a char is signed."""
-    signed = _SIGNED if signed_char else _SIGNED - {"char"}
-    for entry, fields in _laid_out(word_size, signed):
+_WITH_ARGS = {
+    "function": f"{_CALL}; unsigned long args[]",
+    "funcgraph_entry": "unsigned long func; unsigned int depth; unsigned long args[]",
+    "funcgraph_exit": "unsigned long func; unsigned int depth; unsigned int overrun; "
+    "unsigned long long calltime; unsigned long long rettime",
+}
+"""Name of an entry -> its fields in kernels whose records of calls can have arguments."""
+
+
+def ftrace_entry_events(word_size: int, interface: Interface) -> Iterator[TraceEvent]:
+    """Yield an event for each entry type in FTRACE_ENTRIES, as the kernel's version exports it."""
+    for entry, fields in _laid_out(word_size, interface.rules):
         yield FtraceEntryEvent(entry.id, entry.name, fields, entry.print_fmt, word_size)
 
 
 @cache
-def _laid_out(word_size: int, signed: frozenset[str]) -> list[tuple[FtraceEntry, tuple[EventField, ...]]]:
-    return [(entry, tuple(_fields(entry, word_size, signed))) for entry in FTRACE_ENTRIES]
+def _laid_out(
+    word_size: int, rules: frozenset[InterfaceRule]
+) -> list[tuple[FtraceEntry, tuple[EventField, ...]]]:
+    signed = _SIGNED - {"char"} if InterfaceRule.CHAR_UNSIGNED in rules else _SIGNED
+    found = []
+    for each in FTRACE_ENTRIES:
+        entry = each
+        if InterfaceRule.FUNCTION_ARGS in rules and entry.name in _WITH_ARGS:
+            print_fmt = entry.print_fmt.replace("%d", "%u")
+            entry = replace(entry, fields=_WITH_ARGS[entry.name], print_fmt=print_fmt)
+        if InterfaceRule.GRAPH_DEPTH_WORD in rules and entry.name == "funcgraph_entry":
+            wide = entry.fields.replace("unsigned int depth", "unsigned long depth")
+            entry = replace(entry, fields=wide, print_fmt=entry.print_fmt.replace("%u", "%lu"))
+        found.append((entry, tuple(_fields(entry, word_size, signed))))
+    return found
 
 
 def _fields(entry: FtraceEntry, word_size: int, signed: frozenset[str]) -> Iterator[EventField]:
@@ -145,7 +167,7 @@ def _fields(entry: FtraceEntry, word_size: int, signed: frozenset[str]) -> Itera
         type_name, _, name = declaration.rpartition(" ")
         name, bracket, length = name.partition("[")
         size = _SIZES.get(type_name, word_size)
-        if not entry.packed:
+        if not entry.packed or length == "]":
             at += -at % min(size, word_size)
         total = size * int(length.rstrip("]") or 0) if bracket else size
         shown = f"{name}[{length}" if bracket else name

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from struct import Struct
 
+from emulated_kernel.trace.output.function_args import COUNT
 from emulated_kernel.trace.output.line_formatter import LineFormatter, TimedRecord, find_mark, latency_flags
 from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.output.tracer_options import GraphOption, TracerOptions
@@ -29,10 +30,14 @@ _COMM_SHOWN = 7
 class GraphRecords:
     """Formats of struct ftrace_graph_ent_entry and ftrace_graph_ret_entry, without the common fields."""
 
-    def __init__(self, word_size: int) -> None:
+    def __init__(self, word_size: int, *, has_args: bool = False) -> None:
+        """`has_args`: whether arguments can follow a call's record, so that its depth takes a word."""
         word = "Q" if word_size == 8 else "I"
-        self.entered = Struct(f"<{word}i")
+        self.depth_size = word_size if has_args else 4
+        self.entered = Struct(f"<{word}i{self.depth_size - 4}x")
         """Format of a call's record: func, depth."""
+        self.arguments = Struct(f"<{COUNT}{word}")
+        """Format of the arguments after a call's record."""
         self.returned = Struct(f"<{word}iIQQ")
         """Format of a return's record: func, depth, overrun, calltime, rettime. Times are in nanoseconds."""
 
@@ -96,6 +101,7 @@ class GraphPrinter:
 
     def __init__(self, cpus: int, options: TracerOptions) -> None:
         self.is_on = options.is_on
+        self.has_args = options.has_args
         self.cpu_width = len(str(cpus - 1))
         self.cpus = [_CpuState() for _ in range(cpus)]
 
@@ -129,7 +135,7 @@ class _GraphLine:
         self._cpu = f" {entry.cpu:>{printer.cpu_width}}) "
         self._formatter = formatter
         self._has_context = TraceOption.CONTEXT_INFO in formatter.flags
-        self._records = GraphRecords(formatter.style.word_size)
+        self._records = GraphRecords(formatter.style.word_size, has_args=printer.has_args)
 
     def entered(self, following: bytes | None) -> str:
         """Return the lines of a call. Mirrors: print_graph_entry_leaf, print_graph_entry_nested (v6.1)."""
@@ -142,11 +148,11 @@ class _GraphLine:
             state.depth = depth
             if depth < MAX_DEPTH:
                 state.functions[depth] = func
-            return prologue + self._column(None) + " " * (depth * INDENT) + f"{self._name(func)}() {{\n"
+            return prologue + self._column(None) + " " * (depth * INDENT) + f"{self._call(func)} {{\n"
         state.depth = depth - 1
         state.was_leaf = True
         state.functions.pop(depth, None)
-        return prologue + self._column(leaf) + " " * (depth * INDENT) + f"{self._name(func)}();\n"
+        return prologue + self._column(leaf) + " " * (depth * INDENT) + f"{self._call(func)};\n"
 
     def _leaf_duration(self, func: int, following: bytes | None) -> int | None:
         """Return the duration of a call in nanoseconds if the following record is its return, else None."""
@@ -185,6 +191,12 @@ class _GraphLine:
         indent = " " * ((depth + 1) * INDENT) if depth > 0 else ""
         text = self._formatter.comment(self._entry).rstrip("\n")
         return f"{self._prologue()}{self._column(None)}{indent}/* {text} */\n"
+
+    def _call(self, func: int) -> str:
+        """Return the function's name and its arguments, if the record has them."""
+        arguments = self._formatter.style.arguments
+        end = self._entry.record[TRACE_ENTRY.size + self._records.entered.size :]
+        return f"{self._name(func)}{(arguments and arguments(func, end)) or '()'}"
 
     def _name(self, func: int) -> str:
         return print_ip(self._formatter.style.symbols, func, offset=False, digits=0)

@@ -21,6 +21,8 @@ class FunctionOption(StrEnum):
 
     STACK_TRACE = "func_stack_trace"
     NO_REPEATS = "func-no-repeats"
+    ARGS = "func-args"
+    """The option exists since Linux 6.16."""
 
 
 class GraphOption(StrEnum):
@@ -37,6 +39,8 @@ class GraphOption(StrEnum):
     ABSTIME = "funcgraph-abstime"
     IRQS = "funcgraph-irqs"
     TAIL = "funcgraph-tail"
+    ARGS = "funcgraph-args"
+    """The option exists since Linux 6.16."""
     SLEEP_TIME = "sleep-time"
     GRAPH_TIME = "graph-time"
 
@@ -56,8 +60,10 @@ _OPTIONS: Mapping[str, tuple[TracerOption, ...]] = {
 TRACERS = tuple(_OPTIONS)
 """Names of the tracers that have options and can be selected."""
 _ON_AT_BOOT = frozenset(
-    set(GraphOption) - {GraphOption.OVERRUN, GraphOption.PROC, GraphOption.ABSTIME, GraphOption.TAIL}
+    set(GraphOption)
+    - {GraphOption.OVERRUN, GraphOption.PROC, GraphOption.ABSTIME, GraphOption.TAIL, GraphOption.ARGS}
 )
+_OF_ARGS = FunctionOption.ARGS, GraphOption.ARGS
 
 
 class TracerOptions:
@@ -66,11 +72,15 @@ class TracerOptions:
     Mirrors: kernel/trace/trace.h:tracer_flags (v6.1).
     """
 
-    def __init__(self, others: Mapping[str, Mapping[str, bool]] | None = None) -> None:
+    def __init__(
+        self, others: Mapping[str, Mapping[str, bool]] | None = None, *, has_args: bool = False
+    ) -> None:
         """Start with the values at boot.
 
         `others`: tracers that have options but can't be selected: name -> option -> value at boot.
+        `has_args`: whether records of calls can have the arguments of functions.
         """
+        self.has_args = has_args
         self._on: set[str] = set(_ON_AT_BOOT)
         self.others: tuple[str, ...] = ()
         """Names of the options of tracers that can't be selected."""
@@ -80,10 +90,10 @@ class TracerOptions:
         self.on_switch: list[Callable[[], object]] = []
         """Functions that are called after an option was switched."""
 
-    @staticmethod
-    def names(tracers: Iterable[str]) -> tuple[str, ...]:
+    def names(self, tracers: Iterable[str]) -> tuple[str, ...]:
         """Return the names of the options of `tracers`."""
-        return tuple(str(option) for tracer in tracers for option in _OPTIONS.get(tracer, ()))
+        options = (option for tracer in tracers for option in _OPTIONS.get(tracer, ()))
+        return tuple(str(option) for option in options if self.has_args or option not in _OF_ARGS)
 
     def is_on(self, name: str) -> bool:
         """Return True if an option is on."""
@@ -93,9 +103,20 @@ class TracerOptions:
         """Switch an option on or off. Raises: KernelError EINVAL (the tracer refuses)."""
         if name == NopOption.REFUSE:
             raise KernelError(errno.EINVAL, f"{name}: the nop tracer refuses this option")
+        if on and name in tuple(FunctionOption):
+            self._check_functions(name)
         if on:
             self._on.add(name)
         else:
             self._on.discard(name)
         for notify in self.on_switch:
             notify()
+
+    def _check_functions(self, name: str) -> None:
+        """Check that an option of the function tracer can be added to those that are on.
+
+        Raises: KernelError EINVAL. Mirrors: kernel/trace/trace_functions.c:select_trace_function (v7.2).
+        """
+        others = [each for each in FunctionOption if each != name and self.is_on(each)]
+        if others and FunctionOption.ARGS in (name, *others):
+            raise KernelError(errno.EINVAL, f"{name}: it excludes {others[0]}")

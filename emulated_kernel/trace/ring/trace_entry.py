@@ -106,6 +106,8 @@ class AddressStyle:
     sym_addr: bool = False
     print_parent: bool = True
     """Whether the caller in an FN entry is printed."""
+    arguments: Callable[[int, bytes], str] | None = None
+    """Function that returns the text of a function's arguments in the end of a record; None without any."""
 
     def place(self, ip: int) -> str:
         """Return the text of an instruction address."""
@@ -202,7 +204,10 @@ def _raw_data(payload: bytes, _style: AddressStyle) -> str:
 
 def _function(payload: bytes, style: AddressStyle) -> str:
     """Return the text of an FN record. Mirrors: kernel/trace/trace_output.c:trace_fn_trace (v6.1)."""
-    text = style.place(style.word(payload))
+    func = style.word(payload)
+    text = style.place(func)
+    if style.arguments is not None:
+        text += style.arguments(func, payload[2 * style.word_size :])
     parent = style.word(payload, style.word_size)
     return f"{text} <-{style.place(parent)}\n" if style.print_parent and parent else f"{text}\n"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
@@ -14,6 +15,7 @@ from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event_pids import EventPids
 from emulated_kernel.trace.interface import Interface, InterfaceRule
+from emulated_kernel.trace.output.function_args import COUNT
 from emulated_kernel.trace.output.tracer_options import FunctionOption
 from emulated_kernel.trace.ring.trace_entry import EntryType, repeats_entry
 from emulated_kernel.trace.symbols import KernelSymbols
@@ -225,6 +227,7 @@ class CallRecorder:
         self._is_on = system.tracer_options.is_on
         self._repeated = [_Repeated() for _ in range(array.cpus)]
         self._word = system.arch.word_size
+        self._arguments = attrgetter(*system.arch.registers.arguments[:COUNT])
 
     def record(self, site: int, hit: ProbeHit) -> None:
         """Record a call in the way that the tracer's options select, unless the pid lists exclude the task.
@@ -233,12 +236,17 @@ class CallRecorder:
         """
         if self._pids.is_active and self._pids.ignores(self._tasks.pid()):
             return
-        call = b"".join(each.to_bytes(self._word, "little") for each in (site, self._parent(hit.regs)))
+        call = self._words((site, self._parent(hit.regs)))
         if self._is_on(FunctionOption.NO_REPEATS) and self._repeats(call, hit):
             return
+        if self._is_on(FunctionOption.ARGS):
+            call += self._words(self._arguments(hit.regs))
         self._array.record_at(EntryType.FN, call, hit)
         if self._is_on(FunctionOption.STACK_TRACE):
             self._array.record_stack(hit)
+
+    def _words(self, values: Iterable[int]) -> bytes:
+        return b"".join(each.to_bytes(self._word, "little") for each in values)
 
     def _repeats(self, call: bytes, hit: ProbeHit) -> bool:
         """Count a call that repeats the last recorded one. Return False if the call has to be recorded.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from emulated_kernel.kprobes.return_hook.return_hook import RethookNode
@@ -10,6 +11,7 @@ from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.compiled.graph import FRAME, MAX_PIDS, CallFlag, CompiledGraph
 from emulated_kernel.trace.context.trace_ctx import HitContext
 from emulated_kernel.trace.events.event_pids import EventPids
+from emulated_kernel.trace.output.function_args import COUNT
 from emulated_kernel.trace.output.graph_output import GraphRecords
 from emulated_kernel.trace.output.tracer_options import GraphOption
 from emulated_kernel.trace.ring.trace_entry import EntryFlag, EntryType
@@ -65,7 +67,8 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         self._tasks = array.system.tasks
         self._now_ns = array.system.now_ns
         self._options = array.system.tracer_options
-        self._records = GraphRecords(array.system.arch.word_size)
+        self._records = GraphRecords(array.system.arch.word_size, has_args=self._options.has_args)
+        self._arguments = attrgetter(*array.system.arch.registers.arguments[:COUNT])
 
     def set_max_depth(self, depth: int) -> None:
         """Set max_graph_depth to `depth`, truncated to an unsigned int."""
@@ -85,7 +88,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         self._graph.unregister()
 
     def option_changed(self, name: str) -> None:
-        if name == GraphOption.IRQS:
+        if name in (GraphOption.IRQS, GraphOption.ARGS):
             self._graph.user_changed()
 
     def rewired(self) -> None:
@@ -96,17 +99,21 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         """Return the settings of guest code that records calls, or None if Python must handle the calls.
 
         Python handles the calls if the clock or an option keeps guest code from writing to the buffers. It
-        also handles them if the lists of pids are very long. Guest code implements all other settings.
-        FtraceSites always passes calls of functions with other users to Python.
+        also handles them if the lists of pids are very long, or if the arguments are recorded. Guest code
+        implements all other settings. FtraceSites always passes calls of functions with other users to
+        Python.
         """
         target = self._array.ring_target()
         pids = self._pids
         # The length is checked first, so that lists that are too long are not copied.
+        if self._options.is_on(GraphOption.ARGS):
+            return None
         if target is None or len(pids.traced.pids) + len(pids.untraced.pids) > MAX_PIDS:
             return None
         return CompiledGraph(
             target=target,
             entry_count=self._context.disabled_once,
+            depth_size=self._records.depth_size,
             chosen=self.functions.sites,
             hidden=self.notrace.sites,
             max_depth=self.max_depth,
@@ -151,7 +158,10 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         if not self.threshold_ns:
             # Linux: ftrace's guard against recursion has disabled preemption.
             disabled = self._context.disabled_once
-            self._record(EntryType.GRAPH_ENT, self._records.entered.pack(func, depth), regs, now, disabled)
+            record = self._records.entered.pack(func, depth)
+            if self._options.is_on(GraphOption.ARGS):
+                record += self._records.arguments.pack(*self._arguments(regs))
+            self._record(EntryType.GRAPH_ENT, record, regs, now, disabled)
         return PendingCall(func, now, depth, CallFlag.IN_IRQ if in_irq else 0)
 
     def _ignores(self, func: int, parent: PendingCall | None, depth: int, *, in_irq: bool) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import struct
 from collections import Counter
 from collections.abc import Iterator
 from itertools import takewhile
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.arm64.relocate import Relocation, relocation_of
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
@@ -258,6 +260,59 @@ def test_modules(clean: Mount, engine: LinuxEngine) -> None:
     settle(engine)
     assert "dummy_xmit+0x8  dummy [OPTIMIZED]" in listed(clean)
     write(clean, CLIENT, modules, b"unload dummy\n")
+
+
+def test_a_core_has_the_jump_and_its_detour(clean: Mount, engine: LinuxEngine) -> None:
+    """Both are at their addresses. The detour contains the relocated instruction and a jump back."""
+    enable(clean, engine, b"p:kprobes/inside vfs_read+48\n")
+    place = engine.kernel.required("vfs_read") + 48
+    head = engine.kprobes.table.get(place)
+    assert head is not None
+    assert head.detour is not None
+    file = clean.open(CLIENT, "/machine/vmcore", os.O_RDONLY)
+
+    def at(address: int, size: int) -> bytes:
+        header = clean.read(CLIENT, file, 1 << 20, 0)
+        count = int.from_bytes(header[56:58], "little")
+        for number in range(count):
+            kind, _, offset, start, _, length = struct.unpack_from("<IIQQQQ", header, 64 + 56 * number)
+            if kind == 1 and start <= address < start + length:
+                return clean.read(CLIENT, file, size, offset + address - start)
+        raise AssertionError(f"{address:#x} is in no segment")
+
+    arch = engine.components.arch
+    buffer = head.detour.address
+    assert at(place, 4) == arch.relative_jump(place, buffer)
+    original = engine.machine.text.original(place, 4)
+    assert at(buffer, head.detour.size).endswith(
+        original + arch.relative_jump(buffer + head.detour.size - 4, place + 4)
+    )
+    clean.release(file)
+
+
+def test_reasons_of_whole_functions(engine: LinuxEngine) -> None:
+    """They are those of the single instructions."""
+    checker = engine.kprobes.probe_checker
+    start, end = engine.kernel.text
+    symbols = [symbol for symbol in engine.kernel.kallsyms.symbols if start <= symbol.address < end]
+    names = (
+        "vfs_read",
+        "dput",
+        "queued_spin_lock_slowpath",
+        "__arch_copy_from_user",
+        "cpu_switch_to",
+        "panic",
+    )
+    chosen = [symbol for symbol in symbols if symbol.name in names]
+    found: Counter[object] = Counter()
+    for symbol in (*chosen, *random.Random(2).sample(symbols, 60)):
+        expected = {}
+        for addr, refused, outcome in checker.check_each_insn(symbol):
+            finding = refused or outcome
+            expected[addr] = finding.reason if isinstance(finding, Rejection) else None
+        assert checker.reasons(symbol) == expected, symbol.name
+        found.update(expected.values())
+    assert {RejectReason.IN_EXCLUSIVE, RejectReason.HAS_FIXUP, RejectReason.BLACKLISTED} < found.keys()
 
 
 def test_instructions_of_the_kernel(engine: LinuxEngine) -> None:

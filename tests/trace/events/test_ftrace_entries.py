@@ -6,6 +6,7 @@ import pytest
 
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.ftrace_entries import ftrace_entry_events
+from emulated_kernel.trace.interface import LINUX_6_1
 from emulated_kernel.trace.output.graph_output import GraphRecords
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, repeats_entry, stack_entry, user_stack_entry
 
@@ -16,7 +17,7 @@ def word(request: pytest.FixtureRequest) -> int:
 
 
 def _event(name: str, word: int) -> TraceEvent:
-    return next(event for event in ftrace_entry_events(word) if event.name == name)
+    return next(event for event in ftrace_entry_events(word, LINUX_6_1) if event.name == name)
 
 
 def _fields(name: str, word: int, payload: bytes) -> dict[str, int]:
@@ -60,5 +61,5 @@ def test_the_text_of_a_format() -> None:
 
 
 def test_no_two_share_an_id() -> None:
-    ids = [event.id for event in ftrace_entry_events(8)]
+    ids = [event.id for event in ftrace_entry_events(8, LINUX_6_1)]
     assert len(set(ids)) == len(ids) == 17
