@@ -32,7 +32,7 @@ from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.boot_cache import ensure_cached, started_with_kernel
 from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
-from emulated_kernel.guests.linux.probing.detect_interface import detect_interface, profile_of
+from emulated_kernel.guests.linux.probing.detect_interface import interface_with, profile_of
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.module_files import ModuleFiles
@@ -532,7 +532,7 @@ def inside(image: Path, count: int) -> Tally:
     profile = profile_of(kernel)
     engine = LinuxEngine(*started_with_kernel(str(image), SEED), profile)
     ours = probed_mount(engine, ProcessWatch(), owner, is_tracefs=False)
-    interface = detect_interface(kernel)
+    interface = interface_with(kernel, profile)
     sites = refused_sites(kernel)
     rules = probe_rules_named(profile.probe_rules)
     places = kernel_places(kernel, count, SEED)

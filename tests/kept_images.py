@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-from emulated_kernel.image import builtin_image, trace_events
+from emulated_kernel.image import builtin_image, prototypes, trace_events
 
 _T = TypeVar("_T")
 _load = builtin_image.load_image
@@ -46,5 +47,6 @@ def _once(
 def keep_images() -> None:
     """Replace the functions that read images; call this before other modules import them by name."""
     builtin_image.load_image = load_image
+    prototypes.load_argument_counts = cache(prototypes.load_argument_counts)
     for table in ("event_definitions", "syscall_definitions"):
         setattr(trace_events, table, _once(getattr(trace_events, table)))

@@ -346,11 +346,15 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
     def is_traced(self, symbol: Symbol) -> bool:
         """Return True if ftrace can trace the function, or the function that it was split off from."""
-        if _inside(self._mcount, symbol):
+        if self._fentry_sites(symbol):
             return True
         whole = self._split_from(symbol)
         found = None if whole is None else self._symbols.lookup(whole)
-        return found is not None and bool(_inside(self._mcount, found.symbol))
+        return found is not None and bool(self._fentry_sites(found.symbol))
+
+    def _fentry_sites(self, symbol: Symbol) -> Sequence[int]:
+        """Return the addresses of all fentry sites inside a function."""
+        return _inside(self._mcount, symbol)
 
     def _forbidden(self, symbol: Symbol, addr: int) -> Rejection | None:
         """Return the rejection if the kprobe blacklist contains `addr`, or None.
@@ -493,7 +497,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
     def unpatched_code(self, symbol: Symbol) -> bytes:
         """Return a function's machine code, with nops at all fentry sites."""
         code = bytearray(self._function(symbol).function.code)
-        for site in _inside(self._mcount, symbol):
+        for site in self._fentry_sites(symbol):
             at = site - symbol.address
             nop = self.fentry_nop(bytes(code[at : at + self.fentry_size]))
             code[at : at + len(nop)] = nop
@@ -553,7 +557,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
             size = min(size, self.layout.text.stop - symbol.address)
         read = self._image.read
         labels = [PatchSite(code, self.label_size(read(code, 2))) for code in _inside(self._labels, symbol)]
-        fentry = _inside(self._mcount, symbol) if self.fentry else ()
+        fentry = self._fentry_sites(symbol) if self.fentry else ()
         return Function(
             name=symbol.name,
             addr=symbol.address,

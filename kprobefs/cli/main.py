@@ -584,11 +584,12 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
     if parsed.image is not None:
         image = Path(HOST if parsed.image == HOST else os.path.abspath(parsed.image))
     limits, run_budget = parsed_limits(parsed.limit)
+    is_ordered = parsed.isolate or (parsed.image is not None and parsed.seed is not None)
     machine = MachineConfig(
         arch=parsed.arch,
         cpus=parsed.cpus or 1,
         clock=parsed.clock,
-        pauses=not parsed.isolate,
+        pauses=not is_ordered,
         seed=DEFAULT_SEED if parsed.seed is None else parsed.seed,
         profile=parsed.profile or PROFILES[0],
         strategy=parsed.strategy,
@@ -604,7 +605,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         parsed.layout,
         parsed.allow_other,
         isolate=parsed.isolate,
-        is_ordered=parsed.isolate or (parsed.image is not None and parsed.seed is not None),
+        is_ordered=is_ordered,
         kprobes=parsed.kprobes,
         modules=tuple(os.path.abspath(path) for path in parsed.modules),
         vmcore=None if parsed.vmcore is None else os.path.abspath(parsed.vmcore),

@@ -215,7 +215,7 @@ class _Runner:
         """Run the command; return its exit status as in a shell. Raises: CliError (it can't be started)."""
         if tracing is None:
             return self._run(directory, None)
-        with tracing.attached(directory, self._command) as place:
+        with tracing.attached(directory, self._command, is_shared=self.kernel_words is None) as place:
             tracing.status = self._run(directory, place)
             return tracing.status
 

@@ -18,13 +18,16 @@ NAMES = 5
 
 
 @contextmanager
-def copies_of_arguments(command: Sequence[str], scratch: Path) -> Iterator[str]:
-    """Copy the files and directories that a command's words name to scratch/, and yield its path.
+def copies_of_arguments(command: Sequence[str], scratch: Path, own: str = "") -> Iterator[str]:
+    """Copy the files and directories that a command's words name to scratch/, and yield the command's place.
 
     Regular files and directories with relative paths without ".." are copied, and the command itself if it
-    has such a path. At the end, report the copies that the command has changed, and remove all copies.
+    has such a path. If others use the mount, the copies are in the directory `own` of scratch/, which is the
+    command's place. If nothing is copied, the place is scratch/. At the end, report the copies that the
+    command has changed, and remove all copies and the directory.
     Raises: OSError (scratch/ has no space).
     """
+    place = scratch / own
     copied: dict[Path, Path] = {}
     made: list[Path] = []
     try:
@@ -34,16 +37,22 @@ def copies_of_arguments(command: Sequence[str], scratch: Path) -> Iterator[str]:
             if source.is_absolute() or ".." in source.parts or (not number and "/" not in word):
                 continue
             for file in _files_below(source):
-                _copy(file, scratch, copied, made)
-        yield str(scratch)
+                if own and not made:
+                    place.mkdir()
+                    made.append(place)
+                _copy(file, place, copied, made)
+        yield str(place if made or copied else scratch)
         changed = [target for target, source in copied.items() if _differ(source, target)]
-        _report([str(target.relative_to(scratch)) for target in changed], "changed only in scratch/")
+        _report([str(target.relative_to(place)) for target in changed], "changed only in scratch/")
     finally:
         for target in copied:
             target.unlink(missing_ok=True)
         for directory in reversed(made):
             with suppress(OSError):
                 directory.rmdir()
+        if own:
+            with suppress(OSError):
+                _report(sorted(os.listdir(place)), f"created in scratch/{own}")
 
 
 def _files_below(source: Path) -> Iterator[Path]:

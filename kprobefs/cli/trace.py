@@ -8,7 +8,7 @@ import select
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import ExitStack, closing, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +34,8 @@ NAME = re.compile(
 
 The name is own_name(), followed by SUFFIX if the session records a call graph.
 """
+NOTRACE = "set_event_notrace_pid"
+"""File of a trace array with the pids whose events are not recorded."""
 SYMBOL = re.compile(r"[A-Za-z_][\w.]*")
 PREFIXES = (4, 2)
 """Lengths of the common prefix of a wrong name and a similar symbol; the greater is tried first."""
@@ -122,21 +124,26 @@ class TraceSession:
                 found[name] = AskedProbe(typed or f"{kind}:{function}", event, line, function, kind == "r")
         return found
 
-    def attached(self, directory: str, command: Sequence[str]) -> AttachedProbes:
-        """Return a context manager that keeps the probes on the mount at `directory` while `command` runs."""
-        return AttachedProbes(self, directory, command)
+    def attached(self, directory: str, command: Sequence[str], *, is_shared: bool) -> AttachedProbes:
+        """Return a context manager that keeps the probes on the mount at `directory` while `command` runs.
+
+        `is_shared`: whether others may use the mount.
+        """
+        return AttachedProbes(self, directory, command, is_shared=is_shared)
 
 
 class AttachedProbes:
     """Context manager that adds a session's probes to a mount, and removes them at its end.
 
     The probes record into a trace instance of their own, or with a call graph into the top-level trace array.
-    Entering the context returns the directory in which the command must run: scratch/ of the mount, whose
-    files belong to the guest. If the mount has no scratch/, the directory is the current one. Inside the
-    context, scratch/ contains copies of the files that the command's words name.
+    Entering the context returns the directory in which the command must run: scratch/ of the mount or a
+    directory in it, whose files belong to the guest. If the mount has no scratch/, the directory is the
+    current one. Inside the context, the directory contains copies of the files that the command's words name.
     """
 
-    def __init__(self, session: TraceSession, directory: str, command: Sequence[str]) -> None:
+    def __init__(
+        self, session: TraceSession, directory: str, command: Sequence[str], *, is_shared: bool
+    ) -> None:
         from kprobefs.definitions.tracefs_files import HostFiles, control_root
 
         self._session = session
@@ -144,6 +151,10 @@ class AttachedProbes:
         self._command = command
         self._files: Files = HostFiles(directory)
         self._scratch = Path(directory, "scratch")
+        self._own = session.name if is_shared else ""
+        """Name of the directory in scratch/ with the copies; "" if they are in scratch/ itself."""
+        self._place = os.getcwd()
+        """Directory in which the command runs."""
         self._tracefs = Path(directory, self._files.tracefs())
         self._array = "" if session.request.graph else f"instances/{session.name}/"
         """Directory of the trace array that records the hits, relative to the tracefs."""
@@ -161,11 +172,11 @@ class AttachedProbes:
         """
         session = self._session
         instance = self._tracefs / "instances" / session.name
-        has_scratch = self._scratch.is_dir()
+        self._exclude_from_others(os.getpid())
         with ExitStack() as undo:
-            place = undo.enter_context(
-                copies_of_arguments(self._command, self._scratch) if has_scratch else nullcontext(os.getcwd())
-            )
+            if self._scratch.is_dir():
+                copies = copies_of_arguments(self._command, self._scratch, self._own)
+                self._place = undo.enter_context(copies)
             sweep(self._files, self._tracefs)
             self._history = undo.enter_context(closing(History(self._root)))
             probes = [*self._hidden.values(), *session.probes]
@@ -182,7 +193,7 @@ class AttachedProbes:
             self._switch_on(reader.pid)
             reader.begin()
             self._undo = undo.pop_all()
-        return place
+        return self._place
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -282,7 +293,10 @@ class AttachedProbes:
     def _switch_on(self, reader: int) -> None:
         """Enable all events, and exclude this process and the `reader` of records from tracing."""
         session = self._session
-        lines = [f"{self._array}set_event_notrace_pid = {os.getpid()} {reader}"]
+        pids = [os.getpid(), reader]
+        (self._tracefs / "instances" / session.name / NOTRACE).write_text(" ".join(map(str, pids)))
+        pids = list(dict.fromkeys([*pids, *self._exclude_from_others(*pids)]))
+        lines = [f"{self._array}{NOTRACE} = {' '.join(map(str, pids))}"]
         if session.has_stacks:
             lines.append(f"{self._array}options/stacktrace = 1")
         self._apply([("trace", line, "") for line in lines])
@@ -290,7 +304,27 @@ class AttachedProbes:
             name = event.removeprefix(f"{session.name}/").replace("/", ":")
             self._apply([("trace", self._setting(event, "enable", "1"), name)])
         if self._graph is not None:
-            self._graph.start((os.getpid(), reader))
+            self._graph.start(pids)
+
+    def _exclude_from_others(self, *pids: int) -> list[int]:
+        """Exclude processes of this session from the other sessions; return the pids of those.
+
+        Each session has its pids in its instance.
+        """
+        others: list[int] = []
+        for name in self._files.directories(f"{self._files.tracefs()}instances"):
+            if name == self._session.name or not NAME.fullmatch(name) or _is_dead(name):
+                continue
+            files = [f"instances/{name}/{NOTRACE}"]
+            if name.endswith(SUFFIX):
+                files += [NOTRACE, "set_ftrace_notrace_pid"]
+            # The other session may end meanwhile.
+            with suppress(OSError):
+                for file in files:
+                    with (self._tracefs / file).open("a") as opened:
+                        opened.write(" ".join(map(str, pids)))
+                others += map(int, (self._tracefs / files[0]).read_text().split())
+        return others
 
     def _setting(self, event: str, file: str, value: str) -> str:
         return f"{self._array}events/{event}/{file} = {value}"
@@ -380,7 +414,7 @@ class AttachedProbes:
         places = [probe.place or probe.event.replace("/", ":") for probe in session.probes]
         if session.request.graph is not None:
             places.append(session.request.graph)
-        ended = EndedCommand(self._command, session.status or 0, self._directory, str(self._scratch))
+        ended = EndedCommand(self._command, session.status or 0, self._directory, self._place)
         return why_no_hit(ended, places, unarmed)
 
     def _unfiltered(self, own: set[int]) -> int:

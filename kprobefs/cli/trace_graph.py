@@ -48,6 +48,8 @@ class GraphTracer:
             self._undo.callback(self._set, name, self._read(name))
         self._excluded = self._read("set_ftrace_notrace_pid").replace(NO_PID, "")
         self._undo.callback(self._set, "set_ftrace_notrace_pid", self._excluded)
+        events = self._read("set_event_notrace_pid").replace(NO_PID, "")
+        self._undo.callback(self._set, "set_event_notrace_pid", events)
         try:
             self._undo.callback(self._set, "set_graph_function", "")
             self._write("set_graph_function", f"{function}\n")

@@ -147,7 +147,8 @@ def _probed_mount(options: MountOptions) -> Mount:
         tasks, kernel = started_with_kernel(image, options.machine.seed, _cpu(options))
         # Select the clock first, because the engine checks whether the guest's time is real.
         time = RealTime(tasks) if options.machine.clock == REAL_CLOCK else None
-        engine = LinuxEngine(tasks, kernel, _linux_profile(options, kernel))
+        profile = _linux_profile(options, kernel)
+        engine = LinuxEngine(tasks, kernel, profile, pauses=options.machine.pauses)
         _start_clock(options, tasks)
         modules = ModuleFiles(kernel_file(image), tasks.release, [*map(Path, options.modules)])
     served = probed_mount(

@@ -42,7 +42,7 @@ _SECTIONS = (
 )  # fmt: skip
 """Names of text sections, whose start and end are the symbols __NAME_text_start and __NAME_text_end."""
 _TEXT = ".text"
-_WITH_OPTPROBES = "x86_64", "i386"
+WITH_OPTPROBES = "x86_64", "i386"
 """Architectures on which Linux can replace breakpoints by jumps."""
 _UNKNOWN = "?"
 """Symbol name for the text between recorded functions."""
@@ -98,7 +98,7 @@ class Subject:
 
         On arm64 and RISC-V, Linux has no optprobes, so that the profile decides.
         """
-        if self.arch not in _WITH_OPTPROBES:
+        if self.arch not in WITH_OPTPROBES:
             return None
         return self._has("arch_prepare_optimized_kprobe")
 

@@ -257,10 +257,15 @@ class Explanation:
         made = arch.detour(region, buffer)
         parts = arch.detour_parts(0, made.trap, made.copied, len(made.code))
         originals = _insns_of(arch, region)
+
+        def name(addr: int) -> str | None:
+            offset = addr - buffer
+            return f"detour+{offset:#x}" if 0 <= offset < len(made.code) else self._name(addr)
+
         for part, following in zip(parts, (*[each.start for each in parts[1:]], len(made.code)), strict=True):
             code = made.code[part.start : following]
             is_copy = part.start == made.copied
-            for at, size, text in arch.disassembler.insns(code, buffer + part.start, self._name):
+            for at, size, text in arch.disassembler.insns(code, buffer + part.start, name):
                 offset = at - buffer
                 insn = made.code[offset : offset + size]
                 is_relocated = is_copy and insn not in originals

@@ -44,7 +44,7 @@ def _chapter(explained: Explanation, *, whole: bool) -> Iterator[str]:
         yield f"<tr><th>{_escaped(label)}</th><td>{_lines(lines)}</td></tr>"
     yield "</table>"
     if explained.detour:
-        yield f"<h2>{_escaped(text.DETOUR_TITLE)}</h2>"
+        yield f"<h2>{_escaped(text.detour_title(explained))}</h2>"
         yield "<table>"
         for part, insns in groupby(explained.detour, key=lambda insn: insn.part):
             shown = [f"{insn.text}{text.relocated(insn)}" for insn in insns]

@@ -75,9 +75,9 @@ class PlannedKernel:
         """The interface of tracefs that a mount of the kernel has; it decides the syntax of definitions."""
         if self.profile.interface != KERNEL_INTERFACE or not isinstance(self.core, LinuxKernel):
             return interface_named(self.profile.interface)
-        from emulated_kernel.guests.linux.probing.detect_interface import detect_interface
+        from emulated_kernel.guests.linux.probing.detect_interface import interface_with
 
-        return detect_interface(self.core)
+        return interface_with(self.core, self.profile)
 
     @cached_property
     def tables(self) -> ProbedTables:

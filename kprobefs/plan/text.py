@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from textwrap import wrap
 
+from kprobefs.measure.coverage_subject import WITH_OPTPROBES
 from kprobefs.measure.verdicts import ProbeOutcome
 from kprobefs.plan.arguments import Argument
 from kprobefs.plan.arrows import arrows, gutter
@@ -20,7 +21,8 @@ _VERDICT_WIDTH = 12
 _OFFSET_WIDTH = 7
 _BRACKETS = {"": " ", "only": "[", "first": "/", "inner": "|", "last": "\\"}
 _LABEL_WIDTH = 11
-DETOUR_TITLE = "detour as kprobefs builds it (Linux calls optimized_callback() instead of int3)"
+_DETOUR_TITLE = "detour as kprobefs builds it"
+_OF_LINUX = " (Linux calls optimized_callback() instead of int3)"
 
 
 def as_text(explained: Explanation, *, whole: bool) -> str:
@@ -194,6 +196,12 @@ def _labelled(label: str, texts: Iterable[str]) -> Iterator[str]:
 # Detour
 
 
+def detour_title(explained: Explanation) -> str:
+    """Return the heading of the detour; on x86 it names the function that Linux calls at a hit."""
+    is_linux = explained.kernel.arch in WITH_OPTPROBES
+    return _DETOUR_TITLE + (_OF_LINUX if is_linux else "")
+
+
 def relocated(insn: DetourInsn) -> str:
     """Return the mark for a copied instruction that differs from its original; "" for other instructions."""
     return "  (relocated)" if insn.is_relocated else ""
@@ -203,7 +211,7 @@ def _detour(explained: Explanation) -> Iterator[str]:
     insns = explained.detour
     if not insns:
         return
-    yield from _wrapped(DETOUR_TITLE, "")
+    yield from _wrapped(detour_title(explained), "")
     for part, group in groupby(insns, key=lambda insn: insn.part):
         members = list(group)
         yield f"  +{members[0].offset:#x} {part}"

@@ -16,6 +16,7 @@ from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.util.errors import KernelError
 from tests.guests.linux.probing import (
     MODES,
+    Probed,
     boundaries,
     chosen,
     differing,
@@ -78,17 +79,24 @@ def unprobed() -> Unprobed:
 
 @dataclass(frozen=True)
 class Armed:
-    """Addresses of the probes, a map address -> number of hits, and the number of breakpoints."""
+    """Addresses of the probes, and the results of the workload."""
 
     places: list[int]
-    hits: Counter[int]
-    breakpoints: int
+    found: Probed
 
 
-def arm(mode: str, starts: list[int], expected: Unprobed, *, may_lack_detours: bool = False) -> Armed:
+def arm(
+    mode: str,
+    starts: list[int],
+    expected: Unprobed,
+    *,
+    may_lack_detours: bool = False,
+    is_compiled: bool = False,
+) -> Armed:
     """Run the workload with probes on all instructions of the functions at which the mode `mode` is possible.
 
-    `may_lack_detours`: punned jumps may lack an address for their detour.
+    `may_lack_detours`: punned jumps may lack an address for their detour. `is_compiled`: the handlers are
+    guest code.
     Raises: AssertionError if the kernel noticed the probes: an answer, its memory except stacks, its log or
     its text differs.
     """
@@ -99,9 +107,10 @@ def arm(mode: str, starts: list[int], expected: Unprobed, *, may_lack_detours: b
         places = [site for site in addresses if site in verdict.fentry and verdict.may_probe(site) is None]
     else:
         places = [*chosen(probing, addresses)]
-    answers, hits, breakpoints = probed(probing, places, may_lack_detours=may_lack_detours)
-    assert answers == expected.answers, "the workload's answers differ"
-    if mode in ("stepped", "boosted"):
+    found = probed(probing, places, may_lack_detours=may_lack_detours, is_compiled=is_compiled)
+    assert found.answers == expected.answers, "the workload's answers differ"
+    # Guest code of handlers saves registers on the stack of the probed code.
+    if mode in ("stepped", "boosted") and not is_compiled:
         changed = differing(ram(probing), expected.memory)
         assert not changed, f"its memory differs: {changed}"
     log = LinuxSyscalls(probing.tasks).log().decode()
@@ -109,13 +118,14 @@ def arm(mode: str, starts: list[int], expected: Unprobed, *, may_lack_detours: b
     assert "BUG" not in log, log
     assert not probing.tasks.machine.death, probing.tasks.machine.death
     probing.tasks.machine.close()
-    return Armed(places, hits, breakpoints)
+    return Armed(places, found)
 
 
 def compare(counts: dict[int, int], armed: Armed) -> None:
     """Check that each place is hit as often as in the modes that ran before. Raises: AssertionError."""
     for address in armed.places:
-        assert counts.setdefault(address, armed.hits[address]) == armed.hits[address], hex(address)
+        hits = armed.found.hits[address]
+        assert counts.setdefault(address, hits) == hits, hex(address)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -127,6 +137,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--parts", type=int, default=1, help="probe an Nth of the functions in each of N rounds"
     )
+    parser.add_argument(
+        "--compiled", action="store_true", help="let handlers be guest code, which counts the hits"
+    )
     options = parser.parse_args(argv)
     starts, expected = functions(options.functions, options.seed), unprobed()
     counts: dict[int, int] = {}
@@ -135,16 +148,18 @@ def main(argv: list[str] | None = None) -> int:
         for mode in options.modes:
             try:
                 # Thousands of probes take all addresses that some punned jumps can reach.
-                armed = arm(mode, starts[part :: options.parts], expected, may_lack_detours=True)
+                some = starts[part :: options.parts]
+                armed = arm(mode, some, expected, may_lack_detours=True, is_compiled=options.compiled)
                 compare(counts, armed)
             except AssertionError as error:
                 print(f"{mode}, part {part}: {error!r}", file=sys.stderr)
                 return 1
             figures = {
                 "places": len(armed.places),
-                "breakpoints": armed.breakpoints,
-                "places hit": len(armed.hits),
-                "hits": armed.hits.total(),
+                "breakpoints": armed.found.breakpoints,
+                "places hit": len(armed.found.hits),
+                "hits": armed.found.hits.total(),
+                "traps without Python": armed.found.native_traps,
             }
             totals.update({(mode, what): number for what, number in figures.items()})
             print(f"{mode}, part {part}: {_text(figures)}", flush=True)

@@ -27,6 +27,7 @@ from emulated_kernel.util.errors import KernelError
 from stress.linux.everywhere import functions
 from tests.guests.linux.probing import (
     GUEST_RAM,
+    IS_ARM,
     IS_RISCV,
     MODES,
     PLAIN,
@@ -63,10 +64,16 @@ if IS_RISCV:
     RESULTS = ("a0", "a1")
     SAVED = tuple(f"s{number}" for number in range(12))
     OTHERS = tuple(f"t{number}" for number in range(7))
-OBJECTS = 0xFFFFFFFF70800000
+if IS_ARM:
+    RETURN = 0xFFFF400060400000
+    ARGUMENTS = tuple(f"x{number}" for number in range(8))
+    RESULTS = ("x0", "x1")
+    SAVED = tuple(f"x{number}" for number in range(19, 30))
+    OTHERS = (*(f"x{number}" for number in range(8, 19)), "x30")
+OBJECTS = RETURN + 0x400000
 """Address of the objects. The memory around them is not mapped, so reads beyond them fault in all modes."""
 OBJECTS_SIZE = OBJECT * len(ARGUMENTS)
-STACK_AT = 0xFFFFFFFF70C00000
+STACK_AT = RETURN + 0x800000
 """Address of the stack for calls."""
 CLEARED = tuple(dict.fromkeys((*ARGUMENTS, *RESULTS, *SAVED, *OTHERS)))
 """Registers that are 0 at the begin of a call, except those with its arguments."""
@@ -244,8 +251,8 @@ class Caller:
         for name, value in zip(ARGUMENTS, call.values, strict=False):
             regs.set(name, value)
         regs.ip, regs.sp = call.function, self._stack
-        if IS_RISCV:
-            regs.set("ra", RETURN)
+        if IS_RISCV or IS_ARM:
+            regs.set("x30" if IS_ARM else "ra", RETURN)
         else:
             memory.write(self._stack, RETURN.to_bytes(8, "little"))
             regs.flags = FLAG_FIXED | FLAG_IF
@@ -315,9 +322,10 @@ class Caller:
 
 def _irq_stack(engine: LinuxEngine) -> int:
     """Return the address of the stack for interrupts."""
-    name = "irq_stack_ptr" if IS_RISCV else "irq_stack_backing_store"
+    has_pointer = IS_RISCV or IS_ARM
+    name = "irq_stack_ptr" if has_pointer else "irq_stack_backing_store"
     address = engine.tasks.per_cpu + kernel().required(name) & WORD
-    return engine.machine.memory.read_word(address) if IS_RISCV else address
+    return engine.machine.memory.read_word(address) if has_pointer else address
 
 
 def _is_unused(name: str, _value: int) -> bool:
@@ -499,7 +507,7 @@ class Comparison:
         where = kernel().kallsyms.lookup(call.function)
         assert where is not None
         code = self._plain.engine.machine.text.original(call.function, where.symbol.size)
-        loose = 0 if IS_RISCV else undefined_flags(code, call.function, 64)
+        loose = 0 if IS_RISCV or IS_ARM else undefined_flags(code, call.function, 64)
         if found is not None and mode in self._traced:
             traced, _ = self._traced[mode]
             kept = KEPT if expected.end == RETURNED or not traced.is_at_entries else RESTORED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -15,7 +16,7 @@ import sys
 import threading
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.kept_images import keep_images
 
@@ -78,13 +79,25 @@ class Forker:
             )
 
     def start(
-        self, arguments: list[str], environment: dict[str, str], output: int, errors: int, *, is_bare: bool
+        self,
+        arguments: list[str],
+        environment: dict[str, str],
+        output: int,
+        errors: int,
+        *,
+        is_bare: bool,
+        cwd: str | None = None,
     ) -> Forked:
         """Run the program with these descriptors as its standard output and error.
 
-        `is_bare`: run bare_program.py in place of kprobefs.
+        `is_bare`: run bare_program.py in place of kprobefs. `cwd`: its directory in place of this process's.
         """
-        own = {"arguments": arguments, "environment": environment, "cwd": os.getcwd(), "is_bare": is_bare}
+        own = {
+            "arguments": arguments,
+            "environment": environment,
+            "cwd": cwd or os.getcwd(),
+            "is_bare": is_bare,
+        }
         return Forked(self, self.ask(output, errors, **own))
 
     def ask(self, *descriptors: int, **request: object) -> Any:
@@ -137,10 +150,19 @@ def main() -> int:
             if answer == 0:
                 channel.close()
                 _set_up(request, *descriptors)
-                return programs[request["is_bare"]]()
+                _end(programs[request["is_bare"]]())
             for descriptor in descriptors:
                 os.close(descriptor)
         channel.send(json.dumps(answer).encode())
+
+
+def _end(status: int) -> NoReturn:
+    """End as a program does that returns, but leave the modules: their end would copy all their memory."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
 
 
 def _set_up(request: dict[str, Any], *outputs: int) -> None:

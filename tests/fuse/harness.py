@@ -92,24 +92,31 @@ def eventually(condition: object, message: str = "it never happened", patience: 
         time.sleep(0.005)
 
 
-def kprobefs(*arguments: str, program: list[str] = PROGRAM, **more: str) -> subprocess.CompletedProcess[str]:
+def kprobefs(
+    *arguments: str,
+    program: list[str] = PROGRAM,
+    limit: float = RUN,
+    cwd: str | None = None,
+    **more: str,
+) -> subprocess.CompletedProcess[str]:
     """Run the program until it has ended and all processes have closed its output.
 
-    `more`: additional environment variables. Raises: TimeoutExpired (the program had to be killed).
+    `limit`: time limit in seconds. `cwd`: the program's directory in place of this process's. `more`:
+    additional environment variables. Raises: TimeoutExpired (the program had to be killed).
     """
     began = time.monotonic()
     with ExitStack() as stack:
         ours, theirs = zip(os.pipe(), os.pipe(), strict=True)
         output, errors = (stack.enter_context(open(descriptor, encoding="utf-8")) for descriptor in ours)
-        process = _start(program, [*arguments], *theirs, **more)
+        process = _start(program, [*arguments], *theirs, cwd, **more)
         for descriptor in theirs:
             os.close(descriptor)
-        stack.enter_context(watched(process, RUN))
+        stack.enter_context(watched(process, limit))
         reader = stack.enter_context(ThreadPoolExecutor(1)).submit(output.read)
         complaints = errors.read()
         status = process.wait()
-        if time.monotonic() - began >= RUN:
-            raise subprocess.TimeoutExpired(list(arguments), RUN)
+        if time.monotonic() - began >= limit:
+            raise subprocess.TimeoutExpired(list(arguments), limit)
         return subprocess.CompletedProcess(arguments, status, reader.result(), complaints)
 
 
@@ -137,12 +144,14 @@ def watched(process: Process, limit: float = WATCHDOG) -> Iterator[None]:
         watchdog.cancel()
 
 
-def _start(program: list[str], arguments: list[str], output: int, errors: int, **more: str) -> Process:
+def _start(
+    program: list[str], arguments: list[str], output: int, errors: int, cwd: str | None = None, **more: str
+) -> Process:
     env = environment() | more
     if program in (PROGRAM, REAL_PROGRAM):
-        return forker().start(arguments, env, output, errors, is_bare=program is PROGRAM)
-    null = subprocess.DEVNULL
-    return subprocess.Popen([*program, *arguments], env=env, stdin=null, stdout=output, stderr=errors)
+        return forker().start(arguments, env, output, errors, is_bare=program is PROGRAM, cwd=cwd)
+    command = [*program, *arguments]
+    return subprocess.Popen(command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
 
 
 @contextmanager

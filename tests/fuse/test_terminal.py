@@ -622,6 +622,40 @@ class TestTrace:
         assert result.stderr.startswith("kprobefs: d/deep/f: changed only in scratch/;")
         assert (tmp_path / "d/deep/f").read_text() == "hello\n"
 
+    def test_two_at_a_time(self, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each has copies of its own, and traces no process of the other one but its command."""
+        (tmp_path / "f").write_text("hello\n")
+        started, ended = (tmp_path / name for name in ("started", "ended"))
+        os.mkfifo(started)
+        os.mkfifo(ended)
+        monkeypatch.chdir(tmp_path)
+        words = [*REAL_PROGRAM, "trace", "-m", str(directory), "p:vfs_read", "--"]
+        script = f": > {started}; : < {ended}; cat f"
+        with daemon(directory, program=REAL_PROGRAM) as running:
+            first = subprocess.Popen([*words, "sh", "-c", script, "f"], stdout=subprocess.PIPE, text=True)
+            started.read_bytes()
+            second = subprocess.run([*words, "cat", "f"], stdout=subprocess.PIPE, text=True, check=True)
+            ended.write_bytes(b"")
+            output = first.communicate()[0]
+            left = os.listdir(running.path("scratch"))
+        assert (first.returncode, left) == (0, [])
+        for text, count in ((second.stdout, 2), (output, 4)):
+            assert text.count("hello\n") == 1
+            records = [line for line in text.splitlines() if line != "hello"]
+            assert [line.split("-")[0].strip() for line in records] == ["cat"] * count
+
+    def test_what_a_command_creates_on_a_shared_mount_stays(
+        self, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "f").write_text("hello\n")
+        monkeypatch.chdir(tmp_path)
+        on = ("trace", "-m", str(directory), "p:vfs_read", "--")
+        with daemon(directory, program=REAL_PROGRAM) as running:
+            told = kprobefs(*on, "cp", "f", "made", program=REAL_PROGRAM).stderr
+            (place,) = os.listdir(running.path("scratch"))
+            assert told.startswith(f"kprobefs: made: created in scratch/{place}; ")
+            assert Path(running.path(f"scratch/{place}/made")).read_text() == "hello\n"
+
     def test_it_doesnt_trace_itself(self, directory: Path) -> None:
         """Neither its own calls nor those of the process that reads the records."""
         probes = ("p:vfs_write", "p:vfs_read", "p:do_sys_openat2", "t:syscalls:sys_enter_openat")

@@ -26,11 +26,11 @@ from tests.kprobes.conftest import BREAKPOINTS
 from tests.kprobes.functions import Outcome, Runner
 from tests.kprobes.states import build_arena, counter_cell, generate, writable_memory
 from tests.ledger import ledger_mismatches
-from tests.sample import share
+from tests.sample import fewer, share
 
 SEED = 64
 PARTS = 100
-REST = 16
+REST = 48
 RAM = 24 << 20
 STACK_SIZE = 16 << 10
 OPTIMIZED = Profile("optimized", ftrace=False)
@@ -155,7 +155,7 @@ def test_functions_end_as_without_probes(way: str, arch: str) -> None:
     with Kernel(MachineConfig(arch=arch, ram_size=RAM), profile=WAYS[way]) as kernel:
         bench = Bench(kernel, way)
         probes = bench.probes()
-        assert len(probes) > 500
+        assert len(probes) > fewer(500, 3)
         armed = {probe.addr for probe in probes}
         kernel.register_kprobes(probes)
         if kernel.kprobes.optimizer is not None:

@@ -30,7 +30,7 @@ from tests.sample import fewer, share
 SEED = 62
 CONFIG = MachineConfig(ram_size=24 << 20)
 CONFIGS = [CONFIG, replace(CONFIG, arch="i386")]
-PARTS = 18
+PARTS = 36
 CALLS = 2
 """Of each function, with other arguments each."""
 EFAULT = 14

@@ -28,7 +28,7 @@ STATES = int(os.environ.get("KPROBEFS_STATES", "4"))
 SEED = 61
 RAM = 23 << 20
 ARCHS = ("x86_64", "i386")
-PARTS = 16
+PARTS = 32
 POPF = b"\x9d"
 """The only emulated instruction in these kernels that is not relocated."""
 

@@ -240,3 +240,16 @@ def test_host_pages_are_zeroed_and_shared_with_the_guest() -> None:
     assert machine.memory.view(va, 8).cast("Q")[0] == va
     with pytest.raises(HardwareError):
         machine.free_pages(va + PAGE)
+
+
+def test_a_large_window_is_searched_to_its_end() -> None:
+    pool = UnitPool(0, 20_000, 1)
+    assert [*pool.free_parts(0, 20_000)] == [(0, 20_000)]
+    pool = UnitPool(0, 20_000, 1)
+    assert [pool.alloc(3000) for _ in range(6)] == [*range(0, 18_000, 3000)]
+    with pytest.raises(HardwareError):
+        pool.alloc(3000)
+    assert [*pool.free_parts(0, 20_000)] == [(18_000, 2000)]
+    pool.free(6000)
+    assert pool.alloc(3000) == 6000
+    assert UnitPool(0, 20_000, 1).alloc(20_000) == 0

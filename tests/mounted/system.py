@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.fuse.harness import ROOT
+from tests.fuse.harness import REAL_PROGRAM, kprobefs
 
 SOURCES = Path(__file__).parent
 TIMEOUT = 60
@@ -31,17 +30,9 @@ def beside(script: str, home: Path, *options: str) -> str:
     """Return the output of a shell script whose commands find the mount in $KPROBEFS."""
     # Without the usual cache, each command with a distribution's kernel would boot it again.
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    own = {"PYTHONPATH": str(ROOT), "HOME": str(home), "TMPDIR": str(home), "LC_ALL": "C"}
-    own["XDG_CACHE_HOME"] = cache
-    result = subprocess.run(
-        [sys.executable, "-m", "kprobefs", "run", *options, "--", "bash", "-c", script],
-        env={**os.environ, **own},
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
+    own = {"HOME": str(home), "TMPDIR": str(home), "LC_ALL": "C", "XDG_CACHE_HOME": cache}
+    command = ["run", *options, "--", "bash", "-c", script]
+    result = kprobefs(*command, program=REAL_PROGRAM, limit=TIMEOUT, cwd="/", **own)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

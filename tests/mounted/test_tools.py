@@ -92,8 +92,8 @@ def test_kprobe_perf_prints_the_format(tmp_path: Path) -> None:
 def test_tpoint_perf(tmp_path: Path) -> None:
     script = """
         tpoint-perf -l | grep sched:sched_process
-        (sleep 0.3; for i in 1 2 3; do cat /sys/kernel/debug/machine/version; done) >/dev/null &
-        tpoint-perf -d 1 sched:sched_process_fork; wait
+        (until [ -e "$HOME/done" ]; do cat /sys/kernel/debug/machine/version; sleep 0.05; done) >/dev/null &
+        tpoint-perf -d 1 sched:sched_process_fork; touch "$HOME/done"; wait
     """
     out = as_system(script, tmp_path)
     assert out.startswith("sched:sched_process_exec\nsched:sched_process_exit\nsched:sched_process_fork\n")
@@ -148,8 +148,10 @@ class TestTraceCmd:
         """It asks the host how many CPUs there are, and wants a buffer of each."""
         script = """
             cd "$HOME"
-            (sleep 0.2; for i in 1 2 3; do cat /sys/kernel/debug/machine/version; done) >/dev/null &
+            (until [ -e recorded ]; do cat /sys/kernel/debug/machine/version; sleep 0.05; done) >/dev/null &
             trace-cmd record -e sched_process_fork -o trace.dat sleep 0.6 >/dev/null
+            touch recorded
+            wait
             trace-cmd report -i trace.dat
         """
         out = as_system(script, tmp_path, "--cpus", str(os.sysconf("SC_NPROCESSORS_CONF")))

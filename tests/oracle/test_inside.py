@@ -79,3 +79,9 @@ def test_places_in_modules_are_judged_alike() -> None:
     found = inside.compare_modules(str(debian_kernel.image()), [MODULE], PLACES, 1, frozenset())
     assert not found.differences, "\n".join(found.differences[:5])
     assert found.compared > PLACES > found.refused > PLACES // 20
+
+
+def test_questions_name_the_registers_of_the_processor() -> None:
+    question = "p:x vfs_read a=%di +0(%cx):x8[4] x=%pd"
+    assert inside.for_processor(question, "riscv64") == "p:x vfs_read a=%a0 +0(%a3):x8[4] x=%pd"
+    assert inside.for_processor(question, "x86_64") == question

@@ -114,9 +114,8 @@ def venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     step = [str(ROOT) if word == "/src" else word for word in pip_step()]
     assert str(ROOT) in step
-    subprocess.run(
-        [sys.executable, "-m", "pip", "--python", venv / "bin/python", *step, *OFFLINE], check=True
-    )
+    pip = [sys.executable, "-m", "pip", "--python", venv / "bin/python"]
+    subprocess.run([*pip, *step, *OFFLINE, "--no-compile"], check=True)
     return venv
 
 
@@ -204,7 +203,7 @@ def test_a_command_of_run_has_its_variables_of_python(venv: Path) -> None:
 
 def test_starts_from_packages_that_python_does_not_look_at(wheel: Path, tmp_path: Path) -> None:
     """As with `pip install --user`, whose packages -I leaves out."""
-    target = ["--prefix", tmp_path, "--ignore-installed", "--no-warn-script-location"]
+    target = ["--prefix", tmp_path, "--ignore-installed", "--no-warn-script-location", "--no-compile"]
     subprocess.run([sys.executable, "-m", "pip", "install", wheel, *target, *OFFLINE[:3]], check=True)
     own = {"PATH": f"{sys.base_prefix}/bin:{os.environ['PATH']}", "LC_ALL": "C.UTF-8"}
     done = subprocess.run(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
-from functools import cached_property
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from itertools import repeat
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.function import Function, reserved_range
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
+from emulated_kernel.arch.analysis.tactic import Tactics
 from emulated_kernel.arch.analysis.xrefs import Reference
 from emulated_kernel.arch.arm64 import insn
 from emulated_kernel.arch.arm64.insn import REGISTER_NAMES, SIZE, Handling, handling_of, words_of
@@ -23,6 +25,7 @@ _ATOMIC_CONTEXT = 32
 
 Mirrors: arch/arm64/kernel/probes/decode-insn.c:MAX_ATOMIC_CONTEXT_SIZE (v6.12)
 """
+_LOAD_MASK, _LOAD_VALUE = insn.LOAD_EXCLUSIVE
 _BRANCH = re.compile(b"(?s)(?=...[\\x14-\\x17\\x34-\\x37\\x54\\x94-\\x97\\xb4-\\xb7])")
 """Regular expression that matches at the first byte of a direct branch or call."""
 _ADDRESS = re.compile(b"(?s)(?=...[\\x10\\x30\\x50\\x70\\x90\\xb0\\xd0\\xf0])")
@@ -62,12 +65,29 @@ def detoured_region(analysis: Arm64FunctionAnalysis, addr: int) -> Region | Reje
     if addr in analysis.function.exception_entries:
         return Rejection(RejectReason.EXCEPTION_ENTRY, addr)
     word = analysis.word_at(addr)
-    if analysis.is_guarded and (insn.BTI.fits(word) or insn.PACI_SP.fits(word)):
-        return Rejection(RejectReason.LANDING_PAD, addr)
-    if relocation_of(word) is Relocation.REFUSED:
-        return Rejection(RejectReason.NOT_COPYABLE_TO_DETOUR, addr)
+    reason = _jump_reason(word, analysis.is_guarded)
+    if reason is not None:
+        return Rejection(reason, addr)
     reserved = reserved_range(analysis.function, addr, addr)
     return reserved or Region(addr, word.to_bytes(SIZE, "little"))
+
+
+def _jump_reason(word: int, is_guarded: bool) -> RejectReason | None:
+    """Return the reason why no jump may replace the instruction `word`, or None if a jump may replace it.
+
+    `is_guarded`: see Arm64FunctionAnalysis.
+    """
+    if is_guarded and (insn.BTI.fits(word) or insn.PACI_SP.fits(word)):
+        return RejectReason.LANDING_PAD
+    return RejectReason.NOT_COPYABLE_TO_DETOUR if relocation_of(word) is Relocation.REFUSED else None
+
+
+@lru_cache(1 << 16)
+def _reason(word: int, is_guarded: bool) -> RejectReason | None:
+    """Return the reason against a probe on the instruction `word`, or else against a jump; None if none."""
+    if handling_of(word) is Handling.REJECTED:
+        return RejectReason.NOT_COPYABLE
+    return _jump_reason(word, is_guarded)
 
 
 _POLICY = OptimizationPolicy("optprobe-arm64", detoured_region)
@@ -142,6 +162,27 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
         """Return True, because nearly each function has an fentry site, whose address is forbidden."""
         return True
 
+    def reasons(self, symbol: Symbol) -> Mapping[int, RejectReason | Tactics | None]:
+        """Implement ProbeChecker.reasons for a whole function at once, because a kernel has millions of them.
+
+        The results equal those of check_each_insn(). A function with blacklisted addresses is checked
+        instruction by instruction.
+        """
+        if self.strategy is None or super()._has_forbidden(symbol):
+            return super().reasons(symbol)
+        known = self._function(symbol)
+        analysis = known.analysis
+        insns = analysis.insns
+        words = analysis.words
+        found = dict(zip(insns, map(_reason, words, repeat(analysis.is_guarded)), strict=True))
+        for index in _in_exclusives(words):
+            if found[insns[index]] is not RejectReason.NOT_COPYABLE:
+                found[insns[index]] = RejectReason.IN_EXCLUSIVE
+        exceptions = known.function.exception_entries
+        found |= {addr: RejectReason.HAS_FIXUP for addr in exceptions if addr in insns}
+        found |= {addr: reason for addr, reason in known.reserved.items() if addr in insns}
+        return found | dict.fromkeys(self._fentry_sites(symbol), RejectReason.AT_FENTRY)
+
     def live_in(self, analysis: Arm64FunctionAnalysis, addr: int) -> LiveRegisters:  # noqa: ARG002
         """Return all registers as live, without an analysis, because no jump needs a free register."""
         return ALL_LIVE
@@ -187,6 +228,19 @@ def _ends_in_exclusive(words: tuple[int, ...]) -> bool:
         if insn.LOAD_EXCLUSIVE.fits(word):
             return True
     return False
+
+
+def _in_exclusives(words: Sequence[int]) -> Iterator[int]:
+    """Yield the indices of the instructions before which _ends_in_exclusive() finds a load.
+
+    An index may occur repeatedly.
+    """
+    loads = [index for index, word in enumerate(words) if word & _LOAD_MASK == _LOAD_VALUE]
+    for index in loads:
+        for behind in range(index + 1, min(index + 1 + _ATOMIC_CONTEXT, len(words))):
+            yield behind
+            if insn.STORE_EXCLUSIVE.fits(words[behind]):
+                break
 
 
 def _aligned(pattern: re.Pattern[bytes], addr: int, code: bytes) -> Iterator[tuple[int, int]]:

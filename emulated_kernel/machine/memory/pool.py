@@ -7,6 +7,9 @@ from contextlib import contextmanager
 
 from emulated_kernel.machine.traps.trap import HardwareError
 
+_FIRST_UNITS = 4096
+"""Units that a new pool searches first: a large window is mostly never used."""
+
 
 class UnitPool:
     """Next-fit allocator over [base, base + size) in units of `unit` bytes.
@@ -19,7 +22,9 @@ class UnitPool:
         self.base = base
         self.end = base + size
         self.unit = unit
-        self._used = bytearray(size // unit)
+        self._count = size // unit
+        self._used = bytearray(min(self._count, _FIRST_UNITS))
+        """A byte for each unit up to the highest one that was searched; all later units are free."""
         self._lengths: dict[int, int] = {}
         self._next = 0
         self._first_fit = first_fit
@@ -33,15 +38,15 @@ class UnitPool:
         """
         count = max(1, -(-size // self.unit))
         # Hazard: the guest names sizes up to 2^64, and the host must not allocate so much for the search.
-        if count > len(self._used):
+        if count > self._count:
             raise HardwareError(f"no {size} bytes left in [{self.base:#x}, {self.end:#x})")
         free = bytes(count)
-        last = len(self._used) if limit is None else (limit - self.base) // self.unit
-        index = self._used.find(free, self._next, last)
+        last = self._count if limit is None else (limit - self.base) // self.unit
+        index = self._find(free, self._next, last)
         if index < 0:
-            index = self._used.find(free, 0, last)
+            index = self._find(free, 0, last)
         if index < 0:
-            index = self._used.find(free)
+            index = self._find(free, 0, self._count)
         if index < 0:
             raise HardwareError(f"no {size} bytes left in [{self.base:#x}, {self.end:#x})")
         self._used[index : index + count] = b"\1" * count
@@ -50,6 +55,16 @@ class UnitPool:
         self._lengths[address] = count
         self.used += count * self.unit
         return address
+
+    def _find(self, free: bytes, start: int, end: int) -> int:
+        """Return the first index in [start, end) of units as `free`, or -1."""
+        while (index := self._used.find(free, start, end)) < 0 and len(self._used) < min(end, self._count):
+            self._cover(len(self._used) + max(len(self._used), len(free)))
+        return index
+
+    def _cover(self, end: int) -> None:
+        """Have a byte in `_used` for each unit before `end`, as far as the window has so many units."""
+        self._used.extend(bytes(max(0, min(end, self._count) - len(self._used))))
 
     def free(self, address: int) -> int:
         """Free an allocation; return its size in bytes.
@@ -89,6 +104,7 @@ class UnitPool:
         """Yield address and size in bytes of each free part of a range of whole units."""
         at = (address - self.base) // self.unit
         end = at + size // self.unit
+        self._cover(end)
         while (start := self._used.find(0, at, end)) >= 0:
             used = self._used.find(1, start, end)
             at = end if used < 0 else used

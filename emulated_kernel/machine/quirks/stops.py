@@ -27,10 +27,12 @@ def find_exit_switch(engine: Engine) -> int | None:
     handle = own_memory(engine.address, _HANDLE_SIZE)
     size = struct.pack("<I", TRANSLATED)
     found = []
-    for at in range(0, len(handle), 8):
-        if handle[at : at + 4] == size:
+    at = handle.find(size)
+    while at >= 0:
+        if not at % 8:
             flags = [at - 32 - _NESTED_RUNS * buffer for buffer in _JUMP_BUFFERS]
             found += [flag for flag in flags if flag >= 0 and handle[flag : flag + 4] in _ONLY_INIT_DONE]
+        at = handle.find(size, at + 1)
     return engine.address + found[0] + _NO_EXIT_REQUEST if len(found) == 1 else None
 
 

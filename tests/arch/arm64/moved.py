@@ -14,14 +14,14 @@ from unicorn import arm64_const as const
 
 from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.arm64.arch import Arm64
-from emulated_kernel.arch.arm64.insn import MRS
+from emulated_kernel.arch.arm64.insn import MRS, Pattern
 from emulated_kernel.arch.arm64.relocate import Relocation, relocation_of
 from tests.arch import engines
 
 ARCH = Arm64()
 CODE = 0x8012_3000
 """Address of the instruction in place."""
-BUFFER = 0x7C04_5000
+BUFFER = 0x7F84_5000
 """Address of the relocated instruction."""
 SPAN = 1 << 20
 """Bytes of data before and after CODE, from which literals are loaded."""
@@ -35,6 +35,8 @@ _INTEGER_STATE = [*_GENERAL, const.UC_ARM64_REG_SP, const.UC_ARM64_REG_NZCV]
 _STATE = [*_INTEGER_STATE, *(getattr(const, f"UC_ARM64_REG_V{number}") for number in range(32))]
 _SIMD = 1 << 26
 """Bit that is set in each instruction that changes a SIMD register."""
+_MEMORY = Pattern(0x0A000000, 0x08000000)
+"""Pattern of all instructions that write memory."""
 STATES = 24
 """Number of random states in which instructions are executed."""
 _MIDDLE = DATA + DATA_SIZE // 2
@@ -44,7 +46,10 @@ _TIMER = 14
 
 @dataclass(frozen=True)
 class Outcome:
-    """The state after an instruction: registers, memory, and the next address or the error of Unicorn."""
+    """The state after an instruction: registers, memory, and the next address or the error of Unicorn.
+
+    The memory is empty if the instruction writes none.
+    """
 
     registers: tuple[object, ...]
     memory: bytes
@@ -73,9 +78,8 @@ class Mover:
         state = self._dice.choice(self._states)
         region = Region(CODE, struct.pack("<I", word))
         moved = ARCH.relocated(region, BUFFER)
-        read = _STATE if word & _SIMD else _INTEGER_STATE
-        alone = self._run(CODE, region.code, state, read)
-        other = self._run(BUFFER, moved, state, read)
+        alone = self._run(word, CODE, region.code, state)
+        other = self._run(word, BUFFER, moved, state)
         if other.error:
             place = ARCH.original_place(region, BUFFER, other.ip)
             other = Outcome(other.registers, other.memory, place.address, other.error)
@@ -92,12 +96,17 @@ class Mover:
         self._uc.reg_write_batch(list(zip(_STATE, values, strict=True)))
         return self._uc.context_save()
 
-    def _run(self, start: int, code: bytes, state: Any, read: list[int]) -> Outcome:
-        """Execute until the CPU is outside the code, or an instruction causes an exception."""
+    def _run(self, word: int, start: int, code: bytes, state: Any) -> Outcome:
+        """Execute until the CPU is outside the code, or an instruction causes an exception.
+
+        `code`: the instruction `word`, in place or relocated.
+        """
         uc = self._uc
         uc.mem_write(start, code)
         uc.ctl_remove_cache(start, start + 64)
-        uc.mem_write(DATA, self._contents)
+        writes = _MEMORY.fits(word)
+        if writes:
+            uc.mem_write(DATA, self._contents)
         uc.context_restore(state)
         ip = start
         error = 0
@@ -116,7 +125,9 @@ class Mover:
                 # The instruction branches to itself.
                 break
             ip = reached
-        return Outcome(tuple(uc.reg_read_batch(read)), bytes(uc.mem_read(DATA, DATA_SIZE)), ip, error)
+        registers = uc.reg_read_batch(_STATE if word & _SIMD else _INTEGER_STATE)
+        memory = bytes(uc.mem_read(DATA, DATA_SIZE)) if writes else b""
+        return Outcome(tuple(registers), memory, ip, error)
 
 
 @contextmanager

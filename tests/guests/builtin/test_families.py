@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from emulated_kernel.guests.common.host_processes import MAX_FORKS_PER_LOOK, HostProcesses
 from tests.sample import fewer
 
+FORKING = Path(__file__).with_name("forking.py")
 ATTEMPTS = fewer(30, 3)
 QUIET_WITHIN = 1000
 """Attempts of which one is to meet no fork of the rest of the host."""
@@ -21,38 +25,13 @@ class Forking:
     def __init__(self) -> None:
         commands, self._commands = os.pipe()
         self._answers, answers = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.close(self._commands)
-            try:
-                self._obey(commands, answers)
-            finally:
-                os._exit(0)
+        # A fork of the tests' own process, and each fork of that, would copy the tables of much memory.
+        command = [sys.executable, "-I", "-S", FORKING, str(commands), str(answers)]
+        self._process = subprocess.Popen(command, pass_fds=(commands, answers))
+        self.pid = self._process.pid
         os.close(commands)
         os.close(answers)
-
-    @staticmethod
-    def _obey(commands: int, answers: int) -> None:
-        kept: list[tuple[int, int]] = []
-        while command := os.read(commands, 1):
-            if command == b"w":
-                child, release = kept.pop()
-                os.close(release)
-            else:
-                waits, release = os.pipe()
-                child = os.fork()
-                if child == 0:
-                    os.close(release)
-                    os.read(waits, 1 if command == b"k" else 0)
-                    os._exit(0)
-                os.close(waits)
-                if command == b"k":
-                    kept.append((child, release))
-                else:
-                    os.close(release)
-            if command != b"k":
-                os.waitpid(child, 0)
-            os.write(answers, child.to_bytes(4, "little"))
+        assert os.read(self._answers, 1) == b"+"
 
     def _do(self, command: bytes) -> int:
         os.write(self._commands, command)
@@ -73,7 +52,7 @@ class Forking:
     def close(self) -> None:
         os.close(self._commands)
         os.close(self._answers)
-        os.waitpid(self.pid, 0)
+        self._process.wait()
 
 
 @pytest.fixture

@@ -8,15 +8,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.analysis.reject_reason import Rejection
+from emulated_kernel.arch.program.ir import AddToAbsolute
+from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.tasks import LinuxTask
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
-from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe
 from emulated_kernel.kprobes.profile import (
     DEFAULT,
     PROFILES,
@@ -24,11 +26,13 @@ from emulated_kernel.kprobes.profile import (
     RISCV_PROFILE,
     STRATEGIES,
     Profile,
+    arm64_profile,
 )
 from tests.guests.linux import debian_kernel
 
 GUEST_RAM = 128 << 20
 IS_RISCV = debian_kernel.META.endswith("-riscv64")
+IS_ARM = debian_kernel.META.endswith("-arm64")
 _X87 = 0xD8
 """First of the eight opcodes of x87 instructions."""
 PLAIN = replace(PROFILES[DEFAULT], ftrace=False, optimizer=False)
@@ -45,10 +49,18 @@ RISCV_MODES = {
     "extended": replace(PROFILES[RISCV_PROFILE], strategies=STRATEGIES),
     "ftrace": PROFILES[RISCV_FTRACE_PROFILE],
 }
+ARM_PROFILE = arm64_profile("6.12", "linux-6.12")
+ARM_MODES = {
+    "stepped": replace(ARM_PROFILE, optimizer=False),
+    "optimized": ARM_PROFILE,
+    "ftrace": ARM_PROFILE,
+}
 DEFAULT_MODE = "ftrace"
 """Name of the mode that a mount has without --profile."""
 if IS_RISCV:
     MODES, DEFAULT_MODE, PLAIN = RISCV_MODES, "optimized", RISCV_MODES["stepped"]
+if IS_ARM:
+    MODES, DEFAULT_MODE, PLAIN = ARM_MODES, "optimized", ARM_MODES["stepped"]
 
 
 @cache
@@ -121,17 +133,63 @@ def _is_pad(engine: LinuxEngine, address: int) -> bool:
     )
 
 
+class GuestCounters:
+    """Counts of hits in guest memory, to which handlers that are guest code add."""
+
+    def __init__(self, engine: LinuxEngine, addresses: Sequence[int]) -> None:
+        self._machine = engine.machine
+        self._start = engine.machine.alloc_pages(8 * len(addresses))
+        self._places = {address: self._start + 8 * number for number, address in enumerate(addresses)}
+
+    def program(self, address: int) -> CompileHandler:
+        """Return the program of the handler of the probe at `address`."""
+
+        def emit(builder: ProgramBuilder, _way: EntryKind) -> bool:
+            builder.emit(AddToAbsolute(self._places[address], 1))
+            return True
+
+        return emit
+
+    def hits(self) -> Counter[int]:
+        """Return a map for the probes with hits: address -> number of hits."""
+        data = self._machine.memory.read(self._start, 8 * len(self._places))
+        counts = memoryview(data).cast("Q")
+        return Counter({address: count for address, count in zip(self._places, counts, strict=True) if count})
+
+
+def _compile(engine: LinuxEngine, probes: Iterable[Kprobe]) -> None:
+    """Compile the handlers of breakpoints and jumps, before the first hit."""
+    routes = engine.kprobes.routes
+    for probe in probes:
+        head = engine.kprobes.table.valid(probe)
+        assert head is not None
+        if head.is_patched:
+            routes.compile_detour(head)
+        elif not head.is_ftrace:
+            routes.compile_stub(head)
+        assert head.is_ftrace or head.compiled is not None or head.stub is not None, hex(head.address)
+
+
 def armed(
-    engine: LinuxEngine, addresses: Sequence[int], *, may_lack_detours: bool = False
+    engine: LinuxEngine,
+    addresses: Sequence[int],
+    *,
+    may_lack_detours: bool = False,
+    counters: GuestCounters | None = None,
 ) -> tuple[list[Kprobe], Counter[int]]:
     """Register probes, each in the best mode of the profile; return them and the count of their hits.
 
     With the optimizer, all probes get their jumps. `may_lack_detours`: punned jumps are exempt, because few
     addresses are possible for their detours, and other detours may take these addresses.
+    `counters`: the handlers are guest code, which counts hits there; the returned count lacks these hits.
     """
     hits: Counter[int] = Counter()
     probes = [
-        Kprobe(addr=address, pre_handler=lambda kprobe, _: hits.update((kprobe.address,)))
+        Kprobe(
+            addr=address,
+            pre_handler=lambda kprobe, _: hits.update((kprobe.address,)),
+            program=None if counters is None else counters.program(address),
+        )
         for address in addresses
     ]
     with engine.lock:
@@ -146,6 +204,8 @@ def armed(
                 assert head is not None
                 lacks_detour = may_lack_detours and region.kept and head.detour is None
                 assert lacks_detour, hex(probe.address)
+        if counters is not None:
+            _compile(engine, probes)
     return probes, hits
 
 
@@ -192,20 +252,40 @@ def _files(calls: LinuxSyscalls, client: LinuxTask, turn: int) -> Iterator[Any]:
     yield sorted(entry.name for entry in calls.listdir("/scratch"))
 
 
-def probed(
-    engine: LinuxEngine, addresses: Sequence[int], *, may_lack_detours: bool = False
-) -> tuple[list[Any], Counter[int], int]:
-    """Run the workload with probes.
+class Probed(NamedTuple):
+    """Results of the workload with probes."""
 
-    Return its answers, address -> number of hits, and the number of breakpoints. armed() explains
-    `may_lack_detours`.
+    answers: list[Any]
+    hits: Counter[int]
+    """Address -> number of hits."""
+    breakpoints: int
+    """Number of probes with a breakpoint."""
+    native_traps: int
+    """Number of traps that did not enter Python."""
+
+
+def probed(
+    engine: LinuxEngine,
+    addresses: Sequence[int],
+    *,
+    may_lack_detours: bool = False,
+    is_compiled: bool = False,
+) -> Probed:
+    """Run the workload with probes; armed() explains `may_lack_detours`.
+
+    `is_compiled`: all handlers are guest code.
     """
-    probes, hits = armed(engine, addresses, may_lack_detours=may_lack_detours)
+    counters = GuestCounters(engine, addresses) if is_compiled else None
+    probes, hits = armed(engine, addresses, may_lack_detours=may_lack_detours, counters=counters)
+    before = engine.machine.hooks.native_traps
     with engine.lock:
         answers = workload(engine)
+    native = engine.machine.hooks.native_traps - before
     breakpoints = len(unpatched(engine, probes))
     disarmed(engine, probes)
-    return answers, hits, breakpoints
+    if counters is not None:
+        hits += counters.hits()
+    return Probed(answers, hits, breakpoints, native)
 
 
 def ram(engine: LinuxEngine) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections import Counter
 from collections.abc import Iterator
 from itertools import takewhile
@@ -10,14 +11,19 @@ from typing import Any
 
 import pytest
 
+from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
+from emulated_kernel.arch.arm64.relocate import Relocation, relocation_of
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
+from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
-from tests.guests.linux.test_arm64 import read, write
+from tests.arch.arm64.moved import may_move, mover
+from tests.guests.linux.test_arm64 import META, SUITE, read, write
 from tests.guests.linux.test_arm64_engine import CLIENT, OPTIMIZATION, counts, new_engine, records
+from tests.image.linux.debian import package
 
 SIZE = 77
 """Number of bytes of a read that is recognized by its size."""
@@ -34,7 +40,8 @@ def engine() -> Iterator[LinuxEngine]:
 
 @pytest.fixture(scope="module")
 def mount(engine: LinuxEngine) -> Iterator[Mount]:
-    served = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    modules = ModuleFiles(package(META, SUITE, "arm64"), engine.kernel.release)
+    served = probed_mount(engine, ProcessWatch(), Owner(0, 0), modules, is_tracefs=False)
     served.release(served.create(CLIENT, "/scratch/greeting", 0o644, os.O_WRONLY))
     write(served, CLIENT, "/scratch/greeting", b"hello\n")
     yield served
@@ -242,6 +249,56 @@ def test_a_task_sleeps_behind_a_relocated_call(engine: LinuxEngine) -> None:
         engine.guest.idle(2_000_000)
     settle(engine)
     assert hits.total() == before
+
+
+def test_modules(clean: Mount, engine: LinuxEngine) -> None:
+    """A jump in a module reaches its detour, and goes with the module."""
+    modules = "/machine/modules"
+    enable(clean, engine, b"p:kprobes/sent dummy:dummy_xmit+8\np:kprobes/init dummy:dummy_init_module\n")
+    write(clean, CLIENT, modules, b"load dummy\n")
+    settle(engine)
+    assert "dummy_xmit+0x8  dummy [OPTIMIZED]" in listed(clean)
+    write(clean, CLIENT, modules, b"unload dummy\n")
+
+
+def test_reasons_of_whole_functions(engine: LinuxEngine) -> None:
+    """They are those of the single instructions."""
+    checker = engine.kprobes.probe_checker
+    start, end = engine.kernel.text
+    symbols = [symbol for symbol in engine.kernel.kallsyms.symbols if start <= symbol.address < end]
+    names = (
+        "vfs_read",
+        "dput",
+        "queued_spin_lock_slowpath",
+        "__arch_copy_from_user",
+        "cpu_switch_to",
+        "panic",
+    )
+    chosen = [symbol for symbol in symbols if symbol.name in names]
+    found: Counter[object] = Counter()
+    for symbol in (*chosen, *random.Random(2).sample(symbols, 60)):
+        expected = {}
+        for addr, refused, outcome in checker.check_each_insn(symbol):
+            finding = refused or outcome
+            expected[addr] = finding.reason if isinstance(finding, Rejection) else None
+        assert checker.reasons(symbol) == expected, symbol.name
+        found.update(expected.values())
+    assert {RejectReason.IN_EXCLUSIVE, RejectReason.HAS_FIXUP, RejectReason.BLACKLISTED} < found.keys()
+
+
+def test_instructions_of_the_kernel(engine: LinuxEngine) -> None:
+    """A sample of the different instructions in the text, in place and relocated, has the same effects.
+
+    `python -m stress.linux.relocations` executes all of them.
+    """
+    start, end = engine.kernel.text
+    text = engine.machine.text
+    dice = random.Random(1)
+    words = {int.from_bytes(text.original(dice.randrange(start, end, 4), 4), "little") for _ in range(900)}
+    with mover(1) as moving:
+        moved = [word for word in words if may_move(word) and relocation_of(word) is not Relocation.CALL]
+        assert len(moved) > 500
+        assert not any(map(moving.differs, moved))
 
 
 def _called(code: bytes, start: int, at: int) -> int | None:

@@ -8,9 +8,14 @@ from emulated_kernel.arch.analysis.probe_rules import PROBE_RULES
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
-from emulated_kernel.guests.linux.probing.detect_interface import detect_interface, profile_of
+from emulated_kernel.guests.linux.probing.detect_interface import (
+    detect_interface,
+    interface_with,
+    profile_of,
+)
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.trace.interface import INTERFACES, Interface, InterfaceRule
+from emulated_kernel.util.fast_dataclass import replace
 from emulated_kernel.util.linux_rule import series_of
 from emulated_kernel.vfs.core.node import Owner
 from tests.guests.linux import debian_kernel
@@ -65,3 +70,13 @@ def test_later_kernels_judge_places_by_their_own_rules() -> None:
     linux.close()
     assert not found.differences, "\n".join(found.differences[:5])
     assert found.compared > PLACES > found.refused > 0
+
+
+def test_without_ftrace_there_are_no_fprobe_events() -> None:
+    """Linux builds events on tracepoints together with them."""
+    _, kernel = debian_kernel.with_kernel(META, SUITES[1])
+    profile = profile_of(kernel)
+    has_ftrace = interface_with(kernel, profile)
+    lacks_ftrace = interface_with(kernel, replace(profile, ftrace=False))
+    gone = {InterfaceRule.FPROBE_EVENTS, InterfaceRule.TRACEPOINT_EVENTS}
+    assert has_ftrace.rules - lacks_ftrace.rules == gone

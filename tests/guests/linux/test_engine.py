@@ -25,5 +25,5 @@ def test_the_kernel_does_not_notice(mode: str, unprobed: everywhere.Unprobed, hi
     starts = everywhere.functions(60, seed=1)
     armed = everywhere.arm(mode, starts, unprobed)
     assert len(armed.places) > (3000 if mode in ("stepped", "boosted") else 20)
-    assert sum(armed.hits.values()) > 500
+    assert sum(armed.found.hits.values()) > 500
     everywhere.compare(hits, armed)

@@ -20,18 +20,12 @@ from tests.guests.linux.probing import PLAIN, engine
 
 ADDS = b"\xf0\x48\xff\x03\xeb\xfa"
 """lock inc qword [rbx], and back to it."""
-CODE, CELL, ROOT = 0x10000, 0x20000, 0x1000
+CODE, CELL, ROOT = 0x10000, 0x20000, 0x4000
 
 
 def test_a_run_that_was_stopped_from_outside_does_not_go_on() -> None:
     """Its store in flight may be done again: nobody sees what comes of that."""
-    ram = mmap.mmap(-1, 4 << 20)
-    ram[ROOT : ROOT + 8] = (0x2003).to_bytes(8, "little")
-    ram[0x2000:0x2008] = (0x3003).to_bytes(8, "little")
-    ram[0x3000:0x3008] = (0x83).to_bytes(8, "little")
-    ram[CODE : CODE + len(ADDS)] = ADDS
-    machine = PcMachine(ram, 1, find_exception_cells(), 0.1)
-    machine.cpu.power_on(CODE, CODE, ROOT, (0, 8))
+    machine, ram = small_machine(ADDS, 0.1)
     machine.regs.bx = CELL
     with pytest.raises(GuestFault, match=r"it ran for too long, and was given up at 0x1000[04]"):
         machine.run()
@@ -42,6 +36,60 @@ def test_a_run_that_was_stopped_from_outside_does_not_go_on() -> None:
             machine.run()
     assert ram[CELL : CELL + 8] == counted
     machine.close()
+
+
+REP_STOSB = b"\xf3\xaa"
+UP, DOWN = 0x2, 0x402
+"""Flags with both directions of string instructions."""
+
+
+def small_machine(code: bytes, budget: float = 1.0) -> tuple[PcMachine, mmap.mmap]:
+    """Return a machine that maps its first 2 MiB, with `code` at CODE, and its RAM."""
+    ram = mmap.mmap(-1, 4 << 20)
+    for table in (ROOT, ROOT + 0x1000):
+        ram[table : table + 8] = (table + 0x1000 | 3).to_bytes(8, "little")
+    ram[ROOT + 0x2000 : ROOT + 0x2008] = (0x83).to_bytes(8, "little")
+    ram[CODE : CODE + len(code)] = code
+    machine = PcMachine(ram, 1, find_exception_cells(), budget)
+    machine.cpu.power_on(CODE, CODE, ROOT, (0, 8))
+    return machine, ram
+
+
+def stored(count: int, at: int, flags: int, *, in_host: bool) -> tuple[list[int], bytes, int]:
+    """Run a repeated store of bytes; return registers, RAM, and how often the CPU came to the instruction."""
+    machine, ram = small_machine(REP_STOSB + b"\xf4")
+    rounds: list[None] = []
+    if in_host:
+        machine.store_in_host(CODE)
+    machine.call_at(CODE, lambda: rounds.append(None))
+    regs = machine.regs
+    regs.cx, regs.di, regs.ax, regs.flags = count, at, 0x1234, flags
+    with pytest.raises(GuestFault):
+        machine.run()
+    found = [regs.cx, regs.di, regs.ax, regs.flags, regs.ip], ram[:], len(rounds)
+    machine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("count", "at", "flags"),
+    [
+        (0, CELL, UP),
+        (1, CELL, UP),
+        (3 * 4096 + 5, CELL + 77, UP),
+        (5000, CELL + 77, DOWN),
+        (5000, (2 << 20) - 4500, UP),
+        (1 << 40, (2 << 20) - 4500, UP),
+    ],
+)
+def test_a_store_in_the_host_is_that_of_the_guest(count: int, at: int, flags: int) -> None:
+    """The last two come to a page that is not mapped; the last one stores more than RAM has."""
+    in_guest, in_host = (stored(count, at, flags, in_host=value) for value in (False, True))
+    assert in_guest[:2] == in_host[:2]
+    if flags == UP and count < 1 << 20:
+        # A large page is written for the first time by the guest.
+        assert in_host[2] <= 3
+        assert in_guest[2] >= min(count, 4500)
 
 
 @pytest.fixture

@@ -17,13 +17,14 @@ from emulated_kernel.machine.cpu.x86 import FLAG_FIXED, FLAG_IF
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.util.errors import KernelError
-from tests.guests.linux.probing import GUEST_RAM, IS_RISCV
+from tests.guests.linux.probing import GUEST_RAM, IS_ARM, IS_RISCV
 
 _ARITHMETIC = 0x8D5
 """Bits of the flags register that are undefined after a call."""
 _LOOSE = _ARITHMETIC | FLAG_IF
 """All bits of the flags register that are set in a call, except FLAG_FIXED."""
-_FETCHED = "a=%a0 b=+0(%a1):x64 c=+0(%a2):string" if IS_RISCV else "a=%di b=+0(%si):x64 c=+0(%dx):string"
+_FIRST = ("x0", "x1", "x2") if IS_ARM else ("a0", "a1", "a2") if IS_RISCV else ("di", "si", "dx")
+_FETCHED = "a=%{} b=+0(%{}):x64 c=+0(%{}):string".format(*_FIRST)
 """Arguments of events at entries."""
 _DEEPEST = 64
 """Maximum number of pending calls of a function, since some functions call themselves."""

@@ -5,6 +5,7 @@ Source: Documentation/x86/boot.rst and zero-page.rst, the 64-bit boot protocol.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -53,6 +54,12 @@ _RESERVED = 2
 _UNKNOWN_LOADER = 0xFF
 _LOADED_HIGH = 1
 _PROTOCOL = 0x20F
+_CLEARS_BSS = ("clear_bss", "x86_64_start_kernel")
+"""Functions of which one clears the section .bss, 5 to 10 MB, by a repeated store of bytes.
+
+It is the second one if the compiler inlines the first one.
+"""
+_REP_STOSB = b"\xf3\xaa"
 
 
 def load(
@@ -111,6 +118,18 @@ def _boot_parameters(top: int, initrd: int, initrd_size: int) -> bytearray:
     return page
 
 
+def _clear_bss_in_host(machine: PcMachine, kernel: LinuxKernel) -> None:
+    """Let the host clear the section .bss, which takes the guest a tenth of the boot."""
+    for name in _CLEARS_BSS:
+        address = kernel.kallsyms.lookup_name(name)
+        found = kernel.kallsyms.lookup(address) if address else None
+        if found is not None:
+            start = found.symbol.address
+            # A match that is part of another instruction does no harm, because the CPU never comes there.
+            for match in re.finditer(_REP_STOSB, kernel.read(start, found.symbol.size)):
+                machine.store_in_host(start + match.start())
+
+
 def boot(machine: LinuxMachine, kernel: LinuxKernel, progress: Callable[[int, int], None]) -> None:
     """Run the kernel from its first instruction until init waits at its stub.
 
@@ -121,6 +140,8 @@ def boot(machine: LinuxMachine, kernel: LinuxKernel, progress: Callable[[int, in
     total = (calls.end - calls.start) // 4
     begun = count(1)
     initcall = kernel.kallsyms.lookup_name("do_one_initcall")
+    if isinstance(machine, PcMachine):
+        _clear_bss_in_host(machine, kernel)
     if initcall is not None:
         machine.call_at(initcall, lambda: progress(min(next(begun), total), total))
     try:

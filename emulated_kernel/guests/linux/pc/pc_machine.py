@@ -22,7 +22,7 @@ from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.interrupts.exceptions import LiveExceptionState
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.native.host_code import routine_address
-from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
+from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault, Trap, TrapKind
 from emulated_kernel.machine.unicorn_engine import (
     CODE_CALLBACK,
     HOOK_CODE,
@@ -32,8 +32,11 @@ from emulated_kernel.machine.unicorn_engine import (
     OUT_CALLBACK,
     Engine,
 )
-from emulated_kernel.util.abi import Vector
+from emulated_kernel.util.abi import PAGE_SIZE, Vector
 
+_DIRECTION_FLAG = 1 << 10
+_WRITTEN = 0x63
+"""Bits of an entry for a page that the guest has written: present, writable, accessed and dirty."""
 _CPUID = 113
 """Unicorn's instruction id of `cpuid` (x86.h)."""
 _RDMSR_SIZE = 2
@@ -183,6 +186,35 @@ class PcMachine(LinuxMachine):
                 self.engine.reg_write(self.model.registers["ip"], function)
 
         self.call_at(address, arrive)
+
+    def store_in_host(self, address: int) -> None:
+        """Execute the `rep stosb` at an address in the host, from now on, with the same result.
+
+        Unicorn takes 33 ns for each byte. The guest stores the first byte to a page that it has not written
+        before, because that changes the page table. It executes the whole instruction if it stores downwards,
+        or more bytes than its RAM has.
+        """
+        regs = self.regs
+        memory = self.memory
+
+        def store() -> None:
+            root = self.cpu.root
+            if regs.flags & _DIRECTION_FLAG or regs.cx > len(memory.ram):
+                return
+            page = bytes([regs.ax & 0xFF]) * PAGE_SIZE
+            while count := regs.cx:
+                size = min(count, PAGE_SIZE - regs.di % PAGE_SIZE)
+                try:
+                    slot, _ = memory.last(root, regs.di)
+                    if memory.words[slot] & _WRITTEN != _WRITTEN:
+                        return
+                    memory.write(root, regs.di, page[:size])
+                except MemoryFault:
+                    return
+                regs.di += size
+                regs.cx = count - size
+
+        self.call_at(address, store)
 
     def follow_text(self, symbols: Mapping[str, int]) -> None:
         """Drop translated code whenever the guest runs do_sync_core(), as it does after patching its text.

@@ -20,6 +20,7 @@ from emulated_kernel.util.linux_rule import series_of
 
 _ERRORS = "trace_probe_err_text"
 _README = "readme_msg"
+_WITH_FTRACE = frozenset((InterfaceRule.FPROBE_EVENTS, InterfaceRule.TRACEPOINT_EVENTS))
 _WORD = 8
 _LONGEST = 256
 """Maximum size of a text of the error table in bytes, including its NUL."""
@@ -40,6 +41,16 @@ def profile_of(kernel: LinuxKernel, riscv: str = RISCV_PROFILE) -> Profile:
     if kernel.architecture != "x86_64":
         return replace(PROFILES[riscv], interface=KERNEL_INTERFACE, probe_rules=rules)
     return Profile(f"linux-{series}", interface=KERNEL_INTERFACE, probe_rules=rules)
+
+
+def interface_with(kernel: LinuxKernel, profile: Profile) -> Interface:
+    """Return the interface of a mount of a kernel with a profile that has the kernel's own interface.
+
+    Without ftrace there are no fprobe events, and none on tracepoints, which Linux builds together with them.
+    Mirrors: kernel/trace/Kconfig:FPROBE_EVENTS (v6.12)
+    """
+    found = detect_interface(kernel)
+    return found if profile.ftrace else replace(found, rules=found.rules - _WITH_FTRACE)
 
 
 def detect_interface(kernel: LinuxKernel) -> Interface:

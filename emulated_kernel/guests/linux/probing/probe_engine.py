@@ -55,10 +55,13 @@ class KernelEngine:
         profile: Profile = PROFILES[DEFAULT],
         lock: ControlLock | None = None,
         limits: Limits | None = None,
+        *,
+        pauses: bool = True,
     ) -> None:
         """Build the engine over `kernel`, which has the text in memory; blacklist REPLACED_FUNCTIONS.
 
-        Over a kernel without preemption, the rules of `profile` for such kernels apply.
+        Over a kernel without preemption, the rules of `profile` for such kernels apply. `pauses`: see
+        MachineConfig.pauses.
         """
         kernel.forbid(REPLACED_FUNCTIONS)
         if not kernel.is_preemptible:
@@ -77,7 +80,7 @@ class KernelEngine:
         self._stacks = KernelStacks(
             self.kernel, guest.machine, self.machine.memory, guest.per_cpu, guest.running
         )
-        self._clock = RequestClock(self.machine.clock)
+        self._clock = RequestClock(self.machine.clock, pauses=pauses)
         self._modules = ModuleWatch(self.machine, self.kernel)
         # Modules are adopted before the engine is built, because the engine's address checks and table of
         # traceable functions include modules.
@@ -191,9 +194,11 @@ class LinuxEngine(KernelEngine):
         profile: Profile = PROFILES[DEFAULT],
         lock: ControlLock | None = None,
         limits: Limits | None = None,
+        *,
+        pauses: bool = True,
     ) -> None:
         """Build the engine, and register it as a notifier of the guest's module loader."""
-        super().__init__(tasks, kernel, profile, lock, limits)
+        super().__init__(tasks, kernel, profile, lock, limits, pauses=pauses)
         self.tasks = tasks
         self._notify = self._build_module_notifier()
         # A module's text is complete only after the guest's own notifiers, which patch it. Its events must go

@@ -14,7 +14,7 @@ from emulated_kernel.components.records import ProbeRegistries, TracingComponent
 from emulated_kernel.components.tracing import TracedKernel, build_trace
 from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
 from emulated_kernel.guests.linux.guest.wakeup_thunk import thunks
-from emulated_kernel.guests.linux.probing.detect_interface import detect_interface
+from emulated_kernel.guests.linux.probing.detect_interface import interface_with
 from emulated_kernel.guests.linux.probing.kernel_calls import calls_text
 from emulated_kernel.guests.linux.probing.kernel_tracepoints import KernelTracepoints
 from emulated_kernel.guests.linux.probing.linux_context import linux_context, linux_need_resched
@@ -63,7 +63,8 @@ def linux_tracing(
         preemption=kprobes.profile.preemption,
         need_resched=guest.need_resched,
     )
-    own = detect_interface(kernel) if kprobes.profile.interface == KERNEL_INTERFACE else None
+    profile = kprobes.profile
+    own = interface_with(kernel, profile) if profile.interface == KERNEL_INTERFACE else None
     interface = own or interface_named(kprobes.profile.interface)
     user_data = UserDataSize() if InterfaceRule.SYSCALL_USER_DATA in interface else None
     points = KernelTracepoints(
