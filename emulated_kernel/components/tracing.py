@@ -314,6 +314,7 @@ def _build_probes(
         kprobes.why_unarmed,
         kernel.types,
         kprobes.profile.trampoline is TrampolineForm.BREAKPOINT,
+        kernel.context.disabled_once,
     )
 
 

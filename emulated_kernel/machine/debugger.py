@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from emulated_kernel.machine.cpu.model import CpuModel
@@ -163,7 +164,7 @@ class Debugger:
         """
         self._steps = step
         self._interrupts = False
-        self._passes = self.machine.passed_in_step() if step and self._is_at_breakpoint() else None
+        self._passes = self.machine.passed_in_step() if step and self.breakpoint_size else None
         self.is_held = False
         self.machine.engine.is_held = False
         if self.is_in_run:
@@ -188,14 +189,14 @@ class Debugger:
         self._note_hold()
         return True
 
-    def _is_at_breakpoint(self) -> bool:
-        try:
-            ip = self.machine.regs.ip
-            return any(
-                self.machine.memory.read(ip, len(code)) == code for code in self.machine.model.breakpoints
-            )
-        except MemoryFault:
-            return False
+    @property
+    def breakpoint_size(self) -> int:
+        """Size in bytes of the breakpoint instruction in memory at ip; 0 if there is another instruction."""
+        for code in self.machine.model.breakpoints:
+            with suppress(MemoryFault):
+                if self.machine.memory.read(self.machine.regs.ip, len(code)) == code:
+                    return len(code)
+        return 0
 
     def _note_hold(self) -> None:
         self._resumed.clear()

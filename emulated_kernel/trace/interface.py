@@ -212,6 +212,11 @@ class InterfaceRule(LinuxRule):
         "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
         "f[:[<group>/][<event>]]",
     )
+    FPROBE_ENTRY_COUNT = (
+        "7.2",
+        "records of `f` lines at entries and of `t` lines have a preemption depth of one more",
+        "kernel/trace/fprobe.c:fprobe_ftrace_entry",
+    )
     FUNCTION_FILES = (
         "6.12",
         "the files `touched_functions` and `available_filter_functions_addrs`",

@@ -58,8 +58,9 @@ HOST_SWITCHES = (
     "kernel/ftrace_dump_on_oops",
     "kernel/traceoff_on_warning",
     "kernel/tracepoint_printk",
+    "kernel/kptr_restrict",
 )
-"""Switches of the host's tracing below /proc/sys.
+"""Switches of the host below /proc/sys that tracing programs set. trace-cmd sets kptr_restrict.
 
 If the mount lacks one of them, a file with the same content is mounted over the host's switch.
 """

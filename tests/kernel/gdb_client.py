@@ -62,6 +62,21 @@ class GdbClient:
     def ip(self) -> int:
         return int.from_bytes(bytes.fromhex(self.ask(f"p{self._ip}")), "little")
 
+    def step(self) -> int:
+        """Execute an instruction, and return the address of the next one."""
+        assert self.ask("s") == "T05thread:1;"
+        return self.ip
+
+    def break_at(self, address: int, act: Callable[[], object]) -> Request:
+        """Let another thread do `act`, which stops before the instruction at `address`."""
+        assert self.ask(f"Z0,{address:x},4") == "OK"
+        self.send("c")
+        request = Request(act)
+        assert self.answer() == "T05thread:1;"
+        assert self.ip == address
+        assert self.ask(f"z0,{address:x},4") == "OK"
+        return request
+
     def memory(self, va: int, size: int) -> bytes:
         return bytes.fromhex(self.ask(f"m{va:x},{size:x}"))
 

@@ -200,7 +200,10 @@ class TestHostOutOfReach:
     def test_the_switches_of_its_tracing_are_covered(self, tmp_path: Path) -> None:
         switches = [
             Path("/proc/sys/kernel", name)
-            for name in ("tracepoint_printk", "traceoff_on_warning", "ftrace_dump_on_oops", "ftrace_enabled")
+            for name in (
+                *("tracepoint_printk", "traceoff_on_warning", "ftrace_dump_on_oops", "ftrace_enabled"),
+                "kptr_restrict",
+            )
         ]
         there = [switch for switch in switches if switch.exists()]
         if not there:

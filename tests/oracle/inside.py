@@ -87,6 +87,9 @@ STAMP = re.compile(r"^.*?-(?=\d+ )| [^ ]+ +\d+\.\d{6}:")
 
 Linux knows the name only after the next task switch. A probe is a jump only after the optimizer has run.
 """
+_HAS_DEPTH = re.compile(r"\d: (?:begun|read|made|n3|n[5-8]): ")
+"""Pattern of records of returns and fprobes, whose preemption depth does not depend on the way of a hit."""
+_DEPTH = re.compile(r" [^ ]*([^ ]{2}) +\d+\.\d{6}:")
 LONG_CALL = b"\x67\xe8"
 """First bytes of a call of 6 bytes, into which boot changes indirect calls.
 
@@ -720,7 +723,13 @@ def recorded(mount: Mount | Mount, lines: Sequence[str]) -> tuple[list[str], lis
     lines = read(mount, "/tracing/trace").splitlines()
     profile = read(mount, "/kprobe_profile").splitlines()
     write(mount, "/tracing/dynamic_events", "", os.O_TRUNC)
-    return [STAMP.sub(" ", line) for line in lines if not line.startswith("#")], profile
+    return [_unstamped(line) for line in lines if not line.startswith("#")], profile
+
+
+def _unstamped(line: str) -> str:
+    """Return a record without what is not compared; see STAMP. Put a compared preemption depth first."""
+    depth = _DEPTH.search(line) if _HAS_DEPTH.search(line) else None
+    return (f"{depth[1]} " if depth else "") + STAMP.sub(" ", line)
 
 
 def recorded_definitions(engine: LinuxEngine, interface: Interface) -> list[str]:

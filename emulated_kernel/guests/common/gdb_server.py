@@ -185,6 +185,12 @@ class GdbSession:
         self._thread = 1
         """Number of the virtual CPU whose registers the debugger reads and writes, plus 1."""
         self._is_done = False
+        self._is_passed = False
+        """Whether gdb has passed a probe's breakpoint by a write of ip, since the guest stopped."""
+        self._is_step = False
+        """Whether the next packet to continue is a step over a probe's breakpoint."""
+        self._steps_by_breakpoints = debugger.machine.model.name.startswith("riscv")
+        """Whether gdb makes steps by breakpoints on this processor."""
         self._architecture, self._layout = _LAYOUTS[debugger.machine.model.name]
         self._exact: dict[bytes, Callable[[], bytes]] = {
             b"?": lambda: self._stopped(_TRAP),
@@ -312,6 +318,8 @@ class GdbSession:
             return self._register(match)
         if match := _BREAKPOINT.fullmatch(packet):
             address = int(match[2], 16)
+            if match[1] == b"Z":
+                self._note_step(address)
             change = (
                 self._debugger.breakpoints.add if match[1] == b"Z" else self._debugger.breakpoints.discard
             )
@@ -335,6 +343,18 @@ class GdbSession:
         if packet.startswith(b"G"):
             return self._set_registers(bytes.fromhex(packet[1:].decode("ascii", "replace")))
         return None
+
+    def _note_step(self, address: int) -> None:
+        """Note that the breakpoint at `address` makes the next packet to continue a step over a probe.
+
+        gdb steps by breakpoints on RISC-V, and also after it has passed a breakpoint in memory by a write
+        of ip. Its breakpoint is at the next instruction, where a probed branch does not lead.
+        GDB: c.ebreak is decoded as a jump to the address in register 0, so the breakpoint is at 0.
+        """
+        size = self._debugger.breakpoint_size
+        is_next = address == self._machine.regs.ip + size and (self._is_passed or self._steps_by_breakpoints)
+        if size and (is_next or address == 0):
+            self._is_step = True
 
     def _thread_number(self, text: bytes) -> int:
         """Return the thread number in `text`. 0 and -1 mean the current thread. Raises: ValueError."""
@@ -413,10 +433,17 @@ class GdbSession:
         Only general registers of the current CPU except ip can be changed. The emulator cannot change ip in
         the middle of a run. Setting any other register to its present value succeeds, because gdb writes all
         registers at once.
+
+        gdb passes a breakpoint in memory by a write of ip, before it continues. At the breakpoint of a probe
+        the write has no effect, because the guest itself passes it and executes the probed instruction.
         """
         name, size = self._layout[number]
         now = self._values().get(name, 0) & (1 << 8 * size) - 1
         if value == now:
+            return _OK
+        size_at_ip = self._debugger.breakpoint_size
+        if name == "ip" and size_at_ip and value == now + size_at_ip:
+            self._is_passed = True
             return _OK
         is_general = name in self._machine.model.registers
         if not is_general or name == "ip" or self._thread != self._machine.cpu + 1:
@@ -439,7 +466,10 @@ class GdbSession:
             return _NOTHING
         if action.lower() not in (b"c", b"s"):
             return _ERROR
-        self._debugger.resume(step=action.lower() == b"s")
+        step = self._is_step or action.lower() == b"s"
+        self._is_step = False
+        self._is_passed = False
+        self._debugger.resume(step=step)
         signal = _TRAP
         while not self._debugger.is_held:
             if self._closing.is_set():

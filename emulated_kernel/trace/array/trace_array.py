@@ -154,17 +154,16 @@ class TraceArray(ArrayRings, Recorder):
         `place`: ring buffer to which the record is written; by default that of the current CPU.
         Return False if the record was not written.
         """
-        flags, preempt_count = hit.context
-        system = self.system
+        cpu, pid, comm, flags, preempt_count = hit.origin()
         return self.append(
             kind,
             payload,
-            cpu=system.tasks.cpu(),
-            pid=system.tasks.pid(),
-            comm=hit.comm.decode("utf-8", "surrogateescape"),
+            cpu=cpu,
+            pid=pid,
+            comm=comm.decode("utf-8", "surrogateescape"),
             flags=flags,
             preempt_count=preempt_count,
-            timestamp_ns=system.now_ns(),
+            timestamp_ns=self.system.now_ns(),
             place=place,
         )
 
@@ -225,9 +224,9 @@ class TraceArray(ArrayRings, Recorder):
 
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> RawEntry:
         """Implement Recorder.entry: return the entry that record() would write, for filters and triggers."""
-        tasks = self.system.tasks
-        header = TRACE_ENTRY.pack(event.id, *hit.context, tasks.pid())
-        return RawEntry(header + payload, tasks.cpu(), hit.comm, partial(self._string_at, hit))
+        cpu, pid, comm, flags, preempt_count = hit.origin()
+        header = TRACE_ENTRY.pack(event.id, flags, preempt_count, pid)
+        return RawEntry(header + payload, cpu, comm, partial(self._string_at, hit))
 
     def _string_at(self, hit: ProbeHit, address: int, is_user: bool) -> bytes | None:
         """Read the string at a user or kernel address; return None if it cannot be read.

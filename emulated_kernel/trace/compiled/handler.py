@@ -75,13 +75,19 @@ class EventEmitter:
         places: GuestAddresses,
         *,
         returns_by_breakpoint: bool = False,
+        more_count: int = 0,
     ) -> None:
-        """Prepare the code. `returns_by_breakpoint`: Linux handles returns in a breakpoint's exception."""
+        """Prepare the code.
+
+        `returns_by_breakpoint`: Linux handles returns in a breakpoint's exception. `more_count`: amount to
+        add to the preempt count of the record.
+        """
         self._builder = builder
         self._compiled = compiled
         self._address = address
         self._places = places
         self._word = arch.word_size
+        self._more_count = more_count
         self._fetch = FetchEmitter(builder, arch, places, address, way)
         self._is_return = way is EntryKind.RETURN
         by_breakpoint = returns_by_breakpoint if self._is_return else way is EntryKind.BREAKPOINT
@@ -109,7 +115,7 @@ class EventEmitter:
         done = builder.label()
         record.reserve(BASE, space.length, target, done)
         record.header(BASE, space)
-        record.common_fields(space.header, self._compiled.event_id, target)
+        record.common_fields(space.header, self._compiled.event_id, target, self._more_count)
         self._fields(space.header, done)
         record.commit(BASE, space.length, target)
         builder.place(done)
@@ -122,7 +128,7 @@ class EventEmitter:
         record.scratch()
         if self._is_dynamic:
             builder.emit(Move(POSITION, BASE), ComputeImmediate(Arithmetic.ADD, POSITION, self._fixed))
-        record.common_fields(0, self._compiled.event_id, None)
+        record.common_fields(0, self._compiled.event_id, None, self._more_count)
         self._fields(0, done)
         for recording in recordings:
             following = builder.label()

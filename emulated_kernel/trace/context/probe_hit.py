@@ -17,6 +17,10 @@ _NEST_START = 2
 """Amount that ring_buffer_nest_start() and the open entry of the hit add to preempt_count."""
 
 
+Origin = tuple[int, int, bytes, int, int]
+"""The CPU, the task's pid and name, and the fields common_flags and common_preempt_count."""
+
+
 @dataclass(frozen=True)
 class TaskContext:
     """The task for which a record is made, and its CPU; by default the idle task of CPU 0."""
@@ -112,6 +116,9 @@ class ProbeHit:
         """Amount by which Linux's own handler increases common_preempt_count of the entry."""
         self.nested = 0
         """Nesting depth of entries that are written while the hit's entry is still open."""
+        self._origin: tuple[int, Origin] | None = None
+        """Value of handler_preempt_count, and the kept result of origin() for it."""
+        self._keeps_origin = False
         self.entry_waits = False
         """Whether an entry of the hit may still be rejected; Linux keeps it in trace_buffered_event."""
 
@@ -134,6 +141,25 @@ class ProbeHit:
     def per_cpu_base(self) -> int:
         """Address of the current CPU's area of per-CPU variables, to which their addresses are added."""
         return self._tasks.per_cpu_base()
+
+    def origin(self) -> Origin:
+        """Return what all entries of the hit have in common. After keep_origin(), read it only once."""
+        kept = self._origin
+        if kept is not None and kept[0] == self.handler_preempt_count:
+            return kept[1]
+        tasks = self._tasks
+        origin = (tasks.cpu(), tasks.pid(), self.comm, *self.context)
+        if self._keeps_origin:
+            self._origin = self.handler_preempt_count, origin
+        return origin
+
+    def keep_origin(self, keep: bool) -> bool:
+        """Set whether origin() keeps its result, for more entries of the hit; return the setting before."""
+        before = self._keeps_origin
+        self._keeps_origin = keep
+        if not keep:
+            self._origin = None
+        return before
 
     def read(self, address: int, size: int) -> bytes | None:
         """Return `size` bytes of guest memory, or None if a byte cannot be read."""

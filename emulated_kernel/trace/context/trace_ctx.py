@@ -70,14 +70,14 @@ class HitContext(ABC):
     def hit_trace_ctx(self, regs: Any, more: int = 0) -> tuple[int, int]:
         """Return common_flags and common_preempt_count of a probe's hit with these registers.
 
-        `more` is the amount that Linux's handler adds to preempt_count.
+        `more` is the amount that Linux's handler adds to preempt_count, unless the kernel has no preemption.
         """
         if not self._ctlblk.by_breakpoint:
             return self.trace_ctx(regs, more)
         if self.breakpoint_trace_ctx is None:
             flags, count = self.trace_ctx(regs, more)
             return flags | EntryFlag.IRQS_OFF, count
-        if not more:
+        if not more or not self.disabled_once:
             return self.breakpoint_trace_ctx
         # The count is not 0, so the subtraction has no borrow.
         flags, _ = self.breakpoint_trace_ctx
@@ -93,7 +93,7 @@ class HitContext(ABC):
     def trace_ctx(self, regs: Any, more: int = 0) -> tuple[int, int]:
         """Return common_flags and common_preempt_count of the current context, outside of a breakpoint.
 
-        `more` is the amount that Linux's handler adds to preempt_count.
+        `more` is the amount that Linux's handler adds to preempt_count, unless the kernel has no preemption.
         """
         count = self.preempt_count()
         is_on = (getattr(regs, self._flags) ^ self._masked) & self._interrupts
@@ -106,7 +106,7 @@ class HitContext(ABC):
         if count & self._softirq & ~SOFTIRQ_SERVED:
             flags |= EntryFlag.BH_OFF
         in_list = self.disabled_once if self._ctlblk.in_ops_list else 0
-        return flags, self._shown((count & _COUNT_MASK) + in_list + more)
+        return flags, self._shown((count & _COUNT_MASK) + in_list + (more if self.disabled_once else 0))
 
 
 class PerCpuContext(HitContext):

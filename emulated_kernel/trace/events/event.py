@@ -243,12 +243,16 @@ class TraceEvent(ABC):
 
         All kinds of events call this. `payload` is the entry without its common fields.
         """
-        for recorder in self.recorders:
-            file = self.files.get(recorder)
-            if file is not None and file.is_special:
-                file.fire(payload, hit)
-            elif self.passes_filter(recorder, payload, hit):
-                recorder.record(self, payload, hit)
+        outer = hit.keep_origin(True)
+        try:
+            for recorder in self.recorders:
+                file = self.files.get(recorder)
+                if file is not None and file.is_special:
+                    file.fire(payload, hit)
+                elif self.passes_filter(recorder, payload, hit):
+                    recorder.record(self, payload, hit)
+        finally:
+            hit.keep_origin(outer)
 
     def other_task(self, payload: bytes) -> int | None:  # noqa: ARG002
         """Return the pid of a second task to which the lists of pids apply, or None if there is none."""

@@ -165,6 +165,16 @@ class TraceFprobe(TraceKprobe):
         return len(self._fprobe.functions) == 1 and super().emit(builder, way)
 
     @property
+    def more_count(self) -> int:
+        """Amount by which ftrace has increased the preempt count in records; see TraceKprobe.more_count.
+
+        At a return there are two preempt_disable(): those of the trampoline's handler and of ftrace's guard
+        against recursion. In some versions of Linux, entries have two as well.
+        """
+        has_two = self.place.is_return or InterfaceRule.FPROBE_ENTRY_COUNT in self.kind.interface
+        return self.engine.disabled_once if has_two else 0
+
+    @property
     def _returns_by_breakpoint(self) -> bool:
         return False
 
@@ -186,7 +196,8 @@ class TraceFprobe(TraceKprobe):
         else:
             hit.return_address = regs.ip
         hit.entry_data = bytes(data)
-        self.hit(hit, address)
+        with within_another(hit, preempt_count=self.more_count):
+            self.hit(hit, address)
 
 
 class TraceTprobe(TraceKprobe):
@@ -266,7 +277,8 @@ class TraceTprobe(TraceKprobe):
         """
         hit = self.kind.called
         hit.regs = regs
-        with within_another(hit, preempt_count=preempt_count):
+        # A Linux with ftrace's count there does not disable preemption for its tracepoints.
+        with within_another(hit, preempt_count=self.more_count or preempt_count):
             self.hit(hit)
 
     @property
@@ -276,6 +288,11 @@ class TraceTprobe(TraceKprobe):
     @nmissed.setter
     def nmissed(self, value: int) -> None:
         self._missed_before = value - (0 if self.handle is None else self.handle.nmissed)
+
+    @property
+    def more_count(self) -> int:
+        """Amount by which ftrace has increased the preempt count in records; see TraceFprobe.more_count."""
+        return self.engine.disabled_once if InterfaceRule.FPROBE_ENTRY_COUNT in self.kind.interface else 0
 
     @property
     def letter(self) -> str:

@@ -18,7 +18,7 @@ from emulated_kernel.kprobes.kprobe import Kprobe, Regs
 from emulated_kernel.kprobes.sight import LimitedSight, Sight
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses, HitCounter
 from emulated_kernel.trace.compiled.handler import EventEmitter, compiled_event
-from emulated_kernel.trace.context.probe_hit import ProbeHit
+from emulated_kernel.trace.context.probe_hit import ProbeHit, within_another
 from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN, argument_insn, no_types, sight_of
 from emulated_kernel.trace.fetch.memory import FetchEnvironment
 from emulated_kernel.trace.fetch.store_args import store
@@ -96,6 +96,8 @@ class ProbeEngine:
     """Returns the kernel's BTF, or None if it has none."""
     returns_by_breakpoint: bool = False
     """Whether Linux handles the returns of kretprobes in the exception of a breakpoint."""
+    disabled_once: int = 0
+    """Amount that one preempt_disable() adds to the preempt count; see HitContext."""
 
     def is_entry(self, found: Location) -> bool:
         """Return True if a location is the entry of a function, before or after its landing pad."""
@@ -437,7 +439,8 @@ class TraceKprobe(TraceProbe):
         if self.captured:
             hit.entry_data = bytes(instance.data)
         hit.return_address = instance.ret_addr
-        self.hit(hit)
+        with within_another(hit, preempt_count=self.more_count):
+            self.hit(hit)
 
     def hit(self, hit: ProbeHit, address: int = 0) -> None:
         """Count the hit. If the event is enabled and no filter rejects the hit, record it.
@@ -477,8 +480,19 @@ class TraceKprobe(TraceProbe):
             engine.arch,
             engine.places,
             returns_by_breakpoint=self._returns_by_breakpoint,
+            more_count=self.more_count,
         ).emit()
         return True
+
+    @property
+    def more_count(self) -> int:
+        """Amount by which Linux's own code has increased the preempt count in records of the probe.
+
+        Linux subtracts one preempt_disable(). A return in the exception of a breakpoint has two: those of the
+        exception and of the trampoline's handler.
+        Mirrors: arch/arm64/kernel/debug-monitors.c:brk_handler, kernel/trace/rethook.c (v7.2)
+        """
+        return self.engine.disabled_once if self.place.is_return and self._returns_by_breakpoint else 0
 
     @property
     def _returns_by_breakpoint(self) -> bool:

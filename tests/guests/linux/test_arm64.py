@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
+import re
 import struct
 from collections.abc import Iterator
 from errno import ENOEXEC, ENOTDIR
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from emulated_kernel.arch.arm64.insn import B_COND, words_of
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.boot_cache import started
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
@@ -33,6 +36,8 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
 from kprobefs.cli.main import main
+from kprobefs.measure.coverage import by_verdict, coverage
+from kprobefs.measure.coverage_subject import linux_image
 from tests.guests.linux.debian_kernel import SEED, own_cache
 from tests.image.linux import made
 from tests.image.linux.debian import package
@@ -225,6 +230,40 @@ def test_a_core_of_the_machine(mount: Mount) -> None:
     assert count > 2
 
 
+# Answers without a running kernel
+
+
+def test_coverage(image: Path) -> None:
+    """Coverage uses kprobefs's rules of jumps, although this kernel has no optprobes."""
+    (subject,) = linux_image(str(image))
+    (found,) = coverage([subject.of_functions("vfs_r*")], None)
+    counts = by_verdict(found.total)
+    assert counts["instructions"] == sum(counts.values()) / 2 > 1000
+    assert counts["optimized"] > counts["instructions"] * 0.8
+    assert counts["refused"] > counts["breakpoint"] > 0 == counts["ftrace"]
+
+
+def test_check(image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Definitions are checked by the kernel's own interface and registers, and places by arm64's rules."""
+    file = tmp_path / "x.probes"
+    file.write_text("p:a vfs_read $arg*\np:b vfs_read+9\np:c vfs_read ax=%ax\nr:d vfs_read $retval\n")
+    assert main(["check", str(file), "--image", str(image), "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)
+    outcomes = [line["outcome"] for line in found["kernels"][0]["lines"]]
+    assert outcomes == ["optimized", "EINVAL", "EINVAL", "optimized"]
+
+
+def test_explain(image: Path, kernel: LinuxKernel, capsys: pytest.CaptureFixture[str]) -> None:
+    """The detour of a conditional branch has the inverted branch, over a jump to the target."""
+    words = words_of(kernel.read(kernel.required("ksys_read"), 200))
+    offset = 4 * next(at for at, word in enumerate(words) if B_COND.fits(word))
+    assert main(["explain", "--image", str(image), f"ksys_read+{offset:#x}"]) == 0
+    text = capsys.readouterr().out
+    assert f"ksys_read+{offset:#x}: optimized" in text
+    assert re.search(r" b\.\w+ detour\+0x\w+  \(relocated\)\n +b ksys_read\+0x\w+  \(relocated\)", text)
+    assert "buf (char *): buf=%x" in text
+
+
 # What arm64 kernels do not support
 
 
@@ -391,4 +430,37 @@ def test_a_debugger_breaks_and_steps(mount: Mount, kernel: LinuxKernel) -> None:
     assert client.ip == place + 4
     client.close()
     assert request.done() == b"hello"
+    mount.release(handle)
+
+
+def test_a_debugger_steps_over_probes(mount: Mount, kernel: LinuxKernel) -> None:
+    """A step over a probe of the kernel's own kprobes ends at the next instruction, also of a branch."""
+    reader = Client(5010, 0, 0)
+    handle = mount.create(reader, "/scratch/stepped", 0o644, os.O_RDWR)
+    mount.write(reader, handle, b"hello", 0)
+    start = kernel.required("vfs_read")
+    path = read(mount, reader, "/machine/gdb").decode().strip()
+
+    def act() -> bytes:
+        return mount.read(reader, handle, 16, 0)
+
+    def stopped(place: int) -> tuple[GdbClient, Request]:
+        client = GdbClient(path, "arm64")
+        return client, client.break_at(place, act)
+
+    client, request = stopped(start)
+    places = [start, *(client.step() for _ in range(13 + 2))]
+    client.close()
+    assert request.done() == b"hello"
+    for number in (4, 7):
+        place = places[number]
+        write(mount, reader, "/tracing/kprobe_events", f"p:here vfs_read+{place - start}\n".encode())
+        write(mount, reader, "/tracing/events/kprobes/here/enable", b"1")
+        client, request = stopped(place)
+        assert client.memory(place, 4)[2:] == b"\x20\xd4"
+        assert [client.step(), client.step()] == places[number + 1 : number + 3]
+        client.close()
+        assert request.done() == b"hello"
+        write(mount, reader, "/tracing/events/kprobes/here/enable", b"0")
+        write(mount, reader, "/tracing/kprobe_events", b"-:here\n")
     mount.release(handle)

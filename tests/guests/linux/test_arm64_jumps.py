@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import struct
 from collections import Counter
 from collections.abc import Iterator
 from itertools import takewhile
@@ -259,6 +260,34 @@ def test_modules(clean: Mount, engine: LinuxEngine) -> None:
     settle(engine)
     assert "dummy_xmit+0x8  dummy [OPTIMIZED]" in listed(clean)
     write(clean, CLIENT, modules, b"unload dummy\n")
+
+
+def test_a_core_has_the_jump_and_its_detour(clean: Mount, engine: LinuxEngine) -> None:
+    """Both are at their addresses. The detour contains the relocated instruction and a jump back."""
+    enable(clean, engine, b"p:kprobes/inside vfs_read+48\n")
+    place = engine.kernel.required("vfs_read") + 48
+    head = engine.kprobes.table.get(place)
+    assert head is not None
+    assert head.detour is not None
+    file = clean.open(CLIENT, "/machine/vmcore", os.O_RDONLY)
+
+    def at(address: int, size: int) -> bytes:
+        header = clean.read(CLIENT, file, 1 << 20, 0)
+        count = int.from_bytes(header[56:58], "little")
+        for number in range(count):
+            kind, _, offset, start, _, length = struct.unpack_from("<IIQQQQ", header, 64 + 56 * number)
+            if kind == 1 and start <= address < start + length:
+                return clean.read(CLIENT, file, size, offset + address - start)
+        raise AssertionError(f"{address:#x} is in no segment")
+
+    arch = engine.components.arch
+    buffer = head.detour.address
+    assert at(place, 4) == arch.relative_jump(place, buffer)
+    original = engine.machine.text.original(place, 4)
+    assert at(buffer, head.detour.size).endswith(
+        original + arch.relative_jump(buffer + head.detour.size - 4, place + 4)
+    )
+    clean.release(file)
 
 
 def test_reasons_of_whole_functions(engine: LinuxEngine) -> None:

@@ -40,6 +40,7 @@ from kprobefs.mount_options import chosen_cpu
 from tests.guests.linux.debian_kernel import SEED, own_cache
 from tests.image.linux import made
 from tests.image.linux.debian import package
+from tests.kernel.gdb_client import GdbClient, Request
 
 META = "linux-image-riscv64"
 SUITE = "trixie"
@@ -59,6 +60,11 @@ def tasks(image: Path) -> Iterator[LinuxTasks]:
     guest = started(str(image), SEED)
     yield guest
     guest.machine.close()
+
+
+@pytest.fixture(scope="module")
+def kernel(image: Path) -> LinuxKernel:
+    return open_kernel(str(image))
 
 
 @pytest.fixture(scope="module")
@@ -296,3 +302,49 @@ def test_firmware_calls() -> None:
     assert (board.timer_vector, board.cleared) == (TIMER_INTERRUPT, 1 << TIMER_INTERRUPT)
     assert board.call(TIME, 0, ((1 << 64) - 1, 0), ram) == (0, 0)
     assert board.timer_vector is None
+
+
+def test_a_debugger_steps_over_probes(mount: Mount, kernel: LinuxKernel) -> None:
+    """A step over a probe of the kernel's own kprobes ends at the next instruction, also of a branch."""
+    reader = Client(5010, 0, 0)
+    handle = mount.create(reader, "/scratch/stepped", 0o644, os.O_RDWR)
+    mount.write(reader, handle, b"hello", 0)
+    start = kernel.required("vfs_read")
+    path = read(mount, reader, "/machine/gdb").decode().strip()
+
+    def act() -> bytes:
+        return mount.read(reader, handle, 16, 0)
+
+    def stopped(place: int) -> tuple[GdbClient, Request]:
+        client = GdbClient(path, "riscv64")
+        return client, client.break_at(place, act)
+
+    client, request = stopped(start)
+    places = [start, *(client.step() for _ in range(13 + 2))]
+    client.close()
+    assert request.done() == b"hello"
+    for number in (4, 6, 13):
+        place = places[number]
+        write(mount, reader, "/tracing/kprobe_events", f"p:here vfs_read+{place - start}\n".encode())
+        write(mount, reader, "/tracing/events/kprobes/here/enable", b"1")
+        client, request = stopped(place)
+        assert client.memory(place, 2).hex() in ("0290", "7300")
+        assert [client.step(), client.step()] == places[number + 1 : number + 3]
+        client.close()
+        assert request.done() == b"hello"
+        # gdb steps by breakpoints, passes a breakpoint in memory by a write of ip, and takes c.ebreak for a
+        # jump to 0.
+        size = 2 if places[number + 1] - place == 2 else 4
+        for words in (
+            ("Z0,0,2",),
+            (f"P20={(place + size).to_bytes(8, 'little').hex()}", f"Z0,{place + size:x},2"),
+        ):
+            client, request = stopped(place)
+            assert [client.ask(word) for word in words] == ["OK"] * len(words)
+            assert client.ask("c") == "T05thread:1;"
+            assert client.ip == places[number + 1]
+            client.close()
+            assert request.done() == b"hello"
+        write(mount, reader, "/tracing/events/kprobes/here/enable", b"0")
+        write(mount, reader, "/tracing/kprobe_events", b"-:here\n")
+    mount.release(handle)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.trace_arrays import TraceArrays
@@ -18,6 +20,35 @@ def test_each_records_for_itself(kernel: Kernel, arrays: TraceArrays) -> None:
     one.array.set_tracing_on(False)
     kernel.call("strlen", "x")
     assert (names(one), names(two)) == (["a"], ["b", "b"])
+
+
+def test_the_task_of_a_hit_is_read_once_for_all(
+    kernel: Kernel, arrays: TraceArrays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+    tasks = kernel.tracing.system.tasks
+    comm = tasks.comm
+
+    def counted() -> bytes:
+        reads.append(tasks.pid())
+        return comm()
+
+    monkeypatch.setattr(tasks, "comm", counted)
+    event = kernel.tracing.kprobe_events.find("kprobes", "a")
+    assert event is not None
+    counts = []
+    for number in range(1, 4):
+        instance = arrays.make(f"i{number}")
+        instance.events.write(b"a")
+        # A filter keeps the hits in Python.
+        instance.filters.write(event, b's != "no"')
+        reads.clear()
+        kernel.call("strlen", "x")
+        counts.append(len(reads))
+    assert counts == [1, 1, 1]
+    texts = [tracing.array.trace_text().splitlines()[-1] for tracing in arrays if names(tracing)]
+    assert len(texts) == 3
+    assert len(set(texts)) == 1
 
 
 def test_thread_groups_of_hits_are_recorded(kernel: Kernel, arrays: TraceArrays) -> None:

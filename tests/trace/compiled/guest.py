@@ -142,6 +142,9 @@ class Hit:
     comm: bytes = COMM
     return_address: int = 0
 
+    def keep_origin(self, keep: bool) -> bool:
+        return not keep
+
     def read(self, address: int, size: int) -> bytes | None:
         return self.memory.read(address, size)
 

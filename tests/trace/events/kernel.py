@@ -191,6 +191,9 @@ class Hit:
     nested: int = 0
     entry_waits: bool = False
 
+    def keep_origin(self, keep: bool) -> bool:
+        return not keep
+
     def read(self, address: int, size: int) -> bytes | None:
         for start, data in self.memory.items():
             page = start & ~0xFFF

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -106,6 +107,28 @@ def test_records(kernel: Kernel) -> None:
     kernel.call("gcd", 12, 18)
     assert [probe.hits for probe in _events(kernel).probes()] == [1, 1]
     kernel.tracing.dynamic_events.clear()
+
+
+@pytest.mark.parametrize(("profile", "entry"), [("linux-6.12", "."), ("linux-7.2", "1")])
+def test_the_preemption_depth(profile: str, entry: str) -> None:
+    """It is the same in records that Python makes, at the first hits, and in those of guest code."""
+    with Kernel(MachineConfig(profile=profile)) as kernel:
+        write(kernel, "f:in gcd")
+        write(kernel, "f:out int_sqrt%return")
+        for name in ("in", "out"):
+            event = _events(kernel).find("fprobes", name)
+            assert event is not None
+            event.enable(kernel.trace)
+        for _ in range(4):
+            kernel.call("gcd", 12, 18)
+            kernel.call("int_sqrt", 16)
+        found = re.findall(r"\] \S{3}(\S)\S +\S+ (in|out): ", kernel.trace.trace_text())
+        for name in ("in", "out"):
+            event = _events(kernel).find("fprobes", name)
+            assert event is not None
+            event.disable(kernel.trace)
+        kernel.tracing.dynamic_events.clear()
+    assert found == [(entry, "in"), ("1", "out")] * 4
 
 
 @pytest.mark.parametrize("arch", ["x86_64", "i386"])

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
 from emulated_kernel.guests.linux.probing.kernel_memory import kernel_ranges
 from emulated_kernel.image.linux.vmcore import INFO_START, is_vmcoreinfo
-from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.memory.guest_memory import MappedRange
 from emulated_kernel.machine.memory.pool import UnitPool
 from emulated_kernel.machine.traps.trap import MemoryFault
@@ -72,12 +71,12 @@ class NativeCore:
         """Implement DebuggedMachine.passed_in_step: a step over a breakpoint passes the handling of the hit.
 
         On x86-64, the handling consists of exception handlers, in which the stack pointer is lower, and of
-        the copied instruction, which is outside of _KERNEL_TEXT. Branches are not copied, because Linux
-        emulates them. On other processors the step passes nothing, and stops in the exception handler.
+        the copied instruction, which is outside of the kernel's text. Branches are not copied, because Linux
+        emulates them.
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v6.1).
         """
-        if self.model.name != X86_64Cpu.name:
-            return lambda _address: False
+        if self._machine.cpu.exception_return:
+            return self._passed_with_exceptions()
         place = self.regs.ip
         limit = self.regs.sp - _CALL_SIZE
 
@@ -85,6 +84,39 @@ class NativeCore:
             if place < address <= place + _MAX_INSN_SIZE:
                 return False
             return address not in _KERNEL_TEXT or self.regs.sp < limit
+
+        return is_passed
+
+    def _distance(self, address: int) -> int | None:
+        """Return the distance of a mapped address to its physical address, which the whole image shares."""
+        found = self._memory.walk(self._root_of(address), address)
+        return None if found is None else found[0] - address
+
+    def _passed_with_exceptions(self) -> Callable[[int], bool]:
+        """Return a function that passes exceptions and the copied instruction, for passed_in_step().
+
+        The copy is outside of the kernel's image, and a breakpoint after it causes another exception. The
+        step ends at the first instruction in the image after the return from an exception.
+        Mirrors: arch/riscv/kernel/probes/kprobes.c:kprobe_breakpoint_handler,
+        kprobe_single_step_handler (v6.12).
+        """
+        cpu = self._machine.cpu
+        distance = self._distance(self.regs.ip)
+        size = len(cpu.exception_return)
+        depth = 0
+        has_returned = False
+
+        def is_passed(address: int) -> bool:
+            nonlocal depth, has_returned
+            if has_returned and self._distance(address) == distance:
+                return False
+            has_returned = False
+            if cpu.is_exception_entry(address):
+                depth += 1
+            elif depth and self.read(address, size) == cpu.exception_return:
+                depth -= 1
+                has_returned = not depth
+            return True
 
         return is_passed
 

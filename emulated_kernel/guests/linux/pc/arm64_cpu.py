@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 from emulated_kernel.guests.linux.guest_abi import ARM64
 from emulated_kernel.guests.linux.pc.arm64_cells import Arm64Cells, become_aarch64
@@ -26,11 +27,16 @@ _SVC_SIZE = 4
 _FROM_USER = 0x400
 """Offset in bytes in the vector table of the handler of synchronous exceptions from user mode."""
 _FROM_KERNEL = 0x200
+_VECTORS = range(0, 0x800, 0x80)
+"""Offsets in bytes of all handlers in the vector table."""
 _TABLE = 0x0000FFFFFFFFF000
 
 
 class Arm64LinuxCpu(LinuxCpu):
     """The state of the CPU of an arm64 machine. Use it only while the guest is stopped, or inside a hook."""
+
+    exception_return: ClassVar[bytes] = bytes.fromhex("e0039fd6")
+    """Code of eret."""
 
     def __init__(self, engine: Engine, regs: Regs, state: int, cells: Arm64Cells) -> None:
         self._engine = engine
@@ -127,6 +133,10 @@ class Arm64LinuxCpu(LinuxCpu):
         if values is not None:
             self.set_call(values)
         self._enter(_SVC_SYNDROME, ip + _SVC_SIZE)
+
+    def is_exception_entry(self, address: int) -> bool:
+        """Return True at the vectors; see LinuxCpu."""
+        return address - self._vbar[0] in _VECTORS
 
     def raise_exception(self, trap: Trap) -> None:
         """Enter the kernel's handler of the exception `trap`."""

@@ -12,7 +12,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from emulated_kernel.guests.linux.pc.ram import FRAME, LinuxMemory
 from emulated_kernel.machine.cpu import x86
@@ -147,6 +147,12 @@ class LinuxCpu(ABC):
     """The live CPU of a machine. Use it only while the guest is stopped, or inside a hook."""
 
     regs: Regs
+    exception_return: ClassVar[bytes] = b""
+    """Code of the instruction that returns from exceptions; b"" if is_exception_entry() finds no entries."""
+
+    def is_exception_entry(self, address: int) -> bool:  # noqa: ARG002
+        """Return True if exceptions in the kernel enter the kernel's handlers at `address`."""
+        return False
 
     @property
     @abstractmethod

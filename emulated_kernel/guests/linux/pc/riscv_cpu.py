@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import ClassVar, Final
 
 from emulated_kernel.guests.linux.guest_abi import RISCV64
 from emulated_kernel.guests.linux.pc.linux_cpu import LinuxCpu
@@ -34,6 +34,9 @@ _PAGE_NUMBER = (1 << 44) - 1
 
 class RiscvLinuxCpu(LinuxCpu):
     """The live CPU of a RISC-V machine. Use it only while the guest is stopped, or inside a hook."""
+
+    exception_return: ClassVar[bytes] = bytes.fromhex("73002010")
+    """Code of sret."""
 
     def __init__(self, engine: Engine, regs: Regs, state: int, cells: RiscvCells) -> None:
         self._engine = engine
@@ -115,6 +118,10 @@ class RiscvLinuxCpu(LinuxCpu):
         if values is not None:
             self.set_call(values)
         self._enter(ECALL_FROM_USER, ip, 0)
+
+    def is_exception_entry(self, address: int) -> bool:
+        """Return True at the only entry; see LinuxCpu."""
+        return address == self._stvec[0] & ~3
 
     def raise_exception(self, trap: Trap) -> None:
         """Deliver an exception to the guest's trap handler."""
