@@ -196,7 +196,7 @@ class InterfaceRule(LinuxRule):
         "common_stacktrace",
     )
     HIST_COMMON_COMM = (
-        "6.17",
+        "6.16",
         "`common_comm` in histograms is the task's name; `comm` means the same if no field has that name",
         f"{_HIST}:parse_field",
     )

@@ -287,8 +287,8 @@ LISTED = (
     ("", r"[$]arg[*]", r"(?s)BTF is not available.*Invalid ([$]-variable specified|fetch argument)"),
     (r"5[.]10[.]", r"^p\S* ([+]8|0)\b", "Failed to register probe event"),
     (r"6[.]1[.]", r"trace[(]asked_chain,pid,stack[)]", "^$"),
-    (r"6[.]18[.]15", r"^e.*[$]", r"event_probe: error: Invalid [$]-variable"),
-    (r"6[.]18[.]15", r"[.]stacktrace|STACKTRACE|=stacktrace", ""),
+    (r"6[.]1[6-9][.]", r"^e.*[$]", r"event_probe: error: Invalid [$]-variable"),
+    (r"6[.]1[6-9][.]|7[.][01][.]", r"[.]stacktrace|STACKTRACE|=stack", ""),
 )
 """Deviations that the compatibility page lists: patterns of releases, questions, and Linux's answers."""
 _AT_ENTRY = re.compile(r"^(p\S*) (vfs_read|vfs_write)(?= |$)")
