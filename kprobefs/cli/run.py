@@ -110,9 +110,9 @@ def _print_hints(options: MountOptions, ended: EndedCommand, past: Past) -> None
     from kprobefs.cli.nothing_hint import disarm, nothing_hints, present_events
 
     directory = ended.directory
-    were_armed = disarm(directory)
     if past.is_partial:
-        past = present_events(directory, were_armed=were_armed)
+        past = present_events(directory)
+    disarm(directory)
     hints = list(nothing_hints(ended, past))
     if options.machine.clock == CLOCKS[0]:
         from kprobefs.cli.duration_hint import virtual_durations
