@@ -80,7 +80,7 @@ class ProductionCpu:
 
 
 def from_text(text: str) -> ProductionCpu:
-    """Return the CPU that as_text() wrote. Raises: ValueError, TypeError, KeyError (the text is not valid)."""
+    """Return the CPU that as_text() wrote. Raises: ValueError, TypeError, KeyError (`text` is invalid)."""
     fields: dict[str, Any] = json.loads(text)
     for name in ("flags", "hidden", "parameters", "notes"):
         fields[name] = tuple(fields[name])
