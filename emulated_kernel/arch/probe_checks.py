@@ -431,7 +431,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
     ) -> Region | Rejection:
         """Return the region of a jump at `addr` by the rules of `policy`, or the rejection of the jump.
 
-        The policy beyond `policy` isn't used.
+        `known`: the function that contains `addr`. The policy beyond `policy` isn't used.
         """
         found = policy.region(known.analysis, addr)
         if policy.entered is None or isinstance(found, Rejection):
@@ -441,7 +441,11 @@ class ProbeChecker(ABC, Generic[Analysis]):
     def _entered(
         self, strategy: OptimizationPolicy[Analysis], inside: range, symbol: Symbol
     ) -> Rejection | None:
-        """Return the rejection if code or data outside the function `symbol` leads into `inside`, or None."""
+        """Return the rejection if code or data outside the function `symbol` leads into `inside`, or None.
+
+        Jump labels and branches always count. Fixups and pointers in data count only if `strategy` has
+        by_data. Addresses that instructions take count only if `strategy` has by_code.
+        """
         ways = self._entrances
         found = ways.label(inside)
         if found is None and strategy.by_data:
@@ -582,7 +586,10 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return self.name(addr) or f"{addr:#x}"
 
     def rejection_text(self, finding: Rejection) -> str:
-        """Return the place, the rule, and the instruction or register to which the rule applies."""
+        """Return a text with the place and the rule of `finding`.
+
+        The text also has the instruction or the register that the rule is about, if the rule is about one.
+        """
         told = f"{self.place_text(finding.addr)}: {finding.reason.value}"
         if finding.reason.about is RejectSubject.INSN:
             return f"{told}: {self.insn_text(finding.addr, self.name)}"

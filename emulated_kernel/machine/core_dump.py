@@ -76,14 +76,17 @@ def core_headers(
 def _program(
     is_64: bool, kind: int, flags: int, offset: int, va: int, pa: int, size: int, align: int
 ) -> bytes:
-    """Return a program header of a segment that has the same size in memory as in the file."""
+    """Return a program header (ELF64 if `is_64`, otherwise ELF32) with the given fields.
+
+    `kind` is p_type. The segment has `size` bytes both in memory and in the file.
+    """
     if is_64:
         return struct.pack("<IIQQQQQQ", kind, flags, offset, va, pa, size, size, align)
     return struct.pack("<IIIIIIII", kind, offset, va, pa, size, size, flags, align)
 
 
 def _note(name: bytes, kind: int, data: bytes) -> bytes:
-    """Return an ELF note."""
+    """Return an ELF note with the owner `name`, the type `kind` and the contents `data`."""
 
     def padded(part: bytes) -> bytes:
         return part + bytes(-len(part) % 4)

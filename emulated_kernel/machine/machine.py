@@ -359,8 +359,9 @@ class Machine(ProbedMachine):
     def deliver(self, vector: int, error_code: int = 0, cr2: int = 0) -> None:
         """Interrupt the stopped guest with `vector`; its interrupt handler begins in the next run.
 
+        `error_code`: the exception's error code. `cr2`: faulting address of a page fault.
         Raises: GuestFault (DOUBLE_FAULT: the guest's stack can't take the frame), HardwareError (the image
-        has no interrupt handler).
+            has no interrupt handler).
         """
         if not self._delivery.possible:
             raise HardwareError("the image takes no interrupts")

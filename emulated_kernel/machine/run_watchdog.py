@@ -95,9 +95,10 @@ class Watchdog:
         budget: float,
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Create a watchdog that ends runs by calling `stop`.
+        """Create a watchdog that ends a run after `budget` seconds by calling `stop`.
 
-        It also stops a run of the main thread if `is_interrupted` returns True.
+        It also stops a run of the main thread if `is_interrupted` returns True. `handler_time` measures the
+        time of callbacks.
         """
         self._stop = stop
         self._is_interrupted = is_interrupted
@@ -230,7 +231,10 @@ class Watchdog:
         self._sleep(min(longest, LOOK) if is_unwanted or is_main else longest)
 
     def _remaining(self, started: float) -> float:
-        """Return a lower bound, in seconds, of the time that the run may still take."""
+        """Return a lower bound, in seconds, of the time that the run may still take.
+
+        `started`: the time at which the run began.
+        """
         half = self._allowed / 2
         handlers = self._handler_time
         cpu = self._cpu_of_run(started)
@@ -247,9 +251,10 @@ class Watchdog:
         return self._half + half - (used - HANDLERS_FREE * handlers.until(cpu))
 
     def _cpu_of_run(self, started: float) -> float:
-        """Return the CPU time of the thread that runs the guest, and note it at the first call for a run.
+        """Return the CPU time of the thread that runs the guest, and store it at the first call for a run.
 
-        CPU time is used because on a busy host a run that waits for a CPU must not be taken for a loop.
+        `started`: the time at which the run began; another value means another run. CPU time is used
+        because, on a busy host, a run that waits for a CPU must not count as an endless loop.
         """
         cpu = self._last_cpu
         # The thread may have ended. Its clock, addressed by its id, can't be read then.

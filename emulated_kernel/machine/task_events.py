@@ -32,7 +32,10 @@ class TaskObserver:
         """Handle a fork; `parent` and `child` are pids."""
 
     def renamed(self, pid: int, comm: str) -> None:
-        """Handle a changed task name. The built-in kernel doesn't report this event."""
+        """Handle a change of the name of the task `pid` to `comm`.
+
+        The built-in kernel doesn't report this event.
+        """
 
     def exiting(self, task: int) -> None:
         """Handle the start of a task's exit; `task` is the address of its task_struct."""
@@ -44,7 +47,7 @@ class TaskObserver:
         """Handle the removal of a task whose host process has ended; no later event has this pid."""
 
     def died(self, pid: int) -> None:
-        """Handle the death of a task: by exit, by a signal or by an oops."""
+        """Handle the death of the task `pid`: by exit, by a signal or by an oops."""
 
 
 class TaskEvents:

@@ -84,7 +84,8 @@ def _frame_slots(body: Arm64Lowering, room: int) -> dict[int, int]:
 def _save_all(program: Program, constants: Mapping[str, int], before: bytes) -> HandlerCode:
     """Return `before` and a program's code, within code that saves all registers in a frame.
 
-    At each host call of the program, sp points at the complete frame (struct user_pt_regs).
+    At each host call of the program, sp points at the complete frame (struct user_pt_regs). `constants`:
+    pt_regs name -> known value.
     """
     completed = pt_regs.complete(set_register(SCRATCH, constants["ip"]))
     body = Arm64Lowering(program, None, constants, before_host=completed)

@@ -89,7 +89,10 @@ class RiscvFunctionAnalysis:
 
     @cached_property
     def rejections(self) -> dict[int, Rejection | None]:
-        """Address -> rejection of the first instruction at or after it that a detour can't execute."""
+        """Address -> rejection of the first instruction at or after the address that a detour can't execute.
+
+        The value is None if there is no such instruction up to the end of the function.
+        """
         found: dict[int, Rejection | None] = {}
         first = None
         for addr, insn in reversed(self.insns.items()):

@@ -88,7 +88,9 @@ class FunctionFlow:
     ) -> None:
         """Decode a function.
 
-        `layout`: address ranges of the kernel's thunks; None if indirect jumps are no hazards.
+        `layout`: address ranges of the kernel's thunks; None if indirect jumps are no hazards. `code`:
+        unpatched code of the function. `known`: cache of instruction attributes. `bug_size`: size in bytes
+        of a BUG().
         """
         self._layout = layout
         self.hazard: Rejection | None = None

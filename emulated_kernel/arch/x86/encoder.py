@@ -184,7 +184,7 @@ class Encoder:
         return _registers(self._move, src, dst) if dst != src else b""
 
     def exchange(self, first: int, second: int) -> bytes:
-        """Encode a swap of two registers; the flags are preserved."""
+        """Encode an exchange of the registers `first` and `second`; the flags are preserved."""
         return _registers(self._xchg, second, first)
 
     def extend(self, dst: int, src: int, size: int) -> bytes:

@@ -98,7 +98,10 @@ def _covered(analysis: X86FunctionAnalysis, addr: int, kept: int) -> Region | Re
 def _refusal(
     analysis: X86FunctionAnalysis, addr: int, at: int, facts: InsnAttributes | None
 ) -> Rejection | None:
-    """Return the reason why the instruction at `at` can't be in the region of a probe at `addr`, or None."""
+    """Return the reason why the instruction at `at` can't be in the region of a probe at `addr`, or None.
+
+    `facts`: attributes of the instruction; None if no instruction begins at `at`.
+    """
     if facts is None:
         return Rejection(RejectReason.NOT_A_BOUNDARY, at)
     if facts.relocation is Relocation.REFUSED:
@@ -147,6 +150,7 @@ def _tactics(
     """Return the tactics that the jump at `addr` needs.
 
     `used`: kinds of relocation of the region's instructions. `has_padding`: the region has padding.
+    `is_punned`: the jump has kept bytes.
     """
     flow = analysis.flow
     needed = {

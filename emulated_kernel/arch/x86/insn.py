@@ -357,7 +357,7 @@ class _Decoder:
         return (start, self._take(size), start) if size else (0, 0, start)
 
     def _read_immediate(self, kind: Imm) -> tuple[int, int]:
-        """Return size and value of the immediate.
+        """Return size and value of the immediate, which is of the kind `kind`.
 
         For a far pointer and enter, return the size and value of the first part.
         """
@@ -382,7 +382,8 @@ class _Decoder:
 def _immediate_of_group(opcode: bytes, modrm: int | None, kind: Imm) -> Imm:
     """Return the kind of an instruction's immediate, where `kind` is the kind for its opcode.
 
-    In group 3, only `test` has an immediate, and it has two encodings there.
+    `modrm`: the ModRM byte, or None. In group 3, only `test` has an immediate, and it has two encodings
+    there.
     """
     if opcode in (b"\xf6", b"\xf7") and modrm is not None and modrm >> 3 & 7 < 2:
         return Imm.BYTE if opcode == b"\xf6" else Imm.VWORD32

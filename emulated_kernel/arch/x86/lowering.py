@@ -200,6 +200,7 @@ class X86Lowering(Lowering):
         """Lower all ops of a program to code.
 
         `live`: registers that the probed code may still read; None if all registers are already saved.
+        `constants`: pt_regs name -> known value. `before_host`: code to insert before each host call.
         `overwritten`: no register contains the probed code's value any more, so only the saved values are
         valid.
         """

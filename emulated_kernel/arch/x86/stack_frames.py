@@ -284,7 +284,8 @@ _HOST_FRAME = 4
 def entry_frame(bits: int, *, by_interrupt: bool) -> Frame:
     """Return the stack frame at a function's entry.
 
-    The highest word of the frame is the return address or the interrupted ip.
+    The highest word of the frame is the return address. `by_interrupt`: an interrupt enters the function,
+    so the word is the interrupted ip.
     """
     word = bits // 8
     regs = {name: (name, 0) for name in REGISTER_NAMES[: 16 if bits == 64 else 8]}

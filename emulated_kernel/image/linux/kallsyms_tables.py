@@ -199,7 +199,11 @@ def _before_zeros(words: memoryview) -> Iterator[int]:
 def _names_at(
     data: bytes, start: int, count: int, tokens: _Tokens, budget: _Budget, alignment: int
 ) -> list[bytes] | None:
-    """Return `count` names that begin at offset `start` if matching markers follow them, else None."""
+    """Return `count` names that begin at offset `start` if matching markers follow them, else None.
+
+    `tokens`: the token table. `budget` is reduced by the number of decoded names. `alignment`: alignment of
+    the markers in bytes.
+    """
     texts = tokens.texts
     limit = tokens.start
     names = []
@@ -260,7 +264,10 @@ def _find_addresses(vmlinux: LinkedMemory, data: bytes, tokens: _Tokens, names: 
 def _find_relative_to_entries(
     vmlinux: LinkedMemory, segment: LoadSegment, data: bytes, tokens: _Tokens, names: _Names
 ) -> list[int] | None:
-    """Return the symbols' addresses if each of them is stored as an offset from its own entry, else None."""
+    """Return the symbols' addresses if each of them is stored as an offset from its own entry, else None.
+
+    `data`: contents of `segment`, in which `tokens` and `names` were found.
+    """
     count = len(names.names)
     start = _aligned(tokens.end, _PACKED)
     if start + _PACKED * count > len(data):

@@ -379,7 +379,7 @@ class LinuxKernel:
         return bytes(text)
 
     def booted(self, returns: ReturnThunks, part: Range | None = None) -> Self:
-        """Return a copy of this kernel, with the text that text_as_booted() returns."""
+        """Return a copy of this kernel, with the text that text_as_booted(returns, part) returns."""
         copied = copy(self)
         start, _ = part or self.text
         text = self.text_as_booted(returns, part)

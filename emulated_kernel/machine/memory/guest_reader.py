@@ -140,7 +140,8 @@ class GuestReader:
     def chain(self, node: int, end: int = 0, link: int = 0, limit: int = MAX_STEPS) -> Iterator[int]:
         """Yield `node` and its successors up to the address `end`; `link` is the offset of the next pointer.
 
-        Raises: MemoryFault (as `nodes`).
+        `limit`: maximum number of nodes.
+        Raises: MemoryFault (an unaligned or unmapped pointer, a circle, or too many nodes).
         """
         known: set[int] = set()
         while node != end:

@@ -48,7 +48,7 @@ class TextWatcher(Protocol):
 
 
 def shrink_dict(table: dict[int, Any], before: int) -> bool:
-    """Shrink a dict if it has lost at least half of its `before` entries; return True if it was shrunk.
+    """Shrink `table` if it has lost at least half of its `before` entries; return True if it was shrunk.
 
     Python's dicts don't free memory when single entries are removed.
     """

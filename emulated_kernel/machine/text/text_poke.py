@@ -118,7 +118,10 @@ class TextPoker:
             self._patched = before
 
     def _write(self, step: PokeStep, insns: Mapping[int, bytes]) -> None:
-        """Write the bytes of a step for all instructions, and synchronise all CPUs."""
+        """Write the bytes of `step` for all instructions `insns`, and synchronise all CPUs.
+
+        `insns`: address -> new bytes of the instruction.
+        """
         size = len(self._breakpoint)
         # Generators: there may be tens of thousands.
         if step is PokeStep.BREAKPOINT:
