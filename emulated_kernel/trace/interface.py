@@ -80,6 +80,31 @@ class InterfaceRule(LinuxRule):
         f"{_PROBE}:handle_typecast",
         "Typecasts are only for eprobe fields",
     )
+    TYPECASTS = (
+        "7.3",
+        "arguments of all kernel probes can be `(STRUCT)EXPR->FIELD` and `(STRUCT,FIELD)EXPR->FIELD`, whose "
+        "pointer points to FIELD; names of event probes are fields, and brackets nest 8 deep",
+        f"{_PROBE}:parse_btf_casttype",
+        "Typecast requires a field access",
+    )
+    CURRENT_TASK = (
+        "7.3",
+        "`$current` is the address of the current task, and `$current->FIELD` a field of its `task_struct`",
+        f"{_PROBE}:parse_probe_var_current",
+        "$current",
+    )
+    PER_CPU_ARGS = (
+        "7.3",
+        "`this_cpu_ptr(EXPR)` is the address of the current CPU's variable, `this_cpu_read(EXPR)` its value",
+        f"{_PROBE}:parse_this_cpu",
+        "this_cpu_read(",
+    )
+    LONG_ARGUMENTS = (
+        "7.3",
+        "an argument has at most 255 bytes; earlier 63",
+        "kernel/trace/trace_probe.h:MAX_ARGSTR_LEN",
+        "Typecast requires a field access",
+    )
     ENTRY_ARGS = (
         "6.12",
         "events at a function's return can have its arguments, which its entry keeps",
@@ -171,7 +196,7 @@ class InterfaceRule(LinuxRule):
         "common_stacktrace",
     )
     HIST_COMMON_COMM = (
-        "6.17",
+        "6.16",
         "`common_comm` in histograms is the task's name; `comm` means the same if no field has that name",
         f"{_HIST}:parse_field",
     )

@@ -75,6 +75,13 @@ RECORDED_BY_NAME = (
     "f:k/n8 __shmem_get_inode $retval->i_ino mode $retval->i_sb->s_id:string",
 )
 """Definitions with arguments by name, for kernels since 6.12."""
+RECORDED_CASTS = (
+    "p:k/c1 shmem_create who=$current->pid name=$current->comm:string same=(task_struct)$current->pid",
+    "r:k/c2 shmem_write_begin fs=(address_space)mapping->host->i_sb->s_id:string len=len",
+    "p:k/c3 shmem_file_read_iter flags=(file)(iocb->ki_filp)->f_flags cpu=this_cpu_read(@cpu_number):u32",
+    "f:k/c4 shmem_write_end own=(inode,i_mapping)+0(mapping)->i_ino on=(rq)this_cpu_ptr(@runqueues)->cpu",
+)
+"""Definitions with typecasts, the current task and per-CPU variables, for kernels since 7.3."""
 STAMP = re.compile(r"^.*?-(?=\d+ )| [^ ]+ +\d+\.\d{6}:")
 """Pattern of a record's task name, time and context, which are not compared.
 
@@ -156,6 +163,28 @@ EVENT_ARGUMENTS = (
     "(task_struct)$ptr->pid", "(task_struct)ptr->comm",
 )  # fmt: skip
 """Fetch arguments of event probes."""
+CASTS = (
+    "$current", "x=$current", "$current->pid", "$current->comm:string", "$current->mm->owner->pid:u8",
+    "$current.pid", "$current-pid", "$currentx", "$current->nothing", "+0($current)", "$current:u8",
+    "(task_struct)$current->pid", "(task_struct)%di->pid", "(file)%di->f_flags", "(file)(%di)->f_flags",
+    "(file)(%di)", "(file)%di", "(file", "(file)(%di", "(file)+8(%di)->f_mode", "(file)+8%di->f_mode",
+    "(file)+8(%di->f_mode", "(task_struct,se.run_node)$stack->pid", "(task_struct,tasks)%si->comm:string",
+    "(task_struct,nothing)%si->pid", "(task_struct,mm->pgd)%si->pid", "(task_struct,sched_task_hot)%si->pid",
+    "(task_struct,in_execve)%si->pid", "(no_struct,x)%si->pid", "(file)@vfs_read->f_mode",
+    "(file)@vfs_read+4->f_mode", "(file)(@vfs_read+4)->f_mode", "(file)file->f_inode->i_ino",
+    "(file)\\1->f_op",
+    "(task_struct)((file)%di->f_inode)->pid", "(inode)((file)%di->f_inode)->i_mode:x16", "(qstr)$comm->len",
+    "this_cpu_read(@cpu_number)", "this_cpu_ptr(@cpu_number)", "this_cpu_ptr(@cpu_number):u8",
+    "this_cpu_read(%di)", "this_cpu_read(%di", "this_cpu_ptr(+8(%di))", "+0(this_cpu_ptr(@runqueues)):u32",
+    "(rq)this_cpu_ptr(@runqueues)->nr_running", "(rq)this_cpu_ptr(@runqueues)", "this_cpu_read($comm)",
+    "(rq)this_cpu_ptr(@runqueues)->curr->pid", "this_cpu_x(%di)", "this_cpu_read()", "(file)->f_op",
+    "+0(+0(+0(+0(+0(+0(+0(+0(%di))))))))", "+0(+0(+0(+0(+0(+0(+0(+0(+0(%di)))))))))",
+    "(file)%di->f_op:string",
+    "(file)%di->f_path.dentry:%pd", "(file)%di-f_op", "(file)%di.f_op", "(file)buf->f_flags:char",
+    "(dentry)file->d_name.name:string", "(vm_area_struct)%di->vm_flags", "(file)$arg1->f_flags",
+    "(file)$retval->f_flags", "(file)$nothing->f_flags", "(file)%nothing->f_flags", "(sk_buff)%di->cloned",
+)  # fmt: skip
+"""Fetch arguments with typecasts, the current task and per-CPU variables, for kernels since 7.3."""
 FPROBE_KINDS = ("f",) * 6 + ("f:", "f8", "f0", "f99999", "fx")
 FPROBE_PLACES = ("vfs_read", "vfs_write", "vfs_read%return", "vfs_write%return") * 3 + (
     "vfs_read+0", "no_such_function", "vfs_read%nothing", "nothing:at_all", "0xffffffff81000000",
@@ -258,8 +287,8 @@ LISTED = (
     ("", r"[$]arg[*]", r"(?s)BTF is not available.*Invalid ([$]-variable specified|fetch argument)"),
     (r"5[.]10[.]", r"^p\S* ([+]8|0)\b", "Failed to register probe event"),
     (r"6[.]1[.]", r"trace[(]asked_chain,pid,stack[)]", "^$"),
-    (r"6[.]18[.]15", r"^e.*[$]", r"event_probe: error: Invalid [$]-variable"),
-    (r"6[.]18[.]15", r"[.]stacktrace|STACKTRACE|=stacktrace", ""),
+    (r"6[.]1[6-9][.]", r"^e.*[$]", r"event_probe: error: Invalid [$]-variable"),
+    (r"6[.]1[6-9][.]|7[.][01][.]", r"[.]stacktrace|STACKTRACE|=stack", ""),
 )
 """Deviations that the compatibility page lists: patterns of releases, questions, and Linux's answers."""
 _AT_ENTRY = re.compile(r"^(p\S*) (vfs_read|vfs_write)(?= |$)")
@@ -330,6 +359,8 @@ def definitions(count: int, seed: int, interface: Interface) -> Iterator[str]:
     if InterfaceRule.EVENT_PROBES in interface:
         kinds.append((EPROBE_KINDS, EPROBE_PLACES))
         arguments += EVENT_ARGUMENTS
+    if InterfaceRule.TYPECASTS in interface:
+        arguments += CASTS
     for _ in range(count):
         letters, places = dice.choice(kinds)
         words = [dice.choice(letters) + dice.choice(NAMES), dice.choice(places)]
@@ -714,6 +745,8 @@ def recorded_definitions(engine: LinuxEngine, interface: Interface) -> list[str]
         by_name = (line for line in by_name if "%p" not in line)
     if InterfaceRule.FPROBE_EVENTS not in interface:
         by_name = (line for line in by_name if not line.startswith("f"))
+    if InterfaceRule.TYPECASTS in interface:
+        by_name = (*RECORDED_CASTS, *by_name)
     if engine.kernel.architecture == "riscv64":
         # Linux 7.2 saves no stack pointer there, and its own handler crashes.
         by_name = (line.replace(STACK_AT_RETURN, "") for line in by_name)

@@ -94,11 +94,12 @@ RUN_QUEUES = "runqueues"
 """Symbol of the CPU's run queue."""
 _OF_TICKS = JIFFIES, TICK_NSEC, *TICK_TIMES
 _OF_TIMERS = "timer_base.next_expiry", "rq.nr_running"
-_BEHIND_COUNT = 8
-"""Offset in bytes of the timekeeper in tk_core before Linux 6.13.
+_BEFORE_TIMEKEEPER = "seqcount_raw_spinlock"
+"""Name of the structure that precedes the timekeeper in tk_core before Linux 6.13.
 
-A sequence count and an empty lock precede it.
+With CONFIG_PREEMPT_RT, it contains the address of a lock after the sequence count.
 """
+_ALIGNMENT = 8
 ORDERS = "zone.free_area[]"
 """Key in KernelOffsets.offsets of the number of free areas of a zone, one for each order."""
 _DENTRY_FLAGS = {
@@ -199,7 +200,9 @@ def timekeeper_address(kernel: LinuxKernel) -> int | None:
 
 def timekeeper_offset(btf: Btf) -> int:
     """Return the offset in bytes of the timekeeper in its variable."""
-    return btf.offset(_TIMEKEEPER_AT) if btf.has(_TIMEKEEPER_AT) else _BEHIND_COUNT
+    if btf.has(_TIMEKEEPER_AT):
+        return btf.offset(_TIMEKEEPER_AT)
+    return -(-btf.size(_BEFORE_TIMEKEEPER) // _ALIGNMENT) * _ALIGNMENT
 
 
 def _pid_max(kernel: LinuxKernel) -> int:

@@ -75,6 +75,7 @@ def can_fetch(args: Sequence[ProbeArg], registers: frozenset[str], *, reads_user
     return all(
         type(arg.type) in _EMITTERS
         and arg.stages.load.op is not FetchOp.EDATA
+        and all(insn.op is not FetchOp.CPU_PTR for insn in arg.stages.derefs)
         and (arg.stages.load.op is not FetchOp.REG or arg.stages.load.name in registers)
         for arg in args
     )
@@ -130,6 +131,8 @@ class FetchEmitter:
                 self._register(insn.name)
             case FetchOp.STACK:
                 self._stack_word(insn.value)
+            case FetchOp.CURRENT:
+                self._emit(self._places.cpu.load_task(VALUE))
             case FetchOp.COMM:
                 self._emit(self._places.cpu.load_task(VALUE))
                 self._emit(ComputeImmediate(Arithmetic.ADD, VALUE, self._places.comm))

@@ -91,8 +91,8 @@ def compile_next_page(compiler: Compiler, word_size: int, request: int) -> int |
 class NextPageEmitter:
     """Emits the step to the next sub-buffer.
 
-    There is no branch between the first and the last store that readers see. A run of the guest ends between
-    two blocks of translated code, so it does not end within the step.
+    There is no branch between the first and the last store that readers see, because a run of the guest ends
+    between two blocks of translated code.
     """
 
     def __init__(self, builder: ProgramBuilder, word_size: int, request: int) -> None:

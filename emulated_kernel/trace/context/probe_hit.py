@@ -55,6 +55,10 @@ class Tasks:
         """Return the address of the current task's task_struct."""
         return int(self._currents[self._machine.cpu][0])
 
+    def per_cpu_base(self) -> int:
+        """Return the address of the current CPU's per-CPU area."""
+        return self._machine.per_cpu_bases[self._machine.cpu]
+
     def pid(self) -> int:
         """Return the current task's pid, or 0 if the guest has damaged the address of its current task."""
         return int.from_bytes(self._field(self._pid, 4), "little", signed=True)
@@ -127,6 +131,16 @@ class ProbeHit:
     def comm(self) -> bytes:
         """The current task's name, without padding."""
         return self._tasks.comm()
+
+    @property
+    def current(self) -> int:
+        """Address of the current task's task_struct."""
+        return self._tasks.current()
+
+    @property
+    def per_cpu_base(self) -> int:
+        """Address of the current CPU's area of per-CPU variables, to which their addresses are added."""
+        return self._tasks.per_cpu_base()
 
     def origin(self) -> Origin:
         """Return what all entries of the hit have in common. After keep_origin(), read it only once."""

@@ -36,6 +36,8 @@ class FetchOp(Enum):
     """Load the field `name` of the entry that an event probe receives."""
     FOFFS = auto()
     """Load the address at which the byte at offset `value` of the probed file is mapped."""
+    CURRENT = auto()
+    """Load the address of the current task's task_struct."""
     SYMBOL = auto()
     """Placeholder for the symbol expression `name`. resolve_symbol() replaces the placeholder by an IMM.
 
@@ -45,6 +47,8 @@ class FetchOp(Enum):
     DEREF = auto()
     UDEREF = auto()
     """Replace the value by the word of user memory at the address value + `value`."""
+    CPU_PTR = auto()
+    """Replace the address of a per-CPU variable by the address of the current CPU's instance."""
     # Stage 3: store `size` bytes, either of the value itself or of the memory at value + `value`.
     ST_RAW = auto()
     ST_MEM = auto()

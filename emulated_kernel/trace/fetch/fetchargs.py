@@ -31,6 +31,12 @@ MAX_TRACE_ARGS = 128
 MAX_ARG_NAME_LEN = 32
 """Maximum length of an argument's name in bytes."""
 MAX_ARGSTR_LEN = 63
+_LONG_ARGSTR_LEN = 255
+"""Value of MAX_ARGSTR_LEN since Linux 7.3."""
+_MAX_NESTED = 8
+"""Mirrors: kernel/trace/trace_probe.h:TRACEPROBE_MAX_NESTED_LEVEL (v7.3)."""
+_PER_CPU = {"this_cpu_ptr(": False, "this_cpu_read(": True}
+"""Start of an access to a per-CPU variable -> whether the access reads the variable."""
 """Maximum length of an argument's expression and type in bytes."""
 MAX_ARRAY_LEN = 64
 """Maximum number of elements of an array."""
@@ -268,6 +274,8 @@ class _ArgParser:
         self._rules = context.interface.rules
         self._named: NamedArgs | None = None
         """The compiler of the name that determined the BTF type of the value, or None."""
+        self._depth = 0
+        """Number of dereferences, typecasts and per-CPU accesses around the current expression."""
         self._end = 0
         """Column of errors found after the parse: the last field or the operand of the outermost dereference.
 
@@ -279,7 +287,8 @@ class _ArgParser:
 
         Raises: KernelError EINVAL, ERANGE, E2BIG (logged).
         """
-        if len(self._body) > MAX_ARGSTR_LEN:
+        is_long = InterfaceRule.LONG_ARGUMENTS in self._rules
+        if len(self._body) > (_LONG_ARGSTR_LEN if is_long else MAX_ARGSTR_LEN):
             too_long = errno.E2BIG if InterfaceRule.LATE_CHECKS in self._rules else errno.EINVAL
             raise self._error(0, ProbeError.ARG_TOO_LONG, too_long)
         if not self._body:
@@ -365,6 +374,99 @@ class _ArgParser:
     # Expressions. Mirrors: kernel/trace/trace_probe.c:parse_probe_arg (v6.1). `at` is the caret's column.
 
     def _expression(self, text: str, at: int) -> list[FetchInsn]:
+        if InterfaceRule.TYPECASTS in self._rules:
+            return self._nested(text, at)
+        return self._innermost(text, at)
+
+    def _nested(self, text: str, at: int) -> list[FetchInsn]:
+        """Compile an expression of an interface with InterfaceRule.TYPECASTS.
+
+        Mirrors: kernel/trace/trace_probe.c:parse_probe_arg_nested (v7.3).
+        """
+        per_cpu = next((begin for begin in _PER_CPU if text.startswith(begin)), None)
+        if per_cpu is None and text[:1] not in ("+", "-", "("):
+            if self._context.on_event and is_good_name(text[:1]):
+                return [self._field_by_name(text, at)]
+            return self._innermost(text, at)
+        if self._depth >= _MAX_NESTED:
+            raise self._error(at, ProbeError.TOO_MANY_NESTED, errno.E2BIG)
+        self._depth += 1
+        if per_cpu is not None:
+            code = self._of_cpu(text, at, per_cpu)
+        else:
+            code = self._typecast(text, at) if text[0] == "(" else self._dereference(text, at)
+        self._depth -= 1
+        return code
+
+    def _field_by_name(self, name: str, at: int) -> FetchInsn:
+        """Compile the name of a field of an event probe's event."""
+        has_field = self._context.has_field
+        if has_field is None or not has_field(name):
+            raise self._error(at, ProbeError.NO_EVENT_FIELD)
+        return FetchInsn(FetchOp.TP_ARG, name=name)
+
+    def _of_cpu(self, text: str, at: int, begin: str) -> list[FetchInsn]:
+        """Compile `this_cpu_ptr(EXPR)` or `this_cpu_read(EXPR)`, which starts with `begin`."""
+        if self._context.on_event or not self._context.in_kernel:
+            raise self._error(at, ProbeError.NOSUP_PERCPU)
+        at += len(begin)
+        inner, closed, _ = text[len(begin) :].rpartition(")")
+        if not closed:
+            raise self._error(at + len(text) - len(begin), ProbeError.DEREF_OPEN_BRACE)
+        code = self._expression(inner, at)
+        self._check_pointer(code, at)
+        if inner.startswith("@"):
+            code.pop()
+        code = self._extended(code, FetchInsn(FetchOp.CPU_PTR), at)
+        return self._extended(code, FetchInsn(FetchOp.DEREF), at) if _PER_CPU[begin] else code
+
+    def _typecast(self, text: str, at: int) -> list[FetchInsn]:
+        """Compile `(STRUCTURE)EXPR->FIELDS` or `(STRUCTURE,MEMBER)EXPR->FIELDS`.
+
+        Mirrors: kernel/trace/trace_probe.c:handle_typecast (v7.3).
+        """
+        context = self._context
+        if not (context.on_event or context.has_parameters):
+            raise self._error(at, ProbeError.NOSUP_BTFARG, errno.EOPNOTSUPP)
+        cast, closed, rest = text.partition(")")
+        if not closed:
+            raise self._error(at + len(text), ProbeError.DEREF_OPEN_BRACE)
+        start = at + len(cast) + 1
+        end, skipped = self._operand(rest, start)
+        fields = end + skipped + 2
+        code = self._expression(rest[skipped:end], start + skipped)
+        return self._names().cast_value(
+            context.btf, (cast[1:], at + 1), code, (rest[fields:], start + fields)
+        )
+
+    def _operand(self, text: str, at: int) -> tuple[int, int]:
+        """Find the operand of a typecast, which is followed by `->FIELDS`.
+
+        Return the operand's end, and the number of its parentheses on each side, which are not a part of it.
+        """
+        if text.startswith("("):
+            end, skipped = _closing(text, 0), 1
+            if end < 0:
+                raise self._error(at, ProbeError.DEREF_OPEN_BRACE)
+        elif text[:1] in ("+", "-") or text.startswith(tuple(_PER_CPU)):
+            begin = text.find("(", 1)
+            if begin < 0:
+                raise self._error(at, ProbeError.DEREF_NEED_BRACE)
+            end, skipped = _closing(text, begin) + 1, 0
+            if not end:
+                raise self._error(at + len(text), ProbeError.DEREF_OPEN_BRACE)
+        else:
+            sign = min((at for at in (text.find("+"), text.find("-")) if at >= 0), default=-1)
+            if text.startswith("@") and sign >= 0 and is_digit(text, sign + 1):
+                raise self._error(at, ProbeError.TYPECAST_SYM_OFFSET)
+            end, skipped = text.find("-"), 0
+            if end < 0 or text[end + 1 : end + 2] != ">":
+                raise self._error(at + len(text), ProbeError.TYPECAST_REQ_FIELD)
+        if text[end + skipped : end + skipped + 2] != "->":
+            raise self._error(at + end + skipped, ProbeError.TYPECAST_REQ_FIELD)
+        return end, skipped
+
+    def _innermost(self, text: str, at: int) -> list[FetchInsn]:
         match text[:1]:
             case "$":
                 return self._variable(text[1:], at)
@@ -457,6 +559,11 @@ class _ArgParser:
             return [self._event_field(name, at)]
         if name.startswith("retval") and (name == "retval" or InterfaceRule.BTF_ARGS in self._rules):
             return self._return_value("$" + name, at)
+        if name.startswith("current") and InterfaceRule.CURRENT_TASK in self._rules and context.in_kernel:
+            if name == "current":
+                return [FetchInsn(FetchOp.CURRENT)]
+            if name.startswith("current-"):
+                return self._names().current(context.btf, "$" + name, at)
         return [self._special(name, at)]
 
     def _event_field(self, name: str, at: int) -> FetchInsn:
@@ -502,8 +609,10 @@ class _ArgParser:
     def _register(self, name: str, at: int) -> FetchInsn:
         no_registers = self._context.on_event or self._context.in_fprobe
         if no_registers:
+            refused = self._error(at, ProbeError.BAD_VAR)
+            if InterfaceRule.TYPECASTS in self._rules:
+                raise refused
             # Linux continues after the first error, finds that nothing was fetched, and logs a second error.
-            self._error(at, ProbeError.BAD_VAR)
             raise self._error(at, ProbeError.BAD_FETCH_ARG)
         attribute = self._arch.registers.names.get(name)
         if attribute is None:
@@ -545,13 +654,21 @@ class _ArgParser:
         if ")" not in inner:
             raise self._error(at + len(inner), ProbeError.DEREF_OPEN_BRACE)
         code = self._expression(inner.rpartition(")")[0], at)
+        self._check_pointer(code, at)
+        return self._extended(code, FetchInsn(op, value=_as_int(offset)), at)
+
+    def _check_pointer(self, code: list[FetchInsn], at: int) -> None:
+        """Check that a value can be a pointer. `at`: column of its expression."""
         if code[-1].op in (FetchOp.COMM, FetchOp.DATA):
             raise self._error(at, ProbeError.COMM_CANT_DEREF)
+
+    def _extended(self, code: list[FetchInsn], insn: FetchInsn, at: int) -> list[FetchInsn]:
+        """Return `code` with one more operation, after which the value has no BTF type."""
         self._end = at
         self._named = None
         if len(code) == FETCH_INSN_MAX - 1:
             raise self._error(at, ProbeError.TOO_MANY_OPS)
-        return [*code, FetchInsn(op, value=_as_int(offset))]
+        return [*code, insn]
 
     def _immediate(self, text: str, at: int) -> FetchInsn:
         if text.startswith('"'):
@@ -612,6 +729,19 @@ class _ArgParser:
     ) -> None:
         if length >= FETCH_INSN_MAX:
             raise self._error(column, error, code)
+
+
+def _closing(text: str, begin: int) -> int:
+    """Return the position of the parenthesis that closes the one at `begin`, or -1.
+
+    Mirrors: kernel/trace/trace_probe.c:find_matched_close_paren (v7.3).
+    """
+    depth = 0
+    for at in range(begin, len(text)):
+        depth += (text[at] == "(") - (text[at] == ")")
+        if not depth:
+            return at
+    return -1
 
 
 def _str_to_immediate(text: str, base: int, bits: int) -> int:

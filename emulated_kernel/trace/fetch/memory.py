@@ -92,6 +92,8 @@ class FetchEnvironment:
                 return int.from_bytes(self._hit.entry_data[at : at + self.word_size], "little")
             case FetchOp.COMM:
                 return self._hit.comm
+            case FetchOp.CURRENT:
+                return self._hit.current
             case FetchOp.DATA:
                 return insn.data
             case FetchOp.TP_ARG if self._field is not None:
@@ -115,6 +117,9 @@ class FetchEnvironment:
         for insn in derefs:
             if not isinstance(value, int):
                 return None
+            if insn.op is FetchOp.CPU_PTR:
+                value = value + self._hit.per_cpu_base & self.mask
+                continue
             data = self.read(value + insn.value, self.word_size, insn.op is FetchOp.UDEREF)
             value = None if data is None else int.from_bytes(data, "little")
         return value

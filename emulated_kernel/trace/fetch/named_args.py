@@ -67,7 +67,7 @@ class NamedArgs:
         if index is None:
             raise self._error(at, ProbeError.NO_BTFARG, errno.ENOENT)
         typed = function.typed(function.parameters[index][1])
-        return self._fields(self._parameter(index), typed, fields, column)
+        return self._fields([self._parameter(index)], typed, fields, column)
 
     def return_value(self, load: FetchInsn, text: str, at: int) -> list[FetchInsn]:
         """Return the operations for `$retval->FIELD.FIELD`.
@@ -85,7 +85,7 @@ class NamedArgs:
             return [load]
         if not function.returns:
             raise self._error(at, ProbeError.NO_RETVAL, errno.ENOENT)
-        return self._fields(load, function.typed(function.returns), fields, column)
+        return self._fields([load], function.typed(function.returns), fields, column)
 
     def cast(
         self, btf: Btf | None, structure: str, text: str, at: int, has_field: Callable[[str], bool]
@@ -101,7 +101,49 @@ class NamedArgs:
         name, fields, column = self._root(text, at)
         if not has_field(name):
             raise self._error(at, ProbeError.BAD_ATTACH_ARG, errno.EINVAL)
-        return self._fields(FetchInsn(FetchOp.TP_ARG, name=name), typed, fields, column, is_cast=True)
+        return self._fields([FetchInsn(FetchOp.TP_ARG, name=name)], typed, fields, column, is_cast=True)
+
+    def cast_value(
+        self, btf: Btf | None, cast: tuple[str, int], code: list[FetchInsn], fields: tuple[str, int]
+    ) -> list[FetchInsn]:
+        """Return the operations for `(STRUCTURE,MEMBER)VALUE->FIELDS`.
+
+        `cast`: the text in parentheses and its column. `code` loads VALUE, which points to the structure, or
+        to its member MEMBER. `fields`: the text FIELDS and its column.
+        Raises: KernelError (logged). Mirrors: kernel/trace/trace_probe.c:parse_btf_casttype (v7.3).
+        """
+        text, at = cast
+        name, comma, member = text.partition(",")
+        typed = find_structure(btf, name)
+        if typed is None:
+            raise self._error(at, ProbeError.NO_PTR_STRCT, errno.EINVAL)
+        before = self._member_offset(typed, member, at + len(name) + 1) if comma else 0
+        return self._fields(code, typed, *fields, is_cast=True, before=before)
+
+    def _member_offset(self, typed: TypedValue, member: str, at: int) -> int:
+        """Return the offset in bytes of `member`, which is `FIELD.FIELD` at column `at`, in a structure."""
+        try:
+            offset, value, last = next(follow_fields(typed, member, is_cast=True))
+        except FieldError as failure:
+            raise self._error(at + failure.column, failure.error, failure.code) from None
+        arrow = member.find("->")
+        if value.bit_offset:
+            column = last if arrow < 0 else arrow + 2
+            raise self._error(at + column, ProbeError.TYPECAST_NOT_ALIGNED, errno.EINVAL)
+        if arrow >= 0:
+            raise self._error(at + arrow, ProbeError.TYPECAST_BAD_ARROW, errno.EINVAL)
+        return offset
+
+    def current(self, btf: Btf | None, text: str, at: int) -> list[FetchInsn]:
+        """Return the operations for `$current->FIELDS`, which is `text` at column `at`.
+
+        Raises: KernelError (logged).
+        """
+        _, fields, column = self._root(text, at)
+        typed = find_structure(btf, "task_struct")
+        if typed is None:
+            raise self._error(at, ProbeError.NO_BTF_ENTRY, errno.ENOENT)
+        return self._fields([FetchInsn(FetchOp.CURRENT)], typed, fields, column, is_cast=True)
 
     def _root(self, text: str, at: int) -> tuple[str, str | None, int]:
         """Split `NAME->FIELDS`. Return the name, the fields or None, and the column of the fields."""
@@ -115,15 +157,23 @@ class NamedArgs:
         return name, fields, column
 
     def _fields(
-        self, root: FetchInsn, typed: TypedValue, fields: str | None, column: int, *, is_cast: bool = False
+        self,
+        root: list[FetchInsn],
+        typed: TypedValue,
+        fields: str | None,
+        column: int,
+        *,
+        is_cast: bool = False,
+        before: int = 0,
     ) -> list[FetchInsn]:
         """Return `root`, which loads a value, and the operations that follow `fields` from this value.
 
-        `typed`: type of the value. If `is_cast` is set, it is the type that the value points to.
+        `typed`: type of the value. If `is_cast` is set, it is the type that the value points to. The value
+        points to byte `before` of that type.
         `fields`: a text like `FIELD.FIELD->FIELD` at `column`, or None.
         Raises: KernelError (logged).
         """
-        code = [root]
+        code = [*root]
         self.typed = typed
         if fields is None:
             return code
@@ -132,8 +182,9 @@ class NamedArgs:
                 self.typed = value
                 if len(code) == self._limit:
                     raise self._error(column + last, ProbeError.TOO_MANY_OPS, errno.EINVAL)
-                code.append(FetchInsn(FetchOp.DEREF, value=offset))
+                code.append(FetchInsn(FetchOp.DEREF, value=offset - before))
                 self.end = column + last
+                before = 0
         except FieldError as failure:
             raise self._error(column + failure.column, failure.error, failure.code) from None
         return code

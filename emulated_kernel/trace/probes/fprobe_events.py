@@ -78,6 +78,9 @@ class TraceFprobe(TraceKprobe):
         symbol).
         Mirrors: kernel/trace/trace_fprobe.c:__register_trace_fprobe (v6.12).
         """
+        if self._stays:
+            # Linux resolves symbols at the registration, and before it looks for the functions.
+            self._resolve_symbols()
         try:
             self.address = self.engine.fprobes.matching(self._fprobe)[0]
         except KernelError as failure:
@@ -94,10 +97,13 @@ class TraceFprobe(TraceKprobe):
         """Return False, because an fprobe's functions must exist when it is defined."""
         return False
 
-    def _attach(self) -> None:
+    def _resolve_symbols(self) -> None:
         engine = self.engine
         args = tuple(resolve_symbol(arg, engine.symbols, engine.arch.bits) for arg in self.args)
         self.args = self.args if args == self.args else args
+
+    def _attach(self) -> None:
+        self._resolve_symbols()
         self._missed_before += self._fprobe.nmissed
         self.engine.fprobes.register_fprobe(self._fprobe)
         self._is_hooked = True

@@ -12,7 +12,7 @@ from emulated_kernel.util.errors import KernelError
 class ProbeError(CommandError):
     """Errors of probe definitions.
 
-    Mirrors: kernel/trace/trace_probe.h ERRORS (v6.1, v6.12, v7.2).
+    Mirrors: kernel/trace/trace_probe.h ERRORS (v6.1, v6.12, v7.2, v7.3).
     """
 
     FILE_NOT_FOUND = "Failed to find the given file"
@@ -99,6 +99,13 @@ class ProbeError(CommandError):
     TOO_MANY_ARGS = "Too many arguments are specified"
     TOO_MANY_EARGS = "Too many entry arguments specified"
     TYPECAST_NOT_EVENT = "Typecasts are only for eprobe fields"
+    TYPECAST_REQ_FIELD = "Typecast requires a field access"
+    TYPECAST_BAD_ARROW = "Typecast field option does not support -> operator"
+    TYPECAST_NOT_ALIGNED = "Typecast field option is not byte-aligned"
+    TYPECAST_SYM_OFFSET = "@SYM+/-OFFSET with typecast needs parentheses"
+    TOO_MANY_NESTED = "Too many nested typecasts/dereferences"
+    NOSUP_PERCPU = "Per-cpu variable access is only for kernel probes"
+    NO_EVENT_FIELD = "This event field is not found."
 
 
 class TraceProbeLog:

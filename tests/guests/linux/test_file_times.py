@@ -13,12 +13,14 @@ from emulated_kernel.guests.common.wall_time import GRANULARITY_NS
 from emulated_kernel.guests.linux.guest.file_times import FileTimes
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.initramfs import BUFFER
-from emulated_kernel.guests.linux.kernel_offsets import TIMEKEEPER
+from emulated_kernel.guests.linux.kernel_offsets import TIMEKEEPER, timekeeper_offset
 from emulated_kernel.guests.linux.pc.devices import TSC_KHZ
+from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux import debian_kernel
 from tests.guests.linux.files import Files
+from tests.image.linux import made
 
 SHELL = Client(4001, 0, 0)
 CLOCK_GETTIME = 228
@@ -146,3 +148,11 @@ def test_no_other_clock_of_the_guest_sees_it() -> None:
     (without, of_ticks), (shown, given) = clocks(False), clocks(True)
     assert shown == without
     assert len(of_ticks) < len(given) == 1100
+
+
+@pytest.mark.parametrize(("size", "offset"), [(4, 8), (16, 16)])
+def test_what_precedes_the_timekeeper(size: int, offset: int) -> None:
+    """Before 6.13, a sequence count does, which a kernel for real time follows by the address of a lock."""
+    types = made.Btf()
+    types.structure("seqcount_raw_spinlock", size)
+    assert timekeeper_offset(Btf(types.data())) == offset

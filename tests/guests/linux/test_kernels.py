@@ -134,6 +134,17 @@ def _directories(shell: Files) -> list[str]:
     return found
 
 
+def test_all_events_can_be_enabled(ours: Mount) -> None:
+    """Some tracepoints have to be registered by a function of the kernel, and some that could have none."""
+    shell = Files(ours, SHELL)
+    shell.write("/tracing/set_event", "*:*\n")
+    enabled = shell.read("/tracing/set_event").split()
+    shell.write("/tracing/events/enable", "0")
+    shell.write("/tracing/trace", "\n", os.O_WRONLY | os.O_TRUNC)
+    assert set(shell.read("/tracing/available_events").split()) == set(enabled)
+    assert "Oops" not in shell.read("/machine/dmesg")
+
+
 def test_contexts_of_records(ours: Mount, mount: Mount) -> None:
     """Interrupts and preemption as the kernel's own records show them."""
     found = [_contexts(Files(tree, SHELL)) for tree in (ours, mount)]

@@ -108,6 +108,7 @@ def test_shown(kernel: Kernel, command: str, shown: str) -> None:
         ("f:x vfs_read %di", "EINVAL", "Invalid fetch argument", 13),
         ("f:x vfs_read%nothing", "EINVAL", "Invalid probed address suffix", 12),
         ("f:x no_such_function", "EINVAL", "Failed to register probe event", 4),
+        ("f:x no_such_function @no_such_symbol", "ENOENT", "Invalid probed address or symbol", 4),
         ("r:x kfree $retval", "ENOENT", "This function returns 'void' type", 10),
     ],
 )

@@ -351,7 +351,7 @@ class KernelTracepoints:
             raise
 
     def _register(self, event: KernelEvent, batch: EventBatch, on: bool) -> None:
-        """Call an event's regfunc if `on` is True, otherwise its unregfunc.
+        """Call an event's regfunc if `on` is True, otherwise its unregfunc; do nothing if it has none.
 
         Deviates: the unregfunc of a module in the state GOING is not called, because the kernel is in the
         middle of the unload.
@@ -360,14 +360,17 @@ class KernelTracepoints:
         if batch.is_going:
             return
         assert self._call is not None
+        function = self._function(event, "regfunc" if on else "unregfunc")
+        if not function:
+            return
         if on:
-            result = self._call(self._function(event, "regfunc")) & 0xFFFFFFFF
+            result = self._call(function) & 0xFFFFFFFF
             if result >> 31:
                 raise KernelError((1 << 32) - result)
         else:
             # Events of a dead guest can still be disabled.
             with suppress(KernelError):
-                self._call(self._function(event, "unregfunc"))
+                self._call(function)
 
     def _function(self, event: KernelEvent, name: str) -> int:
         """Return the address of a tracepoint's regfunc or unregfunc.
