@@ -108,7 +108,8 @@ def kprobefs_image(request: pytest.FixtureRequest) -> Path | None:
     except CliError as error:
         pytest.fail(f"{wanted}: {error}", pytrace=False)
     if found is None:
-        pytest.skip(f"{wanted}: no such kernel; run kprobefs images fetch, or name its file in ${KERNELS}")
+        fetch = "kprobefs images fetch debian:SUITE/cloud"
+        pytest.skip(f"{wanted}: no such kernel; run {fetch}, or name its file in ${KERNELS}")
     return found
 
 

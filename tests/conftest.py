@@ -100,6 +100,11 @@ def pytest_configure(config: pytest.Config) -> None:
         libc.mount(b"none", bytes(RECORDS), b"tmpfs", 0, b"mode=755")
 
 
+def pytest_collectstart() -> None:
+    """Stop garbage collection until all tests are collected: what is collected stays."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Exclude all objects that exist after the collection of tests from garbage collection.
 
@@ -111,6 +116,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
     gc.set_threshold(YOUNG)
+    gc.enable()
 
 
 def _null_device() -> tuple[int, ...]:

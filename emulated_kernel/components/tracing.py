@@ -16,7 +16,7 @@ from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.trace.array.services import TracingServices
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses, NeedResched
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
-from emulated_kernel.trace.compiled.next_page import WORD, compile_next_page
+from emulated_kernel.trace.compiled.next_page import compile_next_page
 from emulated_kernel.trace.context.call_stack import CallStack
 from emulated_kernel.trace.context.function_frames import FrameTables
 from emulated_kernel.trace.context.probe_hit import ProbeHit, Tasks
@@ -121,7 +121,7 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
         kernel.machine.clock,
         kernel.machine.damage,
         MemoryBudget(kernel.limits, None, Limit.USER_RECORD_BYTES, lambda: lock.user),
-        partial(compile_next_page, engine.kprobes.compiler) if arch.word_size == WORD else None,
+        partial(compile_next_page, engine.kprobes.compiler, arch.word_size),
     )
     # This must come before any lookup of tracepoints: iterating the events creates them.
     markers = _register_static_events(registry, kernel, arch, interface)

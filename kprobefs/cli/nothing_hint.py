@@ -191,12 +191,20 @@ def _why_no_record(event: PastEvent) -> str:
     return ""
 
 
-def disarm(directory: str) -> bool:
-    """Disarm all probes of a mount, so that later requests hit none. Return False if they were disarmed."""
+def disarm(directory: str) -> None:
+    """Disarm all probes of a mount, so that later requests hit none."""
+    with suppress(OSError):
+        (control_root(directory) / "kprobes" / "enabled").write_text("0")
+
+
+def disarm_armed(directory: str) -> bool:
+    """Disarm all probes of a mount, and return False if they were disarmed before.
+
+    The requests before the probes are disarmed may hit probes.
+    """
     root = control_root(directory)
     before = _disarmings(root)
-    with suppress(OSError):
-        (root / "kprobes" / "enabled").write_text("0")
+    disarm(directory)
     return _disarmings(root) != before
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.garbage_collection import garbage_collection_stopped
 from kprobefs.common.errors import CliError, ExitStatus, explained, resource_hint
 from kprobefs.mount_options import (
     KERNEL_KPROBES,
@@ -85,6 +86,7 @@ def _state(options: MountOptions) -> SavedState | None:
     return SavedState(StateDirectory(options.state), "tracing/" if options.layout == "tracefs" else "")
 
 
+@garbage_collection_stopped()
 def _boot_linux(options: MountOptions) -> None:
     """Boot the distribution's kernel into the boot cache, with a progress bar."""
     from emulated_kernel.guests.linux.boot_cache import ensure_cached

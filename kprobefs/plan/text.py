@@ -138,7 +138,7 @@ def _extended(explained: Explanation) -> Iterator[str]:
     """Yield the lines about the verdict under the kernel's strategy."""
     verdict = explained.extended
     assert verdict is not None
-    because = f": {explained.extended_reason}" if explained.extended_reason else ", as by Linux's rule"
+    because = f": {explained.extended_reason}" if explained.extended_reason else ", as by the profile's rule"
     yield f"{verdict.outcome.value}{because}"
 
 

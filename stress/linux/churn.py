@@ -26,7 +26,7 @@ from tests.guests.builtin.conftest import ScriptedWatch
 from tests.guests.linux import debian_kernel
 from tests.guests.linux.files import Files
 from tests.guests.linux.parts import guest_of
-from tests.guests.linux.probing import DEFAULT_MODE, IS_RISCV, MODES, engine, kernel
+from tests.guests.linux.probing import DEFAULT_MODE, IS_ARM, IS_RISCV, MODES, engine, kernel
 from tests.guests.linux.rewind import Rewind
 
 SHELL = Client(4500, 0, 0)
@@ -35,7 +35,7 @@ FIRST_CHILD = 5000
 CHILDREN = 20_000
 EVENTS = "/tracing/events/kprobes"
 COMPLAINT = re.compile(r"BUG|WARN|Oops|Call Trace|cut here")
-BEHIND_SITE = 8 if IS_RISCV else 5
+BEHIND_SITE = 8 if IS_RISCV or IS_ARM else 5
 """Offset in a function of the instruction after its ftrace site."""
 ENTRIES = "p:a vfs_read count=$arg3 comm=$comm\nr:b do_sys_openat2 $retval\np:d {}\n"
 

@@ -34,7 +34,7 @@ ALWAYS = (
     "__fput", "dput", "kmem_cache_alloc", "kmem_cache_free", "kernel_clone", "copy_process", "do_exit",
     "schedule", "try_to_wake_up", "strncpy_from_user", "handle_mm_fault", "wake_up_new_task",
 )  # fmt: skip
-"""Functions that the workload executes."""
+"""Functions that the workload executes. Some kernels lack a few of them."""
 
 
 def functions(count: int, seed: int) -> list[int]:
@@ -42,7 +42,7 @@ def functions(count: int, seed: int) -> list[int]:
     symbols, (start, end) = kernel().kallsyms, kernel().text
     # Since Linux 6.10, allocation functions have the suffix _noprof, and the old names are macros.
     names = ((name, f"{name}_noprof") for name in ALWAYS)
-    found = [next(filter(None, map(symbols.lookup_name, either))) for either in names]
+    found = [*filter(None, (next(filter(None, map(symbols.lookup_name, each)), 0) for each in names))]
     others = {
         symbol.address: symbol.name
         for symbol in symbols.symbols

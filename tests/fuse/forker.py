@@ -14,11 +14,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.kept_images import keep_images
+
+END_TIMEOUT = 10.0
+"""Seconds after which a thread that has been joined must have ended."""
 
 
 class Forked:
@@ -133,7 +137,11 @@ def main() -> int:
     del kernel
 
     programs = {True: bare_program.main, False: cli.main}
-    assert os.listdir("/proc/self/task") == [str(os.getpid())], "threads wouldn't be in a fork"
+    # A thread that has been joined is listed until the host has ended it.
+    deadline = time.monotonic() + END_TIMEOUT
+    while os.listdir("/proc/self/task") != [str(os.getpid())]:
+        assert time.monotonic() < deadline, "threads wouldn't be in a fork"
+        time.sleep(0.01)
     gc.collect()
     gc.freeze()
     channel = socket.socket(fileno=int(sys.argv[1]))

@@ -104,11 +104,12 @@ def kprobefs(
     `limit`: time limit in seconds. `cwd`: the program's directory in place of this process's. `more`:
     additional environment variables. Raises: TimeoutExpired (the program had to be killed).
     """
-    began = time.monotonic()
     with ExitStack() as stack:
         ours, theirs = zip(os.pipe(), os.pipe(), strict=True)
         output, errors = (stack.enter_context(open(descriptor, encoding="utf-8")) for descriptor in ours)
         process = _start(program, [*arguments], *theirs, cwd, **more)
+        # Before the first fork, the process that forks has to start.
+        began = time.monotonic()
         for descriptor in theirs:
             os.close(descriptor)
         stack.enter_context(watched(process, limit))

@@ -16,7 +16,7 @@ from kprobefs.cli.nothing_hint import (
     History,
     Past,
     PastEvent,
-    disarm,
+    disarm_armed,
     nothing_hints,
     present_events,
 )
@@ -223,7 +223,7 @@ def test_why_the_guests_own_probes_were_not_hit(directory: Path) -> None:
             command = ("sh", "-c", f'cd "$KPROBEFS/tracing"\n{script}')
             environment = {**os.environ, "KPROBEFS": running.path()}
             done = subprocess.run(command, env=environment, capture_output=True, check=False)
-            past = present_events(running.path(), were_armed=disarm(running.path()))
+            past = present_events(running.path(), were_armed=disarm_armed(running.path()))
             ended = EndedCommand(command, done.returncode, running.path(), "/")
             hint = "".join(nothing_hints(ended, past))
             assert hint.startswith(expected), script

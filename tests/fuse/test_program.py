@@ -194,11 +194,18 @@ sys.exit(main())
         image, directory = tmp_path / "vmlinux", tmp_path / "mnt"
         directory.mkdir()
         target = ["--", "true"] if command == ["run"] else [str(directory)]
-        for data, why in ((b"\x7fELF", "truncated ELF identification"), (b"text", "no ELF magic")):
+        for data, why in (
+            (b"\x7fELF", " image: truncated ELF identification"),
+            (
+                b"text",
+                ": neither a vmlinuz, vmlinux or Image for x86_64, arm64 or riscv64, nor a package "
+                "(.deb, .rpm, .pkg.tar.zst)",
+            ),
+        ):
             image.write_bytes(data)
             result = kprobefs(*command, "--image", str(image), *target, program=REAL_PROGRAM)
             assert result.returncode in (ExitStatus.USAGE, ExitStatus.RUN_FAILED)
-            assert one_line(result).endswith(f"{image}: not a usable kernel image: {why}\n")
+            assert one_line(result).endswith(f"{image}: not a usable kernel{why}\n")
         image.unlink()
         result = kprobefs(*command, "--image", str(image), *target, program=REAL_PROGRAM)
         assert one_line(result).endswith(f"{image}: No such file or directory\n")

@@ -19,6 +19,7 @@ from kprobefs.cli.trace_graph import SUFFIX, GraphTracer
 from kprobefs.cli.trace_records import RecordParser
 from kprobefs.common.errors import CliError
 from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
+from tests.project.readme import README, blocks
 
 SPEEDSCOPE = "@elg/speedscope@1.9.0-c46bbab"
 RETURN_AND_ENTRY = ("r:got vfs_read got=$retval", "p:reads vfs_read count=$arg3", "--stack")
@@ -136,6 +137,23 @@ def graph(work: Path) -> Path:
 
 def slices(file: Path) -> list[dict[str, Any]]:
     return [each for each in json.loads(file.read_text())["traceEvents"] if each["ph"] == "X"]
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_the_guides_timeline_shows_what_the_optimizer_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (script,) = blocks("sh", README.parent / "docs" / "guide" / "optimization.md")
+    (tmp_path / "calls.sh").write_text(script)
+    monkeypatch.chdir(tmp_path)
+    words = ("--clock", "model", "-o", "calls.trace.json", "p:gcd+5", "r:gcd", "--", "sh", "calls.sh")
+    done = kprobefs("trace", *words, program=REAL_PROGRAM)
+    assert (done.returncode, done.stderr) == (0, "")
+    durations = [each["dur"] for each in slices(tmp_path / "calls.trace.json")]
+    assert len(durations) == 6
+    assert len(set(durations[:3])) == len(set(durations[3:])) == 1
+    assert durations[0] > durations[-1]
 
 
 @needs_fuse

@@ -191,8 +191,10 @@ def test_surftrace_without_its_server(surftrace: Path, tmp_path: Path) -> None:
 
 
 def test_ftrace2bconf(tmp_path: Path) -> None:
+    """The script reads files of each event, and most events are those of system calls."""
     script = f"""
         cd /sys/kernel/tracing
+        mount -t tmpfs none events/syscalls
         echo 'p:foo vfs_mkdir' > kprobe_events
         echo 1 > events/kprobes/foo/enable; echo 'common_pid > 10' > events/kprobes/foo/filter
         echo 'hist:keys=common_pid' > events/kprobes/foo/trigger

@@ -16,7 +16,7 @@ from tests.sample import fewer
 
 pytestmark = [needs_fuse, pytest.mark.mounted]
 
-RUNS = fewer(20, 4)
+RUNS = fewer(20, 7)
 SESSION = """
     set -e
     echo 'p:opens do_sys_openat2 name=+0($arg2):ustring flags=+0($arg3):x64' > tracing/kprobe_events

@@ -54,7 +54,7 @@ class Arm64(Arch):
 
     A jump replaces a breakpoint by rules of kprobefs, because Linux has no jump optimization on arm64. No
     register holds the address of per-CPU data, so the code of a handler contains the addresses of the
-    handler's cells.
+    handler's cells. The emulated CPU, an Armv8.0, has no PAN: the kernel can read user memory at any time.
     """
 
     name = "arm64"

@@ -116,7 +116,7 @@ def _is_unconditional(word: int) -> bool:
 
 def _skip(word: int) -> bytes:
     """Encode a branch over one instruction, taken if the conditional branch `word` is not taken."""
-    kept = word & ~(16383 << 5) if insn.TBZ.fits(word) else word & ~(524287 << 5)
+    kept = word & ~(0x3FFF << 5) if insn.TBZ.fits(word) else word & ~(0x7FFFF << 5)
     inverted = kept ^ (_INVERT if insn.B_COND.fits(word) else _INVERT_TEST)
     return _bytes(inverted | _SKIP // SIZE << 5)
 

@@ -21,6 +21,7 @@ from emulated_kernel.arch.analysis.stack_frames import (
 from emulated_kernel.arch.riscv.insn import (
     REGISTER_NAMES,
     SP,
+    T0,
     ZERO,
     RiscvInsn,
     RiscvOpcode,
@@ -54,6 +55,9 @@ def frame_insns(
 
 def _read(insn: RiscvInsn, at: int, upper: tuple[int, int] | None, switches_stack: bool) -> FrameInsn:
     length = insn.length
+    if insn.opcode == RiscvOpcode.JALR and insn.rd == insn.rs1 == T0:
+        # A handler's code calls a routine (ir.CallPerCpu), which keeps all other registers.
+        return FrameInsn(length, forget_registers([REGISTER_NAMES[T0]]), Flow.CALL)
     if insn.is_call:
         return FrameInsn(length, forget_registers(_SCRATCH), Flow.CALL)
     if insn.opcode == RiscvOpcode.JAL:

@@ -68,12 +68,11 @@ class WatchedCalls:
         # A copy: another thread may change the text meanwhile. The length is checked first, because copying
         # all words at each change would make arming n probes quadratic.
         for word, kept in list(self._words.items()):
-            # A word may contain the end of one function and the start of the next one.
-            mask = kept >> 8 * WORD_SIZE
-            first = (mask & -mask).bit_length() - 1 >> 3
-            last = mask.bit_length() - 1 >> 3
+            # A word may contain parts of several functions.
             start = word * WORD_SIZE
-            found |= self._functions.of(start + first) | self._functions.of(start + last)
+            for at, differs in enumerate((kept >> 8 * WORD_SIZE).to_bytes(WORD_SIZE, "little")):
+                if differs:
+                    found |= self._functions.of(start + at)
         return found
 
     def _before_change(self, address: int, size: int) -> None:

@@ -95,22 +95,34 @@ def _token_tables(data: bytes) -> Iterator[_Tokens]:
         digits = data.find(_DIGITS, digits) + 1
         if not digits:
             return
-        last = digits - digits % _PACKED
-        for start in range(last, max(digits - _TOKEN_TABLE_LIMIT, -1), -_PACKED):
-            tokens = _tokens_at(data, start, digits)
+        first, last = _starts(data, digits)
+        for start in range(last - last % _PACKED, first - 1, -_PACKED):
+            tokens = _tokens_at(data, start)
             if tokens:
                 yield tokens
                 break
 
 
-def _tokens_at(data: bytes, start: int, digits: int) -> _Tokens | None:
-    """Return the kallsyms token table at the offset `start`, or None if there is no such table.
+def _starts(data: bytes, digits: int) -> tuple[int, int]:
+    """Return the first and the last offset at which a token table may start.
 
     `digits`: offset of the token for "0". This must be token 48 of the table, because 48 is the code of "0".
+    So 48 zeros must precede it.
+    """
+    least = max(digits - _TOKEN_TABLE_LIMIT + 1, 0)
+    last = digits
+    for _ in range(_FIRST_DIGIT):
+        last = data.rfind(b"\0", least, last)
+        if last < 0:
+            return 0, -1
+    return max(data.rfind(b"\0", least, last) + 1, least), last
+
+
+def _tokens_at(data: bytes, start: int) -> _Tokens | None:
+    """Return the kallsyms token table at the offset `start`, or None if there is no such table.
+
     After the table, there must be the index of its tokens (kallsyms_token_index).
     """
-    if data.count(b"\0", start, digits) != _FIRST_DIGIT:
-        return None
     texts = tuple(data[start : start + _TOKEN_TABLE_LIMIT].split(b"\0", _TOKENS)[:_TOKENS])
     if len(texts) < _TOKENS:
         return None

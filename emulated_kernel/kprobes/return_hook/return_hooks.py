@@ -271,6 +271,7 @@ class ReturnHooks:
         if not caller:
             return self._lost(regs, calls)
         regs.ip = caller
+        shows_caller = len(calls) > 1 and self._shows_caller
         for call in calls:
             if call.frame != frame:
                 _log.warning("a hooked function returned with its stack pointer at %#x", frame)
@@ -278,9 +279,21 @@ class ReturnHooks:
             hook = self._hooks.get(call.hook)
             if hook is not None:
                 count(self.stack.counters[call.hook], RETURNED, 1)
-                hook.handler(_instance(hook, call, task), regs)
+                shown = call._replace(ret_addr=caller) if shows_caller else call
+                hook.handler(_instance(hook, shown, task), regs)
         self.stack.pop(task, len(calls))
         return caller
+
+    @property
+    def _shows_caller(self) -> bool:
+        """Whether all instances of a returning call have the real return address.
+
+        Otherwise, those of newer hooks of the same call have the address of the trampoline. A distribution's
+        kernel with rethooks does that with each shadow stack.
+        Mirrors: kernel/kprobes.c:__kretprobe_trampoline_handler, kernel/trace/rethook.c (v6.12)
+        """
+        has_rethooks = "task_struct.rethooks" in self._abi and "rethook_flush_trap" not in self._abi
+        return isinstance(self.stack, KretprobeInstTable) and not has_rethooks
 
     def _run_asm_handlers(
         self, regs: Any, frame: int, /, *, in_frame: bool, on_return: Callable[[Any], object]

@@ -48,20 +48,34 @@ class Arm64TrapHooks(TrapHooks):
         self._hook_natively(HOOK_INTR, INTR_CALLBACK(self._make_interrupt_callback()))
 
     def _make_interrupt_callback(self) -> Callable[..., object]:
-        return self._guarded(self._exception)
+        """Return the callback for exceptions, a closure, because each attribute look-up slows down hits."""
+        find = self.breakpoints.find
+        regs = self.regs
+        guest_callers = self.guest_callers
+        handler_time = self.handler_time
 
-    def _exception(self, vector: int) -> None:
-        state = self._syndrome
-        if vector == BRK_EXCEPTION:
-            regs = self.regs
-            ip = regs.ip
-            handler = self.breakpoints.find(ip)
-            if handler is not None:
+        def interrupt(engine: int, vector: int, data: int) -> None:
+            if handler_time.is_measured:
+                handler_time.measure(interrupt, engine, vector, data)
+                return
+            try:
+                ip = regs.ip
+                handler = find(ip) if vector == BRK_EXCEPTION else None
+                if handler is None:
+                    self._exception(vector)
+                    return
                 regs.ip = ip + _SIZE
-                if self.guest_callers:
+                if guest_callers:
                     self.defer(handler)
                 else:
                     handler(regs)
-                return
+            except BaseException as error:
+                self._park(error)
+
+        handler_time.callbacks.add(interrupt.__code__)
+        return interrupt
+
+    def _exception(self, vector: int) -> None:
+        state = self._syndrome
         address = int(state.bad_address[0]) if vector in _ABORTS else 0
         self.raise_exception(fault(self.regs.ip, state.take(), address))

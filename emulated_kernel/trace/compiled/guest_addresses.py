@@ -92,8 +92,6 @@ class GuestAddresses:
 
     Time and length of the event are the arguments of RecordTarget.make_room.
     """
-    turns_pages: bool
-    """Whether guest code can call the code at NEXT_PAGE before it calls RecordTarget.make_room."""
     scratch: int
     """Per-CPU offset of the scratch memory of SCRATCH_SIZE bytes, in which guest code assembles an entry."""
     breakpoint_context: tuple[int, int] | None

@@ -41,12 +41,11 @@ class GuestRecords(TaskObserver):
         clock: GuestClock,
         damage: DamageReports,
         budget: MemoryBudget,
-        compile_next_page: Callable[[int], int | None] | None,
+        compile_next_page: Callable[[int], int | None],
     ) -> None:
         """Allocate the memory of each CPU.
 
-        `compile_next_page`: compiles the code of next_page.py for requests at a per-CPU offset. If it is
-        None, guest code asks the host for each page of a ring buffer.
+        `compile_next_page`: compiles the code of next_page.py for requests at a per-CPU offset.
         """
         self._cells = cells
         self.budget = budget
@@ -174,7 +173,6 @@ class GuestRecords(TaskObserver):
             has_interrupt_mask=has_mask,
             last_pid=self._last_pid_at,
             request=self._request_at,
-            turns_pages=self._compile_next_page is not None,
             scratch=self._scratch_at,
             breakpoint_context=breakpoint_context,
             save_comm=self._save_comm,
@@ -228,7 +226,7 @@ class GuestRecords(TaskObserver):
         def make_room() -> bool:
             cpu = current()
             request = requests[cpu]
-            if not request[NEXT_PAGE >> 3] and self._compile_next_page is not None:
+            if not request[NEXT_PAGE >> 3]:
                 self._set_next_page(self._compile_next_page(self._request_at) or 0)
             return buffers[cpu].make_room(request[LENGTH >> 3], request[TIME >> 3])
 

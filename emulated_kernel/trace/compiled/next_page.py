@@ -16,6 +16,8 @@ from emulated_kernel.arch.program.ir import (
     Compute,
     ComputeImmediate,
     Condition,
+    IncreasePerCpu,
+    Jump,
     Label,
     Load,
     LoadPerCpu,
@@ -30,8 +32,6 @@ from emulated_kernel.kprobes.codegen.compiler import Compiler
 from emulated_kernel.trace.ring.buffer_page import MAX_ORDER, PADDING, PAGE_HEADER_SIZE, TIME_EVENT_SIZE
 from emulated_kernel.trace.ring.ring_layout import SLOTS, RingFlag, offset_of
 
-WORD: Final = 8
-"""Size in bytes of a word; guests with smaller words always ask the host."""
 TIME: Final = 0
 """Offset of the time stamp of the event that needs room, in the words of a request for room."""
 LENGTH: Final = 8
@@ -43,12 +43,17 @@ NEXT_PAGE: Final = 24
 _SLOT = 40
 _TARGET = 48
 _HEAD = 56
-_LOST = 64
-_GROWTH = 72
-REQUEST_SIZE: Final = 80
+_OVERRUN = 64
+_ENTRIES = 72
+_ENTRIES_BYTES = 80
+REQUEST_SIZE: Final = 88
 """Size in bytes of the words of a request for room."""
 
-_TABLE = SLOTS * WORD
+_CELL = 8
+"""Size in bytes of a word of a control block, and of a request."""
+_COUNTERS = (("overrun", _OVERRUN), ("entries", _ENTRIES), ("entries_bytes", _ENTRIES_BYTES))
+"""Words of the control block that the step increases, and where their new values are kept."""
+_TABLE = SLOTS * _CELL
 """Offset of the ring slots from the address of the buffer's memory, in bytes."""
 _PAGE_BITS = 12
 """Number of bits of an offset in a sub-buffer of order 0."""
@@ -70,7 +75,7 @@ _TEMP = 6
 """Number of the virtual register for temporary values."""
 
 
-def compile_next_page(compiler: Compiler, request: int) -> int | None:
+def compile_next_page(compiler: Compiler, word_size: int, request: int) -> int | None:
     """Compile the step to the next sub-buffer; return its address, or None if there is no room for the code.
 
     `request`: per-CPU offset of the words of a request for room.
@@ -78,7 +83,7 @@ def compile_next_page(compiler: Compiler, request: int) -> int | None:
     if not compiler.may_compile:
         return None
     builder = ProgramBuilder()
-    NextPageEmitter(builder, request).emit()
+    NextPageEmitter(builder, word_size, request).emit()
     code = compiler.routine(builder)
     return None if code is None else code.entry
 
@@ -86,12 +91,13 @@ def compile_next_page(compiler: Compiler, request: int) -> int | None:
 class NextPageEmitter:
     """Emits the step to the next sub-buffer.
 
-    There is no branch between the first and the last store that readers see. A run of the guest ends between
-    two blocks of translated code, so it does not end within the step.
+    There is no branch between the first and the last store that readers see, because a run of the guest ends
+    between two blocks of translated code.
     """
 
-    def __init__(self, builder: ProgramBuilder, request: int) -> None:
-        """Store the per-CPU offset of the words of a request for room."""
+    def __init__(self, builder: ProgramBuilder, word_size: int, request: int) -> None:
+        """Store the guest's word size, and the per-CPU offset of the words of a request for room."""
+        self._word = word_size
         self._builder = builder
         self._emit = builder.emit
         self._request = request
@@ -99,7 +105,7 @@ class NextPageEmitter:
     def emit(self) -> None:
         """Emit the code. It ends without changes if the step needs the host."""
         refused = self._builder.label()
-        self._emit(LoadPerCpu(_RING, self._request + CONTROL, WORD))
+        self._emit(LoadPerCpu(_RING, self._request + CONTROL, self._word))
         self._leave_old_page(refused)
         self._find_target(refused)
         self._find_changes(refused)
@@ -107,16 +113,35 @@ class NextPageEmitter:
         self._builder.place(refused)
 
     def _load(self, dst: int, word: str) -> Load:
-        return Load(dst, _RING, offset_of(word), WORD)
+        return Load(dst, _RING, offset_of(word), self._word)
 
-    def _store(self, word: str, src: int) -> Store:
-        return Store(_RING, offset_of(word), src, WORD)
+    def _store(self, word: str, src: int) -> None:
+        self._store_cell(_RING, offset_of(word), src)
 
-    def _keep(self, word: int, src: int) -> StorePerCpu:
-        return StorePerCpu(self._request + word, src, WORD)
+    def _store_cell(self, base: int, offset: int, src: int) -> None:
+        """Emit code that stores a register, zero-extended, in 8 bytes."""
+        self._emit(Store(base, offset, src, self._word))
+        if self._word < _CELL:
+            self._emit(StoreImmediate(base, offset + self._word, 0, self._word))
 
-    def _kept(self, dst: int, word: int) -> LoadPerCpu:
-        return LoadPerCpu(dst, self._request + word, WORD)
+    def _keep(self, cell: int, src: int) -> StorePerCpu:
+        return StorePerCpu(self._request + cell, src, self._word)
+
+    def _kept(self, dst: int, cell: int, at: int = 0) -> LoadPerCpu:
+        return LoadPerCpu(dst, self._request + cell + at, self._word)
+
+    def _store_kept(self, base: int, offset: int, cell: int) -> None:
+        """Emit code that stores 8 bytes of the request. It overwrites _TEMP."""
+        for at in range(0, _CELL, self._word):
+            self._emit(self._kept(_TEMP, cell, at), Store(base, offset + at, _TEMP, self._word))
+
+    def _keep_word(self, cell: int, word: str) -> None:
+        """Emit code that copies a word of the control block to the request. It overwrites _TEMP."""
+        for at in range(0, _CELL, self._word):
+            self._emit(Load(_TEMP, _RING, offset_of(word) + at, self._word), self._keep(cell + at, _TEMP))
+
+    def _increase(self, cell: int, src: int) -> IncreasePerCpu:
+        return IncreasePerCpu(self._request + cell, src)
 
     def _to_page(self, register: int, spare: int) -> None:
         """Emit code that turns the number of a page into its address. _TEMP receives the bits of its size."""
@@ -193,7 +218,7 @@ class NextPageEmitter:
         emit(self._load(_COUNTS, "base"), Move(_PAGE, _PLACE))
         self._to_entry(_PAGE, _COUNTS)
         emit(
-            Load(_PAGE, _PAGE, _TABLE, WORD),
+            Load(_PAGE, _PAGE, _TABLE, self._word),
             Branch(Condition.ABOVE, _PAGE, _TEMP, refused),
             self._keep(_SLOT, _PLACE),
             self._keep(_TARGET, _PAGE),
@@ -202,16 +227,18 @@ class NextPageEmitter:
         )
 
     def _find_changes(self, refused: Label) -> None:
-        """Emit code that keeps the head slot, the number of lost events, and the growth in bytes.
+        """Emit code that keeps the new values of the head slot and of the counters.
 
         If the next page is the oldest unread one, its events are lost, and the head is the page after it.
         """
         emit = self._emit
+        for word, cell in _COUNTERS:
+            self._keep_word(cell, word)
         free = self._builder.label()
+        ready = self._builder.label()
         emit(
-            SetImmediate(_TEMP, 0),
-            self._keep(_LOST, _TEMP),
-            self._keep(_GROWTH, _CAPACITY),
+            self._load(_TEMP, "tail_entries"),
+            self._increase(_ENTRIES, _TEMP),
             self._load(_TEMP, "head_slot"),
             self._keep(_HEAD, _TEMP),
             Branch(Condition.NE, _PLACE, _TEMP, free),
@@ -227,24 +254,21 @@ class NextPageEmitter:
         emit(self._keep(_HEAD, _PLACE), self._kept(_PAGE, _TARGET))
         self._to_page(_PAGE, _PLACE)
         emit(
-            Load(_TEMP, _PAGE, WORD, WORD),
+            Load(_TEMP, _PAGE, _CELL, self._word),
             Branch(Condition.ABOVE, _TEMP, _CAPACITY, refused),
             Move(_PLACE, _CAPACITY),
             Compute(Arithmetic.SUB, _PLACE, _TEMP),
-            self._keep(_GROWTH, _PLACE),
+            self._increase(_ENTRIES_BYTES, _PLACE),
             self._kept(_PAGE, _TARGET),
         )
         self._to_entry(_PAGE, _COUNTS)
-        emit(Load(_TEMP, _PAGE, _TABLE, WORD), self._keep(_LOST, _TEMP))
+        emit(Load(_TEMP, _PAGE, _TABLE, self._word), self._increase(_OVERRUN, _TEMP), Jump(ready))
         self._builder.place(free)
-
-    def _add(self, word: str, register: int, spare: int) -> None:
-        self._emit(
-            self._load(spare, word), Compute(Arithmetic.ADD, spare, register), self._store(word, spare)
-        )
+        emit(self._increase(_ENTRIES_BYTES, _CAPACITY))
+        self._builder.place(ready)
 
     def _set(self, word: str, value: int) -> None:
-        self._emit(StoreImmediate(_RING, offset_of(word), value, WORD))
+        self._emit(StoreImmediate(_RING, offset_of(word), value, _CELL))
 
     def _change(self) -> None:
         """Emit code that makes the next page the tail page, which begins at the time of the request.
@@ -253,38 +277,27 @@ class NextPageEmitter:
         """
         emit = self._emit
         self._set("changing", 1)
-        emit(Store(_OLD, WORD, _CAPACITY, WORD), self._load(_PAGE, "tail_page"))
+        self._store_cell(_OLD, _CELL, _CAPACITY)
+        emit(self._load(_PAGE, "tail_page"))
         self._to_entry(_PAGE, _COUNTS)
-        emit(
-            self._load(_TEMP, "tail_entries"),
-            Store(_PAGE, _TABLE, _TEMP, WORD),
-            self._kept(_PLACE, _HEAD),
-            self._store("head_slot", _PLACE),
-            self._kept(_PLACE, _LOST),
-        )
-        self._add("overrun", _PLACE, _PAGE)
-        self._add("entries", _TEMP, _PAGE)
-        emit(self._kept(_TEMP, _GROWTH))
-        self._add("entries_bytes", _TEMP, _PAGE)
+        emit(self._load(_TEMP, "tail_entries"))
+        self._store_cell(_PAGE, _TABLE, _TEMP)
+        emit(self._kept(_TEMP, _HEAD))
+        self._store("head_slot", _TEMP)
+        for word, cell in _COUNTERS:
+            self._store_kept(_RING, offset_of(word), cell)
         self._set("tail_entries", 0)
         emit(self._kept(_PAGE, _TARGET), Move(_OLD, _PAGE))
         self._to_page(_OLD, _PLACE)
-        emit(
-            self._kept(_TEMP, TIME),
-            Store(_OLD, 0, _TEMP, WORD),
-            StoreImmediate(_OLD, WORD, 0, WORD),
-            Move(_PLACE, _PAGE),
-        )
+        self._store_kept(_OLD, 0, TIME)
+        emit(StoreImmediate(_OLD, _CELL, 0, _CELL), Move(_PLACE, _PAGE))
         self._to_entry(_PLACE, _COUNTS)
-        emit(
-            StoreImmediate(_PLACE, _TABLE, 0, WORD),
-            self._kept(_PLACE, _SLOT),
-            self._store("tail_slot", _PLACE),
-            self._store("tail_page", _PAGE),
-            ComputeImmediate(Arithmetic.ADD, _OLD, PAGE_HEADER_SIZE),
-            self._store("parked_ptr", _OLD),
-            self._store("write_stamp", _TEMP),
-            self._store("write_ptr", _OLD),
-        )
+        emit(StoreImmediate(_PLACE, _TABLE, 0, _CELL), self._kept(_PLACE, _SLOT))
+        self._store("tail_slot", _PLACE)
+        self._store("tail_page", _PAGE)
+        emit(ComputeImmediate(Arithmetic.ADD, _OLD, PAGE_HEADER_SIZE))
+        self._store("parked_ptr", _OLD)
+        self._store_kept(_RING, offset_of("write_stamp"), TIME)
+        self._store("write_ptr", _OLD)
         self._set("changing", 0)
         emit(SetImmediate(_TEMP, 0), self._keep(LENGTH, _TEMP))

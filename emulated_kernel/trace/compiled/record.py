@@ -344,16 +344,15 @@ class RecordEmitter:
             emit(StorePerCpu(length_at, _LENGTH, self._word))
         else:
             emit(SetImmediate(TEMP, length), StorePerCpu(length_at, TEMP, self._word))
-        if self._places.turns_pages:
-            not_compiled = self._builder.label()
-            emit(
-                BranchPerCpu(Condition.EQ, request + NEXT_PAGE, self._word, 0, not_compiled),
-                *load_base(TEMP, self._places.this_cpu_off, target.control_at, self._word),
-                StorePerCpu(request + CONTROL, TEMP, self._word),
-                CallPerCpu(request + NEXT_PAGE),
-                BranchPerCpu(Condition.EQ, length_at, 4, 0, again),
-            )
-            self._builder.place(not_compiled)
+        not_compiled = self._builder.label()
+        emit(
+            BranchPerCpu(Condition.EQ, request + NEXT_PAGE, self._word, 0, not_compiled),
+            *load_base(TEMP, self._places.this_cpu_off, target.control_at, self._word),
+            StorePerCpu(request + CONTROL, TEMP, self._word),
+            CallPerCpu(request + NEXT_PAGE),
+            BranchPerCpu(Condition.EQ, length_at, 4, 0, again),
+        )
+        self._builder.place(not_compiled)
         self._builder.call_host(target.make_room, dropped)
 
     def header(self, pointer: int, space: EventSpace) -> None:

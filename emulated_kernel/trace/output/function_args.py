@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from emulated_kernel.image.linux.btf import Btf, Kind, Member
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.util.errors import KernelError
 
+if TYPE_CHECKING:
+    from emulated_kernel.image.linux.btf import Btf, Member
+
 COUNT = 6
 """Number of words in a record of a call with arguments. Mirrors: FTRACE_REGS_MAX_ARGS (v7.2)."""
-_HAS_VALUE_AS_IS = (Kind.VOID, Kind.PTR)
 
 
 class FunctionArgs:
@@ -65,12 +67,15 @@ class FunctionArgs:
 
         Return the number of words that the value has.
         """
+        # Imported here, because most mounts show no arguments.
+        from emulated_kernel.image.linux.btf import Kind
+
         type_ = btf.resolve(parameter.type)
         kind = btf.kind(type_)
         value = words[0]
         signed = value - (value >> 8 * self._word - 1 << 8 * self._word)
         yield f"{parameter.name}="
-        if kind in _HAS_VALUE_AS_IS:
+        if kind in (Kind.VOID, Kind.PTR):
             yield f"{'?' if kind is Kind.VOID else ''}{value:#x}"
         elif kind is Kind.INT:
             yield str(signed) if btf.int_encoding(type_)[0] else f"{value:#x}"

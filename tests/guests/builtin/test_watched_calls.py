@@ -265,6 +265,18 @@ def test_a_poke_reads_no_words_if_too_many_are_patched() -> None:
         assert words.read == few
 
 
+def test_all_functions_in_a_patched_word_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Kernel() as kernel:
+        text = kernel.machine.text
+        start = next(start for start, _end in kernel.image.text_ranges)
+        kinds = {start: 1, start + 3: 2, start + 9: 4}
+        monkeypatch.setattr(FunctionCalls, "of", lambda _self, address: kinds.get(address, 0))
+        watched = WatchedCalls(text, kernel.image)
+        text.poke_batch((address, b"\xcc") for address in kinds)
+        assert len(text.ledger.words) == 1
+        assert [watched.include(kind) for kind in (1, 2, 4, 8)] == [True, True, True, False]
+
+
 def test_all_calls_are_watched_with_a_module() -> None:
     """Its code may be called from anywhere in the kernel."""
     with Kernel(MachineConfig(), ScriptedWatch(comms={FIRST_PID: "client"})) as kernel:

@@ -51,4 +51,5 @@ def check_model_clock(counting: LinuxEngine, unit: int) -> None:
     served.close()
     assert len(counts) == 4
     assert len(rest) == 1
-    assert rest.pop() >= TRAP_NS + HANDLER_NS
+    # The return enters Python, and the end of the entry's step may be a trap without Python.
+    assert TRAP_NS + HANDLER_NS <= rest.pop() < 2 * (TRAP_NS + HANDLER_NS)

@@ -33,7 +33,7 @@ from emulated_kernel.guests.linux.initramfs import BUFFER
 from emulated_kernel.guests.linux.pc.emulated_cpuid import emulated_cpuid
 from emulated_kernel.guests.linux.pc.linux_cpu import PRODUCTION_MODEL
 from emulated_kernel.image.linux.cpu_features import feature_numbers
-from emulated_kernel.image.linux.linux_kernel import ReturnThunks, open_kernel
+from emulated_kernel.image.linux.linux_kernel import ReturnThunks
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
@@ -41,7 +41,7 @@ from kprobefs.cli.main import main
 from kprobefs.daemon.backends import build_kernel
 from kprobefs.mount_options import MountOptions
 from kprobefs.plan.planned_kernel import planned_kernel
-from tests.guests.linux import debian_kernel
+from tests.guests.linux import debian_kernel, probing
 from tests.guests.linux.files import Files
 
 RECORDED = sorted(Path(__file__).with_name("cpus").glob("*.cpu"))
@@ -327,8 +327,8 @@ def test_a_kernel_keeps_the_features_of_fast_copies(image: Path, name: str) -> N
     } == copies & shown.cpu.features
 
 
-def test_bits_of_cpuid_have_the_kernels_names(image: Path) -> None:
-    numbers = feature_numbers(open_kernel(str(image)))
+def test_bits_of_cpuid_have_the_kernels_names() -> None:
+    numbers = feature_numbers(probing.kernel())
     shared = [name for name in BITS if name in numbers and BITS[name][:3] in WORDS]
     assert len(shared) > 100
     for name in shared:
@@ -336,8 +336,8 @@ def test_bits_of_cpuid_have_the_kernels_names(image: Path) -> None:
         assert numbers[name] == 32 * WORDS[leaf, subleaf, register] + bit, name
 
 
-def test_the_sites_of_rdmsr_are_instructions(image: Path) -> None:
-    kernel = open_kernel(str(image))
+def test_the_sites_of_rdmsr_are_instructions() -> None:
+    kernel = probing.kernel()
     sites = rdmsr_sites(kernel)
     assert kernel.kallsyms.lookup_name("native_read_msr") is not None
     assert len(sites) > 10

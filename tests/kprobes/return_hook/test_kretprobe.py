@@ -187,7 +187,10 @@ def test_entry_handler_decides(kernel: Kernel) -> None:
 
 
 def test_several_on_one_function(kernel: Kernel) -> None:
-    """The oldest one's handler runs first; but for the last one, the caller they see is the trampoline."""
+    """The oldest one's handler runs first; but for the last one, the caller they see is the trampoline.
+
+    With the table of Linux before rethooks, all handlers see the caller.
+    """
     seen: Seen = []
     for number in range(3):
         kernel.register_kretprobe(
@@ -201,9 +204,10 @@ def test_several_on_one_function(kernel: Kernel) -> None:
     assert kernel.call("gcd", 12, 18) == 6
     caller = seen[-1][1]
     assert caller != "trampoline"
+    older = caller if kernel.kretprobes.hooks.return_hook == "instances" else "trampoline"
     assert seen == [
-        (0, "trampoline", caller, 6),
-        (1, "trampoline", caller, 6),
+        (0, older, caller, 6),
+        (1, older, caller, 6),
         (2, caller, caller, 6),
     ]
 

@@ -251,8 +251,6 @@ class Guest:
         way: EntryKind = EntryKind.JUMP,
         arch: str = "x86_64",
         layout: Layout = LAYOUTS[0],
-        *,
-        turns_pages: bool = True,
     ) -> None:
         self.way = way
         self.layout = layout
@@ -286,13 +284,12 @@ class Guest:
             softirq_mask=0xFF00,
             last_pid=0x30,
             request=_REQUEST,
-            turns_pages=turns_pages and self.word == 8,
             scratch=_SCRATCH,
             breakpoint_context=None if layout.has_interrupt_mask else (0x48, 0xFF),
             save_comm=self._save_comm,
             new_counter=lambda: None,
         )
-        memory.word(target.per_cpu + _REQUEST + NEXT_PAGE, turns_pages)
+        memory.word(target.per_cpu + _REQUEST + NEXT_PAGE, 1)
         memory.word(target.clock, self.now)
         memory.word(target.clock + 8, STEP)
         memory.word(target.per_cpu + 0x18, target.per_cpu, self.word)
@@ -377,9 +374,11 @@ class Guest:
     def _next_page(self, _address: int) -> None:
         """Run the code that CallPerCpu calls, with virtual registers of its own."""
         builder = ProgramBuilder()
-        NextPageEmitter(builder, self.places.request).emit()
+        NextPageEmitter(builder, self.word, self.places.request).emit()
         memory = Numbers(self.memory)
-        Interpreter(64, {}, memory, self.target.per_cpu, lambda _number: False).run(builder.program())
+        Interpreter(8 * self.word, {}, memory, self.target.per_cpu, lambda _number: False).run(
+            builder.program()
+        )
 
 
 def recordings(compiled: CompiledEvent) -> tuple[Recording, ...]:

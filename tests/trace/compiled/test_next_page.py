@@ -23,8 +23,8 @@ from emulated_kernel.trace.ring.ring_layout import (
 from tests.arch.program_model import Interpreter, Regions
 from tests.sample import fewer
 
-PAGES_AT, PER_CPU, CONTROL_AT = 0xFFFFC98000001000, 0xFFFFFFFF81100000, 0x400
-"""The buffer's memory does not begin at a multiple of the larger pages."""
+PAGES_AT, PER_CPU, CONTROL_AT = 0xE0001000, 0xC1100000, 0x400
+"""Addresses that fit into 4 bytes. The buffer's memory does not begin at a multiple of the larger pages."""
 
 
 class Watched(Regions):
@@ -41,7 +41,8 @@ class Watched(Regions):
 class GuestRing:
     """A ring buffer whose tail guest code moves, and one that the host writes, with the same events."""
 
-    def __init__(self, pages: int, *, overwrite: bool = True, order: int = 0) -> None:
+    def __init__(self, pages: int, bits: int, *, overwrite: bool = True, order: int = 0) -> None:
+        self.bits = bits
         self.order = order
         size = memory_size(pages, order)
         self.memory = Watched({PAGES_AT: bytes(size), PER_CPU: bytes(CONTROL_AT + CONTROL_SIZE)})
@@ -68,10 +69,10 @@ class GuestRing:
         for word, value in ((TIME, time), (LENGTH, length), (CONTROL, PER_CPU + CONTROL_AT)):
             self.memory.areas[PER_CPU][word : word + 8] = value.to_bytes(8, "little")
         builder = ProgramBuilder()
-        NextPageEmitter(builder, 0).emit()
+        NextPageEmitter(builder, self.bits // 8, 0).emit()
         stray = [0xDEAD0000 + number for number in range(7)]
-        Interpreter(64, {}, self.memory, PER_CPU, lambda _number: False, stray).run(builder.program())
-        return not self.memory.read(PER_CPU + LENGTH, 8)
+        Interpreter(self.bits, {}, self.memory, PER_CPU, lambda _number: False, stray).run(builder.program())
+        return not self.memory.read(PER_CPU + LENGTH, 4)
 
     def write(self, payload: bytes, time: int) -> bool:
         """Write an event to both buffers, as ring_layout.py says that guest code does it."""
@@ -113,12 +114,15 @@ def switch(buffer: RingBuffer, name: str, value: bool) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-@pytest.mark.parametrize("seed", range(fewer(40, 6)))
+@pytest.mark.parametrize("seed", range(fewer(40, 8)))
 def test_both_buffers_are_equal_after_each_operation(seed: int, overwrite: bool) -> None:
     rng = random.Random(seed)
-    ring = GuestRing(rng.choice((2, 3, 5)), overwrite=overwrite, order=seed % 3 // 2)
+    ring = GuestRing(rng.choice((2, 3, 5)), (64, 32)[seed % 2], overwrite=overwrite, order=seed % 3 // 2)
     sizes = rng.choice(((90, 196, 300), (900,), (20, 24, 2000), (192,)))
-    now = 1 << 20
+    # The time and the counters exceed 4 bytes.
+    now = (1 << 32) - 1000
+    for ring_of in (ring.guest, ring.host):
+        RingControl.from_buffer(ring_of.place.control_block).entries_bytes = (1 << 32) - 2000
     for _ in range(400):
         now += rng.choice((1, 50, 1000, 1000, (1 << 27) - 1, 1 << 27, -5))
         roll = rng.random()
@@ -145,9 +149,10 @@ def test_both_buffers_are_equal_after_each_operation(seed: int, overwrite: bool)
     assert list(ring.guest) == list(ring.host)
 
 
+@pytest.mark.parametrize("bits", [64, 32])
 @pytest.mark.parametrize("order", [0, 1])
-def test_the_host_is_asked_for_the_first_page_only(order: int) -> None:
-    ring = GuestRing(3, order=order)
+def test_the_host_is_asked_for_the_first_page_only(order: int, bits: int) -> None:
+    ring = GuestRing(3, bits, order=order)
     for number in range(5000):
         ring.write(number.to_bytes(8, "little") + bytes(8), 1000 + number)
     ring.same()
@@ -158,7 +163,7 @@ def test_the_host_is_asked_for_the_first_page_only(order: int) -> None:
 
 def test_a_full_buffer_that_must_not_overwrite_asks_the_host_for_each_event() -> None:
     """The host counts the events that it drops."""
-    ring = GuestRing(2, overwrite=False)
+    ring = GuestRing(2, 64, overwrite=False)
     recorded = sum(ring.write(bytes(16), 1000 + number) for number in range(1000))
     ring.same()
     assert ring.guest.stats().dropped_events == 1000 - recorded > 0
@@ -166,10 +171,11 @@ def test_a_full_buffer_that_must_not_overwrite_asks_the_host_for_each_event() ->
     assert ring.turned == 1
 
 
-def test_an_end_between_any_two_stores() -> None:
+@pytest.mark.parametrize("bits", [64, 32])
+def test_an_end_between_any_two_stores(bits: int) -> None:
     """A process that ends within the step loses no event, and recovery finds no damage."""
     rng = random.Random(7)
-    ring = GuestRing(3)
+    ring = GuestRing(3, bits)
     images: list[tuple[bytes, bytes]] = []
     areas = ring.memory.areas
     ring.memory.before = lambda: images.append((bytes(areas[PER_CPU]), bytes(areas[PAGES_AT])))
@@ -195,12 +201,13 @@ _GEOMETRY = ("base", "nr_pages", "order", "first_page")
 VALUES = (0, 1, 3, 4, 31, 4095, 1 << 31, 0x1234_5678_9ABC_DEF0, (1 << 64) - 1)
 
 
-def test_damaged_words_do_not_lead_out_of_the_buffer() -> None:
+@pytest.mark.parametrize("bits", [64, 32])
+def test_damaged_words_do_not_lead_out_of_the_buffer(bits: int) -> None:
     """The interpreter refuses accesses outside of the buffer's memory and control block."""
     words = [name for name, *_ in RingControl._fields_ if name not in (*_GEOMETRY, "reserved")]
     places = [(PER_CPU, CONTROL_AT + offset_of(word)) for word in words]
     places += [(PAGES_AT, 8 * (SLOTS + index)) for index in range(3 + 4)]
-    ring = GuestRing(3)
+    ring = GuestRing(3, bits)
     for number in range(60):
         ring.write(bytes(204), 1000 + number)
     intact = {area: bytes(data) for area, data in ring.memory.areas.items()}
