@@ -81,8 +81,8 @@ class Guest:
         """Make a task read a control file, and return the data.
 
         `produce`: function that is called during the task's vfs_read, and returns the data. `number`: the
-        number of the descriptor in the client's process; None if it is unknown or no probe can see it. `wanted`: the file
-        that the client reads, if `fd` belongs to another file; see Request.
+        number of the descriptor in the client's process; None if it is unknown or no probe can see it.
+        `wanted`: the file that the client reads, if `fd` belongs to another file; see Request.
         Raises: WouldBlock (`produce` has raised it, and the task sleeps; the same call of this method
             resumes the task).
         """
@@ -195,7 +195,8 @@ class Guest:
 
         If the current task cannot make a system call, init closes it. FUSE does not report which process
         closes a file, but usually it is the process that ran last. `number`: the descriptor's number in
-        that process, which the guest's close(2) gets as its argument; None if it is unknown or no probe can see it.
+        that process, which the guest's close(2) gets as its argument; None if it is unknown or no probe can
+        see it.
         """
         task = self.runner.at_hand or self.processes.init
         if number is None:

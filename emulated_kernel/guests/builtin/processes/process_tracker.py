@@ -209,8 +209,8 @@ class ProcessTracker(TaskObserver):
     def _exits(self, client: int) -> None:
         """Replay at most MAX_EXITS queued exits in the guest, oldest first.
 
-        `client`: pid of the process that makes the request. If an earlier process had this pid, replay its
-        exit first, in addition.
+        `client`: the guest's pid of the process that makes the request. If an earlier process had this pid,
+        replay its exit first, in addition.
         """
         for pid in [client, *list(self._ended)[:MAX_EXITS]]:
             if pid in self._ended:
