@@ -363,8 +363,8 @@ class Arch(ABC):
     def frame_insns(self, code: bytes, addr: int, *, switches_stack: bool) -> Iterator[tuple[int, FrameInsn]]:
         """Iterate over a function's instructions: address, and effect on the function's stack frame.
 
-        `switches_stack`: the function loads the stack pointer from memory. It returns on another stack, which
-        this same function left earlier; see `stack_switches`.
+        `switches_stack`: the function is one of `stack_switches`. It loads the stack pointer from memory,
+        and returns on another stack, which an earlier call of the function has left.
         """
 
     @abstractmethod

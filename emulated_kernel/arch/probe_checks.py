@@ -51,7 +51,7 @@ class OptimizationPolicy(Generic[Analysis]):
     beyond: OptimizationPolicy[Analysis] | None = None
     """Policy that is asked next if this policy rejects a jump in a function that ftrace knows.
 
-    That policy may have a `beyond` policy, too. The restriction to functions that ftrace knows excludes
+    The next policy may have a `beyond` policy, too. The restriction to functions that ftrace knows excludes
     assembly, such as the trampolines of ftrace and of static calls. The kernel rewrites calls in these
     trampolines while it runs, and no table lists these calls.
     """
@@ -63,7 +63,8 @@ class OptimizationPolicy(Generic[Analysis]):
     reasons: Callable[[Any, AnalyzedFunction[Analysis]], dict[int, RejectReason | None]] | None = None
     """Faster implementation of ProbeChecker.reasons(), for a whole function; None if there is none.
 
-    It takes a probe checker of the architecture, and a function without blacklisted addresses.
+    The implementation takes a probe checker of the architecture, and a function without blacklisted
+    addresses.
     """
     pairs: Callable[[Analysis], int] | None = None
     """Analysis -> number of instructions that the authors of the policy count as optimizable.
@@ -196,15 +197,16 @@ class ProbeChecker(ABC, Generic[Analysis]):
         """Iterate over (target, source) of all bit patterns in `code` that look like direct branches.
 
         `addr`: address of `code`. Patterns may start in the middle of an instruction. `window`: range of
-        addresses; branches to other addresses may be omitted. If it is None, no branch may be omitted.
+        addresses; branches to other addresses may be omitted. If the window is None, no branch may be
+        omitted.
         """
 
     @abstractmethod
     def possible_addresses(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
         """Iterate over (target, source) of all bit patterns in `code` that may take an address of text.
 
-        `addr`: address of `code`. `window`: range of targets; other targets may be omitted. If it is None, no
-        target may be omitted.
+        `addr`: address of `code`. `window`: range of targets; other targets may be omitted. If the window
+        is None, no target may be omitted.
         """
 
     @abstractmethod
@@ -286,7 +288,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return replace(where, offset=where.offset + entry - addr), True
 
     def is_entry_site(self, where: Location) -> bool:
-        """Return True if the fentry site at `where` belongs to the function that contains it.
+        """Return True if the fentry site at `where` is at the function's start, or after its landing pad.
 
         Linux: the fentry site of a discarded weak function lies in the function before it.
         Mirrors: kernel/trace/ftrace.c:test_for_valid_rec (v6.1)

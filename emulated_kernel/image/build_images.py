@@ -230,9 +230,9 @@ def write(arch: str) -> int:
 def write_image(arch: str, output: Path, *, has_lines: bool = False) -> int:
     """Build an image into a file that `--image` accepts, and return exit status 0.
 
-    `has_lines`: the file has debugging information, too. The code does not depend on it.
-    The argument counts of the image's functions are written to another file in the same directory. If pahole
-    is installed, the kernel's types (BTF) are written to a third file there.
+    `has_lines`: the file has debugging information, too. The code does not depend on `has_lines`. The
+    argument counts of the image's functions are written to another file in the directory of `output`. If
+    pahole is installed, the kernel's types (BTF) are written to a third file in this directory.
     """
     built = build(arch, f" {_DEBUG_FLAGS}" if has_lines else "")
     _write_files(built, output)

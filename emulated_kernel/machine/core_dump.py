@@ -11,7 +11,7 @@ from emulated_kernel.util.abi import PAGE_SIZE, Prot
 from emulated_kernel.util.config import ELF_MACHINES
 
 RAM_OFFSET = 1 << 20
-"""File offset of physical address 0. Headers and notes are before it, whatever is mapped."""
+"""File offset of physical address 0. The headers and notes of each core are before this offset."""
 _ET_CORE = 4
 _PT_LOAD = 1
 _PT_NOTE = 4

@@ -56,7 +56,7 @@ class GuestClock(ABC):
 
     @abstractmethod
     def now_ns(self) -> int:
-        """Return the time without advancing it; it is never before the guest's last reading."""
+        """Return the time without advancing it. The time is never before the guest's last reading."""
 
     @abstractmethod
     def read_ns(self) -> int:
@@ -153,7 +153,7 @@ class ModelClock(VirtualClock):
 
 
 class MachineClock(GuestClock):
-    """The machine's clock, in the guest's variable host_clock; it has real, virtual or model time.
+    """The machine's clock, in the guest's variable host_clock. The clock has real, virtual or model time.
 
     Raises: ValueError, KernelError EOPNOTSUPP (as `select`).
     """

@@ -154,8 +154,8 @@ class Machine(ProbedMachine):
         """Return an object that counts instructions in the guest's time at address `cells`.
 
         Return None if the guest has no host_clock or has 32 bits. A 32-bit guest reads the time in a loop,
-        which repeats if the time has changed meanwhile. It would never end if each instruction advanced the
-        time.
+        which repeats if the time has changed during the reading. The loop would never end if each
+        instruction advanced the time.
         """
         if cells is None or self.model.word_size == 4:
             return None

@@ -123,7 +123,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._is_unwanted: Callable[[], bool] | None = None
         self._sleeps_long = False
-        """Whether the thread sleeps until a run's budget ends, without calls of `is_unwanted` in between."""
+        """Whether the thread sleeps until a run's budget ends, and does not call `is_unwanted` before."""
         self.was_unwanted = False
         """Whether `is_unwanted` stopped the last stopped run, because no caller waits for its result."""
         self.was_interrupted = False

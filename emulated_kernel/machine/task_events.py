@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 Observers = list[Callable[[], None]]
 CallObservers = list[Callable[..., None]]
-"""Observers of starting calls; they may get the arguments of TaskObserver.call_begins()."""
+"""Observers of starting calls. An observer may get the arguments of TaskObserver.call_begins()."""
 PidObservers = list[Callable[[int], None]]
 
 
@@ -26,7 +26,7 @@ class TaskObserver:
         """
 
     def call_ended(self) -> None:
-        """Handle the end of a system call: it returned, or its task sleeps in it."""
+        """Handle the end of a system call: the call returned, or its task sleeps in the call."""
 
     def forked(self, parent: int, child: int) -> None:
         """Handle a fork; `parent` and `child` are pids."""

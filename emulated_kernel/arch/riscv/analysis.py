@@ -220,7 +220,7 @@ class RiscvFunctionAnalysis:
     def first_need(self, addr: int, register: int) -> int | None:
         """Return the address of the nearest instruction that may need a register's value at `addr`, or None.
 
-        Such an instruction reads the register or leaves the function.
+        The instruction reads the register, or control leaves the function at the instruction.
         """
         ways = deque([(addr, addr)])
         seen = set[int]()

@@ -35,7 +35,8 @@ _NO_INDEX = 0x20
 def region(analysis: X86FunctionAnalysis, addr: int, kept: int = 0) -> Region | Rejection:
     """Return the region that a jump at `addr` replaces by this strategy's tactics, or the jump's rejection.
 
-    The last `kept` bytes of the jump are not written: they must be equal to the bytes of the code there.
+    The last `kept` bytes of the jump are not written. These bytes must be equal to the bytes that the code
+    has at their addresses.
     """
     function = analysis.function
     if addr in analysis.layout.entry_text:

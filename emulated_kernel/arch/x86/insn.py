@@ -189,7 +189,7 @@ _IMMEDIATE_2 = {
     Imm.VWORD32: opcodes("80-8f"),
 }
 _FORCE64 = opcodes("50-5f 6a 8f 9c 9d c2 c3 c8 c9 e0-e3 e8 e9 70-7f eb")
-"""One-byte opcodes whose operand size is always 64 bits in 64-bit mode, whatever the prefixes."""
+"""One-byte opcodes whose operand size is always 64 bits in 64-bit mode, with any prefixes."""
 
 
 def _by_opcode(table: dict[Imm, frozenset[int]]) -> dict[int, Imm]:
@@ -202,7 +202,7 @@ _VEX_MAP_0F3A = 3
 
 
 class _Decoder:
-    """Decodes one instruction from left to right. It raises IndexError if the bytes end too early."""
+    """Decodes one instruction from left to right. Raises: IndexError (the bytes end too early)."""
 
     def __init__(self, code: bytes, bits: int) -> None:
         self._code = code

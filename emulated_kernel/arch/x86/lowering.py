@@ -124,7 +124,7 @@ _CARRIES = {Arithmetic.ADD: asm.ADC, Arithmetic.SUB: asm.SBB}
 LEAVING = CX
 """Register to which the op JumpTo moves the address where execution continues after the program.
 
-It must not be live in the probed code.
+The register must not be live in the probed code.
 """
 
 _DISPLACEMENT = Struct("<i")

@@ -221,9 +221,9 @@ class _FrameReader:
         return take_address(to, to, by)
 
     def _sum_in_memory(self, insn: Any, by: int) -> Effect | None:
-        """Return the effect of adding the constant `by` to a word in memory, which ftrace's trampoline does.
+        """Return the effect of adding the constant `by` to a word in memory, as ftrace's trampoline does.
 
-        Return None if the operand is not a word at a known place.
+        Return None if the operand is not a word, or if its place is not a base register plus an offset.
         """
         from iced_x86 import MemorySizeExt, OpKind
 

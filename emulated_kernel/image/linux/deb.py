@@ -51,7 +51,10 @@ class PackageTar:
     """
 
     def __init__(self, package: BinaryIO, start: int, end: int, *, is_packed: bool = True) -> None:
-        """Use the archive between the offsets `start` and `end` of a file. `is_packed`: it is compressed."""
+        """Use the archive between the offsets `start` and `end` of a file.
+
+        `is_packed`: the archive is compressed.
+        """
         self._package = package
         self._start = start
         self._end = end

@@ -44,7 +44,7 @@ class KernelEvent:
 
 
 class Structures:
-    """Reader of structures in a kernel's memory. It finds their members by the kernel's BTF."""
+    """Reader of structures in a kernel's memory, whose members it finds by the kernel's BTF."""
 
     def __init__(self, vmlinux: LinkedMemory, btf: Btf) -> None:
         self.vmlinux = vmlinux

@@ -174,8 +174,8 @@ def run_checks(bench: Bench, checks: Iterable[Callable[[Bench], None]]) -> Itera
 def check_changed_code_runs(bench: Bench, old: bytes, new: bytes, result: str) -> None:
     """Check that changed code runs after remove_cache().
 
-    Unicorn: it runs stale code after a physical write until the virtual address is invalidated. `old` and
-    `new` set the register `result` to 1 and 2.
+    Unicorn: the engine runs stale code after a physical write until the virtual address is invalidated. The
+    code `old` sets the register `result` to 1, and the code `new` sets it to 2.
     """
     bench.run(old)
     bench.put(new)
