@@ -38,7 +38,7 @@ class OptimizationPolicy(Generic[Analysis]):
 
     name: str
     region: Callable[[Analysis, int], Region | Rejection]
-    """(analysis, address) -> region that the jump replaces, or the first rule that the function breaks."""
+    """(analysis, address) -> region that the jump replaces, or rejection with the first rule it breaks."""
     entered: Callable[[Region], range] | None = None
     """Region -> addresses that code outside the function must not branch to.
 
@@ -117,8 +117,9 @@ class AnalyzedFunction(Generic[Analysis]):
 class ProbeChecker(ABC, Generic[Analysis]):
     """Decides where a probe can be registered and optimized. Each function is decoded at its first check.
 
-    Deviates: Linux searches for jumps into a region only in the current text of the function around it. But
-    the function's cold part, which is another symbol, may jump there too, and so may a disabled jump label.
+    Linux searches for jumps into a region only in the current text of the function around it. Deviates: a
+    policy with `entered` also rejects jumps from elsewhere, such as the function's cold part, which is
+    another symbol. It rejects the targets of disabled jump labels, too.
     """
 
     all_live: LiveRegisters
@@ -617,7 +618,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
 
 def _inside(addresses: Sequence[int], symbol: Symbol) -> Sequence[int]:
-    """Select the addresses inside a function from a sorted sequence, which may hold tens of thousands."""
+    """Return the addresses inside a function from `addresses`, a sorted sequence that may be very long."""
     first = bisect_left(addresses, symbol.address)
     return addresses[first : bisect_left(addresses, symbol.address + symbol.size)]
 

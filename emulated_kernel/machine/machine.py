@@ -44,10 +44,10 @@ _BOOT_LIMIT = 5.0
 class Machine(ProbedMachine):
     """An emulated computer with a booted kernel; after the constructor it is stopped at Hypercall.BOOTED.
 
-    Only one thread at a time may run or inspect it. While the guest runs, other Python threads can run.
-
+    Only one thread at a time may run or inspect the machine. While the guest runs, other Python threads can
+    run.
     Raises: HardwareError (the image does not fit, the architecture is unknown, or Unicorn is broken),
-    GuestFault (the kernel stopped before it had booted).
+        GuestFault (the kernel stopped before it had booted).
     """
 
     memory: Memory
@@ -256,7 +256,7 @@ class Machine(ProbedMachine):
             self._quantum.may_end.append(may_end)
 
     def leave(self, within: Callable[[int], bool]) -> None:
-        """Run the current CPU until `within` returns False for its ip. The CPU was preempted before."""
+        """Run the current CPU, which was preempted, until `within` returns False for the CPU's ip."""
         assert self._quantum is not None, "CPUs are only preempted with a quantum"
         self._quantum.stop_outside(within)
         try:
@@ -296,7 +296,7 @@ class Machine(ProbedMachine):
     def start_cpu(self, number: int, entry: int, stack: int) -> None:
         """Prepare CPU `number`, which is not current: after `switch_to` it starts at `entry`.
 
-        Interrupts are off. `stack`: its first stack pointer.
+        The CPU starts with interrupts off, and with `stack` as its stack pointer.
         """
         here = self.cpus[self.cpu]
         cpu = self.cpus[number]

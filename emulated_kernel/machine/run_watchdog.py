@@ -53,7 +53,7 @@ class HandlerTime:
 
     @property
     def kept(self) -> float:
-        """Number of seconds measured since `keep` that don't count towards a budget."""
+        """Number of measured seconds since keep() that count towards no budget; 0 after the measurement."""
         return HANDLERS_FREE * (self.seconds - self._start_seconds) if self.is_continued else 0.0
 
     def measure(self, callback: Callable[..., object], *args: object) -> object:
@@ -68,7 +68,10 @@ class HandlerTime:
             self.since = 0.0
 
     def until(self, now: float) -> float:
-        """Return the seconds of all measured callbacks up to the thread's CPU time `now`."""
+        """Return the CPU seconds of the measured callbacks so far, including the callback in progress.
+
+        `now`: the thread's CPU time now.
+        """
         since = self.since
         return self.seconds + (now - since if since else 0.0)
 

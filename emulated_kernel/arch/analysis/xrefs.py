@@ -178,7 +178,7 @@ class CodeXrefs:
     def pointer(self, region: range) -> Rejection | None:
         """Return a rejection if a word of data may point into the region; otherwise None.
 
-        An entry of a jump table is an example.
+        For example, the word may be an entry of a jump table.
         """
         return _first(RejectReason.POINTER_INTO_RANGE, self._pointers.into(region))
 

@@ -2,7 +2,9 @@
 
 A branch or call in a detour reaches its target by auipc and jalr, through a register that is free at the
 target. A relocated call loads the original return address into ra, so that no stack or register holds an
-address in the detour. Indirect jumps remain hazards, because gcc's tables of 32-bit offsets are not pointers.
+address in the detour.
+Indirect jumps remain hazards: gcc's jump tables contain 32-bit offsets, so a search for pointers does not
+find their targets.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ class _Replaced:
     def __init__(self) -> None:
         self.relocations: list[Relocation] = []
         self.free = ALL_REGISTERS
-        """Mask of the registers that are free wherever a long jump of the detour leads."""
+        """Mask of the registers that are free at the targets of all long jumps of the detour."""
         self.end = 0
         """Address after the last instruction that is copied."""
 
     @property
     def leaves(self) -> bool:
-        """Whether the detour needs no jump back."""
+        """Whether control never continues after the last copied instruction. No jump back is needed then."""
         return self.relocations[-1] in (*_LEAVES, *RELOCATED_CALLS)
 
 

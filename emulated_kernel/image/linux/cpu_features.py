@@ -1,4 +1,4 @@
-"""CPU features of a distribution's kernel: their names, and the alternatives that boot chooses by them."""
+"""CPU features of a distribution's kernel: their names, and the alternatives that boot selects for them."""
 
 from __future__ import annotations
 

@@ -76,8 +76,8 @@ class TrapHooks:
         self.python = _word(self.words, "python")
         """View of the field `python` of `words`.
 
-        The field is 1 while the guest runs within a hit that Python handles, else 0. While it is 1, Python
-        gets all traps.
+        The field is 1 while the guest runs within a hit that Python handles, else 0. While the field is 1,
+        Python gets all traps.
         """
         self._native: tuple[int, ctypes.c_void_p] | None = None
         """Kind and handle of the hook that calls the host's routine, if the host has one."""

@@ -87,7 +87,7 @@ class GuestReader:
         self._left = size
 
     def read(self, va: int, size: int) -> bytes:
-        """Read `size` bytes. Raises: MemoryFault (not mapped, or more than the bound allows)."""
+        """Read `size` bytes. Raises: MemoryFault (not mapped, or more than the reader's limit allows)."""
         if not 0 <= size <= self._left:
             raise MemoryFault(va, f"{size} bytes are too many")
         self._left -= size
