@@ -173,9 +173,9 @@ class Guest:
             self.runner.interrupt(task, error)
 
     def enter(self, task: GuestTask) -> None:
-        """Make `task` the guest's current task, by a system call of it unless it is already current.
+        """Make `task` the guest's current task.
 
-        If the guest is dead, do nothing.
+        If `task` is not yet current, it makes a system call for this. If the guest is dead, do nothing.
         """
         if not self.is_dead and self.runner.at_hand is not task:
             self.syscalls.call(task, "getpid")

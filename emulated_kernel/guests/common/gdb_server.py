@@ -86,7 +86,10 @@ def remove_stale(place: str) -> None:
 
 
 def _remove_unlocked(path: str) -> None:
-    """Remove a directory of a socket, unless its daemon lives. Raises: OSError (also if it lives)."""
+    """Remove a directory of a socket, unless the daemon that made it lives.
+
+    Raises: OSError (also if this daemon lives).
+    """
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(directory).st_uid != os.geteuid():

@@ -279,8 +279,9 @@ class HostProcesses(ProcessWatch):
     def _looked_at(self, pids: list[int]) -> list[Fork]:
         """Return a Fork for each of `pids`, except for threads and for this process itself.
 
-        With fork events, a pid may have neither an event nor an entry in /proc yet. Keep such a pid in
-        `_beginning` for the next look. After _START_TIMEOUT seconds, it counts as an ended process.
+        With fork events, a pid may have neither an event nor an entry in /proc yet. Such a pid is kept in
+        `_beginning` for the next look. After _START_TIMEOUT seconds, a pid without both counts as an ended
+        process.
         """
         now = monotonic()
         before = self._beginning

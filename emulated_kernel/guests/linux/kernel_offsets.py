@@ -109,9 +109,10 @@ _DENTRY_FLAGS = {
     "DCACHE_OP_REVALIDATE": 1 << 2, "DCACHE_MOUNTED": 1 << 16, "DCACHE_NEED_AUTOMOUNT": 1 << 17,
     "DCACHE_MANAGE_TRANSIT": 1 << 18,
 }  # fmt: skip
-"""Flag of dentries that only the kernel can look up -> value, for kernels that define the flags as macros.
+"""Name of a flag in d_flags that forbids the host to look up a dentry in guest memory -> value of the flag.
 
-In newer kernels, the flags are an enum, whose values BTF gives.
+The values are for kernels that define the flags as macros. In newer kernels, the flags are an enum, whose
+values BTF gives.
 """
 
 

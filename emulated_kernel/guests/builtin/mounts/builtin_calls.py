@@ -257,10 +257,10 @@ class BuiltinCalls(GuestCalls):
         return file.inner.read_page(size)
 
     def _number(self, client: Client, file: ControlFile) -> int | None:
-        """Return the number of the file's descriptor in the requesting client, or None if it is unknown.
+        """Return the number of the file's descriptor in the client's process; None if it is unknown.
 
-        If no probe could see the number when the file was opened, take it from the first call on the
-        descriptor, and keep it for later calls.
+        The number is that in the client's current call, if the call was read. Otherwise it is the number
+        that was found at the open, or at an earlier call of the process that opened the file.
         """
         call = facts_of(client).call
         if call is None or call.fd is None:

@@ -153,7 +153,10 @@ class GuestRunner:
         """Messages that the guest could not log itself, such as why it was declared dead."""
 
     def note(self, text: str) -> None:
-        """Keep a message of the host for readers of the kernel log, unless it repeats the last message."""
+        """Keep a message of the host for readers of the kernel log.
+
+        Drop the message if it repeats the last one, or if MAX_NOTES messages are kept already.
+        """
         message = f"kprobefs: {text}"
         if len(self.notes) < MAX_NOTES and (not self.notes or self.notes[-1].text != message):
             self.notes.append(Message(len(self.notes), self._machine.clock.now_ns(), KERN_EMERG, message))

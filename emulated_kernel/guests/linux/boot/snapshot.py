@@ -455,8 +455,8 @@ def _header(file: int) -> dict[str, Any] | None:
 def _checksum(file: int, start: int, size: int) -> int:
     """Return the CRC-32 of `size` bytes of a file from the offset `start`, without holes and pieces of zeros.
 
-    `file`: descriptor of the file. Its mapping in memory is not used, because reading a hole through the
-    mapping would allocate memory for the hole.
+    `file`: descriptor of the file. The bytes are read through the descriptor, and not through a mapping of
+    the file. Reading a hole through a mapping would allocate memory for the hole.
     """
     zeros = bytes(_PIECE)
     checksum = 0

@@ -165,7 +165,7 @@ class LinuxClients:
         return task is self._by_pid.get(_SHARED)
 
     def known(self, pid: int) -> LinuxTask | None:
-        """Return the process's task, or None if it has no live task."""
+        """Return the live task of the process `pid`, or None if the process has none."""
         task = self._by_pid.get(pid)
         if task is not None and not task.alive:
             del self._by_pid[pid]

@@ -75,9 +75,10 @@ class DcacheReader:
         self._no_llseek = 0, facts.symbols.get("no_llseek")
 
     def lstat(self, path: str) -> Stat | None:
-        """Return the attributes of a file, or None if it does not exist or only the kernel can look it up.
+        """Return the attributes of the file at `path`, from its inode in guest memory.
 
-        A damaged dentry is left to the kernel.
+        Return None if the file does not exist, or if its dentry is damaged, not cached, or only usable by
+        the kernel.
         """
         answer = self._answers.get(path)
         if answer is not None:
@@ -92,10 +93,10 @@ class DcacheReader:
         return None
 
     def _found(self, path: str) -> Stat | None:
-        """Return the attributes of the file at `path`, which is looked up in the dentries.
+        """Look up the dentry of the file at `path`, and return the attributes in its inode.
 
-        Return None if the file does not exist, or if only the kernel can look it up.
-
+        Return None if the file does not exist, or if a dentry on the path is not cached or only usable by
+        the kernel.
         Raises: MemoryFault (damaged dentry or inode).
         """
         self._read = []

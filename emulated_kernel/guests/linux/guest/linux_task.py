@@ -11,11 +11,10 @@ THREAD_SIZE = 16 << 10
 TASK_INTERRUPTIBLE = 1
 
 Service = Callable[[], Callable[[], None]]
-"""Function that does the host's work in a system call.
+"""Function that does the host's work in a system call, and returns another function.
 
-The function returns another function, which puts the result of the call into the registers. The only
-exception that it raises is WouldBlock. Then the task continues to sleep in its call, and the client repeats
-the request.
+The returned function puts the result of the call into the registers. A Service raises no exception except
+WouldBlock. After WouldBlock, the task continues to sleep in its call, and the client repeats the request.
 """
 
 

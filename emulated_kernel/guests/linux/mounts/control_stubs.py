@@ -38,7 +38,8 @@ _FMODE_STREAM = 1 << 21
 class ControlStubs:
     """Code of the operations of control files in the guest, and offsets in bytes in this code.
 
-    There is a breakpoint, which traps to the host, at the offsets `looked_up`, `woken` and those in `traps`.
+    At each of the offsets `looked_up`, `woken` and `traps`, the code has a breakpoint that traps to the
+    host.
     """
 
     made: Callable[[int, Mapping[str, int]], bytes]

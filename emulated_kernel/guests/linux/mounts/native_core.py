@@ -47,7 +47,8 @@ class NativeCore:
     def _root_of(self, va: int) -> int:
         """Return the physical address of the page tables that map `va`.
 
-        They are the kernel's for an address in the kernel's half, and the current task's for other addresses.
+        For an address in the kernel's half, these are the kernel's page tables; otherwise, those of the
+        current task.
         """
         return self._root if va >> 63 else self._machine.cpu.root
 

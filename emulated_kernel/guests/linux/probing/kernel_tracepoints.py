@@ -126,10 +126,11 @@ class EventBatch:
         return count
 
     def add(self, switch: Callable[[int, bool], None], stub: str, switch_stub: SwitchStub) -> Tracepoint:
-        """Return a new tracepoint. Switching it calls `switch` with its index and the new state.
+        """Return a new tracepoint of the batch.
 
-        `stub` is the name of the tracepoint's stub, or "". `switch_stub` is called if the tracepoint shall
-        start or stop calling the stub.
+        `switch` is called to enable or disable the tracepoint; its arguments are the tracepoint's index in
+        the batch and the new state. `stub`: name of the tracepoint's stub, or "". `switch_stub` is called
+        to make the tracepoint start or stop calling the stub.
         """
         number = len(self.points)
         called = TracepointStub(stub, 1, 0, partial(switch_stub, self, number)) if stub else None
@@ -149,7 +150,10 @@ class EventBatch:
         yield from ((self.file(number), point) for number, point in enumerate(self.points))
 
     def release(self) -> list[int]:
-        """Free the memory; return the addresses that served as trace_event_files. No CPU may use them."""
+        """Free the batch's memory; return the addresses that served as trace_event_files.
+
+        No CPU may use the memory any more. Return [] if no memory was allocated.
+        """
         if not self._funcs:
             return []
         files = [self.file(number) for number in range(len(self.points))]
@@ -222,7 +226,10 @@ class KernelTracepoints:
         self.by_name: dict[str, Tracepoint] = {}
         """Name of an event as GROUP:EVENT -> its tracepoint."""
         self._pending: list[tuple[int, int, int, int]] = []
-        """Records under construction: trace_event_buffer, file, address and size of each."""
+        """(trace_event_buffer, trace_event_file, address, size in bytes) of each record under construction.
+
+        The first three items are addresses; the newest record is last.
+        """
         self._places = 0
 
     def events(self) -> Iterator[TraceEvent]:

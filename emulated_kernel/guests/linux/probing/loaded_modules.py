@@ -62,7 +62,10 @@ class LoadedModules:
         self._kernel = kernel
 
     def _begin(self, what: str) -> GuestReader:
-        """Return a new reader for one list or one module, with its own limits; `what` names the data."""
+        """Return a new reader for one list or one module, with limits of its own.
+
+        `what`: name of the data in reports of damage.
+        """
         reader = GuestReader(self._guest, what, self._damage, steps=_MAX_ENTRIES, size=_MAX_BYTES)
         self._memory.reader = reader
         return reader
@@ -284,7 +287,12 @@ class LoadedModules:
         return text_tables.words(self._table(module, name, f"num_{name}", _WORD)[1])
 
     def _table(self, module: int, name: str, count: str, size: int = 0) -> tuple[int, bytes]:
-        """Return address and content of a module's table; (0, b"") if this kernel's modules lack it."""
+        """Return (address, content) of the table that the field `name` of a struct module points to.
+
+        `count`: name of the field with the number of entries. `size`: size of an entry in bytes; 0 for the
+        size in _ENTRY. Return (0, b"") if struct module lacks the field `name`.
+        Raises: KernelError ENOEXEC (the data are damaged).
+        """
         if not self._structures.btf.has(f"module.{name}"):
             return 0, b""
         address = self._structures.value(module, f"module.{name}")

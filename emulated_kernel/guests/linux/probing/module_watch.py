@@ -68,9 +68,9 @@ class ModuleWatch:
             log.warning("%s: a module cannot be read: %s", self._kernel.release, error)
 
     def read(self, module: int) -> Module:
-        """Return the complete module at an address; the ledger takes its present text as original text.
+        """Return the complete module whose struct module is at `module`.
 
-        Raises: as LoadedModules.
+        The ledger takes over the module's present text as original text. Raises: as LoadedModules.
         """
         found = self.loaded.read(module)
         text = self._machine.text

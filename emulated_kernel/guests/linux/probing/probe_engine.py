@@ -43,9 +43,9 @@ _TURN = 10_000
 class KernelEngine:
     """The probe engine and tracing over one guest; breakpoints, slots and detours are in the guest's memory.
 
-    A breakpoint without a handler of the engine is the guest's own and is delivered to the guest.
-
-    Raises: KernelError ENOEXEC (another processor), ENOENT, ENODATA (its structures are unknown).
+    If a breakpoint has no handler of the engine, it is the guest's own, and is delivered to the guest.
+    Raises: KernelError ENOEXEC (the kernel is for an unsupported processor), ENOENT, ENODATA (the kernel's
+        structures are unknown).
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class LinuxEngine(KernelEngine):
 
     @cached_property
     def kernel_calls(self) -> KernelCalls:
-        """Calls of the kernel's functions; created at the first use. Raises: as KernelCalls."""
+        """Object that calls the kernel's functions; created at the first use. Raises: as KernelCalls."""
         return KernelCalls(self.tasks, self.machine, self.kernel)
 
     def _caller(self) -> Callable[[int], int] | None:

@@ -102,7 +102,8 @@ class KernelCode(CodeCache):
 def _model(tasks: RunningLinux, kernel: LinuxKernel) -> CpuModel:
     """Return the CPU model, with the address of host code and of the direct map.
 
-    With KASLR, an x86 kernel may be at the usual address of host code, and its direct map moves.
+    With KASLR, an x86 kernel may occupy the usual address of host code; then the model has another address
+    for host code. KASLR also moves the direct map.
     Raises: KernelError ENOEXEC (the kernel is too large, or the dump is of a mount of another dump).
     """
     memory = tasks.machine.memory
@@ -131,8 +132,8 @@ def _model(tasks: RunningLinux, kernel: LinuxKernel) -> CpuModel:
 class ProbedLinux(ProbedMachine):
     """The CPU and memory of a distribution's kernel, as the probe engine uses them.
 
-    `tasks` runs the CPU. `kernel` is the booted file, with its text as it is in memory.
-    Raises: MemoryFault (the text is not mapped), as `LinuxClock`.
+    `tasks`: the running kernel. `kernel`: the kernel's tables; their text is that in the guest's memory.
+    Raises: MemoryFault (the text is not mapped), and the errors of LinuxClock.
     """
 
     cpu = 0
