@@ -99,7 +99,7 @@ _FD_LIMIT = 1 << 20
 _LONGEST = 2 * PAGE_SIZE
 """Maximum number of bytes that are read of a string; a path is shorter."""
 _LINE = 256
-"""Number of bytes to read of /proc/PID/syscall; its line is shorter."""
+"""Number of bytes to read of /proc/PID/syscall, whose content is shorter."""
 _MAX_OPEN = 32
 """Maximum number of files /proc/PID/syscall that stay open."""
 _TRIES = 20

@@ -43,7 +43,7 @@ _CHECK = 0.1
 Another program that listens to these events can make the kernel stop reporting them.
 """
 _MAX_LOOKS_WITHOUT_EVENT = 3
-"""Number of successive looks with new pids but no event after which events are no longer relied on.
+"""Number of successive looks with new pids but no event, after which each look reads /proc.
 
 Fewer looks prove nothing, since an event may still be on its way.
 """
@@ -70,8 +70,9 @@ class ProcessWatch:
     """Interface that reports host processes to the process tracker.
 
     This base class reports no events; the Python API and tests use it. The methods call(), next_fd() and
-    program() take pids of the host. They can take a tenth of a second, so call them without the control lock.
-    All other methods take and return pids of the guest, which number() returns, and need the lock.
+    program() take pids of the host. These methods can take a tenth of a second, so call them without the
+    control lock. All other methods take and return pids of the guest, which number() returns, and need the
+    lock.
     """
 
     def set_wait_context(self, waiting: Callable[[], AbstractContextManager[object]]) -> None:

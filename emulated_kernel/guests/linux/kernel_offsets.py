@@ -118,7 +118,11 @@ values BTF gives.
 
 @dataclass(frozen=True)
 class KernelOffsets:
-    """Addresses by symbol, and offsets by path of a member."""
+    """Addresses and offsets in a kernel.
+
+    `symbols`: symbol, or another key -> address. `offsets`: path of a member, or another key -> offset,
+    size or number.
+    """
 
     release: str
     architecture: str
@@ -143,7 +147,7 @@ class KernelOffsets:
 def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
     """Return the addresses and offsets of a kernel, from its symbols and BTF.
 
-    Raises: KernelError ENOEXEC (the kernel lacks one of them), ENODATA (it has no BTF).
+    Raises: KernelError ENOEXEC (the kernel lacks a symbol or member), ENODATA (the kernel has no BTF).
     """
     abi = abi_named(kernel.architecture)
     symbols = {name: kernel.required(name) for name in (*_SYMBOLS, *abi.symbols)}

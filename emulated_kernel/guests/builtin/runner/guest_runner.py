@@ -26,7 +26,7 @@ Raises: KernelError (an errno), WouldBlock (the task must sleep and repeat its r
 _KEEPING_NAMES = ("read", "write", "pread64", "pwrite64")
 """Frequent system calls that neither rename nor create a task."""
 SERVED = (Hypercall.HOSTFS, Hypercall.MODULE, Hypercall.KPROBES)
-"""Hypercalls that `GuestRunner._serve` answers: with them, a system call asks the host for a service."""
+"""Hypercalls by which a system call requests a service of the host; GuestRunner._serve answers them."""
 NSEC_PER_JIFFY = 1_000_000_000 // HZ
 OVERDUE = 0.005
 """Seconds until the next attempt to interrupt an overlong run, if an interrupt can't be delivered yet."""
@@ -88,7 +88,10 @@ class Request:
     """The control file that the process reads, if the descriptor belongs to another file; otherwise None."""
     started: bool = False
     waits_for_host: type[WouldBlock] | None = None
-    """Class of the exception that made the task sleep until `GuestRunner.resume` is called, or None."""
+    """Class of the exception that made the task sleep until `GuestRunner.resume` is called.
+
+    The value is None if the task does not sleep for this reason.
+    """
     elsewhere: Callable[[], int] | None = None
     """Action of a DeferToGuest exception, which runs before the task repeats its request.
 
@@ -150,7 +153,7 @@ class GuestRunner:
         self.services: dict[int, HostfsHandler] = {}
         """Number of a hypercall -> handler that serves it for any task, with or without a request."""
         self.notes: list[Message] = []
-        """Messages that the guest could not log itself, such as why it was declared dead."""
+        """Messages that the guest could not log itself, such as the reason of its death."""
 
     def note(self, text: str) -> None:
         """Keep a message of the host for readers of the kernel log.
@@ -170,7 +173,7 @@ class GuestRunner:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the guest has panicked or was declared dead; `notes` says why."""
+        """Whether the guest has panicked or was declared dead. In the second case, `notes` has the reason."""
         return self._at is CpuPosition.DEAD
 
     def start(self) -> None:

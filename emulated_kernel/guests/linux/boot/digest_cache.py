@@ -32,8 +32,8 @@ Two changes within a shorter time may leave a file with the same timestamps.
 class Reading(NamedTuple):
     """A file that is about to be read, and the remembered result of an earlier reading.
 
-    `stored`: the result that remember() has stored for this content, or None. `is_settled`: the change time
-    identifies the content, so a result may be remembered.
+    `stored`: the result that remember() has stored for the file's present content; None if there is none.
+    `is_settled`: the change time identifies the content, so the result of this reading may be remembered.
     """
 
     note: Path

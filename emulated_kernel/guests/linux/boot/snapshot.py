@@ -302,7 +302,7 @@ class ShownCpu(NamedTuple):
 
 
 class SavedMachine(NamedTuple):
-    """A machine as it was saved, with the parts of its snapshot."""
+    """The content of a snapshot: a machine with its RAM and devices, and further data of the snapshot."""
 
     machine: LinuxMachine
     facts: KernelOffsets

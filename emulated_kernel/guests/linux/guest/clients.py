@@ -1,4 +1,4 @@
-"""LinuxClients: maps host processes that make requests to guest tasks with their names, owners and pids.
+"""LinuxClients: keeps a guest task for each client process, with the process's name, owner and pid.
 
 A task has the pid of its process only if that pid is free in the guest.
 """
@@ -29,7 +29,8 @@ _SHARED = 0
 class LinuxClients:
     """Keeps the guest's tasks in step with client processes and the children that they fork.
 
-    The user who created the mount (`owner`) is root in the guest, and so owns its files.
+    The user who created the mount (`owner`) is root in the guest. So this user owns the guest's files that
+    root owns.
     """
 
     def __init__(
@@ -239,9 +240,9 @@ class LinuxClients:
                     self._follow_name(task, self._watch.comm(pid))
 
     def end(self, pid: int) -> None:
-        """End a process's task.
+        """End the task of a host process.
 
-        The process has ended, or no longer waits for the call in which the task sleeps.
+        The process has ended, or it no longer waits for the call in which the task sleeps.
         """
         task = self._by_pid.pop(pid, None)
         if task is not None:

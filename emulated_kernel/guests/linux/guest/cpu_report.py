@@ -1,4 +1,4 @@
-"""CpuReport: the vulnerabilities and features of its CPU that a booted guest reports."""
+"""CpuReport: a booted guest's report about the vulnerabilities and features of its CPU."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class CpuReport:
 
     @property
     def differences(self) -> Mapping[str, tuple[str, str]]:
-        """File of vulnerabilities -> its texts in production and in the guest, if they differ.
+        """File of vulnerabilities -> (text in production, text in the guest), for files whose texts differ.
 
-        Files that only one of the kernels has are left out.
+        Files that exist in only one of the two kernels are left out.
         """
         return {
             file: (text, self.vulnerabilities[file])
@@ -49,7 +49,7 @@ class CpuReport:
 
     @property
     def is_as_on_production(self) -> bool:
-        """Whether the guest's kernel has production's release and reports no difference about the CPU."""
+        """Whether the guest's kernel has production's release, and differences() is empty."""
         is_recorded = bool(self.cpu.vulnerabilities)
         return is_recorded and not self.differences and self.cpu.release == self.release
 
@@ -84,7 +84,7 @@ class CpuReport:
 
 
 def cpu_text(tasks: LinuxTasks) -> str:
-    """Return the text of machine/cpu: the CPU that the guest sees, remarks, and its vulnerabilities."""
+    """Return the text of machine/cpu: the CPU that the guest sees, remarks, and vulnerabilities."""
     shown = tasks.shown_cpu
     if shown is None:
         return f"the emulator's CPU{', which --cpu replaces' if tasks.machine.abi is X86_64 else ''}\n"

@@ -41,7 +41,10 @@ class LinuxTask:
     flags: int
     """Physical address of thread_info.flags."""
     entries: dict[int, int] = field(default_factory=dict)
-    """Page -> index in RAM of the word with its page table entry. Valid until an execve or the task's end."""
+    """Virtual address of a page -> index of its page table entry among the words of RAM.
+
+    The cache is valid until the task's next execve or its end.
+    """
     owner: tuple[int, int] = 0, 0
     """User id and group id of the task in the guest."""
     comm: str = ""

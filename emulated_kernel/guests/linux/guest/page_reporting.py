@@ -85,7 +85,7 @@ class PageReporting:
     def look(self) -> None:
         """Give memory back to the host if many pages were freed, and set `low` and `high`.
 
-        Call this if the number of free pages is outside the range from `low` to `high`.
+        The caller checks first that the number of free pages is outside of the range from `low` to `high`.
         """
         free = self.words[self.counter]
         if free > self.high:

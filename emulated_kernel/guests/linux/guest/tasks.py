@@ -1,4 +1,7 @@
-"""LinuxTasks: the guest tasks that make clients' system calls, which are all forked from the guest's init."""
+"""LinuxTasks: the guest tasks that make clients' system calls.
+
+All these tasks are forked from the guest's init.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,8 @@ _GRACE = 40_000
 class LinuxTasks(RunningLinux):
     """Facade of the scheduler, the memory and the life cycle of client tasks in a booted guest.
 
-    Init must be at its stub, the user-mode code that waits for requests of the host.
-    Methods of the parts are attributes of this class: forwarding methods would slow down each system call.
+    Init must be at its stub, the user-mode code that waits for requests of the host. The methods of these
+    three objects are attributes of this class, because forwarding methods would slow down each system call.
     """
 
     def __init__(self, machine: LinuxMachine, facts: KernelOffsets) -> None:

@@ -369,7 +369,10 @@ class LinuxGuest:
             self.clients.end(client.pid)
 
     def unasked(self, client: Client) -> KernelError:
-        """Kill the client's task, whose call sleeps and can't be continued; return KernelError EINTR."""
+        """Kill the client's task, whose call sleeps, because no request can continue this call.
+
+        Return KernelError EINTR, which the caller raises.
+        """
         self.clients.end(client.pid)
         return KernelError(errno.EINTR)
 

@@ -129,7 +129,7 @@ class NativeCore:
         yield 0, len(self.ram)
 
     def mapped_ranges(self) -> Iterator[MappedRange]:
-        """Yield the ranges of RAM that the kernel maps, in order of addresses."""
+        """Yield the ranges of RAM that the kernel's page tables map, in order of virtual addresses."""
         no_pages = UnitPool(0, 0, PAGE_SIZE)
         return kernel_ranges(self._memory, self._memory.tables(self.ram, no_pages, self._root))
 

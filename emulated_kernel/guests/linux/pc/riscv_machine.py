@@ -112,7 +112,10 @@ class RiscvMachine(LinuxMachine):
         self.cpu.set_pending(1 << self._let_timer_fire())
 
     def follow_text(self, symbols: Mapping[str, int]) -> None:
-        """Do nothing, because the kernel remaps a page to change text, and this drops translated code."""
+        """Do nothing, because the kernel changes text through a page that it remaps.
+
+        The change of the mapping makes Unicorn drop translated code.
+        """
 
     def running_task(self, facts: KernelOffsets) -> Callable[[], int]:  # noqa: ARG002 - x86 needs it
         """Return a function that returns the address of the running task's task_struct; see LinuxMachine.

@@ -102,9 +102,8 @@ class EventBatch:
         self._funcs = 0
 
     def hold(self) -> None:
-        """Take a reference to the module.
+        """Take a reference to the module of the events. Raises: KernelError EBUSY (it is being unloaded).
 
-        Raises: KernelError EBUSY (the module is being unloaded).
         Mirrors: try_module_get (v6.1).
         """
         if self._references:
@@ -233,7 +232,10 @@ class KernelTracepoints:
         self._places = 0
 
     def events(self) -> Iterator[TraceEvent]:
-        """Yield the events in Linux's order; nothing if the kernel reserves records in another way."""
+        """Yield the kernel's trace events in Linux's order.
+
+        Yield nothing if the kernel lacks one of REPLACED_FUNCTIONS.
+        """
         if not self._hands_over:
             return
         has_syscalls = self._syscall_work.is_known()
@@ -380,9 +382,10 @@ class KernelTracepoints:
                 self._call(function)
 
     def _function(self, event: KernelEvent, name: str) -> int:
-        """Return the address of a tracepoint's regfunc or unregfunc.
+        """Return the address of the function `name` of an event's tracepoint: regfunc or unregfunc.
 
-        The address is in struct tracepoint, or since v6.14 in the struct tracepoint_ext to which it points.
+        The address is in struct tracepoint, or since v6.14 in the struct tracepoint_ext to which struct
+        tracepoint points.
         """
         btf = self._kernel.btf
         base = event.tracepoint
@@ -415,9 +418,9 @@ class KernelTracepoints:
             self._memory.write(funcs, bytes(_WORD))
 
     def _switch_stub(self, batch: EventBatch, number: int, on: bool) -> None:
-        """Add the stub to the functions of an enabled tracepoint; if `on` is False, remove the stub.
+        """Make an enabled tracepoint call its stub if `on` is True, and not call it if `on` is False.
 
-        The entry after the stub's stays zero.
+        The stub is the second entry of the tracepoint's array of functions. The third entry stays zero.
         """
         entry = bytes(_WORD)
         if on:

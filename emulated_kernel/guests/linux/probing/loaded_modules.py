@@ -129,7 +129,7 @@ class LoadedModules:
         return {}
 
     def read(self, module: int) -> Module:
-        """Return a module with its tables and its text as it is in memory now."""
+        """Return a module with its tables, and with the text that it has in memory now."""
         self._begin("module")
         text, init_text, data, init_data = self._parts(module)
         symbols = tuple(self._symbols(module, (text, init_text, *data, *init_data), self._per_cpu(module)))
@@ -240,7 +240,10 @@ class LoadedModules:
             yield Symbol(name, address, shown, min(following.get(address, end), end) - address)
 
     def _names(self, strings: int, places: list[int]) -> Callable[[int], str]:
-        """Read a string table up to the last offset in `places`; return a function from offset to string."""
+        """Read a string table up to the string at the last offset in `places`.
+
+        Return a function from the offset of a string to the string. `strings`: address of the table.
+        """
         last = max(places, default=0)
         text = self._memory.read(strings, last) + self._memory.string(strings + last, _NAME).encode() + b"\0"
         return lambda at: text[at : text.index(b"\0", at)].decode("utf-8", "replace")
@@ -306,7 +309,7 @@ class LoadedModules:
 
 
 class _ModuleMemory(RunningMemory):
-    """The guest's memory, which `reader` reads within its limits."""
+    """Guest memory from which modules are read. `reader` limits the amount that is read."""
 
     reader: GuestReader
 

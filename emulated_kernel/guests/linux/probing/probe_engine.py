@@ -150,7 +150,10 @@ class KernelEngine:
     def _add_module_events(
         self, loaded: Iterable[Module], tracing: TracingComponents, points: KernelTracepoints
     ) -> ModuleEvents:
-        """Register traceable functions and trace events of the modules that are loaded already."""
+        """Register the traceable functions and trace events of modules that are loaded already.
+
+        Return the object that keeps the events of modules.
+        """
         self._modules.follow(points.keys)
         events = ModuleEvents(self.machine, self.kernel, points, tracing.system.events, self._modules.loaded)
         for module in loaded:
@@ -166,7 +169,7 @@ class KernelEngine:
         return None
 
     def drop_calls(self) -> None:
-        """Drop the pending calls of hooked functions of the running task, since they will never return."""
+        """Discard the running task's pending calls of hooked functions, because they will never return."""
         self._hook_sets.drop(self.guest.running())
 
     def call_begins(self) -> None:

@@ -33,7 +33,7 @@ _X86_RECORDS = 0xFFFFFF9000000000
 """Virtual address of pages of records, in a hole that Documentation/x86/x86_64/mm.rst calls unused."""
 _CELLS_SIZE = 64 << 10
 _OTHER_TEXT = 0xFFFFFFFF81000000
-"""Alternative virtual address of host code, if the kernel occupies the usual one."""
+"""Virtual address of host code if the kernel occupies the usual address of host code."""
 _RISCV_TEXT = 0xFFFFFFFF64000000
 """Virtual address of host code for RISC-V, in a part of module space that Linux does not use.
 
@@ -208,4 +208,4 @@ class ProbedLinux(ProbedMachine):
         self.memory.host_pages.free(va - self.model.layout.direct_map)
 
     def preempt_if(self, may_end: Callable[[], bool]) -> None:
-        """Do nothing: interrupts come only in user mode and where the kernel waits for them."""
+        """Do nothing, because interrupts arrive only in user mode and where the kernel waits for them."""

@@ -1,4 +1,4 @@
-"""RunningKernel: reads a kernel's tables from its memory, as in a dump, for which there is no file."""
+"""RunningKernel: reads a kernel's tables from its memory, for a dump of a kernel whose file is missing."""
 
 from __future__ import annotations
 
