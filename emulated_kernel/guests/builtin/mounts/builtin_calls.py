@@ -294,8 +294,9 @@ class BuiltinCalls(GuestCalls):
     def _fd_to_write(self, file: ControlFile) -> int | None:
         """Return the guest's descriptor to which clients write a file, or None if there is none.
 
-        First open in the guest all files that clients have open, unless this was done before. The write may
-        arm a probe that can notice calls on these files, and the guest cannot open them during the write.
+        If no probe can notice opens, the guest may lack files that clients have open; open these files in
+        the guest first. The write may arm a probe that can notice calls on them, and the guest cannot open
+        them during the write.
         """
         self._open_before_write()
         return file.fd

@@ -231,10 +231,10 @@ class ClientScheduler:
         count: int = 0,
         kept: tuple[int, int] = (0, 0),
     ) -> None:
-        """Make the task continue at `ip` in the next run, with the given values of the registers.
+        """Make the task continue at `ip` in the next run, with the registers of a system call.
 
-        `number`: number of the system call. `count` and `kept`: values of the registers GuestAbi.counter and
-        GuestAbi.kept.
+        `number` and `arguments`: number and arguments of the system call. `count` and `kept`: values of the
+        registers GuestAbi.counter and GuestAbi.kept.
         """
         machine = self._machine
         if machine.death:

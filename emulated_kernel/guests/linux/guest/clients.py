@@ -23,7 +23,10 @@ _MAX_TASKS = 500
 A task takes 64 KiB of guest memory.
 """
 _SHARED = 0
-"""Pseudo-pid of the shared task. Processes that are hidden in another pid namespace use this task, too."""
+"""Key of the shared task among the pids, used in place of a pid.
+
+Processes that are hidden in another pid namespace use the shared task, too.
+"""
 
 
 class LinuxClients:

@@ -1,6 +1,6 @@
 """LinuxTasks: the guest tasks that make clients' system calls.
 
-All these tasks are forked from the guest's init.
+All these tasks descend from the guest's init.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SIG_IGN = 1
 _WIPE_ON_FORK = 18
 _PID_MAX = 1 << 22
 _EXITS = 16
-"""Number of tasks that end before the guest gets time to free their memory."""
+"""Number of exits on arm64 or RISC-V, after which the guest is run for _GRACE to free the tasks' memory."""
 _GRACE = 40_000
 """Microseconds of guest time in which an RCU grace period ends."""
 
@@ -93,9 +93,9 @@ class LinuxTasks(RunningLinux):
         self.set_creds = life.set_creds
 
     def prepare(self) -> None:
-        """Prepare init of a guest that has just booted, so that all forks inherit two settings.
+        """Prepare init of a guest that has just booted; all forks inherit the result.
 
-        The settings are an ignored SIGCHLD, and a buffer that is wiped on fork.
+        Init ignores SIGCHLD, and its buffer for data is wiped in a forked child.
         """
         self._structs.store("<i", self._structs.physical(self.facts.symbols[PID_MAX]), _PID_MAX)
         self.copy_to_user(self.init, BUFFER, struct.pack("<4Q", _SIG_IGN, 0, 0, 0))

@@ -47,16 +47,16 @@ class ControlStubs:
     size: int
     looked_up: int
     instantiate: int
-    """Offset at which a lookup continues to give the dentry an inode."""
+    """Offset at which a lookup continues if the host gives the dentry an inode."""
     lookup_ends: int
     operations: Mapping[str, int]
     """Name of a file operation -> offset of its first instruction."""
     traps: tuple[int, ...]
     """Offsets of the breakpoints in the file operations."""
     is_stream: int
-    """Offset at which an open continues, for a file without a position."""
+    """Offset at which the open of a file without a position continues."""
     opened: int
-    """Offset at which an open continues, for other files."""
+    """Offset at which the open of a file with a position continues."""
     copy: int
     sleep: int
     woken: int

@@ -204,7 +204,7 @@ class LinuxWorkloads:
             raise KernelError(errno.EIO, f"the guest has died: {fault}") from fault
 
     def slice_ends(self) -> None:
-        """Notify pollers and threads that wait, as after a request; see WorkloadHost."""
+        """Notify pollers and the threads in wait(), as after a request; see WorkloadHost."""
         guest = self._guest
         if guest.is_closed:
             return

@@ -23,7 +23,7 @@ _THREAD_SIZE = 16 << 10
 _SIZE = 4
 """Size in bytes of an uncompressed instruction."""
 _RDTIME = 0xC0102073
-"""Instruction `rdtime` without its destination register."""
+"""Encoding of the instruction `rdtime`, with 0 as its destination register."""
 _DESTINATION = 0xF80
 _WORD = (1 << 64) - 1
 _REGISTERS = tuple(Riscv64Cpu.registers)

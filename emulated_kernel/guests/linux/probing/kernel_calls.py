@@ -211,7 +211,7 @@ class KernelCalls(TaskObserver):
     def call_at(self, address: int) -> int:
         """Call the kernel function at `address` without arguments and return its result.
 
-        Raises: as call_function(), except for the errors of its arguments.
+        Raises: as call_function(), except for the errors of CallArguments.placed().
         """
         return self._call(self._machine.alloc_pages(PAGE_SIZE), address, ())
 
