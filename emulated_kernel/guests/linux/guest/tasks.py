@@ -93,9 +93,10 @@ class LinuxTasks(RunningLinux):
         self.set_creds = life.set_creds
 
     def prepare(self) -> None:
-        """Prepare init of a guest that has just booted; all forks inherit the result.
+        """Prepare a guest that has just booted: set its limit of pids, and the state of init.
 
-        Init ignores SIGCHLD, and its buffer for data is wiped in a forked child.
+        All tasks descend from init and inherit two settings: SIGCHLD is ignored, and a fork wipes the
+        buffer for data in the child.
         """
         self._structs.store("<i", self._structs.physical(self.facts.symbols[PID_MAX]), _PID_MAX)
         self.copy_to_user(self.init, BUFFER, struct.pack("<4Q", _SIG_IGN, 0, 0, 0))
