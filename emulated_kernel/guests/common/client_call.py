@@ -154,9 +154,10 @@ class ClientCall:
     def opens_as(self, path: str, flags: int) -> bool:
         """Return True if this call can be the cause of a request to open `path` with `flags`.
 
-        The access mode, O_TRUNC and O_APPEND must be equal, because FUSE forwards them. They differ if a
-        file system above the mount opens a file of its own, as overlayfs does for a copy. If the call
-        creates the file, the last name of `path` must be equal, too.
+        FUSE forwards the access mode, O_APPEND and O_TRUNC. These flags must be equal, except for O_TRUNC
+        if the call creates the file. They differ if a file system above the mount opens a file of its own,
+        as overlayfs does for a copy. If the call creates the file, the last name of `path` must be equal,
+        too.
         """
         decisive = os.O_ACCMODE | os.O_APPEND
         # A new file needs no O_TRUNC, and the host's kernel drops it next to O_EXCL.

@@ -302,9 +302,9 @@ class HostProcesses(ProcessWatch):
     def _forked_unseen(self, found: list[Fork], *, is_all: bool) -> list[Fork]:
         """Return the forks in `found`; replace an unknown parent of an ended process if it can be inferred.
 
-        If exactly one process in `found` has ended with an unknown parent, and exactly one client has
-        waited for a new child, that client is the parent. `is_all`: `found` has all processes that were
-        forked since the last look.
+        The parent can be inferred if exactly one process in `found` has ended with an unknown parent, and
+        exactly one client has waited for a new child. `is_all`: `found` has all processes that were forked
+        since the last look.
         """
         waited = self._families.who_waited()
         gone = [fork for fork in found if not fork.alive and fork.parent is None]

@@ -22,7 +22,7 @@ def open_tmpfile(write: Callable[[IO[bytes]], None], size: int, whole: int) -> I
     """Return an unnamed file, filled by `write`, in the first directory with enough space.
 
     `size`: bytes that the file takes on disk. `whole`: length of the file in bytes, including holes.
-    Raises: KernelError ENOSPC, OSError, as `write`.
+    Raises: KernelError ENOSPC (no directory has enough space), OSError, and the errors of `write`.
     """
     places = [*_places()]
     for directory in places:

@@ -215,7 +215,10 @@ def timekeeper_offset(btf: Btf) -> int:
 
 
 def _pid_max(kernel: LinuxKernel) -> int:
-    """Return the address of the limit of pids. Raises: KernelError ENOENT, ENODATA (it is not found)."""
+    """Return the address of the kernel's limit of pids.
+
+    Raises: KernelError ENOENT, ENODATA (the limit is not found).
+    """
     address = kernel.kallsyms.lookup_name("pid_max")
     if address is not None:
         return address

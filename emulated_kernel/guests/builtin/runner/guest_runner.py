@@ -37,7 +37,7 @@ AFTER_WATCHDOG = 0.25
 MAX_CALL = 10.0
 """Maximum CPU seconds of one system call, including the time that other tasks run during the call.
 
-In the second half, the time of probe handlers is counted only in part, as by `HandlerTime`.
+After half of this time, the time of probe handlers is counted only in part, as by `HandlerTime`.
 """
 KERN_EMERG = 0
 MAX_NOTES = 64
@@ -519,8 +519,8 @@ class GuestRunner:
     def _await_time(self, request: Request, slept: int) -> None:
         """Advance the time by a jiffy, because the task sleeps and no other task runs.
 
-        Raises: WouldBlock or YieldLock (the task waits for the host), KernelError EIO (it has slept
-        MAX_SLEEP_JIFFIES).
+        Raises: WouldBlock or YieldLock (the task waits for the host), KernelError EIO (the task has slept
+            for MAX_SLEEP_JIFFIES).
         """
         if request.waits_for_host is not None:
             raise request.waits_for_host

@@ -56,9 +56,9 @@ class PageReporting:
                 self._find(symbols)
 
     def _find(self, symbols: Mapping[str, int]) -> None:
-        """Find the zones and their counters.
+        """Find the zones and their counters of free pages; set `counter`, `low` and `high`.
 
-        Raises: LookupError (the kernel's structures are unknown), MemoryFault (they are damaged).
+        Raises: LookupError (the kernel's structures are unknown), MemoryFault (the structures are damaged).
         """
         offsets = self._offsets
         node = symbols.get("contig_page_data") or self._word(symbols["node_data"])

@@ -194,8 +194,8 @@ class KernelCalls(TaskObserver):
     def call_function(self, function: str, *arguments: int | str) -> int:
         """Call a kernel function by name and return its result; copy string arguments to guest memory.
 
-        Raises: KernelError, as `CallArguments.placed`, EFAULT (the thread was killed), ETIMEDOUT (the
-        function has not returned), ENOMEM (the thread cannot be made), GuestFault.
+        Raises: the errors of CallArguments.placed(), KernelError EFAULT (the thread was killed), ETIMEDOUT
+            (the function has not returned), ENOMEM (the thread cannot be made), GuestFault.
         """
         self._free_ended()
         memory = self._machine.memory

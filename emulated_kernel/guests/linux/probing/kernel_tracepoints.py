@@ -343,11 +343,11 @@ class KernelTracepoints:
     def _switch_registered(
         self, register: Switch, event: KernelEvent, batch: EventBatch, number: int, on: bool
     ) -> None:
-        """Switch an event that has regfunc and unregfunc, which are called before its key is switched.
+        """Switch an event that has regfunc and unregfunc: call `register`, then switch the event's key.
 
-        If the key cannot be switched, the registration is undone.
-        `number`: index of the event's tracepoint in the batch. `on`: enable the event; otherwise disable it.
-        Raises: as `register`.
+        If the key cannot be switched, undo the registration. `register`: calls regfunc or unregfunc.
+        `number`: index of the event's tracepoint in the batch. `on`: enable the event; otherwise disable
+        it. Raises: as `register`.
         """
         self._prepare(batch)
         register(on)

@@ -342,7 +342,7 @@ def _range(start: int, size: int) -> Range:
 def _text(part: Range, places: range) -> Range:
     """Return the address range `part`, which must be within `places`, where modules' text can be.
 
-    Raises: KernelError ENOEXEC (it is not).
+    Raises: KernelError ENOEXEC (`part` is not within `places`).
     """
     if part.end > part.start and not (part.start in places and part.end - 1 in places):
         raise unusable(f"a module's text cannot be at {part.start:#x}")

@@ -93,7 +93,7 @@ class RunningKernel(LinuxKernel):
         self._image = range(memory.segments[0].va, end)
 
     def word(self, va: int) -> int:
-        """Return the u64 at a virtual address. Raises: KernelError ENOEXEC (it is not in memory)."""
+        """Return the u64 at a virtual address. Raises: KernelError ENOEXEC (the memory there is unknown)."""
         return int.from_bytes(self.vmlinux.read(va, _WORD), "little")
 
     def _list(self, head: str, member: str) -> Iterator[int]:

@@ -140,7 +140,7 @@ class VmcoreCalls:
     def call_function(self, function: str, *arguments: int | str) -> int:
         """Call a kernel function by name and return its result; copy string arguments to guest memory.
 
-        Raises: as CallArguments.placed().
+        Raises: the errors of CallArguments.placed(), and those that the class describes.
         """
         return self._call(*self._arguments.placed(function, arguments))
 
