@@ -95,7 +95,7 @@ class MountOptions:
 
     @property
     def kernel_words(self) -> list[str]:
-        """Words of a command line that select the same kernel, way of probing and clock."""
+        """Words of a command line that select the kernel, the way of probing and the clock of this mount."""
         machine = self.machine
         words = ["--arch", machine.arch]
         if machine.image is not None:

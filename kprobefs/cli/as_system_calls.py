@@ -55,9 +55,11 @@ class CallAnswerer:
         self._debug = debug
 
     def serve(self, listener: int) -> None:
-        """Answer the next system call of `listener`, the descriptor of a seccomp filter's listener.
+        """Receive the next system call from the seccomp filter, and answer it.
 
-        If another file system or the caller may delay the answer, a new thread gives it.
+        `listener`: descriptor of the filter's listener. If the call copies between files, this thread
+        answers. Any other call is answered in a new thread, because another file system or the waiting task
+        may delay the answer.
         """
         buffer = bytearray(_NOTIFICATION.size)
         try:
@@ -205,7 +207,10 @@ class _Caller:
         return self._opened[-1]
 
     def open_descriptor(self, number: int) -> int:
-        """Open an open file of the task with O_PATH. Raises: OSError."""
+        """Open again, with O_PATH, the file that the task has open as descriptor `number`.
+
+        Return the new descriptor. Raises: OSError.
+        """
         return self.open(f"fd/{number & 0xFFFFFFFF}", os.O_PATH)
 
     def path_of(self, opened: int) -> str:

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None, build: Builder | None = None) -> int:
-    """Run the program and return its exit status. `build` replaces the builder of the served kernel."""
+    """Run the program and return its exit status.
+
+    `arguments`: words of the command line after the name of the program; None: those of this process.
+    `build` replaces the builder of the served kernel.
+    """
     try:
         _open_standard_streams()
         status = _run_command(arguments, build)

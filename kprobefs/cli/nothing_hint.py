@@ -217,7 +217,7 @@ def _disarmings(root: Path) -> list[str]:
 
 
 def present_events(directory: str, *, were_armed: bool) -> Past:
-    """Return what the files of a mount tell about its kprobe events, if its kernel keeps no history.
+    """Return the data about a mount's kprobe events from its files, for a kernel that keeps no history.
 
     All probes must be disarmed, because the requests of this function would hit them. Events that are
     disabled or removed are missing. `were_armed`: whether the probes were armed at the command's end.
@@ -252,10 +252,11 @@ def present_events(directory: str, *, were_armed: bool) -> Past:
 
 
 def switched_off(directory: str, *, kprobes: bool, calls_alone: bool) -> str:
-    """Return which switch keeps probes unarmed now, as the reason for a time that is over; "" if none does.
+    """Return a text that names the switch by which probes are unarmed now; "" if no switch is off.
 
-    Requests of this process must not hit probes. `kprobes`: whether kprobes trace the command. `calls_alone`:
-    whether fentry sites call all that traces it.
+    The text is in the past tense, as a reason why an ended command hit no probe. Requests of this process
+    must not hit probes. `kprobes`: whether kprobes trace the command. `calls_alone`: whether fentry sites
+    call all probes and tracers that trace the command.
     """
     root = control_root(directory)
     if kprobes and not _switch(root / "kprobes" / "enabled"):
@@ -264,7 +265,7 @@ def switched_off(directory: str, *, kprobes: bool, calls_alone: bool) -> str:
 
 
 def _switch(file: Path) -> bool:
-    """Return False if the file exists and contains 0."""
+    """Return False if the file exists and contains 0, else True."""
     with suppress(OSError):
         return file.read_text().strip() != "0"
     return True
@@ -273,7 +274,7 @@ def _switch(file: Path) -> bool:
 def _why_unarmed(probes: Sequence[str], *, has_calls: bool) -> str:
     """Return the reason why the probes of an enabled event could not be hit; "" if they could.
 
-    `probes`: their lines in kprobes/list. `has_calls`: whether fentry sites may call probes.
+    `probes`: lines of the probes in kprobes/list. `has_calls`: whether fentry sites may call probes.
     """
     if probes and all("[DISABLED]" in line for line in probes):
         return "the event was enabled while kprobes/enabled was 0"

@@ -251,9 +251,9 @@ class _Question:
 def _ask(directory: str, writer: int) -> NoReturn:
     """Request the mount's state, and write two lines to the descriptor `writer`.
 
-    The first line is the errno of a request to the daemon; the second is the state. After an errno other than
-    0, there is no second line. The daemon alone answers the first request. The request for the state needs
-    the kernel of the mount, too.
+    The first line is the errno of a request that only the daemon must answer. If the errno is 0, the second
+    line is the state, for which the kernel of the mount must answer, too. After another errno, there is no
+    second line.
     """
     try:
         # A process that waits for the end of the parent's output must not wait for this child.

@@ -92,7 +92,7 @@ class StartUp:
 class WatchdogReports:
     """Receives the watchdog process's reports about the state of the mount.
 
-    At each report it sends a keep-alive to the service manager.
+    At each report, the object sends a keep-alive to the service manager.
     """
 
     def __init__(self, watchdog: ServiceWatchdog | None, wake: Wake) -> None:

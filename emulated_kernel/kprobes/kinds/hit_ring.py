@@ -125,9 +125,9 @@ class HitRing:
         return rp
 
     def fprobe(self, filter_: str, **options: Any) -> Fprobe[Any]:
-        """Return an fprobe that records returns of all matching functions. The caller registers it.
+        """Return an fprobe that records the returns of functions in this ring. The caller registers it.
 
-        `options` are further arguments of Fprobe.
+        `filter_`: glob of the names of the functions. `options` are further arguments of Fprobe.
         """
         fp: Fprobe[Any] = Fprobe(
             filter_, exit_handler=lambda _fp, address, regs, _data: self._note(address, regs), **options
@@ -170,7 +170,10 @@ class HitRing:
         self._cells[cpu][0] = hits + 1 & (1 << 8 * self._word) - 1
 
     def _emit(self, builder: ProgramBuilder, address: int | None) -> bool:
-        """Emit code that records a hit at `address`; None: at the address in register CALLED. Return True."""
+        """Emit code that records a hit in the ring, and return True.
+
+        `address`: the probed address; None if the virtual register CALLED contains it.
+        """
         word = self._word
         at = _AT, word
         builder.emit(

@@ -89,8 +89,8 @@ class Jprobes:
     def _calling(self, handler: JprobeHandler) -> PreHandler:
         """Return a pre_handler that calls `handler` with the probed function's arguments.
 
-        The function reads arguments that are not in registers from the stack. On x86, it skips the return
-        address.
+        The pre_handler reads the arguments that are not in registers from the stack. On x86, they are above
+        the return address.
         """
         from inspect import signature
 

@@ -116,9 +116,10 @@ class Trampoline:
         return None
 
     def adopt_native(self, code: CompiledCode | None) -> None:
-        """Use `code` as the native trampoline, to which hooked functions then return; None: have none.
+        """Use `code` as the native trampoline, to which hooked functions then return.
 
-        The code traps to the host if Python must handle a return.
+        If `code` is None, there is no native trampoline from now on. The code traps to the host if Python
+        must handle a return.
         """
         self._native_code = code
         self.native = 0
