@@ -66,6 +66,8 @@ class ProbeHistory:
         """
         for event in list(self._present) if events is None else events:
             if not event.is_enabled:
+                if event in self._present:
+                    self._present[event].off_since = {}
                 continue
             known = self._present.setdefault(event, _Enabled())
             reasons = [reason for probe in event.probes if (reason := probe.why_unarmed())]
@@ -100,6 +102,7 @@ def filter_texts(event: KprobeTraceEvent) -> list[str]:
 
 
 def _note_recording(event: KprobeTraceEvent, known: _Enabled) -> None:
+    known.off_since = {each: known.off_since[each] for each in event.recorders if each in known.off_since}
     for recorder in event.recorders:
         file = event.files.get(recorder)
         if file is not None and file.soft_disabled:
