@@ -82,9 +82,9 @@ class Djprobes(Optimizer):
         return found
 
     def _probe_inside(self, region: Region) -> int | None:
-        """Return the last probed address between the region's first and last byte, or None.
+        """Return the last probed address in the region, or None if there is none.
 
-        The first byte is excluded, the last one is included.
+        A probe at the region's first byte is not considered.
         """
         inner = range(region.end - 1, region.addr, -1)
         return next((addr for addr in inner if self._table.get(addr) is not None), None)
