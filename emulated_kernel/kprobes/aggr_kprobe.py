@@ -95,9 +95,9 @@ class AggrKprobe(AssemblyOwner):
     """Whether Linux has an aggregator: a second probe was registered at the address, or there is a detour."""
     enabled_members: int = field(default=0, init=False, repr=False)
     insn: OutOfLine | None = field(default=None, init=False, repr=False)
-    """The out-of-line form of the probed instruction; None at an fentry site.
+    """The out-of-line form of the probed instruction.
 
-    It is also None after release() has freed the slot.
+    None at an fentry site, and after release() has freed the slot.
     """
     _cost: HitCost | None = field(default=None, init=False, repr=False)
     list_text: str = field(default="", init=False, repr=False)
@@ -190,7 +190,7 @@ class AggrKprobe(AssemblyOwner):
 
     @property
     def is_unused(self) -> bool:
-        """Whether the last member was unregistered, and only the removal of the jump is pending.
+        """Whether the last member was unregistered, and the entry exists only until the jump is removed.
 
         Mirrors: kprobe_unused (v6.1).
         """
@@ -200,7 +200,7 @@ class AggrKprobe(AssemblyOwner):
     def needs_breakpoint(self) -> bool:
         """Whether the handlers cannot be called from a detour, so that hits must come by the breakpoint.
 
-        This is the case if a handler runs after the instruction or instead of it.
+        True if a handler runs after the instruction or instead of it.
         """
         return self.has_post_handler or self.jprobe is not None
 

@@ -410,10 +410,10 @@ class Kprobes:
         return head
 
     def _disable(self, kprobe: Kprobe, head: AggrKprobe) -> None:
-        """Disable a probe, and disarm its address if no other probe needs it.
+        """Disable a probe, and disarm the probe's address if no other probe needs it to be armed.
 
-        A single probe is marked as disabled only after it is disarmed: until then, a hit of another CPU calls
-        its handler.
+        If the address has no aggregator, the probe is marked as disabled only after the address is
+        disarmed. Until then, a hit of another CPU calls the probe's handler.
         Mirrors: kernel/kprobes.c:__disable_kprobe (v6.1).
         """
         if kprobe.is_disabled:

@@ -138,9 +138,8 @@ def _enter_own_directory() -> None:
     """Open the working directory again, by its path in the namespace of the command.
 
     Hazard: a directory of another mount namespace, such as /proc/PID/root, would keep the host's files in
-    reach.
-
-    Raises: CliError.
+        reach.
+    Raises: CliError (the directory has no path in this namespace).
     """
     before = os.stat(".")
     try:
@@ -158,7 +157,11 @@ def _enter_own_directory() -> None:
 
 
 def _check_open_files() -> None:
-    """Check that no open file gives the command access to the host's files. Raises: CliError."""
+    """Check that no open file gives the command access to the host's files.
+
+    The working directory and the standard streams are checked.
+    Raises: CliError (a stream is a directory, or a file is in a tracefs or debugfs).
+    """
     for number, name in (
         (None, "the working directory"),
         (0, "standard input"),
@@ -300,10 +303,10 @@ def _detach_those_of_host() -> None:
 
 
 def _keep_kernel_settings() -> None:
-    """Make all mounts of /proc, sysfs and the like read-only, because their files control the host's kernel.
+    """Make all mounts of /proc, sysfs and other KERNEL_SETTINGS read-only, to protect the host's kernel.
 
     Directories of processes in /proc stay writable. Root in a user namespace may have the ids that own the
-    files of these mounts, and could otherwise write to them.
+    files of these mounts, and could otherwise write to the files.
     """
     for point in filter(_is_in_reach, mountpoints.mount_points()):
         if point.fstype == "proc":
@@ -384,9 +387,9 @@ def _complete_mounts(work: Path) -> None:
 
 
 def _lay_switch(ours: str, switch: str, work: Path) -> None:
-    """Mount a switch of the mount at its path below /proc/sys, even if the host's kernel lacks it.
+    """Mount a switch of the mount at the switch's path below /proc/sys, even if the host's kernel lacks it.
 
-    `ours`: path of the switch in kprobefs's mount. `switch`: its path below /proc/sys.
+    `ours`: path of the switch in kprobefs's mount. `switch`: path of the switch, relative to /proc/sys.
     `work`: directory for a temporary mount.
     """
     group, name = os.path.split(switch)

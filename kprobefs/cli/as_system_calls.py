@@ -271,9 +271,10 @@ class _Caller:
 
 
 def _mount(waiting: _Waiting, caller: _Caller) -> int | None:
-    """Mount a read-only /proc for the caller. The kernel refuses to mount a writable one.
+    """Mount a read-only /proc for the caller, because the kernel refuses to mount a writable one.
 
-    Return 0 or an errno, or None if the kernel must execute the call. Raises: OSError.
+    Return 0 or an errno. Return None if the kernel must execute the call, for example because the call
+    mounts something else. Raises: OSError.
     """
     source, target, fstype, flags, data = waiting.arguments[:5]
     if flags & MS_MAGIC_MASK == MS_MAGIC:

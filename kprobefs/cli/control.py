@@ -119,7 +119,10 @@ def reboot(directory: str) -> None:
 
 
 def unmount_stale(directory: str) -> None:
-    """Detach stale mounts from `directory`, but no other mounts. Raises: CliError."""
+    """Detach stale mounts from `directory`, but no other mounts.
+
+    Raises: CliError (a mount cannot be detached).
+    """
     while _mounted_on(directory) is not None and mountpoints.condition(directory) is MountState.STALE:
         mountpoints.detach(directory)
     forget(directory)
@@ -132,7 +135,10 @@ def _mounted_on(directory: str) -> mountpoints.MountPoint | None:
 
 
 def _terminate(daemon: Running, *, force: bool) -> None:
-    """Send SIGTERM, then SIGKILL if `force` is true, until the daemon ends. Raises: CliError."""
+    """Send SIGTERM to a daemon, then SIGKILL if `force` is true and the daemon does not end.
+
+    Raises: CliError (the daemon does not end).
+    """
     daemon.send(signal.SIGTERM)
     if daemon.ends(END_TIMEOUT if not daemon.is_stopped else 0):
         return

@@ -479,7 +479,7 @@ def _bench(parsed: argparse.Namespace) -> int:
 
 
 def _check_bench(parsed: argparse.Namespace) -> None:
-    """Check that each given option has an effect on the benchmark. Raises: CliError."""
+    """Check that each given option has an effect on the benchmark. Raises: CliError (an option has none)."""
     known = {name for names in BENCH_OPTIONS.values() for name in names}
     taken = {"memory"} if parsed.memory and parsed.what == "return" else set(BENCH_OPTIONS[parsed.what])
     for name in sorted(known - taken):

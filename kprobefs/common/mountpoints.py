@@ -1,4 +1,4 @@
-"""Mount points of kprobefs: lists them, checks whether their daemons answer, and unmounts them."""
+"""Mount points of kprobefs: lists them, checks whether the mounts' daemons answer, and unmounts them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,10 @@ class MountPoint:
 
 
 def check_proc() -> None:
-    """Check that /proc shows this pid namespace and is not mounted with subset=pid. Raises: CliError."""
+    """Check that /proc shows this pid namespace and is not mounted with subset=pid.
+
+    Raises: CliError (one of these is not so).
+    """
     if not os.path.lexists("/proc/self"):
         raise CliError("/proc: no file system of processes; run mount -t proc proc /proc")
     try:
@@ -119,7 +122,8 @@ def mounted_on(directory: str) -> MountPoint | None:
 def resolve(path: str) -> str:
     """Return the absolute path without symbolic links, and send no request to a mount of kprobefs.
 
-    realpath(3) would wait for the mount's daemon, which may hang. Raises: CliError.
+    realpath(3) would wait for the mount's daemon, which may hang.
+    Raises: CliError (the path is empty, the working directory was removed, or links form a loop).
     """
     if not path:
         raise CliError("empty directory name; give a directory", ExitStatus.USAGE)
@@ -329,7 +333,10 @@ def _mount_number(descriptor: int) -> int:
 
 
 def check_owner(point: MountPoint) -> None:
-    """Check that this user may unmount a mount point. Raises: CliError."""
+    """Check that this user may unmount a mount point.
+
+    Raises: CliError (another user has mounted it).
+    """
     if os.geteuid() in (0, point.owner) or point.owner is None:
         return
     import pwd
@@ -373,7 +380,10 @@ def prepared(directory: str, *, make: bool = False, allow_other: bool = False) -
 
 
 def _make(directory: str, made: list[str]) -> None:
-    """Create the missing directories of a path, and append their paths to `made`. Raises: CliError."""
+    """Create the missing directories of a path, and append their paths to `made`.
+
+    Raises: CliError (a directory cannot be created).
+    """
     missing = []
     place = directory
     while not os.path.lexists(place):

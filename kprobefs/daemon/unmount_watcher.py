@@ -25,7 +25,7 @@ class Orphaned:
     parent: int
     """pidfd of the daemon's parent."""
     clean_up: Callable[[], None]
-    """Function that does the work. It is called even if the parent has already done the work."""
+    """Function that does the work. The function is called even if the parent has already done the work."""
 
 
 class UnmountWatcher:

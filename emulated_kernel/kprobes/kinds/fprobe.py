@@ -457,7 +457,11 @@ class Fprobes:
     def _call(
         self, fp: Fprobe, handler: FprobeHandler | None, address: int, regs: Any, data: memoryview
     ) -> bool:
-        """Call a handler, and return True if its result is true. If it raises, report it and return False."""
+        """Call an fprobe's handler; return True if the handler returns a true value.
+
+        If the handler raises an exception, report the exception and return False. If `handler` is None,
+        return False.
+        """
         if handler is None:
             return False
         try:

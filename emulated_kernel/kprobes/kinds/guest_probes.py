@@ -282,12 +282,12 @@ class GuestProbes:
     # Hits
 
     def _call(self, kprobe: Kprobe, handler: int, regs: Regs, first: int, *more: int) -> int:
-        """Call the guest function `handler` at a hit, and return its result, an int.
+        """Call the guest function `handler` at a hit, and return the function's result, an int.
 
-        Its arguments are `first`, the address of a struct pt_regs and `more`. It may change all registers in
-        the structure except sp.
-        A handler that faults, loops or sleeps is never called again; its result is 0. In Linux, such a
-        handler causes an oops in the probed task.
+        The arguments of the function are `first`, the address of a struct pt_regs with `regs`, and `more`.
+        The function may change all registers in the structure except sp. A function that faults, loops or
+        sleeps is never called again; its result is 0. In Linux, such a function causes an oops in the
+        probed task.
         """
         if handler in self._failed_handlers:
             return 0

@@ -53,10 +53,11 @@ class RingEntry:
 
 
 class HitRing:
-    """A ring of the latest `capacity` hits of its probes on each CPU; Kernel.hit_ring creates it.
+    """For each CPU, a ring with the latest hits of the ring's probes; Kernel.hit_ring() creates the object.
 
-    `registers` are names as in pt_regs; an entry has one word for each, and two other words. The ring's
-    handlers are the cheapest ones, because they are a few loads and stores in guest code.
+    `registers` are names as in pt_regs, and `capacity` is the number of entries for each CPU. An entry has
+    a word for each register, and two other words. The handlers are a few loads and stores in guest code, so
+    that no other kind of handler takes less time.
     """
 
     def __init__(self, machine: ProbedMachine, arch: Arch, registers: Sequence[str], capacity: int) -> None:

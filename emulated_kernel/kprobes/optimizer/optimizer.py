@@ -476,8 +476,8 @@ class Optimizer:
     def _is_as_prepared(self, head: AggrKprobe, detour: DetourBuffer) -> bool:
         """Return True unless other code has changed the kept bytes of the probe's jump.
 
-        Kept bytes are bytes of the original text after the region. They are the end of the jump, and select
-        its target. If they have changed, store this as the reason of the probe's rejection.
+        Kept bytes are bytes of the original text after the region, which are the end of the jump and select
+        the jump's target. If they have changed, store this as the reason for the probe's rejection.
         """
         region = detour.region
         kept = detour.jump[len(detour.jump) - region.kept :]

@@ -32,7 +32,10 @@ class RunAsmHandlers(Protocol):
 
 
 class Trampoline:
-    """The trampoline of all hooked functions. It is created for the first hooked function, and then stays."""
+    """The trampoline to which all hooked functions return.
+
+    The code is created for the first hooked function, and is never freed.
+    """
 
     def __init__(
         self,

@@ -93,8 +93,8 @@ class SavedState(ChangeWatcher, TaskObserver):
     def __init__(self, directory: StateDirectory, root: str) -> None:
         """Use the state in `directory`.
 
-        `root`: prefix of the mount's paths in a mount with `--layout full`. It is "tracing/" if the mount has
-        `--layout tracefs`, else "".
+        `root`: directory that must precede a path of the mount to get the path with `--layout full`. It is
+        "tracing/" if the mount has `--layout tracefs`, else "".
         """
         self._directory = directory
         self._root = root
