@@ -195,7 +195,7 @@ class ArrayRings(ABC):
 
     @property
     def has_recorded(self) -> bool:
-        """Whether the buffers have, or had before they were emptied, a record."""
+        """Whether a record was ever written to the buffers, or to the buffers that they have replaced."""
         return self._has_recorded or any(buffer.has_recorded for buffer in self.buffers)
 
     def note_recorded(self) -> None:
@@ -310,10 +310,11 @@ class ArrayRings(ABC):
             self._sizes[number] = self.buffers[number].size
 
     def _resize_in_place(self, buffers: list[RingBuffer], pages: int) -> None:
-        """Resize `buffers` to `pages` pages each, after freeing their old memory.
+        """Resize `buffers` to `pages` sub-buffers each, after freeing their old memory.
 
-        There is no room for the old and the new memory at the same time. During the exchange, the records are
-        in other memory of the process. If the process ends at that time, the records are lost.
+        This method serves a resize for which the old and the new memory do not fit at the same time. During
+        the resize, the records are in other memory of the process. If the process ends at that time, the
+        records are lost.
         Raises: KernelError ENOMEM.
         """
         sizes = [memory_size(pages, self.order)] * len(buffers)

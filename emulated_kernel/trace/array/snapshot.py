@@ -1,4 +1,4 @@
-"""snapshot: a second set of buffers, with which a trace array can swap its own to keep their events."""
+"""snapshot: a second set of buffers, which a trace array can swap with its own to keep its events."""
 
 from __future__ import annotations
 

@@ -174,8 +174,8 @@ class FetchEmitter:
     def _read(self, dst: int, offset: int, size: int, user: bool, fault: Label) -> None:
         """Emit code that loads `size` bytes from VALUE + `offset` into `dst`, or jumps to `fault`.
 
-        `user`: the address must be in user space. If one instruction is not enough, the code overwrites
-        OTHER.
+        `user`: the address must be in user space. If `user` is set, the code overwrites TEMP and OTHER. If
+        `offset` is too large for one instruction, the code overwrites OTHER.
         """
         base = VALUE
         if user or not fits_displacement(offset):

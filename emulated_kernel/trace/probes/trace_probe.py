@@ -234,7 +234,7 @@ class ProbeKind(EventKind[P]):
             raise
 
     def note_switched(self, event: ProbeTraceEvent) -> None:
-        """Handle that an event of this kind was enabled, or is about to be disabled."""
+        """Handle an event of this kind that was just enabled, or that is about to be disabled."""
 
     def _insert(self, probe: P) -> None:
         probe.event.probes += (probe,)
