@@ -197,17 +197,6 @@ def disarm(directory: str) -> None:
         (control_root(directory) / "kprobes" / "enabled").write_text("0")
 
 
-def disarm_armed(directory: str) -> bool:
-    """Disarm all probes of a mount, and return False if they were disarmed before.
-
-    The requests before the probes are disarmed may hit probes.
-    """
-    root = control_root(directory)
-    before = _disarmings(root)
-    disarm(directory)
-    return _disarmings(root) != before
-
-
 def _disarmings(root: Path) -> list[str]:
     """Return the lines of the kernel's log that report the disarming of all probes."""
     with suppress(OSError):
@@ -216,13 +205,16 @@ def _disarmings(root: Path) -> list[str]:
     return []
 
 
-def present_events(directory: str, *, were_armed: bool) -> Past:
-    """Return what the files of a mount tell about its kprobe events, if its kernel keeps no history.
+def present_events(directory: str) -> Past:
+    """Disarm all probes, and return what files tell about kprobe events, if the kernel keeps no history.
 
-    All probes must be disarmed, because the requests of this function would hit them. Events that are
-    disabled or removed are missing. `were_armed`: whether the probes were armed at the command's end.
+    Events that are disabled or removed are missing.
     """
     root = control_root(directory)
+    # The kernel logs nothing if the probes were disarmed before. It does not see a read of its log.
+    before = _disarmings(root)
+    disarm(directory)
+    were_armed = _disarmings(root) != before
     tracefs = Path(directory, HostFiles(directory).tracefs())
     hits: Counter[str] = Counter()
     for name, count in HITS.findall((tracefs / "kprobe_profile").read_text()):

@@ -107,13 +107,12 @@ def _print_hints(options: MountOptions, ended: EndedCommand, past: Past) -> None
     The hints explain why no probe was hit, why no hit was recorded, or why durations are those of the virtual
     clock. `past`: the history of the mount's events.
     """
-    from kprobefs.cli.nothing_hint import disarm, disarm_armed, nothing_hints, present_events
+    from kprobefs.cli.nothing_hint import disarm, nothing_hints, present_events
 
     directory = ended.directory
     if past.is_partial:
-        past = present_events(directory, were_armed=disarm_armed(directory))
-    else:
-        disarm(directory)
+        past = present_events(directory)
+    disarm(directory)
     hints = list(nothing_hints(ended, past))
     if options.machine.clock == CLOCKS[0]:
         from kprobefs.cli.duration_hint import virtual_durations

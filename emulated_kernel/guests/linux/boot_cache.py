@@ -175,7 +175,7 @@ def _boot_and_save(
 
 
 def as_running(kernel: LinuxKernel, tasks: LinuxTasks) -> LinuxKernel:
-    """Return a copy of the kernel with the text in memory, which it has patched at boot."""
+    """Return a copy of `kernel` with the text that the running guest has in memory, as patched at boot."""
     start, end = kernel.text
     running = copy(kernel)
     machine = tasks.machine

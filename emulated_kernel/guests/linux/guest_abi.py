@@ -49,8 +49,8 @@ class GuestAbi:
     syscalls: Mapping[str, int]
     """Name of a system call -> its number.
 
-    If a processor lacks a call, its name stands for a newer call. The newer call does the same if its
-    further arguments are 0.
+    If a processor lacks an old call, such as dup2, the name has the number of the newer call that replaces
+    it. The newer call has the same effect if its further arguments are 0.
     """
     o_directory: int
     """Value of the flag O_DIRECTORY of open(2)."""

@@ -55,7 +55,10 @@ STATE = "task_struct.__state", "task_struct.state"
 TIMEKEEPER = "tk_core"
 """Key of the address of the kernel's timekeeper in KernelOffsets.symbols."""
 _TIMEKEEPERS = "tk_core", "timekeeper_data"
-"""Symbols of the kernel's timekeeper before v6.17, and since then of an array whose first element it is."""
+"""Symbols by which the kernel's timekeeper is found.
+
+Before v6.17 a variable contains the timekeeper. Since then it is the first element of an array.
+"""
 PID_MAX = "pid_max"
 """Key of the address of the limit of pids in KernelOffsets.symbols.
 
@@ -124,7 +127,7 @@ class KernelOffsets:
     per_cpu: dict[str, int]
     """Name of a per-CPU variable -> its offset in the per-CPU area, which can be negative."""
     asks: int
-    """Flags in d_flags of dentries that only the kernel can look up."""
+    """Mask of the flags in d_flags that forbid the host to look up a dentry in guest memory."""
     need_resched: int = 0
     """Bit of TIF_NEED_RESCHED in thread_info.flags, found in the booted kernel; 0 before the boot."""
     executed: dict[str, int] = field(default_factory=dict)
@@ -180,7 +183,8 @@ def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
 def _instructions_ending(kernel: LinuxKernel, ends: tuple[bytes, ...]) -> Iterator[tuple[int, int]]:
     """Yield (address, value) of each aligned 32-bit word of a kernel whose last three bytes are in `ends`.
 
-    Some words may be data, but the host's hooks for them are never called, because they are not executed.
+    Some of these words may be data. The host's hooks for data are never called, because the CPU never
+    executes data.
     """
     for segment in kernel.vmlinux.segments:
         data = bytes(segment.data)
@@ -206,7 +210,7 @@ def timekeeper_offset(btf: Btf) -> int:
 
 
 def _pid_max(kernel: LinuxKernel) -> int:
-    """Return the address of the limit of pids. Raises: KernelError ENOENT, ENODATA (it is unknown)."""
+    """Return the address of the limit of pids. Raises: KernelError ENOENT, ENODATA (it is not found)."""
     address = kernel.kallsyms.lookup_name("pid_max")
     if address is not None:
         return address
@@ -247,8 +251,9 @@ def _stack_top(kernel: LinuxKernel) -> int | None:
 
 
 def checked_offsets(kept: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a snapshot's offsets, after checking that it names a release and that the numbers fit 64 bits.
+    """Return the offsets `kept` of a snapshot, after a check of their types and ranges.
 
+    The release must be a text, and all numbers must fit into 64 bits.
     Raises: KeyError, TypeError, ValueError (the check fails).
     """
     if not isinstance(kept["release"], str):
@@ -281,7 +286,7 @@ def dentry_slow_path_flags(btf: Btf) -> int:
 
 
 def _of_free_pages(btf: Btf) -> dict[str, int]:
-    """Return name -> offset or size in the page allocator's structures; {} if this kernel's differ."""
+    """Return name -> offset or size in the page allocator's structures; {} if this kernel lacks one."""
     try:
         found = {path: btf.offset(path) for path in _OF_FREE_PAGES}
         return found | {name: btf.size(name) for name in _SIZES} | {ORDERS: btf.length("zone.free_area")}
@@ -292,7 +297,7 @@ def _of_free_pages(btf: Btf) -> dict[str, int]:
 
 
 def _of_time(btf: Btf) -> dict[str, int]:
-    """Return name -> offset of the timekeeper's members; {} if this kernel's timekeeper differs."""
+    """Return name -> offset of the timekeeper's members; {} if this kernel lacks one of the members."""
     found = {path: btf.offset(path) for path in (*_OF_TIME, _COARSE) if btf.has(path)}
     if not found.keys() >= set(_OF_TIME):
         return {}
@@ -300,7 +305,7 @@ def _of_time(btf: Btf) -> dict[str, int]:
 
 
 def _of_timers(btf: Btf) -> dict[str, int]:
-    """Return name -> offset, size or number of the timer wheels; {} if this kernel's wheels differ."""
+    """Return name -> offset, size or number of the timer wheels; {} if this kernel lacks one of them."""
     if not all(btf.has(path) for path in _OF_TIMERS):
         return {}
     wheels = {TIMER_BASES: btf.size("timer_base"), PUNCTUAL: 2 if btf.has(_MIGRATING) else 1}

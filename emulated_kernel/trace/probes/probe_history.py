@@ -42,7 +42,7 @@ class _Enabled:
     recording: bool = False
     off: bool = True
     off_since: dict[Recorder, int | None] = field(default_factory=dict)
-    """Trace array -> the value of its off_since() when the event was first seen enabled in it."""
+    """Trace array that has the event enabled -> value of its off_since() when this was first seen."""
     removed: dict[str, int] = field(default_factory=dict)
     """Place of a removed probe of the event -> its hits."""
 
@@ -62,11 +62,13 @@ class ProbeHistory:
     def note(self, events: Iterable[KprobeTraceEvent] | None = None) -> None:
         """Record the state of those of `events` that are enabled.
 
-        By default, `events` are all present events that were enabled at an earlier call. Callers call this
-        method after each change that may arm or disarm probes.
+        Empty `off_since` of the others. By default, `events` are all present events that were enabled at an
+        earlier call. Callers call this method after each change that may arm or disarm probes.
         """
         for event in list(self._present) if events is None else events:
             if not event.is_enabled:
+                if event in self._present:
+                    self._present[event].off_since = {}
                 continue
             known = self._present.setdefault(event, _Enabled())
             reasons = [reason for probe in event.probes if (reason := probe.why_unarmed())]
@@ -104,6 +106,7 @@ def filter_texts(event: KprobeTraceEvent) -> list[str]:
 
 
 def _note_recording(event: KprobeTraceEvent, known: _Enabled) -> None:
+    known.off_since = {each: known.off_since[each] for each in event.recorders if each in known.off_since}
     for recorder in event.recorders:
         file = event.files.get(recorder)
         if file is not None and file.soft_disabled:

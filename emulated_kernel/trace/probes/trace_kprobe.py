@@ -19,6 +19,7 @@ from emulated_kernel.kprobes.sight import LimitedSight, Sight
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses, HitCounter
 from emulated_kernel.trace.compiled.handler import EventEmitter, compiled_event
 from emulated_kernel.trace.context.probe_hit import ProbeHit, within_another
+from emulated_kernel.trace.events.event import Recorder
 from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN, argument_insn, no_types, sight_of
 from emulated_kernel.trace.fetch.memory import FetchEnvironment
 from emulated_kernel.trace.fetch.store_args import store
@@ -147,13 +148,16 @@ class KprobeTraceEvent(ProbeTraceEvent):
     def is_return(self) -> bool:
         return self.addresses is RETURN_ADDRESSES
 
-    def start(self) -> None:
-        super().start()
+    def enable(self, recorder: Recorder) -> None:
+        super().enable(recorder)
         self.probes[0].kind.note_switched(self)
 
-    def stop(self) -> None:
-        self.probes[0].kind.note_switched(self)
-        super().stop()
+    def disable(self, recorder: Recorder) -> None:
+        self.check_alive()
+        kind = self.probes[0].kind
+        kind.note_switched(self)
+        super().disable(recorder)
+        kind.note_switched(self)
 
     def changed(self) -> None:
         for probe in self.probes:

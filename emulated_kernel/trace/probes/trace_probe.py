@@ -234,7 +234,7 @@ class ProbeKind(EventKind[P]):
             raise
 
     def note_switched(self, event: ProbeTraceEvent) -> None:
-        """Handle an event of this kind that was just enabled, or that is about to be disabled."""
+        """Handle a change of `event`: called after it is enabled, and before and after it is disabled."""
 
     def _insert(self, probe: P) -> None:
         probe.event.probes += (probe,)

@@ -55,9 +55,10 @@ _UNKNOWN_LOADER = 0xFF
 _LOADED_HIGH = 1
 _PROTOCOL = 0x20F
 _CLEARS_BSS = ("clear_bss", "x86_64_start_kernel")
-"""Functions of which one clears the section .bss, 5 to 10 MB, by a repeated store of bytes.
+"""Names of the kernel functions that may clear the section .bss (5 to 10 MB) by a repeated store of bytes.
 
-It is the second one if the compiler inlines the first one.
+Usually clear_bss() clears it. If the compiler has inlined clear_bss(), x86_64_start_kernel() contains the
+store.
 """
 _REP_STOSB = b"\xf3\xaa"
 
@@ -67,8 +68,8 @@ def load(
 ) -> None:
     """Load the kernel, the initramfs and the boot parameters, and point the CPU to the kernel's entry.
 
-    `parameters`: further parameters for the command line. `random_seed`: bytes with which the kernel begins
-    its random numbers; it trusts a seed only if it has 32 bytes.
+    `parameters`: further parameters for the command line. `random_seed`: bytes that initialize the kernel's
+    random number generator; b"" passes no seed. The kernel trusts only a seed of at least 32 bytes.
     Raises: KernelError ENOEXEC (a segment does not fit into RAM).
     """
     ram = machine.memory.ram
@@ -119,7 +120,7 @@ def _boot_parameters(top: int, initrd: int, initrd_size: int) -> bytearray:
 
 
 def _clear_bss_in_host(machine: PcMachine, kernel: LinuxKernel) -> None:
-    """Let the host clear the section .bss, which takes the guest a tenth of the boot."""
+    """Make the host clear .bss in place of the guest's `rep stosb`, which takes a tenth of a boot."""
     for name in _CLEARS_BSS:
         address = kernel.kallsyms.lookup_name(name)
         found = kernel.kallsyms.lookup(address) if address else None
@@ -133,8 +134,9 @@ def _clear_bss_in_host(machine: PcMachine, kernel: LinuxKernel) -> None:
 def boot(machine: LinuxMachine, kernel: LinuxKernel, progress: Callable[[int, int], None]) -> None:
     """Run the kernel from its first instruction until init waits at its stub.
 
-    `progress` is called with the number of initcalls that have begun, and the number of all initcalls.
-    Raises: GuestFault (with the last line of the kernel's log).
+    `progress` is called at each initcall. Its arguments are the number of initcalls that have begun, and
+    the number of all initcalls.
+    Raises: GuestFault (the guest has died; the message ends with the last line on the kernel's console).
     """
     calls = kernel.between("__initcall_start", "__initcall_end")
     total = (calls.end - calls.start) // 4

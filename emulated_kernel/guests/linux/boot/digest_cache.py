@@ -1,6 +1,7 @@
 """Digest cache: remembers the results of reading whole files until the files change.
 
-A note is a small file that contains a result. Its name is a hash of the file's identity and change time.
+A result is kept in a small file of its own, which is called a note. The name of a note is a hash of the
+identity and change time of the file that was read.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import asdict, dataclass
 from emulated_kernel.util.safe_read import identity, is_word, open_regular, replace_file
 
-_MAGIC = b"kprobefs booted kernel 33\n"
+_MAGIC = b"kprobefs booted kernel 34\n"
 HEADER = 256 << 10
 """Size in bytes of a snapshot's header, which precedes RAM."""
 _PIECE = 64 << 10
@@ -59,9 +59,9 @@ LIMIT = 600 << 20
 """Maximum size of all snapshots on disk in bytes; the least recently used ones are removed first."""
 _SUFFIX = ".booted"
 _TABLES = ".tables"
-"""Suffix of a snapshot without a machine, which has only the tables of a kernel's file."""
+"""Suffix in the name of a snapshot that has no machine, but only the tables of a kernel's file."""
 _WHOLE = "whole"
-"""Text that the digest cache remembers for a snapshot whose checksums were right."""
+"""Text that the digest cache remembers for a snapshot whose checksums were found to be right."""
 _HASH = "[0-9a-f]{64}"
 """Regular expression of the digest of a kernel's file."""
 _MAKING = ".booting-"
@@ -77,8 +77,8 @@ class CachedKernel:
 
     `size`: bytes on disk. `made` and `used`: times of the boot and of the last use, in seconds since 1970.
     `boot_seconds`: CPU time of the boot; None if the kernel was not booted for the snapshot. `source`: path
-    of the kernel's file. `release`, `architecture` and `source` are None if the snapshot is damaged, comes
-    from another version, or may have been written by another user.
+    of the kernel's file. `release`, `architecture` and `source` are None if the snapshot is damaged, was
+    written by another version of kprobefs, or may have been written by another user.
     """
 
     path: Path
@@ -97,10 +97,11 @@ def directory() -> Path:
 
 
 def place(source: Path, seed: int, cpu: ProductionCpu | None = None) -> Path:
-    """Return the path of the snapshot for the kernel in the file `source`, booted on a production CPU.
+    """Return the path of the snapshot of a booted kernel. The file need not exist.
 
-    The path depends on the hash of the file, the seed, the boot parameters, the CPU with its registers, and
-    Unicorn's version.
+    `source`: the kernel's file. `seed`: seed of the kernel's random numbers. `cpu`: production CPU that the
+    kernel sees; None for the emulated CPU. The path depends on the hash of the kernel's file, `seed`, the
+    boot parameters, `cpu` with its registers, and Unicorn's version.
     Raises: OSError.
     """
     reading, whole = _digest(source, *identity(source))
@@ -200,9 +201,10 @@ def save(
 
 
 def load_tables(source: Path) -> tuple[dict[str, memoryview], ShownCpu | None] | None:
-    """Return the parts of a saved machine and its production CPU, without the machine.
+    """Load a snapshot without its machine; return (name -> further data of the snapshot, production CPU).
 
-    If the file is missing or damaged, return None; a damaged file is removed.
+    The second item is None if the guest sees the emulated CPU. If the file is missing or damaged, return
+    None; a damaged file is removed.
     """
     return load_as(source, lambda kept: (kept.parts, _shown(kept.about)), with_parts=True)
 
@@ -221,7 +223,11 @@ def save_tables(
 
 
 def keep(target: Path, write: Callable[[IO[bytes]], None]) -> None:
-    """Write a file by `write`; it appears at `target` when it is complete. Raises: OSError."""
+    """Create the file `target`, whose content the function `write` writes to the open file that it is given.
+
+    The file appears at `target` when it is complete. Then the least recently used snapshots are removed if
+    all snapshots together are too large. Raises: OSError.
+    """
     made = [place for place in target.parents if not place.exists()]
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
@@ -418,9 +424,10 @@ def _shown(about: Mapping[str, Any]) -> ShownCpu | None:
 
 
 def checked_cells(about: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the offsets that find_cells() found for the machine of a snapshot, from its header `about`.
+    """Return the offsets of hidden words in Unicorn's CPU state, from the header `about` of a snapshot.
 
-    Raises: KeyError, TypeError, ValueError (they are missing or invalid).
+    The snapshot's machine was run with these offsets, which find_cells() had found.
+    Raises: KeyError, TypeError, ValueError (the offsets are missing or invalid).
     """
     cells = tuple(about["cells"])
     if len(cells) < 2 or not all(is_word(cell) and cell < STATE_SIZE for cell in cells):

@@ -87,10 +87,10 @@ _CLAIMED = (
     "tsa_sq_no tsa_l1_no"
 )
 CLAIMED = frozenset(_CLAIMED.split())
-"""Features that the guest may see although the emulator lacks them: its kernel can use none of them wrongly.
+"""Features that the guest may see although the emulator lacks them, because they do no harm to its kernel.
 
-These features are facts about the CPU, registers that may be written without effect, or hints of speed. The
-kernel's code for AVX asks for the state of XSAVE as well.
+Some are facts about the CPU or hints about speed. Others only add registers, which may be written without
+effect. AVX is harmless because the kernel uses it only if XSAVE is available as well.
 """
 KEPT_OUT = frozenset({"rdrand", "monitor", "xsave", "xsaveopt", "xsavec", "xgetbv1", "xsaves"})
 """Features that the emulator has and the guest does not see.

@@ -43,7 +43,7 @@ _ABOUT = {
     "gather_data_sampling": _GDS_CTRL,
     "reg_file_data_sampling": _RFDS_CLEAR,
 }
-"""File of vulnerabilities -> bit of IA32_ARCH_CAPABILITIES on which the mitigation depends."""
+"""File of vulnerabilities -> bit of IA32_ARCH_CAPABILITIES on which the file's text depends."""
 _ZEN_OLD = 0x17
 _ZEN_FIRST_SSBD = 0x30
 """First model of family 17h that has a bit for speculative store bypass."""

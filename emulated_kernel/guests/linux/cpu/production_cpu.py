@@ -48,7 +48,7 @@ class ProductionCpu:
     release: str = ""
     """Release of the kernel that runs on the CPU; "" if it is not known."""
     vulnerabilities: Mapping[str, str] = field(default_factory=dict)
-    """File of /sys/devices/system/cpu/vulnerabilities -> its text, as that kernel shows it."""
+    """File of /sys/devices/system/cpu/vulnerabilities -> its text in the kernel that runs on the CPU."""
     notes: tuple[str, ...] = ()
     """Sentences about facts that were derived or are not known, for the output of commands."""
 
@@ -80,7 +80,7 @@ class ProductionCpu:
 
 
 def from_text(text: str) -> ProductionCpu:
-    """Return the CPU that as_text() wrote. Raises: ValueError, TypeError, KeyError (not such a text)."""
+    """Return the CPU that as_text() wrote. Raises: ValueError, TypeError, KeyError (`text` is invalid)."""
     fields: dict[str, Any] = json.loads(text)
     for name in ("flags", "hidden", "parameters", "notes"):
         fields[name] = tuple(fields[name])

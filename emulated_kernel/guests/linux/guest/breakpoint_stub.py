@@ -1,8 +1,9 @@
 """Guest code that delivers breakpoints of the kernel's own kprobes to the kernel, without Python.
 
 The host's routine for traps stores four registers in words of the host's data page, and makes the guest
-continue in the stub. The stub pushes the frame of the exception and enters the gate. No instruction before
-the push of the flags changes them. No interrupt arrives in the stub, because the host ends no run there.
+continue in the stub. The stub pushes the frame of the exception, and jumps to the handler in the IDT's
+gate. No instruction before the push of the flags changes the flags. No interrupt arrives in the stub,
+because the host ends no run there.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ _CELLS = ("ss", "sp", "cs", "ip", "gate")
 
 
 def install(machine: PcMachine, thunk: WakeupThunk) -> None:
-    """Make guest code deliver breakpoints in kernel mode, if their gate in the IDT keeps the stack.
+    """Make guest code deliver breakpoints in kernel mode.
 
-    On a host without the routine for traps, Python delivers the breakpoints. Python also delivers them if
-    kprobefs probes the guest, because it must then handle each breakpoint first.
+    Do nothing, so that Python delivers the breakpoints, in three cases: the host lacks the routine for
+    traps; kprobefs probes the guest, and must handle each breakpoint first; or the gate of #BP in the IDT
+    switches the stack or leaves interrupts enabled.
     """
     hooks = machine.hooks
     if hooks.breakpoints or hooks.fault_hooks or not hooks.is_native:

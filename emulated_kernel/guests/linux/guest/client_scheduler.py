@@ -1,9 +1,9 @@
 """ClientScheduler: switches between the tasks of clients, and runs the guest until a system call returns.
 
-The host drives a task through its stub, the user-mode code that waits for requests. A task that is not used
-sleeps in no system call, as if an interrupt had put it to sleep. The host switches tasks by one platform
-interrupt, whose callback wakes the next task. The kernel does everything else, and switching makes no system
-call that a probe could see.
+The host drives a task through its stub, the user-mode code that waits for requests. While the host does not
+use a task, the task sleeps outside of system calls, as if an interrupt had put it to sleep. To switch
+tasks, the host raises one platform interrupt, whose callback wakes the next task. The kernel does
+everything else, and switching makes no system call that a probe could see.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class ClientScheduler:
         current: LinuxTask,
         need_resched: int,
     ) -> None:
-        """Start with the task `current` at its stub. `need_resched`: see KernelOffsets."""
+        """Start with the task `current` at its stub.
+
+        `need_resched`: bit of TIF_NEED_RESCHED in thread_info.flags. `thunk`: wakes tasks in the guest.
+        """
         self._machine = machine
         self._memory = machine.memory
         self._ram = machine.memory.ram
@@ -101,7 +104,10 @@ class ClientScheduler:
         return task
 
     def _adopt(self, address: int) -> LinuxTask:
-        """Add the task at `address`, which has come to its stub. Raises: GuestFault (it is no task)."""
+        """Add the task whose task_struct is at `address`, and which has come to its stub.
+
+        Raises: GuestFault (the guest's memory there is no valid task_struct; the guest is declared dead).
+        """
         try:
             return self._table.adopt(address)
         except MemoryFault as fault:
@@ -165,7 +171,11 @@ class ClientScheduler:
         return False
 
     def _timer_until(self, end: int) -> bool:
-        """Advance the time to the next timer interrupt; return False if none comes until the TSC is `end`."""
+        """Advance the time to the next timer interrupt, and deliver the interrupt.
+
+        Return False, with nothing changed, if no timer is due until the guest's time counter (TSC) reaches
+        `end`.
+        """
         pc = self._machine.pc
         if pc.timer_vector is None or pc.due is None or max(pc.due, pc.tsc) > end:
             return False
@@ -176,7 +186,7 @@ class ClientScheduler:
         return self._machine.pc.tsc + microseconds * self._machine.pc.khz // 1000
 
     def take_interrupts(self) -> None:
-        """Deliver the timer interrupts that are due to the task at its stub."""
+        """While a task is at its stub, deliver all timer interrupts whose time has come."""
         while self.current is not None and self._machine.pc.is_due:
             self._machine.timer()
             self.run()
@@ -292,9 +302,10 @@ class ClientScheduler:
     # Calls that the host serves
 
     def wait_in_call(self) -> bool:
-        """End the run, because the running task's call waits for its service.
+        """Stop the guest, because the running task's system call waits for its service.
 
-        Return False if the call has no service.
+        Return True if the guest is stopped. Return False if the running code is no client's task, or the
+        task's call has no service; then the guest continues.
         """
         task = self._by_address.get(self._running())
         if task is None or task.service is None:
@@ -305,9 +316,10 @@ class ClientScheduler:
         return True
 
     def woken(self) -> bool:
-        """Give the running task the result for which it slept in its call, or put it to sleep again.
+        """Give the running task the result for which it slept in its system call.
 
-        Return False if the task waits for no result.
+        If there is no result yet, put the task to sleep again. Return False, with nothing changed, if the
+        task waits for no result.
         """
         task = self._by_address.get(self._running())
         if task is None or not (task.waits or task in self._answers):
@@ -321,7 +333,7 @@ class ClientScheduler:
         return True
 
     def _leave_call(self) -> None:
-        """Put the task that waits in a call to sleep there, in the next run."""
+        """If a task waits in its system call, make it sleep there when the guest runs next."""
         task = self._in_call
         self._in_call = None
         if task is not None:
@@ -333,9 +345,11 @@ class ClientScheduler:
         self._machine.regs.ip = self.sleep_in_call
 
     def _serve(self, task: LinuxTask) -> None:
-        """Run the service for which the task's call waits. The guest may run meanwhile.
+        """Run the service for which the task's call waits, and give the call its result.
 
-        Raises: WouldBlock.
+        The guest may run during the service. If the task sleeps by then, wake it; it gets the result when
+        it runs.
+        Raises: WouldBlock (the service must wait).
         """
         assert task.service is not None
         answer = task.service()
@@ -370,7 +384,10 @@ class ClientScheduler:
         self.run_until(lambda: False, on_idle=partial(self._timer_until, end))
 
     def do_work(self, callback: int, is_done: Callable[[], bool], microseconds: int) -> None:
-        """Call the guest code at `callback` in an interrupt; run until `is_done()` or the time is over."""
+        """Call the guest code at `callback` in an interrupt, and run the guest's own work after it.
+
+        End when `is_done()` is true, or when the guest is idle and no timer is due within `microseconds`.
+        """
         self._machine.check_alive()
         if self.current is not None:
             self.take_interrupts()
@@ -381,7 +398,10 @@ class ClientScheduler:
         self._go_on_until(arrived, is_done, on_idle=partial(self._timer_until, end))
 
     def schedule_in(self, task: LinuxTask) -> None:
-        """Run the guest until the task is at its stub; do nothing if it sleeps in a call or has ended."""
+        """Run the guest until `task` is at its stub.
+
+        Do nothing if the task is there already, sleeps in a call, or has ended.
+        """
         if task is self.current or task.pending or not task.alive:
             return
         self._machine.check_alive()

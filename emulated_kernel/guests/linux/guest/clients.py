@@ -42,7 +42,9 @@ class LinuxClients:
     ) -> None:
         """Start with no tasks. `lock`: the control lock.
 
-        `settle`: completes the clients' earlier requests, before the guest learns of a later event.
+        `owner`: user id of the user who created the mount. `settle`: function that completes the earlier
+        requests of clients. It is called before an event that followed these requests is repeated in the
+        guest.
         """
         self._tasks = tasks
         self._lock = lock
@@ -81,7 +83,10 @@ class LinuxClients:
         return client._replace(facts=ClientFacts(comm=unshown, program=program))
 
     def _unshown_program(self, pid: int) -> str | None:
-        """Return the name of a client whose latest execve the guest has not repeated, else None."""
+        """Return the name of a client whose latest execve the guest has not repeated.
+
+        Return None if the guest has repeated the execve, or does not know the process yet.
+        """
         if pid <= 0 or self._is_closed:
             return None
         self._look(pid)
@@ -149,7 +154,10 @@ class LinuxClients:
             self._tasks.set_comm(task, comm)
 
     def execute(self, task: LinuxTask, program: str, comm: str) -> None:
-        """Execute a program in a task that has no client. Raises: KernelError ESRCH (the task has died)."""
+        """Repeat the execve(2) of `program` by a task, and name the task `comm`.
+
+        Raises: KernelError ESRCH (the execve has killed the task).
+        """
         self._executions.execute(task, program, comm)
 
     def is_shared(self, task: LinuxTask) -> bool:

@@ -1,7 +1,8 @@
 """ExecObserver: repeats a client's execve(2) in the guest.
 
-Probes see the client's path in the call. The guest executes init's program in place of the client's, because
-it has no other. The task still shares its table of open files with the other tasks.
+Probes see the client's path in the call. The guest executes init's program in place of the client's,
+because the guest has no other program. After the call, the task still shares its table of open files with
+the other tasks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _NAME = 128
 class ExecObserver:
     """Repeats execves in the guest.
 
-    If the kernel lacks a function that is intercepted, it only renames tasks.
+    For this, the observer intercepts some functions of the kernel. If the kernel lacks one of them, the
+    observer only renames tasks.
     """
 
     def __init__(self, tasks: LinuxTasks) -> None:
@@ -38,7 +40,10 @@ class ExecObserver:
         self._others: tuple[int, int] | None = None
         """Address of the file table's user count, and the number by which the count is lowered at present."""
         self._uid: tuple[int, bytes] | None = None
-        """Address and real bytes of the uid that root's replaces at present; None if no uid is replaced."""
+        """Address of the uid that root's uid has replaced for now, and the uid's real bytes.
+
+        The value is None if no uid is replaced.
+        """
         self._returns: set[int] = set()
         """Return addresses of unshare_files() and set_cred_ucounts() at which a hook exists."""
         symbols = tasks.facts.symbols
@@ -79,7 +84,7 @@ class ExecObserver:
         return self._task is not None and self._tasks.running() == self._task.address
 
     def _opening(self) -> None:
-        """Replace the struct filename, the second argument of do_open_execat(), by one of init's program."""
+        """Make do_open_execat() open init's program: replace its second argument, a struct filename."""
         if not self._is_executing():
             return
         physical, virtual = self._tasks.host_room
@@ -93,8 +98,8 @@ class ExecObserver:
     def _unsharing(self) -> None:
         """Hide the other users of the file table from unshare_files(), which then does not copy the table.
 
-        Hazard: if another task ran before the return, it would free the table at its exit. The function does
-        not sleep.
+        Hazard: if another task ran and exited before unshare_files() returns, its exit would free the
+            table. But unshare_files() does not sleep.
         """
         if not self._is_executing() or self._others is not None:
             return

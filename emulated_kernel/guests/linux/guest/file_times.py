@@ -17,9 +17,9 @@ _READ = "clocksource.read"
 class FileTimes:
     """Maps timestamps of the guest's files to times of the host's clock.
 
-    The guest's time advances only while it runs, and its files get the time of the latest tick. A tick is as
-    long as thousands of requests. So each change gets its exact guest time, which only files show, and is
-    shown as the time of the host's clock at the change.
+    The guest's time advances only while the guest runs, and a changed file gets the time of the latest
+    tick. A tick is as long as thousands of requests. Therefore the host advances the time that files get,
+    so that each change has its own guest time. The mount shows the time of the host's clock at the change.
     """
 
     def __init__(self, machine: LinuxMachine, facts: KernelOffsets) -> None:
@@ -44,7 +44,7 @@ class FileTimes:
             return self._memory.translate(self._root, timekeeper + offset[f"timekeeper.{name}"])
 
         def place(name: str) -> int:
-            """Return the index in RAM of the word with a member of the timekeeper."""
+            """Return the index, among the words of RAM, of the word at the timekeeper's member `name`."""
             return physical(name) >> 3
 
         self._tsc_read = symbols[TIME_READ]
@@ -75,11 +75,12 @@ class FileTimes:
         self._is_tsc = read == self._tsc_read
 
     def _go_on(self) -> int:
-        """Advance the time that files get to the present; return it in nanoseconds.
+        """Advance the time that changed files get to the present; return the new time in nanoseconds.
 
-        If the clock source is not the TSC, return the time of the latest tick. The next tick computes it
-        again. Invariant: the kernel's other clocks return exactly the same values. Mirrors:
-        kernel/time/timekeeping.c:timekeeping_forward_now (v6.1)
+        If the clock source is not the TSC, change nothing, and return the time of the latest tick. The
+        kernel computes the same time again at its next tick. Invariant: other clocks of the kernel return
+        the same values as without this method.
+        Mirrors: kernel/time/timekeeping.c:timekeeping_forward_now (v6.1)
         """
         words = self._words
         if words[self._clock] != self._known_clock:

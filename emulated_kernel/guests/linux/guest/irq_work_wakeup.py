@@ -45,7 +45,10 @@ ARM64_WAKEUP = """
     imm64:wake_up_process | function_at: .quad wake_up_process
 """
 _WORK = 0x40
-"""Offset in bytes of the irq_work in the data page, whose first word is the address of the task to wake."""
+"""Offset in bytes of the irq_work in the data page.
+
+The first word of the data page has the address of the task to wake.
+"""
 _ROOM = 0x100
 """Offset in bytes of the free part of the data page, and of the free part of the code page."""
 _EXECUTABLE = 0xEB
@@ -91,7 +94,7 @@ class IrqWorkWakeup(Wakeup):
         """Number of the interprocessor interrupt that runs queued irq_works."""
 
     def install(self) -> None:
-        """Map the pages and write the code; snapshots of the guest keep it."""
+        """Map the pages, and write the code to wake tasks. Snapshots of the guest contain the code."""
         self._map()
         self._structs.store_bytes(self._base, self._code())
         self._structs.store("<Q", self._function, self._text)
@@ -103,7 +106,11 @@ class IrqWorkWakeup(Wakeup):
 
     @abstractmethod
     def _code(self) -> bytes:
-        """Return the code of the work: call wake_up_process(task) unless the word with the task is 0."""
+        """Return the code of the irq_work's function.
+
+        The code reads the task's address in the data page, and calls wake_up_process() unless the address
+        is 0.
+        """
 
     @abstractmethod
     def _raise(self) -> None:
@@ -125,7 +132,7 @@ class IrqWorkWakeup(Wakeup):
 
     @contextmanager
     def replaced_by(self, callback: int) -> Iterator[None]:
-        """During the block, make the interrupt call the function at `callback`; see Wakeup."""
+        """During the block, make the interrupt call the function at `callback` instead of waking a task."""
         self._structs.store("<Q", self._function, callback)
         yield
         # If the guest dies in the block, the function is not restored.
@@ -133,7 +140,7 @@ class IrqWorkWakeup(Wakeup):
 
 
 class RiscvWakeup(IrqWorkWakeup):
-    """Wakes tasks of a RISC-V guest. All its interprocessor interrupts use the one software interrupt."""
+    """Wakes tasks of a RISC-V guest, whose IPIs are all delivered by the one software interrupt."""
 
     def __init__(self, machine: RiscvMachine, facts: KernelOffsets, structs: KernelStructs) -> None:
         super().__init__(machine, facts, structs)

@@ -13,13 +13,17 @@ TASK_INTERRUPTIBLE = 1
 Service = Callable[[], Callable[[], None]]
 """Function that does the host's work in a system call.
 
-It returns a function that puts the result into the registers. It raises only WouldBlock. The task then
-continues to sleep, and its client repeats the request.
+The function returns another function, which puts the result of the call into the registers. The only
+exception that it raises is WouldBlock. Then the task continues to sleep in its call, and the client repeats
+the request.
 """
 
 
 class Blocked(Exception):
-    """Raised if a system call sleeps in the guest; `wait_for_result` may be called again."""
+    """Raised if a system call sleeps in the guest for longer than its caller waits.
+
+    The call has not ended; ClientScheduler.wait_for_result() can be called again to wait for its result.
+    """
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

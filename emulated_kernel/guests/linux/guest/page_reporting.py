@@ -1,6 +1,6 @@
 """PageReporting: gives memory under free pages of the guest back to the host after many were freed.
 
-The guest need not know this, because it writes each page that it allocates before it reads the page.
+The guest is not informed. It writes each page that it allocates before it reads the page.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ _WORD = (1 << 64) - 1
 
 
 class PageReporting:
-    """Gives back free pages of a kernel with one NUMA node, or none if this is unsafe.
+    """Gives the memory under free pages of a kernel with one NUMA node back to the host.
 
-    No CPU may be allocating memory: the tasks are in user mode or sleep.
+    It gives back nothing if this is unsafe for the kernel. In this case `high` keeps a value that no number
+    of free pages reaches, so that look() is never called.
+    No CPU may be allocating memory: all tasks are in user mode or sleep.
     Mirrors: mm/page_reporting.c:page_reporting_process (v6.1)
-    If it is unsafe, `high` keeps a value that no number of pages reaches, so that look() is never called.
     """
 
     def __init__(self, memory: LinuxMemory, root: int, facts: KernelOffsets) -> None:
@@ -42,7 +43,7 @@ class PageReporting:
         """Virtual address -> physical address of pages with the allocator's structures, which never move."""
         self.words = memory.words
         self.counter = 0
-        """Index in `words` of the counter of free pages in the largest zone."""
+        """Index in `words` of the guest's counter of free pages in its largest zone."""
         self.low = 0
         """Minimum number of free pages at which look() has nothing to do."""
         self.high = _WORD
@@ -93,10 +94,11 @@ class PageReporting:
         self.high = free + MANY
 
     def give_back(self) -> None:
-        """Give the memory under free pages back to the host; the pages show the file's content again.
+        """Give the memory under free pages back to the host; then the pages have the snapshot file's content.
 
-        Hazard: the emulator keeps host addresses, which stay valid, and code that it translated from these
-        pages. The guest writes to a page before it runs code there, and the emulator notices the write.
+        Hazard: the emulator keeps host addresses of these pages, which stay valid, and code that it
+            translated from them. The guest writes to a page before it runs code there, and the emulator
+            notices the write.
         """
         blocks = sorted(islice(self._blocks(), _LIMIT))
         while blocks:

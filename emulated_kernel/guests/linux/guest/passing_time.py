@@ -42,14 +42,15 @@ _WORD = (1 << 64) - 1
 class PassingTime:
     """Advances the guest's time by a tick at each request, and gives the guest turns for its delayed work.
 
-    The timer's interrupt waits until the guest's next turn, because it would cost more than a request.
-    The kernel's count of ticks advances without it, so that timers which are armed meanwhile expire in time.
+    The timer's interrupt waits until the guest's next turn, because it would cost more than a request. The
+    host itself advances the kernel's count of ticks, so that timers which the kernel arms meanwhile expire
+    in time.
     """
 
     def __init__(self, tasks: LinuxTasks) -> None:
         """Find the guest's tick counters and timer expiries.
 
-        If the kernel lacks one of them, turns depend only on the number of requests.
+        If one of these is unknown, turns depend only on the number of requests.
         """
         self._tasks = tasks
         self._pc = tasks.machine.pc
@@ -69,7 +70,11 @@ class PassingTime:
         self._tick = tick * self._pc.khz // _MILLION
 
     def _find_counters(self) -> int:
-        """Find the words that ticks change, and return the length of a tick in nanoseconds."""
+        """Find the kernel's tick counters and timer expiries; return the length of a tick in nanoseconds.
+
+        If the kernel lacks a needed symbol, or its tick has an implausible length, find nothing and return
+        _USUAL_TICK.
+        """
         tasks = self._tasks
         symbols = tasks.facts.symbols
         offsets = tasks.facts.offsets
@@ -124,7 +129,11 @@ class PassingTime:
         return False
 
     def take_turn(self) -> None:
-        """Deliver the timer's interrupt, and run the guest until it is idle or the turn's time is over."""
+        """Deliver the timer's interrupt that is due.
+
+        Then, if other tasks can run now or soon, run the guest until it is idle or _TURN microseconds have
+        passed.
+        """
         self._requests = 0
         pc = self._pc
         if pc.due is not None:
@@ -136,7 +145,7 @@ class PassingTime:
             tasks.work(_TURN)
 
     def _is_busy(self) -> bool:
-        """Return True if tasks other than the task at its stub can run now or soon."""
+        """Return True if tasks other than the task at its stub can run now or soon, or if this is unknown."""
         if not self._expiries:
             return True
         others = self._words[self._runnable >> 3] >> 8 * (self._runnable & 4) & 0xFFFFFFFF
@@ -147,7 +156,7 @@ class RealTime:
     """Makes the guest's clock follow the host's: the real time between two requests passes in the guest."""
 
     def __init__(self, tasks: LinuxTasks, wall: Callable[[], int] = monotonic_ns) -> None:
-        """Take the present real time as that of the guest's current time, and count from there.
+        """Make the guest's time advance with the real time, from the guest's current time on.
 
         `wall`: function that returns the real time in nanoseconds.
         """
@@ -156,8 +165,9 @@ class RealTime:
         self._pc.follow_wall(wall)
 
     def request_begins(self) -> None:
-        """Advance the guest's time to the real time. If more than a tick passes, run the guest's own work.
+        """Advance the guest's time by the real time that has passed, at most _LONGEST_PAUSE nanoseconds.
 
+        If this is a tick or more, also run the guest's own work.
         Lock: needs. Raises: GuestFault.
         """
         behind = self._pc.behind()

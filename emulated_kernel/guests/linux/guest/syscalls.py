@@ -125,8 +125,8 @@ class LinuxSyscalls:
     ) -> int:
         """Open a file by openat(2) and return the descriptor, which all tasks share.
 
-        `closed`: a descriptor that the task closes first. `service`: the host's work in the call, as
-        in write().
+        `closed`: a descriptor that the task closes first, in the same run. `service`: function that does
+        the host's work in the call (see Service); it is not used together with `closed`.
         """
         try:
             self._tasks.copy_to_user(task, BUFFER, _c_string(path))
@@ -155,9 +155,11 @@ class LinuxSyscalls:
         return b"".join(parts)
 
     def load_module(self, task: LinuxTask, content: bytes) -> None:
-        """Load a module by finit_module(2) on a file that init creates and no client can see.
+        """Load the module file `content` by finit_module(2), which `task` calls.
 
-        Invariant: no task has the file open for writing at the call; otherwise it would fail with ETXTBSY.
+        The call needs a descriptor, so init first writes `content` to a file that no client can see.
+        Invariant: no task has this file open for writing during finit_module(2), which would fail with
+        ETXTBSY.
         """
         init = self._tasks.init
         fd = self._unlinked(content)
@@ -210,8 +212,8 @@ class LinuxSyscalls:
     ) -> int:
         """Call read(2), or pread64(2) if `offset` is given; return the number of bytes, for read_data().
 
-        `size`: maximum number of bytes. `may_block`: if the read sleeps longer than PATIENCE, raise Blocked.
-        `service`: the host's work in the call, as in write().
+        `size`: maximum number of bytes. `may_block`: raise Blocked if the read sleeps longer than PATIENCE.
+        `service`: function that does the host's work in read(2); see Service.
         Raises: Blocked.
         """
         patience = PATIENCE if may_block else _LONG
@@ -237,7 +239,8 @@ class LinuxSyscalls:
     ) -> int:
         """Write data to a descriptor, at an offset if one is given; return the number of bytes written.
 
-        Raises: Blocked, WouldBlock, as `service`.
+        `service`: function that does the host's work in write(2); see Service.
+        Raises: Blocked (the call sleeps for too long), WouldBlock (`service` must wait).
         """
         data = data[:DATA_SIZE]
         self._tasks.copy_to_user(task, _DATA, data)

@@ -81,7 +81,7 @@ class TaskLife:
         return child
 
     def exit(self, task: LinuxTask, init: LinuxTask) -> None:
-        """End a task whose process has ended on the host. If it sleeps in a call, `init` kills it."""
+        """End a task whose process has ended on the host. If the task sleeps in a call, `init` kills it."""
         if not task.alive:
             return
         scheduler = self._scheduler

@@ -1,4 +1,7 @@
-"""TaskMemory: reads and writes the user memory of client tasks, with the effects of the kernel's access."""
+"""TaskMemory: reads and writes the user memory of client tasks.
+
+Before a write, missing and shared pages are replaced by pages of the task's own, as the kernel would do.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,10 @@ class TaskMemory:
         return b"".join(parts)
 
     def _entry(self, task: LinuxTask, page: int) -> int:
-        """Return the page table entry of a page, or 0 if there is none; cache its index in `task.entries`."""
+        """Return the page table entry of the 4-KiB page at `page`, and cache the entry's index.
+
+        The cache is `task.entries`. Return 0, and cache nothing, if the page has no entry of its own.
+        """
         slot, size = self._memory.last(task.root, page)
         if size != PAGE:
             return 0

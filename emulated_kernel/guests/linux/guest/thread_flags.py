@@ -1,4 +1,4 @@
-"""Finds flags of tasks whose numbers differ between versions of the kernel.
+"""Finds the bit numbers of flags in thread_info, which differ between versions of the kernel.
 
 The numbers are macros, which neither symbols nor BTF contain. So the kernel sets each flag itself, once.
 """
@@ -19,13 +19,13 @@ from emulated_kernel.util.fast_dataclass import replace
 
 
 def with_thread_flags(machine: LinuxMachine, facts: KernelOffsets) -> KernelOffsets:
-    """Return the offsets of a kernel that has just booted, with the bits of the thread flags.
+    """Return `facts` with the bits of the thread flags of a kernel that has just booted.
 
-    The kernel itself sets the bits, which shows their positions. Init must be at its stub. An interrupt makes
-    the kernel set init's flags. The return to user mode clears TIF_NEED_RESCHED. The wakeup thunk stays
-    installed.
+    The kernel itself sets the bits, which shows their positions. Init must be at its stub. An interrupt
+    makes the kernel set init's flags. The return to user mode clears TIF_NEED_RESCHED. The code that wakes
+    tasks is installed for this, and stays installed.
     Mirrors: kernel/sched/core.c:resched_curr (v6.1, v7.2), kernel/tracepoint.c:syscall_regfunc (v5.10).
-    Raises: GuestFault (the kernel set no flag).
+    Raises: GuestFault (the kernel set no flag, or several).
     """
     interrupt = _Interrupt(machine, facts)
     reschedule, trace = flag_codes(machine)
@@ -77,7 +77,7 @@ class _Interrupt:
 
 
 def single_flag(before: int = 0, after: int = 0) -> int:
-    """Return the one bit that was set between two readings. Raises: GuestFault (not exactly one)."""
+    """Return the one bit that is set in `after` but not in `before`. Raises: GuestFault (not exactly one)."""
     changed = after & ~before
     if changed.bit_count() != 1:
         raise GuestFault(

@@ -68,11 +68,14 @@ class Wakeup(ABC):
 
     @abstractmethod
     def install(self) -> None:
-        """Put the code into the kernel. Snapshots of the guest keep it."""
+        """Put the host's code into the kernel. Snapshots of the guest contain the code."""
 
     @abstractmethod
     def wake(self, task: int) -> None:
-        """Begin the next run with the interrupt that wakes the task at address `task`, or none if it is 0."""
+        """Make the next run begin with the interrupt that wakes the task whose task_struct is at `task`.
+
+        If `task` is 0, the interrupt wakes no task.
+        """
 
     @abstractmethod
     def replaced_by(self, callback: int) -> AbstractContextManager[None]:
@@ -101,7 +104,10 @@ class WakeupThunk(Wakeup):
         """Physical and virtual address of the space in the code page for the code of breakpoint_stub.py."""
 
     def install(self) -> None:
-        """Map the pages, write the code, and register it as the callback; snapshots of the guest keep it."""
+        """Map the pages, write the code, and register it as the interrupt's callback.
+
+        Snapshots of the guest contain the code and its registration.
+        """
         text, data, table, directory = (self._base + PAGE * number for number in range(4))
         store = self._structs.store
         store("<Q", directory + (_TEXT >> 21 & 511) * 8, table | _TABLE)
@@ -114,7 +120,10 @@ class WakeupThunk(Wakeup):
         self._machine.engine.flush_tlb()
 
     def wake(self, task: int) -> None:
-        """Begin the next run with the interrupt that wakes the task at address `task`, or none if it is 0."""
+        """Make the next run begin with the interrupt that wakes the task whose task_struct is at `task`.
+
+        If `task` is 0, the interrupt wakes no task.
+        """
         self._words[self._task >> 3] = task
         self._machine.cpu.interrupt(_PLATFORM_IPI)
 

@@ -45,10 +45,10 @@ class LinuxWorkload:
         kind: WorkloadKind,
         pid: int,
     ) -> None:
-        """Prepare a workload.
+        """Prepare a workload of the given kind. The first round creates its task.
 
         `execute`: makes a task execute a program; it takes the task, the program's path and the task's new
-        name.
+        name. `pid`: pid that the workload's task gets if it is free.
         """
         self._tasks = tasks
         self._sys = syscalls
@@ -153,7 +153,7 @@ class LinuxWorkload:
         self._call(task, "nanosleep", BUFFER, 0)
 
     def _bound(self, task: LinuxTask, kind: int) -> int:
-        """Switch on the loopback device, and return a socket that is bound to it.
+        """Switch on the loopback device, and return a new socket that is bound to a loopback address.
 
         `kind`: type of the socket, such as SOCK_STREAM.
         """
@@ -168,7 +168,10 @@ class LinuxWorkload:
         return fd
 
     def _put_address(self, task: LinuxTask, kind: int) -> int:
-        """Write the address of this kind of socket to the task's buffer, and return its size."""
+        """Write the loopback address to the task's buffer, and return the size of the struct sockaddr_in.
+
+        `kind`: type of the socket, which decides about the port.
+        """
         address = struct.pack("<H", _AF_INET) + struct.pack(">HI8x", _PORTS[kind], _LOOPBACK)
         self._tasks.copy_to_user(task, BUFFER, address)
         return len(address)

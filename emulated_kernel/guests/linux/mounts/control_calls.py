@@ -120,9 +120,9 @@ _MASK = (1 << 64) - 1
 class LinuxControlCalls(GuestCalls):
     """Implements GuestCalls for a distribution's kernel.
 
-    The guest makes calls only while its text is patched, since only then probes can see the calls.
-
-    The host serves the request even if the guest's call fails, while the client's task is the current one.
+    The guest makes a client's call only while its text is patched, because otherwise no probe can see the
+    call. The host serves the request even if the guest's call fails. Meanwhile the client's task is the
+    guest's current task.
     """
 
     sees_lookups = False
@@ -151,7 +151,7 @@ class LinuxControlCalls(GuestCalls):
         self._syscalls = guest.syscalls
         self._root = TRACEFS if is_tracefs else ""
         self._inodes: dict[bool, int] = {}
-        """True (directory) or False (file) -> address of the inode that lookups find."""
+        """True (directory) or False (file) -> address of the inode that dentries of control files get."""
         self._is_ready = False
         self._is_refused = is_refused
         self._asleep: WeakKeyDictionary[LinuxTask, ControlFile] = WeakKeyDictionary()
@@ -182,7 +182,8 @@ class LinuxControlCalls(GuestCalls):
     def request(self, client: Client) -> Iterator[LinuxTask | None]:
         """Return the context in which a client's request runs; see GuestCalls.
 
-        The context yields the client's task, which is the current one; None if the guest can't have one.
+        The context yields the client's task, which is then the guest's current task. It yields None if the
+        guest is dead or cannot run the task.
         """
         guest = self.guest
         if guest.is_closed:
@@ -223,9 +224,9 @@ class LinuxControlCalls(GuestCalls):
         return self._syscalls.open(task, self._root + file.path, flags, service=service)
 
     def open_unseen(self, files: Collection[ControlFile]) -> None:
-        """Open `files` in the guest, because probes could notice its calls from now on; see GuestCalls.
+        """Open `files` in the guest, because probes could notice the guest's calls from now on.
 
-        The current task stays the same.
+        Init opens the files. The guest's current task stays the same. See GuestCalls.
         """
         # A callback of the running guest arms the probes of a new module: open files can't be opened then.
         if self._tasks.machine.death or self._tasks.machine.is_running:
@@ -351,9 +352,11 @@ class LinuxControlCalls(GuestCalls):
     def _service(
         self, task: LinuxTask, once: RunOnce[Any], answer: Callable[[LinuxTask, Any], None]
     ) -> Service:
-        """Return the Service of a call: it runs `once`, and `answer` puts the result into the registers.
+        """Return the Service of a system call that `task` makes.
 
-        If `once` raises, the call ends with an errno.
+        The service calls `once`. Then `answer`, which takes the task and the result of `once`, puts the
+        result into the registers. If `once` raises an exception other than WouldBlock, the call returns a
+        negative errno.
         """
 
         def serve() -> Callable[[], None]:
@@ -370,7 +373,7 @@ class LinuxControlCalls(GuestCalls):
         return serve
 
     def _goes_on(self, file: ControlFile, task: LinuxTask, _result: object) -> None:
-        """Continue an open(2) of the guest with the kernel's own stream_open()."""
+        """Make an open(2) of the guest continue in the stub that calls the kernel's stream_open()."""
         self._set_arguments(*self._arguments.pop(task.address))
         is_stream = file.path.rpartition("/")[2] in _STREAMS
         self._go_to(self._stubs.is_stream if is_stream else self._stubs.opened)
@@ -459,7 +462,8 @@ class LinuxControlCalls(GuestCalls):
     def _prepare(self) -> None:
         """Create the host's directories and files once, by init's system calls. Raises: GuestFault.
 
-        No probe sees these calls yet. If the creation fails, log a warning and make no calls at all.
+        No probe sees these calls yet. If the creation fails, log a warning. Then the guest never makes
+        calls on control files.
         """
         if self._is_ready or self._is_refused:
             return
@@ -520,7 +524,10 @@ class LinuxControlCalls(GuestCalls):
                 memory.write_word(inode + offset["inode.i_fop"], files)
 
     def _made(self, path: str, is_directory: bool) -> int:
-        """Create a file or directory in the guest's root and return the address of its inode."""
+        """Create the file or directory `path` in the guest, and return the address of its inode.
+
+        If `path` is the mount point of tracefs, unmount tracefs instead, which uncovers the directory.
+        """
         calls = self._syscalls
         init = self._tasks.init
         if path == TRACEFS:

@@ -95,7 +95,10 @@ class GuestFile(FileDescription):
         self.flags = self.flags & ~STATUS_FLAGS | self.status
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """Write to the open file; see FileDescription. Raises: WouldBlock (as read). Lock: takes."""
+        """Write to the open file; see FileDescription. Lock: takes.
+
+        Raises: WouldBlock (the call sleeps in the guest, or a shared task's call would sleep).
+        """
         guest = self.fs.guest
         syscalls = guest.syscalls
         with Request(guest, client) as task:
@@ -132,10 +135,10 @@ class GuestFile(FileDescription):
 
     @property
     def acts_on_close(self) -> bool:
-        """Whether other files show an effect of this file's release; see FileDescription.
+        """Whether other files may show an effect of this file's release; see FileDescription.
 
-        The release of a file of the guest's tracefs may have an effect. The release of a file in directories
-        that only clients change has none.
+        The release of a file that was opened for writing may have an effect, as in the guest's tracefs. The
+        release of a file in directories that only clients change has none.
         """
         is_writable = self.flags & os.O_ACCMODE != os.O_RDONLY
         return is_writable and self.path.split("/", 2)[1] not in self.fs.clients_own
@@ -186,10 +189,7 @@ class GuestFs(FileSystem):
 
     guest: LinuxGuest
     clients_own = ("scratch",)
-    """Directories that only clients change.
-
-    Unlike kprobefs's own kernel, the guest takes no part in lookups.
-    """
+    """Directories of the mount's root in which only clients create, change and remove files."""
 
     def __init__(self, guest: LinuxGuest, paths: Mapping[str, str], number: int = 1) -> None:
         """Create a file system that shows files of `guest`.

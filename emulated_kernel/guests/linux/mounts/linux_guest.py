@@ -247,15 +247,15 @@ class LinuxGuest:
         """Queue of control files that the guest must still close."""
         self.clients = LinuxClients(tasks, watch, owner.uid, self.closes.flush, self.lock)
         self._asleep: dict[int, int] = {}
-        """Pid of a client whose call sleeps in the guest -> value of `_requests` when the call last ran."""
+        """Pid of a client whose call sleeps in the guest -> `_requests` when the guest last ran it."""
         self._requests = 0
         self.pollers: dict[Polled, tuple[int, Callable[[], None]]] = {}
         """File -> its last poll mask, and the function to call when the mask changes."""
         self._activity = threading.Condition()
         self.waiters = 0
-        """Number of threads that wait for activity. If it is 0, wake() is not called.
+        """Number of threads in wait(). If it is 0, wake() is not called.
 
-        A thread that begins to wait just then checks again after its timeout.
+        A thread that enters wait() just then may miss a wakeup, but checks again after its timeout.
         """
         self.is_closed = False
         self.times = FileTimes(tasks.machine, tasks.facts)
@@ -374,9 +374,9 @@ class LinuxGuest:
         return KernelError(errno.EINTR)
 
     def wait(self, timeout: float) -> None:
-        """Wait for a request that may have woken a sleeping call, for at most `timeout` seconds.
+        """Wait until wake() is called, for at most `timeout` seconds. Lock: leaves.
 
-        Lock: leaves.
+        wake() follows each request, because the request may have woken a call that sleeps in the guest.
         """
         with self._activity:
             self.waiters += 1
@@ -417,10 +417,11 @@ class LinuxGuest:
     def prepared_modules(
         self, client: Client, data: bytes, refused: Collection[str] = ()
     ) -> Callable[[], int]:
-        """Read the module files for a client's write to machine/modules; return a function that executes it.
+        """Read the module files for a client's write to machine/modules; return a function that loads them.
 
-        The function runs the guest, and returns the number of bytes taken. `refused`: names of kernel
-        functions that no module may use. Lock: leaves.
+        `data`: the command that the client writes, which may also unload a module. The returned function
+        runs the guest, and returns the number of bytes written. `refused`: names of kernel functions that
+        no module may use. Lock: leaves.
         """
         try:
             change = self._modules.prepared(data, refused)

@@ -88,7 +88,10 @@ class NativeCore:
         return is_passed
 
     def _distance(self, address: int) -> int | None:
-        """Return the distance of a mapped address to its physical address, which the whole image shares."""
+        """Return the physical minus the virtual address of the byte at `address`; None if it is not mapped.
+
+        All addresses of the kernel's image have the same difference.
+        """
         found = self._memory.walk(self._root_of(address), address)
         return None if found is None else found[0] - address
 

@@ -82,7 +82,10 @@ class ModulesFs(GuestFs):
         return shown._replace(mode=shown.mode | stat.S_IWUSR)
 
     def open(self, client: Client, path: str, flags: int) -> FileDescription:
-        """Open a file; see FileSystem. Raises: KernelError EACCES (for writing, if not root or the owner)."""
+        """Open a file; see FileSystem. Only root and the owner may open the file for writing, with O_WRONLY.
+
+        Raises: KernelError EACCES (any other open for writing).
+        """
         if not flags & os.O_ACCMODE:
             return super().open(client, path, flags)
         if flags & os.O_ACCMODE != os.O_WRONLY or client.uid not in (0, self.guest.owner.uid):
@@ -217,7 +220,7 @@ class MachineFs(FileSystem):
         return [*self._texts, VMCORE]
 
     def is_always_open(self, path: str) -> bool:
-        """Return True, as for all files of machine/; see FileSystem."""
+        """Implement FileSystem.is_always_open: return True for all files of this file system."""
         del path
         return True
 
@@ -233,7 +236,12 @@ class MachineFs(FileSystem):
         ]
 
     def open(self, client: Client, path: str, flags: int) -> FileDescription:
-        """Open a file; see FileSystem. Raises: KernelError EACCES (for writing, if it takes none)."""
+        """Open a file; see FileSystem.
+
+        Only `load` can be opened for writing, with O_WRONLY. Only root and the owner can open `gdb` and
+        `vmcore`, or open `load` for writing.
+        Raises: KernelError EACCES (any other open), ENOENT, and for `vmcore` the errors of _open_core().
+        """
         self.getattr(path)
         file: FileDescription
         if path == VMCORE:
@@ -248,9 +256,10 @@ class MachineFs(FileSystem):
         return file
 
     def _open_core(self, client: Client, flags: int) -> _CoreFile:
-        """Write a core and open it.
+        """Write an ELF core of the guest to a temporary file, and return the core as an open file.
 
-        Raises: KernelError EACCES (not root or the owner, or for writing), EBUSY (too many are open), ENOSPC.
+        Raises: KernelError EACCES (the client is neither root nor the owner, or opens for writing), EBUSY
+            (MAX_OPEN cores are open), ENOSPC (no directory has space).
         """
         if flags & os.O_ACCMODE != os.O_RDONLY or not self.guest.owner.is_privileged(client):
             raise KernelError(errno.EACCES, VMCORE)

@@ -67,12 +67,11 @@ def probed_mount(
 ) -> Mount:
     """Return a mount of kprobefs's control files and of the guest's own scratch/ and dev/.
 
-    `modules`: module files of this kernel.
-    `is_tracefs`: tracefs is the root of the mount, which shows nothing else.
-    `keeps_tracefs`: the guest's own tracefs stays mounted in the guest, for other users. Then the guest makes
-    no calls on control files, so probes can't see them.
-    `time`: makes the guest's time follow the real time; it is created before `engine`. None: the guest's time
-    is virtual.
+    `modules`: module files of this kernel. `is_tracefs`: tracefs is the root of the mount, which shows
+    nothing else. `keeps_tracefs`: the guest's own tracefs stays mounted in the guest, for other users. Then
+    the guest makes no calls on control files, so probes can't see them.
+    `time`: makes the guest's time follow the real time; must be created before `engine`. If `time` is None,
+    the guest's time is virtual.
     """
 
     def request_begins() -> None:
@@ -135,9 +134,11 @@ def _directory_functions(engine: LinuxEngine) -> DirectoryFunctions:
 
 
 def _sees_directories(engine: LinuxEngine, calls: LinuxControlCalls, makes: str) -> bool:
-    """Return True if a probe could see the guest create the directories of events by calls of `makes`.
+    """Return True if a probe could see the guest create the directories of events.
 
-    Otherwise the guest creates no directories, because that takes longer than registering the event.
+    `makes`: name of the function that creates the directories. A probe could see its calls if the
+    function's text is patched. Otherwise the guest creates no directories, because that takes longer than
+    registering the event.
     """
     if not calls.is_watched:
         return False
@@ -155,7 +156,10 @@ def _meminfo(guest: LinuxGuest) -> str:
 
 
 def _prepare_modules(guest: LinuxGuest, client: Client, data: bytes) -> Callable[[], Steps]:
-    """Read the module files of a client's write, and return a function that begins the write."""
+    """Read the module files for a client's write to machine/modules, without the control lock.
+
+    Return a function that begins to execute the command in `data`, in one step.
+    """
     execute = guest.prepared_modules(client, data, refused=_PROBING)
     return lambda: one_step(execute)
 

@@ -146,9 +146,9 @@ class Arm64LinuxCpu(LinuxCpu):
     def note_kernel(self) -> None:
         """Store the translator's flags for kernel mode, for later entries into the kernel.
 
-        Call it when the kernel has caused an exception. Unicorn: a write of the processor state by the host
-        does not change the translator's flags. They are stored in elr_el3, which the guest does not use, so
-        that snapshots contain them.
+        This method must be called when code in kernel mode has caused an exception. Unicorn: a write of the
+        processor state by the host does not change the translator's flags. They are stored in elr_el3,
+        which the guest does not use, so that snapshots contain them.
         """
         self._kernel_hflags[0] = self._hflags[0]
 

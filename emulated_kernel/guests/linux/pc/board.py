@@ -42,7 +42,10 @@ class TimeFollower(Protocol):
 
 
 class CountedTime:
-    """A TimeFollower for a guest whose instructions are counted, and that sees no time except the TSC."""
+    """A TimeFollower for a guest whose instructions are counted.
+
+    Code of this guest sees no time except the TSC.
+    """
 
     def __init__(self, khz: int) -> None:
         """Start at 0 ns. `khz`: number of cycles of the time counter in a millisecond.
@@ -100,7 +103,7 @@ class Board(ABC):
         """The latest output of the kernel on its console, at most _LOG_LIMIT bytes."""
 
     def write_console(self, text: bytes) -> None:
-        """Append to the console, which keeps its end."""
+        """Append `text` to the console's output, of which only the last _LOG_LIMIT bytes are kept."""
         self.console += text
         del self.console[:-_LOG_LIMIT]
 
@@ -128,7 +131,10 @@ class Board(ABC):
 
     @property
     def follower(self) -> TimeFollower | None:
-        """The object that shows the time to guest code, or None. If there is one, Python executes rdtsc."""
+        """The object that shows the time to guest code; None without such an object.
+
+        If there is a follower, Python executes each rdtsc in place of the host's routine.
+        """
         return self._follower
 
     @follower.setter

@@ -21,9 +21,10 @@ _MOST = 1 << 10
 
 @lru_cache(_MOST)
 def emulated_cpuid(model: int, leaf: int, subleaf: int) -> tuple[int, int, int, int]:
-    """Return eax, ebx, ecx and edx after cpuid on Unicorn's CPU model `model`; zeros for an unknown leaf.
+    """Return (eax, ebx, ecx, edx) after cpuid on Unicorn's CPU model `model`; zeros for an unknown leaf.
 
-    The emulator answers to a leaf after the last one as Intel's CPUs do, with the values of another leaf.
+    Like Intel's CPUs, the emulator itself answers a leaf after the last one with the values of another
+    leaf.
     Raises: HardwareError.
     """
     first = leaf & _EXTENDED

@@ -1,6 +1,7 @@
-"""Finds the error code and the exception in flight, which Unicorn's API hides, in Unicorn's CPU state.
+"""Finds two words of Unicorn's x86 CPU state: the error code, and the exception that is being delivered.
 
-A separate engine raises faults with known error codes. Words that contain these codes are then searched for.
+Unicorn's API does not give access to these words. A separate engine raises faults with known error codes.
+Words that contain these codes are then searched for.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def cpu_state(engine: Engine, model: CpuModel) -> int:
 
 
 def find_exception_cells() -> tuple[int, int]:
-    """Return the offsets in Unicorn's CPU state of the error code and of the exception in flight.
+    """Return the offsets in Unicorn's CPU state of the error code, and of the exception being delivered.
 
     Raises: HardwareError (not exactly one word contains the known codes).
     """

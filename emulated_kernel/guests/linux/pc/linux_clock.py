@@ -57,10 +57,14 @@ class LinuxClock(GuestClock):
 
     @abstractmethod
     def _cycles(self, nanoseconds: int) -> int | None:
-        """Return the counter at a time; None if the kernel's factors cannot be true."""
+        """Return the counter's value at the time `nanoseconds`; None if the kernel's factors are invalid."""
 
     def go_on(self, tsc: int, cycles: int) -> int:
-        """Advance the time by the cycles that guest code has used, plus `cycles`, and return it."""
+        """Return the counter's new value: `tsc`, plus `cycles`, plus the time that guest code has used.
+
+        Guest code adds this time, in nanoseconds, to the word with the time. If the counter advances, write
+        its new time to the word.
+        """
         nanoseconds = self._now[0] - self._shown
         if nanoseconds:
             cycles -= -nanoseconds * self._pc.khz // 1_000_000
@@ -84,7 +88,9 @@ class LinuxClock(GuestClock):
     def pass_to(self, nanoseconds: int) -> None:
         """Advance the counter until the time is at least `nanoseconds`.
 
-        The TSC of a dump may be unstable or belong to another machine, and then gives an arbitrary time.
+        Change nothing if the time is later already, or if the kernel's conversion factors are invalid. In a
+        dump, the counter's time can be any time, because the TSC may be unstable or belong to another
+        machine.
         """
         if _signed(self._ns(self._pc.tsc)) >= nanoseconds:
             return
@@ -124,9 +130,9 @@ class Cyc2nsClock(LinuxClock):
             raise unusable("its clock has an unknown layout")
         scales = memory.view(per_cpu + start + offset("cyc2ns.data"), 2 * _SCALE.size)
         self._scaled: Callable[[int], tuple[int, int, int]] = partial(_SCALE.unpack_from, scales)
-        """Function that returns factor, shift and offset of one of the kernel's two sets.
+        """Function that returns factor, shift and offset of one of the two sets in struct cyc2ns.
 
-        One set is valid while the other is written.
+        The kernel uses one set while it writes the other set.
         """
         self._version = memory.view(per_cpu + start + offset("cyc2ns.seq"), 4).cast("I")
         super().__init__(pc, memory, cell)

@@ -162,7 +162,7 @@ class LinuxCpu(ABC):
     @property
     @abstractmethod
     def root(self) -> int:
-        """Physical address of the kernel's page tables, with the user memory of the running task."""
+        """Physical address of page tables that map the kernel and the running task's user memory."""
 
     @property
     @abstractmethod
@@ -171,17 +171,24 @@ class LinuxCpu(ABC):
 
     @abstractmethod
     def as_kernel(self) -> AbstractContextManager[None]:
-        """Give the CPU the kernel's memory and rights during the block, in which it must not run."""
+        """Give the host's accesses the kernel's memory and rights during the block.
+
+        The CPU must not run in the block.
+        """
 
     @abstractmethod
     def set_call(self, values: tuple[int, ...]) -> None:
-        """Set the registers of a system call: those that ClientScheduler.begin() sets, in its order."""
+        """Set the registers of a system call.
+
+        `values`: the arguments and number of the call, the instruction pointer, and the registers
+        GuestAbi.counter and GuestAbi.kept, in the order of GuestAbi.call.
+        """
 
     @abstractmethod
     def syscall(self, ip: int, values: tuple[int, ...] | None = None) -> None:
         """Execute the system call instruction at `ip`, which user mode has reached.
 
-        `values`: see set_call(), which is executed first if they are given.
+        `values`: first set the registers by set_call(values); None leaves the registers unchanged.
         """
 
 
@@ -256,11 +263,11 @@ class PcCpu(LinuxCpu):
 
     @contextmanager
     def as_kernel(self) -> Iterator[None]:
-        """Give the CPU the kernel's memory and rights during the block, in which it must not run.
+        """Give the host's accesses the kernel's memory and rights during the block.
 
-        With page table isolation, the tables of user mode lack the host's pages. An access through these
-        tables would leave a page fault pending in Unicorn, which turns the next exception into a double
-        fault.
+        The CPU must not run in the block. With page table isolation, the tables of user mode lack the
+        host's pages. An access through these tables would leave a page fault pending in Unicorn, which
+        turns the next exception into a double fault.
         """
         state = self._state
         kept = state.hflags

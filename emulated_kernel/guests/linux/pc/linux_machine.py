@@ -58,8 +58,10 @@ class LinuxMachine(ABC):
     def __init__(
         self, abi: GuestAbi, model: CpuModel, engine: Engine, memory: LinuxMemory, budget: float
     ) -> None:
-        """Map RAM. `budget`: seconds that one run may take.
+        """Create a machine with the RAM `memory`, which is mapped at the physical address 0.
 
+        `abi` and `model`: the architecture, for the host and for the probe engine. `budget`: seconds that
+        one run may take.
         Raises: HardwareError (Unicorn's CPU state cannot be found).
         """
         self.abi = abi
@@ -187,7 +189,7 @@ class LinuxMachine(ABC):
         self.engine.stop()
 
     def take_breakpoints(self) -> None:  # noqa: B027 - only x86 delivers breakpoints without Python
-        """Pass each breakpoint to the host first, because the host probes the guest from now on."""
+        """From now on, make each breakpoint trap to Python first, because kprobefs probes the guest."""
 
     @property
     def delivers_breakpoints(self) -> bool:
@@ -313,7 +315,7 @@ class LinuxMachine(ABC):
 
     @abstractmethod
     def _is_idle(self) -> bool:
-        """Return True if an interrupt can end the halt of the CPU, which has halted."""
+        """Return True if an interrupt can wake the CPU, which has halted."""
 
     @abstractmethod
     def timer(self) -> None:
@@ -323,7 +325,10 @@ class LinuxMachine(ABC):
         """
 
     def _let_timer_fire(self) -> int:
-        """Advance the time to the timer's interrupt; return its number. Raises: GuestFault (it is off)."""
+        """Advance the time to the timer's interrupt; return the interrupt's number.
+
+        Raises: GuestFault (the timer is off or masked).
+        """
         number = self.pc.timer_vector
         if number is None:
             raise GuestFault(Trap(TrapKind.FAULT, self.regs.ip), "it waits, but its timer is off")

@@ -70,7 +70,11 @@ class PcMachine(LinuxMachine):
         budget: float,
         cpu_model: int = CPU_MODEL,
     ) -> None:
-        """Create the machine without starting it. `cells`: result of find_exception_cells()."""
+        """Create the machine without starting it.
+
+        `seed`: seed of the random steps of the time counter. `cells`: result of find_exception_cells().
+        `budget`: seconds that one run may take. `cpu_model`: Unicorn's id of the CPU model.
+        """
         engine = Engine(*X86_64Cpu.engine_mode, cpu_model)
         super().__init__(X86_64, X86_64Cpu(), engine, LinuxMemory(ram), budget)
         self.pc = Pc(seed)
@@ -188,11 +192,11 @@ class PcMachine(LinuxMachine):
         self.call_at(address, arrive)
 
     def store_in_host(self, address: int) -> None:
-        """Execute the `rep stosb` at an address in the host, from now on, with the same result.
+        """From now on, execute the `rep stosb` at `address` in the host, with the same result.
 
-        Unicorn takes 33 ns for each byte. The guest stores the first byte to a page that it has not written
-        before, because that changes the page table. It executes the whole instruction if it stores downwards,
-        or more bytes than its RAM has.
+        Unicorn takes 33 ns for each byte. If the guest has not written to a page before, the guest stores
+        the first byte to it, because this changes the page table. The guest executes the whole instruction
+        if it stores downwards, or stores more bytes than the RAM has.
         """
         regs = self.regs
         memory = self.memory
@@ -219,7 +223,7 @@ class PcMachine(LinuxMachine):
     def follow_text(self, symbols: Mapping[str, int]) -> None:
         """Drop translated code whenever the guest runs do_sync_core(), as it does after patching its text.
 
-        Unicorn: it does not notice that text is written through another mapping.
+        Unicorn does not notice a write of text through another mapping.
         """
 
         def sync(*_arguments: int) -> None:
@@ -244,7 +248,7 @@ class PcMachine(LinuxMachine):
         words.stub = stub.start
 
     def take_breakpoints(self) -> None:
-        """Pass each breakpoint to the host first, because the host probes the guest from now on."""
+        """From now on, make each breakpoint trap to Python first, because kprobefs probes the guest."""
         self.hooks.words.stub = 0
 
     @property

@@ -73,7 +73,8 @@ class LinuxMemory:
     def kernel_root(self, root: int) -> int:
         """Return the physical address of the page tables that map kernel addresses.
 
-        `root`: physical address of any task's page tables. Here these also map the kernel.
+        `root`: physical address of any task's page tables. On x86 and RISC-V these tables map the kernel
+        too, so the result is `root`.
         """
         return root
 

@@ -120,7 +120,7 @@ class RiscvLinuxCpu(LinuxCpu):
         self._enter(ECALL_FROM_USER, ip, 0)
 
     def is_exception_entry(self, address: int) -> bool:
-        """Return True at the only entry; see LinuxCpu."""
+        """Return True if `address` is the kernel's one entry for exceptions, in stvec; see LinuxCpu."""
         return address == self._stvec[0] & ~3
 
     def raise_exception(self, trap: Trap) -> None:

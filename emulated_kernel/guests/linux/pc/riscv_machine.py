@@ -74,7 +74,7 @@ class RiscvMachine(LinuxMachine):
             self.cpu.raise_exception(trap)
 
     def _call_firmware(self) -> None:
-        """Execute an SBI call of the kernel. Unicorn reports calls of user mode by the same number."""
+        """Execute the SBI call that the kernel has made by an ecall, and set its results."""
         regs = self.regs
         pc = self.pc
         arguments = regs.get("a0"), regs.get("a1")

@@ -44,9 +44,10 @@ def profile_of(kernel: LinuxKernel, riscv: str = RISCV_PROFILE) -> Profile:
 
 
 def interface_with(kernel: LinuxKernel, profile: Profile) -> Interface:
-    """Return the interface of a mount of a kernel with a profile that has the kernel's own interface.
+    """Return the interface of a mount of `kernel`, whose profile takes over the kernel's own interface.
 
-    Without ftrace there are no fprobe events, and none on tracepoints, which Linux builds together with them.
+    If the profile has no ftrace, the interface has no fprobe events and no probe events on tracepoints.
+    Linux builds both together.
     Mirrors: kernel/trace/Kconfig:FPROBE_EVENTS (v6.12)
     """
     found = detect_interface(kernel)
@@ -72,7 +73,7 @@ def detect_interface(kernel: LinuxKernel) -> Interface:
 
 
 def _functions(kernel: LinuxKernel) -> list[str]:
-    """Return the functions of a kernel that show that it follows a rule, such as `fprobe_return()`."""
+    """Return those of a kernel's functions that show interface rules, such as `fprobe_return()`."""
     signs = {rule.sign for rule in InterfaceRule if rule.sign.endswith("()")}
     return [sign for sign in signs if kernel.kallsyms.lookup_name(sign.removesuffix("()")) is not None]
 

@@ -121,8 +121,10 @@ def calls_text(abi: GuestAbi) -> range:
 
 
 def work_queues(kernel: LinuxKernel) -> tuple[dict[str, int], tuple[int, ...], dict[str, int]]:
-    """Return the addresses of functions, the constants and the offsets in work_struct that calls need.
+    """Return (functions, constants, offsets) by which the code of this module uses the kernel's work queues.
 
+    functions: symbol -> address. constants: values of _CONSTANTS. offsets: member of work_struct -> its
+    offset in bytes.
     Raises: KernelError ENOEXEC (the kernel's work queues are unknown).
     """
     functions = {name: kernel.required(name) for name in _SYMBOLS}
@@ -136,7 +138,7 @@ def work_queues(kernel: LinuxKernel) -> tuple[dict[str, int], tuple[int, ...], d
 
 
 def _code(abi: GuestAbi, symbols: Mapping[str, int]) -> tuple[tuple[int, bytes], ...]:
-    """Return the code of the interrupt, the work and the thread: offset in the page, bytes."""
+    """Return (offset in the page, bytes) of the code of the interrupt, of the work and of the thread."""
     if abi is X86_64:
         return (
             (0, machine_code(INTERRUPT, symbols=symbols)),

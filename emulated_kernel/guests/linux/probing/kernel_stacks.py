@@ -51,7 +51,7 @@ class KernelStacks(TaskStacks):
     def task_structs(self) -> Iterator[int]:
         """Yield the addresses of all task_structs: of each process and its threads, then of the idle task.
 
-        Entries from a damaged entry of the list on are left out.
+        If the guest's task list is damaged, log this, and leave out the tasks after the damaged entry.
         """
         with self._machine.damage.left_out("task list"):
             yield from self._tasks(self._reader())
@@ -72,7 +72,8 @@ class KernelStacks(TaskStacks):
     def in_use_ranges(self, spans: Sequence[tuple[int, int]]) -> Collection[tuple[int, int]]:
         """Return the ranges of `spans` that the CPU executes or to which a task may return.
 
-        If the CPU uses an unknown stack, or the guest has damaged its tasks, return all of them.
+        Return all of `spans` if the CPU uses an unknown stack, or if the guest's data about its tasks are
+        damaged.
         """
         if not spans:
             return ()

@@ -429,10 +429,11 @@ class KernelTracepoints:
             self._machine.text.replace(address, self._arch.breakpoint)
 
     def _reserve(self, regs: Any) -> None:
-        """Replace trace_event_buffer_reserve(): return the address of memory for a record, or 0.
+        """Replace trace_event_buffer_reserve(): make it return the address of memory for a record, or 0.
 
-        Its arguments are a trace_event_buffer, a trace_event_file and a size. For files of the kernel's own
-        tracefs, which no client can see, it returns 0.
+        The function's arguments are a trace_event_buffer, a trace_event_file and a size. It returns 0 in
+        three cases: the file belongs to the kernel's own tracefs, which no client can see; _DEPTH records
+        are under construction; or the size is not that of a record.
         """
         buffer, file, size = self._replaced.arguments(regs)
         place = self._places + len(self._pending) * PAGE_SIZE

@@ -329,7 +329,10 @@ def _range(start: int, size: int) -> Range:
 
 
 def _text(part: Range, places: range) -> Range:
-    """Check that `part` is within the places of modules' text, and return it. Raises: KernelError ENOEXEC."""
+    """Return the address range `part`, which must be within `places`, where modules' text can be.
+
+    Raises: KernelError ENOEXEC (it is not).
+    """
     if part.end > part.start and not (part.start in places and part.end - 1 in places):
         raise unusable(f"a module's text cannot be at {part.start:#x}")
     return part

@@ -35,10 +35,10 @@ class RunningMemory(LinkedMemory):
     """The memory of a kernel: its image, and all other memory that its page tables map."""
 
     def __init__(self, image: LoadSegment | None, read: Callable[[int, int], bytes]) -> None:
-        """Keep the image and a function that reads other memory.
+        """Store the image, and the function `read`, which returns the bytes at a virtual address.
 
-        `read` returns the bytes at a virtual address. Without an image, it reads all memory. If the memory is
-        not mapped, `read` raises MemoryFault.
+        `image`: the kernel's image; None if `read` is to read all memory. Otherwise `read` reads only
+        addresses outside of the image. It raises MemoryFault if the memory is not mapped.
         """
         super().__init__(0, () if image is None else (image,), {})
         self._read = read

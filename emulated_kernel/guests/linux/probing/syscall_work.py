@@ -46,12 +46,11 @@ class SyscallWork:
         return btf.offset(SYSCALL_WORK), 1 << btf.enumerators(btf.find(Kind.ENUM, _BITS))[_BIT]
 
     def switch(self, on: bool) -> None:
-        """Add a user of the flag if `on` is True, otherwise remove one.
+        """Count one more user of the flag if `on` is True, otherwise one less; set or clear the flag.
 
-        The first user sets the flag in all tasks, and the last user clears it.
-
-        The kernel gives tasks that are forked later the flag if the count of users is not 0.
-        Raises: MemoryFault (a damaged list).
+        The first user sets the flag in all tasks, and the last user clears it. While the count is not 0,
+        the kernel sets the flag in each task that is forked. Raises: MemoryFault (the task list is
+        damaged).
         """
         offset, flag = self._place()
         count_at = self._kernel.kallsyms.lookup_name(_COUNT)

@@ -78,8 +78,9 @@ class VmcoreCalls:
     ) -> None:
         """Prepare the guest for calls.
 
-        `callers`: returns the callers of the code at given registers, innermost first. `abandoned`: is called
-        when pending calls will never return.
+        `callers`: function that takes registers, and returns the addresses of the callers of the code at
+        these registers, innermost first. `abandoned`: function that is called when hooked functions of a
+        call will never return.
         """
         self._guest = guest
         self._machine = machine
@@ -124,7 +125,10 @@ class VmcoreCalls:
             self._deadline = inf
 
     def add_code(self, code: bytes) -> int:
-        """Copy host code to guest memory and return its address, for functions to call."""
+        """Copy host code to guest memory and return its address, for functions to call.
+
+        Raises: HardwareError (the page for host code is full).
+        """
         at = self._used
         end = self._used + len(code)
         if end > PAGE_SIZE:
@@ -208,7 +212,7 @@ class VmcoreCalls:
         regs.sp += 8
 
     def _where(self) -> str:
-        """Return the end of an error message: the place where a call failed.
+        """Return the end of an error message: the place where a call failed; "" if the place is unknown.
 
         The text names the exception, the panic message or the callers.
         """
@@ -237,10 +241,10 @@ class VmcoreCalls:
         return data.partition(b"\0")[0].decode("utf-8", "replace").strip()
 
     def _take_back(self, written: Sequence[tuple[int, bytes]]) -> None:
-        """Undo all changes of memory by the call.
+        """Undo all changes that a call has made to memory. If this is impossible, declare the guest dead.
 
-        `written`: address and bytes of each piece of text that probes patched during the call. It is written
-        again.
+        `written`: (address, bytes) of each piece of text that probes patched during the call. These pieces
+        are written again after the rollback.
         """
         machine = self._guest.machine
         with suppress(MemoryFault):

@@ -152,7 +152,7 @@ class VmcoreGuest(RunningLinux):
     """A dump's kernel with one CPU, which takes the place of the dump's first CPU.
 
     Code that ran on the dump's CPUs never continues.
-    Raises: KernelError ENOEXEC (its structures are damaged).
+    Raises: KernelError ENOEXEC (the kernel's structures are damaged).
     """
 
     machine: PcMachine
@@ -196,8 +196,9 @@ class VmcoreGuest(RunningLinux):
         self.be_ready()
 
     def _last_tick(self) -> int:
-        """Return the timekeeper's time in nanoseconds; advance the TSC to the kernel's last reading.
+        """Return the timekeeper's time at its last tick, in nanoseconds; 0 if the timekeeper is not found.
 
+        Also advance the TSC to the kernel's last reading of it, if the dump has such a reading.
         Mirrors: kernel/time/timekeeping.c:timekeeping_get_ns (v6.1)
         """
         symbols = self._facts.symbols
