@@ -59,7 +59,7 @@ class DebuggedMachine(Protocol):
         """Return the registers of all CPUs, indexed by number: name in pt_regs -> value."""
 
     def at_close(self, action: Callable[[], object], /) -> None:
-        """Call a function before the emulator is freed."""
+        """Register `action`, a function to call before the emulator is freed."""
 
     def passed_in_step(self) -> Callable[[int], bool]:
         """Return a function that decides which instructions a debugger's step passes without a stop.

@@ -58,7 +58,8 @@ def detoured_region(analysis: Arm64FunctionAnalysis, addr: int) -> Region | Reje
     """Return the region that the jump of a probe at `addr` replaces, or the rejection of the jump.
 
     The region is the probed instruction. No code can lead into it, and no register is needed for the jump.
-    A jump replaces no landing pad. An indirect branch may reach a breakpoint there, but not a jump.
+    A jump replaces no landing pad: an indirect branch may reach a breakpoint in the place of a landing pad,
+    but not a jump.
     """
     if addr not in analysis.insns:
         return Rejection(RejectReason.NOT_ALIGNED, addr)

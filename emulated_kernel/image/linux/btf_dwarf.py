@@ -252,7 +252,7 @@ class _Writer:
         self.dwarf.end()
 
     def variable(self, name: str, number: int, address: int) -> None:
-        """Write a global variable whose type has the id `number`."""
+        """Write a global variable `name` at `address`, whose type has the id `number`."""
         self._global(name, self.reference(number), address)
 
     def described(self, numbers: Iterable[int], symbols: Mapping[str, tuple[int, int]]) -> None:

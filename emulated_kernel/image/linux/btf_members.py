@@ -18,7 +18,7 @@ class ScalarMember:
 
     path: str
     size: int
-    """Size in bytes."""
+    """Size of the member in bytes."""
     is_bitfield: bool
 
 

@@ -1,4 +1,4 @@
-"""SparsePool: an allocator for callers that restrict the address; it maps single pages on demand."""
+"""SparsePool: an allocator for callers that restrict the address. The pool maps single pages on demand."""
 
 from __future__ import annotations
 

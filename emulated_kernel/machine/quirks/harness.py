@@ -145,7 +145,10 @@ def mark_registers(engine: Engine, cpu: CpuModel) -> bytes:
 
 
 def context_words(engine: Engine, context: ctypes.c_void_p, code: Literal["i", "Q"]) -> memoryview:
-    """Save the engine's CPU state into `context`; return it as numbers of the struct format `code`."""
+    """Save the engine's CPU state into `context`, and return the state as an array of numbers.
+
+    `code`: format of a number for Python's struct module.
+    """
     engine.context_save(context)
     assert context.value is not None
     data = ctypes.string_at(context.value, engine.context_size())

@@ -75,7 +75,7 @@ class ContextBadAddress:
         self._cell = ctypes.c_uint64.from_address(context.value + offset)
 
     def take(self) -> int:
-        """Return the address of the last page fault, from a context that is saved now."""
+        """Save a context, and return the address of the last page fault from it."""
         self._engine.context_save(self._context)
         return self._cell.value
 

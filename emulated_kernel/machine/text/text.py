@@ -1,4 +1,4 @@
-"""Text: patches guest code, and keeps a ledger of the original of each changed byte."""
+"""Text: patches guest code, and keeps a ledger with the original value of each changed byte."""
 
 from __future__ import annotations
 
