@@ -53,7 +53,7 @@ class DebuggedMachine(Protocol):
 
     @property
     def per_cpu_bases(self) -> Sequence[int]:
-        """Addresses of the per-CPU areas, one for each CPU. A debugger uses only their number."""
+        """Addresses of the per-CPU areas, one for each CPU. A debugger uses only how many there are."""
 
     def all_registers(self) -> list[dict[str, int]]:
         """Return the registers of all CPUs, indexed by number: name in pt_regs -> value."""

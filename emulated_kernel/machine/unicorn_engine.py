@@ -298,7 +298,7 @@ class Engine(CodeCache):
 
     @contextmanager
     def stopped_at(self, address: int) -> Iterator[None]:
-        """Inside the with block, stop each run that reaches `address`; then drop all translated code."""
+        """Stop each run that reaches `address` during the with block, and then drop all translated code."""
         hook = self.add_hook(HOOK_CODE, CODE_CALLBACK(lambda *_: self.stop()), at=address)
         try:
             yield

@@ -171,9 +171,10 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
         return True
 
     def reasons(self, symbol: Symbol) -> Mapping[int, RejectReason | Tactics | None]:
-        """Implement ProbeChecker.reasons for a whole function at once, because a kernel has millions of them.
+        """Implement ProbeChecker.reasons for all instructions of a function at once.
 
-        The results equal those of check_each_insn(). A function with blacklisted addresses is checked
+        A check of each instruction would take too long, because a kernel has millions of instructions. The
+        results equal those of check_each_insn(). Only a function with blacklisted addresses is checked
         instruction by instruction.
         """
         if self.strategy is None or super()._has_forbidden(symbol):

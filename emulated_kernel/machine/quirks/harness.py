@@ -121,7 +121,10 @@ def _find_registers(engine: Engine, cpu: CpuModel, pattern: bytes) -> int | None
 
 
 def own_memory(address: int, size: int) -> bytes:
-    """Read this process's memory; return b"" if it is unreadable, so that a stale pointer can't crash."""
+    """Return `size` bytes of this process's memory at `address`, or b"" if they are unreadable.
+
+    So a stale pointer can't crash the process.
+    """
     try:
         memory = os.open("/proc/self/mem", os.O_RDONLY)
     except OSError:

@@ -150,7 +150,10 @@ def check_breakpoints_in_a_row(bench: Bench) -> None:
 
 
 def check_faults(bench: Bench) -> None:
-    """Check reported exceptions. Unicorn: their ip is four bytes after the start of the instruction."""
+    """Check that exceptions are reported.
+
+    Unicorn: the reported ip is four bytes after the start of the instruction.
+    """
     unmapped = 0x1000
     text = bench.cpu.layout.host_text
     for code, address, cause, place in (

@@ -1,7 +1,8 @@
 """StaleFetch: lets CPUs execute instructions that they fetched before text was patched, for tests.
 
-Because of this hazard text_poke() synchronises CPUs. The machine's CPUs run in turns, and none of them really
-prefetches. Prefetch computes the bytes that a CPU could have fetched, and StaleFetch lets it execute them.
+Because CPUs prefetch, text_poke() synchronises them. The machine's CPUs run in turns, and none of them
+really prefetches. Prefetch computes the bytes that a CPU could have fetched, and StaleFetch lets the CPU
+execute these bytes.
 """
 
 from __future__ import annotations
