@@ -271,7 +271,7 @@ def _open_tree(directory: str) -> int:
 
 
 def _attach(tree: int, place: str | int) -> None:
-    """Attach a detached mount at a path, or at an open file, which may be a symbolic link."""
+    """Attach the detached mount `tree` at a path, or at an open file, which may be a symbolic link."""
     empty = MOVE_MOUNT_F_EMPTY_PATH
     if isinstance(place, int):
         _system_call(

@@ -70,7 +70,10 @@ class TraceSession:
     """Probes, filter and output of one run of `kprobefs trace`; attached() puts the probes on a mount."""
 
     def __init__(self, request: TraceRequest, output: TextIO) -> None:
-        """Parse the probes. Raises: CliError (wrong usage)."""
+        """Parse the probes of `request`. `output`: stream to which the records are written.
+
+        Raises: CliError (wrong usage).
+        """
         self.name = own_name() + (SUFFIX if request.graph is not None else "")
         self.request = request
         self.probes = parse_probes(request.probes, self.name)

@@ -124,7 +124,10 @@ class ServiceStatus:
         self._sent = ""
 
     def report(self, condition: str, remark: str, *, is_ready: bool) -> None:
-        """Send the status if it has changed, and READY=1 when `is_ready` is true for the first time."""
+        """Send the status if it has changed, and READY=1 when `is_ready` is true for the first time.
+
+        `condition`: state of the mount. `remark`: text about the phase of the start, or "".
+        """
         status = f"{condition} {self._directory}{remark and ': '}{remark}"
         if is_ready and not self._is_ready:
             self._is_ready = True

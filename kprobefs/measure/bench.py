@@ -357,7 +357,11 @@ class MeasuredProbe:
 
 
 def place(kernel: Kernel, kind: str, offset: int) -> MeasuredProbe:
-    """Register a disabled probe with a handler of HANDLERS, `offset` bytes after the entry of FUNCTION."""
+    """Register a disabled probe with a handler of the kind `kind`, one of HANDLERS.
+
+    The probe is `offset` bytes after the entry of FUNCTION, or at the return of FUNCTION if the kind is
+    RETURNING.
+    """
     if kind == EVENT:
         return _event(kernel, offset)
     if kind == RETURNING:

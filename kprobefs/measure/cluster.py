@@ -87,9 +87,11 @@ def _result(distributed: Any, address: str, future: Any) -> Any:
 def _call(
     packages: Sequence[str], code: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> tuple[bool, bytes | str]:
-    """Run one call on a worker; return (True, pickled result), or (False, text about the failure).
+    """Call `function` with `arguments` on a worker.
 
-    No exception is sent: the client would wait forever for an exception that cannot be unpickled.
+    Return (True, pickled result), or (False, text about the failure). `code`: digest that `packages` must
+    have on the worker. No exception is sent: the client would wait forever for an exception that cannot be
+    unpickled.
     """
     host = socket.gethostname()
     try:

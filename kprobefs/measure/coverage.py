@@ -229,6 +229,8 @@ class FunctionCounter:
     ) -> Iterator[list[Counting]]:
         """Yield the counts of all functions, in their order.
 
+        `run` counts pieces. `progress`: bar that shows the finished pieces, or None. `file`: results file
+        whose pieces are not counted again, or None.
         Raises: CliError (a process has ended, the cluster fails, the file has wrong counts).
         """
         found: dict[int, list[list[Counting]]] = {}
@@ -374,7 +376,11 @@ def _name(reason: RejectReason | Tactics | None) -> str:
 
 
 def _decoded(piece: Any, functions: int, subjects: int) -> list[list[Counting]]:
-    """Return the counts that _encoded() has encoded. Raises: ValueError, TypeError, KeyError."""
+    """Return the counts that _encoded() has encoded, for each function a list with an item for each subject.
+
+    `functions`, `subjects`: the expected numbers of functions and of subjects.
+    Raises: ValueError (other numbers), TypeError, KeyError.
+    """
     found = [
         [
             Counting(Counter({_reason(name): int(n) for name, n in reasons.items()}), int(pairs), seconds)

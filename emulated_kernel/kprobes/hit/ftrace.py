@@ -272,7 +272,11 @@ class FtraceSites:
             older(site, frame)
 
     def _first_by_call(self, head: AggrKprobe, site: int, frame: Any) -> None:
-        """Handle the first hit after a change of the handlers, and compile them afterwards if possible."""
+        """Handle a call from an fentry site, the first one after a change of the probe's handlers.
+
+        Afterwards, compile the handlers if possible. `site`: address of the fentry site. `frame`: the saved
+        registers.
+        """
         handle = self._handler_of(head)
         if not head.may_compile or head.is_disabled:
             self._calls[site] = handle
@@ -512,9 +516,10 @@ class FtraceSites:
             self._update(again)
 
     def _call(self, targets: Mapping[int, int]) -> Callable[[Any], None]:
-        """Return a handler of breakpoints at sites being patched; it performs the call that is being written.
+        """Return a handler of breakpoints at sites that are being patched.
 
-        One handler serves all sites, because a kernel has tens of thousands of sites.
+        The handler performs the call that is being written. `targets`: address of a site -> target of its
+        call. One handler serves all sites, because a kernel has tens of thousands of sites.
         """
         word = self._arch.word_size
         call_size = self._arch.call_size
