@@ -90,7 +90,7 @@ class CallAnswerer:
             waiting.finish(result)
 
     def _result(self, waiting: _Waiting) -> int | None:
-        """Return 0 or an errno, or None if the kernel must execute the call. Raises: OSError."""
+        """Answer a call: return 0 or an errno, or None if the kernel must execute the call. Raises: OSError."""
         if waiting.call.kind is Kind.COPY:
             return self._copying(waiting)
         with _Caller(waiting) as caller:

@@ -341,7 +341,11 @@ def table(view: View, probes: Probes, width: int, height: int) -> Group:
 
 
 def wrap_lines(text: str, width: int, max_lines: int, indent: str = "") -> list[Text]:
-    """Wrap a text to at least one line and at most `max_lines` lines of at most `width` characters."""
+    """Wrap a text to at least one line and at most `max_lines` lines of at most `width` characters.
+
+    `indent`: start of the first line. Unless `indent` is empty, each further line begins with two more
+    blanks.
+    """
     from textwrap import wrap
 
     from rich.text import Text

@@ -45,9 +45,9 @@ PID_NAMESPACE = "/proc/self/ns/pid"
 NOTHING = 3
 """Exit status of a RecordReader's process that has read no records."""
 UNWRITTEN = 100
-"""Number that is added to an errno for the exit status of a RecordReader's process.
+"""Offset of an errno in the exit status of a RecordReader's process that has failed to write records.
 
-The process has failed to write records with this errno.
+The exit status is the sum of the two numbers.
 """
 
 

@@ -262,7 +262,11 @@ class Service:
         return self._applies_definitions and bool(dropins.files())
 
     def _wait(self, watchdog: ServiceWatchdog | None, start_up: StartUp) -> None:
-        """Wait until the service must end. In the meantime, send the mount's state to the service manager."""
+        """Wait until the service must end. In the meantime, send the mount's state to the service manager.
+
+        `watchdog`: the process that checks the mount's state, or None. `start_up`: the phase in which the
+        *.probes files are applied.
+        """
         status = ServiceStatus(escape_for_terminal(self._options.directory))
         reports = WatchdogReports(watchdog, self._wake)
         while True:

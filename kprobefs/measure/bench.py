@@ -491,7 +491,7 @@ def detours(sizes: Mapping[str, int | None]) -> Iterator[str]:
 
 
 def elsewhere(rows: Sequence[tuple[str, int | None, int | None, int | None]]) -> Iterator[str]:
-    """Yield the lines of a table with figures that others have published; see ELSEWHERE."""
+    """Yield the lines of a table with the figures `rows` that others have published; see ELSEWHERE."""
     yield f"{'measured elsewhere, ns (ratio)':38} {STEPPED:>13} {BOOSTED:>13} {OPTIMIZED:>13}"
     for name, *costs in rows:
         least = costs[-1]

@@ -64,9 +64,11 @@ def run_on_cluster(
 
 
 def _result(distributed: Any, address: str, future: Any) -> Any:
-    """Wait for the end of a call, and return its result; `future`: the call's future in Dask.
+    """Wait for the end of a call, and return its result.
 
-    `address`: address of the scheduler, for messages. Raises: CliError (the call or the cluster has failed).
+    `distributed`: Dask's module for clusters. `future`: the call's future in Dask. `address`: address of
+    the scheduler, for messages.
+    Raises: CliError (the call or the cluster has failed).
     """
     try:
         has_ended, outcome = future.result()

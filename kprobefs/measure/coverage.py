@@ -30,7 +30,7 @@ from kprobefs.measure.verdicts import Judge, ProbeOutcome, chosen_profile, outco
 
 _WIDTH = 80
 _PIECE = 1 << 14
-"""Size in bytes of the functions that a process examines as one piece of work."""
+"""Approximate total size in bytes of the functions that a process examines as one piece of work."""
 Reasons = Counter[RejectReason | Tactics | None]
 """Reason why a probe is not optimized, tactics that its jump needs, or None -> number of instructions.
 
@@ -453,7 +453,10 @@ def as_dict(found: Coverage) -> dict[str, Any]:
 
 
 def by_verdict(reasons: Reasons) -> dict[str, int]:
-    """Return a map name of an outcome -> number of instructions; `instructions` is their sum."""
+    """Return a map name of an outcome -> number of instructions, from counts by reason.
+
+    The value of the key `instructions` is the sum.
+    """
     found = dict.fromkeys((verdict.value for verdict in ProbeOutcome), 0)
     for reason, number in reasons.items():
         found[outcome_of(reason).value] += number

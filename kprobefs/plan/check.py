@@ -275,7 +275,10 @@ def _no_parameter(line: Line, name: str, count: int | None, hidden: int = 0) -> 
 def _types(
     kernel: PlannedKernel, line: Line, probe: TraceKprobe, explained: Explanation
 ) -> Iterator[Finding]:
-    """Yield warnings about fetch arguments whose types differ from the BTF's types of the parameters."""
+    """Yield warnings about fetch arguments whose types differ from the BTF's types of the parameters.
+
+    `probe`: the probe that the line has created. `explained`: explanation of the probe's place.
+    """
     prototype = explained.prototype
     if prototype is None:
         return

@@ -376,11 +376,12 @@ class HitHandling:
     # By a call
 
     def by_call(self, head: AggrKprobe) -> CallHandler:
-        """Return the handler of hits by a call of ftrace's trampoline; it returns False for a missed hit.
+        """Return the handler of hits by a call of ftrace's trampoline.
 
-        The handler takes the site's address, the saved registers, and a function or None. The function calls
-        the site's users that were attached before the probe. The handler calls it after the probe's handlers,
-        but not if the hit is missed. The trampoline returns to the ip of the saved registers.
+        The handler returns False for a missed hit. Its arguments are the site's address, the saved
+        registers, and a function that calls the site's users that were attached before the probe, or None.
+        The handler calls this function after the probe's handlers, but not if the hit is missed. The
+        trampoline returns to the ip of the saved registers.
         """
         ctlblk = self.ctlblk
         keep_cost = head.cost.kept().append

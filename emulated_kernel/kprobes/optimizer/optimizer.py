@@ -165,7 +165,7 @@ class Optimizer:
             self._table.remove(head)
 
     def leave_text(self, spans: Sequence[Span]) -> None:
-        """Mark unregistered probes that wait to be freed as gone, if their text is about to be freed.
+        """Mark as gone the unregistered probes that wait to be freed, if their text is about to be freed.
 
         `spans` has the address ranges of this text.
         """
