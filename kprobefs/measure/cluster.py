@@ -16,7 +16,7 @@ from typing import Any
 from kprobefs.common.errors import CliError, ExitStatus
 
 PACKAGES = ("emulated_kernel", "kprobefs")
-"""Packages whose code the workers must have too."""
+"""Names of the packages whose code on the workers must be the same as in this process."""
 _PATIENCE = 15
 """Maximum time in seconds until the scheduler must answer."""
 _log = logging.getLogger(__name__)

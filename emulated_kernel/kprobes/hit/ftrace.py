@@ -99,16 +99,19 @@ class FtraceSites:
         self.return_at = self.trampoline + self.trampoline_size - arch.return_size
         """Address of a return instruction, at which compiled handlers continue."""
         self._calls: dict[int, Called] = {}
-        """Site -> handler of calls from this site."""
+        """Address of an fentry site -> handler of calls from the site."""
         self._breakpoints[self.trampoline + stub.trap] = self._make_on_call()
         self._callers: dict[int, AggrKprobe] = {}
         """Address of a call site -> AggrKprobe of the probes that handle the calls from the site."""
         self._by_call: dict[int, CallHandler] = {}
-        """Site -> function that handles the hits of its probes in Python; set from the first hit on."""
+        """Address of an fentry site -> function that handles the hits of the site's probes in Python.
+
+        A site has an item from the first hit on.
+        """
         self._deferred_sites: set[int] = set()
         """Sites whose users changed while the sites were being patched; they are updated afterwards."""
         self._calling: dict[int, int] = {}
-        """Site that is armed -> target of its call."""
+        """Address of an armed fentry site -> target of the site's call."""
         self._with_regs: set[int] = set()
         self.keeps_history = False
         """Whether `touched` and `modified` are kept. They take megabytes when all functions are traced."""

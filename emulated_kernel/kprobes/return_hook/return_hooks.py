@@ -77,7 +77,7 @@ class ReturnHooks:
         self._tasks = TaskFields(machine.memory, abi, arch.word_size, machine.running_task)
         self._hooks: dict[int, ReturnHook] = {}
         self._removed: dict[int, ReturnHook] = {}
-        """Address -> removed hook that may still have pending calls."""
+        """Address of a removed hook -> the hook. The map has only hooks that may still have pending calls."""
         self._has_assembly: bool | None = None
         """Whether a hook has handlers in assembly; None if that must be determined at the next return."""
         form = kprobes.profile.trampoline
