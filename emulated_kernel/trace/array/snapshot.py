@@ -40,7 +40,10 @@ class Snapshot:
         self._array = array
         self.is_allocated = False
         self.condition: object = None
-        """The histogram action that takes the snapshots, or None. If set, writes to `snapshot` fail."""
+        """The histogram action that takes the snapshots, or None if no histogram does.
+
+        If the value is not None, writes to `snapshot` fail.
+        """
         self.buffers = array.new_buffers(MIN_PAGES)
         self._mark()
 

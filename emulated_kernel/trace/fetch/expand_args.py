@@ -123,7 +123,8 @@ class _Names:
 def _one(word: str, names: _Names, log: TraceProbeLog) -> str:
     """Return the replacement of a word `$argN[:TYPE]`, which is a parameter's name with the type.
 
-    Raises: KernelError EINVAL, ENOENT, E2BIG; all are logged.
+    Raises: KernelError EINVAL (N is 0), ENOENT (a wrong word, or no such parameter), E2BIG (the names are
+    too long); all are logged.
     """
     digits = re.match("[0-9]*", word[len(_META) :])
     assert digits is not None, "it may match nothing"

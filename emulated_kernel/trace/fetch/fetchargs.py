@@ -333,7 +333,11 @@ class _ArgParser:
     # Type
 
     def _split_type(self) -> tuple[str, str | None, int]:
-        """Split off the type. Return the expression, the type's name or None, and the array's length or 0."""
+        """Split the argument into expression and type.
+
+        Return the expression, the type's name (None if the argument has no type), and the array's length (0
+        if the type is not an array).
+        """
         expression, colon, type_name = self._body.partition(":")
         if not colon:
             return expression, None, 0
@@ -761,7 +765,8 @@ def _closing(text: str, begin: int) -> int:
 def _str_to_immediate(text: str, base: int, bits: int) -> int:
     """Parse the number of an immediate value, which follows a backslash.
 
-    Raises: KernelError EINVAL, ERANGE. Mirrors: kernel/trace/trace_probe.c:str_to_immediate (v6.1).
+    Raises: KernelError EINVAL (not a number), ERANGE (too large).
+    Mirrors: kernel/trace/trace_probe.c:str_to_immediate (v6.1).
     """
     if is_digit(text):
         return kstrtoul(text, base, bits)

@@ -146,7 +146,10 @@ class NamedArgs:
         return self._fields([FetchInsn(FetchOp.CURRENT)], typed, fields, column, is_cast=True)
 
     def _root(self, text: str, at: int) -> tuple[str, str | None, int]:
-        """Split `NAME->FIELDS`. Return the name, the fields or None, and the column of the fields."""
+        """Split `NAME->FIELDS`. Return the name, the fields, and the column of the fields.
+
+        If `text` is only a name, the fields are None.
+        """
         try:
             name, fields, is_arrow = split_field(text)
         except FieldError as failure:

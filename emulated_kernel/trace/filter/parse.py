@@ -225,8 +225,9 @@ class _FilterParser:
         raise _error(FilterError.INVALID_VALUE, self._at)
 
     def _function(self, field: FilterField, op: FilterOp) -> Predicate:
-        """Parse the operand of `FIELD.function`: a function's name, or an address in it, up to a blank.
+        """Parse the operand of `FIELD.function`: the name of a function, or an address within a function.
 
+        A blank or the end of the filter ends the name.
         Mirrors: kernel/trace/trace_events_filter.c:parse_pred (v6.12).
         """
         declared = field.declared

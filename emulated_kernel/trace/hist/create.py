@@ -216,7 +216,7 @@ def _same_keys(one: Histogram, other: Histogram) -> bool:
 def _hist_command(model: Histogram, file: EventFile, variable: str, name: str) -> str:
     """Return the command of a histogram that has the keys and the filter of `model`, and one variable.
 
-    Raises: KernelError E2BIG.
+    Raises: KernelError E2BIG (the command is too long).
     """
     keys = ",".join(key.full_name() for key in model.keys)
     text = f"keys={keys}:{variable}={name}"

@@ -283,7 +283,10 @@ class Histogram:
         return self.values + self.keys
 
     def variable(self, name: str) -> HistField | None:
-        """Return the variable with this name, or None. Mirrors: find_var_field (v6.1)."""
+        """Return the variable with this name, or None if the histogram does not define it.
+
+        Mirrors: find_var_field (v6.1).
+        """
         for each in self.fields:
             # The name is compared first, which is faster than flags: there may be thousands of histograms.
             if each.variable == name and each.flags & Flag.VAR:

@@ -227,9 +227,10 @@ def check_symbol(symbol: str, kernel: ProbedSymbols, log: TraceProbeLog) -> None
 
 
 def split_symbol_offset(text: str, bits: int) -> tuple[str, int]:
-    """Split `SYM`, `SYM+N` or `SYM-N` at the first sign.
+    """Split `SYM`, `SYM+N` or `SYM-N` at the first sign, and return the symbol and the offset.
 
-    Raises: KernelError EINVAL, ERANGE. Mirrors: traceprobe_split_symbol_offset (v6.1).
+    Raises: KernelError EINVAL, ERANGE (the offset is not a valid number).
+    Mirrors: traceprobe_split_symbol_offset (v6.1).
     """
     signs = [index for index in (text.find("+"), text.find("-")) if index >= 0]
     if not signs:
@@ -240,7 +241,8 @@ def split_symbol_offset(text: str, bits: int) -> tuple[str, int]:
 def resolve_symbol(arg: ProbeArg, symbols: KernelSymbols, bits: int) -> ProbeArg:
     """Return an argument with its `@symbol` replaced by an address, or unchanged if it has no symbol.
 
-    Raises: KernelError ENOENT. Mirrors: kernel/trace/trace_probe.c:traceprobe_update_arg (v6.1).
+    Raises: KernelError ENOENT (no such symbol). Mirrors: kernel/trace/trace_probe.c:traceprobe_update_arg
+    (v6.1).
     """
     load = arg.stages.load
     if load.op is not FetchOp.SYMBOL:

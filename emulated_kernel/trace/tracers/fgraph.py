@@ -44,7 +44,8 @@ class GraphUser(ABC):
     def entered(self, func: int, caller: RethookNode | None, regs: Any, /) -> bytes | None:
         """Handle the entry of `func`, and return the data to keep until the call's return is handled.
 
-        Return None if the return need not be handled. `caller` is the task's innermost hooked call, or None.
+        Return None if the return need not be handled. `caller`: the innermost hooked call that the task has
+        not returned from, or None if it has none. `regs`: the registers at the entry.
         """
 
     @abstractmethod
@@ -144,7 +145,10 @@ class FunctionGraph:
         self._running = None
 
     def caller_of(self, instance: RethookNode) -> RethookNode | None:
-        """Return the innermost hooked caller of a hooked call, direct or indirect, or None."""
+        """Return the innermost hooked call in which a hooked call was made, directly or indirectly.
+
+        Return None if there is no such call.
+        """
         assert self._running is not None
         return self._running.hooks.newest(instance.hook, before=instance.node)
 

@@ -40,7 +40,7 @@ class WordEdit(ABC):
 
     @abstractmethod
     def put_into_force(self) -> None:
-        """Replace the set by the copy."""
+        """Replace the set by the open file's copy."""
 
     def write(self, data: bytes, position: int) -> int:
         """Execute the first word that a blank or NUL in `data` ends, and return the number of bytes taken.
@@ -62,7 +62,7 @@ class WordEdit(ABC):
         return self._is_truncated or bool(self._executed or self._parser.rest)
 
     def close(self) -> None:
-        """Execute the last word, which no blank has ended, and replace the set by the copy.
+        """Execute the last word, which no blank has ended, and replace the set by the open file's copy.
 
         If the word is refused, ignore the error.
         Mirrors: kernel/trace/ftrace.c:ftrace_regex_release, ftrace_graph_release (v6.1).
