@@ -208,9 +208,9 @@ class TraceArray(ArrayRings, Recorder):
         return True
 
     def notify_rewired(self) -> None:
-        """Recompile the guest code of events and tracer: buffers, clock, options or pid lists have changed.
+        """Recompile guest code of events and tracer after a change of buffers, clock, options or pid lists.
 
-        Until this is called, guest code writes to the buffers that it was compiled for.
+        Until this method is called, guest code writes to the buffers for which it was compiled.
         """
         for event in self._recorded:
             event.changed()

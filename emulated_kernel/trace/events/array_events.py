@@ -92,7 +92,7 @@ class ArrayEvents:
         self._older = registry.registered
 
     def is_enabled(self, event: TraceEvent) -> bool:
-        """Return True if this trace array gets the event's hits. In soft mode it may not record them."""
+        """Return True if the event is enabled in this trace array; True also in soft mode."""
         return self.recorder in event.recorders
 
     def enabled_text(self, event: TraceEvent) -> str:

@@ -34,8 +34,9 @@ class ProbedFunction:
 
 
 def find_function(btf: Btf | None, name: str | None, hidden: int = 0) -> ProbedFunction | None:
-    """Return a function's prototype without its first `hidden` parameters, or None if the BTF lacks it.
+    """Return a function's prototype without its first `hidden` parameters.
 
+    Return None if `btf` or `name` is None, or if the BTF lacks the function.
     Mirrors: kernel/trace/trace_btf.c:btf_find_func_proto (v6.12).
     """
     if btf is None or name is None:

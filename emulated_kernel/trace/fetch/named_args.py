@@ -1,6 +1,6 @@
-"""NamedArgs: compiles `NAME->FIELD.FIELD` and `$retval` with a type, which it looks up in the kernel's BTF.
+"""NamedArgs: compiles `NAME->FIELD.FIELD` and `$retval`, whose types are looked up in the kernel's BTF.
 
-fetchargs.py imports this file at the first such argument, because most kernels have none.
+fetchargs.py imports this file at the first argument of this kind, because most kernels never get one.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class TraceFprobe(TraceKprobe):
             self._attach()
 
     def awaits_module(self) -> bool:
-        """Return False, because an fprobe's functions must exist when it is defined."""
+        """Return False, because an fprobe's functions must exist when the event is defined."""
         return False
 
     def _resolve_symbols(self) -> None:
@@ -114,9 +114,9 @@ class TraceFprobe(TraceKprobe):
             self._is_hooked = False
 
     def enable(self) -> None:
-        """Register the fprobe, or enable it if it is registered.
+        """Register the fprobe; if it is registered already, enable it.
 
-        Raises: KernelError ENOENT, errors of register_fprobe().
+        Raises: KernelError ENOENT (an argument has an unknown symbol), errors of register_fprobe().
         """
         if self._stays and self._is_hooked:
             self.engine.fprobes.enable_fprobe(self._fprobe)

@@ -141,7 +141,10 @@ class TraceProbe(DynEvent):
         """
 
     def disable(self) -> None:
-        """Stop taking hits, because the event was disabled. Raises: KernelError."""
+        """Stop taking hits, because the event was disabled.
+
+        Raises: KernelError (the probe cannot be disabled).
+        """
 
     def unregister(self) -> None:
         """Release the probe's resources before the probe is removed."""

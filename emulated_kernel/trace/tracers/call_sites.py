@@ -103,7 +103,7 @@ class KernelFunctions:
         self.functions.remove(fentry)
 
     def user(self, handler: CallHandler, symbol: Callable[[], str]) -> FtraceOps:
-        """Create a user of fentry sites, whose `handler` is called from the sites passed to attach().
+        """Create an ftrace_ops whose `handler` is called from the fentry sites that are passed to attach().
 
         `symbol` returns the name of Linux's handler, which enabled_functions shows; see FtraceOps.
         """

@@ -142,7 +142,7 @@ class FilterEdit(WordEdit):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no selection was made in the copy."""
+        """Whether no selection was made in the copy; see FunctionSet.is_empty."""
         return not (self.sites or self.lost_functions or self.waits)
 
     def records_from(self, index: int) -> Iterator[str]:
@@ -182,7 +182,11 @@ class FunctionSet(EditedSet):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no selection was made. Mirrors: kernel/trace/ftrace.c:ftrace_hash_empty (v6.1)."""
+        """Whether no selection was made.
+
+        A set that has lost functions with their modules is not empty, nor one for which `waits` is True.
+        Mirrors: kernel/trace/ftrace.c:ftrace_hash_empty (v6.1).
+        """
         return not (self.sites or self.lost_functions or self.waits)
 
     @property
@@ -260,7 +264,7 @@ class FunctionSet(EditedSet):
             self._changed()
 
     def module_added(self, name: str) -> None:
-        """Apply the selections that waited for a module, which was loaded.
+        """Apply the selections that waited for a module, because the module was loaded.
 
         Mirrors: kernel/trace/ftrace.c:process_mod_list (v6.1).
         """

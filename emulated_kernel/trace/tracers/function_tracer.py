@@ -171,7 +171,10 @@ Mirrors: kernel/trace/ftrace.c:FTRACE_NO_PIDS (v6.1).
 
 
 class FunctionPids(PidList):
-    """The list of pids in set_ftrace_pid or set_ftrace_notrace_pid, which reads "no pid" if it is empty."""
+    """The list of pids in set_ftrace_pid or set_ftrace_notrace_pid.
+
+    The file of an empty list shows "no pid".
+    """
 
     def records_from(self, start: int) -> Iterator[str]:
         """Return the lines of the file from line `start` on; the first line is 0.

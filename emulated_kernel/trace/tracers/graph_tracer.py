@@ -131,7 +131,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
     # Recording
 
     def entered(self, func: int, caller: RethookNode | None, regs: Any) -> bytes | None:
-        """Record a call if it is selected, and return its PendingCall as bytes.
+        """Record a call if the tracer's settings select it, and return its PendingCall as bytes.
 
         Return None if the call's return need not be handled.
         Mirrors: trace_graph_entry (v6.1).
@@ -140,9 +140,10 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         return None if frame is None else FRAME.pack(*frame)
 
     def _frame(self, func: int, parent: PendingCall | None, regs: Any) -> PendingCall | None:
-        """Record a call made by `parent` if it is selected, and return the data to keep until its return.
+        """Record a call of `func` by `parent` if the tracer's settings select the call.
 
-        Return None if the return need not be handled.
+        Return the data to keep until the call returns, or None if the return need not be handled. `parent`:
+        the innermost traced call of the task, or None. `regs`: the registers at the entry.
         """
         depth = 0 if parent is None else parent.depth + 1
         if parent is not None and parent.flags & CallFlag.HIDDEN:
@@ -178,7 +179,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         return func not in chosen and not (parent is not None and parent.flags & CallFlag.IN_IRQ)
 
     def returned(self, instance: RethookNode, regs: Any) -> None:
-        """Record the return of a call, unless it is hidden or shorter than the threshold.
+        """Record the return of a call, unless the call is hidden or its duration is below the threshold.
 
         Mirrors: trace_graph_return, trace_graph_thresh_return (v6.1).
         """
