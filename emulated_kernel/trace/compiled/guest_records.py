@@ -31,7 +31,7 @@ _NO_PID = 0xFFFFFFFF
 
 
 class GuestRecords(TaskObserver):
-    """Allocates the memory that compiled handlers write to, and answers their host calls."""
+    """Allocates the memory that compiled handlers write to, and answers the handlers' calls to the host."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ class _Wanted:
     """The events that a word of set_event names. A field that is None matches any name."""
 
     match: str | None
-    """Name of a group or of events."""
+    """Name of a group or of events; None if the word has the form GROUP:EVENT or names a whole module."""
     group: str | None
     name: str | None
     module: str | None

@@ -347,7 +347,10 @@ class _FmtParser:
         raise ValueError(f"print fmt: no function {name!r}")
 
     def _table(self, *, flags: bool) -> Expression:
-        """Parse the arguments of __print_flags() or __print_symbolic(), and compile the call."""
+        """Parse the arguments of a table function after the opening parenthesis, and compile the call.
+
+        `flags`: whether the function is __print_flags(); otherwise it is __print_symbolic().
+        """
         value = self.expression()
         self._expect(",")
         delimiter = ""

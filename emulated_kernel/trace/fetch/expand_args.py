@@ -76,7 +76,8 @@ def expand_meta_args(words: Sequence[str], context: ExpansionContext) -> Sequenc
 def _star(words: Sequence[str], context: ExpansionContext) -> int | None:
     """Return the index of the word `$arg*`, -1 if only `$argN` occurs, or None if neither does.
 
-    Raises: KernelError EINVAL (logged). Mirrors: kernel/trace/trace_probe.c:argv_has_var_arg (v6.12).
+    Raises: KernelError EINVAL (the probe cannot have parameters, or a wrong or second `$arg*`; logged).
+    Mirrors: kernel/trace/trace_probe.c:argv_has_var_arg (v6.12).
     """
     found: int | None = None
     for number, word in enumerate(words):
@@ -140,8 +141,8 @@ def _one(word: str, names: _Names, log: TraceProbeLog) -> str:
 def expand_dentry_args(words: Sequence[str], btf: Btf | None) -> Sequence[str]:
     """Replace `[NAME=]ARG:%pd` and `[NAME=]ARG:%pD` by the dereferences that lead to the file's name.
 
-    Raises: KernelError ENOMEM (too long), EOPNOTSUPP (the kernel has no BTF, so the fields' offsets are
-    unknown).
+    Raises: KernelError ENOMEM (the new words are too long for Linux's buffer), EOPNOTSUPP (the kernel has
+    no BTF, so the fields' offsets are unknown).
     Mirrors: kernel/trace/trace_probe.c:traceprobe_expand_dentry_args (v6.12).
     """
     room = MAX_DENTRY_ARGS_LEN

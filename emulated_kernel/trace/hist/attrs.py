@@ -131,8 +131,9 @@ def _map_bits(text: str) -> int:
 
 
 def parse_variables(attrs: HistAttrs, log: LastCommandLog) -> list[tuple[str, str]]:
-    """Return name and expression of each variable that the command defines. Raises: KernelError EINVAL.
+    """Return name and expression of each variable that the command defines.
 
+    Raises: KernelError EINVAL (a variable has no value, or there are too many variables).
     Mirrors: parse_var_defs (v6.1).
     """
     found: list[tuple[str, str]] = []

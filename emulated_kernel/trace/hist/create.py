@@ -214,8 +214,9 @@ def _same_keys(one: Histogram, other: Histogram) -> bool:
 
 
 def _hist_command(model: Histogram, file: EventFile, variable: str, name: str) -> str:
-    """Return the command of a histogram that has the keys and the filter of `model`, and one variable.
+    """Return the command of a histogram with the keys and the filter of `model`, and with one variable.
 
+    `file`: the event of `model`. `variable`: name of the variable. `name`: field whose value it gets.
     Raises: KernelError E2BIG (the command is too long).
     """
     keys = ",".join(key.full_name() for key in model.keys)

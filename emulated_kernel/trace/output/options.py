@@ -126,8 +126,9 @@ class TraceOptions:
     ) -> None:
         """Start with the default options.
 
-        `changed` is called when an option of the trace array itself changes. `tracer_changed` is called with
-        the name of a tracer's option that changes.
+        `changed` is called when an option of the trace array itself changes. `tracer_changed` is called
+        with the name of a tracer's option that changes. `tracers` returns the names of the registered
+        tracers, and `current` the name of the current one. `printk` adds a line to the kernel's log.
         """
         self._own = option_names(interface)
         """Name -> option of the trace array itself."""

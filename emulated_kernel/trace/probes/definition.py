@@ -62,7 +62,7 @@ class ProbePoint:
         return f"{self.symbol}+{self.offset}" if self.offset else self.symbol
 
     def default_event(self, word_size: int) -> str:
-        """Return the event name for a command without one."""
+        """Return the event name for a command that contains no name."""
         place = f"{self.symbol}_{self.offset}" if self.symbol is not None else self.show(word_size)
         letter = "p"
         if self.is_return:

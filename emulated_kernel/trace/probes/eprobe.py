@@ -231,8 +231,9 @@ class EventProbes(ProbeKind[Eprobe]):
         return group, name
 
     def _find_target(self, group: str, name: str) -> TraceEvent | None:
-        """Return the target event, or None if it does not exist or is the event of another probe.
+        """Return the event `group`:`name` if it can be the target of an event probe, else None.
 
+        A target must be able to be enabled, and must not belong to a kprobe, an fprobe or an event probe.
         Mirrors: find_and_get_event (v6.1).
         """
         found = self.registry.find(group, name)

@@ -126,7 +126,7 @@ class RingFlag(IntFlag):
 
 
 def _keep() -> None:
-    """Do nothing: Python frees the memory with its last reference."""
+    """Do nothing: Python frees the memory when nothing refers to it any more."""
 
 
 def _ignore(_what: str, _why: object) -> None:

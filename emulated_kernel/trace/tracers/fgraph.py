@@ -1,4 +1,4 @@
-"""FunctionGraph: hooks on entries and returns of the selected functions, for one user at a time."""
+"""FunctionGraph: hooks on entries and returns of the selected functions, for one GraphUser at a time."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from emulated_kernel.util.fast_dataclass import dataclass, field
 
 
 class GraphUser(ABC):
-    """Interface of a user of the function graph: an object that handles entries and returns of functions.
+    """Interface of an object that handles the entries and returns of functions, such as GraphTracer.
 
+    One object of this class at a time is registered with the FunctionGraph, as its user.
     Mirrors: struct fgraph_ops (v6.1).
     """
 
@@ -59,7 +60,7 @@ class GraphUser(ABC):
 
 @dataclass(eq=False)
 class _Running:
-    """The registered user of the function graph, with its hooks and guest code."""
+    """The registered GraphUser, with its hooks and guest code."""
 
     user: GraphUser
     hooks: ReturnHooks
@@ -97,7 +98,10 @@ class FunctionGraph:
         sleeps: SleepTimes,
         places: GuestAddresses,
     ) -> None:
-        """Subscribe to changes of the filters. `choose_hooks` returns the return hooks for a new user."""
+        """Subscribe to changes of the filters.
+
+        `choose_hooks` returns the return hooks for a GraphUser that is registered now.
+        """
         filters.on_selection.append(self.filters_changed)
         self._sleeps = sleeps
         self._kprobes = kprobes
@@ -112,7 +116,7 @@ class FunctionGraph:
     def register(self, user: GraphUser) -> None:
         """Install the hooks for `user`.
 
-        Raises: KernelError EOPNOTSUPP (no fentry sites), EBUSY (there is another user), ENOMEM.
+        Raises: KernelError EOPNOTSUPP (no fentry sites), EBUSY (another GraphUser is registered), ENOMEM.
         """
         if self._sites is None:
             raise KernelError(errno.EOPNOTSUPP, "function_graph: this kernel has no fentry sites")
@@ -132,7 +136,10 @@ class FunctionGraph:
         self.filters_changed()
 
     def unregister(self) -> None:
-        """Remove the user's hooks. Returns of pending calls are not handled any more."""
+        """Remove the hooks of the registered GraphUser.
+
+        Returns of pending calls are not handled any more.
+        """
         assert self._sites is not None
         assert self._running is not None
         running = self._running
@@ -208,7 +215,7 @@ class FunctionGraph:
     # In guest code
 
     def user_changed(self) -> None:
-        """Drop the guest code, because the user's compiled() returns other settings from now on."""
+        """Drop the guest code, because compiled() of the registered GraphUser returns other settings now."""
         if self._running is not None:
             self._drop_code(self._running)
 
@@ -240,7 +247,7 @@ class FunctionGraph:
             running.is_settled = True
 
     def _settings(self, running: _Running) -> CompiledGraph | None:
-        """Return the settings of the user's guest code, or None if Python must handle the calls."""
+        """Return the settings of the GraphUser's guest code, or None if Python must handle the calls."""
         may_compile = self._kprobes.compiler.may_compile and running.hooks.native is not None
         return running.user.compiled() if may_compile else None
 
@@ -267,8 +274,8 @@ class FunctionGraph:
     def _entries(self, running: _Running, kinds: Mapping[CallKind, Collection[int]]) -> dict[int, int]:
         """Return a map site -> address of the jump that the site calls. Create missing jumps.
 
-        If there is no memory for the jump of a kind, the map has no sites of this kind, and they call the
-        trampoline.
+        `kinds`: kind -> the sites of this kind. If there is no memory for the jump of a kind, the map has
+        no sites of this kind, and these sites call the trampoline.
         """
         assert self._sites is not None
         found: dict[int, int] = {}

@@ -392,7 +392,10 @@ class GraphSet(EditedSet):
         self._set(chosen, self._functions.existing(chosen))
 
     def functions_removed(self, sites: frozenset[int]) -> None:
-        """Remove functions that no longer exist from the set. The set is empty after its last function."""
+        """Remove functions that no longer exist from the set.
+
+        If no function is left, the set is empty, unlike a FunctionSet.
+        """
         self._set(self.hash, self.sites - sites)
 
     def _set(self, chosen: FtraceHash, sites: frozenset[int]) -> None:
