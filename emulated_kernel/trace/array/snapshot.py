@@ -54,7 +54,10 @@ class Snapshot:
             theirs.is_aside = False
 
     def usage(self, tracer: str, cpu: int | None = None) -> str:
-        """Return the text of the snapshot file while it holds no events: the commands that it accepts."""
+        """Return the text of the snapshot file while it holds no events: the commands that it accepts.
+
+        `tracer`: name of the current tracer. `cpu`: CPU of the file, or None for the file of all CPUs.
+        """
         state = "allocated" if self.is_allocated else "freed"
         return (
             f"# tracer: {tracer}\n#\n#\n# * Snapshot is {state} *\n#\n# Snapshot commands:\n"

@@ -84,7 +84,10 @@ class GuestRecords(TaskObserver):
         return self._clock.is_virtual
 
     def allocate(self, size: int) -> RingMemory:
-        """Allocate pages for a ring buffer. Raises: KernelError ENOMEM."""
+        """Allocate pages of `size` bytes for a ring buffer.
+
+        Raises: KernelError ENOMEM.
+        """
         with self.exchanged((), (size,)) as (memory,):
             return memory
 

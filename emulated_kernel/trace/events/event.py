@@ -59,7 +59,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def event_switched(self, event: TraceEvent, /, *, enabled: bool) -> None:
-        """Handle the enabling or disabling of an event in this trace array."""
+        """Handle the enabling (`enabled` is True) or disabling of an event in this trace array."""
 
     @abstractmethod
     def event_removed(self, event: TraceEvent, /) -> None:

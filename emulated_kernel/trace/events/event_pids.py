@@ -125,6 +125,7 @@ class EventPids:
     def ignores_switch(self, before: int, after: int) -> bool:
         """Return True if a single list excludes both tasks of a switch, so that the switch is not recorded.
 
+        `before`, `after`: pids of the tasks.
         Mirrors: kernel/trace/trace_events.c:event_filter_pid_sched_switch_probe_pre (v6.1).
         """
         traced = self.traced.pids

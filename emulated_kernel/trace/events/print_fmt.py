@@ -373,7 +373,10 @@ class _FmtParser:
 
 
 def _flag_names(value: Expression, delimiter: str, names: Sequence[tuple[Expression, str]]) -> Expression:
-    """Compile __print_flags(). Mirrors: kernel/trace/trace_output.c:trace_print_flags_seq (v6.1)."""
+    """Compile __print_flags(). `names`: (mask, name) of each flag. `delimiter`: text between two names.
+
+    Mirrors: kernel/trace/trace_output.c:trace_print_flags_seq (v6.1).
+    """
 
     def text(context: PrintContext) -> str:
         rest = unsigned(value(context))
@@ -476,7 +479,10 @@ def _array(value: Value, count: int, size: int) -> str:
 
 
 def _type_of(words: Sequence[str], word_bits: int) -> tuple[int, bool]:
-    """Return the width in bits and the signedness of a cast's type."""
+    """Return the width in bits and the signedness of a cast's type, which consists of `words`.
+
+    `word_bits`: size of a long and of a pointer in bits.
+    """
     if "*" in words:
         return word_bits, False
     if "long" in words or "size_t" in words:

@@ -175,7 +175,7 @@ def _dentry(word: str, btf: Btf) -> str:
 
 
 def expand_args(words: Sequence[str], context: ExpansionContext, limit: int) -> Sequence[str]:
-    """Return the arguments of a probe's definition after the expansions that the kernel makes.
+    """Return the arguments `words` of a probe's definition after the expansions that the kernel makes.
 
     Raises: KernelError E2BIG (more than `limit` arguments), errors of expand_meta_args() and
     expand_dentry_args().

@@ -83,8 +83,9 @@ class FetchType(ABC):
 
     @abstractmethod
     def with_store(self, code: FetchProgram, *, is_array: bool) -> FetchProgram:
-        """Return a fetch program with the store operation of this type added.
+        """Return the fetch program `code` with the store operation of this type added.
 
+        `is_array`: whether the argument is an array.
         Mirrors: traceprobe_parse_probe_arg_body (v6.1).
         """
 
@@ -325,9 +326,10 @@ def find_fetch_type(name: str | None, word_size: int, interface: Interface) -> F
 
 
 def bitfield_of(name: str | None, container: FetchType, word_bits: int) -> FetchInsn | None:
-    """Return the shift operation of a bitfield type `bN@O/SIZE`, or None for other types.
+    """Return the shift operation of the bitfield type `name`, `bN@O/SIZE`, or None for other types.
 
-    `container` is the type that stores the bitfield. Raises: ValueError (malformed or too wide).
+    `container` is the type that stores the bitfield. `word_bits`: size of a word in bits.
+    Raises: ValueError (malformed or too wide).
     Mirrors: kernel/trace/trace_probe.c:__parse_bitfield_probe_arg (v6.1).
     """
     if name is None or not name.startswith("b"):

@@ -75,7 +75,11 @@ class ActionMaker:
         return reference
 
     def _new_variable(self, name: str, size: int, type_: str, flags: Flag) -> HistField:
-        """Create a variable of the histogram, and return it. Mirrors: create_var (v6.1)."""
+        """Create a variable of the histogram, and return it.
+
+        `size`, `type_`: size in bytes and C type of the value. `flags`: further Flag bits.
+        Mirrors: create_var (v6.1).
+        """
         data = self._data
         if data.variables.exists(name) and not data.removes:
             raise KernelError(errno.EINVAL, f"histogram: the variable {name} already exists")

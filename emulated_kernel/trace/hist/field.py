@@ -171,7 +171,11 @@ class HistField:
         return as_number(self.value(hit))
 
     def full_name(self, level: int = 0) -> str:
-        """Return the field's name. Mirrors: kernel/trace/trace_events_hist.c:hist_field_name (v6.1)."""
+        """Return the field's name; "" for a field without a name.
+
+        `level`: nesting depth of the field as an operand. If the depth is above 1, the name is "".
+        Mirrors: kernel/trace/trace_events_hist.c:hist_field_name (v6.1).
+        """
         if level > 1:
             return ""
         if self.field is not None:

@@ -216,7 +216,7 @@ class LineFormatter:
         return f"Unknown type {kind}\n"
 
     def _repeats(self, payload: bytes, now: int) -> str:
-        """Return the text of a FUNC_REPEATS record.
+        """Return the text of a FUNC_REPEATS record. `now`: time of the record.
 
         Mirrors: kernel/trace/trace_output.c:trace_func_repeats_print, trace_print_time (v6.1).
         """

@@ -162,9 +162,10 @@ def parse_definition(
 
 
 def parse_maxactive(head: str, log: TraceProbeLog) -> int:
-    """Return maxactive, the number after the letter of a command.
+    """Return maxactive, the number after the letter of `head`, the first word of a command.
 
-    Raises: KernelError EINVAL (logged).
+    As in Linux, a number above INT_MAX means 0, the default.
+    Raises: KernelError EINVAL (0, no number, or too large; logged).
     """
     digits = head[1:].partition(":")[0]
     try:
@@ -180,7 +181,10 @@ def parse_maxactive(head: str, log: TraceProbeLog) -> int:
 
 
 def _place(word: str, letter: str, bits: int, log: TraceProbeLog) -> ProbePoint:
-    """Parse the place of a command. A jprobe's place must be the entry of a function, without an offset."""
+    """Parse `word`, the place of a command whose first letter is `letter`.
+
+    A jprobe's place must be the entry of a function, without an offset.
+    """
     is_return = letter == "r"
     is_jprobe = letter == "j"
     if word.removeprefix("+")[:1].isdecimal() and not is_jprobe:

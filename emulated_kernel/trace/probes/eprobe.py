@@ -241,7 +241,7 @@ class EventProbes(ProbeKind[Eprobe]):
         return found if is_eligible and not isinstance(found, (KprobeTraceEvent, EprobeEvent)) else None
 
     def _parse_filter(self, target: TraceEvent, words: Sequence[str], log: TraceProbeLog) -> EventFilter:
-        """Parse a command's filter, which follows `if` and tests fields of the target event.
+        """Parse the filter of a command: `words` after `if`, which test fields of the target event.
 
         Raises: KernelError EINVAL (logged). Mirrors: trace_eprobe_parse_filter (v6.1).
         """

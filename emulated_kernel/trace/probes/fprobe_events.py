@@ -401,8 +401,9 @@ class FprobeEvents(KprobeEvents):
 
 
 def _check_tracepoint(name: str, words: Sequence[str], log: TraceProbeLog) -> None:
-    """Check the name and the arguments of a `t` line. Raises: KernelError EINVAL (logged).
+    """Check the tracepoint's name and the arguments `words` of a command that begins with `t`.
 
+    Raises: KernelError EINVAL (logged).
     Mirrors: kernel/trace/trace_fprobe.c:parse_symbol_and_return (v6.12).
     """
     wrong = re.search(rf"[^_{ALNUM}]", name)

@@ -195,8 +195,10 @@ class StackField(DynamicStringField):
         return given.is_call_chain
 
     def parts(self, value: int | bytes, end: int) -> tuple[bytes, bytes]:
-        """Encode a call chain, whose callers have 8 bytes each in `value`; other values are an empty chain.
+        """Encode a call chain: return its __data_loc, and its length and callers as guest words.
 
+        `value`: the callers, 8 bytes each; a number is an empty chain. `end`: offset of the chain in the
+        entry.
         Mirrors: kernel/trace/trace_events_synth.c:trace_stack (v6.12).
         """
         chain = _words(value, 8) if isinstance(value, bytes) else []

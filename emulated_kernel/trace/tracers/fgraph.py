@@ -202,7 +202,10 @@ class FunctionGraph:
             self._compile(running)
 
     def _slept(self, task: int, nanoseconds: int) -> None:
-        """Add the time that a task was off the CPU to the start times of its pending calls."""
+        """Add the time for which `task` was off the CPU to the start times of the task's pending calls.
+
+        `task`: address of the task_struct.
+        """
         assert self._running is not None
         hook = self._running.hook
         stack = self._running.stack

@@ -95,7 +95,7 @@ class EditedSet(ABC):
         """Return a copy of the set for a file that was opened for writing, with O_TRUNC if `truncate`."""
 
     def write(self, words: bytes) -> None:
-        """Open the file as a client does, write each word to it, and close it.
+        """Open the file as a client does, write each of `words` to it, and close it.
 
         Raises: KernelError, the error of the first word that is refused.
         """

@@ -168,6 +168,8 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
     def _ignores(self, func: int, parent: PendingCall | None, depth: int, *, in_irq: bool) -> bool:
         """Return True if set_graph_function, max_graph_depth or option funcgraph-irqs exclude a call.
 
+        `parent`: the innermost traced call of the task, or None. `depth`: nesting depth of the call.
+        `in_irq`: whether the call is made in a hard interrupt.
         Mirrors: ftrace_graph_ignore_func, ftrace_graph_ignore_irqs (v6.1).
         """
         chosen = self.functions.sites
