@@ -248,7 +248,7 @@ class TraceEvent(ABC):
     def record(self, payload: bytes, hit: ProbeHit) -> None:
         """Handle a hit: run the triggers, and write an entry to each trace array whose filter accepts it.
 
-        All kinds of events call this. `payload` is the entry without its common fields.
+        All kinds of events call this method at a hit. `payload` is the entry without its common fields.
         """
         outer = hit.keep_origin(True)
         try:

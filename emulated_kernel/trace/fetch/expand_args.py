@@ -48,7 +48,8 @@ def expand_meta_args(words: Sequence[str], context: ExpansionContext) -> Sequenc
     """Replace `$arg*` by the names of all parameters, and `$argN` at the start of a word by one name.
 
     Return the new words. Without BTF for the function, `$argN` stays.
-    Raises: KernelError EINVAL, ENOENT, EOPNOTSUPP, E2BIG (logged).
+    Raises: KernelError EINVAL or ENOENT (a wrong word, or no such parameter), EOPNOTSUPP (`$arg*` without
+    BTF), E2BIG (the names are too long); all are logged.
     Mirrors: kernel/trace/trace_probe.c:traceprobe_expand_meta_args (v6.12).
     """
     log = context.log

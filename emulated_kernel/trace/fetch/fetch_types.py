@@ -126,7 +126,8 @@ class Number(FetchType):
         """Run a fetch program at a hit, and return the number, or all numbers of an array.
 
         Deviates: 0 is stored for unreadable memory; Linux leaves the former contents of the buffer.
-        Deviates: 0 is stored for a string's address, which the guest does not have; Linux stores the address.
+        Deviates: 0 is stored for the address of a string that is not in guest memory; Linux stores the
+        address.
         """
         value: Value | None = environment.load(stages.load)
         if stages.derefs:
@@ -278,7 +279,7 @@ class SymbolString(String):
     def fixed_part(self, elements: Elements, area: StringArea) -> bytes:
         """Return the __data_loc of each string, and add the strings to `area`.
 
-        Linux: a `symstr` before another string also prints that string.
+        Linux: the printed text of a `symstr` before another string also contains the other string.
         Mirrors: fetch_store_symstring (v6.1).
         """
         return b"".join([area.add(text, overlaps=True) for text in elements])

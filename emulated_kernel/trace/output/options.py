@@ -220,7 +220,8 @@ class TraceOptions:
         """Execute one write to trace_options, and return the number of bytes taken.
 
         `data` is a name, or "no" and a name. Options of tracers other than the current one are refused.
-        Raises: KernelError EINVAL. Mirrors: kernel/trace/trace.c:tracing_trace_options_write (v6.1)
+        Raises: KernelError EINVAL (too long, an unknown name, or the tracer refuses). Mirrors:
+        kernel/trace/trace.c:tracing_trace_options_write (v6.1)
         """
         if len(data) >= _WRITE_LIMIT:
             raise KernelError(

@@ -83,8 +83,8 @@ class KernelFunctions:
     def init_removed(self, name: str, fentry: frozenset[int]) -> None:
         """Remove the functions in the init text of the module `name`, because that text is about to be freed.
 
-        `fentry`: addresses of the functions' fentry sites. If any fentry site of the kernel has a user, the
-        functions' symbols are kept, so that existing trace entries still show names.
+        `fentry`: addresses of the functions' fentry sites. If any fentry site of the kernel has an
+        ftrace_ops, the functions' symbols are kept, so that existing trace entries still show names.
         Mirrors: kernel/trace/ftrace.c:ftrace_free_mem (v6.1).
         """
         if self._sites is not None and self._sites.is_used:

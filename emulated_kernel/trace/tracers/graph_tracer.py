@@ -98,10 +98,10 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
     def compiled(self) -> CompiledGraph | None:
         """Return the settings of guest code that records calls, or None if Python must handle the calls.
 
-        Python handles the calls if the clock or an option keeps guest code from writing to the buffers. It
-        also handles them if the lists of pids are very long, or if the arguments are recorded. Guest code
-        implements all other settings. FtraceSites always passes calls of functions with other users to
-        Python.
+        Python handles the calls if the clock or an option keeps guest code from writing to the buffers.
+        Python also handles the calls if the lists of pids are very long, or if the arguments are recorded.
+        Guest code implements all other settings. FtraceSites always passes calls of functions that have a
+        further ftrace_ops to Python.
         """
         target = self._array.ring_target()
         pids = self._pids
