@@ -72,8 +72,14 @@ COLUMNS = (
 )  # fmt: skip
 HEAD = f"| {' | '.join(COLUMNS)} |"
 RULE = f"| {' | '.join('---' for _ in COLUMNS)} |"
-MEASURED = {"differences": ("differences",), "selftests": ("selftests", "selftests that fail")}
+MEASURED = {
+    "differences": ("differences",),
+    "selftests": ("selftests", "selftests that fail"),
+    "first boot": ("first boot",),
+}
 """Column that is empty if a run did not measure it -> the columns of this measurement."""
+_CACHED = 1.0
+"""A kernel that starts in fewer seconds has booted before."""
 EXAMPLES = 5
 """Maximum number of differences that are printed for each kernel."""
 DATE = datetime.now(UTC).strftime("%Y-%m-%d")
@@ -489,7 +495,7 @@ class Result:
         return (
             f"| {self.release} | `{self.engine}` | {passed} of {possible} | {', '.join(self.failed)} "
             f"| {', '.join(self.missing)} | {self.differences} | {' | '.join(self.selftests)} "
-            f"| {self.boot:.1f} s | {self.start:.2f} s | {DATE} |"
+            f"| {f'{self.boot:.1f} s' if self.boot >= _CACHED else ''} | {self.start:.2f} s | {DATE} |"
         )
 
 

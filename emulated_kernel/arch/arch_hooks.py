@@ -95,7 +95,7 @@ class OriginalPlace(NamedTuple):
     pushed: int = 0
     """Number of bytes that the relocated instruction has pushed before it reached the address."""
     is_calling: bool = False
-    """Whether the next instruction is the jump at the end of a relocated call."""
+    """Whether only the jump to the called function remains of a relocated call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +161,9 @@ class ReturnCode(ABC):
     ) -> ReturnDispatch:
         """Return the return trampoline, made for placement at the address `buffer`.
 
-        If `program` finds a handler, it ends in a JumpTo to that handler. `own` is the address that hooked
-        functions return to; None means this trampoline's entry.
-        `saves_all`: the trampoline saves all registers; see the class.
+        `program` looks for a compiled handler. If it finds one, it continues there by the op JumpTo. `own`
+        is the address that hooked functions return to; None means this trampoline's entry. `saves_all`: the
+        trampoline saves all registers; see the class.
         """
 
     @abstractmethod
@@ -219,7 +219,10 @@ class Arch(ABC):
     call_link: str | None = None
     """Register in which `relative_call` stores the return address; None if the call pushes it."""
     handler_call_link: str | None = None
-    """Register in which a compiled handler of such a call finds the return address, if not in `call_link`."""
+    """Register with the address after the fentry site, while a compiled handler called from the site runs.
+
+    The value is None if `call_link` is this register.
+    """
     general_registers: frozenset[str]
     """Names of the registers that a handler program may read."""
     pt_regs: tuple[str, ...]
@@ -249,7 +252,7 @@ class Arch(ABC):
     is_breakpoint_nmi = True
     """Whether Linux handles a breakpoint in kernel mode as an NMI, so that trace records show NMI context."""
     has_ops_trampolines = False
-    """Whether Linux makes a trampoline for each user of fentry sites. Mirrors: ARCH_SUPPORTS_FTRACE_OPS."""
+    """Whether Linux makes an ftrace trampoline for each ftrace_ops. Mirrors: ARCH_SUPPORTS_FTRACE_OPS."""
     reads_user = True
     """Whether kernel code can read user memory at any time, without functions such as copy_from_user().
 
@@ -397,7 +400,7 @@ class Arch(ABC):
     """
 
     trampoline_slot: int
-    """Offset in bytes from the caller's sp to the word that holds the real return address in a trampoline."""
+    """Offset in bytes, from the caller's sp, of the real return address in a return trampoline's frame."""
 
     @property
     def returned_at(self) -> int:
@@ -466,7 +469,7 @@ class Arch(ABC):
 
     @abstractmethod
     def relocated(self, region: Region, to: int) -> bytes:
-        """Return the region's instructions for the address `to`, followed by a jump to the end of the region.
+        """Return the region's instructions, relocated to the address `to`, and a jump to the region's end.
 
         Raises: KernelError EINVAL, ERANGE.
         """

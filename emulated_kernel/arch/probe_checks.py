@@ -409,11 +409,12 @@ class ProbeChecker(ABC, Generic[Analysis]):
         addr: int,
         linux: Rejection,
     ) -> Region | Rejection:
-        """Return the region of a jump at `addr` by the first policy that allows it, or a rejection.
+        """Return the region of a jump at `addr` by the first policy that allows the jump, or a rejection.
 
-        The policies are `policy`, the policy beyond it, and so on. The rejection is that of the first policy.
-        But if a later policy finds only no address for the detour (NO_PUN), its rejection is returned.
-        `linux`: rejection of the jump by Linux's rule.
+        The policies are `policy`, the policy beyond it, and so on. The rejection is that of the first
+        policy. The exception is a later policy that rejects the jump only because no address for the detour
+        is free (NO_PUN): then the rejection of the later policy is returned. `linux`: rejection of the jump
+        by Linux's rule.
         """
         refused: Rejection | None = None
         while policy is not None:
@@ -479,9 +480,10 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return self.insns(self._function(symbol).analysis)
 
     def reasons(self, symbol: Symbol) -> Mapping[int, RejectReason | Tactics | None]:
-        """Return instruction address -> first reason against a jump there, or None if a jump is possible.
+        """Return instruction address -> first reason against a jump there, or None if Linux allows the jump.
 
-        A jump that Linux's rule refuses has its tactics in place of None.
+        If Linux's rule refuses a jump and the policy allows it, the value is the tuple of the jump's
+        tactics.
         """
         at_once = self.strategy and self.strategy.reasons
         if at_once and not self._has_forbidden(symbol):

@@ -1,7 +1,7 @@
 """Functions of a prebuilt image that its system calls can execute, found in the image's machine code.
 
-`python -m emulated_kernel.image.call_graph` writes prebuilt/ARCH/FILE_NAME; `--check` compares it.
-
+`python -m emulated_kernel.image.call_graph` writes prebuilt/ARCH/FILE_NAME for each architecture of
+ARCHITECTURES. `--check` compares these files with the images.
 A function's calls and jumps lead to functions. An indirect call may lead to any function whose address the
 image uses in text or in data. Tables through which no code calls do not count. Only the dispatch of system
 calls uses an address in `sys_call_table`. The result has more functions than are ever executed.

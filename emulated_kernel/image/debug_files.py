@@ -63,10 +63,11 @@ def find_build(identity: str, path: Path) -> Path | None:
 
 
 def _first_of(path: Path, identity: str, link: tuple[str, int] | None) -> tuple[Path | None, str]:
-    """Return the first debug file of a build that is found, or None, and a text for the error message.
+    """Return the path of the first debug file of a build that is found, and a text for an error message.
 
-    `path`: path of the kernel. `identity`: build id in hexadecimal. `link`: contents of .gnu_debuglink. The
-    text is about a debug file of another build, or "".
+    The path is None if no debug file is found. In that case the text names a debug file of another build
+    that was skipped; otherwise the text is "". `path`: path of the kernel. `identity`: build id in
+    hexadecimal. `link`: contents of .gnu_debuglink.
     """
     passed = ""
     for place in _places(path, identity, link):

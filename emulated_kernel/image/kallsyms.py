@@ -172,7 +172,7 @@ class Kallsyms:
     """
 
     _last: tuple[int, Location | None] = (-1, None)
-    """Address and result of the last lookup(), because several checks of a probe look its address up."""
+    """Address and result of the last lookup(), because the checks of one probe look up the same address."""
 
     def __init__(
         self, symbols: Iterable[Symbol], start: int = 0, end: int = 1 << 64, word_size: int = 8

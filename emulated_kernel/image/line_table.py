@@ -29,8 +29,9 @@ class LineTables:
     def lines(self, file: str) -> Mapping[str, Lines]:
         """Return path -> lines, for each source file with code that `file` names.
 
-        `file` is a path, or the end of a path. If units were compiled from such a file, only their tables are
-        read; otherwise all are, because the file is included by others.
+        `file` is a path, or the end of a path. If units were compiled from a file that `file` names, only
+        the tables of these units are read. Otherwise all tables are read, because units that include the
+        file have its lines.
         """
         units = [(unit, unit.get_top_DIE()) for unit in self._dwarf.iter_CUs()]
         own = [(unit, top) for unit, top in units if _is_named(_source(top), file)]
@@ -100,9 +101,9 @@ def _decoded(name: Any) -> str:
 
 
 def nearest_lines(lines: Mapping[int, object], line: int) -> Sequence[int]:
-    """Return the last line with code before `line`, and the first line with code after it.
+    """Return the last line with code before `line`, and the first line with code after `line`.
 
-    If there is no such line before or after it, the result has only the other one, or is empty.
+    A line that doesn't exist is left out, so the result has two items, one or none.
     """
     before = max((each for each in lines if each < line), default=None)
     after = min((each for each in lines if each > line), default=None)

@@ -121,7 +121,8 @@ class Debugger:
     def detach(self, is_given_up: Callable[[], bool]) -> None:
         """Remove all breakpoints, and resume the guest; do nothing if the debugger is not attached.
 
-        `is_given_up`: returns True once the machine ends. The thread that ends it may hold the lock.
+        `is_given_up`: function that returns True once the machine ends. In that case, do not wait for the
+        control lock, because the thread that ends the machine may hold it.
         """
         if not self.is_attached:
             return

@@ -33,7 +33,7 @@ class ProbedMachine(ABC):
     cpu: int
     """Number of the current CPU, whose registers are `regs`."""
     per_cpu_bases: Sequence[int]
-    """Address of each CPU's per-CPU area; 0 if offsets in it are addresses."""
+    """Address of each CPU's per-CPU area; 0 if the offsets of per-CPU variables are absolute addresses."""
     running_task: Callable[[], int] | None = None
     """Function that returns the address of the running task; None if a per-CPU variable holds it."""
 
@@ -41,9 +41,10 @@ class ProbedMachine(ABC):
         self.damage = DamageReports()
         """Logs which data of the guest are damaged."""
         self.on_leave: list[Callable[[], None]] = []
-        """Functions to call after the host has called a guest function.
+        """Functions to call after each call of a guest function by the host.
 
-        A guest function that is pending at the end of the run never returns.
+        The call may have ended before the guest function returned. If the host continues the call from the
+        state in which it ended, the functions are not called.
         """
         self.on_switch: list[Callable[[int], None]] = []
         """Functions to call with the CPU's number when another CPU becomes the current one."""

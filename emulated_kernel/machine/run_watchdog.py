@@ -81,8 +81,9 @@ class HandlerTime:
 
 
 class Watchdog:
-    """Stops a run after `budget` seconds of CPU time. In the second half, callbacks count only in part.
+    """Stops a run after `budget` seconds of CPU time.
 
+    In the second half of the budget, only a part of the callbacks' time counts.
     Arming costs only two stores: the watchdog's thread wakes by itself, at most once per budget, and then
     reads the start of the current run. If no guest runs, the thread waits without a timeout.
     """
@@ -109,7 +110,10 @@ class Watchdog:
         self._seen = 0.0
         self._last_cpu = 0.0
         self._half: float | None = None
-        """Counted CPU seconds at the start of the measurement of callbacks; None before that."""
+        """CPU seconds of the run at the start of its budget's second half, less the free share of callbacks.
+
+        The free share is HANDLERS_FREE of HandlerTime.seconds. The value is None in the first half.
+        """
         self._expired = -1.0
         self._stopping = -1.0
         self._parked = False

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from emulated_kernel.image.builtin_image import PREBUILT
 from kprobefs.common.errors import ADDRESS_SPACE, DATA, FILES, ExitStatus
 from tests.fuse.harness import (
     PATIENCE,
@@ -41,7 +42,7 @@ def logs() -> list[str]:
     return sorted(path.suffix for path in directory.iterdir()) if directory.exists() else []
 
 
-@pytest.mark.parametrize("kind", ["device", "fifo", "directory", "huge"])
+@pytest.mark.parametrize("kind", ["device", "fifo", "directory", "huge", "huge ELF"])
 @pytest.mark.parametrize("command", ["mount", "mount -f", "run"])
 def test_images_are_files_of_some_size(command: str, kind: str, directory: Path, tmp_path: Path) -> None:
     image, why = tmp_path / "image", "not a regular file"
@@ -52,9 +53,12 @@ def test_images_are_files_of_some_size(command: str, kind: str, directory: Path,
     elif kind == "device":
         image.symlink_to("/dev/zero")
     else:
+        why = "not a usable kernel: a file of more than 4 GiB"
         image.touch()
+        if kind == "huge ELF":
+            image.write_bytes((PREBUILT / "x86_64" / "vmlinux").read_bytes())
+            why = "40960 MiB; a kernel image has at most 1024 MiB"
         os.truncate(image, 40 << 30)
-        why = "40960 MiB; a kernel image has at most 1024 MiB"
     target = "true" if command == "run" else str(directory)
     result = kprobefs(*command.split(), "--image", str(image), target, program=REAL_PROGRAM)
     assert result.returncode == (ExitStatus.RUN_FAILED if command == "run" else ExitStatus.USAGE)

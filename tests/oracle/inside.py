@@ -286,6 +286,7 @@ LISTED = (
     ("", r"[$]arg0\b", "No BTF entry|This variable is not found"),
     ("", r"[$]arg[*]", r"(?s)BTF is not available.*Invalid ([$]-variable specified|fetch argument)"),
     (r"5[.]10[.]", r"^p\S* ([+]8|0)\b", "Failed to register probe event"),
+    (r"5[.]10[.]", r"^-:\S+/ ", "^$"),
     (r"6[.]1[.]", r"trace[(]asked_chain,pid,stack[)]", "^$"),
     (r"6[.]1[6-9][.]", r"^e.*[$]", r"event_probe: error: Invalid [$]-variable"),
     (r"6[.]1[6-9][.]|7[.][01][.]", r"[.]stacktrace|STACKTRACE|=stack", ""),

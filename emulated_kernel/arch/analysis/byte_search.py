@@ -28,11 +28,11 @@ def positions(data: bytes, pattern: bytes, start: int, stop: int) -> Iterator[in
 def displacements_into(code: bytes, window: range) -> Iterator[tuple[int, int]]:
     """Iterate over the 32-bit words of `code` whose value plus their own offset is in `window`.
 
-    A word may start at any byte. `window` contains offsets in `code`, which may be negative or after the end
-    of `code`. Yields the offset of the word, and the sum of offset and value.
-
-    Words with the same upper half lead into the window from a part of the code that is 64 KiB longer than the
-    window. So for each upper half, only this part is searched.
+    A word may start at any byte. `window` contains offsets in `code`, which may be negative or after the
+    end of `code`. Yields the offset of the word, and the sum of offset and value.
+    The search is done once for each value of a word's upper 16 bits. If a word has these upper bits and its
+    sum is in the window, its offset is in a known part of `code`. This part is 64 KiB longer than the
+    window, and only this part is searched.
     """
     from_bytes = int.from_bytes
     first = window.start

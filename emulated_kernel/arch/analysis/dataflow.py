@@ -23,7 +23,7 @@ class Effect(NamedTuple):
 
     reads: int
     keeps: int
-    """Mask of everything except the registers and flags that the instruction always overwrites completely."""
+    """Mask of all registers and flags, except those that the instruction always overwrites completely."""
     control: Control | None = None
     """Control flow of the instruction; None if control always continues with the next instruction."""
 

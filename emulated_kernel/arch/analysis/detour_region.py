@@ -31,7 +31,8 @@ class ScratchRegisters:
 class Region:
     """The detoured region (DCR) of a probe: the bytes that its jump covers.
 
-    They are whole instructions, unless code leads into them (`kept`).
+    The region consists of whole instructions and, after them, of `kept` further bytes, which may end within
+    an instruction.
     """
 
     addr: int = field(metadata=ADDRESS)

@@ -102,7 +102,8 @@ class Disassembler:
     def _named(self, text: str, addr: int, size: int, name: AddressName) -> str:
         """Return the text of an x86 instruction with names and hexadecimal numbers.
 
-        `size`: size of the instruction at `addr` in bytes, after which relative targets begin.
+        `size`: size in bytes of the instruction at `addr`. A displacement from ip is relative to the end of
+        the instruction.
         """
 
         def shown(found: re.Match[str]) -> str:

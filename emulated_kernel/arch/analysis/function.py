@@ -58,7 +58,7 @@ class TextLayout:
     """Kernel text, from _stext to _etext."""
     entry_text: range = _EMPTY_RANGE
     thunks: range = _EMPTY_RANGE
-    """The indirect and return thunks; the end address counts as inside, as in Linux's comparison."""
+    """Address range of the indirect and return thunks. As in Linux, the end address counts as inside."""
     return_thunks: frozenset[int] = frozenset()
     """Addresses of the return thunks to which the kernel's returns jump after boot."""
 

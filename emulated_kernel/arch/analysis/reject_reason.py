@@ -130,7 +130,10 @@ class Rejection:
     reason: RejectReason
     addr: int = field(metadata=ADDRESS)
     describe: Callable[[Rejection], str] | None = field(default=None, compare=False, repr=False)
-    """Function that returns the text with symbols; None if only the address is known."""
+    """Function that returns the text of the rejection, with symbols in place of numbers.
+
+    The value is None if the text can show only the number of the address.
+    """
 
     @property
     def errno(self) -> int:

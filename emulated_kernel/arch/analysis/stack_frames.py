@@ -191,8 +191,9 @@ class FunctionFrames:
         """Store the frames of a function.
 
         `by_interrupt`: an interrupt entered the function, so the ip that it goes back to is no return
-        address. `exits`: address outside the function -> frame there. It has the targets of jumps that are
-        taken while the stack isn't empty, such as jumps to the function's cold part.
+        address.
+        `exits`: address outside the function -> frame there. The addresses are the targets of jumps that
+        are taken while the stack isn't empty, such as jumps to the function's cold part.
         """
         self.by_interrupt = by_interrupt
         self.exits = exits
@@ -235,12 +236,11 @@ def find_frames(
 ) -> FunctionFrames:
     """Compute the stack frames before all instructions of a function.
 
-    `entries`: address at which the function is entered -> known frame there.
-    `ways`: instruction address -> its further targets, such as a fixup or a jump label.
-
-    A call or trap may never return, so it determines the frame after it only if no other path leads there. If
-    another path arrives with a different stack pointer, the call is recorded as a dead end and the search
-    restarts.
+    `entries`: address at which the function is entered -> known frame there. `ways`: instruction address ->
+    further targets of the instruction, such as a fixup or a jump label.
+    A call or trap may never return. So its frame is used for the next instruction only if no other path
+    leads to this instruction. If another path arrives with a different stack pointer, the call is recorded
+    as a dead end and the search restarts.
     `by_interrupt`: an interrupt enters the function, so the ip that it goes back to is no return address.
     """
     found = search_frames(insns, entries, ways, stack_pointer)
@@ -281,12 +281,13 @@ class FrameSearch:
         """Address of each instruction that control reaches -> frame before it."""
         self.exits: dict[int, Frame] = {}
         self._after: dict[int, int] = {}
-        """Address -> address of the call or trap after which the search reached it."""
+        """Address -> address of the call or trap through which the search has reached the first address."""
         self._pending = list(entries)
         self._behind: dict[Flow, list[tuple[int, int, Frame]]] = {Flow.CALL: [], Flow.TRAP: []}
-        """Calls and traps after which the search has not continued yet: address, next address, frame there.
+        """Calls and traps after which the search has not continued yet.
 
-        The continuations of calls are searched first, as calls are more likely to return.
+        An item is the address of the call or trap, the address after it, and the frame before the second
+        address. The search continues after calls first, because calls are more likely to return than traps.
         """
         self.guessed: set[int] = set()
         """Addresses that no known path reaches, such as padding, from which _guess() continued the search."""

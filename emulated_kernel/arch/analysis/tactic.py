@@ -6,7 +6,10 @@ from enum import Enum
 
 
 class Tactic(Enum):
-    """A relaxation of one of Linux's rules. The values are texts of `reason`, `explain` and `coverage`."""
+    """A relaxation of one of Linux's rules.
+
+    The values are texts in the file `reason`, and in the output of the commands `explain` and `coverage`.
+    """
 
     # Enum's own __hash__ is Python code and too slow: coverage counts millions of instructions by tactics.
     __hash__ = object.__hash__

@@ -225,7 +225,7 @@ class CodeXrefs:
         return self._found_in(self._image.text_ranges, self._span(), self._possible_addresses)
 
     def _span(self) -> range:
-        """Return the address range from the first to the last piece of text."""
+        """Return the address range from the start of the first range of text to the end of the last one."""
         text = [range(*part) for part in self._image.text_ranges]
         return range(min(part.start for part in text), max(part.stop for part in text))
 
@@ -233,7 +233,8 @@ class CodeXrefs:
     def _own_branches(self) -> XrefIndex:
         """Branches of the kernel's own text, without modules.
 
-        Their targets are in the kernel's own text too, since it calls modules only through pointers.
+        Their targets are in the kernel's own text too, because the kernel calls modules only through
+        pointers.
         """
         core, *_ = self._image.text_ranges
         return self._found_in((core,), range(*core), self._possible_branches)
@@ -246,7 +247,10 @@ class CodeXrefs:
     def _found_in(
         self, text: Iterable[tuple[int, int]], span: range, possible: PossibleReferences
     ) -> XrefIndex:
-        """Index the references that `possible` finds in ranges of text, if their targets are in `span`."""
+        """Return an index of the references that `possible` finds in `text` and whose targets are in `span`.
+
+        `text`: start and end address of each range of text.
+        """
         read = self._image.read
 
         def search(window: range | None) -> Iterator[Reference]:
@@ -257,7 +261,10 @@ class CodeXrefs:
         return XrefIndex(search, windows=self._windows, distance="i")
 
     def _words(self, addr: int, data: bytes) -> Iterator[Reference]:
-        """Iterate over (value, address) of the aligned words of `data`. `addr`: address of its start."""
+        """Iterate over (value, address) of the aligned words of `data`.
+
+        `addr`: address of the start of `data`.
+        """
         word = self._word
         words = memoryview(data[: len(data) // word * word]).cast("Q" if word == 8 else "I")
         return zip(words, range(addr, addr + len(data), word), strict=False)

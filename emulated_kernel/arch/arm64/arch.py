@@ -1,4 +1,7 @@
-"""The architecture hooks of a distribution's kernel for arm64: probes are stepped, simulated or jumps."""
+"""The architecture hooks of a distribution's kernel for arm64.
+
+A probed instruction is executed in an insn slot, simulated by the host, or replaced by a jump.
+"""
 
 from __future__ import annotations
 

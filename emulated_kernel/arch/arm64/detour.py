@@ -56,7 +56,7 @@ def _word(region: Region) -> int:
 
 
 def relocated(region: Region, to: int) -> bytes:
-    """Implement Arch.relocated: relocate the instruction, and append a jump back."""
+    """Implement Arch.relocated: relocate the region's only instruction, and append a jump back."""
     code = relocate(_word(region), region.addr, to)
     return code + branch(to + len(code), region.end)
 

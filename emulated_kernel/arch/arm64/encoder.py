@@ -80,7 +80,10 @@ def _bytes(word: int) -> bytes:
 
 @cache
 def compute(op: RegisterOp, rd: int, rn: int, rm: int) -> bytes:
-    """Encode an instruction that sets rd to rn op rm; shifts use the low 6 bits of rm. 31 is zero."""
+    """Encode an instruction that sets rd to rn op rm; shifts use the low 6 bits of rm.
+
+    Register number 31 means the zero register.
+    """
     return _bytes(op | rm << 16 | rn << 5 | rd)
 
 
@@ -90,7 +93,10 @@ def multiply(rd: int, rn: int, rm: int) -> bytes:
 
 
 def compare(rn: int, rm: int) -> bytes:
-    """Encode a comparison of two registers, which sets the condition flags. 31 is zero."""
+    """Encode a comparison of two registers, which sets the condition flags.
+
+    Register number 31 means the zero register.
+    """
     return _bytes(0xEB00001F | rm << 16 | rn << 5)
 
 
@@ -101,7 +107,10 @@ def fits_add(value: int) -> bool:
 
 @lru_cache(4096)
 def add_immediate(rd: int, rn: int, value: int) -> bytes:
-    """Encode an instruction that sets rd to rn + value, for which fits_add() must hold. 31 is sp."""
+    """Encode an instruction that sets rd to rn + value, for which fits_add() must hold.
+
+    Register number 31 means the stack pointer.
+    """
     opcode = _ADD if value >= 0 else _SUB
     return _bytes(opcode | abs(value) << 10 | rn << 5 | rd)
 
@@ -122,7 +131,10 @@ def shift_right(rd: int, rn: int, count: int, *, is_signed: bool = False) -> byt
 
 
 def move(rd: int, rm: int) -> bytes:
-    """Encode an instruction that sets rd to rm, if they differ. 31 is zero."""
+    """Encode an instruction that sets rd to rm; return no code if rd is rm.
+
+    Register number 31 means the zero register.
+    """
     return compute(RegisterOp.ORR, rd, ZERO, rm) if rd != rm else b""
 
 
@@ -191,7 +203,10 @@ def store(base: int, offset: int, src: int, size: int) -> bytes:
 
 
 def decode_load(code: bytes) -> MemoryLoad | None:
-    """Decode a load instruction like those that load() encodes; None if `code` starts with no such load."""
+    """Return the load at the start of `code`, of the kinds that load() encodes; None if there is none.
+
+    Return None for a load whose base is sp, and for a load into the zero register.
+    """
     word = int.from_bytes(code[:SIZE], "little")
     register = word & 31
     base = word >> 5 & 31
@@ -238,7 +253,11 @@ def load_all(base: int, places: Mapping[int, int]) -> bytes:
 
 
 def _pairs(places: Mapping[int, int]) -> Iterator[tuple[int, int, int | None]]:
-    """Yield offset and register, and a second register if that one's place follows directly, else None."""
+    """Yield (offset, register, second register) for each access that stores or loads `places`.
+
+    The second register is the one whose place is 8 bytes after the first one's; None if there is no such
+    register.
+    """
     by_offset = {at: number for number, at in places.items()}
     done = set[int]()
     for at in sorted(by_offset):
@@ -249,7 +268,7 @@ def _pairs(places: Mapping[int, int]) -> Iterator[tuple[int, int, int | None]]:
 
 
 def load_exclusive(rd: int, base: int) -> bytes:
-    """Encode ldaxr: load the word at base into rd, and mark it for the next store_exclusive()."""
+    """Encode ldaxr: load the word at base into rd, and mark its address for the next store_exclusive()."""
     return _bytes(0xC85FFC00 | base << 5 | rd)
 
 
@@ -259,22 +278,26 @@ def store_exclusive(status: int, base: int, src: int) -> bytes:
 
 
 CLEAR_EXCLUSIVE = bytes.fromhex("5f3f03d5")
-"""The instruction clrex: drop the mark of load_exclusive()."""
+"""The instruction clrex: remove the mark that load_exclusive() has set."""
 
 
 # Control
 
 
 def branch_if(condition: ConditionCode, offset: int) -> bytes:
-    """Encode a branch to its own address + offset, at most 1 MiB away, taken if a condition holds."""
+    """Encode a branch to the instruction's own address + `offset`, taken if `condition` holds.
+
+    The offset is at most 1 MiB in either direction.
+    """
     assert -_CONDITION_REACH <= offset < _CONDITION_REACH
     return _bytes(0x54000000 | (offset // SIZE & 0x7FFFF) << 5 | condition)
 
 
 def branch_if_zero(register: int, offset: int, *, inverted: bool = False) -> bytes:
-    """Encode a branch to its own address + offset, at most 1 MiB away, taken if a register is 0.
+    """Encode a branch to the instruction's own address + `offset`, taken if `register` is 0.
 
-    If `inverted` is True, it is taken if the register is not 0.
+    The offset is at most 1 MiB in either direction. If `inverted` is True, the branch is taken if the
+    register is not 0.
     """
     assert -_CONDITION_REACH <= offset < _CONDITION_REACH
     return _bytes((0xB5000000 if inverted else 0xB4000000) | (offset // SIZE & 0x7FFFF) << 5 | register)

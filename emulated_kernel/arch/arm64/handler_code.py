@@ -1,7 +1,7 @@
 """Generator of arm64 handler code: a handler program, and code that saves and restores registers around it.
 
-The code saves every register in a struct user_pt_regs. If liveness is known, it saves only the registers that
-are both live and written by the program.
+If the live registers are unknown, the code saves every register in a struct user_pt_regs. Otherwise it
+saves only the registers that are both live and written by the program.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ from emulated_kernel.arch.program.ir import HandlerCode, Program
 
 _STACK_ALIGN = 16
 CALLER = 9
-"""Register x9. An fentry site's call finds the return address of the traced function in it.
+"""Number of x9, which contains the return address of the traced function when an fentry site's call is made.
 
-During the call's handlers, it contains the address after the site, and x30 contains the return address.
+While the handlers of this call run, x9 contains the address after the site, and x30 contains the return
+address.
 """
 EXCHANGE_LINKS = move(SCRATCH, LINK) + move(LINK, CALLER) + move(CALLER, SCRATCH)
 """Code that exchanges x30 and x9, at the start of code that an fentry site calls. It overwrites SCRATCH."""
@@ -55,7 +56,7 @@ EXCHANGE_LINKS = move(SCRATCH, LINK) + move(LINK, CALLER) + move(CALLER, SCRATCH
 def handler_code(
     program: Program, addr: int, live: LiveRegisters | None, *, by_call: bool = False
 ) -> HandlerCode:
-    """Return code that runs a program and preserves the live registers, or all if `live` is None.
+    """Return code that runs a program and preserves the registers `live`, or all registers if `live` is None.
 
     `by_call`: an fentry site calls the code.
     """
@@ -71,7 +72,11 @@ def handler_code(
 
 
 def _frame_slots(body: Arm64Lowering, room: int) -> dict[int, int]:
-    """Return the slots of a program within a frame, which is `room` bytes below the probed code's sp."""
+    """Return the map of slots for Encoding.patch_slot, for a program that runs on a frame with all registers.
+
+    The map is slot number -> word of the instruction that reads the saved value. `room`: distance in bytes
+    from the frame up to the probed code's sp.
+    """
     slots = {number: in_slot(WORD * number) for number in body.slots}
     return slots | {SP: above_stack(room)}
 

@@ -138,7 +138,7 @@ class Arm64Lowering(Lowering):
     # Pieces of code
 
     def _branch_on(self, code: bytes, label: ir.Label) -> None:
-        """Emit a conditional branch to `label`, which is encoded without its target."""
+        """Emit `code`, a conditional branch to `label` whose offset is not encoded yet."""
         self._block.jumps.append((len(self._code), label.number))
         self._code += code
 
@@ -163,7 +163,10 @@ class Arm64Lowering(Lowering):
         self._code += asm.move(self._real[op.dst], self._real[op.src])
 
     def _read_slot(self, dst: int, number: int) -> None:
-        """Emit a placeholder: only after all registers are assigned is it known where the value is."""
+        """Emit a placeholder for the instruction that reads the saved value `number` into `dst`.
+
+        The place of the saved value is not known before all registers are assigned.
+        """
         self.slots.add(number)
         self._block.slots.append((len(self._code), number))
         self._code += set_register(dst, 0)

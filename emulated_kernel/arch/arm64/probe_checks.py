@@ -84,7 +84,10 @@ def _jump_reason(word: int, is_guarded: bool) -> RejectReason | None:
 
 @lru_cache(1 << 16)
 def _reason(word: int, is_guarded: bool) -> RejectReason | None:
-    """Return the reason against a probe on the instruction `word`, or else against a jump; None if none."""
+    """Return the reason why no probe, or at least no jump, may be placed on the instruction `word`.
+
+    The result is None if both may be placed. `is_guarded`: see Arm64FunctionAnalysis.
+    """
     if handling_of(word) is Handling.REJECTED:
         return RejectReason.NOT_COPYABLE
     return _jump_reason(word, is_guarded)
@@ -130,9 +133,10 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
 
     @cached_property
     def _is_guarded(self) -> bool:
-        """Whether functions begin with a landing pad (BTI), which is tested before the first fentry sites.
+        """Whether functions begin with a landing pad (BTI).
 
-        Without fentry sites, return True.
+        The property examines the instruction before the two nops at each of the first fentry sites. If the
+        kernel has no fentry sites, the value is True.
         Mirrors: arch/arm64/kernel/ftrace.c:ftrace_call_adjust (v6.12).
         """
         before = [self._text_at(site - 2 * SIZE, SIZE) for site in self._mcount[:PAD_SAMPLE]]
@@ -159,7 +163,10 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
         return super()._forbidden(symbol, addr)
 
     def _has_forbidden(self, symbol: Symbol) -> bool:  # noqa: ARG002 - it overrides
-        """Return True, because nearly each function has an fentry site, whose address is forbidden."""
+        """Implement ProbeChecker._has_forbidden: return True, because _forbidden() rejects each fentry site.
+
+        Nearly each function has an fentry site.
+        """
         return True
 
     def reasons(self, symbol: Symbol) -> Mapping[int, RejectReason | Tactics | None]:
@@ -231,9 +238,9 @@ def _ends_in_exclusive(words: tuple[int, ...]) -> bool:
 
 
 def _in_exclusives(words: Sequence[int]) -> Iterator[int]:
-    """Yield the indices of the instructions before which _ends_in_exclusive() finds a load.
+    """Yield the indices of instructions that check_insn() rejects: an exclusive load precedes them.
 
-    An index may occur repeatedly.
+    An index may be yielded repeatedly.
     """
     loads = [index for index, word in enumerate(words) if word & _LOAD_MASK == _LOAD_VALUE]
     for index in loads:

@@ -1,4 +1,4 @@
-"""Relocation of AArch64 instructions into a detour, where they have the effect that they have in place.
+"""Relocation of AArch64 instructions into a detour, where each has the same effect as at its own address.
 
 Linux has no jump optimization on arm64. A jump replaces one instruction, so no code leads into the replaced
 bytes. Addresses that an instruction computes from its own address become constants.
@@ -73,7 +73,8 @@ _SIMULATED = {
 }
 """Pattern of instructions -> relocation, for instructions that read or write the instruction pointer.
 
-Linux: a slot may execute a bc.cond, because kprobes do not know it (v6.12). It needs Armv8.8.
+Linux: a slot may execute a bc.cond, because kprobes do not know this instruction (v6.12). Only a CPU with
+    Armv8.8 has bc.cond.
 """
 
 
@@ -103,7 +104,7 @@ def relocate(word: int, address: int, to: int) -> bytes:
 
 
 def _load(word: int) -> bytes:
-    """Encode a load like the literal load `word`, at the address in the register that it sets."""
+    """Encode a load like the literal load `word`, with the address in the register that it overwrites."""
     register = word & 31
     is_signed = insn.LDRSW_LITERAL.fits(word)
     size = 8 if word >> 30 & 1 and not is_signed else 4

@@ -28,8 +28,8 @@ _OF_TASK = "task_struct.thread_info"
 class CpuWords:
     """Places of the running task, of the CPU's number and of the preempt count, as offsets in bytes.
 
-    The offsets are in the CPU's per-CPU data. If a register holds the task's address, they are in
-    task_struct.
+    If a register holds the address of the running task_struct, the offsets are in task_struct. Otherwise
+    they are in the CPU's per-CPU data.
     """
 
     word: int

@@ -22,7 +22,11 @@ _ONE_OF_BOTH = {
     Condition.ANY_BIT: (Condition.ANY_BIT, True),
     Condition.NO_BIT: (Condition.ANY_BIT, False),
 }
-"""Condition on 8 bytes -> condition that decides the result if it holds for either half, and that result."""
+"""Condition on 8 bytes -> condition on each half, and a bool.
+
+If the condition on a half holds for at least one half, the bool says whether the condition on 8 bytes
+holds. If it holds for neither half, the opposite of the bool does.
+"""
 _ORDER = {
     Condition.BELOW: (Condition.BELOW, Condition.BELOW),
     Condition.BELOW_EQ: (Condition.BELOW, Condition.BELOW_EQ),

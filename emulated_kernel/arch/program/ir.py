@@ -307,8 +307,8 @@ class CallPerCpu(Op):
     """Call guest code whose address is the word at `offset` in the per-CPU data.
 
     The code keeps all general registers, except the link register of a call at an fentry site. On an
-    architecture with such a register, the op keeps its value in the word after the address. Virtual
-    registers keep their values.
+    architecture with a link register, the op keeps the register's value in the word after the address.
+    Virtual registers keep their values.
     """
 
     offset: int

@@ -82,7 +82,8 @@ class RiscvFunctionAnalysis:
                 self._look_at_indirect(addr, insn)
         hazards = sorted(self._hazards(), key=attrgetter("addr"))
         self.hazards = {hazard.reason: hazard.addr for hazard in reversed(hazards)}
-        """Each reason that forbids optimization in the whole function -> the lowest address with it."""
+        """Reason against optimization in the whole function -> lowest address of a hazard with this reason.
+        """
         self.hazard = hazards[0] if hazards else None
         """Hazard with the lowest address that forbids optimization in the whole function, or None."""
 

@@ -41,7 +41,10 @@ from emulated_kernel.arch.riscv.relocate import RELOCATED_CALLS, relocate, reloc
 MAX_REGION = 10
 """Maximum size in bytes of a region: three compressed instructions and one of 4 bytes."""
 _MAX_GROWTH = 4 * 10
-"""Upper limit of the growth of a region by relocation: each of four 2-byte branches becomes 12 bytes."""
+"""Upper limit in bytes of the growth of a region by relocation.
+
+Each of four 2-byte branches becomes 12 bytes.
+"""
 MAX_COPIED = MAX_REGION + _MAX_GROWTH + LONG_JUMP_SIZE
 MAX_DETOUR = 384
 RETURN_ROOM = SIZE + 2 * WORD

@@ -51,9 +51,9 @@ class BranchFunct3(IntEnum):
 
 
 class ArithmeticFunct3(IntEnum):
-    """Field funct3 of OP and OP-IMM instructions. Bit 4 stands for bit 5 of funct7, which SUB and SRA set.
+    """Field funct3 of OP and OP-IMM instructions, and one bit of the field funct7.
 
-    OP-IMM has no SUB.
+    Bit 4 of a value is bit 5 of funct7, which SUB and SRA set. OP-IMM has no SUB.
     """
 
     ADD = 0x00
@@ -167,7 +167,7 @@ def load(rd: int, base: int, offset: int, size: int, *, sign: bool = False) -> b
 
 
 def decode_load(code: bytes) -> MemoryLoad | None:
-    """Decode a load instruction like those that load() encodes; None if `code` starts with no such load."""
+    """Return the load at the start of `code`, of the kinds that load() encodes; None if there is none."""
     word = int.from_bytes(code[:RVI_SIZE], "little")
     kind = word >> 12 & 7
     destination = word >> 7 & 31
@@ -209,9 +209,10 @@ def move_stack_pointer(size: int) -> bytes:
 
 
 def branch(condition: BranchFunct3, left: int, right: int, offset: int) -> bytes:
-    """Encode a branch to its own address + offset, which is taken if the condition holds.
+    """Encode a branch to the instruction's own address + `offset`, taken if `condition` holds.
 
-    The offset is at most 4 KiB.
+    The condition compares the registers `left` and `right`. The offset is at most 4 KiB in either
+    direction.
     """
     return _bytes(b_type(RiscvOpcode.BRANCH, condition, left, right, offset))
 

@@ -1,7 +1,7 @@
 """Generator of RISC-V handler code: a handler program, and code that saves and restores registers around it.
 
-The code saves every register in a struct pt_regs. If liveness is known, it saves only the registers that are
-both live and written by the program.
+If the live registers are unknown, the code saves every register in a struct pt_regs. Otherwise it saves
+only the registers that are both live and written by the program.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def handler_code(
     *,
     per_cpu: int | None = PER_CPU,
 ) -> HandlerCode:
-    """Return code that runs a program and preserves the live registers, or all if `live` is None.
+    """Return code that runs a program and preserves the registers `live`, or all registers if `live` is None.
 
     `breakpoint_`: breakpoint for host calls. `per_cpu`: see RiscvLowering.
     """
@@ -133,7 +133,7 @@ class RiscvReturnCode(ReturnCode):
     live = LiveRegisters(frozenset(("a0", "a1", *(f"s{n}" for n in range(12)))), flags=False)
 
     def __init__(self, breakpoint_: bytes, *, per_cpu: int | None = PER_CPU) -> None:
-        """Generate code with this breakpoint. `per_cpu`: see RiscvLowering."""
+        """Store the breakpoint instruction of the generated code. `per_cpu`: see RiscvLowering."""
         self._breakpoint = breakpoint_
         self._per_cpu = per_cpu
 

@@ -160,7 +160,7 @@ class RiscvInsnAttributes:
         """Distance in bytes to the target of a branch or jal; None for other instructions."""
         leads = self.relative_target is not None or self.is_indirect_jump
         self.kind = length | _KIND_OF[self.handling] | (LEADS_ELSEWHERE if leads else 0)
-        """The properties that most checks need in one byte: LENGTH, SIMULATED, REJECTED, LEADS_ELSEWHERE."""
+        """One byte of flags for the probe checks: LENGTH, SIMULATED, REJECTED and LEADS_ELSEWHERE."""
         self._effect: Effect | None = None
 
     @property
@@ -338,7 +338,8 @@ def decode_insn(code: bytes, *, compressed: bool) -> RiscvInsn:
     """Decode the first instruction of `code`; `compressed`: the kernel uses RVC.
 
     As in Linux, every bit pattern is an instruction, even one that no processor knows.
-    Raises: KernelError EINVAL (`code` ends inside the instruction, or it has 2 bytes without RVC).
+    Raises: KernelError EINVAL (`code` ends inside the instruction, or the instruction is a compressed one
+        and the kernel does not use RVC).
     """
     bits = int.from_bytes(code[:RVI_SIZE], "little")
     length = insn_length(bits)

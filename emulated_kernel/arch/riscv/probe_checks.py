@@ -167,10 +167,9 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
     ) -> dict[int, RejectReason | None]:
         """Return the address of each instruction of a function -> first reason against a jump there, or None.
 
-        The results equal those of optimized_region(). A kernel has millions of instructions, so a table
-        decides first, by the kinds of four consecutive instructions. The few addresses that need other checks
-        follow. tests/arch/riscv/test_reasons.py compares both.
-
+        The results equal those of optimized_region(); tests/arch/riscv/test_reasons.py compares the results
+        of both. A kernel has millions of instructions, so a table decides first, by the kinds of four
+        consecutive instructions. The few addresses that need other checks follow.
         Invariant: the steps below come in the order in which detoured_region() checks its rules. Each step
         gives a reason only to addresses that have none yet. Reserved bytes and fentry sites come last,
         because they replace any other reason.
@@ -207,7 +206,10 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
         return found
 
     def _shared_places(self, known: AnalyzedFunction[RiscvFunctionAnalysis]) -> set[int]:
-        """Return the addresses where a jump may overlap a patch site, or be entered from another function."""
+        """Return the addresses at which a jump needs the checks of _shared_reason().
+
+        A jump at such an address may overlap a patch site, or another function may jump into its region.
+        """
         function = known.function
         found = set[int]()
         for target in self._entrances.targets(range(function.addr, function.end)):

@@ -21,7 +21,10 @@ from emulated_kernel.util.errors import KernelError
 _INVERT = 1
 """Bit of funct3 that inverts the condition of a branch."""
 _CSR = 3
-"""Bits of funct3 that are 0 only in system instructions other than accesses to control registers."""
+"""Mask of bits of the field funct3 in a system instruction.
+
+The bits are 0 unless the instruction accesses a control register.
+"""
 _LONG_BRANCH = 12
 """Size in bytes of an inverted branch and the long jump that it skips."""
 

@@ -94,7 +94,8 @@ class FunctionFlow:
         self.hazard: Rejection | None = None
         """Hazard with the lowest address that forbids optimization in the whole function, or None."""
         self.hazards = dict[RejectReason, int]()
-        """Each reason that forbids optimization in the whole function -> the lowest address with it."""
+        """Reason against optimization in the whole function -> lowest address of a hazard with this reason.
+        """
         self.jumps_through_register = False
         """Whether an indirect jump is a hazard, or the function jumps to a thunk that is no return thunk."""
         self._calls: list[RelativeBranch] = []

@@ -85,7 +85,7 @@ def signed(value: int, bits: int) -> int:
 
 
 def _sized(code: bytes, size: int) -> X86Opcode:
-    """Return the variant of an opcode for operands of 1, 2, 4 or 8 bytes."""
+    """Return the variant of an opcode for operands of `size` bytes: 1, 2, 4 or 8."""
     if size == _BYTE:
         return X86Opcode(code[:-1] + bytes([code[-1] & ~1]))
     return X86Opcode(code, wide=size == 8, prefix=_OPERAND_SIZE if size == _WORD else b"")

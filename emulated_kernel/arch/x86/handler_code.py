@@ -1,7 +1,7 @@
 """Generator of x86 handler code: a handler program, and code that saves and restores registers around it.
 
-The code saves every register in a frame (struct pt_regs). If liveness is known, it pushes only the registers
-that are both live and written by the program.
+If the live registers are unknown, the code saves every register in a frame (struct pt_regs). Otherwise it
+pushes only the registers that are both live and written by the program.
 """
 
 from __future__ import annotations

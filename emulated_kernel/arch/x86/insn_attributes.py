@@ -85,7 +85,7 @@ class InsnAttributes(NamedTuple):
     """
     branch: ControlTransfer | None
     displacement: int
-    """Size in bytes of a direct branch's displacement, which is its last part; 0 for other instructions."""
+    """Size in bytes of a direct branch's displacement, the branch's last part; 0 for other instructions."""
     relocation: Relocation
     is_ud2: bool
 

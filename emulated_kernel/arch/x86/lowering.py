@@ -285,7 +285,10 @@ class X86Lowering(Lowering):
             self._shift(_SHIFTS[op.op], dst, src)
 
     def _shift(self, shift: int, dst: int, count: int) -> None:
-        """Emit a shift by the count in a register, which is swapped with cx if it isn't cx."""
+        """Emit a shift by the count in the register `count`.
+
+        If `count` is not cx, the code exchanges the two registers before the shift, and again after it.
+        """
         encoder = self._encoder
         if count == CX:
             self._code += encoder.shift_by_cl(shift, dst)

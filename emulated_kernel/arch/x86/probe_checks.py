@@ -38,16 +38,15 @@ def detoured_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Reject
 def reasons(_checker: object, known: AnalyzedFunction[X86FunctionAnalysis]) -> dict[int, RejectReason | None]:
     """Return the address of each instruction of a function -> first reason against a jump there, or None.
 
-    The results equal those of detoured_region(), which makes an object for each address; a kernel has
+    The results equal those of detoured_region(); tests/arch/test_x86_reasons.py compares the results of
+    both for random functions. But detoured_region() makes an object for each address, and a kernel has
     millions of instructions. This function makes one pass backwards over the instructions. It calls
-    detoured_region() only for the addresses of _places_to_ask(). tests/arch/test_x86_reasons.py compares both
-    on random functions.
-
-    Invariant, when the pass is at `addr`: `nearest_target_after` is the lowest jump target above `addr`, and
-    `targets` contains the jump targets up to `addr`. `first_unsafe_addr` is the lowest address from `addr` on
-    of an instruction that cannot be copied, for `unsafe_reason`. So a jump at `addr` is entered in its middle
-    if `nearest_target_after <= addr + JMP32_SIZE`. It replaces an unsafe instruction if `first_unsafe_addr <
-    addr + JMP32_SIZE`.
+    detoured_region() only for the addresses of _places_to_ask().
+    Invariant, when the pass is at `addr`: `nearest_target_after` is the lowest jump target above `addr`,
+    and `targets` contains the jump targets up to `addr`. `first_unsafe_addr` is the lowest address from
+    `addr` on of an instruction that cannot be copied, for `unsafe_reason`. So a jump at `addr` is entered
+    in its middle if `nearest_target_after <= addr + JMP32_SIZE`. It replaces an unsafe instruction if
+    `first_unsafe_addr < addr + JMP32_SIZE`.
     """
     analysis = known.analysis
     function = analysis.function
@@ -120,8 +119,8 @@ def _function_hazard(analysis: X86FunctionAnalysis, addr: int) -> Rejection | No
     """Return the rejection of a jump at `addr`, or None if no instruction of the function makes it unsafe.
 
     The rejection names the first of these instructions in address order.
-
-    As in Linux, the byte after the five replaced ones also counts as a jump target.
+    As in Linux, a jump of the function to the byte after the five replaced bytes makes the jump unsafe,
+    too.
     """
     hazard = analysis.flow.hazard
     jump = analysis.flow.jump_into(addr + INT3_SIZE, addr + JMP32_SIZE)

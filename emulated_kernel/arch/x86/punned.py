@@ -1,8 +1,8 @@
 """Punned jumps on x86: the last bytes of the jump are bytes of the code after the replaced instructions.
 
-Code may lead to the instruction after the replaced ones, so its bytes keep their values. They are the upper
-bytes of the jump's displacement, which leaves few addresses for the detour.
-
+Code may lead to the instruction after the replaced ones, so the bytes of this instruction keep their
+values. These kept bytes are the upper bytes of the jump's displacement, so the detour can be at few
+addresses only.
 Source: "Binary Rewriting without Control Flow Recovery" (PLDI 2020), tactic T1.
 """
 

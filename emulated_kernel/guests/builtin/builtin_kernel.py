@@ -197,7 +197,7 @@ class BuiltinKernel(TaskStacks):
         return self._memory.read_u32(task + self.image.abi[f"task_struct.{field}"])
 
     def set_owner(self, task: int, uid: int, gid: int) -> None:
-        """Set the user and group of a task; no other task shares its credentials."""
+        """Set the user and group of a task, whose credentials no other task may share."""
         cred = self._memory.read_word(task + self.image.abi["task_struct.cred"])
         for value, fields in ((uid, _UIDS), (gid, _GIDS)):
             for field in fields:
@@ -279,7 +279,10 @@ class BuiltinKernel(TaskStacks):
         return self._memory.read_u32(address_of(self.image.kallsyms, "nr_file_pages"))
 
     def limit_file_pages(self, most: int | None) -> None:
-        """Limit the guest's files to `most` pages, or remove the limit. Writes beyond it fail with ENOSPC."""
+        """Limit the guest's files to `most` pages in total; None removes the limit.
+
+        A write beyond the limit fails with ENOSPC.
+        """
         unlimited = (1 << 8 * self._memory.word_size) - 1
         variable = address_of(self.image.kallsyms, "max_file_pages")
         self._memory.write_word(variable, unlimited if most is None else min(most, unlimited))
@@ -299,7 +302,8 @@ class BuiltinKernel(TaskStacks):
     def read_module(self, module: int) -> Module:
         """Return the tables, text and data of a module in the state COMING.
 
-        `module`: address of its struct module. Raises: MemoryFault (the guest has damaged them).
+        `module`: address of the module's struct module. Raises: MemoryFault (the guest has damaged the
+        module's data).
         """
         return self._module_reader().read(module)
 

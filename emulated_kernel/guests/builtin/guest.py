@@ -80,13 +80,11 @@ class Guest:
     ) -> bytes:
         """Make a task read a control file, and return the data.
 
-        `produce` is called during the task's vfs_read and returns the data.
-
-        `number` is the number of the descriptor in the client's process. `wanted` is the file that the
-        client reads, if the descriptor is that of another file; see Request.
-
-        Raises: WouldBlock (`produce` raised it: the task sleeps, and the same call of this method resumes
-        it).
+        `produce`: function that is called during the task's vfs_read, and returns the data. `number`: the
+        number of the descriptor in the client's process; None if it is unknown or no probe can see it.
+        `wanted`: the file that the client reads, if `fd` belongs to another file; see Request.
+        Raises: WouldBlock (`produce` has raised it, and the task sleeps; the same call of this method
+            resumes the task).
         """
         data = b""
 
@@ -113,12 +111,14 @@ class Guest:
         kept: ExitStack,
         number: int | None = None,
     ) -> int:
-        """Make a task write a control file; return the result of `consume`, which its vfs_write calls.
+        """Make a task write a control file, and return the number of bytes written.
 
-        Probes of vfs_write can read the data in user memory. `kept` receives the resources of the call. The
-        caller closes `kept` when the call has ended, but not while the call sleeps. `number` is the number of
-        the descriptor in the client's process.
-        Raises: YieldLock (`consume` raised it: the task sleeps, and the same call of this method resumes it).
+        `consume`: function that is called during the task's vfs_write, and returns this number. `data` is
+        in user memory, where probes of vfs_write can read it. `kept`: receives the resources of the call.
+        The caller closes `kept` when the call has ended, but not while the task sleeps. `number`: the
+        number of the descriptor in the client's process; None if it is unknown or no probe can see it.
+        Raises: YieldLock (`consume` has raised it, and the task sleeps; the same call of this method
+            resumes the task).
         """
 
         def serve(_op: int, _buffer: int, _count: int) -> int:
@@ -141,9 +141,10 @@ class Guest:
     ) -> int:
         """Make the read or write call `name` on the guest's descriptor `fd`, and return its result.
 
-        If the task sleeps in an equal call, continue that call. `serve` answers the guest's requests to the
-        host. `data` is written to a buffer in user memory, which the caller frees by closing `kept`. Without
-        `kept`, the call uses the shared buffer for reads. `wanted`: see Request.
+        If the task sleeps in the same call (equal number, descriptor, size and `wanted`), continue that
+        call. `serve`: answers the guest's requests to the host. `data`: written to a buffer in user memory,
+        which the caller frees by closing `kept`. Without `kept`, the call uses the shared buffer for reads.
+        `wanted`: see Request.
         """
         nr = self.syscalls.number(name)
         sleeping = task.request
@@ -172,7 +173,10 @@ class Guest:
             self.runner.interrupt(task, error)
 
     def enter(self, task: GuestTask) -> None:
-        """Make this task the guest's current one; if necessary, the task makes a system call for this."""
+        """Make `task` the guest's current task, by a system call of it unless it is already current.
+
+        If the guest is dead, do nothing.
+        """
         if not self.is_dead and self.runner.at_hand is not task:
             self.syscalls.call(task, "getpid")
 
@@ -187,10 +191,12 @@ class Guest:
         )
 
     def close_file(self, fd: int, number: int | None = None) -> None:
-        """Close the guest's descriptor `fd` by a system call of the task that ran last.
+        """Close the guest's descriptor `fd` by a system call of the guest's current task.
 
-        Usually it is the task of the process that closes the file; FUSE does not report that process.
-        `number`: the descriptor's number in that process, which the guest's close(2) gets as its argument.
+        If the current task cannot make a system call, init closes it. FUSE does not report which process
+        closes a file, but usually it is the process that ran last. `number`: the descriptor's number in
+        that process, which the guest's close(2) gets as its argument; None if it is unknown or no probe can
+        see it.
         """
         task = self.runner.at_hand or self.processes.init
         if number is None:
@@ -203,10 +209,10 @@ class Guest:
         """Call a kernel function in the worker's task and return its raw result; pass strings by address.
 
         No task stays frozen after the call, even if the function was freeze_processes.
-
-        Raises: KernelError ENOENT (no such symbol), EINVAL (not a function, fewer arguments than it is known
-        to take, a string with NUL), E2BIG (too many arguments), EFAULT (the function oopsed or looped, so the
-        worker was killed; see the kernel log), EIO (the guest was dead before).
+        Raises: KernelError ENOENT (no such symbol), EINVAL (not a function, fewer arguments than the
+            function is known to take, or a string with NUL), E2BIG (too many arguments), EFAULT (the
+            function oopsed or looped, so the worker was killed; see the kernel log), EIO (the guest was
+            dead before).
         """
         try:
             return self._call_named(name, args)
@@ -241,9 +247,11 @@ class Guest:
             raise
 
     def _put_arguments(self, buffer: int, args: tuple[int | str | bytes, ...]) -> list[int]:
-        """Write the strings in `args` to the buffer; return the words to pass, one for each argument.
+        """Write the strings in `args` to the buffer; return MAX_ARGUMENTS words to pass to a function.
 
-        The word of a string is its address. Zeros fill the list up to MAX_ARGUMENTS words.
+        A number is passed as a word, and a string as its address in the buffer. Zeros follow the last
+        argument.
+        Raises: KernelError EINVAL (a string with NUL), E2BIG (the strings are too long).
         """
         words = []
         at = buffer + _STRINGS
@@ -263,8 +271,9 @@ class Guest:
 
     @contextmanager
     def frozen(self) -> Iterator[bool]:
-        """Freeze all tasks except the worker during the block; yield False if that failed and none is frozen.
+        """Freeze all tasks except the worker during the block, and yield True.
 
+        If this fails, yield False; then no task is frozen.
         Raises: KernelError (as `call_function`). Mirrors: kernel/power/process.c:freeze_processes (v6.1).
         """
         try:

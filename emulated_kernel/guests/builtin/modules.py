@@ -72,11 +72,12 @@ class Modules:
         return self._guest.kernel.modules()
 
     def read(self, name: str, deadline: float | None = None) -> list[ModuleFile]:
-        """Read the file at the path `name` if it contains a slash, else the image's module of that name.
+        """Return the file that `name` names, with an image's module after the modules that it depends on.
 
-        A module of the image comes after its dependencies. The control lock must not be held: a file can be
-        slow, or this process can serve it. An error is kept in the ModuleFile, and `load` raises it. A file
-        at a path must be read by `deadline`, a time of time.monotonic().
+        `name`: the path of a file if it contains a slash, otherwise the name of a module that comes with
+        the image. If a file cannot be read, its ModuleFile has the error, which check() raises. A file at a
+        path must be read by `deadline`, a time of time.monotonic().
+        The control lock must not be held: a read can be slow, and this process itself can serve the file.
         """
         if "/" in name:
             return [_file(Path(name), name, lambda path: self._foreign.read(path, MAX_SIZE, deadline))]
@@ -140,7 +141,9 @@ class Modules:
     def _user_memory(self, size: int, name: str) -> Iterator[int]:
         """Yield the address of `size` bytes of user memory that the block may use.
 
-        `name` is for the kernel log. Pages that are mapped for a large size stay mapped.
+        If `size` is larger than a buffer, the pages stay mapped after the block, for later use. `name`:
+        name of the module for an error message in the kernel log.
+        Raises: KernelError ENOMEM.
         """
         if size <= BUFFER_SIZE:
             with self._guest.buffers.borrowed() as buffer:
@@ -177,23 +180,24 @@ class Modules:
             raise
 
     def refuse(self, error: int, message: str) -> NoReturn:
-        """Write a message to the kernel log and refuse the request.
+        """Write a message to the kernel log, and raise it as an error.
 
-        Raises: KernelError (with the errno `error`).
+        Raises: KernelError (with the errno `error`; always).
         """
         raise self._refusal(error, message)
 
     def _refusal(self, error: int, message: str) -> KernelError:
-        """Write a message to the kernel log, and return a KernelError with it and the errno `error`."""
+        """Write `message` to the kernel log; return a KernelError with the message and the errno `error`."""
         self._guest.log(message)
         return KernelError(error, message)
 
     # The methods below serve the guest's module loader.
 
     def _serve(self, op: int, first: int, second: int) -> int:
-        """Serve Hypercall.MODULE, by which the loader requests the operation `op`.
+        """Execute the operation `op`, which the loader requests by Hypercall.MODULE, and return its result.
 
-        Raises: KernelError EINVAL (an operation that the loader never uses).
+        `first` and `second`: arguments of the operation.
+        Raises: KernelError EINVAL (an operation that the loader never requests).
         """
         match op:
             case ModuleOp.ALLOC:
@@ -237,7 +241,10 @@ class Modules:
 
 
 def _file(path: Path, name: str, read: Callable[[Path], bytes]) -> ModuleFile:
-    """Return a ModuleFile with the content of the file at `path`, which `read` reads, or with the error."""
+    """Read the file at `path` by the function `read`, and return a ModuleFile with the content.
+
+    If the read fails, the ModuleFile has the error. `name`: see ModuleFile.
+    """
     try:
         return ModuleFile(name, read(path))
     except OSError as error:

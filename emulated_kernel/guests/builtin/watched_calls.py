@@ -30,7 +30,7 @@ class WatchedCalls:
         self._words = self._ledger.words
         self._kernels_count = text.count
         self._found = 0, 0
-        """Count of the ledger's changes, and the kinds of calls that could execute patched text then.
+        """(number of changes of the ledger, kinds of calls that could execute patched text at that number).
 
         Both are in one tuple, because threads without the lock replace them.
         """
@@ -49,7 +49,7 @@ class WatchedCalls:
         return self._text.count != self._kernels_count or bool(self._patched() & kind)
 
     def execute_patches(self, kind: int) -> bool:
-        """Return True if the kernel's own code can execute patched text in a call of a kind."""
+        """Return True if a system call of this kind can execute patched text of the kernel itself."""
         return bool(self._patched() & kind)
 
     def _patched(self) -> int:
@@ -86,7 +86,10 @@ class WatchedCalls:
             self._tell(names_end=bool(more & Calls.NAMES))
 
     def open_files(self) -> None:
-        """Open the open files of all mounts in the guest too, before more text is patched. Lock: needs."""
+        """Open in the guest, too, the files that clients have open in any mount. Lock: needs.
+
+        This precedes a change that patches more text.
+        """
         self._tell(names_end=False)
 
     def _tell(self, *, names_end: bool) -> None:

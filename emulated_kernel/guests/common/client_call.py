@@ -74,7 +74,10 @@ open_how).
 OPENS = frozenset({"open", "openat", "openat2", "creat"})
 _PLAIN_OPENS = frozenset({"open", "openat"})
 _CREATING = os.O_CREAT | os.O_EXCL | os.O_DIRECTORY
-"""Flags of an open(2) whose path must be read: the call may end at its lookup, or create the file."""
+"""Flags of an open(2) whose path must be read from the process's memory.
+
+With one of these flags, the call may fail at the lookup of its path, or create the file.
+"""
 SIZES = {"t": 32, "h": 24}
 """Letter of a structure in `ARGUMENTS` -> size of that structure in bytes."""
 
@@ -149,11 +152,11 @@ class ClientCall:
         return self.args[-2] if self.opens else 0
 
     def opens_as(self, path: str, flags: int) -> bool:
-        """Return True if a request to open `path` with `flags` is for this call.
+        """Return True if this call can be the cause of a request to open `path` with `flags`.
 
-        FUSE forwards the access mode, O_TRUNC and O_APPEND. These flags differ if a file system above the
-        mount opens a file of its own, as overlayfs does for a copy. If the call creates the file, the name
-        must match.
+        The access mode, O_TRUNC and O_APPEND must be equal, because FUSE forwards them. They differ if a
+        file system above the mount opens a file of its own, as overlayfs does for a copy. If the call
+        creates the file, the last name of `path` must be equal, too.
         """
         decisive = os.O_ACCMODE | os.O_APPEND
         # A new file needs no O_TRUNC, and the host's kernel drops it next to O_EXCL.
@@ -172,7 +175,10 @@ class ClientCall:
         return [(at, os.fsdecode(self.data[at])) for at, kind in kinds if kind == "p" and at in self.data]
 
     def names(self, count: int) -> bool:
-        """Return True if the call names exactly `count` files by paths that are not empty."""
+        """Return True if the call names exactly `count` files by paths that are not empty.
+
+        If the paths could not be read, count the call's path arguments.
+        """
         if self.is_hidden:
             return ARGUMENTS[self.name].count("p") == count
         return sum(bool(text) for _at, text in self.paths) == count
@@ -181,12 +187,12 @@ class ClientCall:
 def client_call(pid: int, memory: ProcessMemory, instead: str | None = None) -> ClientCall | None:
     """Return the system call in which a process or thread waits for kprobefs.
 
-    Return None if `ARGUMENTS` does not list the call, or if this process may not trace process `pid`. If the
-    memory of the process can't be read in time, the call is hidden. Then return None if the call also has
-    pointers to other data than paths.
-
-    If `instead` is given, the memory is not read for an open(2) of an existing file, whose path becomes
-    `instead`. If that is empty, the call is hidden.
+    Return None if `ARGUMENTS` does not list the call, or if this process may not trace process `pid`. If
+    the memory of the process can't be read in time, the call is hidden. Then return None if the call also
+    has pointers to other data than paths.
+    `instead`: for an open(2) of an existing file, the path to use in place of the one in the process's
+    memory, which is not read. If `instead` is "", such an open is hidden. If it is None, all memory is
+    read.
     """
     fields = _waiting_in(pid)
     name = _NAMES.get(int(fields[0])) if fields else None
@@ -234,8 +240,9 @@ def next_fd(pid: int) -> int | None:
 def _syscall_file(pid: int) -> FileIO:
     """Return the open file /proc/PID/syscall of a process or thread. Raises: OSError.
 
-    The file is kept open for later requests, which saves two system calls each. A read of it fails when the
-    process has ended. The file is closed when it is no longer kept and no thread reads it.
+    The file is kept open for later requests, which saves an open and a close for each of them. A read of
+    the file fails when the process has ended. The file is closed when it is no longer kept and no thread
+    reads it.
     """
     return FileIO(f"/proc/{pid}/syscall")
 

@@ -12,7 +12,10 @@ from typing import NamedTuple
 from emulated_kernel.guests.common.proc import read
 
 _CLIENTS = 8
-"""Maximum number of latest clients whose families are kept; each look reads /proc twice for each of them."""
+"""Maximum number of clients whose families are kept, those with the latest requests.
+
+Each look reads two files in /proc for each of them.
+"""
 
 
 class _Family(NamedTuple):

@@ -91,11 +91,11 @@ class ForkEvents:
         return self._socket.fileno()
 
     def take(self) -> tuple[dict[int, int], set[int] | None]:
-        """Return the forks and the changed names since the last call.
+        """Return (forks, changed names) since the last call.
 
-        The first part maps the pid of a new process to the pid of its parent. If events were lost, it is
-        incomplete. The second part has the pids of processes and threads whose names may have changed. If
-        events were lost, the second part is None, and any name may have changed.
+        forks: pid of a new process -> pid of its parent. If events were lost, the map is incomplete.
+        changed names: pids of processes and threads whose names may have changed. If events were lost, this
+        item is None, and any name may have changed.
         """
         found: dict[int, int] = {}
         named: set[int] = set()

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def gdb_file(machine: DebuggedMachine, lock: ControlLock) -> SeqFile:
-    """Return the file machine/gdb of a machine: reading it starts a server for gdb, and returns its socket.
+    """Return the file machine/gdb of a machine. Reading it starts a server for gdb.
 
-    `lock`: the control lock of the machine.
+    The content of the file is the path of the server's socket. `lock`: the control lock of the machine.
     """
     return SeqFile(0o400, single(gdb_path(machine, lock)))
 

@@ -180,7 +180,7 @@ class GdbSession:
         self._closing = closing
         self._received = bytearray()
         self._stops, self._stop_writer = os.pipe()
-        """Ends of a pipe, for reading and writing. It gets a byte when the guest stops by itself."""
+        """Ends of a pipe, for reading and writing. The pipe gets a byte when the guest stops by itself."""
         self._acknowledges = True
         self._thread = 1
         """Number of the virtual CPU whose registers the debugger reads and writes, plus 1."""
@@ -311,7 +311,10 @@ class GdbSession:
         return self._run(packet)
 
     def _matched(self, packet: bytes) -> bytes | None:
-        """Return the answer to a packet with parameters, or None if it may be one that runs the guest."""
+        """Return the answer to a packet with parameters; None if it is of another kind.
+
+        The other kinds are unknown packets, and those that run the guest; see _run().
+        """
         if match := _MEMORY.fullmatch(packet):
             return self._memory(match)
         if match := _REGISTER.fullmatch(packet):
@@ -345,10 +348,11 @@ class GdbSession:
         return None
 
     def _note_step(self, address: int) -> None:
-        """Note that the breakpoint at `address` makes the next packet to continue a step over a probe.
+        """Note that gdb inserts a breakpoint at `address`, if this is how it steps over a probe.
 
-        gdb steps by breakpoints on RISC-V, and also after it has passed a breakpoint in memory by a write
-        of ip. Its breakpoint is at the next instruction, where a probed branch does not lead.
+        Then the next packet to continue is executed as a step. gdb steps by breakpoints on RISC-V, and on
+        any processor after it has passed a breakpoint in memory by a write of ip. gdb puts its breakpoint
+        at the next instruction. This would be wrong if the probed instruction is a branch.
         GDB: c.ebreak is decoded as a jump to the address in register 0, so the breakpoint is at 0.
         """
         size = self._debugger.breakpoint_size
@@ -431,11 +435,11 @@ class GdbSession:
         """Set register `number` of the layout; return the reply for gdb: OK, or an error.
 
         Only general registers of the current CPU except ip can be changed. The emulator cannot change ip in
-        the middle of a run. Setting any other register to its present value succeeds, because gdb writes all
-        registers at once.
-
-        gdb passes a breakpoint in memory by a write of ip, before it continues. At the breakpoint of a probe
-        the write has no effect, because the guest itself passes it and executes the probed instruction.
+        the middle of a run. Setting any other register to its present value succeeds, because gdb writes
+        all registers at once.
+        gdb passes a breakpoint in memory by a write of ip, before it continues. At a probe's breakpoint,
+        this write succeeds without effect: the guest itself handles the breakpoint, and executes the probed
+        instruction.
         """
         name, size = self._layout[number]
         now = self._values().get(name, 0) & (1 << 8 * size) - 1
@@ -454,7 +458,10 @@ class GdbSession:
     # Running
 
     def _run(self, packet: bytes) -> bytes:
-        """Run the guest by the command in `packet`; return why it has stopped, or b"" for another packet."""
+        """Run the guest by the command in `packet`, and return the reply that gives the reason of its stop.
+
+        Return b"" if the packet is no command to run, and an error reply for an unknown action.
+        """
         if packet.startswith(b"vCont;"):
             action = packet[6:7]
             # Each action but the last may name a thread; the CPUs run in turns, so the first one decides.

@@ -93,9 +93,9 @@ class ProcessWatch:
         return number
 
     def parent(self, number: int) -> int | None:  # noqa: ARG002
-        """Return the guest's pid of the parent of process `number`, or None.
+        """Return the guest's pid of the parent of process `number`.
 
-        Return None also if forks() reports the parent.
+        Return None if the parent is unknown, or if forks() reports it.
         """
         return None
 
@@ -168,7 +168,8 @@ class ProcessWatch:
 class HostProcesses(ProcessWatch):
     """Watches the host's processes.
 
-    If the host's kernel reports events, a look without news costs one epoll call. Otherwise it reads /proc.
+    If the host's kernel reports events, a look without news costs one epoll call. If it reports none, each
+    look reads /proc.
     """
 
     def __init__(self, *, sees_forks: bool = True) -> None:
@@ -297,10 +298,11 @@ class HostProcesses(ProcessWatch):
         return found
 
     def _forked_unseen(self, found: list[Fork], *, is_all: bool) -> list[Fork]:
-        """Return the forks in `found`, with the parent of an ended process if clients' families reveal it.
+        """Return the forks in `found`; replace an unknown parent of an ended process if it can be inferred.
 
-        If exactly one process has ended unseen and exactly one client has waited for a new child, that client
-        is the parent. `is_all`: `found` has all processes that were forked since the last look.
+        If exactly one process in `found` has ended with an unknown parent, and exactly one client has
+        waited for a new child, that client is the parent. `is_all`: `found` has all processes that were
+        forked since the last look.
         """
         waited = self._families.who_waited()
         gone = [fork for fork in found if not fork.alive and fork.parent is None]

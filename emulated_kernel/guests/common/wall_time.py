@@ -27,9 +27,10 @@ class WallTime:
     """
 
     def __init__(self, now_ns: Callable[[], int]) -> None:
-        """Remember the current moment. `now_ns` returns the guest's time, with which its files are stamped.
+        """Remember the current moment.
 
-        This time never goes back, but in a guest whose memory is corrupted it can have any value.
+        `now_ns`: function that returns the guest's time, from which the guest's files get their times. This
+        time never goes back, except in a guest whose memory is corrupted. There it can have any value.
         """
         self._guest_ns = now_ns
         self._guest = array("q", [0])

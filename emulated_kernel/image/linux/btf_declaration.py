@@ -43,7 +43,7 @@ class Prototype:
     """The function's result, as a parameter without a name."""
 
     def words(self, word_size: int) -> int | None:
-        """Return the number of words that the parameters take; None if the function takes more by "..."."""
+        """Return the number of words that the parameters take; None if the function is variadic."""
         if self.text.endswith("...)"):
             return None
         return sum(max(1, -(-parameter.size // word_size)) for parameter in self.parameters)

@@ -71,7 +71,7 @@ class DwarfSections:
             self._append(form, value)
 
     def entry(self, tag: int, attributes: Iterable[Attribute], number: int = 0) -> None:
-        """Append an entry without children. `number`: id of the type, if the entry is one."""
+        """Append an entry without children; the parameters are those of begin()."""
         self.begin(tag, attributes, children=False, number=number)
 
     def end(self) -> None:
@@ -135,9 +135,9 @@ class _Writer:
         self.word_size = word_size
         self.dwarf = DwarfSections(word_size)
         self._written: dict[int, int] = {}
-        """Cache of reference(): id of a type -> id of the type that is written for it, or 0."""
+        """Cache of reference(): id of a type -> id of the type to write in a reference; 0 for None."""
         self._next = len(btf)
-        """Id for the next type that is written although BTF lacks it."""
+        """Id that the next type gets that is written to the DWARF and that the BTF does not have."""
 
     def reference(self, number: int) -> int | None:
         """Return the id of the type to write in a reference to the type `number`; None for void.

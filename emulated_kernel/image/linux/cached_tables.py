@@ -82,7 +82,10 @@ def _values(entry: Any) -> list[Any]:
 
 
 _MUCH = 1 << 20
-"""Minimum size in bytes of a read after which mapped pages are released: they aren't soon needed again."""
+"""Minimum size in bytes of a read after which mapped pages are released.
+
+The pages of so long a read aren't soon needed again.
+"""
 
 
 class CachedKernelTables(LinuxKernel):

@@ -21,7 +21,11 @@ _JUMP = 0xE9
 _SHORT_JUMP = b"\xeb"
 _NOP = 0x90
 _LAYOUTS = {12: "<iiHBB", 13: "<iiHBBx", 14: "<iiIBB"}
-"""Size of struct alt_instr -> its fields: before v6.3, with padlen before v5.13, and since v6.3."""
+"""Size of struct alt_instr in bytes -> format of its fields for Python's struct module.
+
+The struct has 13 bytes before v5.13, with the field padlen; 12 bytes from v5.13 to v6.2; 14 bytes since
+v6.3.
+"""
 _INVERTED_16 = 1 << 15
 _INVERTED_32 = 1 << 16
 _NUMBER = 0x7FFF

@@ -103,9 +103,12 @@ _OPTIONS = {
 }  # fmt: skip
 """Symbol -> build option without which a kernel does not have the symbol."""
 _BTF_MAGIC_SIZE = 2
-"""Bytes at the start of BTF, of which at least one is not 0."""
+"""Number of bytes at the start of BTF, of which at least one is not 0."""
 _LAST = "_end"
-"""Symbol of the end of a kernel. kallsyms contains it only with CONFIG_KALLSYMS_ALL: it is not in text."""
+"""Symbol of the end of a kernel.
+
+kallsyms contains the symbol only with CONFIG_KALLSYMS_ALL, because the symbol is not in text.
+"""
 
 
 class LinuxKernel:

@@ -23,7 +23,10 @@ from emulated_kernel.util.safe_read import open_regular
 _BZIMAGE_LIMIT = 256 << 20
 _START = 0x210
 _FOREIGN = ((0x30, b"RISCV", "another RISC-V"),)
-"""Offset and bytes in the header of a kernel that is no ELF file, and the machine that it is for."""
+"""Offset in a kernel's header, bytes at this offset, and name of a machine that is not supported.
+
+A kernel with these bytes in its header is for this machine. The kernel is not an ELF file.
+"""
 _IMAGES = (RiscvImage, Arm64Image)
 """Classes for kernels in the form of an Image, one for each architecture that has this form."""
 _OWN_SYMBOL = "__guest_abi"
@@ -165,7 +168,10 @@ def _bounded(file: BinaryIO) -> bytes:
 
 
 def _foreign_machine(start: bytes) -> str | None:
-    """Return the name of the machine whose Image begins with `start`; None if it is not one of _FOREIGN."""
+    """Return the name of the machine in _FOREIGN for which a kernel that begins with `start` is made.
+
+    Return None if no item of _FOREIGN matches.
+    """
     return next((name for at, magic, name in _FOREIGN if start.startswith(magic, at)), None)
 
 

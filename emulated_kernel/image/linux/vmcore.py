@@ -179,7 +179,10 @@ class CoreFile:
                 at += len(block)
 
     def _seek(self, at: int, whence: int) -> int:
-        """Return the offset of the next data or hole from `at` on; the file's end if there is no more."""
+        """Return the offset of the next data or hole from `at` on; the file's end if there is no more.
+
+        `whence`: os.SEEK_DATA for data, os.SEEK_HOLE for a hole.
+        """
         try:
             return os.lseek(self._file, at, whence)
         except OSError as error:

@@ -62,9 +62,9 @@ def _blocks(index: bytes) -> tuple[list[tuple[int, int]], int]:
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Decode a variable-length integer at `at`, and return it and the offset after it.
+    """Decode a variable-length integer at `at`, and return the integer and the offset after it.
 
-    Each byte has 7 bits of it, the lowest first.
+    Each byte has 7 bits of the integer, the lowest first.
     """
     value = 0
     shift = 0

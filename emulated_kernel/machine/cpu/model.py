@@ -73,7 +73,7 @@ class CpuModel(ABC):
     fetch_unit: int = 1
     """Size in bytes of the aligned pieces that CPUs fetch atomically.
 
-    The size of each instruction is a multiple of it.
+    The size of each instruction is a multiple of this size.
     """
     filler: bytes
     """Machine code of the shortest breakpoint, which fills unused text."""

@@ -25,7 +25,10 @@ from emulated_kernel.util.abi import Vector
 from emulated_kernel.util.fast_dataclass import replace
 
 _REPORTS = {HOOK_INTR: "intr", HOOK_INSN_INVALID: "invalid"}
-"""Kind of Unicorn's hook -> end of the names of the host's routines that it can call to charge time."""
+"""Kind of Unicorn's hook -> suffix of the host's routines charge_SUFFIX and handler_SUFFIX.
+
+The hook can call these routines, which add the time of a trap.
+"""
 
 
 class TrapHooks:

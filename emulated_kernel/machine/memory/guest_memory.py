@@ -17,9 +17,9 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _CHUNK = 64 << 10
 _ROAMED = 1 << 20
-"""Number of bytes of a window that are allocated once before freed memory is reused.
+"""Size in bytes of the first part of a window, which is allocated once before freed memory is reused.
 
-If more of the window has been mapped, all of the mapped part is allocated first.
+If a larger part of the window is mapped, the whole mapped part is allocated once before.
 """
 
 

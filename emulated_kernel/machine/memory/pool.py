@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from emulated_kernel.machine.traps.trap import HardwareError
 
 _FIRST_UNITS = 4096
-"""Units that a new pool searches first: a large window is mostly never used."""
+"""Number of units that a new pool searches first, because most of a large window is never used."""
 
 
 class UnitPool:
@@ -57,13 +57,16 @@ class UnitPool:
         return address
 
     def _find(self, free: bytes, start: int, end: int) -> int:
-        """Return the first index in [start, end) of units as `free`, or -1."""
+        """Return the index of the first run of free units in [start, end), or -1 if there is none.
+
+        `free`: one zero byte for each unit of the run.
+        """
         while (index := self._used.find(free, start, end)) < 0 and len(self._used) < min(end, self._count):
             self._cover(len(self._used) + max(len(self._used), len(free)))
         return index
 
     def _cover(self, end: int) -> None:
-        """Have a byte in `_used` for each unit before `end`, as far as the window has so many units."""
+        """Extend `_used` to `end` units, or to all units of the window if it has fewer."""
         self._used.extend(bytes(max(0, min(end, self._count) - len(self._used))))
 
     def free(self, address: int) -> int:

@@ -10,7 +10,10 @@ from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 _SHARE = 4
-"""The pool takes at most a quarter of the host's pages, so that other allocations never fail for it."""
+"""Divisor of the number of the host's pages: the pool takes at most a quarter of them.
+
+Thus other allocations of host pages never fail because of the pool.
+"""
 
 
 class SparsePool:

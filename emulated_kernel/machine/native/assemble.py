@@ -34,7 +34,7 @@ from __future__ import annotations
 '''
 _ROUTINE = "@routine "
 _SHORT = 28
-"""Number of bytes of a routine that fit on the line of its name in routines.py."""
+"""Maximum size in bytes of a routine that is written on the line of its name in routines.py."""
 DELIVERED_FLAGS = FLAG_TF | FLAG_NT | FLAG_RF
 """Flags, except the interrupt flag, that the delivery of an exception clears."""
 

@@ -63,7 +63,10 @@ def shrink_dict(table: dict[int, Any], before: int) -> bool:
 
 
 class OriginalBytes(Mapping[int, int]):
-    """Address -> original byte, for each byte that differs from it; the bytes of a word share one entry."""
+    """Address -> original byte, for each address at which the current byte is not the original one.
+
+    The bytes of a word share one entry of the ledger.
+    """
 
     __slots__ = ("changes", "words")
 
@@ -71,7 +74,10 @@ class OriginalBytes(Mapping[int, int]):
         self.changes = 0
         """Number of completed changes of `words` so far."""
         self.words: dict[int, int] = {}
-        """Number of a word -> original bytes that differ, and above them a mask, 0xFF for each such byte."""
+        """Number of a word -> integer with the word's original bytes that differ from the current ones.
+
+        The upper half of the integer is a mask, which has 0xFF for each byte that differs.
+        """
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

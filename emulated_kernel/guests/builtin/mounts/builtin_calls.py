@@ -63,7 +63,7 @@ class BuiltinCalls(GuestCalls):
     def informed_of_file(self, client: Client) -> Client:
         """Return the client with the facts that a read or write of an open file needs; see GuestCalls.
 
-        The only fact from the client's call is the number of the descriptor. If no probe can see the number,
+        Of the client's call, only the number of the descriptor is needed. If no probe can see this number,
         the call is not read.
         """
         if not self._watched.include(_TRANSFERS):
@@ -129,7 +129,11 @@ class BuiltinCalls(GuestCalls):
             self._open_with(client, task, file)
 
     def _open_with(self, client: Client, task: GuestTask, file: ControlFile) -> None:
-        """Open the file by a call of the guest's task, during which the host opens it, too."""
+        """Open a control file in the guest by a call of `task`; during this call, open it on the host, too.
+
+        Set `file.inner`, `file.fd` and `file.number`. If the guest fails to open the file, `file.fd` is
+        None.
+        """
         tree = self.fs.tree
         path = file.path
         flags = file.flags
@@ -157,10 +161,10 @@ class BuiltinCalls(GuestCalls):
         file.number = number
 
     def open_unseen(self, files: Collection[ControlFile]) -> None:
-        """Open `files` in the guest, because probes could notice its calls from now on; see GuestCalls.
+        """Open `files` in the guest, because probes could notice the guest's calls from now on.
 
-        If the guest has no room for a file, it does not open the file, because the probe must be armed
-        anyway.
+        If the guest cannot open a file, for example for lack of memory, leave the rest unopened: the probe
+        must be armed in any case. See GuestCalls.
         """
         if self._runner.is_dead or self._runner.is_busy:
             return
@@ -215,8 +219,9 @@ class BuiltinCalls(GuestCalls):
     def _fd_to_read(self, task: GuestTask, file: ControlFile) -> int | None:
         """Return the guest's descriptor from which the task reads a file, or None if there is none.
 
-        The guest reads all control files by the same functions. So a probe that sees neither registers nor
-        memory cannot notice which control file the task reads. Then the task reads one file in place of all.
+        The guest reads all control files by the same functions. If probes see neither registers nor memory,
+        they cannot notice which file the task reads. Then the task reads one file, the stand-in, in place
+        of all control files.
         """
         if task.request is not None and task.request.wanted is file:
             return self._stand_in
@@ -233,9 +238,9 @@ class BuiltinCalls(GuestCalls):
         return self._stand_in if file.fd is None else file.fd
 
     def _open_unnoticed(self, task: GuestTask, file: ControlFile) -> None:
-        """Open a file in the guest by a call of `task`, in which no probe can be hit: see _fd_to_read().
+        """Open a file in the guest by a call of `task`, and set `file.fd`.
 
-        The host has opened the file already.
+        The caller has checked that no probe can be hit in this call. The host has opened the file already.
         """
         writer = file.inner.node.writer
         flags = file.flags & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
@@ -289,7 +294,8 @@ class BuiltinCalls(GuestCalls):
     def _fd_to_write(self, file: ControlFile) -> int | None:
         """Return the guest's descriptor to which clients write a file, or None if there is none.
 
-        The write may arm a probe that notices other calls. The guest cannot open files during the write.
+        First open in the guest all files that clients have open, unless this was done before. The write may
+        arm a probe that can notice calls on these files, and the guest cannot open them during the write.
         """
         self._open_before_write()
         return file.fd
@@ -313,7 +319,10 @@ class BuiltinCalls(GuestCalls):
         return consume()
 
     def _enter(self, client: Client) -> None:
-        """Make the client's task the guest's current one, if the guest can."""
+        """Make the client's task the guest's current task. If the guest fails to do so, do nothing.
+
+        Raises: KernelError EDEADLK (see unless_deadlock).
+        """
         task = self._clients.task_for_control(client)
         try:
             if task is not None:
@@ -323,10 +332,10 @@ class BuiltinCalls(GuestCalls):
 
     @staticmethod
     def _in_guest(inner: OpenFile, consume: Callable[[], int]) -> Callable[[], int]:
-        """Return the function that serves the guest's vfs_write by calling `consume`.
+        """Return the function that executes a write when the guest's vfs_write asks the host for it.
 
-        If a write to the file runs guest code, the function defers the write, because the code can't run
-        inside the call.
+        The function calls `consume`. If a write to the file runs guest code, the function raises
+        DeferToGuest instead, because guest code can't run inside the call.
         """
 
         def elsewhere() -> int:
@@ -351,9 +360,11 @@ class BuiltinCalls(GuestCalls):
     def change(
         self, client: Client, names: tuple[str, ...], path: str, act: Callable[[], None], *args: int
     ) -> None:
-        """Create or remove a directory by `act`; see GuestCalls.
+        """Create or remove a directory by a call of `act`; see GuestCalls.
 
-        During its system call, the guest asks the host, which then calls `act`.
+        If a probe could notice the client's call, the client's task makes the call in the guest, and the
+        host calls `act` during it. `names`: names of the client's possible system calls. `args`: arguments
+        of the call after the path.
         """
         if not self.sees_lookups:
             act()

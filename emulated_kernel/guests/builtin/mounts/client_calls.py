@@ -23,14 +23,16 @@ from emulated_kernel.vfs.core.client import Client, Stat
 OnFile = Callable[[Client, str, None, Collection[str]], object]
 """Function (client, path, None, names) that repeats a client's call on a descriptor of the file `path`.
 
-It does so only if the call's name is one of `names`.
+The function does nothing if the name of the call is not in `names`.
 """
 
 
 def unless_deadlock(error: KernelError) -> None:
-    """Ignore an error of the guest, which must not affect a control file, unless it is EDEADLK.
+    """Raise `error` again if it is EDEADLK; otherwise ignore it.
 
-    Raises: KernelError EDEADLK (a probe's handler has made the request).
+    An error of the guest's call must not affect the request to a control file. EDEADLK means that a probe's
+    handler has made the request.
+    Raises: KernelError EDEADLK.
     """
     if error.errno == errno.EDEADLK:
         raise error
@@ -47,8 +49,9 @@ class ClientCalls:
     def informed(self, client: Client, kind: int, opened: str | None = None) -> Client:
         """Return the client with the facts about its process that a request needs; see FileSystem.
 
-        `kind`: kind of the client's call. While no probe could notice the call, nothing is read. While no
-        probe could see the path of an open(2), the facts contain `opened` instead of this path.
+        `kind`: kind of the client's call. If no probe could notice such a call, no facts are read.
+        `opened`: path of the file that an open(2) opens. If no probe could see the path in the call, the
+        facts have `opened` in place of the path that the client passed.
         """
         guest = self._guest
         if not guest.is_watched(kind) or client.pid <= INIT_PID:
@@ -89,8 +92,8 @@ class ClientCalls:
     ) -> int:
         """Make the client's task repeat the client's own system call, and return the result.
 
-        `walks`: the paths of the call, from the mount's root. `exists`: whether the last name exists on the
-        host. `hostfs` serves the control file that the call works on.
+        `walks`: the paths of the call, relative to the mount's root. `exists`: whether the last name exists
+        on the host. `hostfs`: serves the control file that the call works on.
         Raises: KernelError (the errno of the guest's call).
         """
         task = self.task(client)
@@ -141,9 +144,10 @@ class ClientCalls:
                 self.as_called(client, call, walks, exists=found is not None)
 
     def chdir(self, client: Client, path: str) -> None:
-        """Repeat a client's change of its working directory in the guest, which can't refuse it.
+        """Repeat a client's change of its working directory to `path` in the guest.
 
-        If the client's call is not known to be chdir(2) or fchdir(2), do nothing.
+        Ignore the guest's errors. If the client's call is not known to be chdir(2) or fchdir(2), do
+        nothing.
         """
         call = facts_of(client).call
         if call is None or call.name not in ("chdir", "fchdir"):
@@ -157,8 +161,8 @@ class ClientCalls:
     def listed(self, client: Client, fd: int | None) -> None:
         """Repeat a client's getdents64(2) on a directory in the guest, and ignore the guest's errors.
 
-        `fd`: the guest's descriptor of the directory. If it is None, because the guest has not opened the
-        directory, do nothing. Also do nothing if the client's call is not known to be getdents64(2).
+        `fd`: the guest's descriptor of the directory; None if the guest has not opened the directory. If
+        `fd` is None, or the client's call is not known to be getdents64(2), do nothing.
         """
         call = facts_of(client).call
         if call is not None and call.name == "getdents64" and fd is not None:

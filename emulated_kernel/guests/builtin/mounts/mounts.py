@@ -25,7 +25,10 @@ LASTING = ("kprobes", "machine", "scratch", "tracing")
 
 
 def mount_table(files: NodeTree, guest: Guest, lock: ControlLock) -> dict[str, FileSystem]:
-    """Return prefix -> file system for a mount that shows `files` and the guest's own directories in it."""
+    """Return prefix -> file system for a mount of `files` and of the guest's own directories.
+
+    A directory of GUESTS_OWN is added only if `files` has a directory of that name.
+    """
     clients = ClientCalls(guest, lock)
     names = files.root.names()
     table: dict[str, FileSystem] = {"/": ControlFs(files, lock, BuiltinCalls(guest, clients))}
@@ -63,9 +66,10 @@ class Mounts:
         self._mounts[mount] = None
 
     def _open_in_guest(self, names_end: bool) -> None:
-        """Open the open files of all mounts in the guest too, before a probe can notice more calls.
+        """Open in the guest, too, the files that clients have open in any mount.
 
-        `names_end`: see FileSystem.open_in_guest.
+        This precedes a change after which a probe can notice more calls. `names_end`: see
+        FileSystem.open_in_guest.
         """
         for mount in self._mounts:
             mount.open_in_guest(names_end=names_end)

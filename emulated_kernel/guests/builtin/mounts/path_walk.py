@@ -22,7 +22,7 @@ _AT_REMOVEDIR = 0x200
 
 
 def walk_of(text: str, path: str) -> tuple[str, bool] | None:
-    """Return the client's path from the mount's root, and whether it ends at `path`.
+    """Return (the client's path relative to the mount's root, whether the path ends at `path`).
 
     `text`: the path as the client passed it. `path`: the path in the mount that the host has looked up.
     Return None if the client's path does not lead through `path`.
@@ -63,16 +63,19 @@ def walks_at_end(call: ClientCall, path: str, found: Stat | None) -> Sequence[st
 def _misses(call: ClientCall, is_last: bool) -> bool:
     """Return True if the call fails because the name that was looked up does not exist.
 
-    A call does not fail if it creates the name. `is_last`: the name is the last component of its path.
+    The call does not fail if it is one that creates the name. `is_last`: the name is the last component of
+    the call's last path.
     """
     makes = call.name in _MAKES or call.name in _RENAMES or bool(call.flags & os.O_CREAT)
     return not (is_last and makes)
 
 
 def _stops(call: ClientCall, is_new: bool, found: Stat) -> bool:
-    """Return True if the call ends after the host has looked up its last name, with the result `found`.
+    """Return True if the call ends after the host has looked up the last name of one of its paths.
 
-    `is_new`: the name belongs to the call's last path, which is the new name if the call creates one.
+    `found`: attributes of the file with that name. `is_new`: the path is the call's last one, which is the
+    new name if the call creates a file. The call may end because it only reads attributes, or because it
+    must fail.
     """
     is_directory = stat.S_ISDIR(found.mode)
     if call.name in _LOOKS:

@@ -126,7 +126,10 @@ class ScratchDirectory(OpenDirectory):
     def __init__(self, fs: ScratchFs, path: str) -> None:
         super().__init__(fs, path)
         self.file: ScratchFile | None = None
-        """The guest's open file of the directory; None if no probe could notice the open, or it failed."""
+        """The guest's open file of the directory; None if the guest has not opened the directory.
+
+        The guest does not open it if no probe could notice the open, or if the open fails.
+        """
 
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
         """Return the attributes of the open directory; see FileDescription."""
@@ -153,10 +156,10 @@ class ScratchDirectory(OpenDirectory):
 class ScratchFs(FileSystem):
     """Shows the guest's /scratch or /dev.
 
-    The host's kernel asks for attributes during path walks, which are not system calls. So the guest
-    answers them without calls that probes could notice. All other requests are system calls of the client's
-    task. If the client's own call is known, the task repeats it. If not, the task makes a call with the same
-    effect as the request.
+    During a path walk, the host's kernel requests attributes without a system call of the client. So the
+    guest answers these requests without calls that probes could notice. All other requests are system calls
+    of the client's task. If the client's own call is known, the task repeats it. If not, the task makes a
+    call with the same effect as the request.
     """
 
     guest: Guest
@@ -196,7 +199,7 @@ class ScratchFs(FileSystem):
 
     @property
     def sees_lookups(self) -> bool:
-        """Whether getattr() uses its client at present; see FileSystem."""
+        """Whether getattr() repeats calls of its client in the guest at present; see FileSystem."""
         return self.guest.is_watched(Calls.NAMES)
 
     def informed(self, client: Client, opened: str | None = None) -> Client:
@@ -256,7 +259,7 @@ class ScratchFs(FileSystem):
             return self._sys.look_link(path)
 
     def chdir(self, client: Client, path: str) -> None:
-        """Report a client's new working directory to the guest; see FileSystem."""
+        """Repeat a client's change of its working directory in the guest; see FileSystem."""
         with self.lock:
             self.calls.chdir(client, path)
 
@@ -345,9 +348,10 @@ class ScratchFs(FileSystem):
         return count
 
     def _follow(self, task: GuestTask, call: ClientCall, name: str, file: ScratchFile, offset: int) -> None:
-        """Repeat an lseek(2) of the client, if the offset of its read or write shows that it called lseek.
+        """Repeat an lseek(2) that the client has made before its read or write.
 
-        FUSE does not report lseek(2) by itself.
+        FUSE does not report lseek(2). The client has called it if `offset`, the offset of the read or
+        write, differs from the file's position in the guest.
         """
         if call.name != name or offset == file.position:
             return
@@ -367,9 +371,10 @@ class ScratchFs(FileSystem):
     def on_file(
         self, client: Client, path: str, file: ScratchFile | None, names: Collection[str]
     ) -> int | None:
-        """Repeat the client's call on a descriptor if the call is one of `names`.
+        """Repeat the client's call on a descriptor in the guest, if the call is one of `names`.
 
-        Return the call's result, or None if no call was made.
+        `file`: the file that the descriptor refers to; None for any open file with the path `path`. Return
+        the call's result, or None if no call was made.
         """
         call = facts_of(client).call
         if call is None or call.fd is None or call.name not in names:
@@ -411,7 +416,7 @@ class ScratchFs(FileSystem):
         return True
 
     def _in_guest_time(self, call: ClientCall) -> ClientCall:
-        """Return the call, with the times of a utimensat(2) converted to times of the guest's files."""
+        """Return `call`; in a utimensat(2), convert the times to times of the guest's files."""
         times = call.data.get(2)
         if call.name != "utimensat" or not times:
             return call

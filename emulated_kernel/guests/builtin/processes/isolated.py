@@ -10,7 +10,7 @@ _PIDS = 1 << 21
 
 
 class IsolatedProcesses(HostProcesses):
-    """Watches only the mount's clients, so that the guest depends only on their requests.
+    """Watches only the mount's clients, so that the guest depends only on the clients' requests.
 
     If a client was forked by another client, the guest sees the fork at the first request of the child. A
     process that makes no request is not seen. A client's end is seen at the next request of any client.
@@ -55,7 +55,10 @@ class IsolatedProcesses(HostProcesses):
         super().follow(self.host_pid(pid))
 
     def exited(self) -> list[int]:
-        """Return the clients that have ended, sorted by pid, since the host reports them in any order."""
+        """Return the guest's pids of clients that have ended, in ascending order.
+
+        The host reports them in any order, on which the guest must not depend.
+        """
         ended = sorted(self._numbers.pop(pid) for pid in super().exited() if pid in self._numbers)
         for number in ended:
             del self._pids[number]

@@ -75,8 +75,8 @@ class ProcessTracker(TaskObserver):
     ) -> ClientFacts:
         """Read the facts about a client that the guest needs. Lock: leaves; the reads can take 0.2 s.
 
-        `unshown`: the result of unshown_program(). `instead`: see client_call(). If `needs_fd` is set, find
-        the descriptor that an open(2) will return.
+        `unshown`: the result of unshown_program(). `instead`: see client_call(). `needs_fd`: for an
+        open(2), also find the descriptor that it will return.
         """
         watch = self._watch
         pid = client.pid
@@ -87,9 +87,9 @@ class ProcessTracker(TaskObserver):
         return ClientFacts(call, next_fd, unshown or "", program)
 
     def unshown_program(self, pid: int) -> str | None:
-        """Return the name of a client whose latest execve the guest has not repeated, else None.
+        """Return the name of a client whose latest execve the guest has not repeated. Lock: needs.
 
-        Lock: needs.
+        Return None if the guest has repeated the execve.
         """
         if pid <= INIT_PID:
             return None
@@ -141,7 +141,7 @@ class ProcessTracker(TaskObserver):
         task.cpu = cpu
 
     def known(self, pid: int) -> GuestTask:
-        """Return the task that made the last request of a process, or init's task if the process has none."""
+        """Return the task of the process `pid` on the host; init's task if the process has none."""
         return self._by_pid.get(self._watch.number(pid), self.init) if pid > INIT_PID else self.init
 
     def _adopt_or_stand_in(self, pid: int, comm: str, uid: int, gid: int) -> GuestTask:
@@ -193,10 +193,10 @@ class ProcessTracker(TaskObserver):
         return bool(self._forked or self._ended)
 
     def _look(self, client: int) -> None:
-        """Take new forks and exits from the watch and queue them.
+        """Take new forks and exits from the watch, and queue them for replay.
 
-        `client`: pid on the host of the process that makes the request. If its pid belonged to another
-        process, queue that process's exit.
+        `client`: pid on the host of the process that makes the request. If this pid belonged to another
+        process before, queue the exit of that process.
         """
         if self._watch.has_events():
             self._forked += self._watch.forks()
@@ -207,9 +207,10 @@ class ProcessTracker(TaskObserver):
                 self._ended[pid] = None
 
     def _exits(self, client: int) -> None:
-        """Replay at most MAX_EXITS exits, oldest first.
+        """Replay at most MAX_EXITS queued exits in the guest, oldest first.
 
-        First replay the exit of an earlier process that had the client's pid.
+        `client`: the guest's pid of the process that makes the request. If an earlier process had this pid,
+        replay its exit first, in addition.
         """
         for pid in [client, *list(self._ended)[:MAX_EXITS]]:
             if pid in self._ended:
@@ -227,7 +228,10 @@ class ProcessTracker(TaskObserver):
             self._follow_name(task, self._watch.comm(task.pid))
 
     def _fork(self, fork: Fork) -> None:
-        """Replay a host fork as kernel_clone in the parent's task; ignore it if the parent has no task."""
+        """Replay a host's fork in the guest: make the parent's task call kernel_clone.
+
+        Do nothing if the parent has no task, or if the child has one already.
+        """
         parent = self._parent(fork)
         if fork.pid in self._by_pid or parent is None:
             return
@@ -265,7 +269,10 @@ class ProcessTracker(TaskObserver):
         return child
 
     def _parent(self, fork: Fork) -> GuestTask | None:
-        """Return the parent's task, or None if it is unknown, has ended or is in a system call."""
+        """Return the task of a fork's parent.
+
+        Return None if the parent is unknown, has ended or is in a system call.
+        """
         parent = None if fork.parent is None else self._by_pid.get(fork.parent)
         # If the parent sleeps in a blocking read, another thread of its process has forked.
         return None if parent is None or parent.request is not None else parent
@@ -273,7 +280,8 @@ class ProcessTracker(TaskObserver):
     def _adopt(self, pid: int, comm: str, uid: int, gid: int) -> GuestTask:
         """Return a new task for a process whose first known event is a request.
 
-        The parent's task forks it, if the parent is known. If not, the task is created without a fork.
+        The parent's task forks the new task, if the parent is known and can fork. If not, the task is
+        created without a fork.
         """
         parent = self._by_pid.get(self._watch.parent(pid) or 0)
         task = None if parent is None or parent.request is not None else self.clone(parent, pid)

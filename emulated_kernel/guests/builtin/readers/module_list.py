@@ -120,7 +120,10 @@ class ModuleReader:
         return Range(base, base + size)
 
     def _symbols(self, module: int, parts: list[Range]) -> Iterator[Symbol]:
-        """Yield the symbols in a module's parts. A symbol ends at the next one or at the end of its part."""
+        """Yield the symbols in `parts` of a module's memory.
+
+        A symbol extends to the next symbol, or to the end of its part.
+        """
         table = self._word(module + self._abi["module.kallsyms"])
         count = self._u32(table, "mod_kallsyms.num_symtab")
         letters = self._reader.table(self._word(table + self._abi["mod_kallsyms.typetab"]), count, 1)
@@ -167,10 +170,10 @@ class ModuleReader:
         return text_tables.words(self._table(module, name, self._word_size)[1], self._word_size)
 
     def _table(self, module: int, name: str, entry: int, counted: str | None = None) -> tuple[int, bytes]:
-        """Return the address and content of a table with entries of `entry` bytes; b"" if it is absent.
+        """Return (address, content) of a table of a module; the content is b"" if the module lacks the table.
 
-        `name`: the field of struct module that points to the table. `num_NAME` is the field with the number
-        of its entries; `counted` replaces NAME there.
+        `name`: the field of struct module that points to the table. `entry`: size of an entry in bytes. The
+        number of entries is in the field `num_` + `counted`, or `num_` + `name` if `counted` is None.
         """
         table = self._word(module + self._abi[f"module.{name}"])
         count = self._word(module + self._abi[f"module.num_{counted or name}"]) if table else 0

@@ -35,7 +35,7 @@ class StackScanner:
     def in_use_ranges(self, spans: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
         """Return the ranges of `spans` that contain the value of a CPU register or of a task's stack word.
 
-        `spans`: disjoint ranges. If the guest has corrupted its task list or stacks, return all of them.
+        `spans`: disjoint ranges. If the guest has corrupted its task list or stacks, return all of `spans`.
         """
         try:
             return set(self._met(spans))

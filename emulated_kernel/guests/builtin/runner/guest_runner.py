@@ -47,10 +47,11 @@ MAX_SLEEP_JIFFIES = 10 * HZ
 
 
 class DeferToGuest(Exception):
-    """Exception that a control file's handler raises to run guest code, because a handler cannot run it.
+    """Exception by which a control file's handler asks for an action that runs guest code.
 
-    `action` runs while the requesting task sleeps. Its result becomes the result of the file operation. If it
-    raises KernelError, the operation fails with that errno.
+    A handler itself cannot run guest code. The runner calls `action` while the requesting task sleeps. The
+    result of `action` becomes the result of the file operation. If `action` raises KernelError, the
+    operation fails with that errno.
     """
 
     def __init__(self, action: Callable[[], int]) -> None:
@@ -100,7 +101,10 @@ class Request:
     """Unexpected exception of `hostfs`; it is raised again when the guest's call has ended."""
 
     def kill(self) -> None:
-        """Record that the task died in this call. If the call has no result yet, its result becomes -EIO."""
+        """Record that the task died in this call, with the result -EIO.
+
+        Do nothing if the call has a result already.
+        """
         if self.result is None:
             self.killed = True
             self.result = -errno.EIO
@@ -126,8 +130,9 @@ class CpuPosition(Enum):
 class GuestRunner:
     """Runs one guest, which executes nothing between calls of this object's methods.
 
-    Between calls the CPU is in the idle loop, or its task is in user mode and waits for the next system call.
-    If the process of that task makes no request, the task stays current until another task must run.
+    Between these calls, the CPU is in the idle loop, or its task is in user mode and waits for the next
+    system call. If the process of that task makes no request, the task stays current until another task
+    must run.
     """
 
     def __init__(self, kernel: BuiltinKernel, events: TaskEvents, lock: ControlLock) -> None:
@@ -207,9 +212,9 @@ class GuestRunner:
 
     @property
     def at_hand(self) -> GuestTask | None:
-        """The current task if it can make a system call without a task switch, else None.
+        """The current task if it is in user mode and has no request; otherwise None.
 
-        Such a task is in user mode and has no request.
+        Such a task can make a system call without a task switch.
         """
         return self._user if self._user is not None and self._user.request is None else None
 
@@ -223,7 +228,10 @@ class GuestRunner:
             raise KernelError(errno.EDEADLK, "guest: it is running; call again when the handler has returned")
 
     def exit(self, task: GuestTask, nr: int) -> None:
-        """Make a task's last system call, number `nr`, which does not return. Raises: KernelError EIO."""
+        """Make the exit call of a task, with the call's number `nr`. The call does not return.
+
+        Raises: as `syscall`, except for the error that the call has killed the task.
+        """
         request = Request(nr, (0,), None)
         try:
             self.run(task, request)
@@ -234,7 +242,7 @@ class GuestRunner:
     def interrupt(self, task: GuestTask, error: int = errno.EINTR) -> None:
         """End the system call in which a task sleeps: the call fails with the errno `error`.
 
-        EINTR means that the task's process makes another request.
+        EINTR is for a task whose process makes another request.
         Raises: KernelError (`error`, or EIO as `syscall`).
         """
         assert task.request is not None
@@ -336,7 +344,7 @@ class GuestRunner:
         return result
 
     def _tick(self) -> None:
-        """Deliver a timer interrupt and serve it, if a jiffy has passed since the last timer interrupt."""
+        """If a jiffy has passed since the last timer interrupt, deliver another one, and run its handler."""
         jiffy = self._machine.clock.now_ns() // NSEC_PER_JIFFY
         if jiffy != self._last_jiffy and self._at is not CpuPosition.DEAD:
             self._last_jiffy = jiffy
@@ -361,9 +369,11 @@ class GuestRunner:
         raise KernelError(errno.EIO, "the emulated kernel has stopped; see machine/dmesg")
 
     def _go_on(self, task: GuestTask, slept: int) -> bool:
-        """Prepare the guest's next run on behalf of this task; return True if a jiffy had to pass.
+        """Prepare the guest's next run, in which `task` is to continue its system call.
 
-        `slept`: number of jiffies for which the task has slept in its call so far.
+        If the CPU is idle, advance the time by a jiffy, and return True. Otherwise the task in user mode
+        begins its call or yields the CPU; return False. `slept`: number of jiffies for which `task` has
+        slept in its call so far.
         """
         if self._at is CpuPosition.IDLE:
             assert task.request is not None
@@ -373,7 +383,10 @@ class GuestRunner:
         return False
 
     def _start_call(self) -> None:
-        """Pass its new system call to the task in user mode, or put the task to sleep if it has none."""
+        """Make the task in user mode begin the system call that it is to make.
+
+        If it is to make none, or has begun it already, put the task to sleep.
+        """
         task = self._user
         request = None if task is None else task.request
         if request is None or request.started:
@@ -421,7 +434,10 @@ class GuestRunner:
         return None
 
     def _ends_handler(self, trap: Trap) -> bool:
-        """End a probe's handler that does not return, as if it had faulted; return False if none runs."""
+        """End a probe's handler that does not return, as if the handler had faulted.
+
+        Return False if no such handler runs at `trap`.
+        """
         machine = self._machine
         return any(deal_with(trap, machine.regs) for deal_with in machine.hooks.fault_hooks)
 

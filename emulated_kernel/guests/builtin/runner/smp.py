@@ -61,7 +61,10 @@ class SmpGuestRunner(GuestRunner):
         self._server: int | None = None
         """Number of the CPU whose hypercall is being served, or None if none is."""
         self._unserved: dict[int, Trap] = {}
-        """Number of a CPU -> hypercall at which the CPU stopped outside its turn; served in its next turn."""
+        """Number of a CPU -> hypercall at which the CPU stopped outside of its turn.
+
+        The hypercall is served in the CPU's next turn.
+        """
 
     def add(self, task: GuestTask) -> None:
         """Add a task, which may be in user mode already.
@@ -114,8 +117,8 @@ class SmpGuestRunner(GuestRunner):
         """Make all other CPUs execute a serialising instruction.
 
         A CPU takes no interrupt in the middle of a hit, so all hits on other CPUs have ended afterwards. If
-        the caller is in a hit itself, no interrupt is sent. The other CPUs do not run during the hit, and
-        the host serialises them before they resume. Mirrors: text_poke_sync() (v6.1).
+        the caller is itself in a hit, it sends no interrupt. In that case the other CPUs do not run during
+        the hit, and the host serialises them before they resume. Mirrors: text_poke_sync() (v6.1).
         """
         if self._machine.is_running:
             self._machine.serialise()
@@ -147,7 +150,10 @@ class SmpGuestRunner(GuestRunner):
         self._turn_to(here)
 
     def _run_before_interrupt(self, numbers: Iterable[int]) -> None:
-        """Run CPUs for a turn before their interrupt is delivered, since a real interrupt takes time."""
+        """Run the CPUs `numbers` for a turn each before they take an interrupt that was sent to them.
+
+        A real interrupt takes time to arrive, too.
+        """
         for number in numbers:
             if self._seat(number)[0] is CpuPosition.UNDERWAY and number not in self._unserved:
                 self._turn_to(number)
@@ -156,8 +162,8 @@ class SmpGuestRunner(GuestRunner):
     def _is_other(self, number: int) -> bool:
         """Return True if a CPU is online and is not the CPU that patches text.
 
-        The current CPU counts as the CPU that patches. The exception is a CPU that was left in the middle of
-        kernel code without a hypercall in service.
+        The current CPU patches text, unless it was left in the middle of kernel code while no hypercall is
+        served.
         """
         at = self._seat(number)[0]
         if number == self._machine.cpu:
@@ -168,7 +174,10 @@ class SmpGuestRunner(GuestRunner):
         return number != self._server and number not in self._unserved and self._can_go_on(number)
 
     def _run_for_sync(self, number: int) -> None:
-        """Run the current CPU, `number`, up to its next stop; a hypercall waits for that CPU's turn."""
+        """Run the current CPU, `number`, up to its next stop.
+
+        If it stops at a hypercall, the hypercall is served in the CPU's next turn.
+        """
         trap = self._run_cpu(None)
         if trap is None:
             return
@@ -262,7 +271,8 @@ class SmpGuestRunner(GuestRunner):
     def _count_turn(self) -> None:
         """Count a turn in which no CPU has become idle or entered user mode.
 
-        Send ticks, and interrupt a CPU that seems to loop.
+        If a jiffy has passed, send timer interrupts. After too many such turns in succession, send a
+        watchdog interrupt to the current CPU, which may be looping.
         """
         if self._jiffy_passed():
             self._send_ticks()
@@ -307,8 +317,8 @@ class SmpGuestRunner(GuestRunner):
     def _await_time(self, request: Request, slept: int) -> None:
         """Advance the time by a jiffy; see GuestRunner._await_time.
 
-        The jiffy's timer interrupts also make an inactive task in user mode yield its CPU to tasks that wait
-        for that CPU.
+        First send timer interrupts to the other CPUs that have work. They make a task that is inactive in
+        user mode yield its CPU to tasks that wait for that CPU.
         """
         self._send_ticks()
         self._turn_to(TIME_KEEPER)
@@ -350,9 +360,9 @@ class SmpGuestRunner(GuestRunner):
         return True
 
     def _rouse(self, task: GuestTask) -> bool:
-        """Wake a sleeping task on an idle CPU, or else on the CPU that it ran on last.
+        """Wake a sleeping task on an idle CPU, or else on the CPU on which the task ran last.
 
-        Return False if no CPU is idle and the CPU that it ran on last has no task in user mode.
+        Return False if no CPU is idle, and the CPU on which the task ran last has no task in user mode.
         """
         last = self._kernel.cpu_of(task.addr)
         idle = next((cpu for cpu in (last, *self._round()) if self._seat(cpu)[0] is CpuPosition.IDLE), None)

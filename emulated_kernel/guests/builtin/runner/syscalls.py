@@ -40,7 +40,10 @@ _OUTPUT = 64 << 10
 _REPLY = 8192
 """Size in bytes of the guest's buffer to which the functions host_look_* write their results."""
 _SLOT = 2 * PATH_MAX
-"""Size in bytes of the space for a path in a user buffer: as the process passed it, then as it is walked."""
+"""Size in bytes of the space for a path in a user buffer.
+
+The first half has the path as the process passed it, and the second half the path as the guest walks it.
+"""
 _MAX_PATHS = 2
 """Maximum number of paths among the arguments of a system call."""
 _WALKS_ONLY = 2
@@ -63,7 +66,7 @@ _AT: dict[str, tuple[str, tuple[int, ...]]] = {
     "rmdir": ("unlinkat", (AT_REMOVEDIR,)),
     "unlink": ("unlinkat", (0,)),
 }
-"""Older system call -> newer call that replaces it on some architectures, and its last arguments.
+"""Older system call -> (newer call that replaces it on some architectures, the newer call's last arguments).
 
 AT_FDCWD is passed to the newer call before the path.
 """
@@ -77,8 +80,10 @@ _AT_PATHS: dict[str, Callable[[int, int], tuple[str, tuple[int, ...]]]] = {
 
 
 class HostLookup(IntEnum):
-    """Outcome of the host's lookup of a name in its own directories, passed to the guest for one system call.
+    """Outcome of the host's lookup of a name in a directory of control files.
 
+    The outcome is passed to the guest for one system call. DEFAULT: the name exists, unless the call is
+    about to create it.
     Mirrors: HOST_LOOKUP_* of the guest's host_abi.h.
     """
 
@@ -245,7 +250,11 @@ class Syscalls:
         lookup: HostLookup,
         hostfs: HostfsHandler | None,
     ) -> int:
-        """Make a system call whose paths could not be read; a probe's reads of its paths fault, too."""
+        """Make a system call whose paths could not be read from the client's memory, and return the result.
+
+        The guest walks `walks` in place of the paths. If a probe reads a path of the call, the read faults.
+        The parameters are those of of_client().
+        """
         slot = self._unreadable_slots()
         args = list(call.args)
         named = [at for at, kind in enumerate(ARGUMENTS[call.name]) if kind == "p"]
@@ -277,7 +286,12 @@ class Syscalls:
     def _by_any_name(
         self, task: GuestTask, name: str, args: list[int], hostfs: HostfsHandler | None = None
     ) -> int:
-        """Make a host process's system call `name`, with the name and arguments that it has in the guest."""
+        """Make a host process's system call `name`, and return the result.
+
+        If the guest lacks the call, make the call that replaces it in the guest, with that call's
+        arguments.
+        Raises: KernelError EOVERFLOW (an lseek offset exceeds the guest's long).
+        """
         bits = 8 * self._memory.word_size
         if name in ("truncate", "ftruncate") and bits == 32:
             name = f"{name}64"

@@ -92,7 +92,10 @@ def machine_tree(
 
 
 def _guest_limits(kernel: BuiltinKernelComponents) -> dict[Limit, GuestLimit]:
-    """Return the limits that only kprobefs's own kernel has: the size of scratch/, and the time of a run."""
+    """Return the limits that exist only with kprobefs's own kernel.
+
+    They are the size of scratch/ in bytes, and the maximum time of a run in milliseconds.
+    """
     limits = kernel.config.limits
     machine = kernel.machine
     reader = kernel.guest.kernel

@@ -63,7 +63,7 @@ class BuiltinWorkloads:
         return BackgroundWorkload(self._guest, kind, pid)
 
     def slice_begins(self) -> None:
-        """Count a request, because a slice of a workload begins; see WorkloadHost."""
+        """Count a request, so that delayed work is done as before a client's request; see WorkloadHost."""
         self._requests.request_begins()
 
     def slice_ends(self) -> None:
