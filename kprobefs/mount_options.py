@@ -95,7 +95,7 @@ class MountOptions:
 
     @property
     def kernel_words(self) -> list[str]:
-        """Words of a command line that select the same kernel, way of probing and clock."""
+        """Words of a command line that select the kernel, the way of probing and the clock of this mount."""
         machine = self.machine
         words = ["--arch", machine.arch]
         if machine.image is not None:
@@ -123,7 +123,7 @@ Builder = Callable[[MountOptions], "Mount"]
 def check_image(path: Path) -> None:
     """Check that a kernel image is a regular file of an allowed size, without reading it.
 
-    Raises: CliError.
+    Raises: CliError (the image is not such a file, or does not exist).
     """
     try:
         found = path.stat()
@@ -137,7 +137,10 @@ def check_image(path: Path) -> None:
 
 
 def parsed_limits(words: Sequence[str]) -> tuple[Limits, float]:
-    """Return the limits of `--limit NAME=VALUE`, and the run budget in seconds. Raises: CliError."""
+    """Return the limits of `--limit NAME=VALUE`, and the run budget in seconds.
+
+    `words`: the values of the options, as NAME=VALUE. Raises: CliError (an unknown name or a wrong value).
+    """
     found: dict[Limit, int | None] = {}
     for word in words:
         name, _, text = word.partition("=")
@@ -200,7 +203,7 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
 
 
 def chosen_cpu(name: str) -> ProductionCpu:
-    """Return the CPU that option --cpu names. Raises: CliError."""
+    """Return the CPU that option --cpu names. Raises: CliError (unknown, or an unreadable archive)."""
     from emulated_kernel.guests.linux.cpu.cpu_archive import production_cpu
     from emulated_kernel.guests.linux.cpu.cpu_models import MODELS
 
@@ -248,7 +251,7 @@ def _is_linux(image: Path) -> bool:
 def check_state(options: MountOptions) -> None:
     """Check that --state is outside of all mounts, because a daemon could otherwise wait for itself.
 
-    Raises: CliError.
+    Raises: CliError (the directory is inside a mount).
     """
     from kprobefs.common import mountpoints
 

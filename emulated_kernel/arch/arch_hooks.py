@@ -41,7 +41,7 @@ class Emulation(ABC):
     def run(self, regs: Any, memory: ByteMemory) -> None:
         """Execute the instruction on the live registers and set `ip` to the next address to execute.
 
-        Raises: the errors of `memory`. If an error is raised, the registers are unchanged.
+        Raises: the errors of `memory`; in that case, the registers are unchanged.
         """
 
 
@@ -56,7 +56,10 @@ class ArchSpecificInsn:
     boostable: bool
     """Whether a jump back to the probed function may replace the breakpoint after the copy."""
     emulate: Emulation | None
-    """Emulation of the instruction, whose insn slot is then never executed; None if the slot is executed."""
+    """Emulation of the instruction; None if the insn slot is executed.
+
+    If the instruction is emulated, its insn slot is never executed.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +214,7 @@ class Arch(ABC):
     call_size: int
     """Size in bytes of the code that `relative_call` returns, and of an fentry site."""
     strategies: Mapping[str, OptimizationPolicy[Any]]
-    """Name -> optimization policy, by whose rules a jump may replace a breakpoint."""
+    """Name -> optimization policy: the rules by which a jump may replace a breakpoint."""
     disassembler: Disassembler
     assembler: Assembler
     current_register: str | None = None
@@ -351,20 +354,20 @@ class Arch(ABC):
         *("startup_64", "startup_32", "_start", "_text", "_stext", "host_secondary_entry", "host_return"),
         *("ret_from_fork", "host_user_mode", "host_user_hlt", "host_user_resume", "host_syscall_return"),
     ))  # fmt: skip
-    """Symbols of the image that no function calls, and labels inside them: unwinding ends there."""
+    """Symbols of the image that no function calls, and labels inside them. Unwinding ends there."""
     interrupt_entries = frozenset(("asm_host_interrupt", "handle_exception"))
     """Symbols at which interrupts enter the kernel."""
     callee_saved: frozenset[str]
     """Names of the registers that a called function preserves."""
     stack_switches = frozenset(("__switch_to_asm",))
-    """Functions that save one stack pointer and return on another stack, which they left earlier."""
+    """Functions that save the stack pointer and return on another stack, which an earlier call has left."""
 
     @abstractmethod
     def frame_insns(self, code: bytes, addr: int, *, switches_stack: bool) -> Iterator[tuple[int, FrameInsn]]:
         """Iterate over a function's instructions: address, and effect on the function's stack frame.
 
-        `switches_stack`: the function loads the stack pointer from memory. It returns on another stack, which
-        this same function left earlier; see `stack_switches`.
+        `switches_stack`: the function is one of `stack_switches`. It loads the stack pointer from memory,
+        and returns on another stack, which an earlier call of the function has left.
         """
 
     @abstractmethod
@@ -388,7 +391,7 @@ class Arch(ABC):
     def detour_entry(self) -> Frame:
         """Return the stack frame before the first instruction of code that a jump enters, such as a detour.
 
-        No register is known to hold a return address, because code that is jumped to doesn't return.
+        No register is known to hold a return address, because a jump stores none.
         """
         regs = {name: (name, 0) for name in self.entry_frame(by_interrupt=False).regs}
         return Frame(regs | {self.registers.sp: (CFA, 0)}, {})
@@ -411,8 +414,8 @@ class Arch(ABC):
     def return_trampoline(self, address: int) -> HandlerStub:
         """Return the return trampoline for placement at `address`, which hooked functions return to.
 
-        The saved sp is the caller's, and the saved ip is the trampoline's address. The word above the saved
-        registers receives the real return address: the handler stores it there.
+        The saved sp is the caller's, and the saved ip is the trampoline's address. The handler must store
+        the real return address in the word above the saved registers.
         """
 
     returns: ReturnCode | None = None

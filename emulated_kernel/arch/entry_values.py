@@ -145,8 +145,10 @@ def _with_calls_that_write(insn: FrameInsn, arch: Arch) -> FrameInsn:
 def _call(effect: Effect, kept: Iterable[str], frame: Frame) -> None:
     """Apply the effect of a call to a frame: forget the slots whose addresses the called function may know.
 
-    A pointer into one of the areas of _PRIVATE exposes no slot of the other area, because no object contains
-    the return address.
+    `effect`: effect of the call on registers. `kept`: names of registers, such as sp, whose values do not
+    count as known to the called function.
+    A pointer into one of the areas of _PRIVATE exposes no slot of the other area, because no object
+    contains the return address.
     """
     known = [value for name, value in frame.regs.items() if name not in kept]
     known += frame.slots.values()

@@ -38,7 +38,7 @@ class OptimizationPolicy(Generic[Analysis]):
 
     name: str
     region: Callable[[Analysis, int], Region | Rejection]
-    """(analysis, address) -> region that the jump replaces, or the first rule that the function breaks."""
+    """(analysis, address) -> region that the jump replaces, or rejection with the first rule it breaks."""
     entered: Callable[[Region], range] | None = None
     """Region -> addresses that code outside the function must not branch to.
 
@@ -51,7 +51,7 @@ class OptimizationPolicy(Generic[Analysis]):
     beyond: OptimizationPolicy[Analysis] | None = None
     """Policy that is asked next if this policy rejects a jump in a function that ftrace knows.
 
-    That policy may have a `beyond` policy, too. The restriction to functions that ftrace knows excludes
+    The next policy may have a `beyond` policy, too. The restriction to functions that ftrace knows excludes
     assembly, such as the trampolines of ftrace and of static calls. The kernel rewrites calls in these
     trampolines while it runs, and no table lists these calls.
     """
@@ -63,7 +63,8 @@ class OptimizationPolicy(Generic[Analysis]):
     reasons: Callable[[Any, AnalyzedFunction[Analysis]], dict[int, RejectReason | None]] | None = None
     """Faster implementation of ProbeChecker.reasons(), for a whole function; None if there is none.
 
-    It takes a probe checker of the architecture, and a function without blacklisted addresses.
+    The implementation takes a probe checker of the architecture, and a function without blacklisted
+    addresses.
     """
     pairs: Callable[[Analysis], int] | None = None
     """Analysis -> number of instructions that the authors of the policy count as optimizable.
@@ -116,8 +117,9 @@ class AnalyzedFunction(Generic[Analysis]):
 class ProbeChecker(ABC, Generic[Analysis]):
     """Decides where a probe can be registered and optimized. Each function is decoded at its first check.
 
-    Deviates: Linux searches for jumps into a region only in the current text of the function around it. But
-    the function's cold part, which is another symbol, may jump there too, and so may a disabled jump label.
+    Linux searches for jumps into a region only in the current text of the function around it. Deviates: a
+    policy with `entered` also rejects jumps from elsewhere, such as the function's cold part, which is
+    another symbol. It rejects the targets of disabled jump labels, too.
     """
 
     all_live: LiveRegisters
@@ -196,15 +198,16 @@ class ProbeChecker(ABC, Generic[Analysis]):
         """Iterate over (target, source) of all bit patterns in `code` that look like direct branches.
 
         `addr`: address of `code`. Patterns may start in the middle of an instruction. `window`: range of
-        addresses; branches to other addresses may be omitted. If it is None, no branch may be omitted.
+        addresses; branches to other addresses may be omitted. If the window is None, no branch may be
+        omitted.
         """
 
     @abstractmethod
     def possible_addresses(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
         """Iterate over (target, source) of all bit patterns in `code` that may take an address of text.
 
-        `addr`: address of `code`. `window`: range of targets; other targets may be omitted. If it is None, no
-        target may be omitted.
+        `addr`: address of `code`. `window`: range of targets; other targets may be omitted. If the window
+        is None, no target may be omitted.
         """
 
     @abstractmethod
@@ -286,7 +289,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return replace(where, offset=where.offset + entry - addr), True
 
     def is_entry_site(self, where: Location) -> bool:
-        """Return True if the fentry site at `where` belongs to the function that contains it.
+        """Return True if the fentry site at `where` is at the function's start, or after its landing pad.
 
         Linux: the fentry site of a discarded weak function lies in the function before it.
         Mirrors: kernel/trace/ftrace.c:test_for_valid_rec (v6.1)
@@ -431,7 +434,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
     ) -> Region | Rejection:
         """Return the region of a jump at `addr` by the rules of `policy`, or the rejection of the jump.
 
-        The policy beyond `policy` isn't used.
+        `known`: the function that contains `addr`. The policy beyond `policy` isn't used.
         """
         found = policy.region(known.analysis, addr)
         if policy.entered is None or isinstance(found, Rejection):
@@ -441,7 +444,11 @@ class ProbeChecker(ABC, Generic[Analysis]):
     def _entered(
         self, strategy: OptimizationPolicy[Analysis], inside: range, symbol: Symbol
     ) -> Rejection | None:
-        """Return the rejection if code or data outside the function `symbol` leads into `inside`, or None."""
+        """Return the rejection if code or data outside the function `symbol` leads into `inside`, or None.
+
+        Jump labels and branches always count. Fixups and pointers in data count only if `strategy` has
+        by_data. Addresses that instructions take count only if `strategy` has by_code.
+        """
         ways = self._entrances
         found = ways.label(inside)
         if found is None and strategy.by_data:
@@ -582,7 +589,10 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return self.name(addr) or f"{addr:#x}"
 
     def rejection_text(self, finding: Rejection) -> str:
-        """Return the place, the rule, and the instruction or register to which the rule applies."""
+        """Return a text with the place and the rule of `finding`.
+
+        The text also has the instruction or the register that the rule is about, if the rule is about one.
+        """
         told = f"{self.place_text(finding.addr)}: {finding.reason.value}"
         if finding.reason.about is RejectSubject.INSN:
             return f"{told}: {self.insn_text(finding.addr, self.name)}"
@@ -608,7 +618,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
 
 def _inside(addresses: Sequence[int], symbol: Symbol) -> Sequence[int]:
-    """Select the addresses inside a function from a sorted sequence, which may hold tens of thousands."""
+    """Return the addresses inside a function from `addresses`, a sorted sequence that may be very long."""
     first = bisect_left(addresses, symbol.address)
     return addresses[first : bisect_left(addresses, symbol.address + symbol.size)]
 

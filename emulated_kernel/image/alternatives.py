@@ -43,8 +43,9 @@ def alternatives(base: int, table: bytes) -> Iterator[Alternative]:
 
 
 def replaced(entry: Alternative, code: bytes) -> bytes:
-    """Return the bytes that replace the code at the site; `code` is the code at the replacement's address.
+    """Return the bytes that replace the code at the site of `entry`, as many as the code has.
 
+    `code` is the code at the replacement's address.
     Mirrors: apply_alternatives() (v6.1).
     """
     if code[:1] and code[0] in _RELATIVE:

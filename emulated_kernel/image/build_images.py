@@ -90,7 +90,10 @@ class BuildTarget:
 
 
 def _riscv(isa: str, flags: str) -> BuildTarget:
-    """Return a target for RISC-V; `flags` must reserve 8 bytes of nops at the entry of each function."""
+    """Return a target for the RISC-V instruction set `isa`.
+
+    The compiler options `flags` must reserve 8 bytes of nops at the entry of each function.
+    """
     return BuildTarget(
         compiler="riscv64-linux-gnu-gcc",
         linker="riscv64-linux-gnu-ld",
@@ -227,9 +230,9 @@ def write(arch: str) -> int:
 def write_image(arch: str, output: Path, *, has_lines: bool = False) -> int:
     """Build an image into a file that `--image` accepts, and return exit status 0.
 
-    `has_lines`: the file has debugging information, too. The code does not depend on it.
-    The argument counts of the image's functions are written to another file in the same directory. If pahole
-    is installed, the kernel's types (BTF) are written to a third file there.
+    `has_lines`: the file has debugging information, too. The code does not depend on `has_lines`. The
+    argument counts of the image's functions are written to another file in the directory of `output`. If
+    pahole is installed, the kernel's types (BTF) are written to a third file in this directory.
     """
     built = build(arch, f" {_DEBUG_FLAGS}" if has_lines else "")
     _write_files(built, output)
@@ -360,7 +363,11 @@ def build(arch: str, options: str = "") -> Built:
 
 
 def _build_types(target: BuildTarget, objects: list[Path], work: Path) -> bytes:
-    """Return the BTF of the linked image, whose objects have debugging information. Raises: BuildError."""
+    """Return the BTF of the linked image, whose objects have debugging information.
+
+    `work` is the directory of the build.
+    Raises: BuildError.
+    """
     output = work / types_file.FILE_NAME
     described = _link(target, [*objects, work / _SYMBOLS], work, keeps_debug=True)
     _run([_TYPES_TOOL, "--btf_encode", f"--btf_encode_detached={output}", str(described)])
@@ -368,7 +375,10 @@ def _build_types(target: BuildTarget, objects: list[Path], work: Path) -> bytes:
 
 
 def _argument_counts(work: Path, image: KernelImage, modules: dict[str, bytes]) -> str:
-    """Return the text of prototypes.FILE_NAME for the functions of an image and its modules."""
+    """Return the text of prototypes.FILE_NAME for the functions of an image and its modules.
+
+    `work` is the directory of the build, in which gcc has written the prototypes of all source files.
+    """
     names = {symbol.name for symbol in image.kallsyms.symbols if symbol.is_text}
     for data in modules.values():
         names.update(symbol.name for symbol in ElfFile(data).symbols)
@@ -382,8 +392,9 @@ def _build_modules(target: BuildTarget, work: Path) -> dict[str, bytes]:
 
 
 def _build_module(target: BuildTarget, directory: Path, work: Path, options: Sequence[str] = ()) -> bytes:
-    """Compile a module's sources and link them into one relocatable file.
+    """Compile a module's sources and link them into one relocatable file; return the file's contents.
 
+    `directory` has the sources, and its name is the module's name. The file is written to `work`.
     `options`: further options of the compiler.
     """
     name = directory.name
@@ -439,7 +450,11 @@ def _compile(target: BuildTarget, source: Path, output: Path, more: list[str]) -
 
 
 def _link_with_symbols(target: BuildTarget, objects: list[Path], work: Path) -> Path:
-    """Link until the kallsyms table in the image matches the image's symbols; return the image's path."""
+    """Link `objects` until the kallsyms table in the image matches the image's symbols.
+
+    Return the path of the image in the directory `work`.
+    Raises: BuildError (the table differs after each link).
+    """
     _preprocess_script(target, work)
     table = _assemble_symbols(target, None, work)
     previous = ""
@@ -464,13 +479,19 @@ def _link(target: BuildTarget, objects: list[Path], work: Path, *, keeps_debug: 
 
 
 def _preprocess_script(target: BuildTarget, work: Path) -> None:
-    """Preprocess the linker script, with -undef, since predefined macros such as i386 would change it."""
+    """Preprocess the linker script, and write the result to the directory `work`.
+
+    The option -undef is used, because predefined macros such as i386 would change the script.
+    """
     command = [target.compiler, *target.flags.split(), "-undef", "-E", "-P", "-xc", target.linker_script]
     _run([*command, "-o", str(work / _SCRIPT)])
 
 
 def _assemble_symbols(target: BuildTarget, symbols: Kallsyms | None, work: Path) -> Path:
-    """Assemble the tables that kernel/kallsyms.c reads; without `symbols` they are empty."""
+    """Assemble the tables that kernel/kallsyms.c reads, and return the path of the object in `work`.
+
+    Without `symbols`, the tables are empty.
+    """
     source = work / "kallsyms.S"
     output = work / _SYMBOLS
     source.write_text(_symbol_source(symbols))

@@ -185,10 +185,9 @@ class ElfFile:
 
 
 def nm_letter(binding: int, kind: int, flags: int, section: int) -> str:
-    """Return the letter that nm prints for a symbol of type `kind`.
+    """Return the letter that nm prints for a symbol of type `kind` (STT) and binding `binding` (STB).
 
     `flags` and `section` are the flags and the type of the symbol's section.
-
     Mirrors: bfd_decode_symclass
     """
     if binding == STB_WEAK:

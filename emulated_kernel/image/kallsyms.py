@@ -124,9 +124,9 @@ class SymbolTable:
 
     @classmethod
     def of_parts(cls, parts: Mapping[str, memoryview]) -> Self:
-        """Return the table whose method parts() returned the arrays `parts`.
+        """Return the table whose arrays are `parts`, a result of parts().
 
-        Raises: KeyError, TypeError, ValueError.
+        Raises: KeyError, TypeError, ValueError (an array is missing or damaged).
         """
         found = cls(
             parts["addresses"].cast("Q"),

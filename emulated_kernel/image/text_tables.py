@@ -122,8 +122,9 @@ def words(data: bytes, size: int = 8) -> tuple[int, ...]:
 
 
 def ex_table(address: int, data: bytes, layout: str = "<iii") -> Iterator[ExTableEntry]:
-    """Decode an exception table, whose entries are relative to their own address.
+    """Decode the exception table at `address`, whose entries are relative to their own address.
 
+    `layout`: format of an entry for Python's struct module.
     Mirrors: include/asm-generic/extable.h (v5.0 to v6.12)
     """
     for at, (insn, fixup, *_) in _entries(layout, data):
@@ -131,7 +132,11 @@ def ex_table(address: int, data: bytes, layout: str = "<iii") -> Iterator[ExTabl
 
 
 def jump_labels(address: int, data: bytes, layout: str = "<iiq") -> Iterator[JumpLabel]:
-    """Decode a table of jump labels. Mirrors: include/linux/jump_label.h:struct jump_entry (v6.1)."""
+    """Decode the table of jump labels at `address`.
+
+    `layout`: format of an entry for Python's struct module.
+    Mirrors: include/linux/jump_label.h:struct jump_entry (v6.1).
+    """
     for at, (code, target, key) in _entries(layout, data):
         yield JumpLabel(address + at + code, address + at + 4 + target, address + at + 8 + key & ~_KEY_FLAGS)
 

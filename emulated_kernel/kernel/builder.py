@@ -215,9 +215,10 @@ def _traced_kernel(
 
 
 def _show_event_directories(machine: Machine, guest: Guest, tracing: TracingComponents) -> None:
-    """Make the guest call the functions that create and remove the directories of events.
+    """Make the guest call the kernel's functions that create and remove the directories of events.
 
-    Thus probes on these functions are hit. The guest calls them only while its text is patched.
+    Thus the probes on these functions are hit. The guest calls the functions only while its text is
+    patched.
     """
     is_patched = partial(bool, machine.text.ledger.words)
     GuestDirectories(tracing.system.events, guest.call_function, is_patched, lambda: machine.is_running)

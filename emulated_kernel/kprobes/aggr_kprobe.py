@@ -51,7 +51,10 @@ class HitCost:
         """Cost of the latest hits in nanoseconds; None before the first hit, as most probes are never hit."""
 
     def kept(self) -> deque[int]:
-        """Return `latest`, to which the cost of each hit is appended."""
+        """Return the deque `latest`; create it if this is the first hit.
+
+        The caller appends the cost of a hit to the deque.
+        """
         if self.latest is None:
             self.latest = deque(maxlen=MAX_LATEST)
         return self.latest
@@ -92,13 +95,17 @@ class AggrKprobe(AssemblyOwner):
     """Whether Linux has an aggregator: a second probe was registered at the address, or there is a detour."""
     enabled_members: int = field(default=0, init=False, repr=False)
     insn: OutOfLine | None = field(default=None, init=False, repr=False)
-    """The out-of-line form of the probed instruction; None at an fentry site.
+    """The out-of-line form of the probed instruction.
 
-    It is also None after release() has freed the slot.
+    None at an fentry site, and after release() has freed the slot.
     """
     _cost: HitCost | None = field(default=None, init=False, repr=False)
     list_text: str = field(default="", init=False, repr=False)
-    """Symbol and offset, cached when kprobes/list is read; empty in modules, which may be unloaded."""
+    """Symbol, offset and module of the address, as kprobes/list shows them.
+
+    The text is cached when the file is read for the first time. It is "" before that, and always for an
+    address in a module, which may be unloaded.
+    """
     rejection: Rejection | str = field(default="", init=False, repr=False)
     """Reason why the probes cannot be optimized: address and rule; empty if the probes can be optimized."""
     stub: CompiledCode | None = field(default=None, init=False, repr=False)
@@ -131,7 +138,7 @@ class AggrKprobe(AssemblyOwner):
     jprobe: Kprobe | None = field(default=None, init=False, repr=False)
     """The member that is a jprobe or has a break_handler, or None. An address has at most one such member."""
     _stopped_by: Kprobe | None = field(default=None, init=False, repr=False)
-    """Member whose pre_handler ended the latest hit. Linux calls it kprobe_instance."""
+    """Member whose pre_handler ended the latest hit; None if no pre_handler did. Linux: kprobe_instance."""
     _with_post_handler: int = field(default=0, init=False, repr=False)
     _with_assembly: int = field(default=0, init=False, repr=False)
     _with_post_assembly: int = field(default=0, init=False, repr=False)
@@ -144,8 +151,8 @@ class AggrKprobe(AssemblyOwner):
     """Function that calls the pre_handlers in Python, and its first argument.
 
     If only one enabled member has a pre_handler, these are that handler and the member. Otherwise they are
-    `run_pre_handlers` and this object. None means that collect() determines them at the next hit, because
-    thousands of members may change before it.
+    `run_pre_handlers` and this object. None after a change of the members: collect() determines the value
+    at the next hit, and not after each of what may be thousands of changes.
     """
     _pre_handlers: Sequence[tuple[PreHandler, Kprobe]] = field(default=(), init=False, repr=False)
     """Pre_handlers of enabled members."""
@@ -183,7 +190,7 @@ class AggrKprobe(AssemblyOwner):
 
     @property
     def is_unused(self) -> bool:
-        """Whether the last member was unregistered, and only the removal of the jump is pending.
+        """Whether the last member was unregistered, and the entry exists only until the jump is removed.
 
         Mirrors: kprobe_unused (v6.1).
         """
@@ -193,7 +200,7 @@ class AggrKprobe(AssemblyOwner):
     def needs_breakpoint(self) -> bool:
         """Whether the handlers cannot be called from a detour, so that hits must come by the breakpoint.
 
-        This is the case if a handler runs after the instruction or instead of it.
+        True if a handler runs after the instruction or instead of it.
         """
         return self.has_post_handler or self.jprobe is not None
 
@@ -352,7 +359,12 @@ class AggrKprobe(AssemblyOwner):
 
     @property
     def may_compile(self) -> bool:
-        """Whether compiling the handlers may succeed."""
+        """Whether the compiler may try to compile the handlers to guest code.
+
+        False if an enabled member has a handler that only Python can run, if no enabled member has a
+        handler, or if they have more than MAX_HANDLERS. False also if an earlier attempt has failed since
+        the last change.
+        """
         if self.is_python or not 0 < self.nr_handlers <= MAX_HANDLERS:
             return False
         return not any(_runs_python(kprobe) for kprobe in self._enabled())

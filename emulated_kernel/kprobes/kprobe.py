@@ -141,7 +141,12 @@ class Kprobe(FailureCount, Generic[RegsT]):
 
     @property
     def nmissed(self) -> int:
-        """Number of hits that were not handled, because a handler was running. The user can set it."""
+        """Number of missed hits since registration, which users may set.
+
+        A hit is missed if it occurs while another hit is handled, or if there is no room for the machine
+        code of `code` or `post_code`. As in Linux, a memory fault of a handler counts too, if the probe has
+        a fault_handler.
+        """
         return self._missed
 
     @nmissed.setter

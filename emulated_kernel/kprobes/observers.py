@@ -38,15 +38,17 @@ class Observers:
         self._loops = tuple(loops)
         self._lock = kprobes.lock
         self._known = -1, -1, Sight.MEMORY
-        """Counts of the changes of `originals` and of the table at the last check, and the Sight found then.
+        """Result of the last check, and the state for which the result is valid.
 
-        All are in one tuple, because threads without the lock read them.
+        The items are the number of changes of `originals`, the number of changes of the ProbeTable, and the
+        Sight. They are in one tuple, because threads without the lock read them.
         """
 
     def sight(self) -> Sight:
         """Return the highest Sight of all probes that have patched the text.
 
-        A patch that belongs to no probe counts as Sight.MEMORY. Lock: takes after a change.
+        A patch that belongs to no probe counts as Sight.MEMORY. Lock: takes if the text or the probes have
+        changed since the last call.
         """
         if self._sites is not None and self._sites.has_tracers:
             return Sight.MEMORY
@@ -68,7 +70,10 @@ class Observers:
         return max(map(_sight_of, members), default=Sight.NOTHING)
 
     def _find_heads(self) -> Sequence[AggrKprobe] | None:
-        """Return the AggrKprobes that have patched the text, or None if other code has patched it, too."""
+        """Return the AggrKprobes that have patched the text.
+
+        Return None if other code has patched it too, or if a patch is in one of `loops`.
+        """
         found: list[AggrKprobe] = []
         patch = range(0)
         for address in self._originals:

@@ -13,9 +13,10 @@ from emulated_kernel.util.errors import KernelError
 
 
 class ProbePlaces:
-    """Finds probed addresses in a kernel's symbols, and checks them with its text tables and blacklist.
+    """Finds probed addresses in a kernel's symbols, and checks that probes are allowed there.
 
-    It needs no machine.
+    The checks use the kernel's text tables and blacklist. They need no machine, because the kernel need not
+    run.
     """
 
     def __init__(self, symbols: Kallsyms, probe_checker: ProbeChecker[Any]) -> None:

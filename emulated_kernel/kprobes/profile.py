@@ -169,8 +169,8 @@ def _of_version(
 RETURN_HOOKS = ("rethook", "objpool", "instances", "fgraph", "unified")
 """Names of shadow stacks, which return_hooks.py maps to classes.
 
-They are the shadow stacks of Linux 6.1, 6.7 and 5.10 and of the function graph. With "unified", all hooks
-share the function graph's shadow stack.
+"rethook", "objpool" and "instances" are the shadow stacks of Linux 6.1, 6.7 and 5.10. "fgraph" is that of
+the function graph. With "unified", all hooks share the function graph's shadow stack.
 """
 
 PROFILES: Mapping[str, Profile] = MappingProxyType(

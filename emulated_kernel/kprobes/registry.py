@@ -53,7 +53,10 @@ class ProbedPlace(NamedTuple):
     address: int
     """Address of the original instruction that the CPU is about to execute."""
     detour: tuple[int, range] | None = None
-    """Entry address of the detour or stub, and range of its addresses; None if its handlers have ended."""
+    """Entry address of the detour or stub, and range of its addresses.
+
+    None if the CPU is in an insn slot, or has left the handlers of the detour or stub.
+    """
     pushed: int = 0
     """Number of bytes that the copy of the instruction has pushed so far."""
     is_calling: bool = False
@@ -245,9 +248,9 @@ class Kprobes:
     def _finish_registration(self, head: AggrKprobe, kprobe: Kprobe) -> None:
         """Create the detour of a probe that was registered disabled, if its address can have one.
 
-        Linux creates the detour at the registration. Deviates: the detour is created when a user asks for its
-        state, or before the probe is enabled. Many events are never enabled, and a detour takes memory and
-        time.
+        Linux creates the detour at the registration. Deviates: the detour is created when a user asks for
+        the probe's state, or before the probe is enabled. Many events are never enabled, and a detour takes
+        memory and time.
         """
         if not (head.is_aggregated or head.rejection or head.is_gone):
             self._try_to_optimize(head, kprobe)
@@ -407,10 +410,10 @@ class Kprobes:
         return head
 
     def _disable(self, kprobe: Kprobe, head: AggrKprobe) -> None:
-        """Disable a probe, and disarm its address if no other probe needs it.
+        """Disable a probe, and disarm the probe's address if no other probe needs it to be armed.
 
-        A single probe is marked as disabled only after it is disarmed: until then, a hit of another CPU calls
-        its handler.
+        If the address has no aggregator, the probe is marked as disabled only after the address is
+        disarmed. Until then, a hit of another CPU calls the probe's handler.
         Mirrors: kernel/kprobes.c:__disable_kprobe (v6.1).
         """
         if kprobe.is_disabled:

@@ -11,7 +11,7 @@ from emulated_kernel.util.abi import PAGE_SIZE, Prot
 from emulated_kernel.util.config import ELF_MACHINES
 
 RAM_OFFSET = 1 << 20
-"""File offset of physical address 0. Headers and notes are before it, whatever is mapped."""
+"""File offset of physical address 0. The headers and notes of each core are before this offset."""
 _ET_CORE = 4
 _PT_LOAD = 1
 _PT_NOTE = 4
@@ -47,8 +47,8 @@ def core_headers(
     """Return the first bytes of an ELF core, in which physical address n is at offset RAM_OFFSET + n.
 
     `ranges`: mapped memory. `cpus`: registers of each CPU, by name. `vmcoreinfo`: text of the note
-    VMCOREINFO; if it is b"", the core has no such note. If the program headers do not fit before RAM_OFFSET,
-    the smallest ranges have none.
+    VMCOREINFO; if it is b"", the core has no such note. If the program headers of all ranges do not fit
+    before RAM_OFFSET, the smallest ranges get no program header.
     """
     is_64 = model.bits == 64
     header_size, program_size = (64, 56) if is_64 else (52, 32)
@@ -76,14 +76,17 @@ def core_headers(
 def _program(
     is_64: bool, kind: int, flags: int, offset: int, va: int, pa: int, size: int, align: int
 ) -> bytes:
-    """Return a program header of a segment that has the same size in memory as in the file."""
+    """Return a program header (ELF64 if `is_64`, otherwise ELF32) with the given fields.
+
+    `kind` is p_type. The segment has `size` bytes both in memory and in the file.
+    """
     if is_64:
         return struct.pack("<IIQQQQQQ", kind, flags, offset, va, pa, size, size, align)
     return struct.pack("<IIIIIIII", kind, offset, va, pa, size, size, flags, align)
 
 
 def _note(name: bytes, kind: int, data: bytes) -> bytes:
-    """Return an ELF note."""
+    """Return an ELF note with the owner `name`, the type `kind` and the contents `data`."""
 
     def padded(part: bytes) -> bytes:
         return part + bytes(-len(part) % 4)

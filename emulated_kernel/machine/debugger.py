@@ -207,7 +207,7 @@ class Debugger:
         self.is_held = True
 
     def _before(self, _engine: int, address: int, _size: int, _data: int) -> None:
-        """Stop the guest before the instruction at `address`, if it must stop there."""
+        """Implement Unicorn's code hook: stop before the instruction at `address` if the guest must stop."""
         if not (self._steps or self._interrupts or address in self.breakpoints) or not self.is_attached:
             return
         if self._steps and self._passes is not None and self._passes(address):

@@ -82,9 +82,9 @@ class HostCalls:
     def call_within(self, address: int, *args: int, sp: int) -> int:
         """Call a function from a deferred handler, on the guest's own stack below `sp`.
 
-        The function runs with interrupts off. Arguments are only passed in registers. Probes in the function
-        are hit as usual. Raises: GuestFault, BudgetExceeded (as `call`), MemoryFault (the stack isn't
-        writable).
+        The function runs with interrupts off. Arguments are only passed in registers. The function's probes
+        are hit.
+        Raises: GuestFault, BudgetExceeded (as `call`), MemoryFault (the stack isn't writable).
         """
         regs = self._regs
         hooks = self._hooks

@@ -56,7 +56,7 @@ class GuestClock(ABC):
 
     @abstractmethod
     def now_ns(self) -> int:
-        """Return the time without advancing it; it is never before the guest's last reading."""
+        """Return the time without advancing it. The time is never before the guest's last reading."""
 
     @abstractmethod
     def read_ns(self) -> int:
@@ -153,7 +153,7 @@ class ModelClock(VirtualClock):
 
 
 class MachineClock(GuestClock):
-    """The machine's clock, in the guest's variable host_clock; it has real, virtual or model time.
+    """The machine's clock, in the guest's variable host_clock. The clock has real, virtual or model time.
 
     Raises: ValueError, KernelError EOPNOTSUPP (as `select`).
     """
@@ -163,7 +163,8 @@ class MachineClock(GuestClock):
     ) -> None:
         """Use the clock `kind` on `cells`, the memory of the guest's host_clock.
 
-        `counting` adds the time of instructions to now_ns; None if the machine has no model clock.
+        `seed`: as for select(). `counting` adds the time of instructions to now_ns; None if the machine has
+        no model clock.
         """
         super().__init__()
         self._cells = cells
@@ -174,8 +175,10 @@ class MachineClock(GuestClock):
     def select(self, kind: str, seed: int) -> None:
         """Switch to "real", "virtual" or "model" time; the guest's time continues from its current value.
 
+        `seed` selects the earliest time of a virtual or model clock, and the duration of a reading in
+        virtual time.
         Raises: ValueError (`kind` is none of them), KernelError EOPNOTSUPP (there is no model clock on this
-        machine).
+            machine).
         """
         if kind not in KINDS:
             raise ValueError(f"unknown clock {kind!r}")

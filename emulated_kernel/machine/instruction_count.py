@@ -6,7 +6,7 @@ from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_CODE, Eng
 
 
 class InstructionCount:
-    """Counts the instructions of all later runs, breakpoints included; it slows these runs down."""
+    """Counts the instructions of all later runs, breakpoints included. Counting slows these runs down."""
 
     def __init__(self, engine: Engine) -> None:
         self.value = 0

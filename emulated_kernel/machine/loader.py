@@ -22,6 +22,7 @@ def page_up(value: int) -> int:
 def load(memory: Memory, image: KernelImage, layout: MemoryLayout) -> int:
     """Copy and map all segments and the direct map; return the first physical address after the segments.
 
+    `layout` has the addresses of the direct map and of the kernel map.
     Raises: HardwareError (the image does not fit in RAM, or the RAM does not fit in the direct map).
     """
     limit = memory.host_pages.base
@@ -50,7 +51,8 @@ def load(memory: Memory, image: KernelImage, layout: MemoryLayout) -> int:
 def _map_direct(memory: Memory, layout: MemoryLayout, placed: list[Placed]) -> None:
     """Map all RAM in the direct map, never executable; read-only parts of the image stay read-only.
 
-    If the image itself is in the direct map, its segments are already mapped.
+    `placed`: physical ranges of the image's segments. If the image itself is in the direct map, its
+    segments are already mapped.
     """
     image_is_inside = layout.direct_map == layout.kernel_map
     special = [span for span in placed if image_is_inside or not span[2]]

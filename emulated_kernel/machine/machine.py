@@ -44,10 +44,10 @@ _BOOT_LIMIT = 5.0
 class Machine(ProbedMachine):
     """An emulated computer with a booted kernel; after the constructor it is stopped at Hypercall.BOOTED.
 
-    Only one thread at a time may run or inspect it. While the guest runs, other Python threads can run.
-
+    Only one thread at a time may run or inspect the machine. While the guest runs, other Python threads can
+    run.
     Raises: HardwareError (the image does not fit, the architecture is unknown, or Unicorn is broken),
-    GuestFault (the kernel stopped before it had booted).
+        GuestFault (the kernel stopped before it had booted).
     """
 
     memory: Memory
@@ -154,8 +154,8 @@ class Machine(ProbedMachine):
         """Return an object that counts instructions in the guest's time at address `cells`.
 
         Return None if the guest has no host_clock or has 32 bits. A 32-bit guest reads the time in a loop,
-        which repeats if the time has changed meanwhile. It would never end if each instruction advanced the
-        time.
+        which repeats if the time has changed during the reading. The loop would never end if each
+        instruction advanced the time.
         """
         if cells is None or self.model.word_size == 4:
             return None
@@ -256,7 +256,7 @@ class Machine(ProbedMachine):
             self._quantum.may_end.append(may_end)
 
     def leave(self, within: Callable[[int], bool]) -> None:
-        """Run the current CPU until `within` returns False for its ip. The CPU was preempted before."""
+        """Run the current CPU, which was preempted, until `within` returns False for the CPU's ip."""
         assert self._quantum is not None, "CPUs are only preempted with a quantum"
         self._quantum.stop_outside(within)
         try:
@@ -296,7 +296,7 @@ class Machine(ProbedMachine):
     def start_cpu(self, number: int, entry: int, stack: int) -> None:
         """Prepare CPU `number`, which is not current: after `switch_to` it starts at `entry`.
 
-        Interrupts are off. `stack`: its first stack pointer.
+        The CPU starts with interrupts off, and with `stack` as its stack pointer.
         """
         here = self.cpus[self.cpu]
         cpu = self.cpus[number]
@@ -359,8 +359,9 @@ class Machine(ProbedMachine):
     def deliver(self, vector: int, error_code: int = 0, cr2: int = 0) -> None:
         """Interrupt the stopped guest with `vector`; its interrupt handler begins in the next run.
 
+        `error_code`: the exception's error code. `cr2`: faulting address of a page fault.
         Raises: GuestFault (DOUBLE_FAULT: the guest's stack can't take the frame), HardwareError (the image
-        has no interrupt handler).
+            has no interrupt handler).
         """
         if not self._delivery.possible:
             raise HardwareError("the image takes no interrupts")

@@ -1,8 +1,8 @@
 """SIGINTs that Python has not handled yet.
 
 Python calls a signal's handler only between two of its own instructions. While hits stay in the guest, the
-main thread executes no instruction of Python, for as long as the run's budget allows. Another thread can call
-`pending` meanwhile.
+main thread executes no instruction of Python, for as long as the run's budget allows. During this time,
+another thread can call `pending`.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class ProbedMachine(ABC):
         self.on_switch: list[Callable[[int], None]] = []
         """Functions to call with the CPU's number when another CPU becomes the current one."""
         self.clock_loops: list[range] = []
-        """Address ranges of loops that read the clock, and repeat this if it has changed meanwhile."""
+        """Address ranges of loops that read the clock, and read it again if it has changed since."""
         self.interrupt_if: list[Callable[[], bool]] = []
         """Functions that must all return True for the current CPU to take an interrupt at its ip."""
         self.in_handler: list[Callable[[int], bool]] = []

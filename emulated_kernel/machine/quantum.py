@@ -20,7 +20,10 @@ class Quantum:
     """
 
     def __init__(self, engine: Engine, hooks: TrapHooks, mean: int, seed: int) -> None:
-        """Use runs of `mean` instructions on average. Raises: ValueError (`mean` is less than one)."""
+        """Use runs of `mean` instructions on average, whose lengths a generator with `seed` selects.
+
+        Raises: ValueError (`mean` is less than one).
+        """
         if mean < _MIN_QUANTUM:
             raise ValueError(f"a quantum of {mean} instructions")
         self._hooks = hooks

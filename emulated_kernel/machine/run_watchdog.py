@@ -53,7 +53,7 @@ class HandlerTime:
 
     @property
     def kept(self) -> float:
-        """Number of seconds measured since `keep` that don't count towards a budget."""
+        """Number of measured seconds since keep() that count towards no budget; 0 after the measurement."""
         return HANDLERS_FREE * (self.seconds - self._start_seconds) if self.is_continued else 0.0
 
     def measure(self, callback: Callable[..., object], *args: object) -> object:
@@ -68,7 +68,10 @@ class HandlerTime:
             self.since = 0.0
 
     def until(self, now: float) -> float:
-        """Return the seconds of all measured callbacks up to the thread's CPU time `now`."""
+        """Return the CPU seconds of the measured callbacks so far, including the callback in progress.
+
+        `now`: the thread's CPU time now.
+        """
         since = self.since
         return self.seconds + (now - since if since else 0.0)
 
@@ -95,9 +98,10 @@ class Watchdog:
         budget: float,
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Create a watchdog that ends runs by calling `stop`.
+        """Create a watchdog that ends a run after `budget` seconds by calling `stop`.
 
-        It also stops a run of the main thread if `is_interrupted` returns True.
+        It also stops a run of the main thread if `is_interrupted` returns True. `handler_time` measures the
+        time of callbacks.
         """
         self._stop = stop
         self._is_interrupted = is_interrupted
@@ -122,7 +126,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._is_unwanted: Callable[[], bool] | None = None
         self._sleeps_long = False
-        """Whether the thread sleeps until a run's budget ends, without calls of `is_unwanted` in between."""
+        """Whether the thread sleeps until a run's budget ends, and does not call `is_unwanted` before."""
         self.was_unwanted = False
         """Whether `is_unwanted` stopped the last stopped run, because no caller waits for its result."""
         self.was_interrupted = False
@@ -230,7 +234,10 @@ class Watchdog:
         self._sleep(min(longest, LOOK) if is_unwanted or is_main else longest)
 
     def _remaining(self, started: float) -> float:
-        """Return a lower bound, in seconds, of the time that the run may still take."""
+        """Return a lower bound, in seconds, of the time that the run may still take.
+
+        `started`: the time at which the run began.
+        """
         half = self._allowed / 2
         handlers = self._handler_time
         cpu = self._cpu_of_run(started)
@@ -247,9 +254,10 @@ class Watchdog:
         return self._half + half - (used - HANDLERS_FREE * handlers.until(cpu))
 
     def _cpu_of_run(self, started: float) -> float:
-        """Return the CPU time of the thread that runs the guest, and note it at the first call for a run.
+        """Return the CPU time of the thread that runs the guest, and store it at the first call for a run.
 
-        CPU time is used because on a busy host a run that waits for a CPU must not be taken for a loop.
+        `started`: the time at which the run began; another value means another run. CPU time is used
+        because, on a busy host, a run that waits for a CPU must not count as an endless loop.
         """
         cpu = self._last_cpu
         # The thread may have ended. Its clock, addressed by its id, can't be read then.

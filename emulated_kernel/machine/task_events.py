@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 Observers = list[Callable[[], None]]
 CallObservers = list[Callable[..., None]]
-"""Observers of starting calls; they may get the arguments of TaskObserver.call_begins()."""
+"""Observers of starting calls. An observer may get the arguments of TaskObserver.call_begins()."""
 PidObservers = list[Callable[[int], None]]
 
 
@@ -26,13 +26,16 @@ class TaskObserver:
         """
 
     def call_ended(self) -> None:
-        """Handle the end of a system call: it returned, or its task sleeps in it."""
+        """Handle the end of a system call: the call returned, or its task sleeps in the call."""
 
     def forked(self, parent: int, child: int) -> None:
         """Handle a fork; `parent` and `child` are pids."""
 
     def renamed(self, pid: int, comm: str) -> None:
-        """Handle a changed task name. The built-in kernel doesn't report this event."""
+        """Handle a change of the name of the task `pid` to `comm`.
+
+        The built-in kernel doesn't report this event.
+        """
 
     def exiting(self, task: int) -> None:
         """Handle the start of a task's exit; `task` is the address of its task_struct."""
@@ -44,7 +47,7 @@ class TaskObserver:
         """Handle the removal of a task whose host process has ended; no later event has this pid."""
 
     def died(self, pid: int) -> None:
-        """Handle the death of a task: by exit, by a signal or by an oops."""
+        """Handle the death of the task `pid`: by exit, by a signal or by an oops."""
 
 
 class TaskEvents:

@@ -21,5 +21,5 @@ class TaskStacks(ABC):
         """
 
     def is_quiescent(self, spans: Sequence[tuple[int, int]]) -> bool:
-        """Return True if none of the ranges contains a CPU's ip or a return address on a task's stack."""
+        """Return True if no CPU's ip and no return address on a task's stack is in a range of `spans`."""
         return not self.in_use_ranges(spans)

@@ -117,7 +117,10 @@ class Engine(CodeCache):
     """
 
     def __init__(self, arch: int, mode: int, cpu_model: int | None = None) -> None:
-        """Open an engine; `cpu_model` is Unicorn's id of a CPU model, or None for the default model."""
+        """Open an engine for Unicorn's architecture `arch` and mode `mode`.
+
+        `cpu_model` is Unicorn's id of a CPU model, or None for the default model.
+        """
         path = _library_path()
         try:
             held = ctypes.PyDLL(path)
@@ -254,11 +257,11 @@ class Engine(CodeCache):
         data: int | None = None,
         keep: tuple[object, ...] = (),
     ) -> ctypes.c_void_p:
-        """Register a ctypes callback for one address, a range or all addresses, and keep the callback alive.
+        """Register a ctypes callback of the kind `kind` (a HOOK constant), and keep the callback alive.
 
-        `instruction` is Unicorn's number of an instruction, for HOOK_INSN. The callback can also be the
-        address of host code. The callback gets the address `data` as its argument; `keep` contains objects
-        that it uses.
+        `at`: an address or a range of addresses; None for all addresses. `instruction` is Unicorn's number
+        of an instruction, for HOOK_INSN. The callback can also be the address of host code. The callback
+        gets the address `data` as its argument; `keep` contains objects that it uses.
         """
         self._keep += (callback, *keep)
         hook = ctypes.c_void_p()
@@ -375,7 +378,10 @@ class Engine(CodeCache):
         return ctypes.string_at(context.value, self.context_size())
 
     def restore_context(self, saved: bytes) -> None:
-        """Restore a state from `saved_context`. Raises: HardwareError (it has the wrong size)."""
+        """Restore the CPU state `saved`, a result of saved_context().
+
+        Raises: HardwareError (`saved` has the wrong size).
+        """
         context = self._scratch_context
         if len(saved) != self.context_size():
             raise HardwareError("saved CPU state: wrong size")

@@ -45,9 +45,11 @@ class KernelSymbols:
         sites: FtraceSites | None,
         generated: Callable[[], Iterable[range]],
     ) -> None:
-        """Store the tables to search. `generated` returns the ranges of code that kprobefs has generated.
+        """Store the tables to search.
 
-        `hook_sets`: return hooks with their trampolines; None if the kernel does not run.
+        `hook_sets`: return hooks with their trampolines; None if the kernel does not run. `sites`: fentry
+        sites with ftrace's trampoline; None if there are none. `generated` returns the ranges of code that
+        kprobefs has generated.
         """
         self._kallsyms = kallsyms
         self._generated = generated
@@ -79,8 +81,9 @@ class KernelSymbols:
         self._found: dict[int, Location] = {}
 
     def lookup(self, address: int) -> Location | None:
-        """Return the symbol of the function that contains `address` (the first alias), or None.
+        """Return the symbol of the function that contains `address`, or None if no function contains it.
 
+        If several symbols have the same address, return the first of them.
         Generated code has no function: the unwinder maps slots and detours to the probed address.
         """
         found = self._found.get(address) or self._kallsyms.lookup(address)

@@ -75,7 +75,7 @@ class TraceArrays(TaskObserver):
             self.top.array.marker_targets = self._marker_targets
 
     def _marker_targets(self) -> list[TraceArray]:
-        """Return the trace arrays that record markers of the top one."""
+        """Return the trace arrays that record the markers written to the top trace array's files."""
         arrays = [tracing.array for tracing in self]
         return [array for array in arrays if TraceOption.COPY_MARKER in array.options.flags]
 
@@ -127,7 +127,7 @@ class TraceArrays(TaskObserver):
 
     @property
     def has_recorded(self) -> bool:
-        """Whether any trace array has, or had before it was emptied or removed, a record."""
+        """Whether a record was ever written to a trace array, even if the record or the array was removed."""
         return self._has_recorded or any(tracing.array.has_recorded for tracing in self)
 
     @property
@@ -166,9 +166,9 @@ class TraceArrays(TaskObserver):
         return self._system.memory.budget
 
     def instance_memory(self) -> tuple[int, int]:
-        """Return the sizes in bytes of the memory that a new instance allocates.
+        """Return the sizes in bytes of the memory that a new instance allocates, as (pages, per-CPU memory).
 
-        The first one is the size of the pages. The second one is the size of the per-CPU memory of each CPU.
+        The first size is that of the pages of all CPUs. The second size is that of the memory of each CPU.
         """
         sizes = [memory_size(pages_for(DEFAULT_BUFFER_SIZE)), memory_size(MIN_PAGES)]
         return self._system.cpus * sum(sizes), len(sizes) * CONTROL_SIZE

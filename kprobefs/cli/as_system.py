@@ -75,10 +75,10 @@ class System:
     """Shows a mount at the system's own paths to one command."""
 
     def __init__(self, directory: str, work: Path, *, real_root: bool) -> None:
-        """Show the mount at `directory` at the system's paths, too. Create additional files in `work`.
+        """Show the mount on `directory` also at the system's paths. Create additional files in `work`.
 
-        `real_root`: the command keeps the rights of this process, with which it can reach the host's tracefs.
-
+        `real_root`: the command keeps the rights of this process, with which it can reach the host's
+        tracefs.
         Raises: CliError.
         """
         self.environment: dict[str, str] = {}
@@ -138,9 +138,8 @@ def _enter_own_directory() -> None:
     """Open the working directory again, by its path in the namespace of the command.
 
     Hazard: a directory of another mount namespace, such as /proc/PID/root, would keep the host's files in
-    reach.
-
-    Raises: CliError.
+        reach.
+    Raises: CliError (the directory has no path in this namespace).
     """
     before = os.stat(".")
     try:
@@ -158,7 +157,11 @@ def _enter_own_directory() -> None:
 
 
 def _check_open_files() -> None:
-    """Check that no open file gives the command access to the host's files. Raises: CliError."""
+    """Check that no open file gives the command access to the host's files.
+
+    The working directory and the standard streams are checked.
+    Raises: CliError (a stream is a directory, or a file is in a tracefs or debugfs).
+    """
     for number, name in (
         (None, "the working directory"),
         (0, "standard input"),
@@ -224,8 +227,10 @@ def _lay_over(directory: str, work: Path, *, real_root: bool) -> None:
 def _tree_of_host(fstype: str, work: Path) -> int | None:
     """Return a detached mount of a directory of the host's tracefs or debugfs; None if it can't be mounted.
 
+    The directory is an empty one in the root of the file system, or the root if it has no empty directory.
     The caller covers this mount with kprobefs's own mount, so that each table of mounts has a line for it.
-    The user namespace locks both mounts. If the file system has an empty directory, return a mount of it.
+    The user namespace locks both mounts.
+    `fstype`: tracefs or debugfs. `work`: directory for a temporary mount.
     """
     mounted = {each.directory: each.fstype for each in mountpoints.mount_points()}
     if found := [directory for directory, topmost in mounted.items() if topmost == fstype]:
@@ -298,10 +303,10 @@ def _detach_those_of_host() -> None:
 
 
 def _keep_kernel_settings() -> None:
-    """Make all mounts of /proc, sysfs and the like read-only, because their files control the host's kernel.
+    """Make all mounts of /proc, sysfs and other KERNEL_SETTINGS read-only, to protect the host's kernel.
 
     Directories of processes in /proc stay writable. Root in a user namespace may have the ids that own the
-    files of these mounts, and could otherwise write to them.
+    files of these mounts, and could otherwise write to the files.
     """
     for point in filter(_is_in_reach, mountpoints.mount_points()):
         if point.fstype == "proc":
@@ -365,7 +370,10 @@ def _keep_pristine_proc(*, real_root: bool) -> None:
 
 
 def _complete_mounts(work: Path) -> None:
-    """If the list in /proc/mounts lacks a tracefs or debugfs, mount a complete list over this link."""
+    """If /proc/mounts lists no tracefs or no debugfs at its place in PLACES, make it show a complete list.
+
+    The list is a file in `work`, which is mounted over the symbolic link /proc/mounts.
+    """
     shown = {(each.fstype, each.directory) for each in mountpoints.mount_points()}
     if PLACES.items() <= {(fstype, place) for fstype, place in shown}:
         return
@@ -379,9 +387,9 @@ def _complete_mounts(work: Path) -> None:
 
 
 def _lay_switch(ours: str, switch: str, work: Path) -> None:
-    """Mount a switch of the mount at its path below /proc/sys, even if the host's kernel lacks it.
+    """Mount a switch of the mount at the switch's path below /proc/sys, even if the host's kernel lacks it.
 
-    `ours`: path of the switch in kprobefs's mount. `switch`: its path below /proc/sys.
+    `ours`: path of the switch in kprobefs's mount. `switch`: path of the switch, relative to /proc/sys.
     `work`: directory for a temporary mount.
     """
     group, name = os.path.split(switch)
@@ -402,7 +410,10 @@ def _lay_switch(ours: str, switch: str, work: Path) -> None:
 
 
 def _make_places() -> None:
-    """Create the mount points in a tmpfs over /sys/kernel, if the host's kernel lacks one of them."""
+    """Create the directories in PLACES if the host's kernel lacks one of them.
+
+    They are in a tmpfs, which is mounted over /sys/kernel.
+    """
     if os.path.isdir(TRACING) and os.path.isdir(DEBUG):
         return
     _mount("tmpfs", "/sys/kernel", 0, "tmpfs")
@@ -411,9 +422,10 @@ def _make_places() -> None:
 
 
 def _pretend_type(work: Path) -> dict[str, str]:
-    """Build the library that answers system calls in place of the kernel; return variables that preload it.
+    """Build a library that answers some system calls of a program in place of the kernel.
 
-    Without a C compiler the result is empty.
+    Return the environment variables that make programs load the library. Without a C compiler the result is
+    empty.
     """
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:

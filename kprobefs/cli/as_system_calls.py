@@ -55,9 +55,11 @@ class CallAnswerer:
         self._debug = debug
 
     def serve(self, listener: int) -> None:
-        """Answer the next system call of `listener`, the descriptor of a seccomp filter's listener.
+        """Receive the next system call from the seccomp filter, and answer it.
 
-        If another file system or the caller may delay the answer, a new thread gives it.
+        `listener`: descriptor of the filter's listener. If the call copies between files, this thread
+        answers. Any other call is answered in a new thread, because another file system or the waiting task
+        may delay the answer.
         """
         buffer = bytearray(_NOTIFICATION.size)
         try:
@@ -205,7 +207,10 @@ class _Caller:
         return self._opened[-1]
 
     def open_descriptor(self, number: int) -> int:
-        """Open an open file of the task with O_PATH. Raises: OSError."""
+        """Open again, with O_PATH, the file that the task has open as descriptor `number`.
+
+        Return the new descriptor. Raises: OSError.
+        """
         return self.open(f"fd/{number & 0xFFFFFFFF}", os.O_PATH)
 
     def path_of(self, opened: int) -> str:
@@ -266,9 +271,10 @@ class _Caller:
 
 
 def _mount(waiting: _Waiting, caller: _Caller) -> int | None:
-    """Mount a read-only /proc for the caller. The kernel refuses to mount a writable one.
+    """Mount a read-only /proc for the caller, because the kernel refuses to mount a writable one.
 
-    Return 0 or an errno, or None if the kernel must execute the call. Raises: OSError.
+    Return 0 or an errno. Return None if the kernel must execute the call, for example because the call
+    mounts something else. Raises: OSError.
     """
     source, target, fstype, flags, data = waiting.arguments[:5]
     if flags & MS_MAGIC_MASK == MS_MAGIC:

@@ -1,8 +1,9 @@
 """The seccomp filter of a command under `--as-system`: the system calls to intercept, by machine.
 
-FUSE has one f_type for all file systems, and splices nothing from files of size 0. So the filter passes
-statfs(2) and the calls that copy files on to a process of kprobefs, which answers them. It also passes
-mount(2), because the kernel allows a command only a read-only mount of its own /proc.
+The filter passes system calls on to a process of kprobefs, which answers them. It passes statfs(2) on,
+because all FUSE file systems have the same f_type. It passes calls that copy files on, because FUSE splices
+nothing from files of size 0. It passes mount(2) on, because the kernel allows a command only a read-only
+mount of its own /proc.
 """
 
 from __future__ import annotations
@@ -172,10 +173,9 @@ def this_machine() -> Machine:
 def install_filter(*, own_user: bool, listen: bool) -> int | None:
     """Install the filter on the calling process and return the listener's descriptor.
 
-    `own_user`: the process is in a user namespace of its own. There perf_event_open(2) fails with EACCES,
-    because ids of events are those of the host's kernel, and mount(2) waits for the listener.
-    `listen`: create the listener, for which the other calls wait. Without it, the result is None.
-
+    `own_user`: the process is in a user namespace of its own. Then perf_event_open(2) fails with EACCES,
+    because ids of events are those of the host's kernel. Also, mount(2) waits for the listener. `listen`:
+    create the listener, for which the other intercepted calls wait. If `listen` is False, return None.
     Raises: OSError (ENOSYS: the machine's system calls are unknown; EBUSY: there is a listener already).
     """
     machine = this_machine()

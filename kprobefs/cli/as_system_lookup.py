@@ -98,7 +98,10 @@ class Credentials:
 
     @property
     def owner(self) -> int:
-        """Owner of the process's files in /proc: root, if the process may not be dumped. Raises: OSError."""
+        """Uid of the owner of the process's files in /proc: that of root if the process may not be dumped.
+
+        Raises: OSError.
+        """
         return Found(self._directory).owner
 
     def may_inspect(self, other: Credentials) -> bool:
@@ -312,14 +315,17 @@ class Lookup:
 
 
 def owner_of_namespace(namespace: int) -> int:
-    """Return the inode of the user namespace that owns an open namespace. Raises: OSError."""
+    """Return the inode of the user namespace that owns the namespace with the descriptor `namespace`.
+
+    Raises: OSError.
+    """
     return _namespace(namespace, _NS_GET_USERNS)
 
 
 def _namespace(namespace: int, request: int) -> int:
     """Return the inode of the namespace that an ioctl on an open namespace opens.
 
-    `request`: number of the ioctl. Raises: OSError.
+    `namespace`: descriptor of the open namespace. `request`: number of the ioctl. Raises: OSError.
     """
     found = fcntl.ioctl(namespace, request)
     try:

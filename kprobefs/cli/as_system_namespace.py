@@ -1,8 +1,8 @@
-"""The user namespace of a command under `--as-system`, and its helper process.
+"""The user namespace of a command under `--as-system`, and the helper process of the namespace.
 
 In a user namespace of its own, the command cannot reach the host's tracefs and debugfs. The kernel does not
-allow the command to mount one of them, to unmount a mount over one, or to reach them through other processes.
-The helper process stays outside of the user namespace, and maps the ids.
+allow the command to mount a tracefs or debugfs, to unmount what covers one, or to reach one through other
+processes. The helper process stays outside of the user namespace, and maps the ids.
 """
 
 from __future__ import annotations
@@ -105,7 +105,10 @@ class CommandNamespace:
             raise OSError(failure, os.strerror(failure))
 
     def _try(self) -> None:
-        """Test enter() in a child process, first without the listener. Raises: CliError."""
+        """Test enter() in a child process, first without the listener.
+
+        Raises: CliError (the host allows no further user namespace).
+        """
         listens = self._listens
         self._listens = False
         if failure := errno_of(self.enter):

@@ -22,11 +22,14 @@ class MountStatus:
     directory: str
     condition: MountState
     daemon: Daemon | None
-    """The mount's daemon, or None if it is gone or is not in this user's registry."""
+    """Record of the mount's daemon. None if the daemon is gone or is not in this user's registry."""
 
     @property
     def details(self) -> list[str]:
-        """Texts about the daemon for the output: its pid, options, and start time."""
+        """Texts about the daemon for the output: its pid, its options, and its start time.
+
+        The list is empty if the daemon is not known.
+        """
         if self.daemon is None:
             return []
         return [
@@ -74,8 +77,7 @@ def unmount(directory: str, *, force: bool = False) -> None:
 
     Afterwards, requests for files of the mount that are still open fail. If `force` is true, kill a daemon
     that does not end.
-
-    Raises: CliError.
+    Raises: CliError (not mounted, another user's mount, or the daemon does not end).
     """
     point = _mounted_on(directory)
     if point is None:
@@ -94,7 +96,11 @@ def unmount(directory: str, *, force: bool = False) -> None:
 
 
 def reboot(directory: str) -> None:
-    """Boot the kernel of a mount again. Raises: CliError, OSError (the boot failed)."""
+    """Boot the kernel of the mount on `directory` again.
+
+    Raises: CliError (not mounted, the daemon does not answer, or a distribution's kernel), OSError (the
+        boot failed).
+    """
     if _mounted_on(directory) is None:
         raise CliError(f"{directory}: kprobefs isn't mounted there", ExitStatus.NOT_MOUNTED)
     mountpoints.check_answers(directory)
@@ -113,7 +119,10 @@ def reboot(directory: str) -> None:
 
 
 def unmount_stale(directory: str) -> None:
-    """Detach stale mounts from `directory`, but no other mounts. Raises: CliError."""
+    """Detach stale mounts from `directory`, but no other mounts.
+
+    Raises: CliError (a mount cannot be detached).
+    """
     while _mounted_on(directory) is not None and mountpoints.condition(directory) is MountState.STALE:
         mountpoints.detach(directory)
     forget(directory)
@@ -126,7 +135,10 @@ def _mounted_on(directory: str) -> mountpoints.MountPoint | None:
 
 
 def _terminate(daemon: Running, *, force: bool) -> None:
-    """Send SIGTERM, then SIGKILL if `force` is true, until the daemon ends. Raises: CliError."""
+    """Send SIGTERM to a daemon, then SIGKILL if `force` is true and the daemon does not end.
+
+    Raises: CliError (the daemon does not end).
+    """
     daemon.send(signal.SIGTERM)
     if daemon.ends(END_TIMEOUT if not daemon.is_stopped else 0):
         return

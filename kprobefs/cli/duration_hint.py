@@ -14,9 +14,9 @@ from kprobefs.mount_options import CLOCKS
 
 ENTRY = re.compile(r"^\{ .*\} +hitcount: +(\d+)", re.MULTILINE)
 FEWEST = 10
-"""Minimum number of hits from which nearly equal durations are considered to be no accident."""
+"""Minimum number of hits in a histogram for a hint. With fewer hits, equal durations may be an accident."""
 SHARE = 0.9
-"""Minimum share of hits in the largest bucket from which the durations count as nearly all equal.
+"""Minimum share of a histogram's hits that must be in the largest bucket for a hint.
 
 The share is below 1: if the probed function reads files, reading the histogram adds other durations.
 """
@@ -65,7 +65,7 @@ def _entries(hist: Path) -> list[int]:
 
 
 def _measures(tracefs: Path) -> Iterator[bool]:
-    """Yield, for each trigger file of a probe's event, True if a trigger computes with times."""
+    """Yield True for each trigger file of a probe's event that contains `common_timestamp`, else False."""
     lines = (tracefs / "dynamic_events").read_text().splitlines()
     groups = {line.partition(":")[2].partition("/")[0] for line in lines if not line.startswith("s:")}
     for group in sorted(groups):

@@ -34,7 +34,10 @@ class Image:
 
 
 def images() -> Iterator[Image]:
-    """Yield the kernels in the boot cache, the most recently used first, and then the others of at_hand()."""
+    """Yield the kernels in the boot cache, the most recently used first, and then other kernels on this host.
+
+    The other kernels are those of kernel_packages.at_hand() that are not in the cache.
+    """
     now = time.time()
     known = set()
     for kernel in snapshot.cached():

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None, build: Builder | None = None) -> int:
-    """Run the program and return its exit status. `build` replaces the builder of the served kernel."""
+    """Run the program and return its exit status.
+
+    `arguments`: words of the command line after the name of the program; None: those of this process.
+    `build` replaces the builder of the served kernel.
+    """
     try:
         _open_standard_streams()
         status = _run_command(arguments, build)
@@ -475,7 +479,7 @@ def _bench(parsed: argparse.Namespace) -> int:
 
 
 def _check_bench(parsed: argparse.Namespace) -> None:
-    """Check that each given option has an effect on the benchmark. Raises: CliError."""
+    """Check that each given option has an effect on the benchmark. Raises: CliError (an option has none)."""
     known = {name for names in BENCH_OPTIONS.values() for name in names}
     taken = {"memory"} if parsed.memory and parsed.what == "return" else set(BENCH_OPTIONS[parsed.what])
     for name in sorted(known - taken):

@@ -59,7 +59,8 @@ class Result:
 
     case: Case
     status: int
-    """Exit status of `kprobefs run`, which is that of the command."""
+    """Exit status of `kprobefs run`: that of the command, or RUN_FAILED if the kernel could not be mounted.
+    """
     seconds: float
     log: Path
     line: str
@@ -235,8 +236,8 @@ def _hint(text: str) -> str:
 def _blamed(text: str) -> str:
     """Return the first line of `text` that probably names an error, or else the first that is not empty.
 
-    Hints of `kprobefs run` are ignored. Return "" if there is no other line. It names $KPROBEFS instead
-    of the mount's path.
+    Hints of `kprobefs run` are ignored. Return "" if there is no other line. In the returned line,
+    $KPROBEFS stands in place of the mount's path.
     """
     lines = [line.strip() for line in text.splitlines()]
     written = [line for line in lines if line and not _is_hint(line)]

@@ -206,9 +206,9 @@ def _disarmings(root: Path) -> list[str]:
 
 
 def present_events(directory: str) -> Past:
-    """Disarm all probes, and return what files tell about kprobe events, if the kernel keeps no history.
+    """Disarm all probes, and return the data about the mount's kprobe events from its files.
 
-    Events that are disabled or removed are missing.
+    Call this if the kernel keeps no history of events. Events that are disabled or removed are missing.
     """
     root = control_root(directory)
     # The kernel logs nothing if the probes were disarmed before. It does not see a read of its log.
@@ -244,10 +244,11 @@ def present_events(directory: str) -> Past:
 
 
 def switched_off(directory: str, *, kprobes: bool, calls_alone: bool) -> str:
-    """Return which switch keeps probes unarmed now, as the reason for a time that is over; "" if none does.
+    """Return a text that names the switch by which probes are unarmed now; "" if no switch is off.
 
-    Requests of this process must not hit probes. `kprobes`: whether kprobes trace the command. `calls_alone`:
-    whether fentry sites call all that traces it.
+    The text is in the past tense, as a reason why an ended command hit no probe. Requests of this process
+    must not hit probes. `kprobes`: whether kprobes trace the command. `calls_alone`: whether fentry sites
+    call all probes and tracers that trace the command.
     """
     root = control_root(directory)
     if kprobes and not _switch(root / "kprobes" / "enabled"):
@@ -256,7 +257,7 @@ def switched_off(directory: str, *, kprobes: bool, calls_alone: bool) -> str:
 
 
 def _switch(file: Path) -> bool:
-    """Return False if the file exists and contains 0."""
+    """Return False if the file exists and contains 0, else True."""
     with suppress(OSError):
         return file.read_text().strip() != "0"
     return True
@@ -265,7 +266,7 @@ def _switch(file: Path) -> bool:
 def _why_unarmed(probes: Sequence[str], *, has_calls: bool) -> str:
     """Return the reason why the probes of an enabled event could not be hit; "" if they could.
 
-    `probes`: their lines in kprobes/list. `has_calls`: whether fentry sites may call probes.
+    `probes`: lines of the probes in kprobes/list. `has_calls`: whether fentry sites may call probes.
     """
     if probes and all("[DISABLED]" in line for line in probes):
         return "the event was enabled while kprobes/enabled was 0"

@@ -198,13 +198,16 @@ class SymbolNames:
     """Names of the kernel's functions by address, from the text of kallsyms."""
 
     def __init__(self, kallsyms: str) -> None:
-        """Read the symbols. Without any, names are hexadecimal addresses."""
+        """Read the symbols in the text `kallsyms`. If it has no symbols, names are hexadecimal addresses."""
         words = (line.split() for line in kallsyms.splitlines())
         found = sorted((int(each[0], 16), each[2]) for each in words if each[2:] and each[1] in "tTwW")
         self._addresses = [address for address, _ in found]
         self._names = [name for _, name in found]
 
     def name(self, address: int) -> str:
-        """Return the name of the function that contains an address."""
+        """Return the name of the function that contains an address.
+
+        If the address is below all symbols, return it as a hexadecimal number.
+        """
         index = bisect_right(self._addresses, address) - 1
         return self._names[index] if index >= 0 else f"0x{address:x}"

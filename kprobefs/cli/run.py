@@ -56,14 +56,13 @@ def run(
     real_root: bool = False,
     tracing: TraceSession | None = None,
 ) -> int:
-    """Mount on a temporary directory, run `command` with its path in $KPROBEFS, and clean up.
+    """Mount on a temporary directory, run `command` with the path of the mount in $KPROBEFS, and clean up.
 
-    $KPROBEFS_OPTIONS has the options that select the same kernel again.
-
-    `as_system`: show the mount at the system's own paths, too, and run the command in namespaces of its own.
-    `real_root`: use no user namespace for the command.
-    `tracing`: trace the command, which runs in the directory that the session chooses.
-    Return the command's exit status, or 128 + number if a signal ended it. Raises: CliError.
+    $KPROBEFS_OPTIONS has the options that select the same kernel again. `as_system`: show the mount at the
+    system's own paths, too, and run the command in namespaces of its own. `real_root`: use no user
+    namespace for the command. `tracing`: trace the command, which runs in the directory that the session
+    chooses. Return the command's exit status, or 128 + number if a signal ended the command.
+    Raises: CliError.
     """
     if as_system:
         from kprobefs.cli import as_system as as_system_places
@@ -132,9 +131,9 @@ def check_host() -> None:
 
 @contextmanager
 def mounted(options: MountOptions, build: Builder) -> Iterator[Path]:
-    """Yield a temporary directory with a mount in its `mnt`; remove both after the block.
+    """Yield a temporary directory with a mount in its subdirectory `mnt`; remove both after the block.
 
-    Raises: CliError.
+    Raises: CliError (the directory cannot be made, or the mount failed).
     """
     check_host()
     try:
@@ -173,9 +172,10 @@ def mounted(options: MountOptions, build: Builder) -> Iterator[Path]:
 
 
 def run_traced(directory: str, command: Sequence[str], tracing: TraceSession) -> int:
-    """Run `command` with probes on an existing mount, and return its exit status.
+    """Run `command` with probes on an existing mount, and return the command's exit status.
 
-    The status is 128 + number if a signal ended the command. Raises: CliError.
+    The status is 128 + number if a signal ended the command.
+    Raises: CliError.
     """
     return _runner(command, tracing).run(directory, tracing)
 
@@ -285,9 +285,9 @@ class _Runner:
 def signal_left(directory: str, session: int, number: signal.Signals) -> None:
     """Send a signal to all processes of a session that have the mount in their environment.
 
-    These are processes that a command has left behind. A process that made its own session is meant to
-    outlive the command. Stopped processes are continued, as after a hangup.
-    `session`: id of the session. If the environment of a process cannot be read in time, it gets no signal.
+    A command has left these processes behind. No signal is sent to a process that made its own session,
+    because it is meant to outlive the command, nor to a process whose environment cannot be read in time.
+    Stopped processes are continued, as after a hangup. `session`: id of the session.
     """
     mark = os.fsencode(f"KPROBEFS={directory}")
     memory = ProcessMemory(READ_TIMEOUT)

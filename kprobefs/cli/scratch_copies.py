@@ -22,9 +22,10 @@ def copies_of_arguments(command: Sequence[str], scratch: Path, own: str = "") ->
     """Copy the files and directories that a command's words name to scratch/, and yield the command's place.
 
     Regular files and directories with relative paths without ".." are copied, and the command itself if it
-    has such a path. If others use the mount, the copies are in the directory `own` of scratch/, which is the
-    command's place. If nothing is copied, the place is scratch/. At the end, report the copies that the
-    command has changed, and remove all copies and the directory.
+    has such a path. `own`: name of a new directory in scratch/ for the copies, if other users may use the
+    mount; "": the copies are in scratch/ itself. The place is the directory with the copies, or scratch/ if
+    nothing is copied. At the end, report the copies that the command has changed, and remove all copies and
+    the directory.
     Raises: OSError (scratch/ has no space).
     """
     place = scratch / own

@@ -31,7 +31,7 @@ RECORDS = 500
 HELP = "q quit  up/down choose  enter open  e enable  o optimize  s sort  r reverse"
 BACK = "q quit  escape back  up/down scroll  e enable  o optimize"
 MAX_LINES = 1 << 20
-"""Number of rows that exceeds the length of any list; a move by it leads to the first or last line."""
+"""Number of rows by which the selection moves to reach the first or last line; no list is as long."""
 MORE_KEYS = "? all keys"
 """Last words of the line of keys if the terminal is too narrow to name all keys."""
 KEYS = (

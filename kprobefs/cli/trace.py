@@ -38,7 +38,7 @@ NOTRACE = "set_event_notrace_pid"
 """File of a trace array with the pids whose events are not recorded."""
 SYMBOL = re.compile(r"[A-Za-z_][\w.]*")
 PREFIXES = (4, 2)
-"""Lengths of the common prefix of a wrong name and a similar symbol; the greater is tried first."""
+"""Lengths in characters of the prefix that a similar symbol shares with a wrong name; tried in this order."""
 MAX_NEAREST = 3
 """Maximum number of similar symbols that a message names."""
 PID_NAMESPACE = "/proc/self/ns/pid"
@@ -213,7 +213,11 @@ class AttachedProbes:
                 )
 
     def _advice(self, probe: AskedProbe) -> str:
-        """Return advice about a probe that the kernel refused: similar symbols, or the text's meaning."""
+        """Return advice about a probe that the kernel refused.
+
+        The advice names similar symbols. If there are none, it says how the text of the probe was
+        understood.
+        """
         symbol = re.split(r"[+%]", probe.place, maxsplit=1)[0]
         return self._nearest(symbol) or f"understood as {escape_for_terminal(probe.understood)}"
 
@@ -307,9 +311,10 @@ class AttachedProbes:
             self._graph.start(pids)
 
     def _exclude_from_others(self, *pids: int) -> list[int]:
-        """Exclude processes of this session from the other sessions; return the pids of those.
+        """Exclude the processes `pids` of this session from tracing by all other sessions on the mount.
 
-        Each session has its pids in its instance.
+        Return the pids of processes of the other sessions, which this session must exclude. Each session
+        keeps its pids in the file NOTRACE of its instance.
         """
         others: list[int] = []
         for name in self._files.directories(f"{self._files.tracefs()}instances"):

@@ -87,7 +87,11 @@ class RecordParser:
 
 
 def _objects(line: str, layouts: Layouts) -> Iterator[dict[str, object]]:
-    """Yield the objects of a line, which are two for a function of the call graph that calls no other."""
+    """Yield the objects of a line of trace_pipe.
+
+    A line has one object, except that of a traced function that calls no other traced function. Such a line
+    has two objects: one for the function's entry and one for its exit.
+    """
     found = GRAPH.match(line)
     if found is None:
         yield record(line, layouts)
@@ -126,7 +130,8 @@ def text_line(line: str, output: TextIO) -> str:
 def layout(text: str) -> Layout:
     """Return the layout of an event, from the text of its `format` file.
 
-    A group is named after the word before a "=". If each value is a whole field, it is named after the field.
+    A group is named after the word before a "=". If there is no such word, and each value is a whole field,
+    the group is named after the field. Otherwise the group has no name.
     """
     found = PRINT_FMT.search(text)
     if found is None:

@@ -272,7 +272,10 @@ def _age(path: Path) -> float:
 
 
 def runtime_directory() -> Path:
-    """Return the directory of records and logs, created with access for its owner only. Raises: CliError."""
+    """Return the directory of records and logs, created with access for its owner only.
+
+    Raises: CliError (the directory cannot be created, or belongs to another user).
+    """
     path = _base_path() / "daemons"
     for each, mode in ((path.parent, 0o755), (path, 0o700)):
         try:

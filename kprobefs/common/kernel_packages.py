@@ -49,9 +49,10 @@ def directory() -> Path:
 
 
 def fetch(name: str) -> Path:
-    """Fetch a kernel with apt, and return the path of its package. Raises: CliError.
+    """Fetch a kernel with apt, and return the path of its package.
 
-    `name`: DISTRIBUTION:SUITE[/FLAVOUR]. A package that was fetched before is only looked up.
+    `name`: DISTRIBUTION:SUITE[/FLAVOUR]. If the package was fetched before, nothing is downloaded.
+    Raises: CliError (the name is malformed, the flavour is unknown, or apt is missing or fails).
     """
     found = NAME.match(name)
     if found is None:

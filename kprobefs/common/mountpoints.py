@@ -1,4 +1,4 @@
-"""Mount points of kprobefs: lists them, checks whether their daemons answer, and unmounts them."""
+"""Mount points of kprobefs: lists them, checks whether the mounts' daemons answer, and unmounts them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,10 @@ class MountPoint:
 
 
 def check_proc() -> None:
-    """Check that /proc shows this pid namespace and is not mounted with subset=pid. Raises: CliError."""
+    """Check that /proc shows this pid namespace and is not mounted with subset=pid.
+
+    Raises: CliError (one of these is not so).
+    """
     if not os.path.lexists("/proc/self"):
         raise CliError("/proc: no file system of processes; run mount -t proc proc /proc")
     try:
@@ -119,7 +122,8 @@ def mounted_on(directory: str) -> MountPoint | None:
 def resolve(path: str) -> str:
     """Return the absolute path without symbolic links, and send no request to a mount of kprobefs.
 
-    realpath(3) would wait for the mount's daemon, which may hang. Raises: CliError.
+    realpath(3) would wait for the mount's daemon, which may hang.
+    Raises: CliError (the path is empty, the working directory was removed, or links form a loop).
     """
     if not path:
         raise CliError("empty directory name; give a directory", ExitStatus.USAGE)
@@ -251,9 +255,9 @@ class _Question:
 def _ask(directory: str, writer: int) -> NoReturn:
     """Request the mount's state, and write two lines to the descriptor `writer`.
 
-    The first line is the errno of a request to the daemon; the second is the state. After an errno other than
-    0, there is no second line. The daemon alone answers the first request. The request for the state needs
-    the kernel of the mount, too.
+    The first line is the errno of a request that only the daemon must answer. If the errno is 0, the second
+    line is the state, for which the kernel of the mount must answer, too. After another errno, there is no
+    second line.
     """
     try:
         # A process that waits for the end of the parent's output must not wait for this child.
@@ -329,7 +333,10 @@ def _mount_number(descriptor: int) -> int:
 
 
 def check_owner(point: MountPoint) -> None:
-    """Check that this user may unmount a mount point. Raises: CliError."""
+    """Check that this user may unmount a mount point.
+
+    Raises: CliError (another user has mounted it).
+    """
     if os.geteuid() in (0, point.owner) or point.owner is None:
         return
     import pwd
@@ -373,7 +380,10 @@ def prepared(directory: str, *, make: bool = False, allow_other: bool = False) -
 
 
 def _make(directory: str, made: list[str]) -> None:
-    """Create the missing directories of a path, and append their paths to `made`. Raises: CliError."""
+    """Create the missing directories of a path, and append their paths to `made`.
+
+    Raises: CliError (a directory cannot be created).
+    """
     missing = []
     place = directory
     while not os.path.lexists(place):

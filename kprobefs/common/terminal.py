@@ -55,12 +55,12 @@ def has_colours(stream: TextIO) -> bool:
 
 
 def wrap(text: str, stream: TextIO, indent: str = "", first: str = "", columns: int | None = None) -> str:
-    """Return a line of text, broken between words if it is too long for the terminal.
+    """Return a line of text, broken between words if the line is too long for the terminal.
 
-    `indent`: start of each further line. `first`: text before the line. `columns`: maximum number of columns
-    if the stream is not a terminal; lines may be longer without it. A text of several lines stays
-    unchanged, because it may have a caret below a column. The terminal breaks the line with the caret at the
-    same column as the line above it.
+    `indent`: start of each further line. `first`: text before the line. `columns`: maximum number of
+    columns if the stream is not a terminal; None: no maximum.
+    A text of several lines stays unchanged, because it may have a caret that points at a column of the line
+    above. The terminal breaks both lines at the same column.
     """
     if is_interactive(stream):
         # A terminal without a size reports 0.

@@ -181,7 +181,7 @@ def _cpu(options: MountOptions) -> ProductionCpu | None:
 
 
 def _linux_profile(options: MountOptions, kernel: LinuxKernel) -> Profile:
-    """Return the profile that the options name, or that of the kernel's version, with their strategy.
+    """Return the profile that the options name, or that of the kernel's version, with the options' strategy.
 
     The profiles for RISC-V are for any version. Raises: CliError (the kernel is for another processor).
     """

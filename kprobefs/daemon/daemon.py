@@ -57,10 +57,11 @@ def start_in_background(options: MountOptions, build: Builder, log_file: Path | 
 
 
 def start_as_child(options: MountOptions, build: Builder, on_orphaned: Callable[[], None]) -> int:
-    """Start a daemon that ends with its parent; return its pid when its mount answers. Raises: CliError.
+    """Start a daemon that ends with its parent; return the daemon's pid when the mount answers.
 
     When the daemon and its parent have ended, in any order and by any signal, another process calls
     `on_orphaned`.
+    Raises: CliError (with the daemon's message).
     """
     start = DaemonStart(options, build, None)
     parent = os.getpid()
@@ -99,7 +100,11 @@ class DaemonStart:
     """
 
     def __init__(self, options: MountOptions, build: Builder, log_file: Path | None) -> None:
-        """Check /proc and the log, and open the pipe, before the fork. Raises: CliError."""
+        """Check /proc and the log, and open the pipe, before the fork.
+
+        `log_file`: None selects the log in the runtime directory.
+        Raises: CliError (see check_proc() and check_log()).
+        """
         self._options = options
         self._build = build
         mountpoints.check_proc()

@@ -16,16 +16,17 @@ TAIL = 4096
 def check_log(path: str, directory: str, *, is_explicit: bool) -> None:
     """Check that `path` can be the log of a daemon that serves `directory`.
 
-    `is_explicit`: whether the user has named the path by --log. Raises: CliError.
+    `is_explicit`: whether the user has named the path by --log.
+    Raises: CliError (the path is inside a mount, is not a regular file, or cannot be opened).
     """
     os.close(_open(path, directory, 0, is_explicit=is_explicit))
 
 
 def open_log(path: str, directory: str, *, truncates: bool, is_explicit: bool = True) -> int:
-    """Open the log for appending and return its descriptor; truncate it first if `truncates` is True.
+    """Open the log for appending and return its descriptor; truncate the log first if `truncates` is True.
 
     `is_explicit`: whether the user has named the path by --log.
-    Raises: CliError.
+    Raises: CliError (the path is inside a mount, is not a regular file, or cannot be opened).
     """
     return _open(path, directory, os.O_TRUNC if truncates else 0, is_explicit=is_explicit)
 

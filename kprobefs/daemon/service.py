@@ -45,7 +45,7 @@ END_TIMEOUT = 2.0
 SWITCH_INTERVAL = 0.0002
 """Argument of sys.setswitchinterval(), in seconds.
 
-It is short, because hooks of the emulator and requests compete for Python's interpreter lock.
+The interval is short, because hooks of the emulator and requests compete for Python's interpreter lock.
 """
 FULL_COLLECTIONS = 50
 """Number of garbage collections of the middle generation for each full collection.
@@ -92,7 +92,7 @@ class StartUp:
 class WatchdogReports:
     """Receives the watchdog process's reports about the state of the mount.
 
-    At each report it sends a keep-alive to the service manager.
+    At each report, the object sends a keep-alive to the service manager.
     """
 
     def __init__(self, watchdog: ServiceWatchdog | None, wake: Wake) -> None:
@@ -135,7 +135,10 @@ class ServiceStatus:
 
 
 class Service:
-    """Serves one mount. It must run in the main thread, because it handles signals."""
+    """Serves one mount.
+
+    The object must run in the main thread, because it handles signals.
+    """
 
     def __init__(self, options: MountOptions, build: Builder, *, applies_definitions: bool) -> None:
         """Prepare the service.

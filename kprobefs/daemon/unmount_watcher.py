@@ -25,7 +25,7 @@ class Orphaned:
     parent: int
     """pidfd of the daemon's parent."""
     clean_up: Callable[[], None]
-    """Function that does the work. It is called even if the parent has already done the work."""
+    """Function that does the work. The function is called even if the parent has already done the work."""
 
 
 class UnmountWatcher:
@@ -71,7 +71,10 @@ class UnmountWatcher:
 def _watch(
     directory: str, reader: int, daemon: int, at_killed: Callable[[], None], orphaned: Orphaned | None
 ) -> NoReturn:
-    """Wait for the daemon's end, then unmount. Do not look up the directory before: autofs may guard it."""
+    """Wait for the daemon's end, then unmount `directory`. Never return.
+
+    Do not look up the directory before the daemon has ended: autofs may guard it.
+    """
     # Hazard: this is a forked copy of the daemon. No exception may unwind into the daemon's frames.
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

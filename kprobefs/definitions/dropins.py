@@ -54,7 +54,10 @@ class Text:
 
     text: str
     is_shown: bool = True
-    """Whether messages may show lines of the file: it is public, or its path has no symbolic link."""
+    """Whether messages may show lines of the file.
+
+    True if all users can read the file, or if its path has no symbolic link.
+    """
 
 
 def read(path: Path) -> Text:

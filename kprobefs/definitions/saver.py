@@ -77,17 +77,17 @@ AWAITED = ":mod:"
 EVENTS_PER_STEP = 64
 """Number of events whose files are read in one step of a reboot; requests wait during a step."""
 ARMED = "kprobes/enabled"
-"""Path of the switch that arms all probes. It is on in a new mount."""
+"""Path of the switch that arms all probes. In a new mount, the switch is on."""
 OPTIMIZATION = "sysctl/debug/kprobes-optimization"
-"""Path of the switch of the optimizer. It is on in a new mount."""
+"""Path of the switch of the optimizer. In a new mount, the switch is on."""
 FTRACE = "sysctl/kernel/ftrace_enabled"
-"""Path of the switch of function tracers and of probes that use ftrace. It is on in a new mount."""
+"""Path of the switch of function tracers and of probes that use ftrace. In a new mount, the switch is on."""
 STATS = "kprobes/stats"
 """Path of the directory with a subdirectory for each event, with the state and switches of its probes."""
 UNSWITCHED = {"pending", "gone"}
 """Modes of probes that have no switches, because they cannot be enabled, disabled or optimized."""
 STACK_TRACER = "sysctl/kernel/stack_tracer_enabled"
-"""Path of the switch of the stack tracer. It is off in a new mount."""
+"""Path of the switch of the stack tracer. In a new mount, the switch is off."""
 NO_FILTER = "none"
 """Content of the filter file of an event without a filter."""
 REFUSED_FILTER = re.compile(r"\n(?: *\^\nparse_error: .*|Error: \(.*\))\n*\Z")
@@ -225,8 +225,9 @@ class _Array:
 def _is_default(word: str) -> bool:
     """Return True if a word of trace_options, such as noblock, is the default in a new mount.
 
-    Either value of trace_printk_dest counts as the default in the top array: Linux switches it off when an
-    instance switches its own on, and does not allow users to switch it off.
+    For the option trace_printk_dest, either value counts as the default in the top array. Linux switches
+    the option of the top array off when an instance switches its own on, and does not allow users to switch
+    it off.
     """
     if word == "notrace_printk_dest":
         return True

@@ -80,7 +80,10 @@ class Files(ABC):
                 yield f"{group}/{event}"
 
     def tracefs(self) -> str:
-        """Return the directory of the tracefs: "" or with a slash at its end. Raises: CliError."""
+        """Return the directory of the tracefs: "" or with a slash at its end.
+
+        Raises: CliError (the mount has no tracefs).
+        """
         for directory in ("tracing/", ""):
             if self.exists(f"{directory}dynamic_events"):
                 return directory

@@ -14,10 +14,10 @@ _USED = re.compile(r"\$(?P<name>\w+)")
 
 
 def by_need(lines: Sequence[Line]) -> list[Line]:
-    """Return the lines of triggers so that each variable is defined before it is used, where possible.
+    """Return the lines of triggers in an order in which each variable is defined before it is used.
 
-    Lines that do not depend on each other keep their order. If lines depend on each other in a circle, one of
-    them comes too early.
+    Lines that do not depend on each other keep their order. If lines depend on each other in a circle, one
+    of them comes too early.
     """
     defining = defaultdict[str, list[int]](list)
     for index, line in enumerate(lines):

@@ -726,8 +726,9 @@ class _LoopState:
     def may_be_releasing(self) -> bool:
         """Return False if the thread certainly answers no RELEASE that left the queue before this call.
 
-        Hazard: the host's kernel takes a request out of its queue before it copies the request. So a
-        thread without a request in its buffer has none for certain only if it sleeps.
+        Hazard: the host's kernel takes a request out of the queue before it copies the request to the
+            thread's buffer. So a thread whose buffer has no request may still have taken one, unless the
+            thread sleeps.
         """
         if not self._opcode and self._is_running():
             return True

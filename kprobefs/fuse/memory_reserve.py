@@ -17,7 +17,10 @@ RESERVE = 12 << 20
 FLOOR = 4 << 20
 """Bytes of the reserve that must be left to open or read a file: libraries abort if malloc(3) fails."""
 ROOM = 512 << 10
-"""Size in bytes of a mapping in the reserve. Its memory is for pages of libfuse's names, and for threads."""
+"""Size in bytes of a mapping that is unmapped with the reserve.
+
+The memory becomes free for pages of libfuse's table of names, and for threads.
+"""
 LOOK = 0.01
 """Seconds between two checks of the free memory; requests in between take less than HEADROOM."""
 _PIECE = 100_000

@@ -30,9 +30,9 @@ FAILED = -1
 class WorkerThreads:
     """Runs `loop` in several threads until all of them have ended.
 
-    libfuse's own pool starts a thread whenever all threads are busy, and ends it when too many are idle. With
-    Python's global lock between them this happens every few requests, and takes 50 us each time. Python's
-    threads also keep their interpreter state from one callback to the next.
+    libfuse's own pool starts a thread whenever all threads are busy, and ends a thread when too many are
+    idle. Because of Python's global lock, the pool does this every few requests, and starting or ending a
+    thread takes 50 us. Threads of Python also keep their interpreter state from one callback to the next.
     """
 
     def __init__(self, loop: Callable[[], object], free: int = FREE_LOOPS) -> None:

@@ -428,7 +428,8 @@ def _placed(kernel: Kernel, probe: Kprobe, hits: Callable[[], int | None]) -> Me
 def settle(kernel: Kernel, enabled: Kprobe | None = None) -> None:
     """Wait until the optimizer has written or removed all jumps that are due.
 
-    `enabled`: probe that was just enabled, or None. With a profile of djprobe, request its jump first.
+    `enabled`: probe that was just enabled, or None. If the kernel's profile has djprobes, first request the
+    jump of `enabled`.
     """
     kprobes = kernel.kprobes
     if enabled is not None and kprobes.optimizer is not None and kprobes.profile.djprobe is not None:

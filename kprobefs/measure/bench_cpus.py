@@ -105,7 +105,11 @@ class CpusFigure:
 
 
 def cases(arch: str, cpus: Sequence[int], profile: str | None = None) -> list[CpusCase]:
-    """Return the cases, for each number of CPUs: all modes of a preset, or by default the source's modes."""
+    """Return the cases: each kind of handler in each mode, for each number of CPUs.
+
+    `profile`: name of a preset, all of whose modes are measured. None: the modes of the djprobe paper are
+    measured.
+    """
     ways = [mode for mode in modes(arch, profile) if mode not in (FTRACE, TRAP_FLAG, SAVE_ALL) or profile]
     return [
         CpusCase(probe, mode, number, arch, profile)

@@ -25,7 +25,7 @@ _LOGGERS = ("distributed.client", "distributed.core", "distributed.comm")
 
 
 def check_installed() -> None:
-    """Check that Dask's library for clusters is installed. Raises: CliError."""
+    """Check that Dask's library for clusters is installed. Raises: CliError (the library is missing)."""
     if find_spec("distributed") is None:
         why = "needs dask and distributed; install kprobefs[cluster]"
         raise CliError(f"--scheduler: {why}", ExitStatus.USAGE)

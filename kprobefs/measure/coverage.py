@@ -50,7 +50,10 @@ class Coverage:
     symbols: list[tuple[Symbol, Reasons]] = field(default_factory=list)
     """Functions of the subject, each with its counts of instructions by reason."""
     pairs: int | None = None
-    """Number of instructions that the authors of a policy count as optimizable; None except for RISC-V."""
+    """Number of instructions that the authors of the policy regard as optimizable; None without their count.
+
+    Only the policy of the RISC-V patch ("Add OPTPROBES feature on RISCV") has a count by its authors.
+    """
     seconds: float = 0.0
     """CPU time of the analysis in seconds."""
 

@@ -103,9 +103,10 @@ class Subject:
         return self._has("arch_prepare_optimized_kprobe")
 
     def own_kprobes(self, *, has_jumps: bool) -> str:
-        """Return how the kernel's own kprobes differ from kprobefs's, as a sentence; "" if they do not.
+        """Return a clause that names what a RISC-V kernel's own kprobes lack in comparison with kprobefs's.
 
-        `has_jumps`: whether kprobefs's kprobes are optimized. On x86, the kernel's symbols decide that.
+        Return "" if nothing is missing, if the kernel's symbols do not say so, or on other architectures.
+        `has_jumps`: whether kprobefs's kprobes are optimized.
         """
         if not self.arch.startswith("riscv"):
             return ""

@@ -12,7 +12,7 @@ from typing import IO, Any, Self
 from kprobefs.common.errors import CliError, ExitStatus
 
 _VERSION = 1
-"""Version of the format. It must be increased if the lines or the form of a result change."""
+"""Version of the format. If the lines or the form of a result change, the number must be increased."""
 _HEAD = '{"kprobefs": "results", "version": %d}\n'
 """First line of a results file, without the version."""
 _FIRST_LINE = re.compile(r'\{"kprobefs": "results", "version": ([0-9]{1,9})\}\n')

@@ -120,9 +120,10 @@ class Judge:
         return symbol.address + self.place(Location(symbol, 0)).offset
 
     def reasons(self, symbol: Symbol) -> Collection[RejectReason | Tactics | None]:
-        """Return the result of ProbeChecker.reasons() for each instruction of a function except filler.
+        """Return the reason for each instruction of a function except filler; see ProbeChecker.reasons().
 
-        A landing pad counts as the instruction to which Linux moves its probe.
+        If kprobe events refuse the function, each reason is NOTRACE. A landing pad counts as the
+        instruction to which Linux moves its probe.
         """
         if self.is_notrace(symbol):
             found: Mapping[int, RejectReason | Tactics | None] = dict.fromkeys(

@@ -146,7 +146,10 @@ def _is_foreign(text: str, interface: Interface) -> bool:
 
 
 def _of_foreign(kernel: PlannedKernel, line: Line) -> Iterator[Finding]:
-    """Yield warnings about a line of another kind: about the arguments of fprobe and tracepoint events."""
+    """Yield warnings about the fetch arguments of a line that defines an fprobe event or a tracepoint event.
+
+    A line with an event of another kind gets no warning.
+    """
     words = argv_split(line.text)
     if kernel.btf is None or len(words) < 2 or line.text[0] not in "ft":
         return

@@ -1,4 +1,4 @@
-"""PlannedKernel: a kernel for which probes are planned. It is read from a file or a dump, or is built in."""
+"""PlannedKernel: a kernel for which probes are planned: a kernel in a file or a dump, or the built-in one."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class PlannedKernel:
 
     @cached_property
     def judge(self) -> Judge:
-        """Judge of probes in the kernel, with its text as it is in its file."""
+        """Judge of probes in the kernel. The judge sees the kernel's text as it is in the kernel's file."""
         return Judge(Subject(self.title, self.arch, self.tables), self.profile)
 
     @property
@@ -180,10 +180,10 @@ class PlannedKernel:
 
     @cached_property
     def ways(self) -> Mapping[int, Sequence[int]]:
-        """Address of an instruction -> further addresses where execution may continue after it.
+        """Address of an instruction -> further addresses at which execution may continue after it.
 
-        These are the targets of jump labels that may be patched in, and the fixups of instructions that
-        fault.
+        The further addresses are the targets of jump labels that may be patched in, and the fixups of
+        instructions that fault.
         """
         ways: dict[int, list[int]] = {}
         for code, target, _ in self.tables.jump_labels:

@@ -1,6 +1,6 @@
 """Searches machine code for byte strings, and for displacements to a range of offsets.
 
-The searches use bytes.find(), because decoding each instruction would take longer.
+The searches use bytes.find(), because decoding all instructions would take longer.
 """
 
 from __future__ import annotations

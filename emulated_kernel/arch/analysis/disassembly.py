@@ -55,7 +55,7 @@ class Disassembler:
     """
 
     def __init__(self, arch: str, *modes: str, width: int) -> None:
-        """Store the names of capstone's constants for the architecture and its modes.
+        """Store the names of capstone's constants: `arch` for the architecture, and `modes`.
 
         `width` is the number of columns that lines() reserves for the bytes of an instruction.
         """
@@ -143,9 +143,10 @@ def _with_address(text: str, name: AddressName) -> str:
 
 
 def _riscv_named(insns: list[tuple[int, int, str]], name: AddressName) -> Iterator[tuple[int, int, str]]:
-    """Yield RISC-V instructions (address, size in bytes, text), with names of branch targets.
+    """Yield the RISC-V instructions `insns`, with names of branch targets in their texts.
 
-    An auipc and the instruction after it may form one address, which is then named as well.
+    An item is (address, size in bytes, text). If an auipc and the instruction after it form one address,
+    this address is named as well.
     """
     texts = [_with_target(text, at, name) for at, _, text in insns]
     for number, ((at, _, high), (_, _, low)) in enumerate(pairwise(insns)):

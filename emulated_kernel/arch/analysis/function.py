@@ -33,7 +33,7 @@ class Function:
     code: bytes
     """Machine code of the function, without the bytes that probes patch.
 
-    It is shorter than `size` if part of the text couldn't be read.
+    The code is shorter than `size` if part of the text couldn't be read.
     """
     fentry_sites: tuple[PatchSite, ...] = ()
     """Fentry sites inside the function (its mcount locations)."""

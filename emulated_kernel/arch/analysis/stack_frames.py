@@ -53,7 +53,7 @@ class Frame:
         return Frame(self.regs, self.slots)
 
     def meet(self, other: Frame) -> bool:
-        """Keep only the contents that both frames share; return True if this frame lost anything."""
+        """Keep only the contents that `other` has, too; return True if this frame lost anything."""
         regs = dict(self.regs.items() & other.regs.items())
         slots = dict(self.slots.items() & other.slots.items())
         changed = len(regs) != len(self.regs) or len(slots) != len(self.slots)
@@ -110,7 +110,10 @@ class Frame:
             self.slots[place] = value
 
     def drop_below(self, stack_pointer: str) -> None:
-        """Forget the slots below the stack pointer, because the next interrupt overwrites them."""
+        """Forget the slots below the stack pointer, because the next interrupt overwrites them.
+
+        `stack_pointer`: name of the register that is the stack pointer.
+        """
         top = self.at(stack_pointer)
         if top is not None:
             self.slots = {at: v for at, v in self.slots.items() if at[0] != top[0] or at[1] >= top[1]}
@@ -236,8 +239,9 @@ def find_frames(
 ) -> FunctionFrames:
     """Compute the stack frames before all instructions of a function.
 
-    `entries`: address at which the function is entered -> known frame there. `ways`: instruction address ->
-    further targets of the instruction, such as a fixup or a jump label.
+    `insns`: address -> instruction. `entries`: address at which the function is entered -> known frame
+    there. `ways`: instruction address -> further targets of the instruction, such as a fixup or a jump
+    label. `stack_pointer`: name of the stack pointer.
     A call or trap may never return. So its frame is used for the next instruction only if no other path
     leads to this instruction. If another path arrives with a different stack pointer, the call is recorded
     as a dead end and the search restarts.

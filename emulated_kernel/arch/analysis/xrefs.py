@@ -22,9 +22,9 @@ Reference = tuple[int, int]
 PossibleReferences = Callable[[int, bytes, range | None], Iterator[Reference]]
 """Function (address, code at the address, window) that yields references from bit patterns in the code.
 
-A pattern looks like a direct branch, for example. It may start at any byte, even in the middle of an
-instruction. The function yields all references to addresses in the window, and maybe other ones. If the
-window is None, it yields the references to all addresses.
+A pattern looks like a direct branch, for example, and may start at any byte, even in the middle of an
+instruction. The function yields all references to addresses in the window, and maybe references to other
+addresses. If the window is None, the function yields the references to all addresses.
 """
 
 WINDOWS = 8
@@ -178,7 +178,7 @@ class CodeXrefs:
     def pointer(self, region: range) -> Rejection | None:
         """Return a rejection if a word of data may point into the region; otherwise None.
 
-        An entry of a jump table is an example.
+        For example, the word may be an entry of a jump table.
         """
         return _first(RejectReason.POINTER_INTO_RANGE, self._pointers.into(region))
 

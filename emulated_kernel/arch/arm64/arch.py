@@ -125,8 +125,10 @@ class Arm64(Arch):
         rules: ProbeRules = frozenset(),
         may_fault: bool = False,
     ) -> ArchSpecificInsn:
-        """Analyse the instruction at `addr`; return its copy for an instruction slot, or its emulation.
+        """Analyse the instruction at `addr`; return its copy for an insn slot, or its emulation.
 
+        The copy does not depend on `slot_addr`. `rules` and `may_fault` are ignored, because no instruction
+        is boosted.
         Raises: KernelError EINVAL (the instruction can be neither copied nor simulated).
         Mirrors: arch/arm64/kernel/probes/kprobes.c:arch_prepare_kprobe, arch_prepare_ss_slot (v6.12).
         """

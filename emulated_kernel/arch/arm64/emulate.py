@@ -53,7 +53,7 @@ class Arm64Emulation(Emulation):
     def _target(self, regs: Any) -> int:
         """Return the address at which execution continues after the branch, call or return.
 
-        This is the next instruction if a conditional branch is not taken.
+        If a conditional branch is not taken, return the address of the next instruction.
         """
         word = self.word
         offset = insn.branch_offset(word)

@@ -126,7 +126,10 @@ def shift_left(rd: int, rn: int, count: int) -> bytes:
 
 
 def shift_right(rd: int, rn: int, count: int, *, is_signed: bool = False) -> bytes:
-    """Encode an instruction that sets rd to rn, shifted right by `count`, 0 to 63."""
+    """Encode an instruction that sets rd to rn, shifted right by `count`, 0 to 63.
+
+    The upper bits become copies of the highest bit if `is_signed` is set, otherwise zeros.
+    """
     return _bytes((0x9340FC00 if is_signed else 0xD340FC00) | count << 16 | rn << 5 | rd)
 
 
@@ -227,12 +230,18 @@ def decode_load(code: bytes) -> MemoryLoad | None:
 
 
 def store_pair(base: int, offset: int, first: int, second: int) -> bytes:
-    """Encode stp: store two registers at base + offset, a multiple of 8 from -512 to 504."""
+    """Encode stp: store `first` at base + offset, and `second` 8 bytes after it.
+
+    The offset is a multiple of 8 from -512 to 504.
+    """
     return _bytes(_PAIR_STORE | (offset // WORD & 0x7F) << 15 | second << 10 | base << 5 | first)
 
 
 def load_pair(base: int, offset: int, first: int, second: int) -> bytes:
-    """Encode ldp: load two registers from base + offset, a multiple of 8 from -512 to 504."""
+    """Encode ldp: load `first` from base + offset, and `second` from 8 bytes after it.
+
+    The offset is a multiple of 8 from -512 to 504.
+    """
     return _bytes(_PAIR_LOAD | (offset // WORD & 0x7F) << 15 | second << 10 | base << 5 | first)
 
 

@@ -50,7 +50,10 @@ While the handlers of this call run, x9 contains the address after the site, and
 address.
 """
 EXCHANGE_LINKS = move(SCRATCH, LINK) + move(LINK, CALLER) + move(CALLER, SCRATCH)
-"""Code that exchanges x30 and x9, at the start of code that an fentry site calls. It overwrites SCRATCH."""
+"""Code that exchanges x30 and x9, at the start of code that an fentry site calls.
+
+The exchange overwrites SCRATCH.
+"""
 
 
 def handler_code(
@@ -84,7 +87,8 @@ def _frame_slots(body: Arm64Lowering, room: int) -> dict[int, int]:
 def _save_all(program: Program, constants: Mapping[str, int], before: bytes) -> HandlerCode:
     """Return `before` and a program's code, within code that saves all registers in a frame.
 
-    At each host call of the program, sp points at the complete frame (struct user_pt_regs).
+    At each host call of the program, sp points at the complete frame (struct user_pt_regs). `constants`:
+    pt_regs name -> known value.
     """
     completed = pt_regs.complete(set_register(SCRATCH, constants["ip"]))
     body = Arm64Lowering(program, None, constants, before_host=completed)
@@ -154,7 +158,7 @@ def ftrace_trampoline() -> HandlerStub:
     """Return the trampoline that armed fentry sites call; it continues at the saved ip and sp.
 
     The instruction before an fentry site copies x30 to x9. The call at the site then overwrites x30. The
-    trampoline saves the return address of the traced function as x30. It may change x9 and x16.
+    trampoline saves the return address of the traced function as x30. The trampoline may change x9 and x16.
     Mirrors: arch/arm64/kernel/entry-ftrace.S:ftrace_caller (v6.12).
     """
     save = EXCHANGE_LINKS + pt_regs.save_general() + pt_regs.complete(move(SCRATCH, CALLER))

@@ -123,7 +123,8 @@ class Arm64Lowering(Lowering):
         """Lower all ops of a program to code.
 
         `live`: registers that the probed code may still read; None if all registers are already saved.
-        `before_host`: code to insert before each host call.
+        `constants`: pt_regs name -> value that is the same at every hit. `before_host`: code to insert
+        before each host call.
         """
         registers = frozenset() if live is None else live.registers
         order = _preference(registers, registers_read(program))

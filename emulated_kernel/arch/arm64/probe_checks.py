@@ -238,9 +238,9 @@ def _ends_in_exclusive(words: tuple[int, ...]) -> bool:
 
 
 def _in_exclusives(words: Sequence[int]) -> Iterator[int]:
-    """Yield the indices of instructions that check_insn() rejects: an exclusive load precedes them.
+    """Yield the indices in `words` of the instructions before which _ends_in_exclusive() finds a load.
 
-    An index may be yielded repeatedly.
+    check_insn() rejects these instructions. An index may be yielded repeatedly.
     """
     loads = [index for index, word in enumerate(words) if word & _LOAD_MASK == _LOAD_VALUE]
     for index in loads:

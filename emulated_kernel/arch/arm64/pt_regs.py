@@ -43,8 +43,8 @@ def read_state(rd: int, spare: int) -> bytes:
 def save_general(room: int = SIZE) -> bytes:
     """Return code that saves x0 to x30 and the processor state in a struct user_pt_regs.
 
-    The code first lowers sp by `room` bytes, so that the struct begins at sp. It overwrites SCRATCH and x17
-    after they are saved.
+    The code first lowers sp by `room` bytes, so that the struct begins at sp. After the code has saved
+    SCRATCH and x17, it overwrites them.
     """
     state = read_system_register(SCRATCH, "nzcv") + read_state(SCRATCH, 17)
     state += store(SP, OFFSETS["flags"], SCRATCH, WORD)

@@ -167,9 +167,10 @@ def _all(accesses: list[Effect], moved: Effect) -> Effect:
 
 
 def entry_frame(*, by_interrupt: bool) -> Frame:
-    """Return the stack frame at a function's entry.
+    """Return the stack frame at a function's entry, where x30 holds the return address.
 
-    The return address is in x30. At the entry of an interrupt handler, the interrupted ip is in elr instead.
+    `by_interrupt`: the function is the handler of an interrupt, so elr holds the interrupted ip, and x30 is
+    no return address.
     """
     regs = {name: (name, 0) for name in REGISTER_NAMES}
     regs |= {"sp": (CFA, 0), EXCEPTION_PC if by_interrupt else "x30": (IP, 0)}

@@ -71,7 +71,9 @@ class Lowering(ABC):
     ) -> None:
         """Start with an empty block.
 
-        `constants`: pt_regs name -> known value. `before_host`: code to insert before each host call.
+        `real`: real registers of the virtual registers. `constants`: pt_regs name -> known value.
+        `breakpoint_`: breakpoint instruction of host calls. `before_host`: code to insert before each host
+        call.
         """
         self._real = real
         self._constants = constants

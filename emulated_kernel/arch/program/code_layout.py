@@ -114,7 +114,11 @@ class Layout:
         self.code += self._encoding.jump
 
     def link(self, entry: int, slots: Mapping[int, int]) -> HandlerCode:
-        """Fill in all missing targets and slots, and return the code with its host calls and fixups."""
+        """Fill in all missing targets and slots, and return the code with its host calls and fixups.
+
+        `entry`: offset of the first instruction to run. `slots`: slot number -> value for
+        Encoding.patch_slot.
+        """
         starts = self.starts
         labels = self._labels
         code = self.code

@@ -360,7 +360,8 @@ class Fixup:
 class HandlerCode:
     """Position-independent code that saves registers, runs a program, and restores the registers.
 
-    It is entered with the registers of the probed code, and falls off its end with the live ones unchanged.
+    The code is entered with the registers of the probed code. After its last instruction, control continues
+    at the next address, with the live registers unchanged.
     """
 
     code: bytes

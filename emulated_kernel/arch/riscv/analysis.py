@@ -82,14 +82,16 @@ class RiscvFunctionAnalysis:
                 self._look_at_indirect(addr, insn)
         hazards = sorted(self._hazards(), key=attrgetter("addr"))
         self.hazards = {hazard.reason: hazard.addr for hazard in reversed(hazards)}
-        """Reason against optimization in the whole function -> lowest address of a hazard with this reason.
-        """
+        """Reason against optimization in the whole function -> lowest address of such a hazard."""
         self.hazard = hazards[0] if hazards else None
         """Hazard with the lowest address that forbids optimization in the whole function, or None."""
 
     @cached_property
     def rejections(self) -> dict[int, Rejection | None]:
-        """Address -> rejection of the first instruction at or after it that a detour can't execute."""
+        """Address -> rejection of the first instruction at or after the address that a detour can't execute.
+
+        The value is None if there is no such instruction up to the end of the function.
+        """
         found: dict[int, Rejection | None] = {}
         first = None
         for addr, insn in reversed(self.insns.items()):
@@ -204,12 +206,12 @@ class RiscvFunctionAnalysis:
     def live_mask(self, addr: int) -> int:
         """Return the mask of the registers that may still be read from `addr` on.
 
-        All registers are live where control leaves the function, because kernel assembly follows no reliable
-        calling convention. They also count as live if no instruction begins at `addr`. But a temporary
-        register that no instruction of the function names is always free.
-        Mirrors: opt.c:find_register, update_free_reg (optprobes v6, 2023).
-        Deviates: all paths are followed, not only the straight one, and arguments that the function doesn't
-        name count as live, since it may pass them on.
+        All registers are live where control leaves the function, because kernel assembly follows no
+        reliable calling convention. All registers also count as live if no instruction begins at `addr`.
+        But a temporary register that no instruction of the function names is always free.
+        Mirrors: opt.c:find_register, update_free_reg (optprobes v6, 2023). Deviates: all paths are
+            followed, not only the straight one. Arguments that the function doesn't name count as live,
+            because the function may pass them on.
         """
         live = self.live.get(addr)
         return ALL_REGISTERS & self._relevant | _NEVER_DEAD if live is None else live
@@ -217,7 +219,7 @@ class RiscvFunctionAnalysis:
     def first_need(self, addr: int, register: int) -> int | None:
         """Return the address of the nearest instruction that may need a register's value at `addr`, or None.
 
-        Such an instruction reads the register or leaves the function.
+        The instruction reads the register, or control leaves the function at the instruction.
         """
         ways = deque([(addr, addr)])
         seen = set[int]()

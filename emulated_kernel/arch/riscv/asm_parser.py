@@ -179,6 +179,7 @@ class _SourceLine:
     def code(self, cells: Mapping[str, int]) -> bytes:
         """Return the machine code of the statement, without the target if it is a jump.
 
+        `cells`: name of a cell -> its offset from the base of the per-CPU data.
         Raises: KernelError EINVAL.
         """
         make = _MAKERS.get(self.name)
@@ -278,6 +279,7 @@ def _reached(line: _SourceLine, place: int, register: int) -> tuple[int, int, by
     """Return base register and offset for per-CPU data at `place`, and the code that sets the base.
 
     The base is gp if the offset fits in 12 bits, otherwise `register`.
+    Raises: KernelError EINVAL about the statement `line` (`register` is x0, but is needed).
     """
     if fits_12(place):
         return GP, place, b""
@@ -317,9 +319,9 @@ def _nop(line: _SourceLine, _cells: Mapping[str, int]) -> bytes:
 
 
 def _branch(line: _SourceLine, _cells: Mapping[str, int]) -> bytes:
-    """Encode a conditional branch with an offset of 0; return a nop as the placeholder for `j`.
+    """Encode the branch or jump in `line`, whose target the caller fills in.
 
-    The caller fills in the target.
+    A conditional branch gets the offset 0. A nop is the placeholder for `j`.
     """
     if line.name == "j":
         line.check_count(1)

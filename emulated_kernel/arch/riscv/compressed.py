@@ -55,7 +55,7 @@ def _signed(value: int, bits: int) -> int:
 def _rd(half: int) -> int:
     """Return the register in bits 7 to 11 of the 16-bit instruction `half`.
 
-    It is the destination, and in many instructions also the first source.
+    This register is the destination, and in many instructions also the first source.
     """
     return half >> 7 & 0x1F
 

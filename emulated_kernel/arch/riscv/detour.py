@@ -118,8 +118,9 @@ def around_handler(region: Region) -> tuple[bytes, bytes]:
 def ftrace_trampoline(breakpoint_: bytes) -> HandlerStub:
     """Return the trampoline that fentry sites call through t0; it continues at the saved ip and sp.
 
+    `breakpoint_`: breakpoint instruction that calls the handler.
     Linux: fentry sites of v6.1 have 16 bytes and call through ra. Deviates: the sites have 8 bytes and call
-    through t0, as in v6.3 and later.
+        through t0, as in v6.3 and later.
     Mirrors: arch/riscv/kernel/mcount-dyn.S:ftrace_regs_caller (v6.3).
     """
     save = save_general() + complete(b"")

@@ -2,7 +2,9 @@
 
 A branch or call in a detour reaches its target by auipc and jalr, through a register that is free at the
 target. A relocated call loads the original return address into ra, so that no stack or register holds an
-address in the detour. Indirect jumps remain hazards, because gcc's tables of 32-bit offsets are not pointers.
+address in the detour.
+Indirect jumps remain hazards: gcc's jump tables contain 32-bit offsets, so a search for pointers does not
+find their targets.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ class _Replaced:
     def __init__(self) -> None:
         self.relocations: list[Relocation] = []
         self.free = ALL_REGISTERS
-        """Mask of the registers that are free wherever a long jump of the detour leads."""
+        """Mask of the registers that are free at the targets of all long jumps of the detour."""
         self.end = 0
         """Address after the last instruction that is copied."""
 
     @property
     def leaves(self) -> bool:
-        """Whether the detour needs no jump back."""
+        """Whether control never continues after the last copied instruction. No jump back is needed then."""
         return self.relocations[-1] in (*_LEAVES, *RELOCATED_CALLS)
 
 
@@ -116,7 +118,8 @@ def _leads_on(
 ) -> Rejection | None:
     """Restrict `found.free` to the registers that are free at the target of a relocated jump, call or branch.
 
-    Return a rejection if the jump leads to the probed instruction at `addr`; otherwise None.
+    `insn`: the instruction at `at`, which is relocated as `kind` says. Return a rejection if the jump leads
+    to the probed instruction at `addr`; otherwise None.
     """
     target: int | None
     if kind in (Relocation.BRANCH, Relocation.JUMP):
@@ -134,7 +137,10 @@ def _leads_on(
 
 
 def _pair_target(analysis: RiscvFunctionAnalysis, at: int, insn: RiscvInsn) -> int | None:
-    """Return the target of a jalr after an auipc that sets its base; None for another jalr."""
+    """Return the target of the jalr `insn` at `at`, if an auipc before it sets its base; otherwise None.
+
+    Return None as well if a jump of the function leads to the jalr.
+    """
     before = at - RVI_SIZE
     facts = analysis.insns.get(before)
     if facts is None or facts.opcode != RiscvOpcode.AUIPC or facts.rd != insn.rs1:
@@ -161,7 +167,10 @@ def _free_at_entry(analysis: RiscvFunctionAnalysis, target: int) -> int:
 
 
 def _scratch(analysis: RiscvFunctionAnalysis, addr: int, replaced: _Replaced) -> ScratchRegisters | Rejection:
-    """Return free registers for the jump to the detour and for the long jumps in it, or a rejection."""
+    """Return free registers for the jump to the detour and for the long jumps in it, or a rejection.
+
+    `replaced`: the instructions from `addr` on that the jump replaces.
+    """
     before = ALL_REGISTERS & ~analysis.live_mask(addr)
     after = replaced.free
     if not replaced.leaves:

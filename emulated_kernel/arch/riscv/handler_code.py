@@ -77,8 +77,9 @@ def _save_all(
 ) -> HandlerCode:
     """Return a program's code within code that saves all registers in a frame (struct pt_regs).
 
-    At each host call of the program, sp points at the complete frame.
-    `far`: branches may lead farther than 4 KiB.
+    At each host call of the program, sp points at the complete frame. `breakpoint_`: breakpoint for host
+    calls. `constants`: pt_regs name -> known value. `far`: branches may lead farther than 4 KiB. `per_cpu`:
+    see RiscvLowering.
     """
     # `completed` changes only t0, which programs don't use.
     completed = pt_regs.complete(set_register(T0, constants["ip"]))

@@ -89,7 +89,7 @@ EMULATED = frozenset((RiscvOpcode.AUIPC, RiscvOpcode.JAL, RiscvOpcode.JALR, Risc
 
 
 class Handling(Enum):
-    """Way in which a probe executes an instruction. Mirrors: decode-insn.h:enum probe_insn (v6.1)."""
+    """Way in which a probed instruction is executed. Mirrors: decode-insn.h:enum probe_insn (v6.1)."""
 
     REJECTED = auto()
     SIMULATED = auto()

@@ -52,7 +52,7 @@ t0 is missing, because a handler that an fentry site calls returns through it.
 LEAVING = T0
 """Register to which the op JumpTo moves the address where execution continues after the program.
 
-It must not be live in the probed code.
+The register must not be live in the probed code.
 """
 _PLAIN = {
     Arithmetic.ADD: asm.ArithmeticFunct3.ADD,

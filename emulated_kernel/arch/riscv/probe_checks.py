@@ -223,8 +223,8 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
     ) -> RejectReason | None:
         """Return the reason against a jump at an address that _shared_places() returns, or None.
 
-        The last rules of detoured_region() are applied, and the rules about branches from outside the
-        function.
+        `known`: the function. `replaced`: addresses of the region that the jump replaces. The last rules of
+        detoured_region() are applied, and the rules about branches from outside the function.
         """
         analysis = known.analysis
         addr = replaced.start

@@ -105,9 +105,10 @@ def _exception_pc(to: str | None, source: str | None, frame: Frame) -> None:
 
 
 def entry_frame(*, by_interrupt: bool) -> Frame:
-    """Return the stack frame at a function's entry.
+    """Return the stack frame at a function's entry, where ra holds the return address.
 
-    The return address is in ra. At the entry of an interrupt handler, the interrupted ip is in sepc instead.
+    `by_interrupt`: the function is the handler of an interrupt, so sepc holds the interrupted ip, and ra is
+    no return address.
     """
     regs = {name: (name, 0) for name in REGISTER_NAMES[1:]}
     regs |= {"sp": (CFA, 0), EXCEPTION_PC if by_interrupt else "ra": (IP, 0)}

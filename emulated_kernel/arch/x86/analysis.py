@@ -88,14 +88,15 @@ class FunctionFlow:
     ) -> None:
         """Decode a function.
 
-        `layout`: address ranges of the kernel's thunks; None if indirect jumps are no hazards.
+        `layout`: address ranges of the kernel's thunks; None if indirect jumps are no hazards. `code`:
+        unpatched code of the function. `known`: cache of instruction attributes. `bug_size`: size in bytes
+        of a BUG().
         """
         self._layout = layout
         self.hazard: Rejection | None = None
         """Hazard with the lowest address that forbids optimization in the whole function, or None."""
         self.hazards = dict[RejectReason, int]()
-        """Reason against optimization in the whole function -> lowest address of a hazard with this reason.
-        """
+        """Reason against optimization in the whole function -> lowest address of such a hazard."""
         self.jumps_through_register = False
         """Whether an indirect jump is a hazard, or the function jumps to a thunk that is no return thunk."""
         self._calls: list[RelativeBranch] = []

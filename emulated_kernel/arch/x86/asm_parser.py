@@ -116,7 +116,7 @@ class X86Assembler(Assembler):
         return insn
 
     def _assembled(self, statement: Statement, text: str, at: int) -> Any:
-        """Assemble a statement's text, and return iced's decoded instruction.
+        """Assemble a statement's text for the address `at`, and return iced's decoded instruction.
 
         Raises: KernelError EINVAL (the text isn't exactly one instruction).
         """
@@ -212,9 +212,10 @@ def _operands(source: SourceText) -> Iterator[tuple[Statement, str]]:
 
 
 def _cell(statement: Statement, inner: str) -> tuple[str, int] | None:
-    """Return the name of the cell in an address, and the offset in the cell; None if it names no cell.
+    """Return the name of the cell in an operand, and the offset in the cell; None if it names no cell.
 
-    Raises: KernelError EINVAL (the address holds more than a cell and a number).
+    `inner`: text between the brackets of the operand.
+    Raises: KernelError EINVAL (the operand has more than a cell and a number).
     """
     unknown = [name for name in _NAME.findall(inner) if not _REGISTER.fullmatch(name.lower())]
     if not unknown:
@@ -243,7 +244,7 @@ def _set_address(insn: Any, address: int) -> None:
 
 
 def _nop(at: int) -> Any:
-    """Return a nop for the address after the last statement, as a target for jumps to the end."""
+    """Return a nop for `at`, the address after the last statement, as a target for jumps to the end."""
     from iced_x86 import Code, Instruction
 
     insn = Instruction.create(Code.NOPD)

@@ -138,7 +138,10 @@ def prepare(
 
 @lru_cache(1024)
 def _shared(copied: bytes, boostable: bool) -> ArchSpecificInsn:
-    """Return the prepared form of an instruction that works at any address; equal instructions share it."""
+    """Return the prepared form of an instruction whose copy works at any address.
+
+    Cached: instructions with the same copy and `boostable` share one object.
+    """
     return ArchSpecificInsn(len(copied), copied + INT3, boostable, None)
 
 
@@ -192,9 +195,10 @@ def _mask(bits: int) -> int:
 
 
 def _branch(insn: X86Insn, addr: int, bits: int, op: X86Operation, counter_mask: int = 0) -> X86Emulation:
-    """Prepare the emulation of a relative call or jump.
+    """Prepare the emulation of a relative call or jump by the function `op`.
 
-    An operand size of 16 bits, which exists only in 32-bit mode, truncates the target.
+    An operand size of 16 bits, which exists only in 32-bit mode, truncates the target. `counter_mask`: see
+    X86Emulation.
     """
     next_ip = addr + insn.length
     target = (next_ip + insn.immediate) & (0xFFFF if insn.operand_size == 2 else _mask(bits))

@@ -25,7 +25,8 @@ def region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
     """Return the detoured region (DCR) of a probe at `addr`, or the rejection by the first rule it breaks.
 
     Source: the checks of section 3.2, in their order. Deviates: a probed instruction of 5 bytes or more is
-    also checked, since it may be a call. The search for jumps is skipped for it, since no boundary changes.
+    also checked, since it may be a call. For such an instruction, the search for jumps is skipped, because
+    the jump to the detour replaces no other instruction.
     """
     insns: list[tuple[int, X86Insn]] = []
     at = addr
@@ -52,7 +53,7 @@ def prohibited(region: Region) -> range:
 
 
 def _never_falls_through(insn: X86Insn) -> bool:
-    """Return True if an instruction is a jump to an absolute address or a return."""
+    """Return True if an instruction is an indirect jump, a far jump or a return."""
     return insn.opcode in (*_RETURNS, _FAR_JUMP) or (insn.opcode == _GROUP_5 and insn.reg in (4, 5))
 
 

@@ -154,7 +154,7 @@ class Encoder:
         self.bits: Final = bits
         self.word: Final = bits // 8
         self.byte_registers: Final = 16 if bits == 64 else 4
-        """Number of registers whose low byte can be addressed as a register; they have the lowest numbers."""
+        """Number of registers whose low byte can be an operand. These registers have the lowest numbers."""
         wide = bits == 64
         self._beyond = 0xFFFFFFFF if wide else 0
         self._per_cpu_segment = b"\x65" if wide else b"\x64"
@@ -184,7 +184,7 @@ class Encoder:
         return _registers(self._move, src, dst) if dst != src else b""
 
     def exchange(self, first: int, second: int) -> bytes:
-        """Encode a swap of two registers; the flags are preserved."""
+        """Encode an exchange of the registers `first` and `second`; the flags are preserved."""
         return _registers(self._xchg, second, first)
 
     def extend(self, dst: int, src: int, size: int) -> bytes:

@@ -1,11 +1,10 @@
-"""The extended strategy on x86: jumps where Linux's rule refuses them, and never less safely.
+"""The extended strategy on x86: jumps where Linux's rule refuses them, without less safety.
 
 Linux forbids jumps in whole functions, and by the opcode of a replaced instruction. The tactics look at the
-replaced bytes instead: no code, table or data may lead into them. A detour can have a relocated branch or
-call. A relocated call pushes the original return address and jumps. So no stack holds an address in the
-detour, and call chains do not show the detour. Only the last replaced instruction may be a call, because
-its callee returns to the address after it.
-
+replaced bytes instead: no code, table or data may lead into these bytes.
+A detour can have a relocated branch or call. A relocated call pushes the original return address and jumps.
+So no stack holds an address in the detour, and call chains do not show the detour. Only the last replaced
+instruction may be a call, because the called function returns to the address after the call.
 The probe checker looks for entrances from outside the function (OptimizationPolicy.by_data, by_code).
 """
 
@@ -35,7 +34,8 @@ _NO_INDEX = 0x20
 def region(analysis: X86FunctionAnalysis, addr: int, kept: int = 0) -> Region | Rejection:
     """Return the region that a jump at `addr` replaces by this strategy's tactics, or the jump's rejection.
 
-    The last `kept` bytes of the jump are not written: they must be equal to the bytes of the code there.
+    The last `kept` bytes of the jump are not written. These bytes must be equal to the bytes that the code
+    has at their addresses.
     """
     function = analysis.function
     if addr in analysis.layout.entry_text:
@@ -98,7 +98,10 @@ def _covered(analysis: X86FunctionAnalysis, addr: int, kept: int) -> Region | Re
 def _refusal(
     analysis: X86FunctionAnalysis, addr: int, at: int, facts: InsnAttributes | None
 ) -> Rejection | None:
-    """Return the reason why the instruction at `at` can't be in the region of a probe at `addr`, or None."""
+    """Return the reason why the instruction at `at` can't be in the region of a probe at `addr`, or None.
+
+    `facts`: attributes of the instruction; None if no instruction begins at `at`.
+    """
     if facts is None:
         return Rejection(RejectReason.NOT_A_BOUNDARY, at)
     if facts.relocation is Relocation.REFUSED:
@@ -147,6 +150,7 @@ def _tactics(
     """Return the tactics that the jump at `addr` needs.
 
     `used`: kinds of relocation of the region's instructions. `has_padding`: the region has padding.
+    `is_punned`: the jump has kept bytes.
     """
     flow = analysis.flow
     needed = {

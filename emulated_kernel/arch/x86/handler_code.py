@@ -23,7 +23,8 @@ from emulated_kernel.arch.x86.pt_regs import PUSHF, RegsFrame, push_address
 def save_all(program: Program, frame: RegsFrame, constants: Mapping[str, int]) -> HandlerCode:
     """Wrap a program in code that saves all registers in a frame (struct pt_regs) and restores them.
 
-    At each host call of the program, sp points at the complete frame.
+    At each host call of the program, sp points at the complete frame. `constants`: pt_regs name -> known
+    value.
     """
     has_host_calls = any(type(op) is CallHost for op in program)
     before_host = frame.completed(constants) if has_host_calls else b""
@@ -46,7 +47,10 @@ def slots_of(frame: RegsFrame) -> dict[int, int]:
 def save_live(
     program: Program, encoder: Encoder, live: LiveRegisters, constants: Mapping[str, int]
 ) -> HandlerCode:
-    """Wrap a program in code that saves and restores the live registers that the program changes."""
+    """Wrap a program in code that saves and restores the live registers that the program changes.
+
+    `live`: registers that the probed code may still read. `constants`: pt_regs name -> known value.
+    """
     body = X86Lowering(program, encoder, live, constants)
     keep = {NUMBERS[name] for name in live.registers}
     saving = SavedRegisters(body, encoder, keep)
@@ -84,10 +88,10 @@ class SavedRegisters:
 
 
 def _flags_keeping(body: X86Lowering, encoder: Encoder, live: set[int]) -> tuple[bytes, bytes, int]:
-    """Return code that saves ax, which contains the saved flags, and code that restores ax.
+    """Return code that keeps ax, which contains the saved flags, and code that loads ax again.
 
-    The third result is the number of words that the first code pushes. If the program doesn't use ax, both
-    codes are empty.
+    The codes surround a program. If the program doesn't use ax, both are empty. The third result is the
+    number of words that the first code pushes: 0 if it copies ax to a free register.
     """
     if AX not in body.used:
         return b"", b"", 0

@@ -189,7 +189,7 @@ _IMMEDIATE_2 = {
     Imm.VWORD32: opcodes("80-8f"),
 }
 _FORCE64 = opcodes("50-5f 6a 8f 9c 9d c2 c3 c8 c9 e0-e3 e8 e9 70-7f eb")
-"""One-byte opcodes whose operand size is always 64 bits in 64-bit mode, whatever the prefixes."""
+"""One-byte opcodes whose operand size is always 64 bits in 64-bit mode, with any prefixes."""
 
 
 def _by_opcode(table: dict[Imm, frozenset[int]]) -> dict[int, Imm]:
@@ -202,7 +202,7 @@ _VEX_MAP_0F3A = 3
 
 
 class _Decoder:
-    """Decodes one instruction from left to right. It raises IndexError if the bytes end too early."""
+    """Decodes one instruction from left to right. Raises: IndexError (the bytes end too early)."""
 
     def __init__(self, code: bytes, bits: int) -> None:
         self._code = code
@@ -357,7 +357,7 @@ class _Decoder:
         return (start, self._take(size), start) if size else (0, 0, start)
 
     def _read_immediate(self, kind: Imm) -> tuple[int, int]:
-        """Return size and value of the immediate.
+        """Return size and value of the immediate, which is of the kind `kind`.
 
         For a far pointer and enter, return the size and value of the first part.
         """
@@ -382,7 +382,8 @@ class _Decoder:
 def _immediate_of_group(opcode: bytes, modrm: int | None, kind: Imm) -> Imm:
     """Return the kind of an instruction's immediate, where `kind` is the kind for its opcode.
 
-    In group 3, only `test` has an immediate, and it has two encodings there.
+    `modrm`: the ModRM byte, or None. In group 3, only `test` has an immediate, and it has two encodings
+    there.
     """
     if opcode in (b"\xf6", b"\xf7") and modrm is not None and modrm >> 3 & 7 < 2:
         return Imm.BYTE if opcode == b"\xf6" else Imm.VWORD32

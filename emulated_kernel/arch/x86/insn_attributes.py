@@ -220,9 +220,10 @@ def _relocation(insn: X86Insn, code: bytes, bits: int, rejection: RejectReason |
 
 
 def _indirect_relocation(insn: X86Insn, decoded: Any) -> Relocation:
-    """Return the way in which the extended strategy relocates an indirect jump or call.
+    """Return the way in which the extended strategy relocates the indirect jump or call `insn`.
 
-    The operand of a relocated call is read after the push, so it must not depend on the stack pointer.
+    `decoded` is the same instruction, decoded by iced-x86. The operand of a relocated call is read after
+    the push, so it must not depend on the stack pointer.
     """
     from iced_x86 import OpKind, Register
 

@@ -124,7 +124,7 @@ _CARRIES = {Arithmetic.ADD: asm.ADC, Arithmetic.SUB: asm.SBB}
 LEAVING = CX
 """Register to which the op JumpTo moves the address where execution continues after the program.
 
-It must not be live in the probed code.
+The register must not be live in the probed code.
 """
 
 _DISPLACEMENT = Struct("<i")
@@ -200,6 +200,7 @@ class X86Lowering(Lowering):
         """Lower all ops of a program to code.
 
         `live`: registers that the probed code may still read; None if all registers are already saved.
+        `constants`: pt_regs name -> known value. `before_host`: code to insert before each host call.
         `overwritten`: no register contains the probed code's value any more, so only the saved values are
         valid.
         """

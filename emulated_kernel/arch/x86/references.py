@@ -58,8 +58,8 @@ def rip_relative_into(window: range, addr: int, code: bytes) -> Iterator[Referen
 def immediates(sign: int, text: Iterable[tuple[int, int]], addr: int, code: bytes) -> Iterator[Reference]:
     """Iterate over (value, address) of 32-bit words in the code at `addr` that may be addresses in `text`.
 
-    A word may start at any byte. It is yielded if its upper byte is that of the lower 32 bits of an address
-    in one of the ranges `text`. `sign`: the upper 32 bits of each yielded value.
+    A word may start at any byte. A word is yielded if its upper byte is that of the lower 32 bits of an
+    address in one of the ranges `text`. `sign`: the upper 32 bits of each yielded value.
     """
     uppers = frozenset(
         upper & 0xFF for start, end in text for upper in range(start >> 24, (end - 1 >> 24) + 1)
@@ -69,7 +69,7 @@ def immediates(sign: int, text: Iterable[tuple[int, int]], addr: int, code: byte
 
 
 def immediates_into(sign: int, window: range, addr: int, code: bytes) -> Iterator[Reference]:
-    """Iterate over the items of immediates() whose value is in `window`."""
+    """Iterate over the items of immediates() whose value is in `window`; `sign` as for immediates()."""
     for upper in range(window.start >> 16, (window.stop - 1 >> 16) + 1):
         for at in positions(code, (upper & 0xFFFF).to_bytes(2, "little"), 2, len(code)):
             value = sign | int.from_bytes(code[at - 2 : at + 2], "little")

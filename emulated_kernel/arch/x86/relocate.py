@@ -96,7 +96,8 @@ def _indirect_jump(code: bytes, insn: X86Insn, addr: int, to: int, bits: int) ->
 def _loop(insn: X86Insn, to: int, target: int) -> bytes:
     """Return code at `to` for a loop or jcxz, which only has a short form, with the target `target`.
 
-    The short jump leads to a long jump to the target. If it isn't taken, another jump skips the long jump.
+    The short jump leads to a long jump to the target. If the short jump isn't taken, another jump skips the
+    long jump.
     """
     prefix = bytes((_ADDRESS_SIZE_PREFIX,)) if _ADDRESS_SIZE_PREFIX in insn.prefixes else b""
     short = prefix + insn.opcode + bytes((_SHORT_JUMP_SIZE,))

@@ -221,9 +221,9 @@ class _FrameReader:
         return take_address(to, to, by)
 
     def _sum_in_memory(self, insn: Any, by: int) -> Effect | None:
-        """Return the effect of adding the constant `by` to a word in memory, which ftrace's trampoline does.
+        """Return the effect of adding the constant `by` to a word in memory, as ftrace's trampoline does.
 
-        Return None if the operand is not a word at a known place.
+        Return None if the operand is not a word, or if its place is not a base register plus an offset.
         """
         from iced_x86 import MemorySizeExt, OpKind
 
@@ -284,7 +284,8 @@ _HOST_FRAME = 4
 def entry_frame(bits: int, *, by_interrupt: bool) -> Frame:
     """Return the stack frame at a function's entry.
 
-    The highest word of the frame is the return address or the interrupted ip.
+    The highest word of the frame is the return address. `by_interrupt`: an interrupt enters the function,
+    so the word is the interrupted ip.
     """
     word = bits // 8
     regs = {name: (name, 0) for name in REGISTER_NAMES[: 16 if bits == 64 else 8]}

@@ -296,7 +296,7 @@ class BuiltinKernel(TaskStacks):
         return list(self._module_reader().modules())
 
     def module_name(self, module: int) -> str:
-        """Return the name of the struct module at address `module`. Raises: MemoryFault."""
+        """Return the name of the module whose struct module is at address `module`. Raises: MemoryFault."""
         return self._module_reader().name(module)
 
     def read_module(self, module: int) -> Module:

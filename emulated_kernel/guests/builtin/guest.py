@@ -53,9 +53,9 @@ class Guest:
         """
         self.times = WallTime(lambda: machine.boot_ns + machine.clock.now_ns())
         self.sight: Callable[[], Sight] = lambda: Sight.MEMORY
-        """Function that returns the Sight: the most data that any armed probe can read at a hit.
+        """Function that returns the most data that any armed probe can read at a hit, as a Sight.
 
-        The kernel's builder sets the function.
+        The code that builds the kernel's probe engine replaces this default.
         """
         self.watched = WatchedCalls(machine.text, image)
         """The kinds of system calls that a probe or tracer could notice."""
@@ -165,17 +165,16 @@ class Guest:
     def give_up(self, task: GuestTask, error: int) -> None:
         """End the system call in which a task sleeps: the call fails with the errno `error`.
 
-        If the task sleeps in no system call, do nothing.
-        The task's host process waits for the call no longer. Without this method, the task would sleep until
-        the process makes another request.
+        Call this when the task's host process no longer waits for the call. Otherwise the task would sleep
+        until the process makes another request. If the task sleeps in no system call, do nothing.
         """
         if not self.is_dead and task.request is not None:
             self.runner.interrupt(task, error)
 
     def enter(self, task: GuestTask) -> None:
-        """Make `task` the guest's current task, by a system call of it unless it is already current.
+        """Make `task` the guest's current task.
 
-        If the guest is dead, do nothing.
+        If `task` is not yet current, it makes a system call for this. If the guest is dead, do nothing.
         """
         if not self.is_dead and self.runner.at_hand is not task:
             self.syscalls.call(task, "getpid")

@@ -35,11 +35,10 @@ class BuiltinKernelComponents(KernelComponents):
     def replace_kernel(
         self, old: BuiltinKernelComponents, define: Callable[[], Iterable[None]]
     ) -> Iterator[None]:
-        """Take the place of the kernel `old`: continue its time and take over its trace records.
+        """Take the place of the kernel `old`: continue the time of `old`, and take over its trace records.
 
-        Kernel.replace_kernel describes the steps.
-
-        `define` defines the old kernel's probes in this kernel, in steps.
+        Kernel.replace_kernel describes the steps. `define`: defines the probes of `old` in this kernel, in
+        steps.
         """
         self.lock.assert_held()
         self._go_on_from(old)
@@ -50,5 +49,8 @@ class BuiltinKernelComponents(KernelComponents):
         old.loads.stop()
 
     def _go_on_from(self, old: BuiltinKernelComponents) -> None:
-        """Advance this kernel's time to that of the kernel `old`, unless it is later already."""
+        """Advance this kernel's time to the time of the kernel `old`.
+
+        Change nothing if this kernel's time is later already.
+        """
         self.machine.clock.advance(max(0, old.machine.clock.now_ns() - self.machine.clock.now_ns()))

@@ -107,11 +107,12 @@ class Modules:
                 raise self._refusal(*file.refusal)
 
     def load(self, files: list[ModuleFile]) -> None:
-        """Load the files that `read` has returned; skip modules of the image that are loaded already.
+        """Load the files that read() has returned; skip modules of the image that are loaded already.
 
-        Raises: as `check`, KernelError EFBIG, ENOEXEC (not a module for this kernel), ENOENT (an unresolved
-        symbol), EEXIST (loaded already), ENOMEM, the errno of its init function, EFAULT (its init was
-        killed). Mirrors: modprobe; insmod for a path.
+        Raises: as check(), KernelError EFBIG, ENOEXEC (not a module for this kernel), ENOENT (an unresolved
+            symbol), EEXIST (the module is loaded already), ENOMEM, the errno of the module's init function,
+            EFAULT (the init function was killed).
+        Mirrors: modprobe; insmod for a path.
         """
         self.check(files, self.names())
         for file in files:
@@ -161,8 +162,8 @@ class Modules:
     def unload(self, name: str) -> None:
         """Unload a module. Mirrors: delete_module(2).
 
-        Raises: KernelError ENOENT (not loaded), EWOULDBLOCK (in use), EBUSY (its init has not returned, or
-        it can't be unloaded), EFAULT (its exit function was killed).
+        Raises: KernelError ENOENT (not loaded), EWOULDBLOCK (in use), EBUSY (the module's init function has
+            not returned, or the module can't be unloaded), EFAULT (the module's exit function was killed).
         """
         name = name.replace("-", "_")
         with self._guest.buffers.borrowed() as buffer:

@@ -37,7 +37,7 @@ class WatchedCalls:
         self.before_more: list[Callable[[bool], object]] = []
         """Functions to call before patched text can be executed by more kinds of system calls.
 
-        Each function opens the files that clients have open in the guest, too, and so runs the guest. Its
+        Each function opens in the guest, too, the files that clients have open, and so runs the guest. Its
         argument is True if Calls.NAMES is one of the added kinds.
         """
         text.before_change = self._before_change
@@ -53,7 +53,7 @@ class WatchedCalls:
         return bool(self._patched() & kind)
 
     def _patched(self) -> int:
-        """Return the kinds of calls that can execute patched text."""
+        """Return the mask of the kinds of calls that can execute patched text."""
         changes, patched = self._found
         now = self._ledger.changes
         if changes != now:

@@ -99,7 +99,7 @@ _FD_LIMIT = 1 << 20
 _LONGEST = 2 * PAGE_SIZE
 """Maximum number of bytes that are read of a string; a path is shorter."""
 _LINE = 256
-"""Number of bytes to read of /proc/PID/syscall; its line is shorter."""
+"""Number of bytes to read of /proc/PID/syscall, whose content is shorter."""
 _MAX_OPEN = 32
 """Maximum number of files /proc/PID/syscall that stay open."""
 _TRIES = 20
@@ -154,9 +154,10 @@ class ClientCall:
     def opens_as(self, path: str, flags: int) -> bool:
         """Return True if this call can be the cause of a request to open `path` with `flags`.
 
-        The access mode, O_TRUNC and O_APPEND must be equal, because FUSE forwards them. They differ if a
-        file system above the mount opens a file of its own, as overlayfs does for a copy. If the call
-        creates the file, the last name of `path` must be equal, too.
+        FUSE forwards the access mode, O_APPEND and O_TRUNC. These flags must be equal, except for O_TRUNC
+        if the call creates the file. They differ if a file system above the mount opens a file of its own,
+        as overlayfs does for a copy. If the call creates the file, the last name of `path` must be equal,
+        too.
         """
         decisive = os.O_ACCMODE | os.O_APPEND
         # A new file needs no O_TRUNC, and the host's kernel drops it next to O_EXCL.

@@ -53,7 +53,7 @@ class Families:
     def who_waited(self) -> list[int]:
         """Return the pids of clients that have forked a child and waited for it since the last look.
 
-        These clients still have all the children that they had at the last look.
+        A client is returned only if it still has all the children that it had at the last look.
         """
         before = dict(self._known)
         self._known.update((pid, _family(pid)) for pid in before)

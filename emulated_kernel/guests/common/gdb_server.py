@@ -62,9 +62,9 @@ _LAYOUTS = {
     "riscv64i": ("riscv:rv64", _RISCV),
     "arm64": ("aarch64", _ARM64),
 }
-"""Architecture -> GDB's name of it, and the first registers in GDB's order, with their sizes in bytes.
+"""Architecture -> (GDB's name of the architecture, the first registers in GDB's order).
 
-The name "" is a register that is always 0.
+A register is (name, size in bytes). The name "" is that of a register whose value is always 0.
 """
 _BREAKPOINT = re.compile(rb"([Zz])[01],([0-9a-f]{1,16}),[0-9a-f]{1,8}")
 _MEMORY = re.compile(rb"([mM])([0-9a-f]{1,16}),([0-9a-f]{1,8})(?::([0-9a-f]*))?")
@@ -86,7 +86,10 @@ def remove_stale(place: str) -> None:
 
 
 def _remove_unlocked(path: str) -> None:
-    """Remove a directory of a socket, unless its daemon lives. Raises: OSError (also if it lives)."""
+    """Remove a directory of a socket, unless the daemon that made it lives.
+
+    Raises: OSError (also if this daemon lives).
+    """
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(directory).st_uid != os.geteuid():
@@ -190,7 +193,7 @@ class GdbSession:
         self._is_step = False
         """Whether the next packet to continue is a step over a probe's breakpoint."""
         self._steps_by_breakpoints = debugger.machine.model.name.startswith("riscv")
-        """Whether gdb makes steps by breakpoints on this processor."""
+        """Whether gdb uses breakpoints to execute single steps on this processor."""
         self._architecture, self._layout = _LAYOUTS[debugger.machine.model.name]
         self._exact: dict[bytes, Callable[[], bytes]] = {
             b"?": lambda: self._stopped(_TRAP),

@@ -43,7 +43,7 @@ _CHECK = 0.1
 Another program that listens to these events can make the kernel stop reporting them.
 """
 _MAX_LOOKS_WITHOUT_EVENT = 3
-"""Number of successive looks with new pids but no event after which events are no longer relied on.
+"""Number of successive looks with new pids but no event, after which each look reads /proc.
 
 Fewer looks prove nothing, since an event may still be on its way.
 """
@@ -70,8 +70,9 @@ class ProcessWatch:
     """Interface that reports host processes to the process tracker.
 
     This base class reports no events; the Python API and tests use it. The methods call(), next_fd() and
-    program() take pids of the host. They can take a tenth of a second, so call them without the control lock.
-    All other methods take and return pids of the guest, which number() returns, and need the lock.
+    program() take pids of the host. These methods can take a tenth of a second, so call them without the
+    control lock. All other methods take and return pids of the guest, which number() returns, and need the
+    lock.
     """
 
     def set_wait_context(self, waiting: Callable[[], AbstractContextManager[object]]) -> None:
@@ -279,8 +280,9 @@ class HostProcesses(ProcessWatch):
     def _looked_at(self, pids: list[int]) -> list[Fork]:
         """Return a Fork for each of `pids`, except for threads and for this process itself.
 
-        With fork events, a pid may have neither an event nor an entry in /proc yet. Keep such a pid in
-        `_beginning` for the next look. After _START_TIMEOUT seconds, it counts as an ended process.
+        With fork events, a pid may have neither an event nor an entry in /proc yet. Such a pid is kept in
+        `_beginning` for the next look. After _START_TIMEOUT seconds, a pid without both counts as an ended
+        process.
         """
         now = monotonic()
         before = self._beginning
@@ -300,9 +302,9 @@ class HostProcesses(ProcessWatch):
     def _forked_unseen(self, found: list[Fork], *, is_all: bool) -> list[Fork]:
         """Return the forks in `found`; replace an unknown parent of an ended process if it can be inferred.
 
-        If exactly one process in `found` has ended with an unknown parent, and exactly one client has
-        waited for a new child, that client is the parent. `is_all`: `found` has all processes that were
-        forked since the last look.
+        The parent can be inferred if exactly one process in `found` has ended with an unknown parent, and
+        exactly one client has waited for a new child. `is_all`: `found` has all processes that were forked
+        since the last look.
         """
         waited = self._families.who_waited()
         gone = [fork for fork in found if not fork.alive and fork.parent is None]

@@ -88,9 +88,10 @@ while True:
     while answer:
         answer = answer[os.write(1, answer):]
 """
-"""Program of a helper, which answers requests (path, pieces) with the pieces' data until its input ends.
+"""Program of a helper process, in Python.
 
-It is text, so that a daemon whose package was upgraded meanwhile still starts its own version.
+The program answers requests (path, pieces) with the pieces' data until its input ends. The program is kept
+in memory. So a daemon whose package was upgraded meanwhile still starts the program of its own version.
 """
 
 

@@ -22,7 +22,7 @@ def open_tmpfile(write: Callable[[IO[bytes]], None], size: int, whole: int) -> I
     """Return an unnamed file, filled by `write`, in the first directory with enough space.
 
     `size`: bytes that the file takes on disk. `whole`: length of the file in bytes, including holes.
-    Raises: KernelError ENOSPC, OSError, as `write`.
+    Raises: KernelError ENOSPC (no directory has enough space), OSError, and the errors of `write`.
     """
     places = [*_places()]
     for directory in places:
@@ -44,7 +44,10 @@ def open_tmpfile(write: Callable[[IO[bytes]], None], size: int, whole: int) -> I
 
 
 def _places() -> Iterator[str]:
-    """Yield the directories to try: the user's TMPDIR first, and those that may be in memory last."""
+    """Yield the directories in which a temporary file may be created, in the order of preference.
+
+    The user's TMPDIR is first. Directories that may be in memory are last.
+    """
     named = os.environ.get("TMPDIR", "")
     places = named, str(cache_directory()), "/var/tmp", "/tmp"
     return iter(dict.fromkeys(place for place in places if place.startswith("/")))

@@ -83,7 +83,7 @@ class VmcoreFile(File):
 
 
 class OpenVmcore(OpenFile):
-    """An open core. Its content never changes, whatever the guest does meanwhile.
+    """An open core, which keeps the guest's state at the time of the open.
 
     Raises: KernelError EBUSY (too many are open), ENOSPC (no directory has room for the memory), OSError.
     """

@@ -32,7 +32,7 @@ ALL = "all"
 
 
 class WorkloadKind(Enum):
-    """Kind of a workload, which decides what the task does in each round."""
+    """Kind of a workload: the calls that the workload's task makes in each round."""
 
     FORK = "fork"
     """Fork a child that executes a program and exits."""

@@ -9,6 +9,7 @@
 - vmcore: mounts of a core dump.
 
 Other packages use the mounts, boot_cache.started() and snapshot.py.
-Everything except reading files of modules is done under the mount's control lock. LinuxGuest's condition,
-on which requests wait for activity, comes after the control lock; nothing is called while it is held.
+All work is done under the mount's control lock, except reads of module files. LinuxGuest has a condition, on
+which requests wait for activity. It is taken after the control lock, and while it is held, no other lock is
+taken.
 """

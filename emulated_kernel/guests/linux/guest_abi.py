@@ -12,12 +12,12 @@ from emulated_kernel.util.fast_dataclass import dataclass
 CURRENT_TASK = "current_task"
 """Symbol of the word with the address of the running task's task_struct."""
 STACK_TOP = "cpu_current_top_of_stack"
-"""Key in KernelOffsets.per_cpu of the word with the end of the running task's struct pt_regs."""
+"""Key in KernelOffsets.per_cpu of the per-CPU word that points at the end of the running task's pt_regs."""
 
 ENTRY_TASK = "__entry_task"
 """Per-CPU variable with the address of the running task's task_struct.
 
-An arm64 kernel reads it when it is entered from user mode.
+An arm64 kernel reads the variable at an exception or system call from user mode.
 """
 
 
@@ -39,7 +39,7 @@ class GuestAbi:
     pt_regs: tuple[str, ...]
     """Names of the first members of struct pt_regs, in order; each is one word."""
     call: tuple[str, ...]
-    """Names of the registers with a system call's arguments, and last of the register with its number."""
+    """Names of registers: those with the arguments of a system call, then the one with the call's number."""
     result: str
     """Name of the register with the result of a system call."""
     counter: str

@@ -46,9 +46,9 @@ class Inodes:
     """Reads the attributes of inodes at given addresses."""
 
     def __init__(self, offsets: Mapping[str, int], read: Callable[[int, int], bytes]) -> None:
-        """Keep the offsets, which inode_offsets() returned.
+        """Store `offsets`, the result of inode_offsets(), and the function `read`.
 
-        `read` returns bytes of memory by address and size.
+        `read` takes an address and a size in bytes, and returns the bytes of memory.
         """
         self._read = read
         self._device_offset = offsets[_DEVICE]
@@ -101,7 +101,7 @@ def layout(members: Mapping[int, str]) -> tuple[struct.Struct, Callable[[tuple[i
 
 
 def shown_ino(ino: int, device: int) -> int:
-    """Return the mount's inode number: the guest's, combined with the low 8 bits of the device number.
+    """Return the inode number that the mount shows: `ino`, followed by the low 8 bits of `device`.
 
     A mount is one file system, but its files may be on several devices of the guest.
     """

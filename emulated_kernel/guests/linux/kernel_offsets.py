@@ -109,15 +109,20 @@ _DENTRY_FLAGS = {
     "DCACHE_OP_REVALIDATE": 1 << 2, "DCACHE_MOUNTED": 1 << 16, "DCACHE_NEED_AUTOMOUNT": 1 << 17,
     "DCACHE_MANAGE_TRANSIT": 1 << 18,
 }  # fmt: skip
-"""Flag of dentries that only the kernel can look up -> value, for kernels that define the flags as macros.
+"""Name of a flag in d_flags that forbids the host to look up a dentry in guest memory -> value of the flag.
 
-In newer kernels, the flags are an enum, whose values BTF gives.
+The values are for kernels that define the flags as macros. In newer kernels, the flags are an enum, whose
+values BTF gives.
 """
 
 
 @dataclass(frozen=True)
 class KernelOffsets:
-    """Addresses by symbol, and offsets by path of a member."""
+    """Addresses and offsets in a kernel.
+
+    `symbols`: symbol, or another key -> address. `offsets`: path of a member, or another key -> offset,
+    size or number.
+    """
 
     release: str
     architecture: str
@@ -142,7 +147,7 @@ class KernelOffsets:
 def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
     """Return the addresses and offsets of a kernel, from its symbols and BTF.
 
-    Raises: KernelError ENOEXEC (the kernel lacks one of them), ENODATA (it has no BTF).
+    Raises: KernelError ENOEXEC (the kernel lacks a symbol or member), ENODATA (the kernel has no BTF).
     """
     abi = abi_named(kernel.architecture)
     symbols = {name: kernel.required(name) for name in (*_SYMBOLS, *abi.symbols)}
@@ -210,7 +215,10 @@ def timekeeper_offset(btf: Btf) -> int:
 
 
 def _pid_max(kernel: LinuxKernel) -> int:
-    """Return the address of the limit of pids. Raises: KernelError ENOENT, ENODATA (it is not found)."""
+    """Return the address of the kernel's limit of pids.
+
+    Raises: KernelError ENOENT, ENODATA (the limit is not found).
+    """
     address = kernel.kallsyms.lookup_name("pid_max")
     if address is not None:
         return address

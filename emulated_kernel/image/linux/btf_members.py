@@ -34,7 +34,7 @@ def pointed_to(btf: Btf, number: int) -> int | None:
 def members_at(btf: Btf, number: int, offset: int) -> list[ScalarMember]:
     """Return the members that begin at a byte offset of the structure with the type id `number`.
 
-    There are several if the offset is in a union.
+    The list has several members if the offset is in a union.
     """
     return list(_members_at(btf, number, 8 * offset, "", _DEPTH, StepLimit()))
 

@@ -31,8 +31,8 @@ _ENTRIES = ("blacklist", "ex_table", "jump_labels", "static_calls")
 def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
     """Return the data of a kernel that `CachedKernelTables` needs: name of the part -> contents.
 
-    If types, events or system calls cannot be read, the data has the error, which `CachedKernelTables` raises
-    when they are used.
+    If events or system calls cannot be read, the data has the error, which `CachedKernelTables` raises when
+    they are used. If the types cannot be read, the data has no index of the types.
     """
     memory = kernel.vmlinux
     parts: dict[str, bytes | memoryview] = {

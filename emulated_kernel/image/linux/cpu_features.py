@@ -1,4 +1,4 @@
-"""CPU features of a distribution's kernel: their names, and the alternatives that boot chooses by them."""
+"""CPU features of a distribution's kernel: their names, and the alternatives that boot selects for them."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _alternatives(kernel: LinuxKernel) -> Iterator[_Alternative]:
 
 
 def _chosen(entries: Collection[_Alternative], has: Collection[int]) -> _Alternative | None:
-    """Return the last of an instruction's alternatives whose condition is fulfilled.
+    """Return the last of an instruction's alternatives `entries` whose condition is fulfilled.
 
     `has`: numbers of the CPU's features. Return None if no condition is fulfilled: the original code stays.
     """

@@ -51,7 +51,10 @@ class PackageTar:
     """
 
     def __init__(self, package: BinaryIO, start: int, end: int, *, is_packed: bool = True) -> None:
-        """Use the archive between the offsets `start` and `end` of a file. `is_packed`: it is compressed."""
+        """Use the archive between the offsets `start` and `end` of a file.
+
+        `is_packed`: the archive is compressed.
+        """
         self._package = package
         self._start = start
         self._end = end
@@ -119,7 +122,10 @@ class PackageTar:
 
 
 def deb_tar(package: BinaryIO, part: str = "data.tar") -> PackageTar:
-    """Return a tar archive of a Debian package: "data.tar" has its files, "control.tar" its description."""
+    """Return the tar archive `part` of a Debian package.
+
+    The archive data.tar has the package's files, and control.tar has the package's description.
+    """
     for name, start, end in _ar_members(package):
         if name.startswith(part):
             return PackageTar(package, start, end, is_packed=name != part)

@@ -14,7 +14,7 @@ _ALL_RIGHTS = 7
 
 
 class FlatImage(LinkedMemory):
-    """The memory of a kernel that is given as an Image. There is a subclass for each architecture.
+    """The memory of a kernel that is given as an Image. Each architecture has a subclass.
 
     Raises: KernelError ENOEXEC (the header contains no sensible size).
     """

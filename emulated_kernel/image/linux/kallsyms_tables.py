@@ -88,7 +88,10 @@ def find_symbols(vmlinux: LinkedMemory) -> list[Symbol]:
 
 
 def _token_tables(data: bytes) -> Iterator[_Tokens]:
-    """Yield the possible token tables: they contain the ten digits in order, and a matching index follows."""
+    """Yield the possible token tables of `data`.
+
+    A possible table contains the ten digits in order, and the index of its tokens follows.
+    """
     digits = 0
     for _ in range(_MAX_TABLES):
         # A regular expression would search for ten times as long.
@@ -106,8 +109,8 @@ def _token_tables(data: bytes) -> Iterator[_Tokens]:
 def _starts(data: bytes, digits: int) -> tuple[int, int]:
     """Return the first and the last offset at which a token table may start.
 
-    `digits`: offset of the token for "0". This must be token 48 of the table, because 48 is the code of "0".
-    So 48 zeros must precede it.
+    `digits`: offset of the token for "0". This token must be token 48 of the table, because 48 is the code
+    of "0". So 48 zeros must precede the token.
     """
     least = max(digits - _TOKEN_TABLE_LIMIT + 1, 0)
     last = digits
@@ -119,9 +122,9 @@ def _starts(data: bytes, digits: int) -> tuple[int, int]:
 
 
 def _tokens_at(data: bytes, start: int) -> _Tokens | None:
-    """Return the kallsyms token table at the offset `start`, or None if there is no such table.
+    """Return the kallsyms token table at the offset `start`, or None if no such table is at this offset.
 
-    After the table, there must be the index of its tokens (kallsyms_token_index).
+    The index of the table's tokens (kallsyms_token_index) must follow the table.
     """
     texts = tuple(data[start : start + _TOKEN_TABLE_LIMIT].split(b"\0", _TOKENS)[:_TOKENS])
     if len(texts) < _TOKENS:
@@ -199,7 +202,11 @@ def _before_zeros(words: memoryview) -> Iterator[int]:
 def _names_at(
     data: bytes, start: int, count: int, tokens: _Tokens, budget: _Budget, alignment: int
 ) -> list[bytes] | None:
-    """Return `count` names that begin at offset `start` if matching markers follow them, else None."""
+    """Return `count` names that begin at offset `start` if matching markers follow them, else None.
+
+    `tokens`: the token table. `budget` is reduced by the number of decoded names. `alignment`: alignment of
+    the markers in bytes.
+    """
     texts = tokens.texts
     limit = tokens.start
     names = []
@@ -260,7 +267,10 @@ def _find_addresses(vmlinux: LinkedMemory, data: bytes, tokens: _Tokens, names: 
 def _find_relative_to_entries(
     vmlinux: LinkedMemory, segment: LoadSegment, data: bytes, tokens: _Tokens, names: _Names
 ) -> list[int] | None:
-    """Return the symbols' addresses if each of them is stored as an offset from its own entry, else None."""
+    """Return the symbols' addresses if each of them is stored as an offset from its own entry, else None.
+
+    `data`: contents of `segment`, in which `tokens` and `names` were found.
+    """
     count = len(names.names)
     start = _aligned(tokens.end, _PACKED)
     if start + _PACKED * count > len(data):

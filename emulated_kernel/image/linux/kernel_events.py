@@ -44,7 +44,7 @@ class KernelEvent:
 
 
 class Structures:
-    """Reader of structures in a kernel's memory. It finds their members by the kernel's BTF."""
+    """Reader of structures in a kernel's memory, whose members it finds by the kernel's BTF."""
 
     def __init__(self, vmlinux: LinkedMemory, btf: Btf) -> None:
         self.vmlinux = vmlinux
@@ -149,7 +149,10 @@ def _system(structures: Structures, address: int) -> str:
 
 
 def _tracepoint(structures: Structures, address: int) -> tuple[int, int, int, bool]:
-    """Return the fields tracepoint, probe, key and is_plain of a KernelEvent."""
+    """Return the fields tracepoint, probe, key and is_plain of a KernelEvent.
+
+    `address`: address of the event's struct trace_event_call.
+    """
     has = structures.btf.has
     tracepoint = structures.value(address, "trace_event_call.tp")
     event_class = structures.value(address, "trace_event_call.class")
@@ -173,9 +176,10 @@ def _name(structures: Structures, address: int, *, is_tracepoint: bool) -> str:
 
 
 def _fields(structures: Structures, address: int, values: Mapping[str, int]) -> Iterator[FieldDefinition]:
-    """Yield the fields of an event, from the array of its class.
+    """Yield the fields of the event whose struct trace_event_call is at `address`.
 
-    A class without an array defines its fields by code; no field is yielded for it.
+    The fields are in an array of the event's class. For a class that defines its fields by code, no field
+    is yielded. `values`: values of constants in the types.
     """
     event_class = structures.value(address, "trace_event_call.class")
     if not structures.btf.has("trace_event_class.fields_array"):

@@ -260,7 +260,7 @@ class _Linker:
 def _belongs(section: SectionHeader, is_text: bool, is_init: bool) -> bool:
     """Return True if a section is loaded into one of the four memory areas of a module.
 
-    `is_text`: the area is for text, not for data. `is_init`: it is for init functions and their data.
+    `is_text`: the area is for text, not for data. `is_init`: the area is for init functions and their data.
     """
     if not section.flags & SHF_ALLOC or not section.size:
         return False

@@ -112,8 +112,9 @@ kallsyms contains the symbol only with CONFIG_KALLSYMS_ALL, because the symbol i
 
 
 class LinuxKernel:
-    """The contents of a kernel's file. A table is decoded on first use; it is empty if the kernel has none.
+    """The contents of a kernel's file.
 
+    A table is decoded on first use. If the kernel does not have the table, the result is empty.
     Raises: KernelError ENOEXEC (a kernel without symbols).
     """
 
@@ -201,9 +202,9 @@ class LinuxKernel:
 
     @cached_property
     def _nops_before(self) -> int:
-        """Size in bytes of the nops before each function of an arm64 or riscv64 kernel, or 0.
+        """Size in bytes of the nops before each function of an arm64 or riscv64 kernel; 0 without such nops.
 
-        There are nops before functions if most of the examined entries in the table of fentry sites are
+        A kernel has these nops if most of the examined entries in the table of fentry sites are
         _NOPS_BEFORE bytes before the start of a function.
         """
         entries = islice(filter(None, text_tables.words(self._table(_MCOUNT)[1])), _SAMPLE)
@@ -379,7 +380,7 @@ class LinuxKernel:
         return bytes(text)
 
     def booted(self, returns: ReturnThunks, part: Range | None = None) -> Self:
-        """Return a copy of this kernel, with the text that text_as_booted() returns."""
+        """Return a copy of this kernel, with the text that text_as_booted(returns, part) returns."""
         copied = copy(self)
         start, _ = part or self.text
         text = self.text_as_booted(returns, part)

@@ -34,9 +34,9 @@ _PACKAGES = "linux-modules-{}_*.deb", "linux-modules-extra-{}_*.deb", "kernel-mo
 
 
 _SHOWN = 3
-"""Maximum number of similar names that an error names."""
+"""Maximum number of similar names that the error for an unknown module shows."""
 _SIMILAR = 0.7
-"""Least similarity, from 0 to 1, of a name that an error names."""
+"""Minimum similarity, from 0 to 1, to the unknown module's name that a shown name must have."""
 
 
 class ModuleFiles:

@@ -15,7 +15,7 @@ from emulated_kernel.image.linux.vmlinux import FILE_LIMIT
 
 _OFFSET_AT = 8
 _TEXT_OFFSET = 0x200000
-"""Offset in bytes of the image in RAM. A kernel for riscv32 or without an MMU has another one."""
+"""Offset in bytes of the image in RAM. The offset of a kernel for riscv32 or without an MMU is different."""
 _ZBOOT_AT = 4
 _ZBOOT = b"zimg"
 _ZBOOT_HEADER = struct.Struct("<4x4sII")

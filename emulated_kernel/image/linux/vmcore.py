@@ -1,4 +1,4 @@
-"""CoreFile: an ELF vmcore, for example from QEMU's dump-guest-memory. It has RAM and VMCOREINFO."""
+"""CoreFile: an ELF vmcore, for example from QEMU's dump-guest-memory, with its RAM and VMCOREINFO."""
 
 from __future__ import annotations
 

@@ -110,9 +110,9 @@ class LinkedMemory:
         return bytes(segment.data[offset : offset + size]).ljust(size, b"\0")
 
     def string(self, va: int, limit: int = 1 << 16) -> str:
-        """Return the zero-terminated string at an address.
+        """Return the zero-terminated string at an address, of at most `limit` bytes.
 
-        Raises: KernelError ENOEXEC (no segment contains the address).
+        Raises: KernelError ENOEXEC (the address is not in the file data of a segment).
         """
         segment = self._segment_at(va)
         if segment is None or not segment.va <= va < segment.va + len(segment.data):
@@ -309,7 +309,10 @@ def _text(texts: bytes, offset: int) -> str:
 
 
 def _letter(info: int, section: int, headers: list[tuple[int, ...]]) -> str:
-    """Return the letter that nm prints for a symbol; "" for a symbol that kallsyms doesn't list."""
+    """Return the letter that nm prints for a symbol; "" for a symbol that kallsyms doesn't list.
+
+    `info` is st_info, `section` is st_shndx, and `headers` are the fields of all section headers.
+    """
     if section == SHN_ABS:
         return "A" if info >> 4 else "a"
     if not 0 < section < len(headers) or not headers[section][2] & SHF_ALLOC:

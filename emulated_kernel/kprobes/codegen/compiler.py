@@ -40,8 +40,9 @@ EmitAll = Callable[[ProgramBuilder], object]
 SHORTAGES = (MemoryError, ImportError, OSError)
 """Exceptions that mean that the host lacks memory or a file descriptor, or that no address is within reach.
 
-They may occur in the middle of a hit, which must continue. Code that catches them calls Compiler.log_failure.
-It logs the error, because a package that can't be imported raises an ImportError too.
+They may occur in the middle of a hit, which must continue. Code that catches them calls
+Compiler.log_failure(), because a package that can't be imported raises an ImportError too, and users must
+be told of that.
 """
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
@@ -50,7 +51,7 @@ _Made = TypeVar("_Made")
 def _or_none(
     make: Callable[Concatenate[Compiler, _Given], _Made | None],
 ) -> Callable[Concatenate[Compiler, _Given], _Made | None]:
-    """Wrap a method so that it returns None if the host has no memory; Python then handles the hits."""
+    """Wrap a method so that it returns None if it raises one of SHORTAGES; Python then handles the hits."""
 
     @wraps(make)
     def made(compiler: Compiler, /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Made | None:
@@ -85,7 +86,7 @@ class Compiler:
         self.enabled = profile.compiled
         """Whether the compiler compiles new code. Existing code stays until it is dropped."""
         self.made = 0
-        """Number of pieces of guest code that the compiler has compiled so far."""
+        """Number of pieces of guest code that this compiler has compiled so far."""
         self.fixups: dict[int, int] = {}
         """Address of an instruction that may fault -> address at which the CPU continues after the fault."""
         self.relocated: dict[int, int] = {}
@@ -93,9 +94,10 @@ class Compiler:
         self.codes: dict[CompiledCode, None] = {}
         """All existing code in the order of its creation, including code that waits to be freed."""
         self.asm_thunks: dict[tuple[object, ...], CompiledCode] = {}
-        """(owners of handlers, ..., `in_frame` or target address) -> the owners' compiled assembly handlers.
+        """Key -> compiled handlers in assembly, which run at hits that Python handles.
 
-        Python handles the hits at which these handlers run.
+        The key of code that asm_thunk() returned has the owners of the handlers, and then `in_frame`. The
+        key of code that post_code() returned is (owner, target address).
         """
         self._garbage = garbage
         self._lock = lock
@@ -113,9 +115,10 @@ class Compiler:
         head.sample = {name: getattr(regs, name) for name in self._sampled}
 
     def log_failure(self, error: Exception) -> None:
-        """Log once that guest code can't be compiled because an import or a call of the host failed.
+        """Log that guest code can't be compiled because of `error`, one of SHORTAGES.
 
-        Until compilation succeeds, Python handles the hits.
+        A MemoryError is not logged, nor an error with the same text as the one that was logged last. Until
+        compilation succeeds, Python handles the hits.
         """
         text = str(error)
         if isinstance(error, (ImportError, OSError)) and text != self._last_warning:
@@ -144,9 +147,10 @@ class Compiler:
         return self.enabled and self.load()
 
     def may_make(self, handlers: int = 1) -> bool:
-        """Reserve the compilation of `handlers` handlers.
+        """Reserve the compilation of `handlers` handlers by the current request, and return True.
 
-        Return False if a later request must compile them, because this one may compile no more.
+        Return False, with nothing reserved, if the request would compile more than MAX_HANDLERS handlers.
+        Then a later request must compile them.
         """
         if self._turn != self._lock.turn:
             self._turn = self._lock.turn
@@ -235,8 +239,9 @@ class Compiler:
     ) -> CompiledCode | None:
         """Return the code that is cached under `key`; if there is none, compile it.
 
-        `emit` adds the handlers to a program. `rest` adds at most `behind` bytes. `in_frame`: the registers
-        are already in a struct pt_regs at sp. Return None if there is no room for the code.
+        `emit` adds the handlers to a program. `rest` returns the code to place after the handlers, which
+        has at most `behind` bytes. `in_frame`: the registers are already in a struct pt_regs at sp. Return
+        None if there is no room for the code.
         """
         made = self.asm_thunks.get(key)
         if made is not None:
@@ -364,7 +369,8 @@ class Compiler:
     def returning(self, builder: ProgramBuilder, finish: int | None) -> CompiledCode | None:
         """Compile a return handler to which a trampoline jumps; return None if there is no room for the code.
 
-        The handler continues at `finish`. If `finish` is None, it returns from the trampoline itself.
+        `finish`: address at which the guest continues after the handler; None: the handler itself returns
+        to the caller of the hooked function.
         """
         returns = self._arch.returns
         assert returns is not None, "it goes with such a trampoline"
@@ -380,8 +386,8 @@ class Compiler:
     ) -> CompiledCode | None:
         """Compile a probe's handlers for hits of kind `way`; return None if Python must handle the hits.
 
-        `rest` adds at most `behind` bytes to the code. `entries`: possible addresses of the code's entry, or
-        None for any address.
+        `rest` returns the code to place after the handlers, which has at most `behind` bytes. `entries`:
+        possible addresses of the code's entry, or None for any address.
         """
         builder = ProgramBuilder()
         if not self.may_compile or not head.emit(builder, way):

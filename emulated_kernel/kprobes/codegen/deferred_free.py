@@ -19,10 +19,10 @@ class _DeferredPiece:
 
 
 class DeferredFree:
-    """Frees unused slots, detours and handlers when they are quiescent.
+    """Frees unused pieces of executable memory (slots, detours and handlers) when they are quiescent.
 
-    A piece is quiescent when no CPU's register and no live stack holds an address in it. Linux waits for
-    grace periods. The longest of them is `synchronize_rcu_tasks`.
+    A piece is quiescent when no CPU's register and no live stack holds an address in the piece. Linux waits
+    for grace periods, of which that of synchronize_rcu_tasks() is the longest.
     """
 
     def __init__(self, scheduler: GracePeriod) -> None:

@@ -21,7 +21,10 @@ class CompiledCode:
     accesses: tuple[int, ...] = field(metadata=ADDRESS)
     """Addresses of the instructions that have a fixup, at which the CPU continues after a fault."""
     copied: int = field(default=0, metadata=ADDRESS)
-    """Address of the copied instructions after the handler, in a detour."""
+    """Address of the code after the handler: copied instructions, a relocated form, or a jump.
+
+    The value is 0 for a trampoline, which has no such code.
+    """
     target: int | None = field(default=None, init=False, metadata=ADDRESS)
     """Address at which the guest continues after a stub for breakpoint hits.
 

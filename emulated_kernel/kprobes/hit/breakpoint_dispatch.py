@@ -299,4 +299,8 @@ class BreakpointDispatch:
 
 
 def _pass(_regs: Regs) -> None:
-    """Do nothing at the trap of a disabled probe's detour, or after one round of a repeated instruction."""
+    """Do nothing at a trap, so that the CPU continues at the address of the trap's Redirect.
+
+    The trap is the breakpoint in a detour that is no longer in use, or the debug trap after one round of a
+    repeated string instruction.
+    """

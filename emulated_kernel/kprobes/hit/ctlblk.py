@@ -16,9 +16,9 @@ _State: TypeAlias = "tuple[AggrKprobe | None, list[AggrKprobe], bool, bool, int]
 class KprobeCtlblk:
     """The current CPU's probe state: the probe whose hit is being handled, and the probes it interrupted.
 
-    Handlers of hits can keep a reference to the object. It serves all CPUs, and `switch_to` exchanges its
-    contents.
-    A hit whose handlers and step are guest code has no state here.
+    There is one object for all CPUs, so that handlers of hits can keep a reference to it. When the current
+    CPU changes, switch_to() exchanges the contents of the object. A hit whose handlers and step are guest
+    code has no state here.
     Mirrors: struct kprobe_ctlblk, current_kprobe.
     """
 
@@ -81,7 +81,7 @@ class KprobeCtlblk:
         self.running = self.interrupted.pop()
 
     def forget_current(self) -> None:
-        """End the current hit before its step has ended, because it faulted or its task was killed."""
+        """End the current hit before its step has ended, because the step faulted or the task was killed."""
         if self.interrupted:
             self.restore_previous()
         else:

@@ -24,36 +24,48 @@ Called = Callable[[int, Any], object]
 FTRACE_TRAMPOLINE = "ftrace_regs_caller"
 """Name of the code that armed fentry sites call."""
 OPS_LIST_FUNC = "arch_ftrace_ops_list_func"
-"""Name of Linux's function that calls the users of an fentry site with several users."""
+"""Name of the Linux function that fentry sites call if several ftrace_ops hook them."""
 
 
 @dataclass(eq=False)
 class FtraceOps:
-    """A user of fentry sites. Mirrors: include/linux/ftrace.h:struct ftrace_ops (v6.1)."""
+    """A user of fentry sites: a function that is called at hits of the sites, and its requirements.
+
+    A user is a tracer, an fprobe, or one of the two objects that serve all kprobes.
+    Mirrors: include/linux/ftrace.h:struct ftrace_ops (v6.1).
+    """
 
     func: Called
     symbol: Callable[[], str]
-    """Function that returns the name of Linux's handler for this user, which enabled_functions shows."""
+    """Function that returns the name of Linux's function in place of `func`, for the file enabled_functions.
+    """
     saves_regs: bool = False
-    """Whether the user needs all registers. Mirrors: FTRACE_OPS_FL_SAVE_REGS (v6.1)."""
+    """Whether `func` needs all registers. Mirrors: FTRACE_OPS_FL_SAVE_REGS (v6.1)."""
     modifies_ip: bool = False
-    """Whether the user may change the call's return address. Mirrors: FTRACE_OPS_FL_IPMODIFY (v6.1)."""
-    sub_symbols: tuple[str, str] | None = None
-    """Names of this user's entry and return functions in Linux, if several users share the function `symbol`.
+    """Whether `func` may change the saved ip, at which the guest continues.
 
-    enabled_functions shows them as subops.
+    Mirrors: FTRACE_OPS_FL_IPMODIFY (v6.1).
+    """
+    sub_symbols: tuple[str, str] | None = None
+    """Names of the entry function and the return function of this ftrace_ops in Linux, or None.
+
+    The names are given if the function `symbol` serves several ftrace_ops; enabled_functions shows them as
+    subops.
     Mirrors: include/linux/ftrace.h:struct ftrace_ops, subop_list (v7.2).
     """
     codes: Mapping[int, int] = field(default_factory=dict)
-    """Site -> address of guest code with the effect of `func`. A site without other users calls this code."""
+    """Address of an fentry site -> address of guest code that does the same as `func`.
+
+    The site calls this code if no other ftrace_ops hooks the site.
+    """
     assembly: AssemblyOwner | None = field(default=None, init=False)
-    """Owner of handlers in assembly, which run before all users' `func`."""
+    """Owner of handlers in assembly, or None. The handlers run before the `func` of each user of a site."""
     sites: set[int] = field(default_factory=set, init=False)
     """Addresses of the fentry sites that this ftrace_ops hooks. Only FtraceSites changes the set."""
 
 
 class FtraceSites:
-    """Arms fentry sites, and routes the call from a site to its users: kprobes, fprobes and tracers.
+    """Arms fentry sites, and calls the users (FtraceOps) of a site when the site is hit.
 
     Mirrors: kernel/kprobes.c:arm_kprobe_ftrace, disarm_kprobe_ftrace (v6.1).
     """
@@ -109,7 +121,10 @@ class FtraceSites:
         self.calls = 0
         """Number of calls from sites that Python handled."""
         self._ops: list[FtraceOps] = []
-        """Users, newest first, which is the order of their calls. Mirrors: ftrace_ops_list (v6.1)."""
+        """The users (FtraceOps) of any site, newest first, which is the order of their calls.
+
+        Mirrors: ftrace_ops_list (v6.1).
+        """
         self._of_kprobes = tuple(
             FtraceOps(self._hit_probe, lambda: "kprobe_ftrace_handler", saves_regs=True, modifies_ip=modifies)
             for modifies in (False, True)
@@ -151,10 +166,10 @@ class FtraceSites:
         return [ops for ops in self._ops if site in ops.sites]
 
     def _by_users(self, sites: set[int]) -> list[tuple[list[FtraceOps], set[int]]]:
-        """Divide sites into groups; the sites of a group have the same users.
+        """Divide sites into groups; the sites of a group have the same users (FtraceOps).
 
-        Return the users, newest first, and the sites of each group. Only whole sets are computed, because a
-        loop over the tens of thousands of sites of a tracer would be slow.
+        Return (users, newest first; sites) for each group. For speed, only whole sets are computed: a
+        tracer may hook tens of thousands of sites.
         """
         groups: list[tuple[list[FtraceOps], set[int]]] = [([], sites)]
         for ops in self._ops:
@@ -188,7 +203,11 @@ class FtraceSites:
             self._calls.update({head.address: partial(self._first_by_call, head) for head in heads})
 
     def _handler_for(self, users: Sequence[FtraceOps]) -> Called:
-        """Return a handler of calls from a site. It calls all `users` of the site in this order."""
+        """Return a handler of calls from a site. `users`: all users (FtraceOps) of the site, newest first.
+
+        The handler first runs the users' handlers in assembly, if there are any. Then it calls the users'
+        functions `func` in this order.
+        """
         at = next((number for number, ops in enumerate(users) if ops in self._of_kprobes), None)
         if len(users) == 1:
             handler = users[0].func
@@ -205,7 +224,11 @@ class FtraceSites:
     def _run_asm_handlers(
         self, owners: tuple[AssemblyOwner, ...], on_return: Called, site: int, frame: Any
     ) -> None:
-        """Run the users' assembly handlers in the guest, then call `on_return` with site and frame."""
+        """Run the assembly handlers of `owners` in the guest, then call `on_return` with `site` and `frame`.
+
+        If there is no room for the assembly handlers' code, only `on_return` is called. `frame`: the saved
+        registers.
+        """
         hits = self._hits
         regs = self._machine.regs
         if not hits.asm_thunks.run_asm_handlers(
@@ -332,10 +355,9 @@ class FtraceSites:
             self._update({site for ops in self._ops for site in ops.sites})
 
     def attach(self, ops: FtraceOps, sites: Collection[int]) -> None:
-        """Set the sites that call a user. A user that had no sites becomes the newest one.
+        """Make `ops` hook the fentry sites `sites`, and no others.
 
-        The guest must not run during the call.
-
+        If `ops` had no sites, it becomes the newest user. The guest must not run during the call.
         Mirrors: kernel/trace/ftrace.c:register_ftrace_function, ftrace_hash_move_and_update_ops (v6.1).
         """
         self._lock.assert_held()
@@ -345,7 +367,7 @@ class FtraceSites:
         self._update(changed)
 
     def detach(self, ops: FtraceOps) -> None:
-        """Remove a user from all of its sites; the sites do not call it any more.
+        """Remove `ops` from all of its sites, which do not call it any more.
 
         Mirrors: kernel/trace/ftrace.c:unregister_ftrace_function (v6.1).
         """
@@ -358,9 +380,10 @@ class FtraceSites:
             ops.sites.clear()
 
     def set_code(self, ops: FtraceOps, codes: Mapping[int, int]) -> None:
-        """Set the guest code that sites of a user call instead of Python: site -> address of the code.
+        """Set the guest code that sites of `ops` call in place of Python.
 
-        Python handles the calls of all other sites.
+        `codes`: address of a site -> address of the code. Python handles the calls of `ops` from all other
+        sites.
         """
         self._lock.assert_held()
         before = ops.codes
@@ -368,7 +391,10 @@ class FtraceSites:
         self._update([site for site in ops.sites if before.get(site) != codes.get(site)])
 
     def set_assembly(self, ops: FtraceOps, owner: AssemblyOwner | None) -> None:
-        """Set the owner of the assembly handlers that run when Python handles a user's calls, or None."""
+        """Set the owner of the assembly handlers that run at the sites of `ops`.
+
+        `owner`: None if no assembly handlers run any more.
+        """
         self._lock.assert_held()
         if ops.assembly is not owner:
             ops.assembly = owner
@@ -382,7 +408,7 @@ class FtraceSites:
             self._with_regs.update(sites)
 
     def _drop_regs(self, sites: Iterable[int]) -> None:
-        """Forget that sites save all registers if no remaining user needs all registers.
+        """Forget that `sites` save all registers, except sites with a user that still needs all registers.
 
         Mirrors: test_rec_ops_needs_regs (v6.1).
         """

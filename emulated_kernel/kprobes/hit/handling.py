@@ -507,11 +507,11 @@ class HitHandling:
     def may_interrupt(self) -> bool:
         """Return True if the machine may deliver an interrupt.
 
-        An interrupt is forbidden between a hit and the end of its step, because the CPU's registers belong to
-        the hit. An interrupt is forbidden in a compiled handler, too, which may have written half a record.
-        Furthermore, it is forbidden between the two instructions of a jump or call that may be removed. In
-        Linux, a kernel in which a jump or call is two instructions isn't preempted, so that no task is
-        between them while they are patched.
+        An interrupt is forbidden between a hit and the end of the hit's step, because the CPU's registers
+        belong to the hit. It is forbidden in a compiled handler, which may have written half a record. It
+        is also forbidden between the two instructions of a jump or call that may be removed: in Linux, a
+        kernel with such jumps or calls isn't preempted, so that no task is in the middle of one while it is
+        patched.
         """
         ip = self._machine.regs.ip
         return self.ctlblk.running is None and not self._is_within(ip) and not self._split_jumps.contains(ip)
@@ -527,7 +527,7 @@ def _hit_again(
 ) -> None:
     """Call `hit` again, to continue a hit by a call in Python after the guest has run the assembly handler.
 
-    This is a function, because a closure would slow down all other hits.
+    The code is a function of the module, because a closure in by_call() would slow down all other hits.
     """
     hit(site, frame, then, started)
 

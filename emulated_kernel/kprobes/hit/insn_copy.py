@@ -117,9 +117,10 @@ class InsnCopier:
         self.boost_or_step(head)
 
     def check_unpatched(self, addr: int, size: int) -> None:
-        """Refuse text that another debugger has patched: disarming would restore that debugger's bytes.
+        """Check that no other debugger has patched the `size` bytes of text at `addr`.
 
-        Raises: KernelError EINVAL.
+        If a probe were armed there, disarming it would restore the other debugger's bytes.
+        Raises: KernelError EINVAL (the text is patched).
         """
         if self._text.is_foreign(addr, size):
             raise KernelError(errno.EINVAL, f"{addr:#x}: another debugger has patched the instruction")

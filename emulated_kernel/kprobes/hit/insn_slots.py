@@ -24,7 +24,10 @@ class InsnSlots:
     def __init__(
         self, text: Text, size: int, breakpoint_: bytes, garbage: DeferredFree, lead: bytes = b""
     ) -> None:
-        """Start without slots. `size`: minimum size of a slot in bytes; `lead`: code before each slot."""
+        """Start without slots. `size`: minimum size of a slot in bytes, without `lead`.
+
+        `lead`: code that precedes the copy in each slot. The address of a slot is that of the copy.
+        """
         self._text = text
         self._waiting = garbage
         self._lead = lead

@@ -7,7 +7,7 @@ from emulated_kernel.kprobes.codegen.guest_code import OutOfLine
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _UNIT = 4
-"""Base-2 logarithm of the alignment of slots: no two slots share an aligned block of 16 bytes."""
+"""Base-2 logarithm of the size of an aligned block of memory. No two slots share such a block of 16 bytes."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

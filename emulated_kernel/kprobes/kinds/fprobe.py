@@ -117,7 +117,7 @@ class Fprobe(FailureCount, Generic[RegsT]):
     """The assembled handlers of a registered fprobe, which count the calls whose code faulted."""
     hook: ReturnHook | None = field(default=None, init=False, repr=False)
     _missed: int = field(default=0, init=False, repr=False)
-    """Number of missed calls that the present return hook does not count."""
+    """Number of missed calls since registration, without those that the current return hook has counted."""
     raised: int = field(default=0, init=False)
     """Number of calls whose handler in Python raised an exception.
 
@@ -457,7 +457,11 @@ class Fprobes:
     def _call(
         self, fp: Fprobe, handler: FprobeHandler | None, address: int, regs: Any, data: memoryview
     ) -> bool:
-        """Call a handler, and return True if its result is true. If it raises, report it and return False."""
+        """Call an fprobe's handler; return True if the handler returns a true value.
+
+        If the handler raises an exception, report the exception and return False. If `handler` is None,
+        return False.
+        """
         if handler is None:
             return False
         try:
@@ -483,7 +487,7 @@ def _exits(fp: Fprobe, builder: ProgramBuilder, way: EntryKind) -> bool:
 
 
 def _ftrace_ops(fp: Fprobe[Any], enter: Called) -> FtraceOps:
-    """Return the user of fentry sites for an fprobe.
+    """Return the FtraceOps by which an fprobe hooks fentry sites; `enter`: the function that handles entries.
 
     Mirrors: kernel/trace/fprobe.c:fprobe_ftrace_ops, fprobe_graph_ops (v7.2).
     """

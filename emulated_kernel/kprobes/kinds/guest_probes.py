@@ -71,10 +71,10 @@ class _GuestProbe:
 
 
 class GuestProbes:
-    """Serves Hypercall.KPROBES, and calls the handlers of its probes in the guest, on the interrupted stack.
+    """Registers probes at the guest's request (Hypercall.KPROBES), and calls their handlers in the guest.
 
-    While such probes exist, breakpoint handlers are called between two runs of the emulator; see
-    TrapHooks.guest_callers.
+    The handlers run on the stack of the interrupted task. While such probes exist, breakpoint handlers are
+    called between two runs of the emulator; see TrapHooks.guest_callers.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class GuestProbes:
     ) -> None:
         """Start without probes.
 
-        `note` keeps a line for the kernel log while the guest cannot write the log. `log` writes a line to
-        it.
+        `log` writes a line to the kernel log. `note` keeps a line for the kernel log, while the guest
+        cannot write the log.
         """
         self._kprobes = kprobes
         self._kretprobes = kretprobes
@@ -269,7 +269,9 @@ class GuestProbes:
     def forget_within(self, spans: Iterable[tuple[int, int]], module: str) -> None:
         """Unregister probes whose structure or handlers are in memory that is about to be freed.
 
-        Deviates: Linux leaves them registered, and jumps to freed memory at the next hit.
+        `spans`: address ranges of this memory, each as start and exclusive end. `module`: name of the
+        module, for the kernel log. Deviates: Linux leaves the probes registered, and jumps to freed memory
+        at the next hit.
         """
         ranges = [range(*span) for span in spans]
         for found in list(self._found.values()):
@@ -280,12 +282,12 @@ class GuestProbes:
     # Hits
 
     def _call(self, kprobe: Kprobe, handler: int, regs: Regs, first: int, *more: int) -> int:
-        """Call the guest function `handler` at a hit, and return its result, an int.
+        """Call the guest function `handler` at a hit, and return the function's result, an int.
 
-        Its arguments are `first`, the address of a struct pt_regs and `more`. It may change all registers in
-        the structure except sp.
-        A handler that faults, loops or sleeps is never called again; its result is 0. In Linux, such a
-        handler causes an oops in the probed task.
+        The arguments of the function are `first`, the address of a struct pt_regs with `regs`, and `more`.
+        The function may change all registers in the structure except sp. A function that faults, loops or
+        sleeps is never called again; its result is 0. In Linux, such a function causes an oops in the
+        probed task.
         """
         if handler in self._failed_handlers:
             return 0

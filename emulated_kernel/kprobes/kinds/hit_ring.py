@@ -53,10 +53,11 @@ class RingEntry:
 
 
 class HitRing:
-    """A ring of the latest `capacity` hits of its probes on each CPU; Kernel.hit_ring creates it.
+    """For each CPU, a ring with the latest hits of the ring's probes; Kernel.hit_ring() creates the object.
 
-    `registers` are names as in pt_regs; an entry has one word for each, and two other words. The ring's
-    handlers are the cheapest ones, because they are a few loads and stores in guest code.
+    `registers` are names as in pt_regs, and `capacity` is the number of entries for each CPU. An entry has
+    a word for each register, and two other words. The handlers are a few loads and stores in guest code, so
+    that no other kind of handler takes less time.
     """
 
     def __init__(self, machine: ProbedMachine, arch: Arch, registers: Sequence[str], capacity: int) -> None:
@@ -125,9 +126,9 @@ class HitRing:
         return rp
 
     def fprobe(self, filter_: str, **options: Any) -> Fprobe[Any]:
-        """Return an fprobe that records returns of all matching functions. The caller registers it.
+        """Return an fprobe that records the returns of functions in this ring. The caller registers it.
 
-        `options` are further arguments of Fprobe.
+        `filter_`: glob of the names of the functions. `options` are further arguments of Fprobe.
         """
         fp: Fprobe[Any] = Fprobe(
             filter_, exit_handler=lambda _fp, address, regs, _data: self._note(address, regs), **options
@@ -170,7 +171,10 @@ class HitRing:
         self._cells[cpu][0] = hits + 1 & (1 << 8 * self._word) - 1
 
     def _emit(self, builder: ProgramBuilder, address: int | None) -> bool:
-        """Emit code that records a hit at `address`; None: at the address in register CALLED. Return True."""
+        """Emit code that records a hit in the ring, and return True.
+
+        `address`: the probed address; None if the virtual register CALLED contains it.
+        """
         word = self._word
         at = _AT, word
         builder.emit(

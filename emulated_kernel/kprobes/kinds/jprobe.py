@@ -32,12 +32,12 @@ JprobeHandler: TypeAlias = Callable[..., object]
 
 @dataclass(eq=False)
 class Jprobe:
-    """A probe on a function's entry: a function with the same signature is called before it.
+    """A probe on a function's entry: a function with the same signature is called before the probed function.
 
-    `handler` is the function in Python. It gets as many arguments as it takes; each is a word. If the
-    function is guest code instead, `entry` is its address. Guest code runs with interrupts off, and must end
-    in a jump or call to Jprobes.jprobe_return. Give `symbol_name` or `addr`.
-
+    `handler` is this function in Python. It gets as many arguments as it has parameters; each is a word.
+    `entry` is the address of the function if it is guest code instead. Guest code runs with interrupts off,
+    and must end in a jump or call to Jprobes.jprobe_return. `symbol_name` or `addr` names the probed
+    function.
     Mirrors: include/linux/kprobes.h:struct jprobe (v4.14).
     """
 
@@ -89,8 +89,8 @@ class Jprobes:
     def _calling(self, handler: JprobeHandler) -> PreHandler:
         """Return a pre_handler that calls `handler` with the probed function's arguments.
 
-        The function reads arguments that are not in registers from the stack. On x86, it skips the return
-        address.
+        The pre_handler reads the arguments that are not in registers from the stack. On x86, they are above
+        the return address.
         """
         from inspect import signature
 
@@ -131,7 +131,7 @@ class _Mirror:
     def enter(self, _kprobe: Kprobe, regs: Regs) -> int:
         """Save registers and stack, and make the guest continue at the jprobe's function.
 
-        This is the kprobe's pre_handler.
+        The method is the pre_handler of the jprobe's kprobe.
         """
         stack = self._read_stack(getattr(regs, self._registers.sp))
         self._saved[self._ctlblk.cpu] = regs.snapshot(), stack
@@ -147,7 +147,7 @@ class _Mirror:
     def leave(self, _kprobe: Kprobe, regs: Regs) -> int:
         """Restore registers and stack when the jprobe's function has reached jprobe_return.
 
-        This is the kprobe's break_handler.
+        The method is the break_handler of the jprobe's kprobe.
         """
         saved, stack = self._saved.pop(self._ctlblk.cpu)
         regs.restore(saved)

@@ -82,7 +82,10 @@ class Djprobes(Optimizer):
         return found
 
     def _probe_inside(self, region: Region) -> int | None:
-        """Return the last probed address in the region, after its first byte; None if there is none."""
+        """Return the last probed address in the region, or None if there is none.
+
+        A probe at the region's first byte is not considered.
+        """
         inner = range(region.end - 1, region.addr, -1)
         return next((addr for addr in inner if self._table.get(addr) is not None), None)
 
@@ -111,9 +114,10 @@ class Djprobes(Optimizer):
                 raise KernelError(errno.EBUSY, "a task stands in a detoured region or an out-of-line buffer")
 
     def _all_at_known_places(self) -> AbstractContextManager[bool]:
-        """Return a context in which all tasks are at safe points; it yields False if a task is not.
+        """Return a context manager that brings all tasks to safe points.
 
-        Source: section 2.2. Without preemption, one pass of each CPU through the scheduler is enough.
+        The context manager yields False if a task does not reach a safe point. Source: section 2.2. Without
+        preemption, one pass of each CPU through the scheduler is enough.
         """
         if self._profile.djprobe is QuiesceMethod.FREEZE_PROCESSES:
             return self._scheduler.frozen()
@@ -142,4 +146,4 @@ class Djprobes(Optimizer):
             self._write_if_quiescent()
 
     def _kick(self) -> None:
-        """Do nothing: jumps wait for the commit."""
+        """Do nothing, because no delayed work writes the jumps; commit() and flush() do."""

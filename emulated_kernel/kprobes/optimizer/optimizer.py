@@ -46,7 +46,10 @@ as the breakpoint has no tail.
 """
 
 Queue = dict[AggrKprobe, None]
-"""One of Linux's lists of probes. It is an ordered set, because thousands of probes are looked up in it."""
+"""One of the optimizer's lists of probes, as in Linux.
+
+The list is an ordered set, because it may have thousands of probes, and looking one up must be fast.
+"""
 
 
 @dataclass(eq=False)
@@ -125,10 +128,10 @@ class Optimizer:
         head.rejection = f"{self._verdict.place_text(addr)}: {text}"
 
     def _discard(self, head: AggrKprobe) -> None:
-        """Free the probe's detour, once no CPU is in it.
+        """Free the probe's detour once no CPU is in it.
 
-        Linux: only the worker frees detours, so that no CPU is in one. Deviates: the detour of a probe that
-        was unoptimized earlier is freed together with the probe.
+        Linux: only the worker frees detours, after a grace period. Deviates: if the probe was unoptimized
+            earlier, the detour is freed together with the probe.
         Mirrors: arch/x86/kernel/kprobes/opt.c:arch_remove_optimized_kprobe (v6.1).
         """
         detour = head.detour
@@ -473,8 +476,8 @@ class Optimizer:
     def _is_as_prepared(self, head: AggrKprobe, detour: DetourBuffer) -> bool:
         """Return True unless other code has changed the kept bytes of the probe's jump.
 
-        Kept bytes are bytes of the original text after the region. They are the end of the jump, and select
-        its target. If they have changed, store this as the reason of the probe's rejection.
+        Kept bytes are bytes of the original text after the region, which are the end of the jump and select
+        the jump's target. If they have changed, store this as the reason for the probe's rejection.
         """
         region = detour.region
         kept = detour.jump[len(detour.jump) - region.kept :]

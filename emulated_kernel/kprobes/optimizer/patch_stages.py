@@ -10,7 +10,7 @@ from emulated_kernel.machine.text.text_poke import PokeStep, TextPoker
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _REVERSED = {PokeStep.BREAKPOINT: PokeStep.TAIL, PokeStep.TAIL: PokeStep.BREAKPOINT}
-"""Last step of a change -> last step of the reverse change that has the same text."""
+"""Step that a change has written last -> step of the reverse change after which the text is the same."""
 
 
 @dataclass(slots=True)

@@ -96,8 +96,9 @@ class RethookListStack(ShadowStack):
     def high_water(self, hook: int) -> int:
         """Return the highest number of nodes that were in use at the same time.
 
-        This is the number of nodes in which a return address was ever stored: the pool returns the node that
-        was put back last, so it returns a new node only if all used ones are in use again.
+        The method counts the nodes in which a return address was ever stored. The pool returns the node
+        that was put back last, so it returns a node for the first time only if all earlier nodes are in
+        use.
         """
         words = self.words
         at = self.ret_addr_word * self.words.word_size

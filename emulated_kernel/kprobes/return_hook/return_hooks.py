@@ -191,10 +191,9 @@ class ReturnHooks:
         return bool(self.stack.hooks)
 
     def newest(self, hook: ReturnHook, before: int | None = None) -> RethookNode | None:
-        """Return the current task's newest pending call that `hook` has hooked.
+        """Return the current task's newest pending call that `hook` has hooked, or None if there is none.
 
-        `before`: address of the node of a call. If it is given, return the newest such call that is older
-        than this one. Return None if there is no such call.
+        `before`: address of the node of a call; only calls that are older than that call are considered.
         """
         task = self._tasks.current()
         for call in self.stack.pending(task):
@@ -286,10 +285,11 @@ class ReturnHooks:
 
     @property
     def _shows_caller(self) -> bool:
-        """Whether all instances of a returning call have the real return address.
+        """Whether the instances of a returning call all have the real return address.
 
-        Otherwise, those of newer hooks of the same call have the address of the trampoline. A distribution's
-        kernel with rethooks does that with each shadow stack.
+        If False, only the instance of the oldest hook of the call has it; the others have the trampoline's
+        address. This is so with each shadow stack except KretprobeInstTable, and with that one in a
+        distribution's kernel with rethooks.
         Mirrors: kernel/kprobes.c:__kretprobe_trampoline_handler, kernel/trace/rethook.c (v6.12)
         """
         has_rethooks = "task_struct.rethooks" in self._abi and "rethook_flush_trap" not in self._abi

@@ -222,7 +222,10 @@ class ShadowStack(ABC):
 
     @property
     def is_locked(self) -> bool:
-        """Whether guest code holds a lock. Python cannot wait for it, so no other CPU may run now."""
+        """Whether guest code holds a lock of the shadow stack.
+
+        Python cannot wait for the lock, so no other CPU may run until the lock is released.
+        """
         return any(self.words[address] for address in self.lock_words())
 
     def close(self) -> None:  # noqa: B027 - most have nothing left

@@ -32,7 +32,10 @@ class RunAsmHandlers(Protocol):
 
 
 class Trampoline:
-    """The trampoline of all hooked functions. It is created for the first hooked function, and then stays."""
+    """The trampoline to which all hooked functions return.
+
+    The code is created for the first hooked function, and is never freed.
+    """
 
     def __init__(
         self,
@@ -116,9 +119,10 @@ class Trampoline:
         return None
 
     def adopt_native(self, code: CompiledCode | None) -> None:
-        """Use `code` as the native trampoline, to which hooked functions then return; None: have none.
+        """Use `code` as the native trampoline, to which hooked functions then return.
 
-        The code traps to the host if Python must handle a return.
+        If `code` is None, there is no native trampoline from now on. The code traps to the host if Python
+        must handle a return.
         """
         self._native_code = code
         self.native = 0

@@ -65,7 +65,7 @@ class CpuModel(ABC):
     """Name of the register that contains the address of the boot parameters at the kernel's entry."""
 
     halt: bytes
-    """Machine code of the instruction that ends a run of the guest and leaves ip after itself."""
+    """Machine code of the instruction that ends a run of the guest. It leaves ip after the instruction."""
     breakpoints: tuple[bytes, ...]
     """Machine code of each breakpoint instruction."""
     repeated_copy: bytes = b""

@@ -43,9 +43,9 @@ class Regs:
 
     _engine: Engine
     orig_ax: int
-    """Number of the system call that a task has entered, or -1. On riscv64, it is orig_a0.
+    """Number of the system call that a task has entered, or -1.
 
-    It is a field of Linux's pt_regs and no register of the CPU.
+    On riscv64, this is the field orig_a0. The field is one of Linux's pt_regs and no register of the CPU.
     """
     ax: int
     cx: int

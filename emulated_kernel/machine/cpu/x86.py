@@ -104,7 +104,7 @@ class X86Cpu(CpuModel):
         engine.reg_write(CR0, CR0_PAGED)
 
     def _load_gdt(self, engine: Engine, memory: Memory, gdt: bytes) -> None:
-        """Write a descriptor table to a host page and load GDTR."""
+        """Write the descriptor table `gdt` to a new host page, and load its address and limit into GDTR."""
         where = self.layout.direct_map + memory.host_pages.alloc(PAGE_SIZE)
         memory.write(where, gdt)
         engine.reg_write_raw(GDTR, TableRegister(0, where, len(gdt) - 1, 0))

@@ -76,8 +76,8 @@ class TrapHooks:
         self.python = _word(self.words, "python")
         """View of the field `python` of `words`.
 
-        The field is 1 while the guest runs within a hit that Python handles, else 0. While it is 1, Python
-        gets all traps.
+        The field is 1 while the guest runs within a hit that Python handles, else 0. While the field is 1,
+        Python gets all traps.
         """
         self._native: tuple[int, ctypes.c_void_p] | None = None
         """Kind and handle of the hook that calls the host's routine, if the host has one."""
@@ -90,9 +90,10 @@ class TrapHooks:
         self.engine.add_hook(HOOK_INSN_INVALID, INSN_INVALID_CALLBACK(self._make_invalid_callback()))
 
     def _hook_natively(self, kind: int, callback: Any) -> None:
-        """Make Unicorn call the host's routine, which calls the Python callback for the traps that it leaves.
+        """Make Unicorn call the host's routine for traps from the hook `kind`, such as HOOK_INTR.
 
-        If the host has no routine, Unicorn calls the Python callback itself.
+        The routine calls the Python function `callback` for the traps that it does not handle. If the host
+        has no routine, Unicorn calls `callback` for all traps.
         """
         regs = self.regs
         engine = self.engine
@@ -112,7 +113,10 @@ class TrapHooks:
         self.debug_traps.use(TrapTable(words.debug_traps))
 
     def _call_natively(self, kind: int, routine: int, *keep: object) -> None:
-        """Make Unicorn call the host's code at the address `routine` for traps."""
+        """Add a hook of the kind `kind` by which Unicorn calls the host's code at the address `routine`.
+
+        `keep`: objects that must exist as long as the hook.
+        """
         words = self.words
         data = ctypes.addressof(words)
         hook = self.engine.add_hook(kind, ctypes.c_void_p(routine), data=data, keep=(words, *keep))

@@ -39,7 +39,7 @@ class TrapHandlers(MutableMapping[int, TrapHandler]):
     def __init__(self) -> None:
         self._handlers: dict[int, TrapHandler] = {}
         self.find = self._handlers.get
-        """Function that returns the handler of an address, or None; a dict's method, as it must be fast."""
+        """Function that returns the handler of an address, or None. For speed, it is a method of a dict."""
         self._native: TrapTable | None = None
 
     def use(self, native: TrapTable) -> None:

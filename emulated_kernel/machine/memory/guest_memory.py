@@ -161,8 +161,8 @@ class GuestMemory(ABC):
 class GuestPool:
     """Allocator of a window of the guest's address space, whose pages are mapped on demand.
 
-    The window is [base, base + size). It is mapped to physical pages of the guest's memory that the guest
-    itself doesn't use. Allocations are multiples of `unit` bytes.
+    The window is [base, base + size). The pool maps it to physical pages of the guest's memory that the
+    guest itself doesn't use. Allocations are multiples of `unit` bytes.
     """
 
     def __init__(

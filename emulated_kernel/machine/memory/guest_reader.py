@@ -87,7 +87,7 @@ class GuestReader:
         self._left = size
 
     def read(self, va: int, size: int) -> bytes:
-        """Read `size` bytes. Raises: MemoryFault (not mapped, or more than the bound allows)."""
+        """Read `size` bytes. Raises: MemoryFault (not mapped, or more than the reader's limit allows)."""
         if not 0 <= size <= self._left:
             raise MemoryFault(va, f"{size} bytes are too many")
         self._left -= size
@@ -140,7 +140,8 @@ class GuestReader:
     def chain(self, node: int, end: int = 0, link: int = 0, limit: int = MAX_STEPS) -> Iterator[int]:
         """Yield `node` and its successors up to the address `end`; `link` is the offset of the next pointer.
 
-        Raises: MemoryFault (as `nodes`).
+        `limit`: maximum number of nodes.
+        Raises: MemoryFault (an unaligned or unmapped pointer, a circle, or too many nodes).
         """
         known: set[int] = set()
         while node != end:

@@ -53,9 +53,11 @@ class Memory(GuestMemory):
         word_size: int = 8,
         extra_size: int = 0,
     ) -> None:
-        """Create RAM of `ram_size` bytes with empty page tables.
+        """Create RAM of `ram_size` bytes with empty page tables of the class `tables`.
 
-        `on_remap` is called after a mapping was changed or removed, and must flush the TLB.
+        `host_size`: size in bytes of `host_pages`. `on_remap` is called after a mapping was changed or
+        removed, and must flush the TLB. `word_size`: size of a pointer in bytes. `extra_size`: see the
+        class.
         """
         super().__init__(word_size)
         self.ram_size = ram_size
@@ -77,7 +79,7 @@ class Memory(GuestMemory):
         self._index()
 
     def _index(self) -> None:
-        """Rebuild the lists that hold the members of all `ranges`; they make look-ups fast."""
+        """Rebuild the lists that make look-ups fast: one list for each member of the `ranges`."""
         if self.on_change is not None:
             self.on_change()
         self._starts = [r.start for r in self.ranges]

@@ -29,7 +29,10 @@ class PageTables(ABC):
     """Difference between the values of the entries for adjacent 4 KiB pages."""
 
     def __init__(self, ram: mmap.mmap, pool: UnitPool, root: int | None = None) -> None:
-        """Use the tables at the physical address `root`, or create empty tables if it is None."""
+        """Use the tables in `ram` with the root at physical address `root`; None creates an empty root table.
+
+        `pool` allocates the pages for new tables.
+        """
         self._ram = ram
         self._pool = pool
         self.root = self._new_table() if root is None else root
@@ -40,7 +43,10 @@ class PageTables(ABC):
 
     @abstractmethod
     def branch(self, pa: int, shift: int) -> int:
-        """Return the entry at level `shift` that points to the next table, at physical address `pa`."""
+        """Return the entry that points to the next table, at physical address `pa`.
+
+        `shift`, one of `shifts`, is the level of the table that contains the entry.
+        """
 
     @abstractmethod
     def target(self, entry: int) -> int:
@@ -48,7 +54,7 @@ class PageTables(ABC):
 
     @abstractmethod
     def is_leaf(self, entry: int, shift: int) -> bool:
-        """Return True if the entry at level `shift` maps a page."""
+        """Return True if `entry`, in a table of the level `shift`, maps a page."""
 
     def map(self, va: int, pa: int, size: int, prot: Prot) -> None:
         """Map [va, va + size) to [pa, pa + size) with the largest possible pages."""
@@ -102,7 +108,10 @@ class PageTables(ABC):
         struct.pack_into(f"<{count}Q", self._ram, first, *entries)
 
     def _slot(self, va: int, page_size: int) -> int:
-        """Return the physical address of the entry for the page at `va`; create missing tables."""
+        """Return the physical address of the entry for the page of `page_size` bytes at `va`.
+
+        Create missing tables, and replace the entry of a larger page by a table.
+        """
         table = self.root
         for shift in self.shifts:
             slot = table + (va >> shift & 511) * 8
@@ -124,7 +133,8 @@ class PageTables(ABC):
     def _split(self, slot: int, shift: int, entry: int) -> int:
         """Replace the entry of a 2 MiB page by a table of 4 KiB pages with the same rights.
 
-        Return the new entry, which points to the table.
+        `slot`: physical address of the entry. `shift`: level of its table. Return the new entry, which
+        points to the table of 4 KiB pages.
         """
         table = self._new_table()
         small = self.shrink(entry)

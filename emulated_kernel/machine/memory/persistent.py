@@ -56,7 +56,10 @@ class PersistentLayout:
 
 
 def put_into(descriptor: int, offset: int, data: bytes) -> None:
-    """Write bytes to a file after allocating disk space for them. Raises: OSError."""
+    """Write `data` at an offset of the file with this descriptor, after allocating disk space for the data.
+
+    Raises: OSError.
+    """
     os.posix_fallocate(descriptor, offset, len(data))
     done = 0
     while done < len(data):
@@ -66,6 +69,7 @@ def put_into(descriptor: int, offset: int, data: bytes) -> None:
 def map_over(ram: mmap.mmap, start: int, size: int, descriptor: int, offset: int) -> None:
     """Replace a range of `ram` by a mapping of a file; all numbers are multiples of the page size.
 
+    `descriptor` is open for the file, and `offset` is the offset in the file.
     Hazard: a store to a page without disk space kills the process.
     Raises: OSError (with nothing changed).
     """

@@ -70,9 +70,9 @@ class TrapWords(ctypes.Structure):
 class TrapTable:
     """Hash table from the address of a trap to the instruction pointer at which the guest continues.
 
-    Open addressing: an address is at the index that the hash function gives or after it, without an empty
-    entry in between. The address of an empty entry is 0. Python changes the table only in a callback or
-    between two runs.
+    Open addressing: the entry of an address is at the index that the hash function gives, or after it. No
+    empty entry is between this index and the entry. The address of an empty entry is 0. Python changes the
+    table only in a callback or between two runs.
     """
 
     def __init__(self, words: TableWords) -> None:

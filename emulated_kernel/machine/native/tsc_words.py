@@ -8,7 +8,7 @@ STEP_FACTOR = 6364136223846793005
 STEP_ADDEND = 1442695040888963407
 """Addend of the pseudo-random generator whose numbers are the steps of the time stamp counter.
 
-It is a linear congruential generator modulo 2**64.
+The generator is a linear congruential one modulo 2**64.
 """
 SHORTEST_STEP = 50
 STEP_SHIFT = 57

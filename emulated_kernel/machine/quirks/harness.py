@@ -155,7 +155,7 @@ def context_words(engine: Engine, context: ctypes.c_void_p, code: Literal["i", "
 def found(function: Callable[..., object], is_there: bool) -> SelfTest:
     """Return the result of the self-test `function`, which searches for hidden state of Unicorn.
 
-    The outcome is OK if the state was found, else FALLBACK.
+    The outcome is OK if `is_there` is True: the state was found. Otherwise the outcome is FALLBACK.
     """
     return SelfTest(function.__name__, Outcome.OK if is_there else Outcome.FALLBACK)
 
@@ -174,8 +174,8 @@ def run_checks(bench: Bench, checks: Iterable[Callable[[Bench], None]]) -> Itera
 def check_changed_code_runs(bench: Bench, old: bytes, new: bytes, result: str) -> None:
     """Check that changed code runs after remove_cache().
 
-    Unicorn: it runs stale code after a physical write until the virtual address is invalidated. `old` and
-    `new` set the register `result` to 1 and 2.
+    Unicorn: the engine runs stale code after a physical write until the virtual address is invalidated. The
+    code `old` sets the register `result` to 1, and the code `new` sets it to 2.
     """
     bench.run(old)
     bench.put(new)
@@ -185,7 +185,10 @@ def check_changed_code_runs(bench: Bench, old: bytes, new: bytes, result: str) -
 
 
 def check_halt_ends_run(bench: Bench, nop: bytes) -> None:
-    """Check that a halt ends the run with ip after it, and that a second run continues there."""
+    """Check that a halt ends the run with ip after the halt, and that it ends a second run, too.
+
+    `nop`: code to run before the halt.
+    """
     end = bench.run(nop).ip
     if end != bench.va + len(nop) + len(bench.cpu.halt) or bench.resume(bench.va).ip != end:
         raise HardwareError(f"a halt left the instruction pointer at {end:#x}")

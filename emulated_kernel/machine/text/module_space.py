@@ -63,7 +63,7 @@ class ModuleSpace:
         return piece is not None and size <= piece.size
 
     def place(self, va: int, code: bytes) -> None:
-        """Write the text of a module, once; it becomes original text.
+        """Write the text of a module, once. The ledger takes this text as original text.
 
         Raises: KeyError (no text of that size was allocated there, or it was already written).
         """

@@ -98,14 +98,18 @@ class StaleFetch:
         """The real text at the addresses of the substituted bytes."""
 
     def written(self, va: int, before: bytes, after: bytes) -> None:
-        """Record a write for each CPU that has prefetched bytes; see TextWatcher."""
+        """Implement TextWatcher.written: record a write for each CPU that has prefetched bytes."""
         if self._shown is not None:
             before = self._replace(va, before, after)
         for _, prefetch in self._fetched.values():
             prefetch.written(va, before, after)
 
     def _replace(self, va: int, before: bytes, after: bytes) -> bytes:
-        """Apply a write during a run with substituted bytes; return the real bytes before the write."""
+        """Apply a write to the real text during a run with substituted bytes.
+
+        `before` are the bytes in memory before the write, of which some may be substituted. Return the real
+        bytes before the write.
+        """
         assert self._shown is not None
         really = bytearray(before)
         for at, byte in enumerate(after):
@@ -126,7 +130,11 @@ class StaleFetch:
         self._fetched.clear()
 
     def stopped(self, cpu: int, ip: int, is_preempted: bool) -> None:
-        """Note that a CPU's run ended at `ip`; a preempted CPU has prefetched the bytes there."""
+        """Note that a CPU's run ended at `ip`.
+
+        If `is_preempted` is True, the CPU has prefetched the bytes at `ip`; otherwise it has no prefetched
+        bytes any more.
+        """
         traps = self._traps
         self._traps = False
         if traps or not is_preempted:

@@ -21,7 +21,7 @@ _SLOT_ALIGN = 16
 _REACH = 1 << 30
 """Maximum distance in bytes from generated code to further code that must reach it by a jump.
 
-It is half of the range of a jump, so that there is a margin for the sizes of both pieces of code.
+The distance is half of the range of a jump, so that there is a margin for the sizes of both pieces of code.
 """
 _NO_PAGE = (0, 0, 0)
 WORD_SIZE = 16
@@ -48,7 +48,7 @@ class TextWatcher(Protocol):
 
 
 def shrink_dict(table: dict[int, Any], before: int) -> bool:
-    """Shrink a dict if it has lost at least half of its `before` entries; return True if it was shrunk.
+    """Shrink `table` if it has lost at least half of its `before` entries; return True if it was shrunk.
 
     Python's dicts don't free memory when single entries are removed.
     """
@@ -162,9 +162,9 @@ class Text:
         self.ledger = OriginalBytes()
         """Address of a patched byte -> original byte. Only Text changes the ledger."""
         self.before_first_change: list[Callable[[], object]] = []
-        """Functions to call before the first change of unmodified original text; they may run the guest."""
+        """Functions to call before the first change of unmodified original text. These may run the guest."""
         self.before_change: Callable[[int, int], object] | None = None
-        """Function to call before each poke of original text, with its address; it may run the guest."""
+        """Function to call before each poke of original text, with address and size. It may run the guest."""
         self.watcher: TextWatcher | None = None
         self._cpus = cpus
         self._written: list[tuple[int, bytes]] | None = None
@@ -425,7 +425,7 @@ class Text:
         return va in self._slots.mapped or va in self._puns
 
     def free_text(self, va: int) -> None:
-        """Free memory from `alloc_text`; it is filled with breakpoints, so that a late jump to it traps.
+        """Free memory from `alloc_text`, and fill it with breakpoints, so that late jumps to it trap.
 
         Raises: HardwareError (not allocated).
         """

@@ -11,7 +11,7 @@ from emulated_kernel.machine.text.text import Text
 from emulated_kernel.util.control_lock import ControlLock
 
 _MANY = 256
-"""Minimum number of instructions that are replaced in one step, if no other CPU can fetch meanwhile."""
+"""Minimum number of instructions that are replaced in one step, if no other CPU can fetch in that time."""
 
 
 class PokeStep(Enum):
@@ -81,7 +81,7 @@ class TextPoker:
     def takes_one_step(self, count: int) -> bool:
         """Return True if `count` instructions are written in one step, without temporary breakpoints.
 
-        This requires many instructions, and that no CPU can fetch one during the write.
+        The condition is that they are at least _MANY, and that no CPU can fetch one during the write.
         """
         return count >= _MANY and not self._text.is_fetched_meanwhile
 
@@ -118,7 +118,10 @@ class TextPoker:
             self._patched = before
 
     def _write(self, step: PokeStep, insns: Mapping[int, bytes]) -> None:
-        """Write the bytes of a step for all instructions, and synchronise all CPUs."""
+        """Write the bytes of `step` for all instructions `insns`, and synchronise all CPUs.
+
+        `insns`: address -> new bytes of the instruction.
+        """
         size = len(self._breakpoint)
         # Generators: there may be tens of thousands.
         if step is PokeStep.BREAKPOINT:

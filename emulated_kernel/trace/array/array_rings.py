@@ -31,7 +31,7 @@ UNEXPANDED_SIZE = 1
 def check_resizable(buffers: Iterable[RingBuffer], number: int) -> None:
     """Check that no open trace file reads one of the buffers.
 
-    Raises: KernelError with the errno `number`.
+    Raises: KernelError with the errno `number` (a trace file reads one).
     Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1).
     """
     if any(buffer.held for buffer in buffers):
@@ -46,7 +46,10 @@ class ArrayRings(ABC):
     """
 
     def __init__(self, system: TracingServices, *, expanded: bool) -> None:
-        """Allocate the buffers, of full size if `expanded`. Raises: KernelError ENOMEM."""
+        """Allocate the buffers: of full size if `expanded`, else of the smallest size.
+
+        Raises: KernelError ENOMEM.
+        """
         self.system = system
         self.listeners: list[Callable[[], None]] = []
         self.cpumask = (1 << system.cpus) - 1
@@ -164,16 +167,19 @@ class ArrayRings(ABC):
         return sum(buffer.written for buffer in self.buffers)
 
     def notify_of_guest(self) -> None:
-        """Call the listeners if guest code has written records here; callers do this after the guest ran."""
+        """Call the listeners if records were written to the buffers since the last call.
+
+        Callers do this after the guest ran, because guest code does not call the listeners.
+        """
         if self.listeners and self.written != self._notified:
             self._notified = self.written
             self.notify()
 
     @abstractmethod
     def notify_rewired(self) -> None:
-        """Handle the replacement of the buffers by other ones.
+        """Handle the replacement of the buffers by other ones, for which guest code must be compiled again.
 
-        Until this is called, guest code writes to the old buffers.
+        Until this method is called, guest code writes to the old buffers.
         """
 
     # -- switches
@@ -184,16 +190,16 @@ class ArrayRings(ABC):
         return self._tracing_on
 
     def off_since(self) -> int | None:
-        """Return the number of the last switch if recording is off, else None; see Recorder.off_since()."""
+        """Implement Recorder.off_since: return None while recording is on, else the number of switches."""
         return None if self._tracing_on else self._switches
 
     @property
     def has_recorded(self) -> bool:
-        """Whether the buffers have, or had before they were emptied, a record."""
+        """Whether a record was ever written to the buffers, or to the buffers that they have replaced."""
         return self._has_recorded or any(buffer.has_recorded for buffer in self.buffers)
 
     def note_recorded(self) -> None:
-        """Keep `has_recorded`, because other buffers are about to replace the present ones."""
+        """Store the value of `has_recorded` before other buffers replace the present ones."""
         self._has_recorded = self.has_recorded
 
     def set_tracing_on(self, on: bool) -> None:
@@ -304,10 +310,11 @@ class ArrayRings(ABC):
             self._sizes[number] = self.buffers[number].size
 
     def _resize_in_place(self, buffers: list[RingBuffer], pages: int) -> None:
-        """Resize `buffers` to `pages` pages each, after freeing their old memory.
+        """Resize `buffers` to `pages` sub-buffers each, after freeing their old memory.
 
-        There is no room for the old and the new memory at the same time. During the exchange, the records are
-        in other memory of the process. If the process ends at that time, the records are lost.
+        This method serves a resize for which the old and the new memory do not fit at the same time. During
+        the resize, the records are in other memory of the process. If the process ends at that time, the
+        records are lost.
         Raises: KernelError ENOMEM.
         """
         sizes = [memory_size(pages, self.order)] * len(buffers)

@@ -18,16 +18,20 @@ class PreviousBootNames:
     cmdlines: SavedCmdlines
 
     def find_event(self, now: Callable[[int], TraceEvent | None], number: int) -> TraceEvent | None:
-        """Return the earlier kernel's event with the id `number`; if it had none, the running kernel's event.
+        """Return the earlier kernel's event with the id `number`.
 
-        `now` looks up an event of the running kernel, whose records may follow those of the earlier kernel.
+        If the earlier kernel had no event with this id, return now(number), the running kernel's event or
+        None. The buffers may also hold records of the running kernel, after those of the earlier kernel.
         """
         return self.events.get(number) or now(number)
 
 
 @dataclass(frozen=True)
 class CombinedTaskNames(TaskNames):
-    """Task names of the earlier kernel; for pids that it did not know, names of the running kernel."""
+    """Task names of the earlier kernel.
+
+    For pids that the earlier kernel did not know, names of the running kernel are used.
+    """
 
     then: SavedCmdlines
     now: SavedCmdlines

@@ -53,12 +53,11 @@ class RawPipe(PipeReader):
     def splice_page(self) -> bytes:
         """Return the next 4096 bytes for splice(2).
 
-        The bytes are the next page of the sub-buffer that the last call returned a part of. If that
-        sub-buffer is finished, they are the first page of the next full one.
-
+        A sub-buffer larger than 4096 bytes is returned by several calls, one page at a time. After its last
+        page, the next call begins with the next full sub-buffer.
         Raises: KernelError EAGAIN (no sub-buffer is full), EINVAL (a read(2) has left a part of a page).
-        Deviates: Linux waits for a full sub-buffer unless the call is non-blocking. Linux refuses a call for
-        fewer bytes than a sub-buffer has; here, the next call returns the rest.
+        Deviates: Linux waits for a full sub-buffer unless the call is non-blocking. Linux refuses a call
+        for fewer bytes than a sub-buffer has; here, the next call returns the rest.
         Mirrors: kernel/trace/trace.c:tracing_buffers_splice_read (v6.1)
         """
         if len(self._page) % PAGE_SIZE:

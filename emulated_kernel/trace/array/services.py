@@ -55,14 +55,14 @@ class TracingServices:
     tracer_options: TracerOptions = field(default_factory=TracerOptions)
     filter_words: FilterWords = NO_WORDS
     function_args: FunctionArgs | None = None
-    """Printer of functions' arguments in records of calls; None if such records have none."""
+    """Printer of the functions' arguments in records of calls; None if these records have no arguments."""
     user_data: UserDataSize | None = None
     """Number of bytes of user memory in records of system calls; None if they contain no user memory."""
     is_expanded: bool = False
-    """Whether the top array's buffers have got their full size, or one that was written to buffer_size_kb.
+    """Whether the top array's buffers have got their full size, or a size that was written to buffer_size_kb.
 
-    The buffers stay small until something is traced. Before Linux 6.8, the value belongs to all arrays.
-
+    The buffers stay small until something is traced. Before Linux 6.8, this value applies to the buffers of
+    all trace arrays.
     Mirrors: kernel/trace/trace.c:ring_buffer_expanded (v6.1)
     """
 
@@ -84,4 +84,4 @@ class Tracer:
         del name
 
     def rewired(self) -> None:
-        """Recompile the tracer's guest code: the trace array's ring_target() or its lists of pids changed."""
+        """Recompile the tracer's guest code after a change of the buffers, clock, options or pid lists."""

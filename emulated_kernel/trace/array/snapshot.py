@@ -1,4 +1,4 @@
-"""snapshot: a second set of buffers, with which a trace array can swap its own to keep their events."""
+"""snapshot: a second set of buffers, which a trace array can swap with its own to keep its events."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Snapshot:
         array.notify()
 
     def clear(self, cpu: int | None = None) -> None:
-        """Forget the events in the snapshot's buffers, of one CPU or of all."""
+        """Remove the events from the snapshot's buffers: of one CPU, or of all CPUs if `cpu` is None."""
         if self.is_allocated:
             for buffer in self.buffers if cpu is None else (self.buffers[cpu],):
                 buffer.reset()

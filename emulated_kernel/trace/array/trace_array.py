@@ -52,11 +52,17 @@ from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError
 
 MARKER_LIMIT = 1024
-"""Maximum number of bytes that one write(2) to trace_marker or trace_marker_raw records."""
+"""Maximum size in bytes of the text or data that one write(2) to a marker file records.
+
+Kernels with InterfaceRule.LONG_MARKERS have a higher limit.
+"""
 RAW_MARKER_LIMIT = 3072
-"""Maximum size of a write(2) to trace_marker_raw in bytes."""
+"""Maximum size in bytes of a write(2) to trace_marker_raw.
+
+Kernels with InterfaceRule.LONG_MARKERS have another limit.
+"""
 _ID_SIZE = 4
-"""Size in bytes of the number with which a raw marker begins."""
+"""Size in bytes of the id with which the data of a raw marker begin."""
 _NEWLINE_SIZE = 2
 """Size in bytes of the newline and the NUL that are appended to a marker's text."""
 _STACKS = TraceOption.STACKTRACE | TraceOption.USERSTACKTRACE
@@ -73,7 +79,7 @@ class TraceArray(ArrayRings, Recorder):
     """
 
     def __init__(self, system: TracingServices, *, expanded: bool = False) -> None:
-        """Allocate the buffers, of full size if `expanded`, as for an instance.
+        """Allocate the ring buffers: of full size if `expanded`, else of the smallest size.
 
         Raises: KernelError ENOMEM (nothing stays allocated).
         """
@@ -92,7 +98,7 @@ class TraceArray(ArrayRings, Recorder):
             InterfaceRule.LAZY_RESCHED in system.interface,
         )
         self.marker_targets: Callable[[], Iterable[TraceArray]] = lambda: (self,)
-        """Returns the trace arrays that record the markers which are written to this one."""
+        """Returns the trace arrays that record the markers written to this array's marker files."""
         self.clock: TraceClock = LOCAL
         self.current_tracer = NOP_TRACER
         self._tracers = {NOP_TRACER: Tracer()}
@@ -114,7 +120,7 @@ class TraceArray(ArrayRings, Recorder):
         self._records_comm = True
         self._records_tgid = False
         self._past: PreviousBootNames | None = None
-        """Names for records of an earlier kernel; None if the buffers hold no records of one."""
+        """Names for records of an earlier kernel; None if the buffers hold no earlier kernel's records."""
         try:
             self.snapshot = Snapshot(self)
         except KernelError:
@@ -134,8 +140,9 @@ class TraceArray(ArrayRings, Recorder):
             self._record_stacks(hit, place)
 
     def _record_stacks(self, hit: ProbeHit, place: RingBuffer | None) -> None:
-        """Record the kernel's call chain of a hit with option stacktrace, and the user's with userstacktrace.
+        """Record the call chains of a hit that the options stacktrace and userstacktrace select.
 
+        The option userstacktrace has no effect for a hit in an NMI.
         Mirrors: kernel/trace/trace.c:trace_buffer_unlock_commit_regs, ftrace_trace_userstack (v6.1)
         """
         system = self.system
@@ -279,7 +286,7 @@ class TraceArray(ArrayRings, Recorder):
         self.record_at(EntryType.STACK, entry, hit, place)
 
     def event_switched(self, event: TraceEvent, /, *, enabled: bool) -> None:
-        """Implement Recorder.event_switched: note that an event was enabled or disabled here."""
+        """Implement Recorder.event_switched: note that this trace array has enabled or disabled an event."""
         self.system.cmdlines.recorders += 1 if enabled else -1
         if enabled:
             self._recorded[event] = None
@@ -293,7 +300,7 @@ class TraceArray(ArrayRings, Recorder):
         self.clear_trace()
 
     def past(self) -> PreviousBootRecords:
-        """Return the buffers with their records, for take_records() of another kernel's trace array."""
+        """Return the buffers with their records, for a later call of take_records() in another kernel."""
         return PreviousBootRecords(
             self.buffers,
             self.snapshot.buffers,
@@ -306,7 +313,9 @@ class TraceArray(ArrayRings, Recorder):
     def memory_for(self, past: PreviousBootRecords) -> list[RingMemory]:
         """Return memory for the buffers of `past`, to which take_records() moves them.
 
-        Where sizes differ, this array's own buffers are freed, and their records are lost.
+        For a buffer of `past` that has the shape of this array's buffer, the memory is that of this array's
+        buffer. Otherwise this array's buffer is freed and its records are lost, and new memory is
+        allocated.
         Raises: KernelError ENOMEM (nothing is changed).
         """
         own = [*self.buffers, *self.snapshot.buffers]
@@ -339,7 +348,10 @@ class TraceArray(ArrayRings, Recorder):
         self.notify_rewired()
 
     def mark_reboot(self) -> None:
-        """Append the marker REBOOT_MARK if the buffers hold records, which another kernel wrote."""
+        """Append the marker REBOOT_MARK if the buffers hold records.
+
+        These records are of the kernel before the reboot.
+        """
         if self.written:
             # The mark is written even if recording is switched off.
             self.buffers[0].disabled = False
@@ -350,8 +362,9 @@ class TraceArray(ArrayRings, Recorder):
     def write_marker(self, data: bytes) -> int:
         """Execute one write(2) to trace_marker: record a PRINT entry of the current task.
 
-        Return the number of bytes taken.
-        Raises: KernelError EINVAL (option markers is off), EBADF (tracing is off).
+        Return the number of bytes of `data` that were recorded; the rest needs another write(2).
+        Raises: KernelError EINVAL (option markers is off), EBADF (tracing is off), ENODEV (no trace array
+        records the markers).
         Mirrors: kernel/trace/trace.c:tracing_mark_write (v6.1)
         """
         self._check_markers()
@@ -360,7 +373,8 @@ class TraceArray(ArrayRings, Recorder):
     def _to_targets(self, write: Callable[[TraceArray, bytes], int], data: bytes) -> int:
         """Write a marker to each trace array of marker_targets() by calling `write`.
 
-        Return the number of bytes that the last call took. `data`: what was written to the marker file.
+        `data`: the bytes that were written to the marker file. Return the number of bytes that the last
+        call of `write` took.
         Raises: KernelError ENODEV (no trace array records the markers), the error of the first call that
         fails.
         """
@@ -390,9 +404,10 @@ class TraceArray(ArrayRings, Recorder):
     def write_raw_marker(self, data: bytes) -> int:
         """Execute one write(2) to trace_marker_raw: record a RAW_DATA entry of the current task.
 
-        `data` is an id of the writer's choice, a u32, and the bytes after it. Return the number of bytes
-        taken.
-        Raises: KernelError EINVAL (option markers is off, or a wrong size), EBADF (tracing is off).
+        `data`: a u32 that the writer chooses as the marker's id, and the bytes after it. Return the number
+        of bytes taken, which is the size of the recorded data.
+        Raises: KernelError EINVAL (option markers is off, or a wrong size), EBADF (tracing is off), ENODEV
+        (no trace array records the markers).
         Mirrors: kernel/trace/trace.c:tracing_mark_raw_write (v6.1)
         """
         self._check_markers()

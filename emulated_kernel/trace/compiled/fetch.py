@@ -174,8 +174,8 @@ class FetchEmitter:
     def _read(self, dst: int, offset: int, size: int, user: bool, fault: Label) -> None:
         """Emit code that loads `size` bytes from VALUE + `offset` into `dst`, or jumps to `fault`.
 
-        `user`: the address must be in user space. If one instruction is not enough, the code overwrites
-        OTHER.
+        `user`: the address must be in user space. If `user` is set, the code overwrites TEMP and OTHER. If
+        `offset` is too large for one instruction, the code overwrites OTHER.
         """
         base = VALUE
         if user or not fits_displacement(offset):
@@ -232,8 +232,8 @@ class FetchEmitter:
     def _long_element(self, insn: FetchInsn, bitfield: FetchInsn | None, shift: int, place: int) -> None:
         """Emit code that stores an element of two words at BASE + `place`.
 
-        `insn`: store operation. `bitfield`: operation with the shifts that extract a bit field, or None.
-        `shift`: offset in bytes of the element from the offset in `insn`.
+        `insn`: the store operation. `bitfield`: operation with the shifts that extract a bit field, or
+        None. `shift`: number of bytes to add to the offset in `insn`, for an element after the first.
         """
         builder = self._builder
         emit = self._emit
@@ -252,7 +252,11 @@ class FetchEmitter:
         emit(Store(BASE, place, TEMP, word), Store(BASE, place + word, HIGH, word))
 
     def _read_long(self, offset: int, user: bool, fault: Label) -> None:
-        """Emit code that loads TEMP and HIGH from the two words at VALUE + offset."""
+        """Emit code that loads the two words at VALUE + `offset`: the lower into TEMP, the upper into HIGH.
+
+        The code jumps to `fault` if the words cannot be read. `user`: the address must be in user space.
+        The code overwrites OTHER.
+        """
         word = self._word
         self._emit(SetImmediate(OTHER, offset), Compute(Arithmetic.ADD, OTHER, VALUE))
         if user:

@@ -43,8 +43,8 @@ class HitCounter:
 class NeedResched:
     """The way in which a kernel indicates that the current task has to be rescheduled.
 
-    It is a u32 in the per-CPU data, a flag of the task, or both. If it is both, the entry flag
-    PREEMPT_RESCHED is that of the u32, and NEED_RESCHED that of the task.
+    A kernel has a u32 in the per-CPU data for this, a flag of the task, or both. If it has both, the u32
+    gives the entry flag PREEMPT_RESCHED, and the task's flag gives the entry flag NEED_RESCHED.
     """
 
     not_needed: int = 0
@@ -55,7 +55,7 @@ class NeedResched:
     task_flag: tuple[int, int] | None = None
     """Offset of a u32 in task_struct, and its bit that is set while rescheduling is needed.
 
-    It is None if only the u32 exists.
+    The value is None if the kernel has only the u32 in the per-CPU data.
     """
 
 
@@ -82,9 +82,15 @@ class GuestAddresses:
     softirq_mask: int
     """Bits of the preempt count that are set while a softirq is served or softirqs are disabled."""
     interrupt_flag: tuple[str, int]
-    """Name of a register, and mask of the bit that `has_interrupt_mask` describes."""
+    """Name of a register, and mask of its bit that shows whether interrupts are enabled.
+
+    `has_interrupt_mask` gives the meaning of the bit.
+    """
     has_interrupt_mask: bool
-    """Whether the bit is set while interrupts are masked. Otherwise it is set while they are enabled."""
+    """Whether the bit of `interrupt_flag` is set while interrupts are masked.
+
+    If the value is False, the bit is set while interrupts are enabled.
+    """
     last_pid: int
     """Per-CPU offset of a u64: the pid whose name was saved last."""
     request: int

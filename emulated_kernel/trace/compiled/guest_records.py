@@ -76,9 +76,10 @@ class GuestRecords(TaskObserver):
 
     @property
     def can_tell_time(self) -> bool:
-        """Whether guest code can read the current time: only if the clock is virtual.
+        """Whether guest code can read the current time, which needs a virtual clock.
 
-        The host sets a real clock between runs of the guest, so the clock does not advance during a run.
+        The host sets a real clock only between runs of the guest, so that clock does not advance during a
+        run.
         """
         return self._clock.is_virtual
 
@@ -89,11 +90,10 @@ class GuestRecords(TaskObserver):
 
     @contextmanager
     def exchanged(self, old: Sequence[RingMemory], sizes: Sequence[int]) -> Iterator[list[RingMemory]]:
-        """Free the pages of ring buffers, and allocate pages of `sizes` bytes for others.
+        """Free the pages of the ring buffers `old`, and allocate pages of `sizes` bytes for other buffers.
 
         The new pages may overlap the old ones. The old data is intact at the start of the `with` block, and
         gone after its end. An exception in the block undoes the exchange.
-
         Raises: KernelError ENOMEM.
         """
         pages = [memory.address for memory in old]
@@ -155,7 +155,10 @@ class GuestRecords(TaskObserver):
     ) -> GuestAddresses:
         """Return the addresses that compiled handlers of this guest use.
 
-        `interrupts`: GuestAddresses.interrupt_flag and has_interrupt_mask.
+        `abi`: name of a variable, member or mask of the guest kernel -> address, offset or value.
+        `interrupts`: the values of GuestAddresses.interrupt_flag and has_interrupt_mask.
+        `breakpoint_context`, `resched`: see the attributes of GuestAddresses. `words`: place of the CPU's
+        number.
         """
         register, bit, has_mask = interrupts
         return GuestAddresses(
@@ -182,8 +185,9 @@ class GuestRecords(TaskObserver):
     def call_begins(self, *, keeps_names: bool = False) -> None:
         """Implement TaskObserver.call_begins: make the next record on each CPU save its task's name again.
 
-        The name may have changed, or the saved name may have been dropped. If the call keeps names and
-        neither has happened, the name that was saved last is not saved again.
+        This is necessary because the task's name may have changed, or tracefs may have dropped the saved
+        name. If `keeps_names` is set and both names are unchanged, the task whose name was saved last is
+        excepted.
         """
         pid = _NO_PID
         if keeps_names and self._comm == self._saved_comm and self._cmdlines.changes == self._saved_changes:

@@ -52,7 +52,10 @@ REQUEST_SIZE: Final = 88
 _CELL = 8
 """Size in bytes of a word of a control block, and of a request."""
 _COUNTERS = (("overrun", _OVERRUN), ("entries", _ENTRIES), ("entries_bytes", _ENTRIES_BYTES))
-"""Words of the control block that the step increases, and where their new values are kept."""
+"""(word, offset): words of the control block that the step increases, and places of their new values.
+
+The offset is that of the new value in the words of a request for room.
+"""
 _TABLE = SLOTS * _CELL
 """Offset of the ring slots from the address of the buffer's memory, in bytes."""
 _PAGE_BITS = 12
@@ -119,7 +122,10 @@ class NextPageEmitter:
         self._store_cell(_RING, offset_of(word), src)
 
     def _store_cell(self, base: int, offset: int, src: int) -> None:
-        """Emit code that stores a register, zero-extended, in 8 bytes."""
+        """Emit code that stores the register `src` as 8 bytes at `base` + `offset`.
+
+        If a word has 4 bytes, the upper 4 bytes are 0.
+        """
         self._emit(Store(base, offset, src, self._word))
         if self._word < _CELL:
             self._emit(StoreImmediate(base, offset + self._word, 0, self._word))
@@ -131,12 +137,18 @@ class NextPageEmitter:
         return LoadPerCpu(dst, self._request + cell + at, self._word)
 
     def _store_kept(self, base: int, offset: int, cell: int) -> None:
-        """Emit code that stores 8 bytes of the request. It overwrites _TEMP."""
+        """Emit code that copies the 8 bytes of the request at offset `cell` to `base` + `offset`.
+
+        The code overwrites _TEMP.
+        """
         for at in range(0, _CELL, self._word):
             self._emit(self._kept(_TEMP, cell, at), Store(base, offset + at, _TEMP, self._word))
 
     def _keep_word(self, cell: int, word: str) -> None:
-        """Emit code that copies a word of the control block to the request. It overwrites _TEMP."""
+        """Emit code that copies the word `word` of the control block to offset `cell` of the request.
+
+        The code overwrites _TEMP.
+        """
         for at in range(0, _CELL, self._word):
             self._emit(Load(_TEMP, _RING, offset_of(word) + at, self._word), self._keep(cell + at, _TEMP))
 
@@ -144,7 +156,10 @@ class NextPageEmitter:
         return IncreasePerCpu(self._request + cell, src)
 
     def _to_page(self, register: int, spare: int) -> None:
-        """Emit code that turns the number of a page into its address. _TEMP receives the bits of its size."""
+        """Emit code that replaces the number of a page in `register` by the page's address.
+
+        The code sets _TEMP to the binary logarithm of the page's size, and overwrites `spare`.
+        """
         self._emit(
             self._load(_TEMP, "order"),
             ComputeImmediate(Arithmetic.ADD, _TEMP, _PAGE_BITS),
@@ -154,14 +169,20 @@ class NextPageEmitter:
         )
 
     def _to_entry(self, register: int, table: int) -> None:
-        """Emit code that turns an index into the address of the table's entry, less _TABLE."""
+        """Emit code that replaces an index in `register` by the address of the entry in `table`.
+
+        The address is less _TABLE, which a later load or store adds.
+        """
         self._emit(
             ComputeImmediate(Arithmetic.SHL, register, 3),
             Compute(Arithmetic.ADD, register, table),
         )
 
     def _wrap(self, slot: int, count: int) -> None:
-        """Emit code that replaces a slot by the following one."""
+        """Emit code that replaces the ring slot in `slot` by the next of `count` slots.
+
+        Slot 0 follows the last slot.
+        """
         below = self._builder.label()
         self._emit(
             ComputeImmediate(Arithmetic.ADD, slot, 1),
@@ -173,7 +194,9 @@ class NextPageEmitter:
     def _leave_old_page(self, refused: Label) -> None:
         """Emit code that sets _OLD and _CAPACITY, and fills the rest of the old page with padding.
 
-        Hazard: guest code may have damaged the words. The code refuses what RingWriter.check() refuses.
+        The code jumps to `refused` if the old page has room for the event.
+        Hazard: guest code may have damaged the words of the control block. If a word that the code uses is
+        invalid, the code jumps to `refused`.
         """
         emit = self._emit
         emit(
@@ -211,7 +234,10 @@ class NextPageEmitter:
         self._builder.place(full)
 
     def _find_target(self, refused: Label) -> None:
-        """Emit code that sets _COUNTS, and keeps slot and number of the next page."""
+        """Emit code that sets _COUNTS, and stores slot and number of the next page in the request.
+
+        The code jumps to `refused` if the number is not that of a page.
+        """
         emit = self._emit
         emit(self._load(_TEMP, "nr_pages"), self._load(_PLACE, "tail_slot"))
         self._wrap(_PLACE, _TEMP)
@@ -227,9 +253,11 @@ class NextPageEmitter:
         )
 
     def _find_changes(self, refused: Label) -> None:
-        """Emit code that keeps the new values of the head slot and of the counters.
+        """Emit code that stores the new values of the head slot and of the counters in the request.
 
-        If the next page is the oldest unread one, its events are lost, and the head is the page after it.
+        If the next page is the oldest unread one, its events are lost, and the page after it becomes the
+        head. The code jumps to `refused` if the ring must not overwrite events, or if the size of that
+        page's data is invalid.
         """
         emit = self._emit
         for word, cell in _COUNTERS:

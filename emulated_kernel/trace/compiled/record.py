@@ -328,8 +328,8 @@ class RecordEmitter:
     def _ask_for_room(self, length: int | None, target: RecordTarget, again: Label, dropped: Label) -> None:
         """Emit code that makes room for an event whose time is in VALUE and HIGH.
 
-        If guest code makes the room, the code jumps to `again`. If the host drops the event, it jumps to
-        `dropped`.
+        If guest code makes the room, the code jumps to `again`. If the event is dropped, the code jumps to
+        `dropped`. If the host makes the room, execution continues after the emitted code.
         """
         emit = self._emit
         request = self._places.request

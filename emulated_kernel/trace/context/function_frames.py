@@ -126,9 +126,10 @@ class FrameTables:
         return find_frames(insns, entries, {}, arch.registers.sp, by_interrupt=False)
 
     def _wholes(self, symbol: Symbol) -> Sequence[Symbol]:
-        """Return the functions of which the symbol's code may be a part, so that they may jump to it.
+        """Return the functions to which the symbol's code may belong, so that it may jump into their code.
 
-        For a cold part, this is its function. For a label in assembly, it is the function before the label.
+        A cold part belongs to the function of which it is a part. A label in assembly belongs to the
+        function before the label. For other symbols, the result is empty.
         """
         cold = COLD_PART.search(symbol.name)
         if cold is not None:

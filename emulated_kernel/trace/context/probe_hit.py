@@ -139,11 +139,14 @@ class ProbeHit:
 
     @property
     def per_cpu_base(self) -> int:
-        """Address of the current CPU's area of per-CPU variables, to which their addresses are added."""
+        """Address of the current CPU's per-CPU area; add a per-CPU variable's address to it."""
         return self._tasks.per_cpu_base()
 
     def origin(self) -> Origin:
-        """Return what all entries of the hit have in common. After keep_origin(), read it only once."""
+        """Return the CPU, task and context flags of the hit, which all of its entries have in common.
+
+        After keep_origin(True), read these values only once for the hit.
+        """
         kept = self._origin
         if kept is not None and kept[0] == self.handler_preempt_count:
             return kept[1]
@@ -154,7 +157,10 @@ class ProbeHit:
         return origin
 
     def keep_origin(self, keep: bool) -> bool:
-        """Set whether origin() keeps its result, for more entries of the hit; return the setting before."""
+        """Set whether origin() keeps its result for further entries of the hit.
+
+        Return the setting before this call.
+        """
         before = self._keeps_origin
         self._keeps_origin = keep
         if not keep:

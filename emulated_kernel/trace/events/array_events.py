@@ -39,7 +39,7 @@ class _Wanted:
         )
 
     def covers(self, other: _Wanted) -> bool:
-        """Return True if `other` has the same module, and the same name wherever this word has a name."""
+        """Return True if `other` has the same module as this word, and all names that this word has."""
         pairs = ((self.match, other.match), (self.group, other.group), (self.name, other.name))
         return self.module == other.module and all(mine in (None, theirs) for mine, theirs in pairs)
 
@@ -96,7 +96,10 @@ class ArrayEvents:
         return self.recorder in event.recorders
 
     def enabled_text(self, event: TraceEvent) -> str:
-        """Return the text of an event's `enable` file, without its newline. Raises: KernelError ENODEV."""
+        """Return the text of an event's `enable` file, without its newline.
+
+        Raises: KernelError ENODEV (the event was removed).
+        """
         event.check_alive()
         return event.file(self.recorder).enabled_text()
 
@@ -221,8 +224,9 @@ class ArrayEvents:
             self._forget(wanted)
 
     def _forget(self, removed: _Wanted) -> None:
-        """Forget awaited events. Raises: KernelError EINVAL (there are none).
+        """Remove the events that `removed` covers from the events that wait for their modules.
 
+        Raises: KernelError EINVAL (no event is removed).
         Mirrors: kernel/trace/trace_events.c:remove_cache_mod (v7.2).
         """
         left = [each for each in self._awaited if not removed.covers(each)]

@@ -53,7 +53,7 @@ class Recorder(ABC):
         """Return the ring buffers that guest code may write to, or None if the host has to call record()."""
 
     def off_since(self) -> int | None:
-        """Return None if recording is on, else a number that differs for each time that it was off."""
+        """Return None if recording is on, else a number that identifies the period without recording."""
         return None
 
     @abstractmethod
@@ -192,8 +192,10 @@ class TraceEvent(ABC):
         return False
 
     def enable(self, recorder: Recorder) -> None:
-        """Record hits in the trace array `recorder`. If no other one has the event enabled, start the event.
+        """Begin to record hits in the trace array `recorder`.
 
+        If no other trace array has the event enabled, start the event. If `recorder` has the event enabled
+        already, do nothing.
         Raises: KernelError ENODEV (the event was removed), or the error of start().
         """
         self.check_alive()
@@ -212,8 +214,9 @@ class TraceEvent(ABC):
             self.ever_enabled_in += (recorder,)
 
     def disable(self, recorder: Recorder) -> None:
-        """Stop recording in the trace array `recorder`. If it was the last one, stop the event.
+        """Stop recording hits in the trace array `recorder`.
 
+        If no other trace array has the event enabled, stop the event.
         Raises: KernelError ENODEV (the event was removed).
         """
         self.check_alive()
@@ -226,13 +229,16 @@ class TraceEvent(ABC):
             self.stop()
 
     def check_alive(self) -> None:
-        """Check that the event was not removed. Raises: KernelError ENODEV."""
+        """Check that the event was not removed. Raises: KernelError ENODEV (it was removed)."""
         if self.is_removed:
             raise KernelError(errno.ENODEV, f"{self.group}/{self.name} was removed")
 
     @abstractmethod
     def start(self) -> None:
-        """Begin to take hits, because a trace array has enabled the event. Raises: KernelError."""
+        """Begin to take hits, because a trace array has enabled the event.
+
+        Raises: KernelError (the event cannot be started).
+        """
 
     @abstractmethod
     def stop(self) -> None:
@@ -427,12 +433,14 @@ class EventFile:
         return any(trigger.needs_entry for trigger in self.triggers)
 
     def fire(self, payload: bytes, hit: ProbeHit) -> None:
-        """Run the triggers and record the hit, unless it is soft-disabled or the filter rejects it.
+        """Run the triggers; record the hit unless the event is soft-disabled or its filter rejects the hit.
 
-        Entries that triggers write follow the entry of the hit. If the hit may still be rejected, they come
-        first, because in Linux the hit's entry is still in trace_buffered_event.
-        Mirrors: trace_event_buffer_lock_reserve, __trace_trigger_soft_disabled, __event_trigger_test_discard
-        (v6.1).
+        Entries that triggers write follow the entry of the hit. They precede it if the hit may still be
+        rejected, because Linux then keeps the hit's entry in trace_buffered_event. They also precede it if
+        a trigger enables or disables events. If a trigger needs the entry and no page can hold it, nothing
+        happens.
+        Mirrors: trace_event_buffer_lock_reserve, __trace_trigger_soft_disabled,
+        __event_trigger_test_discard (v6.1).
         """
         recorder = self.recorder
         deferred: list[Trigger] = []

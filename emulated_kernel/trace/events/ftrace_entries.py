@@ -138,7 +138,10 @@ _WITH_ARGS = {
 
 
 def ftrace_entry_events(word_size: int, interface: Interface) -> Iterator[TraceEvent]:
-    """Yield an event for each entry type in FTRACE_ENTRIES, as the kernel's version exports it."""
+    """Yield an event for each entry type in FTRACE_ENTRIES.
+
+    The fields and print formats of the events are those of the version of Linux that `interface` describes.
+    """
     for entry, fields in _laid_out(word_size, interface.rules):
         yield FtraceEntryEvent(entry.id, entry.name, fields, entry.print_fmt, word_size)
 

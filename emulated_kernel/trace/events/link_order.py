@@ -122,5 +122,8 @@ _RANKS = {event: rank for rank, event in enumerate(linux_events())}
 
 
 def link_rank(group: str, name: str) -> int:
-    """Return the position of a static event in link order, or the end for an event that Linux lacks."""
+    """Return the position of a static event in link order.
+
+    For an event that is not in the list, return the position after the last one.
+    """
     return _RANKS.get((group, name), len(_RANKS))

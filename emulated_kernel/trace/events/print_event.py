@@ -38,7 +38,7 @@ class FtraceEntryEvent(TraceEvent):
         """Do nothing: the event is never started."""
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """Return the text of the entry from ENTRY_PRINTERS, without the newline."""
+        """Return the text that the function in ENTRY_PRINTERS makes for the entry, without the newline."""
         style = AddressStyle(symbols, self._word_size, sym_addr=sym_addr)
         return ENTRY_PRINTERS[self.id](payload, style).removesuffix("\n")
 

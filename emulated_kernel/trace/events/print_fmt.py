@@ -454,15 +454,19 @@ _OF_ARRAYS: Mapping[str, Callable[[EventField], Expression]] = {
 def _bytes_of(value: Value, size: int) -> bytes:
     """Return the first `size` bytes of an array that is represented as a number.
 
-    Hazard: the size comes from a record and may have any value. The result is limited to a page, as a line
-    is.
+    Hazard: the size comes from a record and may have any value. The result has at most PAGE_SIZE bytes,
+    because a line of text is not longer.
     """
     size = max(0, min(size, PAGE_SIZE))
     return unsigned(value, 8 * size).to_bytes(size, "little")
 
 
 def _array(value: Value, count: int, size: int) -> str:
-    """Print an array's elements. Mirrors: kernel/trace/trace_output.c:trace_print_array_seq (v6.1)."""
+    """Return the text of an array of `count` elements of `size` bytes, such as `{0x1,0x2}`.
+
+    `value`: all bytes of the array as one little-endian number.
+    Mirrors: kernel/trace/trace_output.c:trace_print_array_seq (v6.1).
+    """
     data = _bytes_of(value, count * size)
     words = (int.from_bytes(data[at : at + size], "little") for at in range(0, len(data), size or 1))
     return "{" + ",".join(f"{word:#x}" for word in words) + "}"

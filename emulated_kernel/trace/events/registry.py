@@ -66,7 +66,7 @@ class EventRegistry:
         self.registered = 0
         """Count of all registrations of events so far; removals do not reduce it."""
         self._numbers: dict[TraceEvent, int] = {}
-        """Event -> count of registrations before its own; in order of registration."""
+        """Event -> number of registrations before its own. The keys are in order of registration."""
 
     def watch(self, watcher: EventWatcher) -> None:
         """Call the watcher's methods when events are added or removed from now on."""

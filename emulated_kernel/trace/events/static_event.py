@@ -45,7 +45,11 @@ class Tracepoint:
     """A tracepoint: a place in the kernel that passes records to handlers while it is switched on."""
 
     def __init__(self, switch: Callable[[bool], None], stub: TracepointStub | None = None) -> None:
-        """Create a tracepoint that is off. Without `stub` it cannot be probed."""
+        """Create a tracepoint that is off. `switch` switches it on (True) or off (False).
+
+        `stub`: the function on which kprobes can probe the tracepoint; None if the tracepoint cannot be
+        probed.
+        """
         self._switch = switch
         self.stub = stub
         self.handlers: tuple[RecordHandler, ...] = ()

@@ -92,7 +92,10 @@ class SyscallEvent(TraceEvent):
 
     @property
     def fields(self) -> tuple[EventField, ...]:
-        """The event's own fields, which few of the hundreds of events are asked for."""
+        """The event's own fields.
+
+        They are computed at each use, because programs ask for the fields of few of the hundreds of events.
+        """
         word = self._word
         words = (
             EventField(kind, field, COMMON_SIZE + word * (1 + index), word, is_signed)
@@ -156,7 +159,7 @@ class SyscallEnter(SyscallEvent):
 
     @property
     def fields(self) -> tuple[EventField, ...]:
-        """The event's own fields: the words, and a `__data_loc char[]` for each recorded user memory."""
+        """The event's own fields: words, and a `__data_loc char[]` for each argument's user memory."""
         positions = () if self._user is None else self._user.positions
         located = (
             EventField(

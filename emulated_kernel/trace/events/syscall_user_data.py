@@ -41,9 +41,9 @@ class UserArguments:
 
     positions: tuple[int, ...]
     size: int | None = None
-    """Position of the argument with the number of bytes; None if the memory is a string."""
+    """Position of the argument that gives the size of the memory; None if the memory is a string."""
     is_string: bool = True
-    """Whether the memory is shown as a string."""
+    """Whether memory with a `size` is shown as a string; otherwise it is shown in hexadecimal."""
 
 
 _BYTES = {"write": (1, 2), "mq_timedsend": (1, 2), "pwrite64": (1, 2)}

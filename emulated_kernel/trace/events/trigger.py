@@ -59,7 +59,8 @@ class Trigger(ABC):
     def fire(self, hit: ProbeHit, entry: RawEntry | None) -> None:
         """Run the trigger at a hit.
 
-        `entry` is the hit's entry, or None if no trigger needs the entry or it is already written.
+        `entry`: the entry of the hit. It is None if no trigger of the event needs the entry, or if the
+        entry is already written.
         """
 
     @abstractmethod

@@ -29,7 +29,7 @@ class ProbedFunction:
         return TypedValue(self.btf, self.btf.resolve(number))
 
     def index(self, name: str) -> int | None:
-        """Return the index of the parameter `name` from 0 on, or None if there is none."""
+        """Return the index of the parameter `name`, counted from 0, or None if no parameter has this name."""
         return next((at for at, (own, _) in enumerate(self.parameters) if own == name), None)
 
 

@@ -35,7 +35,10 @@ MAX_ARGSTR_LEN = 63
 _LONG_ARGSTR_LEN = 255
 """Value of MAX_ARGSTR_LEN since Linux 7.3."""
 _MAX_NESTED = 8
-"""Mirrors: kernel/trace/trace_probe.h:TRACEPROBE_MAX_NESTED_LEVEL (v7.3)."""
+"""Maximum nesting depth of dereferences, typecasts and accesses to per-CPU variables in an argument.
+
+Mirrors: kernel/trace/trace_probe.h:TRACEPROBE_MAX_NESTED_LEVEL (v7.3).
+"""
 _PER_CPU = {"this_cpu_ptr(": False, "this_cpu_read(": True}
 """Start of an access to a per-CPU variable -> whether the access reads the variable."""
 MAX_ARRAY_LEN = 64
@@ -112,7 +115,7 @@ def sight_of(arg: ProbeArg) -> Sight:
 
 @dataclass(frozen=True, eq=False)
 class FetchContext:
-    """The kind of probe that the arguments are for, which determines the allowed expressions."""
+    """Properties of the probe or event whose arguments are parsed; they determine the allowed expressions."""
 
     arch: Arch
     log: TraceProbeLog
@@ -126,7 +129,7 @@ class FetchContext:
     in_fprobe: bool = False
     """Whether the probe is an fprobe or on a tracepoint, so that registers have no names."""
     types: Callable[[], Btf | None] = no_types
-    """Returns the kernel's BTF, or None if it has none."""
+    """Returns the kernel's BTF, or None if the kernel has none."""
     function: str | None = None
     """Name of the probed function, or None if the probe is not at a symbol."""
     first_parameter: int = 0
@@ -143,7 +146,7 @@ class FetchContext:
 
     @cached_property
     def btf(self) -> Btf | None:
-        """The kernel's BTF, or None."""
+        """The kernel's BTF, or None if the kernel has none."""
         return self.types()
 
     @cached_property
@@ -277,9 +280,10 @@ class _ArgParser:
         self._depth = 0
         """Number of dereferences, typecasts and per-CPU accesses around the current expression."""
         self._end = 0
-        """Column of errors found after the parse: the last field or the operand of the outermost dereference.
+        """Column for errors that are found after the parsing.
 
-        0 if the argument has neither, or if the interface lacks InterfaceRule.LATE_CHECKS.
+        It is the column of the last field, or of the operand of the outermost dereference. The value is 0
+        if the argument has neither, or if the interface lacks InterfaceRule.LATE_CHECKS.
         """
 
     def parse(self, name: str, size: int) -> ProbeArg:
@@ -379,7 +383,7 @@ class _ArgParser:
         return self._innermost(text, at)
 
     def _nested(self, text: str, at: int) -> list[FetchInsn]:
-        """Compile an expression of an interface with InterfaceRule.TYPECASTS.
+        """Compile `text`, an expression at column `at`, if the interface has InterfaceRule.TYPECASTS.
 
         Mirrors: kernel/trace/trace_probe.c:parse_probe_arg_nested (v7.3).
         """
@@ -399,7 +403,7 @@ class _ArgParser:
         return code
 
     def _field_by_name(self, name: str, at: int) -> FetchInsn:
-        """Compile the name of a field of an event probe's event."""
+        """Compile `name`, which must be the name of a field of an event probe's target event."""
         has_field = self._context.has_field
         if has_field is None or not has_field(name):
             raise self._error(at, ProbeError.NO_EVENT_FIELD)
@@ -442,7 +446,9 @@ class _ArgParser:
     def _operand(self, text: str, at: int) -> tuple[int, int]:
         """Find the operand of a typecast, which is followed by `->FIELDS`.
 
-        Return the operand's end, and the number of its parentheses on each side, which are not a part of it.
+        `text`: the text after the typecast. Return (end, skipped). If the operand is in parentheses,
+        `skipped` is 1, and `end` is the index of the closing parenthesis. Otherwise `skipped` is 0, and
+        `end` is the index after the operand.
         """
         if text.startswith("("):
             end, skipped = _closing(text, 0), 1
@@ -541,8 +547,9 @@ class _ArgParser:
     ) -> FetchType:
         """Return the fetch type of a value that `named` has compiled.
 
-        `type_name`: type in the argument, or None; `default`: its fetch type. Without a type in the argument,
-        the BTF type of the value decides. If the type is a string, append the load of its address to `code`.
+        `type_name`: the type in the argument, or None if the argument has no type. `default`: the fetch
+        type for `type_name`. If `type_name` is None, the BTF type of the value decides. If `type_name` is a
+        string type, append the dereference that it needs to `code`.
         """
         if named.end is not None:
             self._end = named.end
@@ -567,7 +574,7 @@ class _ArgParser:
         return [self._special(name, at)]
 
     def _event_field(self, name: str, at: int) -> FetchInsn:
-        """Compile `$FIELD` of an event probe. Linux up to 6.1 looks up the field after the parsing.
+        """Compile `$FIELD` of an event probe. In Linux up to 6.1, the field is looked up after the parsing.
 
         Mirrors: kernel/trace/trace_probe.c:parse_probe_vars (v6.12).
         """
@@ -658,12 +665,19 @@ class _ArgParser:
         return self._extended(code, FetchInsn(op, value=_as_int(offset)), at)
 
     def _check_pointer(self, code: list[FetchInsn], at: int) -> None:
-        """Check that a value can be a pointer. `at`: column of its expression."""
+        """Check that the value of `code` can be a pointer. `at`: column of the value's expression.
+
+        Raises: KernelError EINVAL (the value is a string; logged).
+        """
         if code[-1].op in (FetchOp.COMM, FetchOp.DATA):
             raise self._error(at, ProbeError.COMM_CANT_DEREF)
 
     def _extended(self, code: list[FetchInsn], insn: FetchInsn, at: int) -> list[FetchInsn]:
-        """Return `code` with one more operation, after which the value has no BTF type."""
+        """Return `code` followed by the operation `insn`, after which the value has no BTF type.
+
+        `at`: column for errors.
+        Raises: KernelError EINVAL (too many operations; logged).
+        """
         self._end = at
         self._named = None
         if len(code) == FETCH_INSN_MAX - 1:

@@ -166,11 +166,11 @@ class NamedArgs:
         is_cast: bool = False,
         before: int = 0,
     ) -> list[FetchInsn]:
-        """Return `root`, which loads a value, and the operations that follow `fields` from this value.
+        """Return the operations `root`, which load a value, and those that follow `fields` from this value.
 
-        `typed`: type of the value. If `is_cast` is set, it is the type that the value points to. The value
-        points to byte `before` of that type.
-        `fields`: a text like `FIELD.FIELD->FIELD` at `column`, or None.
+        `typed`: type of the value. If `is_cast` is set, `typed` is the type of the structure to which the
+        value points, and the value points to byte `before` of the structure. `fields`: a text like
+        `FIELD.FIELD->FIELD` at `column`, or None.
         Raises: KernelError (logged).
         """
         code = [*root]
@@ -190,8 +190,10 @@ class NamedArgs:
         return code
 
     def prepare_string(self, type_name: str, code: list[FetchInsn], column: int) -> None:
-        """Append to `code` the dereference that a string type needs. A character array needs none.
+        """Append to `code` the dereference of a character pointer, which the type `type_name` needs.
 
+        `type_name`: `string` or `ustring`. Append nothing if the value is a character array, or if its type
+        is unknown. `column`: column for errors.
         Raises: KernelError EINVAL, E2BIG (logged).
         Mirrors: kernel/trace/trace_probe.c:check_prepare_btf_string_fetch (v6.12).
         """

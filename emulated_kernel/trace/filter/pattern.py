@@ -31,8 +31,9 @@ class StringPattern:
     def matches(self, data: bytes, length: int) -> bool:
         """Return True if the string at the start of `data` matches the pattern.
 
-        `length` is the size of the string's field, including the NUL. If `length` is 0, only the NUL ends the
-        string. Bytes after the NUL count for FRONT_ONLY, MIDDLE_ONLY and END_ONLY.
+        `length` is the size of the string's field, including the NUL. If `length` is 0, only the NUL ends
+        the string. FRONT_ONLY, MIDDLE_ONLY and END_ONLY are also compared with the bytes of the field after
+        the NUL.
         Linux: END_ONLY assumes that the string fills its field, so it does not match the end of a short
         `comm`.
         Mirrors: kernel/trace/trace_events_filter.c:regex_match_full and its likes (v6.1).
@@ -56,9 +57,9 @@ def literal_pattern(text: bytes) -> StringPattern:
 
 
 def parse_pattern(text: bytes) -> tuple[StringPattern, bool]:
-    """Return the pattern for an operand of `~`, and whether a leading `!` negates it.
+    """Return the pattern for an operand of `~`, and whether a leading `!` negates the pattern.
 
-    Linux: a text that starts with a digit is no pattern: the whole string is compared with it.
+    Linux: if the text starts with a digit, it is not a pattern, and only an equal string matches.
     Mirrors: kernel/trace/trace_events_filter.c:filter_parse_regex (v6.1).
     """
     negated = text.startswith(b"!")
@@ -90,9 +91,9 @@ def _until_nul(data: bytes) -> bytes:
 def _compiled(pattern: bytes) -> re.Pattern[bytes]:
     """Compile a glob to a regular expression.
 
-    A glob may contain `*`, `?`, `[a-z]`, `[!a-z]`, and a backslash before any byte. It is enough to backtrack
-    to the last `*`. Therefore the part between two `*` is an atomic group, which limits the time to the
-    product of both lengths.
+    A glob may contain `*`, `?`, `[a-z]`, `[!a-z]`, and a backslash before any byte. A match needs to
+    backtrack only to the last `*`. Therefore the part between two `*` is an atomic group. This limits the
+    time of a match to the product of the lengths of glob and string.
     Mirrors: lib/glob.c:glob_match (v6.1).
     """
     parts = [b""]
@@ -122,8 +123,9 @@ def _compiled(pattern: bytes) -> re.Pattern[bytes]:
 def _bracket(pattern: bytes, at: int) -> tuple[frozenset[int], int] | None:
     """Parse a class such as `[a-z]`; `at` is the offset after the `[`.
 
-    Return the bytes that the class matches, and the offset after its `]`. Return None if it is not closed. A
-    `]` that comes first is a member. A backslash has no special meaning in a class.
+    Return the bytes that the class matches, and the offset after its `]`. Return None if the class has no
+    closing `]`. A `]` that comes first is a member of the class. A backslash has no special meaning in a
+    class.
     """
     inverted = pattern[at : at + 1] == b"!"
     at += inverted

@@ -79,7 +79,7 @@ class Action:
     # Hits
 
     def track_value(self, element: Element) -> int:
-        """Return the maximal or latest value of the tracked variable in an element; 0 if it is not set."""
+        """Return the maximal or latest value of the tracked variable in an element; 0 if it has no value."""
         return as_number(element.variables.get(self.track_index, 0))
 
     def passes(self, before: int, value: int) -> bool:
@@ -104,8 +104,10 @@ class Action:
             self._snapshot(element, key)
 
     def _snapshot(self, element: Element, key: bytes) -> None:
-        """Take a snapshot if the value is greater than, or different from, the value at the last snapshot.
+        """Take a snapshot if the tracked variable has got a new maximum or another value since the last one.
 
+        The value of the variable in `element` must be greater than the value at the last snapshot (onmax),
+        or different from it (onchange). `key`: key of the element.
         Mirrors: cond_snapshot_update (v6.1).
         """
         snapshot = self.owner.triggers.array.snapshot

@@ -141,8 +141,10 @@ class ActionMaker:
         action.arguments = arguments
 
     def _argument(self, action: Action, system: str | None, event_name: str | None, name: str) -> HistField:
-        """Return the variable for an argument of a synthetic event; create it if the argument is a field.
+        """Return the variable for an argument of a synthetic event; create the variable if a field is named.
 
+        `system` and `event_name`: group and name of the event in the argument, or None. `name`: name of a
+        field, or `$` and the name of a variable.
         Mirrors: trace_action_find_var, trace_action_create_field_var (v6.1).
         """
         own = self._data.file.event
@@ -172,9 +174,10 @@ class ActionMaker:
         return made.variable
 
     def _field_of_other(self, system: str, event_name: str, name: str) -> HistField:
-        """Return a variable for the field `name` of another event.
+        """Return a variable that has the value of the field `name` of another event.
 
-        To set the variable, a histogram is created on that event. It has the keys of an existing histogram.
+        If the variable does not exist, create a histogram on the other event, which sets the variable. The
+        new histogram has the keys of an existing histogram of that event.
         Mirrors: create_field_var_hist (v6.1).
         """
         data = self._data

@@ -50,8 +50,10 @@ class ExpressionParser:
         self._subexpressions = 0
 
     def parse(self, text: str, flags: Flag, variable: str | None = None) -> HistField:
-        """Parse an expression and return its field. `variable` is the name of the variable that it defines.
+        """Parse an expression and return its field.
 
+        `flags`: Flag bits for the field. `variable`: name of the variable that the expression defines, or
+        None.
         Raises: KernelError EINVAL, ENOMEM (a field is not a number), EDOM (division by 0).
         """
         if self._subexpressions > _SUBEXPRESSIONS_MAX:
@@ -105,7 +107,7 @@ class ExpressionParser:
         flags: Flag,
         variable: str | None,
     ) -> HistField:
-        """Create the field of an operation, which has the type of its first operand."""
+        """Create the field of an operation. The field has the type of the first operand."""
         like = operands[0]
         field = HistField(
             self._owner, flags | Flag.EXPR, type=like.type, size=like.size, is_signed=like.is_signed
@@ -232,7 +234,7 @@ class ExpressionParser:
     def _modifier(self, name: str, modifier: str, flags: Flag) -> tuple[Flag, int]:
         """Return the flag of a modifier, and the size of buckets (0 except for `buckets`).
 
-        As in Linux, only the beginning of `percent` and `graph` counts.
+        As in Linux, any text that begins with `percent` or `graph` is accepted as that modifier.
         """
         if modifier in _PLAIN_MODIFIERS:
             return _PLAIN_MODIFIERS[modifier], 0

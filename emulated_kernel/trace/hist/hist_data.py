@@ -218,9 +218,10 @@ class HistData(Histogram):
         return [each for each in self.fields if not each.flags & Flag.VAR]
 
     def elements(self) -> Generator[None, None, list[Element]]:
-        """Return all elements of the map in the order of the sort keys.
+        """Return the elements of the map, in the order of the sort keys, by a generator.
 
-        The generator yields after each step of the sort; see TracingMap.sorted().
+        The generator yields after each step of the sort, and its return value is the list; see
+        TracingMap.sorted().
         """
         return self.map.sorted(*(self._ranking(key) for key in self.sort_keys))
 

@@ -49,7 +49,7 @@ class HistTrigger(HistHolder):
         While the trigger exists, the event can't be removed.
         """
         self.identity = 0
-        """Hash of _identity() of the trigger since it was registered."""
+        """Hash of the result of _identity() for this trigger, computed when the trigger was registered."""
         self._command = release
 
     def fire(self, hit: ProbeHit, entry: RawEntry | None) -> None:

@@ -63,9 +63,10 @@ class Variables:
         return None
 
     def reference(self, system: str | None, event_name: str | None, name: str) -> HistField | None:
-        """Return a reference to the variable `name`, a text that begins with `$`, of an event.
+        """Return a reference to the variable `name` of an event; `name` is `$` and the variable's name.
 
-        If there is no such variable, log an error and return None.
+        `system`, `event_name`: see find(). If there is no such variable, or no room for a reference, log an
+        error and return None.
         Mirrors: parse_var_ref (v6.1).
         """
         variable = self.find(system, event_name, name[1:])
@@ -75,7 +76,12 @@ class Variables:
         return reference
 
     def find(self, system: str | None, event_name: str | None, name: str) -> HistField | None:
-        """Return the variable `name` of an existing histogram, or None. Mirrors: find_event_var (v6.1)."""
+        """Return the variable `name` of an existing histogram, or None if it is not found or not unique.
+
+        `system` and `event_name`: group and name of the histogram's event. If one is None, search the
+        events of the onmatch() actions first.
+        Mirrors: find_event_var (v6.1).
+        """
         if system is None or event_name is None:
             try:
                 found = self._find_matched(name)
@@ -87,7 +93,7 @@ class Variables:
         return None if file is None else find_file_variable(file, name)
 
     def _find_matched(self, name: str) -> HistField | None:
-        """Return a variable of an event that an onmatch() of this histogram names, or None.
+        """Return the variable `name` of one of the events in the histogram's onmatch() actions, or None.
 
         Raises: KernelError EINVAL (two of the events have the variable).
         Mirrors: find_match_var (v6.1).
@@ -103,8 +109,10 @@ class Variables:
         return found
 
     def _find_file(self, system: str | None, event_name: str | None, name: str) -> EventFile | None:
-        """Return the event whose histogram defines the variable; None if no event, or more than one, does.
+        """Return the event on which a histogram with the variable `name` has to be searched, or None.
 
+        If `system` is given, return the event with the group `system` and the name `event_name`. Otherwise
+        return the only event whose histogram has the variable. If several events have it, log an error.
         Mirrors: find_var_file (v6.1).
         """
         if system is not None:
@@ -122,7 +130,8 @@ class Variables:
     def refer_to(self, variable: HistField, system: str | None, event_name: str | None) -> HistField | None:
         """Return this histogram's reference to a variable; create the reference if necessary.
 
-        If the histogram already has 16 references, return None.
+        `system` and `event_name`: the variable's event, as a new reference shows it, or None. If the
+        histogram already has 16 references, return None.
         Mirrors: create_var_ref (v6.1).
         """
         owner = self.owner

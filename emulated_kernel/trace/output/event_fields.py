@@ -72,7 +72,7 @@ def _other(field: EventField, payload: bytes, symbols: KernelSymbols, *, shows_s
 
 
 def _located(field: EventField, payload: bytes) -> bytes | None:
-    """Return the data to which a `__data_loc` field points, or None if it ends after the record."""
+    """Return the data to which a `__data_loc` field points, or None if the data is not within the record."""
     location = _number(payload, field)
     start = (location & 0xFFFF) - COMMON_SIZE
     end = start + (location >> 16)

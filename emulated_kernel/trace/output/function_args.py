@@ -23,7 +23,10 @@ class FunctionArgs:
     """
 
     def __init__(self, symbols: KernelSymbols, types: Callable[[], Btf | None], word_size: int) -> None:
-        """`types` returns the kernel's BTF, or None if the kernel has none."""
+        """Store the sources of names and types, and the word size in bytes.
+
+        `types` returns the kernel's BTF, or None if the kernel has none.
+        """
         self._symbols = symbols
         self._types = types
         self._word = word_size

@@ -31,7 +31,11 @@ class GraphRecords:
     """Formats of struct ftrace_graph_ent_entry and ftrace_graph_ret_entry, without the common fields."""
 
     def __init__(self, word_size: int, *, has_args: bool = False) -> None:
-        """`has_args`: whether arguments can follow a call's record, so that its depth takes a word."""
+        """Create the formats for words of `word_size` bytes.
+
+        `has_args`: whether arguments can follow a call's record, so that the depth in the record takes a
+        word.
+        """
         word = "Q" if word_size == 8 else "I"
         self.depth_size = word_size if has_args else 4
         self.entered = Struct(f"<{word}i{self.depth_size - 4}x")

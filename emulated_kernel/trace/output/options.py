@@ -133,9 +133,9 @@ class TraceOptions:
         """Name -> option of the trace array itself."""
         self.flags = DEFAULT_OPTIONS
         self.printk_dest: list[TraceOptions] = []
-        """The options of the top trace array, and of the instance that gets trace_printk(), if one does.
+        """The options of the top trace array, and then those of the instance that gets trace_printk().
 
-        All trace arrays share the list.
+        The second item is missing if the top array gets trace_printk(). All trace arrays share the list.
         """
         self.of_tracers = tracer_options
         self._changed = changed

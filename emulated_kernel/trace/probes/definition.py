@@ -201,9 +201,10 @@ def _place(word: str, letter: str, bits: int, log: TraceProbeLog) -> ProbePoint:
 
 
 def check_symbol(symbol: str, kernel: ProbedSymbols, log: TraceProbeLog) -> None:
-    """Check that the symbol of a place exists and is unique, if this version of Linux checks it here.
+    """Check that the symbol of a place exists and is unique, if this version of Linux does so in the parser.
 
-    A symbol of a module may be unknown, because the module may be loaded later.
+    Without InterfaceRule.SYMBOLS_COUNTED, do nothing. A symbol of a module may be unknown, because the
+    module may be loaded later.
     Raises: KernelError EINVAL, EADDRNOTAVAIL, ENOENT (logged).
     Mirrors: kernel/trace/trace_kprobe.c:validate_probe_symbol (v6.12).
     """

@@ -119,7 +119,7 @@ class DynEventList:
             self._named[name] = left
 
     def named(self, event: str) -> Iterable[DynEvent]:
-        """Return the events with the name `event`, or all events if it is empty.
+        """Return the events with the name `event`, or all events if `event` is "".
 
         `event` is the name as written in a command, with one character per byte.
         """
@@ -289,9 +289,10 @@ def release_matching(command: str, listed: DynEventList, own: Container[DynEvent
 
 
 def release_all(events: Sequence[DynEvent]) -> None:
-    """Remove all of `events`, or none if one of them is busy.
+    """Remove all of `events`, or none of them if one is busy.
 
-    Raises: KernelError EBUSY. Mirrors: kernel/trace/trace_dynevent.c:dyn_events_release_all (v6.1).
+    Raises: KernelError EBUSY (an event is busy).
+    Mirrors: kernel/trace/trace_dynevent.c:dyn_events_release_all (v6.1).
     """
     if any(event.is_busy() for event in events):
         raise KernelError(errno.EBUSY, "dynamic events: one of them is in use; disable all events first")

@@ -104,9 +104,10 @@ class Eprobe(TraceProbe):
         return word in (self.place_text, f"{self.target.group}/{self.target.name}")
 
     def enable(self) -> None:
-        """Add the trigger to the target event, in the first trace array that enables this event.
+        """Add the trigger to the target event, in the first trace array that has the probe's event enabled.
 
-        Deviates: in Linux, other trace arrays that enable this event later get no hits. Here they get them.
+        Deviates: in Linux, trace arrays that enable the probe's event later get no hits. Here they get
+        them.
         Raises: errors of TraceEvent.enable().
         """
         self.target.file(self.event.recorders[0]).add(self._trigger, last=True)

@@ -113,7 +113,10 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
                 log.error(0, ProbeError.FAIL_REG_PROBE)
 
     def _insert(self, probe: TraceKprobe) -> None:
-        """Register a probe and add it to the list. If its module may be loaded later, add it unregistered."""
+        """Register a probe and add it to the list.
+
+        If the probed place may exist after a module is loaded, add the probe without registering it.
+        """
         try:
             probe.register()
         except KernelError as failure:

@@ -25,9 +25,9 @@ class PastEvent(TypedDict):
     places: list[str]
     hits: int
     armed: bool
-    """Whether all probes of the event were armed at some time while it was enabled."""
+    """Whether all probes of the event were armed at some time at which the event was enabled."""
     unarmed: str
-    """Why the enabled event was not armed, at the last time when it was not; "" if it always was."""
+    """Last reason why a probe of the enabled event was not armed; "" if there was no such reason."""
     recording: bool
     """Whether hits were to be recorded in a trace array, and not only passed to triggers."""
     filters: list[str]
@@ -38,14 +38,14 @@ class PastEvent(TypedDict):
 
 @dataclass(eq=False, slots=True)
 class _Enabled:
-    """What is known about an event since it was first enabled."""
+    """State of an event since it was first enabled; most fields have the meaning of those in PastEvent."""
 
     armed: bool = False
     unarmed: str = ""
     recording: bool = False
     off: bool = True
     off_since: dict[Recorder, int | None] = field(default_factory=dict)
-    """Trace array -> the value of its off_since() when the event was first seen enabled in it."""
+    """Trace array that has the event enabled -> value of its off_since() when this was first seen."""
     removed: dict[str, int] = field(default_factory=dict)
     """Place of a removed probe of the event -> its hits."""
     forgotten_hits: int = 0
@@ -67,9 +67,10 @@ class ProbeHistory:
         """Number of hits of removed events that are not in the history any more."""
 
     def note(self, events: Iterable[KprobeTraceEvent] | None = None) -> None:
-        """Look at the state of enabled events, by default of all.
+        """Record the state of those of `events` that are enabled.
 
-        Callers do this after each change of what decides whether probes are armed.
+        Empty `off_since` of the others. By default, `events` are all present events that were enabled at an
+        earlier call. Callers call this method after each change that may arm or disarm probes.
         """
         for event in list(self._present) if events is None else events:
             if not event.is_enabled:
@@ -83,7 +84,10 @@ class ProbeHistory:
             _note_recording(event, known)
 
     def removed(self, probe: TraceKprobe, event: KprobeTraceEvent, filters: list[str]) -> None:
-        """Handle the removal of a probe of `event`, which has had `filters`."""
+        """Record the removal of a probe of `event`.
+
+        `filters`: texts of the event's filters before the removal.
+        """
         known = self._present.get(event)
         if known is None:
             return

@@ -234,7 +234,7 @@ class ProbeKind(EventKind[P]):
             raise
 
     def note_switched(self, event: ProbeTraceEvent) -> None:
-        """Handle that an event of this kind was enabled, or is about to be disabled, or was disabled."""
+        """Handle a change of `event`: called after it is enabled, and before and after it is disabled."""
 
     def _insert(self, probe: P) -> None:
         probe.event.probes += (probe,)

@@ -403,9 +403,10 @@ class RingBuffer(RingWriter):
     ) -> None:
         """Move the events to the memory `place`, which has `nr_pages` sub-buffers.
 
-        `place` may have the same control block or another one. If not all events fit, the oldest sub-buffers
-        are overrun. The caller must release the old pages after guest code has stopped writing to them.
-        If `place` overlaps the old pages, `images` is the result of kept(nr_pages).
+        `place` may have the same control block or another one. If not all events fit, the oldest
+        sub-buffers are overrun. The caller must release the old pages after guest code has stopped writing
+        to them.
+        `images`: the result of kept(nr_pages) if `place` overlaps the old pages; otherwise None.
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1)
         """
         self.check()

@@ -367,7 +367,7 @@ def recover_ring_buffer(block: bytes, read: Callable[[int, int], bytes]) -> Reco
 def _expected(control: RingControl) -> int:
     """Return the number of unread events according to the counters.
 
-    The written events are on pages that the tail has left and on the tail page. An event is unread if it was
-    neither overwritten nor consumed.
+    It is the number of events on pages that the tail has left and on the tail page, less those that were
+    overwritten or consumed.
     """
     return control.entries + control.tail_entries - control.overrun - control.read

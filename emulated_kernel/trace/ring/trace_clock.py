@@ -25,7 +25,10 @@ class TraceClock:
     in_ns: bool
     """Whether the clock counts nanoseconds, which are shown as seconds with six decimals."""
     host_clock: int | None = None
-    """clockid_t of the clock with the same values in user space, such as CLOCK_MONOTONIC, or None."""
+    """clockid_t of the clock that has the same values in user space, such as CLOCK_MONOTONIC.
+
+    The value is None if user space has no such clock.
+    """
 
 
 LOCAL = TraceClock("local", True)

@@ -107,7 +107,11 @@ class AddressStyle:
     print_parent: bool = True
     """Whether the caller in an FN entry is printed."""
     arguments: Callable[[int, bytes], str] | None = None
-    """Function that returns the text of a function's arguments in the end of a record; None without any."""
+    """Function that returns the text of the arguments in the record of a call.
+
+    It takes the address of the called function and the end of the record. The value is None if records of
+    calls have no arguments.
+    """
 
     def place(self, ip: int) -> str:
         """Return the text of an instruction address."""

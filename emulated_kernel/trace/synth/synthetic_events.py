@@ -40,7 +40,7 @@ class _Entry(DynEvent):
     def __init__(self, event: SyntheticEvent, owner: SyntheticEvents, charge: Charge) -> None:
         self.event = event
         self.charge = charge
-        """The memory that the event takes."""
+        """Charge for the memory of the host that the event takes."""
         self._owner = owner
 
     @property
@@ -167,7 +167,10 @@ class SyntheticEvents(EventKind[_Entry]):
 
 
 def _split_name(text: str) -> tuple[str, str | None]:
-    """Split at the first blank. Return the text before the blank, and the text after it or None."""
+    """Split `text` at the first blank, and return the text before and after it.
+
+    The text after the blank is None if `text` has no blank.
+    """
     name, rest = split_at(text)
     return name, None if rest is None else rest.lstrip(SPACES)
 

@@ -103,7 +103,10 @@ class LastCommandLog:
 
     @contextmanager
     def instead(self, error: CommandError, culprit: str = "") -> Iterator[None]:
-        """If the `with` block raises a KernelError, log and raise `error` instead, with its errno."""
+        """Replace a KernelError of the `with` block: log `error`, and raise it with the same errno.
+
+        `culprit` is the wrong text in the command.
+        """
         try:
             yield
         except KernelError as failure:

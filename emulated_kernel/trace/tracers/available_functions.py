@@ -41,11 +41,17 @@ class FunctionWatcher(ABC):
     """Base class of objects that keep a selection of functions, and adapt it when modules come or go."""
 
     def module_added(self, module: str, /) -> None:  # noqa: B027 - not all watchers need it
-        """Add functions of a new module to the selection, if they are wanted. By default do nothing."""
+        """Add the functions of the new module `module` that the object's filters select.
+
+        By default, do nothing.
+        """
 
     @abstractmethod
     def functions_removed(self, sites: frozenset[int], /) -> None:
-        """Remove functions from the selection whose text is about to be freed."""
+        """Remove the functions with the fentry sites `sites` from the selection.
+
+        The text of these functions is about to be freed.
+        """
 
 
 class Functions(Collection[TraceableFunction]):
@@ -152,10 +158,11 @@ class Functions(Collection[TraceableFunction]):
     def matching(self, pattern: bytes, module: bytes | None = None) -> frozenset[int]:
         """Return the fentry sites of the functions whose names match a pattern.
 
-        `pattern` has no negation: `!` is an ordinary character of it, so that `!!NAME` removes nothing.
-        A number in the place of a pattern is a position in the list of all functions, counted from 1.
-        `module` is a pattern for the name of the module. With "!" before it, functions outside of matching
-        modules are returned. An empty pattern matches any module.
+        `pattern` has no negation: `!` is an ordinary character of it, so that `!!NAME` removes nothing. A
+        number in the place of `pattern` is a position in the list of all functions, counted from 1.
+        `module` is a pattern for the name of a module; the result has only functions of matching modules.
+        If `module` begins with "!", the result has only the other functions. If the rest of `module` is
+        empty, it matches any module. If `module` is given and `pattern` is empty, all names match.
         Mirrors: kernel/trace/ftrace.c:match_records, ftrace_match_record (v6.1).
         """
         if pattern[:1].isdigit():

@@ -195,11 +195,15 @@ class FunctionSet(EditedSet):
 
     @abstractmethod
     def execute(self, word: bytes, edit: FilterEdit) -> None:
-        """Apply a word that was written to an open file to the file's copy. Raises: KernelError."""
+        """Apply a word that was written to an open file to `edit`, the file's copy of the set.
+
+        Raises: KernelError.
+        """
 
     def choose(self, pattern: bytes, edit: FilterEdit) -> None:
-        """Add matching functions to a copy, or remove them if "!" precedes the pattern.
+        """Add the functions that match `pattern` to the copy `edit`.
 
+        If "!" precedes the pattern, remove them from the copy.
         Raises: KernelError EINVAL (no function matches). Mirrors: ftrace_match_records (v6.1).
         """
         if not self._match(pattern, None, edit.sites):
@@ -211,9 +215,11 @@ class FunctionSet(EditedSet):
         """Execute FUNCTIONS:mod:MODULE: select functions of one module, now or when the module is loaded.
 
         If "!" precedes the pattern, remove the functions, or the selection that waits for the module.
-        Functions are selected in `edit`, the open file's copy of the set, which replaces the set at close().
-        Linux: selections that wait for a module are changed in the set itself, so at once.
-        Raises: KernelError EINVAL. Mirrors: kernel/trace/ftrace.c:ftrace_mod_callback, cache_mod (v6.1).
+        Functions are selected in `edit`, the open file's copy of the set, which replaces the set at
+        close().
+        Linux: a selection that waits for a module is added to the set, or removed from it, at once.
+        Raises: KernelError EINVAL (no function of the loaded module matches, or no such selection waits).
+        Mirrors: kernel/trace/ftrace.c:ftrace_mod_callback, cache_mod (v6.1).
         """
         if self._match(pattern, module, edit.sites):
             return
@@ -241,8 +247,9 @@ class FunctionSet(EditedSet):
         self.awaited = left
 
     def replace(self, edit: FilterEdit) -> None:
-        """Replace the set by the copy in an open file. If the set changes, notify its user.
+        """Replace the set by `edit`, the copy in an open file.
 
+        If the set changes, call the function `changed` that was passed to __init__().
         Mirrors: kernel/trace/ftrace.c:ftrace_hash_move_and_update_ops (v6.1).
         """
         sites = self._functions.existing(edit.sites)

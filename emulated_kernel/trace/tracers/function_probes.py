@@ -100,10 +100,11 @@ class FunctionProbes:
         """Kind -> commands of this kind; the oldest kind comes first."""
 
     def execute(self, pattern: bytes, command: str) -> None:
-        """Add `COMMAND[:COUNT]` to matching functions, or remove it if "!" precedes the pattern.
+        """Add the command `COMMAND[:COUNT]` to the functions that match `pattern`.
 
-        Raises: KernelError EINVAL (unknown command, or no matching function lacks the command to add or has
-        the one to remove), ENODEV (no function has the command to remove), ERANGE, ENOMEM.
+        If "!" precedes the pattern, remove the command from these functions.
+        Raises: KernelError EINVAL (the command is unknown, or no matching function can get or lose it),
+        ENODEV (no function has the command to remove), ERANGE, ENOMEM.
         """
         title, limit = self._parse(command)
         kind = title.partition(":")[0], limit is not None

@@ -13,7 +13,8 @@ from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
 Slept = Callable[[int, int], None]
 """Handler that is called when a task returns to a CPU.
 
-Its arguments are the address of the task_struct, and the number of nanoseconds that it was off the CPU.
+Its arguments are the address of the task_struct, and the number of nanoseconds that the task was off the
+CPU.
 """
 
 

@@ -126,7 +126,8 @@ class StackTracer(FunctionWatcher):
     def _depth(self, hit: ProbeHit) -> int:
         """Return the number of bytes in use on the task's stack, or 0 if the CPU uses another stack.
 
-        The return address of the fentry call counts. `hit` has the registers before the call pushed it.
+        The return address that the call from the fentry site pushes counts as in use. `hit` has the
+        registers before this push.
         """
         used = self._top() - getattr(hit.regs, self._system.arch.registers.sp)
         return used + self._pushed if 0 < used <= self._stack_size else 0

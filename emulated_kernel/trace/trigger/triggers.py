@@ -53,9 +53,9 @@ class TriggerCommand(ABC):
         """
 
     def remove_all(self, file: EventFile, /) -> None:  # noqa: B027 - most commands keep their triggers
-        """Remove the triggers of this command that opening the trigger file with O_TRUNC removes.
+        """Remove triggers of this command, because a trigger file was opened with O_TRUNC.
 
-        By default, it removes none.
+        By default, no trigger is removed.
         """
 
 
@@ -116,7 +116,7 @@ class EventTriggers:
         return [trigger for trigger in self.file(event).triggers if not trigger.is_hidden]
 
     def write(self, event: TraceEvent, data: bytes) -> int:
-        """Execute one write to an event's trigger file, and return the number of bytes taken, which is all.
+        """Execute one write to an event's trigger file, and return the number of bytes taken: all of them.
 
         Raises: KernelError EINVAL (a page or more, no such command), errors of the command.
         """

@@ -93,8 +93,8 @@ class SavedState(ChangeWatcher, TaskObserver):
     def __init__(self, directory: StateDirectory, root: str) -> None:
         """Use the state in `directory`.
 
-        `root`: prefix of the mount's paths in a mount with `--layout full`. It is "tracing/" if the mount has
-        `--layout tracefs`, else "".
+        `root`: directory that must precede a path of the mount to get the path with `--layout full`. It is
+        "tracing/" if the mount has `--layout tracefs`, else "".
         """
         self._directory = directory
         self._root = root
@@ -238,8 +238,9 @@ class SavedState(ChangeWatcher, TaskObserver):
     ) -> None:
         """Save the kernel's records and the definitions of the mount's clients from now on.
 
-        `definitions` returns all definitions and settings. If `is_fresh`, there are none yet. If saving is
-        impossible, nothing is saved until the next call, and the earlier state stays.
+        `definitions` returns the lines of all definitions and settings. `is_fresh`: there are no
+        definitions yet. If saving is impossible, nothing is saved until the next call, and the earlier
+        state stays.
         """
         self._kernel = kernel
         self._mount = mount

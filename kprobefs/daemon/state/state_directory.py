@@ -64,7 +64,10 @@ class RestoreAttempts:
         return True
 
     def _count(self) -> int:
-        """Return the number in the file. If it contains no number, rename it, so that it is not used."""
+        """Return the number in the file, or 0 if there is no file.
+
+        If the file contains no number or cannot be read, rename it, and return 0.
+        """
         try:
             text = read_regular(self._path, DIGITS, os.O_NOFOLLOW) or b"0"
             if text.isdigit():

@@ -257,10 +257,10 @@ class BuiltinCalls(GuestCalls):
         return file.inner.read_page(size)
 
     def _number(self, client: Client, file: ControlFile) -> int | None:
-        """Return the number of the file's descriptor in the requesting client, or None if it is unknown.
+        """Return the number of the file's descriptor in the client's process; None if it is unknown.
 
-        If no probe could see the number when the file was opened, take it from the first call on the
-        descriptor, and keep it for later calls.
+        The number is that in the client's current call, if the call was read. Otherwise it is the number
+        that was found at the open, or at an earlier call of the process that opened the file.
         """
         call = facts_of(client).call
         if call is None or call.fd is None:
@@ -294,8 +294,9 @@ class BuiltinCalls(GuestCalls):
     def _fd_to_write(self, file: ControlFile) -> int | None:
         """Return the guest's descriptor to which clients write a file, or None if there is none.
 
-        First open in the guest all files that clients have open, unless this was done before. The write may
-        arm a probe that can notice calls on these files, and the guest cannot open them during the write.
+        If no probe can notice opens, the guest may lack files that clients have open; open these files in
+        the guest first. The write may arm a probe that can notice calls on them, and the guest cannot open
+        them during the write.
         """
         self._open_before_write()
         return file.fd

@@ -66,7 +66,10 @@ class ClientCalls:
         return client._replace(facts=facts)
 
     def task(self, client: Client) -> GuestTask:
-        """Return the client's task. Raises: KernelError (the guest has no memory for it, or is dead)."""
+        """Return the client's task.
+
+        Raises: KernelError (the guest is dead, or its task list is damaged).
+        """
         return self._guest.processes.task_of(client.pid, client.uid, client.gid, facts_of(client))
 
     def task_for_control(self, client: Client) -> GuestTask | None:

@@ -1,6 +1,7 @@
 """Mounts: all mounts of one kernel.
 
-If more kinds of system calls become watched, the guest first opens the open files of the mounts.
+If more kinds of system calls become watched, the files that clients have open in the mounts are first
+opened in the guest, too.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ class ScratchFile(FileDescription):
     def read(self, client: Client, size: int, offset: int) -> bytes:
         """Read from the open file, by a call of the client's task; see FileDescription.
 
-        If `offset` shows that the client has called lseek(2), the task calls lseek too. Otherwise the task
-        reads at its file position.
+        If `offset` shows that the client has called lseek(2), the task first calls lseek, too. The task
+        reads at the position of the guest's open file.
         """
         with self.fs.lock:
             if self.error:
@@ -85,8 +85,8 @@ class ScratchFile(FileDescription):
     def write(self, client: Client, data: bytes, offset: int) -> int:
         """Write data to the open file, by a call of the client's task; see FileDescription.
 
-        If `offset` shows that the client has called lseek(2), the task calls lseek too. Otherwise the task
-        writes at its file position.
+        If `offset` shows that the client has called lseek(2), the task first calls lseek, too. The task
+        writes at the position of the guest's open file.
         """
         with self.fs.lock:
             if self.error:
@@ -390,9 +390,9 @@ class ScratchFs(FileSystem):
         return result
 
     def _opened_as(self, path: str, number: int) -> ScratchFile | None:
-        """Return an open file whose path is now `path`, or None if there is none.
+        """Return a file that is open in the guest, and whose path is now `path`; None if there is none.
 
-        Prefer the file that has the descriptor `number` in its process.
+        If there are several, prefer a file that has the descriptor `number` in the process that opened it.
         """
         try:
             ino = self._sys.look(path).ino
@@ -403,9 +403,10 @@ class ScratchFs(FileSystem):
         return next((found for found in same if found.number == number), same[0] if same else None)
 
     def _as_called(self, client: Client, names: Collection[str], *walks: str) -> bool:
-        """Repeat the client's system call in the guest if it is one of `names`; return True if so.
+        """Repeat the client's system call in the guest, if it is one of `names`.
 
-        `walks`: the paths of the call, relative to the mount's root.
+        The call must also have as many paths as `walks`, its paths relative to the mount's root. Return
+        True if the call was repeated.
         """
         call = facts_of(client).call
         if call is None or call.name not in names or not call.names(len(walks)):

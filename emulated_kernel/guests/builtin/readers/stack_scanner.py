@@ -1,4 +1,7 @@
-"""StackScanner: finds text that a CPU executes or to which a task will return; it must not be patched yet."""
+"""StackScanner: finds the text that a CPU executes or to which a task will return.
+
+Such text must not be patched yet.
+"""
 
 from __future__ import annotations
 

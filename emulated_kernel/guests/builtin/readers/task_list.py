@@ -28,7 +28,10 @@ def task_structs(reader: GuestReader, symbols: Kallsyms, abi: Mapping[str, int])
 
 
 def read_tasks(reader: GuestReader, symbols: Kallsyms, abi: Mapping[str, int]) -> Iterator[TaskInfo]:
-    """Yield all tasks, the idle task first, except damaged ones."""
+    """Return the task whose task_struct is at address `task`.
+
+    Raises: MemoryFault (the task_struct is unreadable).
+    """
     return reader.each(task_structs(reader, symbols, abi), lambda task: read_task(reader, task, abi))
 
 

@@ -26,7 +26,7 @@ Raises: KernelError (an errno), WouldBlock (the task must sleep and repeat its r
 _KEEPING_NAMES = ("read", "write", "pread64", "pwrite64")
 """Frequent system calls that neither rename nor create a task."""
 SERVED = (Hypercall.HOSTFS, Hypercall.MODULE, Hypercall.KPROBES)
-"""Hypercalls that `GuestRunner._serve` answers: with them, a system call asks the host for a service."""
+"""Hypercalls by which a system call requests a service of the host; GuestRunner._serve answers them."""
 NSEC_PER_JIFFY = 1_000_000_000 // HZ
 OVERDUE = 0.005
 """Seconds until the next attempt to interrupt an overlong run, if an interrupt can't be delivered yet."""
@@ -37,7 +37,7 @@ AFTER_WATCHDOG = 0.25
 MAX_CALL = 10.0
 """Maximum CPU seconds of one system call, including the time that other tasks run during the call.
 
-In the second half, the time of probe handlers is counted only in part, as by `HandlerTime`.
+After half of this time, the time of probe handlers is counted only in part, as by `HandlerTime`.
 """
 KERN_EMERG = 0
 MAX_NOTES = 64
@@ -88,7 +88,10 @@ class Request:
     """The control file that the process reads, if the descriptor belongs to another file; otherwise None."""
     started: bool = False
     waits_for_host: type[WouldBlock] | None = None
-    """Class of the exception that made the task sleep until `GuestRunner.resume` is called, or None."""
+    """Class of the exception that made the task sleep until `GuestRunner.resume` is called.
+
+    The value is None if the task does not sleep for this reason.
+    """
     elsewhere: Callable[[], int] | None = None
     """Action of a DeferToGuest exception, which runs before the task repeats its request.
 
@@ -150,10 +153,13 @@ class GuestRunner:
         self.services: dict[int, HostfsHandler] = {}
         """Number of a hypercall -> handler that serves it for any task, with or without a request."""
         self.notes: list[Message] = []
-        """Messages that the guest could not log itself, such as why it was declared dead."""
+        """Messages that the guest could not log itself, such as the reason of its death."""
 
     def note(self, text: str) -> None:
-        """Keep a message of the host for readers of the kernel log, unless it repeats the last message."""
+        """Keep a message of the host for readers of the kernel log.
+
+        Drop the message if it repeats the last one, or if MAX_NOTES messages are kept already.
+        """
         message = f"kprobefs: {text}"
         if len(self.notes) < MAX_NOTES and (not self.notes or self.notes[-1].text != message):
             self.notes.append(Message(len(self.notes), self._machine.clock.now_ns(), KERN_EMERG, message))
@@ -167,7 +173,7 @@ class GuestRunner:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the guest has panicked or was declared dead; `notes` says why."""
+        """Whether the guest has panicked or was declared dead. In the second case, `notes` has the reason."""
         return self._at is CpuPosition.DEAD
 
     def start(self) -> None:
@@ -513,8 +519,8 @@ class GuestRunner:
     def _await_time(self, request: Request, slept: int) -> None:
         """Advance the time by a jiffy, because the task sleeps and no other task runs.
 
-        Raises: WouldBlock or YieldLock (the task waits for the host), KernelError EIO (it has slept
-        MAX_SLEEP_JIFFIES).
+        Raises: WouldBlock or YieldLock (the task waits for the host), KernelError EIO (the task has slept
+            for MAX_SLEEP_JIFFIES).
         """
         if request.waits_for_host is not None:
             raise request.waits_for_host

@@ -34,10 +34,11 @@ The limit applies if turns have a quantum.
 
 
 class SmpGuestRunner(GuestRunner):
-    """Runs a guest's CPUs round robin; the turn of a CPU ends when it waits or has nothing to do.
+    """Runs a guest's CPUs round robin. The turn of a CPU ends when the CPU waits or has nothing to do.
 
-    Between calls each CPU is at rest: it is idle or has a task in user mode, and no interrupt is pending for
-    it. The order of turns depends only on the guest, so traces are reproducible.
+    Between calls of this object's methods, each CPU is at rest: the CPU is idle or has a task in user mode,
+    and no interrupt is pending for it. The order of turns depends only on the guest, so traces are
+    reproducible.
     """
 
     def __init__(self, kernel: BuiltinKernel, events: TaskEvents, lock: ControlLock) -> None:
@@ -232,9 +233,9 @@ class SmpGuestRunner(GuestRunner):
             self._server = None
 
     def _finish_records(self) -> None:
-        """Run each other CPU whose ip is in a compiled handler to the handler's end.
+        """Run each other CPU whose ip is in a compiled handler, until the handler ends.
 
-        After this, trace buffers may be read and changed. Linux: waits for an RCU grace period.
+        Afterwards trace buffers may be read and changed. Linux: waits for an RCU grace period.
         """
         machine = self._machine
         here = self._machine.cpu
@@ -283,7 +284,7 @@ class SmpGuestRunner(GuestRunner):
             self._deliver(Vector.WATCHDOG)
 
     def _place_of(self, task: GuestTask) -> int | None:
-        """Return the number of the CPU on which this task is in user mode, or None if there is none."""
+        """Return the number of the CPU on which this task is in user mode; None if it is not in user mode."""
         return next((number for number in self._round() if self._seat(number)[1] is task), None)
 
     def _run_to_end(self, task: GuestTask) -> int:

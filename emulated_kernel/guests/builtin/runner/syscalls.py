@@ -213,12 +213,12 @@ class Syscalls:
         lookup: HostLookup = HostLookup.DEFAULT,
         hostfs: HostfsHandler | None = None,
     ) -> int:
-        """Make `call`, in which a host process waits, by the process's task; return the result in the guest.
+        """Make the system call `call`, in which a host process waits, by the process's task.
 
-        The arguments are those of the process. `walks` are the paths from the guest's root that the guest
-        walks instead of the call's paths. `lookup` is the outcome of the host's lookup of the name. `hostfs`
-        serves the control file that the call works on. If the call takes or returns a descriptor, the caller
-        must use a numbered() block.
+        Return the result in the guest. The call has the arguments that the process passed. `walks`: paths
+        from the guest's root, which the guest walks in place of the call's paths. `lookup`: outcome of the
+        host's lookup of the last name. `hostfs`: serves the control file that the call works on. If the
+        call takes or returns a descriptor, the caller must use a numbered() block.
         Raises: KernelError (the errno of the guest's call), WouldBlock (see GuestRunner.syscall).
         """
         if call.is_hidden:
@@ -274,8 +274,8 @@ class Syscalls:
     def _unreadable_slots(self) -> int:
         """Return the address of user memory for paths that could not be read.
 
-        The pages for the paths as the process passed them are not mapped, so that a probe's read of them
-        faults.
+        Each path has two places: for the path as the process passed it, and for the path that the guest
+        walks. The page of the first place is not mapped, so that a probe's read of the path faults.
         """
         if self._slots is None:
             self._slots = self._buffers.get()

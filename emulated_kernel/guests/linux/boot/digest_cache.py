@@ -32,8 +32,8 @@ Two changes within a shorter time may leave a file with the same timestamps.
 class Reading(NamedTuple):
     """A file that is about to be read, and the remembered result of an earlier reading.
 
-    `stored`: the result that remember() has stored for this content, or None. `is_settled`: the change time
-    identifies the content, so a result may be remembered.
+    `stored`: the result that remember() has stored for the file's present content; None if there is none.
+    `is_settled`: the change time identifies the content, so the result of this reading may be remembered.
     """
 
     note: Path
@@ -64,8 +64,8 @@ def about_to_read(directory: Path, file: int, form: str) -> Reading:
 def remember(reading: Reading, text: str) -> None:
     """Write a note with the result `text` of reading a file.
 
-    `reading`: what about_to_read() returned for the file. If no note can be written, do nothing; the file is
-    read again next time.
+    `reading`: the result of about_to_read() for the file. Do nothing if the file's change time does not
+    identify its content, or if no note can be written; the file is read again next time.
     """
     directory = reading.note.parent
     if not reading.is_settled or not directory.is_dir():
@@ -81,9 +81,9 @@ def remember(reading: Reading, text: str) -> None:
 
 
 def last_read(directory: Path, file: int) -> float:
-    """Return the time of the last write or use of a file's note, in seconds since 1970; 0 without a note.
+    """Return the time of the last write or use of a file's note, in seconds since 1970.
 
-    `directory`: contains the notes. `file`: descriptor of the file.
+    Return 0 if the file has no note. `directory`: contains the notes. `file`: descriptor of the file.
     """
     with suppress(OSError):
         return _note(directory, file).stat().st_mtime

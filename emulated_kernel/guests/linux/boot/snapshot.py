@@ -134,9 +134,10 @@ def tables_place(source: Path) -> Path:
 def _digest(source: Path, *_unchanged: int) -> tuple[Reading, str]:
     """Return (reading, digest) of the file `source`. The digest is the file's SHA-256 in hexadecimal.
 
-    If the digest was not remembered before, the caller can pass the reading to remember(). The result is also
-    cached in this process; `_unchanged`, the file's identity, is a part of the key.
-    Raises: OSError (also if the file is not regular), KernelError ENOEXEC (it is too large for a kernel).
+    If the digest was not remembered before, the caller can pass the reading to remember(). The result is
+    also cached in this process; `_unchanged`, the file's identity, is a part of the key.
+    Raises: OSError (also if the file is not regular), KernelError ENOEXEC (the file is too large for a
+        kernel).
     """
     with open_regular(source) as file:
         if os.fstat(file.fileno()).st_size > _SOURCE_LIMIT:
@@ -302,7 +303,7 @@ class ShownCpu(NamedTuple):
 
 
 class SavedMachine(NamedTuple):
-    """A machine as it was saved, with the parts of its snapshot."""
+    """The content of a snapshot: a machine with its RAM and devices, and further data of the snapshot."""
 
     machine: LinuxMachine
     facts: KernelOffsets
@@ -370,7 +371,7 @@ def _read(source: Path, file: int, *, with_parts: bool) -> SnapshotContents | No
 
 
 def read(file: int, *, with_parts: bool, is_checked: bool = True) -> SnapshotContents | None:
-    """Read the snapshot with descriptor `file`; return None if it is damaged.
+    """Read the snapshot with descriptor `file`; return None if it is damaged or lacks wanted data.
 
     `is_checked`: compare the checksums, because the file may have been damaged since it was written.
     `with_parts`: also read the snapshot's further data.
@@ -455,8 +456,8 @@ def _header(file: int) -> dict[str, Any] | None:
 def _checksum(file: int, start: int, size: int) -> int:
     """Return the CRC-32 of `size` bytes of a file from the offset `start`, without holes and pieces of zeros.
 
-    `file`: descriptor of the file. Its mapping in memory is not used, because reading a hole through the
-    mapping would allocate memory for the hole.
+    `file`: descriptor of the file. The bytes are read through the descriptor, and not through a mapping of
+    the file. Reading a hole through a mapping would allocate memory for the hole.
     """
     zeros = bytes(_PIECE)
     checksum = 0

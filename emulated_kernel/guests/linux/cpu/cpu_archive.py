@@ -1,6 +1,7 @@
 """Archives of a production machine's CPU: text files that `tail -n +1` makes of files in /proc and /sys.
 
-Each part begins with a line `==> NAME <==`. Names end in the last parts of the files' paths.
+Each part begins with a line `==> NAME <==`. A part is found by the last components of NAME, the path of the
+file.
 """
 
 from __future__ import annotations

@@ -94,7 +94,10 @@ class CpuidAnswers:
 
     @property
     def registers(self) -> Mapping[int, int]:
-        """Number of a model-specific register -> value that rdmsr returns instead of the emulator's."""
+        """Number of a model-specific register -> value that the guest's rdmsr returns.
+
+        The value replaces the one that the emulator would return.
+        """
         cpu = self._cpu
         found = {MICROCODE: cpu.microcode << 32 if cpu.vendor == INTEL else cpu.microcode}
         if "arch_capabilities" in cpu.flags:

@@ -31,7 +31,7 @@ def install(machine: PcMachine, thunk: WakeupThunk) -> None:
 
     Do nothing, so that Python delivers the breakpoints, in three cases: the host lacks the routine for
     traps; kprobefs probes the guest, and must handle each breakpoint first; or the gate of #BP in the IDT
-    switches the stack or leaves interrupts enabled.
+    is missing, switches the stack, or leaves interrupts enabled.
     """
     hooks = machine.hooks
     if hooks.breakpoints or hooks.fault_hooks or not hooks.is_native:

@@ -15,7 +15,10 @@ _MASK = (1 << 64) - 1
 
 
 class CallArguments:
-    """Converts arguments of calls of kernel functions; strings are copied to `size` bytes at `place`."""
+    """Converts the arguments of a call of a kernel function to register values.
+
+    Strings are copied to guest memory, to the `size` bytes at `place`.
+    """
 
     def __init__(self, kernel: LinuxKernel, memory: GuestMemory, place: int, size: int) -> None:
         self._kernel = kernel
@@ -26,8 +29,8 @@ class CallArguments:
     def placed(self, function: str, arguments: Sequence[int | str]) -> tuple[int, list[int]]:
         """Copy string arguments; return the function's address and the values of the argument registers.
 
-        Raises: KernelError ENOENT (no such symbol), EINVAL (not a function, or fewer arguments than it
-        takes), E2BIG (too many), ENOMEM (the strings are too long).
+        Raises: KernelError ENOENT (no such symbol), EINVAL (not a function, or fewer arguments than the
+            function takes), E2BIG (too many arguments), ENOMEM (the strings are too long).
         """
         found = self._kernel.kallsyms.by_name(function)
         if not found:

@@ -115,7 +115,7 @@ class ClientScheduler:
             raise GuestFault(Trap(TrapKind.FAULT, address), self._machine.death) from fault
 
     def switch(self, to: LinuxTask | None) -> None:
-        """Put the current client task to sleep, and wake `to` in the guest's next run unless it is None."""
+        """Put the current client task to sleep; wake the task `to` in the guest's next run if it is given."""
         self._leave_call()
         task = self.current
         self.current = None
@@ -135,11 +135,12 @@ class ClientScheduler:
         on_arrival: Callable[[], None] | None = None,
         on_idle: Callable[[], bool] | None = None,
     ) -> bool:
-        """Run the guest until `is_done()` is true; return False if it does not become true.
+        """Run the guest until `is_done()` is true; return True.
 
+        Return False if the guest has run _ROUNDS times before, or if it is idle and `on_idle` ends the run.
         `on_arrival` is called if a task arrives at its stub while `is_done()` is false; by default the task
-        is put to sleep. `on_idle` is called when the CPU is idle; if it returns False, the run ends. By
-        default, time passes to the next timer interrupt. The run also ends after _ROUNDS runs of the guest.
+        is put to sleep. `on_idle` is called when the CPU is idle; its result False ends the run. By
+        default, time passes to the next timer interrupt.
         """
         return self._go_on_until(self.run(), is_done, on_arrival, on_idle)
 
@@ -230,10 +231,10 @@ class ClientScheduler:
         count: int = 0,
         kept: tuple[int, int] = (0, 0),
     ) -> None:
-        """Make the task continue at `ip` in the next run, with the given values of the registers.
+        """Make the task continue at `ip` in the next run, with the registers of a system call.
 
-        `number`: number of the system call. `count` and `kept`: values of the registers GuestAbi.counter and
-        GuestAbi.kept.
+        `number` and `arguments`: number and arguments of the system call. `count` and `kept`: values of the
+        registers GuestAbi.counter and GuestAbi.kept.
         """
         machine = self._machine
         if machine.death:

@@ -1,4 +1,4 @@
-"""LinuxClients: maps host processes that make requests to guest tasks with their names, owners and pids.
+"""LinuxClients: keeps a guest task for each client process, with the process's name, owner and pid.
 
 A task has the pid of its process only if that pid is free in the guest.
 """
@@ -23,13 +23,17 @@ _MAX_TASKS = 500
 A task takes 64 KiB of guest memory.
 """
 _SHARED = 0
-"""Pseudo-pid of the shared task. Processes that are hidden in another pid namespace use this task, too."""
+"""Key of the shared task among the pids, used in place of a pid.
+
+Processes that are hidden in another pid namespace use the shared task, too.
+"""
 
 
 class LinuxClients:
     """Keeps the guest's tasks in step with client processes and the children that they fork.
 
-    The user who created the mount (`owner`) is root in the guest, and so owns its files.
+    The user who created the mount (`owner`) is root in the guest. So this user owns the guest's files that
+    root owns.
     """
 
     def __init__(
@@ -165,7 +169,7 @@ class LinuxClients:
         return task is self._by_pid.get(_SHARED)
 
     def known(self, pid: int) -> LinuxTask | None:
-        """Return the process's task, or None if it has no live task."""
+        """Return the live task of the process `pid`, or None if the process has none."""
         task = self._by_pid.get(pid)
         if task is not None and not task.alive:
             del self._by_pid[pid]
@@ -239,9 +243,9 @@ class LinuxClients:
                     self._follow_name(task, self._watch.comm(pid))
 
     def end(self, pid: int) -> None:
-        """End a process's task.
+        """End the task of a host process.
 
-        The process has ended, or no longer waits for the call in which the task sleeps.
+        The process has ended, or it no longer waits for the call in which the task sleeps.
         """
         task = self._by_pid.pop(pid, None)
         if task is not None:

@@ -1,4 +1,4 @@
-"""CpuReport: the vulnerabilities and features of its CPU that a booted guest reports."""
+"""CpuReport: a booted guest's report about the vulnerabilities and features of its CPU."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class CpuReport:
 
     @property
     def differences(self) -> Mapping[str, tuple[str, str]]:
-        """File of vulnerabilities -> its texts in production and in the guest, if they differ.
+        """File of vulnerabilities -> (text in production, text in the guest), for files whose texts differ.
 
-        Files that only one of the kernels has are left out.
+        Files that exist in only one of the two kernels are left out.
         """
         return {
             file: (text, self.vulnerabilities[file])
@@ -49,7 +49,7 @@ class CpuReport:
 
     @property
     def is_as_on_production(self) -> bool:
-        """Whether the guest's kernel has production's release and reports no difference about the CPU."""
+        """Whether the guest's kernel has production's release, and differences() is empty."""
         is_recorded = bool(self.cpu.vulnerabilities)
         return is_recorded and not self.differences and self.cpu.release == self.release
 
@@ -84,7 +84,7 @@ class CpuReport:
 
 
 def cpu_text(tasks: LinuxTasks) -> str:
-    """Return the text of machine/cpu: the CPU that the guest sees, remarks, and its vulnerabilities."""
+    """Return the text of machine/cpu: the CPU that the guest sees, remarks, and vulnerabilities."""
     shown = tasks.shown_cpu
     if shown is None:
         return f"the emulator's CPU{', which --cpu replaces' if tasks.machine.abi is X86_64 else ''}\n"
@@ -113,11 +113,11 @@ def rdmsr_sites(kernel: LinuxKernel) -> Sequence[int]:
 
 
 def show_threads(machine: PcMachine, kernel: LinuxKernel, cpu: ProductionCpu) -> None:
-    """Make the kernel find as many threads in a core as the production CPU has; the guest's core has one.
+    """Make the kernel find as many threads in a core as the production CPU has, because the guest has one.
 
-    Since v6.6 a kernel counts threads by the CPUs that the firmware has listed. If more than one thread of a
-    core is online in production, the kernel acts as if a second thread had come online before init starts.
-    The scheduler's code and some mitigations depend on the presence of siblings.
+    Since v6.6 a kernel counts threads by the CPUs that the firmware has listed. If more than one thread of
+    a core is online in production, make the kernel act as if a second thread had come online. This happens
+    before init starts. The scheduler's code and some mitigations depend on the presence of sibling threads.
     Mirrors: kernel/cpu.c:cpu_smt_set_num_threads, _cpu_up (v6.12), kernel/sched/core.c:sched_cpu_activate
     """
     lookup = kernel.kallsyms.lookup_name

@@ -75,9 +75,10 @@ class DcacheReader:
         self._no_llseek = 0, facts.symbols.get("no_llseek")
 
     def lstat(self, path: str) -> Stat | None:
-        """Return the attributes of a file, or None if it does not exist or only the kernel can look it up.
+        """Return the attributes of the file at `path`, from its inode in guest memory.
 
-        A damaged dentry is left to the kernel.
+        Return None if the file does not exist, or if its dentry is damaged, not cached, or only usable by
+        the kernel.
         """
         answer = self._answers.get(path)
         if answer is not None:
@@ -92,10 +93,10 @@ class DcacheReader:
         return None
 
     def _found(self, path: str) -> Stat | None:
-        """Return the attributes of the file at `path`, which is looked up in the dentries.
+        """Look up the dentry of the file at `path`, and return the attributes in its inode.
 
-        Return None if the file does not exist, or if only the kernel can look it up.
-
+        Return None if the file does not exist, or if a dentry on the path is not cached or only usable by
+        the kernel.
         Raises: MemoryFault (damaged dentry or inode).
         """
         self._read = []
@@ -151,7 +152,11 @@ class DcacheReader:
         return data
 
     def _follow(self, structure: int, *offsets: int) -> int:
-        """Follow a chain of pointers, each at an offset in the previous structure; return the last word."""
+        """Follow a chain of pointers in guest memory; return the word at its end.
+
+        `structure`: address of the first structure. Each offset is that of the pointer to the next
+        structure; the last offset is that of the word to return.
+        """
         words = self._words
         direct = self._direct
         limit = self._limit
@@ -180,10 +185,12 @@ class DcacheReader:
         return self._follow(symbols["dentry_hashtable"], 0), self._follow(symbols["d_hash_shift"], 0) & 0xFF
 
     def _child(self, parent: int, name: bytes) -> tuple[int, int] | None:
-        """Return the addresses of the dentry and inode of a child, or None if the dentry is not cached.
+        """Return (address of the dentry, address of the inode) of the name `name` in a directory.
 
-        Invariant: if a dentry leaves the table, is renamed or freed, its bytes change, which include its link
-        in the hash chain and its sequence count.
+        `parent`: address of the directory's dentry. The inode's address is 0 if the file does not exist.
+        Return None if the dentry is not cached.
+        Invariant: if a dentry leaves the table, is renamed or freed, bytes of the dentry change. Among them
+        are its link in the hash chain and its sequence count.
         Mirrors: fs/dcache.c:__d_lookup (v6.1)
         """
         key = self._name_hash(parent, name)
@@ -210,8 +217,9 @@ class DcacheReader:
 
 @lru_cache(_NAMES)
 def name_hash(parent: int, name: bytes) -> int:
-    """Return length and hash of a name in the directory `parent`, as d_name.hash_len of a dentry.
+    """Return length and hash of a name, in the form of a dentry's d_name.hash_len.
 
+    `parent`: address of the dentry of the directory that contains the name.
     Mirrors: fs/namei.c:full_name_hash (v6.1, with CONFIG_DCACHE_WORD_ACCESS)
     """
     x = 0

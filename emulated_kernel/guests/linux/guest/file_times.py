@@ -23,7 +23,7 @@ class FileTimes:
     """
 
     def __init__(self, machine: LinuxMachine, facts: KernelOffsets) -> None:
-        """Follow the guest's timekeeper.
+        """Find the guest's timekeeper, from which changed files get their times.
 
         If the kernel's clock is unknown or not the TSC, files show the guest's own time.
         """

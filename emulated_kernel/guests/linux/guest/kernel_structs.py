@@ -17,7 +17,7 @@ _LARGEST = 32
 class KernelStructs:
     """Accesses members by virtual addresses, through the CPU's page tables.
 
-    Raises: MemoryFault (not in RAM).
+    Raises: MemoryFault (the address is not mapped to RAM).
     """
 
     def __init__(self, machine: LinuxMachine, offsets: Mapping[str, int]) -> None:

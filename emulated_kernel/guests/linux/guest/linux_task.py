@@ -11,11 +11,10 @@ THREAD_SIZE = 16 << 10
 TASK_INTERRUPTIBLE = 1
 
 Service = Callable[[], Callable[[], None]]
-"""Function that does the host's work in a system call.
+"""Function that does the host's work in a system call, and returns another function.
 
-The function returns another function, which puts the result of the call into the registers. The only
-exception that it raises is WouldBlock. Then the task continues to sleep in its call, and the client repeats
-the request.
+The returned function puts the result of the call into the registers. A Service raises no exception except
+WouldBlock. After WouldBlock, the task continues to sleep in its call, and the client repeats the request.
 """
 
 
@@ -42,7 +41,10 @@ class LinuxTask:
     flags: int
     """Physical address of thread_info.flags."""
     entries: dict[int, int] = field(default_factory=dict)
-    """Page -> index in RAM of the word with its page table entry. Valid until an execve or the task's end."""
+    """Virtual address of a page -> index of its page table entry among the words of RAM.
+
+    The cache is valid until the task's next execve or its end.
+    """
     owner: tuple[int, int] = 0, 0
     """User id and group id of the task in the guest."""
     comm: str = ""

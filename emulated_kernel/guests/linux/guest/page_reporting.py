@@ -56,9 +56,9 @@ class PageReporting:
                 self._find(symbols)
 
     def _find(self, symbols: Mapping[str, int]) -> None:
-        """Find the zones and their counters.
+        """Find the zones and their counters of free pages; set `counter`, `low` and `high`.
 
-        Raises: LookupError (the kernel's structures are unknown), MemoryFault (they are damaged).
+        Raises: LookupError (the kernel's structures are unknown), MemoryFault (the structures are damaged).
         """
         offsets = self._offsets
         node = symbols.get("contig_page_data") or self._word(symbols["node_data"])
@@ -85,7 +85,7 @@ class PageReporting:
     def look(self) -> None:
         """Give memory back to the host if many pages were freed, and set `low` and `high`.
 
-        Call this if the number of free pages is outside the range from `low` to `high`.
+        The caller checks first that the number of free pages is outside of the range from `low` to `high`.
         """
         free = self.words[self.counter]
         if free > self.high:

@@ -1,4 +1,4 @@
-"""RunningLinux: interface of a distribution's kernel in the machine, which the probe engine uses."""
+"""RunningLinux: interface by which the probe engine uses a distribution's kernel in the machine."""
 
 from __future__ import annotations
 

@@ -260,7 +260,10 @@ class LinuxSyscalls:
         return int(_POLLFD.unpack(self._tasks.copy_from_user(init, _DATA, _POLLFD.size))[2]) & 0xFFFF
 
     def lstat(self, path: str) -> Stat:
-        """Return the attributes of a file from its dentry; if it is not cached, init calls newfstatat(2)."""
+        """Return the attributes of the file at `path` from its dentry, by DcacheReader.
+
+        If the dentry cannot be used, init calls newfstatat(2).
+        """
         if self._tasks.machine.death:
             self._tasks.machine.check_alive()
         found = self._files.lstat(path)
@@ -371,7 +374,7 @@ class LinuxSyscalls:
 def _c_string(path: str) -> bytes:
     """Return a path as a C string, cut at 4096 bytes.
 
-    The kernel answers ENAMETOOLONG to a path that does not end within a page.
+    The kernel returns ENAMETOOLONG for a path whose first 4096 bytes contain no NUL.
     """
     return (os.fsencode(path) + b"\0")[:4096]
 

@@ -46,7 +46,7 @@ class TaskLife:
         self._forking: tuple[int, int] | None = None
         """Address of the task that is about to fork, and its child's pid; None while no fork is awaited."""
         self._others_next: int | None = None
-        """Pid that the next task gets after the awaited child has its pid; None without such a child."""
+        """Pid that the next task gets after the awaited child has its pid; None if no child is awaited."""
         machine.call_at(facts.symbols["alloc_pid"], self._numbering)
         machine.call_at(facts.symbols["do_exit"], self._exiting)
         machine.call_at(facts.symbols["wake_up_new_task"], self._forked)
@@ -55,7 +55,7 @@ class TaskLife:
     # Requests of the host
 
     def fork(self, parent: LinuxTask, pid: int) -> LinuxTask:
-        """Fork a child of a task and return the child. If `pid` is free, the child gets it as its pid.
+        """Fork a child of a task and return the child. If `pid` is free, it becomes the child's pid.
 
         Raises: KernelError EAGAIN, ENOMEM.
         """
@@ -105,7 +105,7 @@ class TaskLife:
     def set_creds(self, task: LinuxTask, uid: int, gid: int) -> None:
         """Set the credentials of a task. Only uid 0 gets capabilities.
 
-        Linux: a fork copies the credentials, so the parent's do not change.
+        Linux: a fork copies the credentials, so the credentials of the task's parent do not change.
         """
         structs = self._structs
         task.owner = uid, gid

@@ -1,4 +1,7 @@
-"""LinuxTasks: the guest tasks that make clients' system calls, which are all forked from the guest's init."""
+"""LinuxTasks: the guest tasks that make clients' system calls.
+
+All these tasks descend from the guest's init.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _SIG_IGN = 1
 _WIPE_ON_FORK = 18
 _PID_MAX = 1 << 22
 _EXITS = 16
-"""Number of tasks that end before the guest gets time to free their memory."""
+"""Number of exits on arm64 or RISC-V, after which the guest is run for _GRACE to free the tasks' memory."""
 _GRACE = 40_000
 """Microseconds of guest time in which an RCU grace period ends."""
 
@@ -37,8 +40,8 @@ _GRACE = 40_000
 class LinuxTasks(RunningLinux):
     """Facade of the scheduler, the memory and the life cycle of client tasks in a booted guest.
 
-    Init must be at its stub, the user-mode code that waits for requests of the host.
-    Methods of the parts are attributes of this class: forwarding methods would slow down each system call.
+    Init must be at its stub, the user-mode code that waits for requests of the host. The methods of these
+    three objects are attributes of this class, because forwarding methods would slow down each system call.
     """
 
     def __init__(self, machine: LinuxMachine, facts: KernelOffsets) -> None:
@@ -90,9 +93,10 @@ class LinuxTasks(RunningLinux):
         self.set_creds = life.set_creds
 
     def prepare(self) -> None:
-        """Prepare init of a guest that has just booted, so that all forks inherit two settings.
+        """Prepare a guest that has just booted: set its limit of pids, and the state of init.
 
-        The settings are an ignored SIGCHLD, and a buffer that is wiped on fork.
+        All tasks descend from init and inherit two settings: SIGCHLD is ignored, and a fork wipes the
+        buffer for data in the child.
         """
         self._structs.store("<i", self._structs.physical(self.facts.symbols[PID_MAX]), _PID_MAX)
         self.copy_to_user(self.init, BUFFER, struct.pack("<4Q", _SIG_IGN, 0, 0, 0))

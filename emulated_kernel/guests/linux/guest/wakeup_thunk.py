@@ -46,7 +46,10 @@ _CELLS = 0x20
 _STUB = 0x100
 """Offset in bytes of the code of breakpoint_stub.py in the code page."""
 _ROOM = 0x100
-"""Offset in bytes of the free part of the data page, whose first word is the address of the task to wake."""
+"""Offset in bytes of the free part of the data page.
+
+The first word of the data page is the address of the task to wake.
+"""
 _ACCESSED_DIRTY = 0x60
 _GLOBAL = 0x100
 _NO_EXECUTE = 1 << 63
@@ -59,7 +62,7 @@ def thunks(abi: GuestAbi) -> range:
 
 
 class Wakeup(ABC):
-    """Code of the host in the kernel, which an interrupt calls."""
+    """Interface of the host's code in the kernel that an interrupt calls to wake a task."""
 
     host_room: tuple[int, int]
     """Physical and virtual address of the free part of a page of data."""

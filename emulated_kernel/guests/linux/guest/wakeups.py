@@ -35,9 +35,9 @@ TRACE = """
     e8 rel32:syscall_regfunc   | call syscall_regfunc
     e9 rel32:syscall_unregfunc | jmp syscall_unregfunc
 """
-"""Code that an interrupt runs to set, and clear again, the flag of traced system calls in all tasks.
+"""Code that an interrupt runs to set the flag of traced system calls in all tasks, and clear it again.
 
-It calls syscall_regfunc(), then syscall_unregfunc().
+The code calls syscall_regfunc(), then syscall_unregfunc().
 """
 _RET_SIZE = 1
 _JMP_SIZE = 5

@@ -57,7 +57,7 @@ class LinuxWorkload:
         self._pid = pid
         self._task: LinuxTask | None = None
         self._socket = -1
-        """Descriptor of the socket that all rounds share, or -1."""
+        """Descriptor of the socket that all rounds share; -1 before it is created."""
         self._path = f"{TMPFS}/.load-{pid}"
         self._round: Callable[[LinuxTask], None] = {
             WorkloadKind.FORK: self._fork,

@@ -170,7 +170,7 @@ class LinuxControlCalls(GuestCalls):
         return bool(self._machine.text.ledger.words) and not self._tasks.machine.death
 
     def follow_processes(self) -> None:
-        """Repeat forks and exits in the guest, as the next request would; see GuestCalls."""
+        """Repeat in the guest the forks and exits of clients' processes; see GuestCalls."""
         self.guest.follow_processes()
 
     def informed(self, client: Client, opened: str | None = None) -> Client:

@@ -38,7 +38,8 @@ _FMODE_STREAM = 1 << 21
 class ControlStubs:
     """Code of the operations of control files in the guest, and offsets in bytes in this code.
 
-    There is a breakpoint, which traps to the host, at the offsets `looked_up`, `woken` and those in `traps`.
+    At each of the offsets `looked_up`, `woken` and `traps`, the code has a breakpoint that traps to the
+    host.
     """
 
     made: Callable[[int, Mapping[str, int]], bytes]
@@ -46,16 +47,16 @@ class ControlStubs:
     size: int
     looked_up: int
     instantiate: int
-    """Offset at which a lookup continues to give the dentry an inode."""
+    """Offset at which a lookup continues if the host gives the dentry an inode."""
     lookup_ends: int
     operations: Mapping[str, int]
     """Name of a file operation -> offset of its first instruction."""
     traps: tuple[int, ...]
     """Offsets of the breakpoints in the file operations."""
     is_stream: int
-    """Offset at which an open continues, for a file without a position."""
+    """Offset at which the open of a file without a position continues."""
     opened: int
-    """Offset at which an open continues, for other files."""
+    """Offset at which the open of a file with a position continues."""
     copy: int
     sleep: int
     woken: int

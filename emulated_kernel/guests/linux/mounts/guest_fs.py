@@ -40,7 +40,7 @@ class GuestFile(FileDescription):
         """The task that made the last call on the file."""
         self.seekable = seekable
         self.position = 0
-        """Offset that the host passes for an operation that continues at the guest's own file position."""
+        """Offset in the host's request that means: continue at the file position of the guest's open file."""
         self.status = flags & STATUS_FLAGS
         """Status flags of the client's open file; the guest's file gets them before the next call."""
 
@@ -189,7 +189,11 @@ class GuestFs(FileSystem):
 
     guest: LinuxGuest
     clients_own = ("scratch",)
-    """Directories of the mount's root in which only clients create, change and remove files."""
+    """Directories of the mount's root in which only clients create and remove names.
+
+    Lookups in them need not reach the guest, in contrast to kprobefs's own kernel, so the host's kernel may
+    cache them.
+    """
 
     def __init__(self, guest: LinuxGuest, paths: Mapping[str, str], number: int = 1) -> None:
         """Create a file system that shows files of `guest`.
@@ -238,8 +242,10 @@ class GuestFs(FileSystem):
             return self.known(self.guest.syscalls.lstat(self._place(path)))
 
     def _shown(self, found: Stat) -> Stat:
-        """Return attributes with root's files shown as the mounting user's, and devices as regular files.
+        """Return the attributes that the mount shows for a file with the attributes `found` in the guest.
 
+        The mounting user owns the files that root owns in the guest. Devices are shown as regular files.
+        Times are converted to the host's time.
         Hazard: the host would open a device by its own driver instead of the guest's.
         """
         kind = stat.S_IFMT(found.mode)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from emulated_kernel.guests.linux.initramfs import DEVICES, PROC, TMPFS, TRACEFS
 
 LINKED = ("/kprobe_events", "/kprobe_profile")
-"""Files of tracefs that the root of the mount shows in addition."""
+"""Files of tracefs that the mount also shows in its root."""
 LASTING = ("kprobes", "machine", "scratch", "tracing")
 """Directories of the mount's root that exist as long as the mount."""
 MACHINE = "/machine"

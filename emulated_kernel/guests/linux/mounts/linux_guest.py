@@ -204,7 +204,7 @@ class LinuxWorkloads:
             raise KernelError(errno.EIO, f"the guest has died: {fault}") from fault
 
     def slice_ends(self) -> None:
-        """Notify pollers and threads that wait, as after a request; see WorkloadHost."""
+        """Notify pollers and the threads in wait(), as after a request; see WorkloadHost."""
         guest = self._guest
         if guest.is_closed:
             return
@@ -369,7 +369,10 @@ class LinuxGuest:
             self.clients.end(client.pid)
 
     def unasked(self, client: Client) -> KernelError:
-        """Kill the client's task, whose call sleeps and can't be continued; return KernelError EINTR."""
+        """Kill the client's task, whose call sleeps, because no request can continue this call.
+
+        Return KernelError EINTR, which the caller raises.
+        """
         self.clients.end(client.pid)
         return KernelError(errno.EINTR)
 

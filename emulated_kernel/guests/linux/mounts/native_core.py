@@ -47,7 +47,8 @@ class NativeCore:
     def _root_of(self, va: int) -> int:
         """Return the physical address of the page tables that map `va`.
 
-        They are the kernel's for an address in the kernel's half, and the current task's for other addresses.
+        For an address in the kernel's half, these are the kernel's page tables; otherwise, those of the
+        current task.
         """
         return self._root if va >> 63 else self._machine.cpu.root
 
@@ -128,7 +129,7 @@ class NativeCore:
         yield 0, len(self.ram)
 
     def mapped_ranges(self) -> Iterator[MappedRange]:
-        """Yield the ranges of RAM that the kernel maps, in order of addresses."""
+        """Yield the ranges of RAM that the kernel's page tables map, in order of virtual addresses."""
         no_pages = UnitPool(0, 0, PAGE_SIZE)
         return kernel_ranges(self._memory, self._memory.tables(self.ram, no_pages, self._root))
 

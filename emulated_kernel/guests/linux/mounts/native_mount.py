@@ -75,7 +75,7 @@ class _ModulesFile(FileDescription):
 
 
 class ModulesFs(GuestFs):
-    """File system of machine/modules: shows /proc/modules, and executes commands that are written."""
+    """File system of machine/modules. Reads return /proc/modules; writes are executed as commands."""
 
     def _shown(self, found: Stat) -> Stat:
         shown = super()._shown(found)
@@ -96,7 +96,7 @@ class ModulesFs(GuestFs):
 
 
 class _TextFile(FileDescription):
-    """An open file of machine/ with its text at the time of the open."""
+    """An open file of machine/ whose content is the text at the time of the open."""
 
     __slots__ = ("_text",)
 
@@ -143,7 +143,7 @@ class _LoadFile(FileDescription):
 
 
 class _CoreFile(FileDescription):
-    """An open ELF core of the guest as it was at the open."""
+    """An open ELF core, which has the guest's state at the time of the open."""
 
     __slots__ = ("_core",)
 
@@ -171,7 +171,8 @@ class _CoreFile(FileDescription):
 class MachineFs(FileSystem):
     """File system of the directory machine/: dmesg, cpu, limits, load (starts workloads), gdb and vmcore.
 
-    Further files of the directory are files of the guest's /proc, which are mounted there.
+    The directory also has files of the guest's /proc. Another file system shows these files; see
+    guest_paths.FORWARDED.
     """
 
     guest: LinuxGuest

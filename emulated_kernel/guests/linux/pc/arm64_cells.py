@@ -165,7 +165,8 @@ def _check_level(engine: Engine, ram: mmap.mmap, state: int, ip: int) -> None:
     """Check that the processor state and the translator's flags are at the expected offsets from `ip`.
 
     The check runs code at exception levels 1 and 0, and compares the words. `ip`: offset of the program
-    counter in the CPU state, which is at the host's address `state`. Raises: HardwareError (they are not).
+    counter in the CPU state, which is at the host's address `state`.
+    Raises: HardwareError (a word is not at the expected offset).
     """
     seen: list[tuple[int, int]] = []
 

@@ -116,7 +116,7 @@ class Arm64Machine(LinuxMachine):
     def execute(self, sites: Mapping[str, int]) -> None:
         """Make the host execute the accesses to the counter and the timer; see LinuxMachine.
 
-        Unicorn: its own counter is the host's clock, and its timer raises no interrupt.
+        Unicorn's own counter is the host's clock, and Unicorn's timer raises no interrupt.
         """
         for place, code in sites.items():
             address = int(place, 16)

@@ -98,7 +98,7 @@ class Board(ABC):
         self.due: int | None = None
         """TSC value of the timer's next interrupt; None if the timer is off."""
         self.period = 0
-        """Period of the timer in cycles; 0 if it interrupts once."""
+        """Period of the timer in cycles; 0 if the timer interrupts only once."""
         self.console = bytearray()
         """The latest output of the kernel on its console, at most _LOG_LIMIT bytes."""
 
@@ -185,7 +185,7 @@ class Board(ABC):
         return self._wall() - self._wall_base - self.tsc * _MILLION // self.khz
 
     def skip(self, nanoseconds: int) -> None:
-        """Leave out a part of the host's time, which then never passes in the guest."""
+        """Leave out `nanoseconds` of the host's time, so that the guest's time does not advance by them."""
         self._wall_base += nanoseconds
 
     def pass_time(self, cycles: int) -> None:
@@ -196,10 +196,10 @@ class Board(ABC):
         self._cells[_TSC] = after & _MASK
 
     def read_tsc(self) -> int:
-        """Advance the time by a random step and return it, as the result of rdtsc.
+        """Advance the time by a random step; return the new time, as the result of rdtsc.
 
-        The step varies, because some code waits until it has read two different values. If the
-        guest's time follows the host's and lags by more than the step, it advances to the host's time. If
+        The step varies, because some code waits until it has read two different values. If the guest's time
+        follows the host's time, and lags by more than the step, it is set to the host's time. If
         instructions are counted, the step is 0.
         """
         state = (self._cells[_STEPS] * STEP_FACTOR + STEP_ADDEND) & _MASK

@@ -128,7 +128,10 @@ class Pc(Board):
         self._pic_words[chip] = left - 1
 
     def _write_pit(self, value: int) -> None:
-        """Write the low byte of the timer's count, then the high byte, which starts the timer."""
+        """Store `value` as the low byte of the timer's count, or at the second write as its high byte.
+
+        The second write starts the timer.
+        """
         if self._pit_low is None:
             self._pit_low = value
             return

@@ -9,9 +9,9 @@ from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.unicorn_engine import Engine
 
 _EXTENDED = 0x80000000
-"""First extended leaf of cpuid.
+"""First extended leaf of cpuid. The eax of its result is the number of the last extended leaf.
 
-In eax, it returns the number of the last extended leaf, and leaf 0 returns that of the last basic leaf.
+Likewise, the eax of leaf 0 is the number of the last basic leaf.
 """
 _CODE = 0x1000
 _CPUID_AND_HALT = b"\x0f\xa2\xf4"

@@ -42,7 +42,7 @@ _FAULTS = (
 def cpu_state(engine: Engine, model: CpuModel) -> int:
     """Return the host address of Unicorn's live CPU state.
 
-    Raises: HardwareError (it cannot be found).
+    Raises: HardwareError (the CPU state cannot be found).
     """
     state = find_cpu_state(engine, model)
     if state is None:

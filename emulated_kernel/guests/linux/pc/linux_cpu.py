@@ -148,10 +148,16 @@ class LinuxCpu(ABC):
 
     regs: Regs
     exception_return: ClassVar[bytes] = b""
-    """Code of the instruction that returns from exceptions; b"" if is_exception_entry() finds no entries."""
+    """Code of the instruction that returns from exceptions.
+
+    It is b"" on x86, where is_exception_entry() is not implemented.
+    """
 
     def is_exception_entry(self, address: int) -> bool:  # noqa: ARG002
-        """Return True if exceptions in the kernel enter the kernel's handlers at `address`."""
+        """Return True if the CPU goes to `address` when an exception occurs in kernel mode.
+
+        Return False for all addresses if exception_return is b"".
+        """
         return False
 
     @property
@@ -206,9 +212,9 @@ class PcCpu(LinuxCpu):
         self._code_and_stack = _bytes_at(state + _CS_AND_SS_AT, _CS_AND_SS.size)
         self._flags = _bytes_at(state + _State.eflags.offset, _FLAGS.size)
         self._system_call: tuple[int, int] | None = None
-        """Entry point of system calls and mask of the flags to keep; None before the first system call.
+        """(entry point of system calls, mask of the flags to keep); None before the first system call.
 
-        A kernel sets both MSRs before its first process.
+        A kernel sets the two MSRs with these values before its first process.
         """
         self._isolates: bool | None = None
         """Whether page table isolation is on; None until CR3 has had the bit _ISOLATED."""
@@ -243,10 +249,10 @@ class PcCpu(LinuxCpu):
 
     @property
     def root(self) -> int:
-        """Physical address of the kernel's page tables, with the user memory of the running task.
+        """Physical address of page tables that map the kernel and the running task's user memory.
 
-        With page table isolation, user mode uses other tables, in the page after the kernel's. The tables of
-        user mode lack most of the kernel's memory, so the host never reads memory through them.
+        With page table isolation, user mode uses other tables, in the page after the kernel's tables. The
+        tables of user mode lack most of the kernel's memory, so the host never reads memory through them.
         Mirrors: arch/x86/entry/calling.h:PTI_USER_PGTABLE_MASK (v6.1).
         """
         root = int(self._state.cr[3]) & FRAME
@@ -284,7 +290,8 @@ class PcCpu(LinuxCpu):
     def power_on(self, entry: int, stack: int, root: int, gdt: tuple[int, int]) -> None:
         """Put the CPU into 64-bit kernel mode with paging, as the boot protocol requires.
 
-        `entry`: first ip. `stack`: sp. `root`: physical address of the page tables. `gdt`: address and size.
+        `entry`: address of the first instruction. `stack`: initial stack pointer. `root`: physical address
+        of the page tables. `gdt`: (address, size in bytes).
         Source: Documentation/x86/boot.rst, "64-bit boot protocol".
         """
         engine = self._engine

@@ -68,7 +68,7 @@ class LinuxMachine(ABC):
         """Tables of the processor's system calls, registers and structures."""
         self.memory = memory
         self.damage = DamageReports()
-        """Object that logs which data of the guest are damaged."""
+        """Object that logs the damage that is found in the guest's data."""
         self.engine = engine
         self.model = model
         self._ram_address = engine.map_ram(0, memory.ram)
@@ -126,7 +126,10 @@ class LinuxMachine(ABC):
             self.engine.flush_code()
 
     def stop_at(self, address: int, function: Callable[[], object]) -> None:
-        """Call `function` and end the run when the guest reaches an address, before the instruction there."""
+        """Call `function`, and end the run, whenever the guest reaches `address`.
+
+        The run ends before the instruction at `address`.
+        """
 
         def stop() -> None:
             function()
@@ -197,9 +200,9 @@ class LinuxMachine(ABC):
         return False
 
     def watch_reset(self, emergency_restart: int) -> None:
-        """Declare the guest dead at emergency_restart(), which a panic calls.
+        """Declare the guest dead when it reaches emergency_restart(), which a panic calls.
 
-        A reset through the keyboard controller would take long.
+        Otherwise the guest would try a reset through the keyboard controller, which takes long.
         """
 
         def reset() -> None:
@@ -287,7 +290,7 @@ class LinuxMachine(ABC):
 
     @abstractmethod
     def running_task(self, facts: KernelOffsets) -> Callable[[], int]:
-        """Return a function that returns the address of the running task's task_struct."""
+        """Return a function without parameters that returns the address of the running task's task_struct."""
 
     @abstractmethod
     def regs_end(self, facts: KernelOffsets) -> int:
@@ -342,7 +345,7 @@ class LinuxMachine(ABC):
     def execute(self, sites: Mapping[str, int]) -> None:  # noqa: B027 - only arm64 has such instructions
         """Make the host execute some instructions of the kernel in place of the CPU.
 
-        `sites`: KernelOffsets.executed, a map of their addresses.
+        `sites`: the map KernelOffsets.executed of these instructions.
         """
 
     def run_to_stub(self) -> None:

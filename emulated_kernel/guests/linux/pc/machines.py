@@ -19,7 +19,7 @@ from emulated_kernel.guests.linux.pc.riscv_machine import RiscvMachine
 def find_cells(abi: GuestAbi) -> tuple[int, ...]:
     """Return the offsets, in Unicorn's CPU state, of the words that Unicorn's API does not provide.
 
-    Raises: HardwareError (not found).
+    Raises: HardwareError (a word is not found).
     """
     if abi is ARM64:
         return find_arm64_cells()

@@ -125,7 +125,7 @@ class LinuxMemory:
         return b"".join(parts)
 
     def write(self, root: int, va: int, data: bytes) -> None:
-        """Write bytes to virtual memory, even to read-only pages."""
+        """Write bytes to virtual memory. Pages that are read-only are written, too."""
         while data:
             here = min(len(data), PAGE - va % PAGE)
             at = self.translate(root, va)

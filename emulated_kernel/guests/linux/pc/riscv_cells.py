@@ -52,7 +52,10 @@ _VALUES = {
 
 
 class RiscvCells(NamedTuple):
-    """Offsets in bytes: `error` in Unicorn's handle, all others in the CPU state from the first register."""
+    """Offsets in bytes of words in Unicorn's CPU state, from the first register.
+
+    The field `error` is an offset in Unicorn's handle instead.
+    """
 
     bad_address: int
     error: int

@@ -98,9 +98,10 @@ class RiscvLinuxCpu(LinuxCpu):
         self.regs.ip = entry
 
     def set_pending(self, interrupts: int, *, cleared: int = 0) -> None:
-        """Change the mask of pending interrupts; Unicorn delivers them when the guest has enabled them.
+        """Make the interrupts in the mask `interrupts` pending, and those in `cleared` not pending.
 
-        Unicorn: a write of the word alone would not interrupt the CPU.
+        Unicorn delivers a pending interrupt when the guest has enabled it. Unicorn: a write of the word mip
+        in the CPU state would not interrupt the CPU.
         """
         engine = self._engine
         kept = self.mode[0]

@@ -23,7 +23,7 @@ _THREAD_SIZE = 16 << 10
 _SIZE = 4
 """Size in bytes of an uncompressed instruction."""
 _RDTIME = 0xC0102073
-"""Instruction `rdtime` without its destination register."""
+"""Encoding of the instruction `rdtime`, with 0 as its destination register."""
 _DESTINATION = 0xF80
 _WORD = (1 << 64) - 1
 _REGISTERS = tuple(Riscv64Cpu.registers)
@@ -112,7 +112,10 @@ class RiscvMachine(LinuxMachine):
         self.cpu.set_pending(1 << self._let_timer_fire())
 
     def follow_text(self, symbols: Mapping[str, int]) -> None:
-        """Do nothing, because the kernel remaps a page to change text, and this drops translated code."""
+        """Do nothing, because the kernel changes text through a page that it remaps.
+
+        The change of the mapping makes Unicorn drop translated code.
+        """
 
     def running_task(self, facts: KernelOffsets) -> Callable[[], int]:  # noqa: ARG002 - x86 needs it
         """Return a function that returns the address of the running task's task_struct; see LinuxMachine.

@@ -31,7 +31,7 @@ class Sv39Memory(LinuxMemory):
         return bool(entry & _EXECUTE)
 
     def walk(self, root: int, va: int) -> tuple[int, int, int] | None:
-        """Return physical address, last entry and page size of an address; see LinuxMemory."""
+        """Return (physical address, last page table entry, page size) of an address; see LinuxMemory."""
         if _HALF <= va < _WORD - _HALF or not 0 <= va < _WORD:
             return None
         table = root

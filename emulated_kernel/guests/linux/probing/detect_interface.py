@@ -55,9 +55,10 @@ def interface_with(kernel: LinuxKernel, profile: Profile) -> Interface:
 
 
 def detect_interface(kernel: LinuxKernel) -> Interface:
-    """Return a kernel's interface, by the texts of its error table and README, and by its functions.
+    """Return the tracefs interface of a kernel.
 
-    Rules for which no such text or function exists follow from the kernel's version.
+    Its rules are found by the texts of the kernel's error table and README, and by its functions. A rule
+    without such a sign follows from the kernel's version.
     """
     texts = _error_table(kernel)
     series = series_of(kernel.release)
@@ -79,9 +80,9 @@ def _functions(kernel: LinuxKernel) -> list[str]:
 
 
 def _error_table(kernel: LinuxKernel) -> frozenset[str]:
-    """Return the texts of the kernel's table of errors in probe definitions; empty if it has no table.
+    """Return the texts of the kernel's table of errors in probe definitions; empty if there is no table.
 
-    The table ends before the next symbol, and other data may follow it.
+    Other data may follow the table before the next symbol.
     """
     table = _bytes(kernel, _ERRORS)
     texts: set[str] = set()
@@ -98,14 +99,14 @@ def _text(kernel: LinuxKernel, symbol: str) -> str:
 
 
 def _bytes(kernel: LinuxKernel, symbol: str) -> bytes:
-    """Return the bytes from a symbol to the next one, or nothing if the kernel lacks the symbol."""
+    """Return the bytes from a symbol to the next symbol; b"" if the kernel lacks the symbol or the bytes."""
     start = kernel.kallsyms.lookup_name(symbol)
     found = None if start is None else kernel.kallsyms.lookup(start)
     return b"" if start is None or found is None else _read(kernel, start, found.symbol.size)
 
 
 def _read(kernel: LinuxKernel, address: int, size: int) -> bytes:
-    """Return bytes of the kernel, or nothing if they are not in its file."""
+    """Return `size` bytes of the kernel at `address`; b"" if the kernel's file does not have them."""
     try:
         return kernel.read(address, size)
     except KernelError:

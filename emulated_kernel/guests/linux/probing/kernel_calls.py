@@ -194,8 +194,8 @@ class KernelCalls(TaskObserver):
     def call_function(self, function: str, *arguments: int | str) -> int:
         """Call a kernel function by name and return its result; copy string arguments to guest memory.
 
-        Raises: KernelError, as `CallArguments.placed`, EFAULT (the thread was killed), ETIMEDOUT (the
-        function has not returned), ENOMEM (the thread cannot be made), GuestFault.
+        Raises: the errors of CallArguments.placed(), KernelError EFAULT (the thread was killed), ETIMEDOUT
+            (the function has not returned), ENOMEM (the thread cannot be made), GuestFault.
         """
         self._free_ended()
         memory = self._machine.memory
@@ -209,7 +209,10 @@ class KernelCalls(TaskObserver):
         return self._call(mailbox, address, values)
 
     def call_at(self, address: int) -> int:
-        """Call a kernel function without arguments and return its result. Raises: as call_function."""
+        """Call the kernel function at `address` without arguments and return its result.
+
+        Raises: as call_function(), except for the errors of CallArguments.placed().
+        """
         return self._call(self._machine.alloc_pages(PAGE_SIZE), address, ())
 
     def _call(self, mailbox: int, address: int, values: Sequence[int]) -> int:
@@ -252,7 +255,7 @@ class KernelCalls(TaskObserver):
         return _HEAD.unpack(self._machine.memory.read(mailbox, _HEAD.size))
 
     def exiting(self, task: int) -> None:
-        """Mark the call of an ending thread as killed if it has not returned."""
+        """If an ending thread makes a call that has not returned, mark the call as killed."""
         for mailbox in self._mailboxes:
             head = self._head(mailbox)
             if head[_TASK // 8] == task and not head[_STATE // 8]:

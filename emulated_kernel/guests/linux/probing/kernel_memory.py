@@ -74,9 +74,10 @@ def _leaves(
 class KernelMemory(GuestMemory):
     """Virtual memory as the guest's current task and its kernel see it.
 
-    `host`: range of physical memory for the pages of the host's mappings, which the guest does not use. Host
-    memory for records follows it. `root`: page tables of any task, because all tasks share the kernel's
-    half. `on_remap` is called after a mapping was removed, and must flush the TLB.
+    `host`: range of physical memory for the pages of the host's mappings, which the guest does not use.
+    Host-owned memory for records is after this range. `root`: page tables of any task, because all tasks
+    share the kernel's half. `on_remap`: function that is called after a mapping was removed; it must flush
+    the TLB.
     """
 
     def __init__(
@@ -139,9 +140,10 @@ class KernelMemory(GuestMemory):
         return found[0]
 
     def _pages(self, va: int, size: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield virtual address, physical address, length and entry of the part of the range in each page.
+        """Yield (virtual address, physical address, length, page table entry) for each page of a range.
 
-        Raises: MemoryFault.
+        The first three describe the part of the range that is in the page. Raises: MemoryFault (a page is
+        not mapped).
         """
         end = va + size
         while va < end:

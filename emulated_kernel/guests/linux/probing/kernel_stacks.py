@@ -61,7 +61,10 @@ class KernelStacks(TaskStacks):
         return GuestReader(self._memory, "task list", self._machine.damage)
 
     def _tasks(self, reader: GuestReader) -> Iterator[int]:
-        """Yield the addresses of task_structs of processes and threads. Raises: MemoryFault (damaged)."""
+        """Yield the addresses of the task_structs of all processes and threads.
+
+        Raises: MemoryFault (the guest has damaged the task list).
+        """
         offset = self._offsets
         for node in reader.nodes(self._first + offset["task_struct.tasks"]):
             leader = node - offset["task_struct.tasks"]
@@ -93,7 +96,7 @@ class KernelStacks(TaskStacks):
         return tuple(self._machine.regs.snapshot())
 
     def _stacks(self, reader: GuestReader) -> Iterator[tuple[int, int, bool]]:
-        """Yield the live part of each stack: start, end, and whether the CPU uses the stack."""
+        """Yield (start, end, whether the CPU uses the stack) for the live part of each stack."""
         word = reader.word
         offset = self._offsets
         sp = self._machine.regs.sp

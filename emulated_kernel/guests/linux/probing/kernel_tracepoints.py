@@ -102,9 +102,8 @@ class EventBatch:
         self._funcs = 0
 
     def hold(self) -> None:
-        """Take a reference to the module.
+        """Take a reference to the module of the events. Raises: KernelError EBUSY (it is being unloaded).
 
-        Raises: KernelError EBUSY (the module is being unloaded).
         Mirrors: try_module_get (v6.1).
         """
         if self._references:
@@ -126,10 +125,11 @@ class EventBatch:
         return count
 
     def add(self, switch: Callable[[int, bool], None], stub: str, switch_stub: SwitchStub) -> Tracepoint:
-        """Return a new tracepoint. Switching it calls `switch` with its index and the new state.
+        """Return a new tracepoint of the batch.
 
-        `stub` is the name of the tracepoint's stub, or "". `switch_stub` is called if the tracepoint shall
-        start or stop calling the stub.
+        `switch` is called to enable or disable the tracepoint; its arguments are the tracepoint's index in
+        the batch and the new state. `stub`: name of the tracepoint's stub, or "". `switch_stub` is called
+        to make the tracepoint start or stop calling the stub.
         """
         number = len(self.points)
         called = TracepointStub(stub, 1, 0, partial(switch_stub, self, number)) if stub else None
@@ -149,7 +149,10 @@ class EventBatch:
         yield from ((self.file(number), point) for number, point in enumerate(self.points))
 
     def release(self) -> list[int]:
-        """Free the memory; return the addresses that served as trace_event_files. No CPU may use them."""
+        """Free the batch's memory; return the addresses that served as trace_event_files.
+
+        No CPU may use the memory any more. Return [] if no memory was allocated.
+        """
         if not self._funcs:
             return []
         files = [self.file(number) for number in range(len(self.points))]
@@ -222,11 +225,17 @@ class KernelTracepoints:
         self.by_name: dict[str, Tracepoint] = {}
         """Name of an event as GROUP:EVENT -> its tracepoint."""
         self._pending: list[tuple[int, int, int, int]] = []
-        """Records under construction: trace_event_buffer, file, address and size of each."""
+        """(trace_event_buffer, trace_event_file, address, size in bytes) of each record under construction.
+
+        The first three items are addresses; the newest record is last.
+        """
         self._places = 0
 
     def events(self) -> Iterator[TraceEvent]:
-        """Yield the events in Linux's order; nothing if the kernel reserves records in another way."""
+        """Yield the kernel's trace events in Linux's order.
+
+        Yield nothing if the kernel lacks one of REPLACED_FUNCTIONS.
+        """
         if not self._hands_over:
             return
         has_syscalls = self._syscall_work.is_known()
@@ -334,11 +343,11 @@ class KernelTracepoints:
     def _switch_registered(
         self, register: Switch, event: KernelEvent, batch: EventBatch, number: int, on: bool
     ) -> None:
-        """Switch an event that has regfunc and unregfunc, which are called before its key is switched.
+        """Switch an event that has regfunc and unregfunc: call `register`, then switch the event's key.
 
-        If the key cannot be switched, the registration is undone.
-        `number`: index of the event's tracepoint in the batch. `on`: enable the event; otherwise disable it.
-        Raises: as `register`.
+        If the key cannot be switched, undo the registration. `register`: calls regfunc or unregfunc.
+        `number`: index of the event's tracepoint in the batch. `on`: enable the event; otherwise disable
+        it. Raises: as `register`.
         """
         self._prepare(batch)
         register(on)
@@ -373,9 +382,10 @@ class KernelTracepoints:
                 self._call(function)
 
     def _function(self, event: KernelEvent, name: str) -> int:
-        """Return the address of a tracepoint's regfunc or unregfunc.
+        """Return the address of the function `name` of an event's tracepoint: regfunc or unregfunc.
 
-        The address is in struct tracepoint, or since v6.14 in the struct tracepoint_ext to which it points.
+        The address is in struct tracepoint, or since v6.14 in the struct tracepoint_ext to which struct
+        tracepoint points.
         """
         btf = self._kernel.btf
         base = event.tracepoint
@@ -408,9 +418,9 @@ class KernelTracepoints:
             self._memory.write(funcs, bytes(_WORD))
 
     def _switch_stub(self, batch: EventBatch, number: int, on: bool) -> None:
-        """Add the stub to the functions of an enabled tracepoint; if `on` is False, remove the stub.
+        """Make an enabled tracepoint call its stub if `on` is True, and not call it if `on` is False.
 
-        The entry after the stub's stays zero.
+        The stub is the second entry of the tracepoint's array of functions. The third entry stays zero.
         """
         entry = bytes(_WORD)
         if on:

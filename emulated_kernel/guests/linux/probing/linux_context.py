@@ -84,11 +84,11 @@ def _per_cpu_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
 def _shadow_stacks(kernel: LinuxKernel) -> dict[str, int]:
     """Return name -> offset of the two fields of task_struct in which shadow stacks keep pending calls.
 
-    One is the field for the kernel's own rethooks. The other field is next to it, and the kernel only
-    clears it at fork. Both are empty when a task is created. The kernel reads rethooks again long after the
-    task has ended. The guest has no rethooks of its own, because no module that probes can be loaded.
-
-    If the fields are missing or not adjacent, return nothing; Python keeps all pending calls then.
+    One field is that of the kernel's own rethooks. The other field is next to it, and the kernel only
+    clears this field at fork. Both fields are empty when a task is created. The kernel reads the first
+    field again long after the task has ended. The guest has no rethooks of its own, because no module that
+    probes can be loaded.
+    If the fields are missing or not adjacent, return {}. Then Python keeps all pending calls.
     """
     try:
         found = {
@@ -192,7 +192,10 @@ class ThreadContext(HitContext):
         return int(EntryFlag.NEED_RESCHED | EntryFlag.PREEMPT_RESCHED) if needed else 0
 
     def _word(self, offset: int) -> int:
-        """Return a u32 in the running task's task_struct; 0 if the guest has damaged the task's address."""
+        """Return the u32 at `offset` in the running task's task_struct.
+
+        Return 0 if the guest has damaged the pointer to the task_struct.
+        """
         with self._damage.left_out("current task"):
             return self._read(self._task() + offset)
         return 0

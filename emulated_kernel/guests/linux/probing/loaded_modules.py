@@ -62,7 +62,10 @@ class LoadedModules:
         self._kernel = kernel
 
     def _begin(self, what: str) -> GuestReader:
-        """Return a new reader for one list or one module, with its own limits; `what` names the data."""
+        """Return a new reader for one list or one module, with limits of its own.
+
+        `what`: name of the data in reports of damage.
+        """
         reader = GuestReader(self._guest, what, self._damage, steps=_MAX_ENTRIES, size=_MAX_BYTES)
         self._memory.reader = reader
         return reader
@@ -126,7 +129,7 @@ class LoadedModules:
         return {}
 
     def read(self, module: int) -> Module:
-        """Return a module with its tables and its text as it is in memory now."""
+        """Return a module with its tables, and with the text that it has in memory now."""
         self._begin("module")
         text, init_text, data, init_data = self._parts(module)
         symbols = tuple(self._symbols(module, (text, init_text, *data, *init_data), self._per_cpu(module)))
@@ -237,7 +240,10 @@ class LoadedModules:
             yield Symbol(name, address, shown, min(following.get(address, end), end) - address)
 
     def _names(self, strings: int, places: list[int]) -> Callable[[int], str]:
-        """Read a string table up to the last offset in `places`; return a function from offset to string."""
+        """Read a string table up to the string at the last offset in `places`.
+
+        Return a function from the offset of a string to the string. `strings`: address of the table.
+        """
         last = max(places, default=0)
         text = self._memory.read(strings, last) + self._memory.string(strings + last, _NAME).encode() + b"\0"
         return lambda at: text[at : text.index(b"\0", at)].decode("utf-8", "replace")
@@ -284,7 +290,12 @@ class LoadedModules:
         return text_tables.words(self._table(module, name, f"num_{name}", _WORD)[1])
 
     def _table(self, module: int, name: str, count: str, size: int = 0) -> tuple[int, bytes]:
-        """Return address and content of a module's table; (0, b"") if this kernel's modules lack it."""
+        """Return (address, content) of the table that the field `name` of a struct module points to.
+
+        `count`: name of the field with the number of entries. `size`: size of an entry in bytes; 0 for the
+        size in _ENTRY. Return (0, b"") if struct module lacks the field `name`.
+        Raises: KernelError ENOEXEC (the data are damaged).
+        """
         if not self._structures.btf.has(f"module.{name}"):
             return 0, b""
         address = self._structures.value(module, f"module.{name}")
@@ -298,7 +309,7 @@ class LoadedModules:
 
 
 class _ModuleMemory(RunningMemory):
-    """The guest's memory, which `reader` reads within its limits."""
+    """Guest memory from which modules are read. `reader` limits the amount that is read."""
 
     reader: GuestReader
 
@@ -331,7 +342,7 @@ def _range(start: int, size: int) -> Range:
 def _text(part: Range, places: range) -> Range:
     """Return the address range `part`, which must be within `places`, where modules' text can be.
 
-    Raises: KernelError ENOEXEC (it is not).
+    Raises: KernelError ENOEXEC (`part` is not within `places`).
     """
     if part.end > part.start and not (part.start in places and part.end - 1 in places):
         raise unusable(f"a module's text cannot be at {part.start:#x}")

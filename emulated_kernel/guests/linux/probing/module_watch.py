@@ -46,7 +46,10 @@ class ModuleWatch:
         self._keys: StaticKeys | None = None
 
     def follow(self, keys: StaticKeys) -> None:
-        """Add the branches of all modules to the static keys `keys`, now and when modules are loaded."""
+        """Add the branches of all modules to the static keys `keys`.
+
+        Branches of modules that are loaded later are added, too.
+        """
         self._keys = keys
         keys.add(self._labels)
 
@@ -61,16 +64,16 @@ class ModuleWatch:
 
     @contextmanager
     def _logged(self) -> Iterator[None]:
-        """Log errors of reading modules in the block; these modules stay unknown."""
+        """Log an error of reading a module in the block, and ignore it; the module stays unknown."""
         try:
             yield
         except (KernelError, MemoryFault, HardwareError, ValueError, StructError) as error:
             log.warning("%s: a module cannot be read: %s", self._kernel.release, error)
 
     def read(self, module: int) -> Module:
-        """Return the complete module at an address; the ledger takes its present text as original text.
+        """Return the complete module whose struct module is at `module`.
 
-        Raises: as LoadedModules.
+        The ledger takes over the module's present text as original text. Raises: as LoadedModules.
         """
         found = self.loaded.read(module)
         text = self._machine.text
@@ -85,7 +88,7 @@ class ModuleWatch:
         return found
 
     def forget(self, spans: Iterable[tuple[int, int]], _module: str) -> None:
-        """Forget the text in the address ranges `spans` of a module, which are about to be freed."""
+        """Forget the text of a module that is about to be freed. `spans`: its address ranges."""
         ranges = [range(*span) for span in spans]
         gone = list[JumpLabel]()
         left = list[JumpLabel]()

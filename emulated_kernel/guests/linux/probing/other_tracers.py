@@ -22,7 +22,8 @@ def other_tracers(
 ) -> Mapping[str, Mapping[str, bool]]:
     """Return tracer -> option -> whether the option is on, for registered tracers that are not in `known`.
 
-    Tracers from an unreadable one on are left out, because the guest may have damaged its list.
+    If a tracer is unreadable, because the guest may have damaged the list of tracers, this tracer and the
+    later ones are left out.
     Mirrors: kernel/trace/trace.c:trace_types, create_trace_option_files (v6.1).
     """
     found: dict[str, Mapping[str, bool]] = {}

@@ -43,9 +43,9 @@ _TURN = 10_000
 class KernelEngine:
     """The probe engine and tracing over one guest; breakpoints, slots and detours are in the guest's memory.
 
-    A breakpoint without a handler of the engine is the guest's own and is delivered to the guest.
-
-    Raises: KernelError ENOEXEC (another processor), ENOENT, ENODATA (its structures are unknown).
+    If a breakpoint has no handler of the engine, it is the guest's own, and is delivered to the guest.
+    Raises: KernelError ENOEXEC (the kernel is for an unsupported processor), ENOENT, ENODATA (the kernel's
+        structures are unknown).
     """
 
     def __init__(
@@ -150,7 +150,10 @@ class KernelEngine:
     def _add_module_events(
         self, loaded: Iterable[Module], tracing: TracingComponents, points: KernelTracepoints
     ) -> ModuleEvents:
-        """Register traceable functions and trace events of the modules that are loaded already."""
+        """Register the traceable functions and trace events of modules that are loaded already.
+
+        Return the object that keeps the events of modules.
+        """
         self._modules.follow(points.keys)
         events = ModuleEvents(self.machine, self.kernel, points, tracing.system.events, self._modules.loaded)
         for module in loaded:
@@ -166,7 +169,7 @@ class KernelEngine:
         return None
 
     def drop_calls(self) -> None:
-        """Drop the pending calls of hooked functions of the running task, since they will never return."""
+        """Discard the running task's pending calls of hooked functions, because they will never return."""
         self._hook_sets.drop(self.guest.running())
 
     def call_begins(self) -> None:
@@ -231,7 +234,7 @@ class LinuxEngine(KernelEngine):
 
     @cached_property
     def kernel_calls(self) -> KernelCalls:
-        """Calls of the kernel's functions; created at the first use. Raises: as KernelCalls."""
+        """Object that calls the kernel's functions; created at the first use. Raises: as KernelCalls."""
         return KernelCalls(self.tasks, self.machine, self.kernel)
 
     def _caller(self) -> Callable[[int], int] | None:

@@ -33,7 +33,7 @@ _X86_RECORDS = 0xFFFFFF9000000000
 """Virtual address of pages of records, in a hole that Documentation/x86/x86_64/mm.rst calls unused."""
 _CELLS_SIZE = 64 << 10
 _OTHER_TEXT = 0xFFFFFFFF81000000
-"""Alternative virtual address of host code, if the kernel occupies the usual one."""
+"""Virtual address of host code if the kernel occupies the usual address of host code."""
 _RISCV_TEXT = 0xFFFFFFFF64000000
 """Virtual address of host code for RISC-V, in a part of module space that Linux does not use.
 
@@ -102,7 +102,8 @@ class KernelCode(CodeCache):
 def _model(tasks: RunningLinux, kernel: LinuxKernel) -> CpuModel:
     """Return the CPU model, with the address of host code and of the direct map.
 
-    With KASLR, an x86 kernel may be at the usual address of host code, and its direct map moves.
+    With KASLR, an x86 kernel may occupy the usual address of host code; then the model has another address
+    for host code. KASLR also moves the direct map.
     Raises: KernelError ENOEXEC (the kernel is too large, or the dump is of a mount of another dump).
     """
     memory = tasks.machine.memory
@@ -131,8 +132,8 @@ def _model(tasks: RunningLinux, kernel: LinuxKernel) -> CpuModel:
 class ProbedLinux(ProbedMachine):
     """The CPU and memory of a distribution's kernel, as the probe engine uses them.
 
-    `tasks` runs the CPU. `kernel` is the booted file, with its text as it is in memory.
-    Raises: MemoryFault (the text is not mapped), as `LinuxClock`.
+    `tasks`: the running kernel. `kernel`: the kernel's tables; their text is that in the guest's memory.
+    Raises: MemoryFault (the text is not mapped), and the errors of LinuxClock.
     """
 
     cpu = 0
@@ -207,4 +208,4 @@ class ProbedLinux(ProbedMachine):
         self.memory.host_pages.free(va - self.model.layout.direct_map)
 
     def preempt_if(self, may_end: Callable[[], bool]) -> None:
-        """Do nothing: interrupts come only in user mode and where the kernel waits for them."""
+        """Do nothing, because interrupts arrive only in user mode and where the kernel waits for them."""

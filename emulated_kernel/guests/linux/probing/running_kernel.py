@@ -1,4 +1,4 @@
-"""RunningKernel: reads a kernel's tables from its memory, as in a dump, for which there is no file."""
+"""RunningKernel: reads a kernel's tables from its memory, for a dump of a kernel whose file is missing."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class RunningKernel(LinuxKernel):
         self._image = range(memory.segments[0].va, end)
 
     def word(self, va: int) -> int:
-        """Return the u64 at a virtual address. Raises: KernelError ENOEXEC (it is not in memory)."""
+        """Return the u64 at a virtual address. Raises: KernelError ENOEXEC (the memory there is unknown)."""
         return int.from_bytes(self.vmlinux.read(va, _WORD), "little")
 
     def _list(self, head: str, member: str) -> Iterator[int]:

@@ -1,4 +1,7 @@
-"""MemoryRollback: undoes a call's writes to guest memory, which it finds in /proc/self/pagemap."""
+"""MemoryRollback: undoes a call's writes to guest memory.
+
+It finds the written pages by /proc/self/pagemap.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ Source: Documentation/admin-guide/mm/pagemap.rst.
 
 
 class MemoryRollback:
-    """Rolls back the first `size` bytes of a private mapping of a file.
+    """Rolls back writes to the first `size` bytes of `ram`, a private mapping of a file.
 
     If the host does not provide /proc/self/pagemap, nothing can be rolled back; see `is_possible`.
     """
@@ -62,7 +65,7 @@ class MemoryRollback:
             self._kept = {page: self._ram[page : page + PAGE] for page in self._written()}
 
     def _written(self) -> list[int]:
-        """Return the offsets in RAM of written pages, which are no longer pages of the file."""
+        """Return the offsets in RAM of the pages that have been written since the file was mapped."""
         if self._scans:
             try:
                 return [*self._scanned()]

@@ -64,8 +64,8 @@ _ENDS = {
 class VmcoreCalls:
     """Calls functions of a dump's kernel. Lock: needs.
 
-    If a method raises KernelError, memory is as it was before the call. EDEADLK: the call cannot
-    continue, because no other task runs. EFAULT: the function faulted. EIO: it does not return.
+    If a method raises KernelError, memory is as it was before the call. EDEADLK: the call cannot continue,
+    because no other task runs. EFAULT: the function faulted. EIO: the function does not return.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class VmcoreCalls:
     def call_function(self, function: str, *arguments: int | str) -> int:
         """Call a kernel function by name and return its result; copy string arguments to guest memory.
 
-        Raises: as CallArguments.placed().
+        Raises: the errors of CallArguments.placed(), and those that the class describes.
         """
         return self._call(*self._arguments.placed(function, arguments))
 
@@ -201,7 +201,7 @@ class VmcoreCalls:
         return EIO, "what was asked for takes too long"
 
     def _go_on(self) -> None:
-        """Make __schedule() return at once, because there is no other task to run."""
+        """Make __schedule() return at once, because the dump has no other task to run."""
         guest = self._guest
         memory = self._machine.memory
         regs = self._guest.machine.regs

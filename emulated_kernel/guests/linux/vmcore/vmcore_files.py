@@ -67,9 +67,9 @@ ACTOR_BEFORE_6_1 = f"""{_FILL}
 """Code of a filldir_t that returns 0 to request more entries. `full` has the same offset as in ACTOR."""
 _KIND_MASK = 0xF
 _KIND_SHIFT = 12
-"""Number of bits by which a directory entry's type, masked by _KIND_MASK, is shifted to S_IFMT bits.
+"""Number of bits by which a directory entry's type is shifted left to get S_IFMT bits.
 
-Source: include/linux/fs_types.h.
+The type is masked by _KIND_MASK before. Source: include/linux/fs_types.h.
 """
 _MEMBERS = "file.f_inode", "file.f_path.dentry"
 _TRUE_GOES_ON = 6, 1
@@ -79,8 +79,8 @@ _TRUE_GOES_ON = 6, 1
 class VmcoreFiles:
     """Reads files by path, from the root directory of the dump's first process. Lock: needs.
 
-    All methods raise KernelError: with the errno of the dump's kernel, or with those that VmcoreCalls
-    documents.
+    All methods raise KernelError, with an errno of the dump's kernel or with one that VmcoreCalls
+    describes.
     """
 
     def __init__(self, calls: VmcoreCalls, kernel: LinuxKernel, memory: GuestMemory) -> None:

@@ -18,7 +18,10 @@ from emulated_kernel.vfs.filesystem import FileDescription, FileSystem
 FILES = "/files"
 """Directory of the mount that shows the files of the dump."""
 Request = Callable[[Client | None], AbstractContextManager[None]]
-"""Function that returns a context for code that runs the guest; it takes the waiting client or None."""
+"""Function that returns a context manager, in whose block the guest may run.
+
+The function's argument is the client that waits, or None.
+"""
 
 
 class VmcoreFile(FileDescription):

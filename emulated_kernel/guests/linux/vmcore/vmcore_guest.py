@@ -67,9 +67,10 @@ _NO_RESCHED = 1 << 31
 
 
 def ensure_core_cached(source: str) -> None:
-    """Convert a dump to a snapshot in the cache, unless the snapshot exists already or is too large.
+    """Convert a dump to a snapshot in the cache, unless the snapshot exists already or would be too large.
 
-    Raises: KernelError ENOEXEC (not a usable dump), OSError.
+    Do nothing except log a warning if the cache directory has no space, or cannot be written.
+    Raises: KernelError ENOEXEC (not a usable dump), OSError (the dump cannot be read).
     """
     path = Path(source)
     if not path.is_file():
@@ -100,7 +101,8 @@ def _size_on_disk(file: IO[bytes]) -> int:
 def started_core(source: str) -> tuple[VmcoreGuest, LinuxKernel]:
     """Return a machine with a dump's memory, and the dump's kernel.
 
-    Raises: as `ensure_core_cached`, KernelError EIO, ENOSPC (no directory has space for its memory).
+    Raises: as ensure_core_cached(), KernelError EIO (the emulator cannot run the dump), ENOSPC (no
+        directory has space for the dump's memory).
     """
     return _opened(source, _started)
 
@@ -182,7 +184,7 @@ class VmcoreGuest(RunningLinux):
             )
             self._be_the_only_one()
             self.stack = memory.read_word(self.root, self.init_task + facts.stack)
-            """Virtual address of the stack on which calls run: the idle task's."""
+            """Virtual address of the idle task's stack, on which calls run."""
             self.time = self._last_tick()
             """Nanoseconds from the boot of the dump's kernel to the dump. The guest's time starts there."""
         except KeyError as error:

@@ -128,9 +128,9 @@ def _kernel_in(ram: mmap.mmap, info: Mapping[str, str]) -> tuple[RunningKernel, 
 
 
 def _tables(kernel: RunningKernel) -> dict[str, bytes | memoryview]:
-    """Return the tables of a dump's kernel as name of a part -> content, for its snapshot.
+    """Return name of a part -> content, for the tables of a dump's kernel in its snapshot.
 
-    Raises: KernelError ENOEXEC (they are damaged).
+    Raises: KernelError ENOEXEC (the tables are damaged).
     """
     with _read_as_dump():
         parts = cached_parts(kernel)
