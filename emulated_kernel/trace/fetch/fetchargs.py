@@ -31,6 +31,7 @@ MAX_TRACE_ARGS = 128
 MAX_ARG_NAME_LEN = 32
 """Maximum length of an argument's name in bytes."""
 MAX_ARGSTR_LEN = 63
+"""Maximum length of an argument's expression and type in bytes."""
 _LONG_ARGSTR_LEN = 255
 """Value of MAX_ARGSTR_LEN since Linux 7.3."""
 _MAX_NESTED = 8
@@ -40,7 +41,6 @@ Mirrors: kernel/trace/trace_probe.h:TRACEPROBE_MAX_NESTED_LEVEL (v7.3).
 """
 _PER_CPU = {"this_cpu_ptr(": False, "this_cpu_read(": True}
 """Start of an access to a per-CPU variable -> whether the access reads the variable."""
-"""Maximum length of an argument's expression and type in bytes."""
 MAX_ARRAY_LEN = 64
 """Maximum number of elements of an array."""
 MAX_PROBE_EVENT_SIZE = 3072
