@@ -498,7 +498,7 @@ class Kprobes:
         self._log(report.OPTIMIZATION_MESSAGES[allowed])
 
     def set_optimized(self, kprobe: Kprobe, wanted: bool) -> None:
-        """Unoptimize and hold the probes of an address, or request their optimization again.
+        """Request the optimization of a probe's address; if `wanted` is False, keep the address unoptimized.
 
         Raises: KernelError EINVAL (not registered), EOPNOTSUPP (a rule forbids the jump, or a post_handler
         needs the end of the step).
