@@ -101,10 +101,10 @@ class Kretprobe(Kprobe[RegsT]):
 
 
 def check_returns(address: int, blacklist: Container[int]) -> None:
-    """Check that the return of a function can be hooked.
+    """Check that the return of the function at `address` can be hooked.
 
     `blacklist`: addresses of functions whose returns cannot be hooked.
-    Raises: KernelError EINVAL.
+    Raises: KernelError EINVAL (the function is in `blacklist`).
     """
     if address in blacklist:
         raise KernelError(errno.EINVAL, f"{address:#x} doesn't return to its caller")
