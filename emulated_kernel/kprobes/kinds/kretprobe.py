@@ -197,9 +197,9 @@ class Kretprobes:
             self.hooks.remove(hook)
 
     def unregister_kretprobe(self, rp: Kretprobe) -> None:
-        """Unregister a probe.
+        """Unregister a probe. If the probe is not registered, only clear its address, as Linux does.
 
-        Pending calls return without a call of the handler. If the probe is not registered, nothing happens.
+        Pending calls return without a call of the handler.
         """
         if rp.hook is not None:
             # Code that runs at returns must be dropped before its cells are freed.
