@@ -30,7 +30,7 @@ from emulated_kernel.vfs.core.seq_file import (
     PerClientFile,
     Records,
     SeqFile,
-    listing,
+    StreamFile,
     listing_of,
     single,
 )
@@ -121,10 +121,11 @@ def probes_file(kernel: KernelComponents) -> SeqFile:
     return SeqFile(0o400, listing_of(kernel.tracing.kprobe_events.probes, show))
 
 
-class HistoryFile(SeqFile):
+class HistoryFile(StreamFile):
     """The file machine/history, with JSON lines about all kprobe events that were enabled.
 
-    The first line is about all trace arrays. Linux has no such file.
+    The first line is about all trace arrays. Linux has no such file. One iterator makes all lines that a
+    reader gets, so that no event is missing if others are removed between two reads.
     """
 
     is_unseen: ClassVar[bool] = True
@@ -138,7 +139,7 @@ class HistoryFile(SeqFile):
             yield f"{json.dumps(first)}\n"
             yield from (f"{json.dumps(event)}\n" for event in history.events())
 
-        super().__init__(0o400, listing(lines))
+        super().__init__(0o400, lines)
 
 
 def _registered(event: KprobeTraceEvent) -> list[EventProbe]:
