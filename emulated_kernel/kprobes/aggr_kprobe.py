@@ -51,9 +51,9 @@ class HitCost:
         """Cost of the latest hits in nanoseconds; None before the first hit, as most probes are never hit."""
 
     def kept(self) -> deque[int]:
-        """Return the deque `latest`; create it if this is the first hit.
+        """Return the deque `latest`, and create it if it does not exist yet.
 
-        The caller appends the cost of a hit to the deque.
+        The caller appends the cost of each hit to the deque.
         """
         if self.latest is None:
             self.latest = deque(maxlen=MAX_LATEST)

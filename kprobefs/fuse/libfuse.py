@@ -669,7 +669,11 @@ class ReplyChannels:
         _look_up_again(reply)
 
     def _let_name_last(self, reply: bytearray) -> None:
-        """Give the name in a reply a validity, because only clients change the name."""
+        """Give the name in a reply a validity, because only clients change the name.
+
+        The name of a file with several links gets none. If the reply is for a directory, record the
+        directory.
+        """
         if len(reply) == ENTRY_REPLY_SIZE:
             node, mode, links = ENTRY_NODE.unpack(reply)
             if stat.S_ISDIR(mode):

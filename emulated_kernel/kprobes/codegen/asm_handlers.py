@@ -136,7 +136,10 @@ class AssembledHandlers:
         return sum(view[0] for view in self._views(self._faults))
 
     def reads(self, moment: HandlerPoint) -> frozenset[str]:
-        """Return the pt_regs names of the registers that the probe's handler for `moment` reads."""
+        """Return the pt_regs names of the registers that the probe's handler for `moment` reads.
+
+        The probe must have such a handler.
+        """
         return self._assemblies[moment].reads
 
     def emit(self, builder: ProgramBuilder, moment: HandlerPoint) -> None:

@@ -437,7 +437,8 @@ class ReturnHooks:
     def _abandon(self, task: int) -> None:
         """Remove a task's newest hooked calls, until a call's frame is on a stack that the task can use.
 
-        These stacks are the task's own and the current CPU's interrupt stack. Raises: MemoryFault.
+        These stacks are the task's own and the current CPU's interrupt stack.
+        Raises: MemoryFault (the guest has damaged the data of its tasks).
         """
         low = self._memory.read_word(task + self._abi["task_struct.stack"])
         area = self._machine.per_cpu_bases[self._machine.cpu]
