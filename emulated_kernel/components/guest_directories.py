@@ -82,7 +82,10 @@ class GuestDirectories(EventWatcher):
         self._events[event] = self._make(event.name, self._groups[event.group])
 
     def _make(self, name: str, parent: int) -> int:
-        """Create a directory; return the address of its object, or 0 if the guest did not create it."""
+        """Create the directory `name` in the directory whose object has the address `parent`.
+
+        Return the address of the new directory's object, or 0 if the guest did not create the directory.
+        """
         found = self._call(self._functions.makes, name, parent, *self._functions.more)
         return found if found < _ERRORS else 0
 

@@ -498,10 +498,10 @@ class Kprobes:
         self._log(report.OPTIMIZATION_MESSAGES[allowed])
 
     def set_optimized(self, kprobe: Kprobe, wanted: bool) -> None:
-        """Unoptimize and hold the probes of an address, or request their optimization again.
+        """Request the optimization of a probe's address; if `wanted` is False, keep the address unoptimized.
 
         Raises: KernelError EINVAL (not registered), EOPNOTSUPP (a rule forbids the jump, or a post_handler
-        needs the end of the step).
+            needs the end of the step).
         """
         self.lock.assert_held()
         head = self._head_of(kprobe)

@@ -190,7 +190,7 @@ def check_answers(directory: str) -> None:
 
 
 def unanswered(directory: str, found: MountState) -> CliError:
-    """Return the error for a mount whose daemon hangs or is gone."""
+    """Return the error for a mount whose daemon hangs or is gone; `found`: state of the mount."""
     if found is MountState.STALE:
         return CliError(f"{directory}: its daemon is gone; run kprobefs umount {directory}", found.status)
     from kprobefs.common.daemon_registry import known

@@ -408,11 +408,11 @@ class PollHandles:
         return old is None
 
     def notify(self, file_handle: int) -> None:
-        """Wake the clients that poll a file."""
+        """Wake the clients that poll the open file with the handle `file_handle`."""
         self._drop(file_handle, _libfuse.fuse_notify_poll)
 
     def forget(self, file_handle: int) -> None:
-        """Drop the poll handle of a closed file."""
+        """Drop the poll handle of a closed file, whose handle was `file_handle`."""
         if file_handle in self._handles:
             self._drop(file_handle, lambda _handle: None)
 
@@ -997,7 +997,7 @@ class SessionLoop:
 
     @staticmethod
     def _initialise(nodes: KnownNodes, request: bytearray, _size: int) -> None:
-        """Read from the INIT request whether the host's kernel can expire names."""
+        """Record in `nodes` whether the host's kernel can expire names, as the INIT request says."""
         nodes.initialise(request)
 
     def _await_releases(self, own: _LoopState) -> None:

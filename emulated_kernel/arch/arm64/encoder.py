@@ -16,7 +16,10 @@ from emulated_kernel.arch.arm64.insn import REGISTER_NAMES, SIZE, signed
 from emulated_kernel.util.errors import KernelError
 
 SP = ZERO = 31
-"""Number of the stack pointer as base of an access, and in add_immediate(); else of the zero register."""
+"""Number of two registers: the stack pointer and the zero register.
+
+The number means the stack pointer as the base of an access, and in add_immediate().
+"""
 WORD = 8
 """Size of a register in bytes."""
 BRK = bytes.fromhex("800020d4")
@@ -59,7 +62,7 @@ class ConditionCode(IntEnum):
 
 
 class RegisterOp(IntEnum):
-    """Opcodes of 64-bit instructions of two source registers."""
+    """Opcodes of 64-bit instructions with two source registers."""
 
     AND = 0x8A000000
     ADD = 0x8B000000

@@ -24,7 +24,7 @@ _INVERT_TEST = 1 << 24
 _ALWAYS = 14
 """The first of the two condition codes that always hold."""
 _SKIP = 2 * SIZE
-"""Distance from an inverted branch to the instruction after the branch that it skips."""
+"""Distance in bytes from an inverted branch to the end of the branch after it, which it skips."""
 
 
 class Relocation(Enum):

@@ -38,7 +38,7 @@ from emulated_kernel.arch.riscv.insn import (
 )
 
 _MAY_FAULT = Effect(ALL_REGISTERS, 0, LEAVES)
-"""Effect of an instruction in the exception table, after whose fault control continues at a fixup."""
+"""Effect of an instruction in the exception table. If it faults, control continues at its fixup."""
 _ON = Control(falls_through=True)
 _NEVER_DEAD: int = 1 << SP | 1 << GP | 1 << TP
 _CALLEE_SAVED = frozenset((S0, S1, *range(18, T3)))

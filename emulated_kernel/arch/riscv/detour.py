@@ -131,6 +131,7 @@ def ftrace_trampoline(breakpoint_: bytes) -> HandlerStub:
 def return_trampoline(breakpoint_: bytes) -> HandlerStub:
     """Return the return trampoline, which hooked functions return to. Its code is position-independent.
 
+    `breakpoint_`: breakpoint instruction that calls the handler.
     Mirrors: arch/riscv/kernel/probes/kprobes_trampoline.S:__kretprobe_trampoline (v6.1).
     """
     save = save_general(RETURN_ROOM)

@@ -197,7 +197,7 @@ class RiscvInsnAttributes:
 
     @property
     def is_call(self) -> bool:
-        """Whether the instruction stores its return address in a register."""
+        """Whether the instruction stores a return address in a register."""
         return self.opcode in _JUMPS and self.rd != ZERO
 
     @property

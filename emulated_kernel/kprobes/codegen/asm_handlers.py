@@ -99,8 +99,10 @@ class AssembledHandlers:
         records: RecordMemory,
         cells: PerCpuVars,
     ) -> None:
-        """Assemble the texts. Texts that name the same cell share it.
+        """Assemble the texts. Texts that name the same cell share the cell.
 
+        `records` allocates the guest memory of the cells. `cells` has the cells' initial values, and gives
+        access to the cells afterwards.
         Raises: KernelError EINVAL (an error in a text, with its position), ENOMEM (no room for cells).
         """
         sources = {moment: SourceText.parse(text, moment.value) for moment, text in texts.items()}

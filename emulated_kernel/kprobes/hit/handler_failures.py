@@ -42,7 +42,11 @@ class HandlerFailures:
         self.note(error, kprobe.address, is_first=kprobe.raised == 1)
 
     def note(self, error: BaseException, address: int, *, is_first: bool) -> None:
-        """Keep an exception for `take`, and log it if it is the probe's first exception."""
+        """Keep an exception for take(), and log it if `is_first` is set.
+
+        `is_first`: whether the exception is the probe's first one. `address`: the probed address, for the
+        message.
+        """
         self._first = self._first or error
         if is_first:
             _log.error("a handler of the probe at %#x failed", address, exc_info=error)

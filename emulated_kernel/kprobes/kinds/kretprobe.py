@@ -117,7 +117,10 @@ class Kretprobes:
     """
 
     def __init__(self, kprobes: Kprobes, hooks: ReturnHooks, *, cpus: int, blacklist: Sequence[int]) -> None:
-        """Start without probes. `blacklist`: addresses of functions whose returns cannot be hooked."""
+        """Start without probes. `cpus`: number of CPUs, from which the default of `maxactive` is computed.
+
+        `blacklist`: addresses of functions whose returns cannot be hooked.
+        """
         self._kprobes = kprobes
         self._hits = kprobes.hits
         self.hooks = hooks

@@ -165,7 +165,7 @@ class Optimizer:
             self._table.remove(head)
 
     def leave_text(self, spans: Sequence[Span]) -> None:
-        """Mark unregistered probes that wait to be freed as gone, if their text is about to be freed.
+        """Mark as gone the unregistered probes that wait to be freed, if their text is about to be freed.
 
         `spans` has the address ranges of this text.
         """
@@ -303,7 +303,10 @@ class Optimizer:
             self.flush()
 
     def hold(self, head: AggrKprobe, held: bool) -> None:
-        """Keep one probe unoptimized, or allow its optimization again; the change is complete on return."""
+        """Keep one probe unoptimized if `held` is set; otherwise allow its optimization again.
+
+        The queue of the optimizer is processed before the method returns.
+        """
         head.is_held = held
         if held:
             self.unoptimize(head, force=False)
@@ -429,7 +432,10 @@ class Optimizer:
         self._clear_up(done)
 
     def _clear_up(self, done: Sequence[AggrKprobe]) -> None:
-        """Remove the breakpoints of disabled probes without jumps, and queue unused probes to be freed."""
+        """Complete the removal of jumps for the probes `done`, whose text has no jump any more.
+
+        Remove the breakpoints of disabled probes, and queue unused probes to be freed.
+        """
         for head in done:
             if head.is_disabled and not head.is_gone:
                 self._breakpoints.clear(head)

@@ -88,7 +88,11 @@ class GuestHeap:
         return self.alloc(size)
 
     def free(self, address: int) -> None:
-        """Free a piece; a chunk without pieces is returned to the machine."""
+        """Free the piece of memory at `address`.
+
+        The heap gets memory from the machine in chunks of pages. If the chunk has no other piece, free the
+        chunk.
+        """
         _, base = self._sizes.pop(address)
         pool = self._chunks[base]
         pool.free(address)

@@ -77,7 +77,7 @@ class ReturnHooks:
         self._tasks = TaskFields(machine.memory, abi, arch.word_size, machine.running_task)
         self._hooks: dict[int, ReturnHook] = {}
         self._removed: dict[int, ReturnHook] = {}
-        """Address -> removed hook that may still have pending calls."""
+        """Address of a removed hook -> the hook. The map has only hooks that may still have pending calls."""
         self._has_assembly: bool | None = None
         """Whether a hook has handlers in assembly; None if that must be determined at the next return."""
         form = kprobes.profile.trampoline
@@ -301,7 +301,8 @@ class ReturnHooks:
         """Run the assembly handlers of the hooked calls that return now, in the guest.
 
         `frame` is the address of the stack slot whose return address was replaced for these calls.
-        Return False if there are no such handlers; then `on_return` is not called.
+        `in_frame`: the registers are saved in a struct pt_regs at sp. Return False if there are no such
+        handlers; then `on_return` is not called.
         """
         if self._has_assembly is None:
             self._has_assembly = any(hook.assembled is not None for hook in self._hooks.values())
@@ -331,8 +332,8 @@ class ReturnHooks:
     def _lost(self, regs: Any, calls: list[Pending]) -> int:
         """Set the arguments of the guest function that reports an unknown return address and oopses.
 
-        Return its address, at which the guest continues, or 0 if the image does not have it.
-
+        Return the address of this function, at which the guest continues, or 0 if the image lacks the
+        function. `calls`: the task's pending calls.
         Mirrors: the BUG_ON of rethook_trampoline_handler (v6.1), kretprobe_assert (v2.6.33).
         """
         hook = self._hooks.get(calls[0].hook) if calls else None

@@ -1,4 +1,4 @@
-"""The history of kprobe events: which ones were enabled, whether they were armed, and what they counted."""
+"""The history of kprobe events: the enabled events, whether they were armed, and their hits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PastEvent(TypedDict):
     filters: list[str]
     """The event's filters, now or at its removal."""
     off: bool
-    """Whether recording was off in all trace arrays of the event while it was enabled."""
+    """Whether recording was off in all trace arrays of the event as long as the event was enabled."""
 
 
 @dataclass(eq=False, slots=True)
