@@ -505,7 +505,7 @@ class Kprobes:
         """Request the optimization of a probe's address; if `wanted` is False, keep the address unoptimized.
 
         Raises: KernelError EINVAL (not registered), EOPNOTSUPP (a rule forbids the jump, or a post_handler
-            needs the end of the step).
+        needs the end of the step).
         """
         self.lock.assert_held()
         head = self._head_of(kprobe)

@@ -178,7 +178,7 @@ class MachineClock(GuestClock):
         `seed` selects the earliest time of a virtual or model clock, and the duration of a reading in
         virtual time.
         Raises: ValueError (`kind` is none of them), KernelError EOPNOTSUPP (there is no model clock on this
-            machine).
+        machine).
         """
         if kind not in KINDS:
             raise ValueError(f"unknown clock {kind!r}")

@@ -139,7 +139,7 @@ def _enter_own_directory() -> None:
     """Open the working directory again, by its path in the namespace of the command.
 
     Hazard: a directory of another mount namespace, such as /proc/PID/root, would keep the host's files in
-        reach.
+    reach.
     Raises: CliError (the directory has no path in this namespace).
     """
     before = os.stat(".")

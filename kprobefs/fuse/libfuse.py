@@ -731,8 +731,8 @@ class _LoopState:
         """Return False if the thread certainly answers no RELEASE that left the queue before this call.
 
         Hazard: the host's kernel takes a request out of the queue before it copies the request to the
-            thread's buffer. So a thread whose buffer has no request may still have taken one, unless the
-            thread sleeps.
+        thread's buffer. So a thread whose buffer has no request may still have taken one, unless the
+        thread sleeps.
         """
         if not self._opcode and self._is_running():
             return True

@@ -37,7 +37,7 @@ _SHIFTED_BY_12 = 1 << 22
 _LOADS = {1: 0x39400000, 2: 0x79400000, 4: 0xB9400000, 8: 0xF9400000}
 _SIGNED_LOADS = {1: 0x39800000, 2: 0x79800000, 4: 0xB9800000, 8: 0xF9400000}
 _STORES = {1: 0x39000000, 2: 0x79000000, 4: 0xB9000000, 8: 0xF9000000}
-_UNSCALED = 0x01000000
+_SCALED = 0x01000000
 """Bit that is set in accesses whose offset is scaled. The offset of other accesses has 9 signed bits."""
 _PAIR_LOAD = 0xA9400000
 _PAIR_STORE = 0xA9000000
@@ -190,7 +190,7 @@ def fits_access(offset: int, size: int) -> bool:
 def _access(opcode: int, register: int, base: int, offset: int, size: int) -> bytes:
     if offset % size == 0 and 0 <= offset < size << 12:
         return _bytes(opcode | offset // size << 10 | base << 5 | register)
-    return _bytes(opcode & ~_UNSCALED | (offset & 0x1FF) << 12 | base << 5 | register)
+    return _bytes(opcode & ~_SCALED | (offset & 0x1FF) << 12 | base << 5 | register)
 
 
 @lru_cache(4096)
@@ -221,7 +221,7 @@ def decode_load(code: bytes) -> MemoryLoad | None:
         for size, opcode in loads.items():
             if kind == opcode:
                 offset = (word >> 10 & 0xFFF) * size
-            elif word & 0xFFE00C00 == opcode & ~_UNSCALED:
+            elif word & 0xFFE00C00 == opcode & ~_SCALED:
                 offset = signed(word >> 12, 9)
             else:
                 continue

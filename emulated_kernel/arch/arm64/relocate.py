@@ -74,7 +74,7 @@ _SIMULATED = {
 """Pattern of instructions -> relocation, for instructions that read or write the instruction pointer.
 
 Linux: a slot may execute a bc.cond, because kprobes do not know this instruction (v6.12). Only a CPU with
-    Armv8.8 has bc.cond.
+Armv8.8 has bc.cond.
 """
 
 

@@ -120,7 +120,7 @@ def ftrace_trampoline(breakpoint_: bytes) -> HandlerStub:
 
     `breakpoint_`: breakpoint instruction that calls the handler.
     Linux: fentry sites of v6.1 have 16 bytes and call through ra. Deviates: the sites have 8 bytes and call
-        through t0, as in v6.3 and later.
+    through t0, as in v6.3 and later.
     Mirrors: arch/riscv/kernel/mcount-dyn.S:ftrace_regs_caller (v6.3).
     """
     save = save_general() + complete(b"")

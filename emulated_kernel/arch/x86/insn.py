@@ -305,7 +305,7 @@ class _Decoder:
         """Raise KernelError EINVAL if the VEX or EVEX instruction at `start` is unknown.
 
         Linux: the decoder's opcode map lists the opcodes that have a VEX form. Deviates: iced's list also
-            contains opcodes newer than v6.1.
+        contains opcodes newer than v6.1.
         """
         if not is_valid(self._code[start:], 64 if self._long else 32):
             raise KernelError(EINVAL, "no such VEX or EVEX instruction")

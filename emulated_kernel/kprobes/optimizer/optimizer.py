@@ -131,7 +131,7 @@ class Optimizer:
         """Free the probe's detour once no CPU is in it.
 
         Linux: only the worker frees detours, after a grace period. Deviates: if the probe was unoptimized
-            earlier, the detour is freed together with the probe.
+        earlier, the detour is freed together with the probe.
         Mirrors: arch/x86/kernel/kprobes/opt.c:arch_remove_optimized_kprobe (v6.1).
         """
         detour = head.detour
