@@ -81,7 +81,10 @@ class History:
             self._file = os.open(root / "machine" / "history", os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self) -> Past:
-        """Return the history, which is partial if the mount's kernel keeps none."""
+        """Return the history; it is partial if the mount's kernel keeps none.
+
+        If the file cannot be read, because the daemon has ended, return an empty history.
+        """
         if self._file is None:
             return Past(is_partial=True)
         # The daemon may have ended, and then the command has no hint.

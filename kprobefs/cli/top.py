@@ -162,7 +162,10 @@ class Probes:
         return ""
 
     def toggle(self, probe: Probe, name: str) -> str:
-        """Invert the file `enabled` or `optimized` of a probe; return an error message, or ""."""
+        """Invert the content of the probe's file `name`, which is `enabled` or `optimized`.
+
+        Return an error message, or "" if the write has succeeded.
+        """
         value = "0" if (probe.enabled if name == "enabled" else probe.optimized) else "1"
         if not self.answers:
             return f"{probe.event}: {name} {value}: the mount does not answer"

@@ -669,7 +669,11 @@ class ReplyChannels:
         _look_up_again(reply)
 
     def _let_name_last(self, reply: bytearray) -> None:
-        """Give the name in a reply a validity, because only clients change the name."""
+        """Give the name in a reply a validity, because only clients change the name.
+
+        The name of a file with several links gets none. If the reply is for a directory, record the
+        directory.
+        """
         if len(reply) == ENTRY_REPLY_SIZE:
             node, mode, links = ENTRY_NODE.unpack(reply)
             if stat.S_ISDIR(mode):
@@ -784,9 +788,9 @@ class SessionLoop:
     The loop itself answers READ, RELEASE, and WRITE of files whose writes read no host files. It also answers
     LOOKUP, GETATTR and OPEN of control files with known nodes. It passes all other requests to libfuse.
 
-    close(2) returns when its RELEASE is in the queue of /dev/fuse, and no program waits for the reply. While
-    the close of an open file would have an effect, a thread that has read a request therefore waits first: it
-    waits until other threads have answered earlier RELEASEs.
+    close(2) returns when its RELEASE is in the queue of /dev/fuse, and no program waits for the reply. So a
+    later request could be answered before the close has had its effect. While the close of an open file would
+    have an effect, a thread that has read a request waits until other threads have answered earlier RELEASEs.
 
     Replaces: fuse_session_loop().
     Needed for: ReplyChannels; replies when the host has no free memory, because a client that waits for one

@@ -28,8 +28,9 @@ class HandlerFailures:
     def report(self, kprobe: Kprobe, error: BaseException) -> None:
         """Record an exception of a handler. The hit continues as if the handler had returned 0.
 
-        A fault in guest memory is offered to the probe's fault_handler and counts as missed, as in Linux
-        (v5.13). Only the first exception of a probe is logged.
+        If guest memory could not be accessed and the probe has a fault_handler, count a missed hit and call
+        the fault_handler, as in Linux (v5.13). If the fault_handler returns a true value, the exception is
+        not recorded. Only the first recorded exception of a probe is logged.
         """
         if isinstance(error, MemoryFault) and kprobe.fault_handler is not None:
             kprobe.nmissed += 1

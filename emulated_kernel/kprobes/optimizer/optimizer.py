@@ -521,5 +521,8 @@ class Optimizer:
 
 
 def _where(region: Region) -> str:
-    """Return the end of a message about missing memory: where the detour of a region must be."""
+    """Return the end of a message about missing memory, which says where a region's detour must be.
+
+    Return "" if the jump of the region keeps no bytes of the original text.
+    """
     return " where the kept bytes let the jump lead" if region.kept else ""

@@ -148,7 +148,10 @@ class _PersistentReader:
         return PreviousBootRecords(own, aside, place.has_snapshot, place.time_start)
 
     def _buffers(self, place: ArrayPlace, cpu: int, found: LastRecords) -> tuple[RingBuffer, RingBuffer]:
-        """Return a CPU's buffer and its snapshot buffer; each is empty if it is missing or damaged."""
+        """Return a CPU's buffer and its snapshot buffer; each is empty if it is missing or damaged.
+
+        `found` gets the number of torn records and a description of the damage.
+        """
         own: list[RingBuffer] = []
         aside: list[RingBuffer] = []
         damage: list[str] = []
