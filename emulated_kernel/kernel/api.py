@@ -148,12 +148,11 @@ class Kernel:
             self.kprobes.register_kprobe(kprobe)
 
     def unregister_kprobe(self, kprobe: Kprobe[Any]) -> None:
-        """Disarm and forget a kprobe. If it is not registered, only set its `addr` to None.
+        """Disarm and forget a kprobe. If the kprobe is not registered, only set its `addr` to None.
 
-        The optimizer removes a jump later; wait_for_kprobe_optimizer() waits for that.
-
+        If the text has a jump, the optimizer removes the jump later, or when wait_for_kprobe_optimizer() is
+        called.
         Raises: KernelError EDEADLK (in a handler).
-
         Mirrors: kernel/kprobes.c:unregister_kprobe (v6.1).
         """
         with self._control():

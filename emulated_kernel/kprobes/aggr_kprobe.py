@@ -151,8 +151,8 @@ class AggrKprobe(AssemblyOwner):
     """Function that calls the pre_handlers in Python, and its first argument.
 
     If only one enabled member has a pre_handler, these are that handler and the member. Otherwise they are
-    `run_pre_handlers` and this object. None after a change of the members: collect() determines the value
-    at the next hit, and not after each of what may be thousands of changes.
+    `run_pre_handlers` and this object. The value is None after a change of the members, until collect()
+    determines it at the next hit. Thousands of members may change before this hit.
     """
     _pre_handlers: Sequence[tuple[PreHandler, Kprobe]] = field(default=(), init=False, repr=False)
     """Pre_handlers of enabled members."""

@@ -239,8 +239,8 @@ def _hint(text: str) -> str:
 def _blamed(text: str) -> str:
     """Return the first line of `text` that probably names an error, or else the first that is not empty.
 
-    Hints of `kprobefs run` are ignored. Return "" if there is no other line. In the returned line,
-    $KPROBEFS stands in place of the mount's path.
+    Hints of `kprobefs run` are ignored. Return "" if there is no other line. In the returned line, the path
+    of the mount is replaced by $KPROBEFS.
     """
     lines = [line.strip() for line in text.splitlines()]
     written = [line for line in lines if line and not _is_hint(line)]

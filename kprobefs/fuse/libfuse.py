@@ -788,9 +788,9 @@ class SessionLoop:
     The loop itself answers READ, RELEASE, and WRITE of files whose writes read no host files. It also answers
     LOOKUP, GETATTR and OPEN of control files with known nodes. It passes all other requests to libfuse.
 
-    close(2) returns when its RELEASE is in the queue of /dev/fuse, and no program waits for the reply. While
-    the close of an open file would have an effect, a thread that has read a request therefore waits first: it
-    waits until other threads have answered earlier RELEASEs.
+    close(2) returns when its RELEASE is in the queue of /dev/fuse, and no program waits for the reply. So a
+    later request could be answered before the close has had its effect. While the close of an open file would
+    have an effect, a thread that has read a request waits until other threads have answered earlier RELEASEs.
 
     Replaces: fuse_session_loop().
     Needed for: ReplyChannels; replies when the host has no free memory, because a client that waits for one

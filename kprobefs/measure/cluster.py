@@ -39,8 +39,9 @@ def run_on_cluster(
 ) -> Iterator[tuple[int, Any]]:
     """Call a function of a module with each tuple of arguments on the workers of a Dask cluster.
 
-    Yield (index of the arguments, result) in the order in which the calls end. If a worker is lost, other
-    workers repeat its calls. `packages`: the workers must have the same code of these packages.
+    `address`: address of the scheduler. Yield (index of the arguments, result) in the order in which the
+    calls end. If a worker is lost, other workers repeat its calls. `packages`: names of packages whose code
+    must be the same on all workers.
     Raises: CliError (no scheduler, other code, a failed call).
     """
     check_installed()

@@ -270,7 +270,7 @@ class FunctionCounter:
         return _encoded([self.counting(symbol) for symbol in self._pieces[number]])
 
     def in_processes(self, jobs: int) -> Run:
-        """Return a function that counts pieces in forked processes, or in this one if there is one job."""
+        """Return a function that counts pieces in forked processes, or in this process if `jobs` is 1."""
 
         def run(numbers: list[int]) -> Iterator[tuple[int, Any]]:
             if jobs < 2 or len(numbers) < 2:

@@ -1,4 +1,4 @@
-"""Results files: the finished parts of a long analysis, so that the next run computes only the others."""
+"""Results files: the finished parts of a long analysis. The next run computes only the missing parts."""
 
 from __future__ import annotations
 

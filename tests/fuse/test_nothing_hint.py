@@ -85,6 +85,7 @@ STATES = {
     f"{NO_CALLS}{GCDS}gcd\n{CLEAN}{CALLS}": "no hit of gcds: sysctl/kernel/ftrace_enabled was 0, so ",
     f"{NO_CALLS}{INSIDE}{CALLS}": "no hit of inside: the command never came to gcd+5; ",
     "kprobe_events = p:m none:f\nevents/kprobes/m/enable = 1": "no hit of m: module none was not loaded, so ",
+    "kprobe_events = p:m n\x1b[2J:f\nevents/kprobes/m/enable = 1": "no hit of m: module n\\x1b[2J was ",
 }
 """Lines -> the beginning of the hint after them."""
 

@@ -40,9 +40,8 @@ EmitAll = Callable[[ProgramBuilder], object]
 SHORTAGES = (MemoryError, ImportError, OSError)
 """Exceptions that mean that the host lacks memory or a file descriptor, or that no address is within reach.
 
-They may occur in the middle of a hit, which must continue. Code that catches them calls
-Compiler.log_failure(), because a package that can't be imported raises an ImportError too, and users must
-be told of that.
+They may occur in the middle of a hit, which must continue. A package that can't be imported raises an
+ImportError, too. Code that catches one of the exceptions calls Compiler.log_failure(), which logs it.
 """
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")

@@ -514,9 +514,9 @@ class HitHandling:
 
         An interrupt is forbidden between a hit and the end of the hit's step, because the CPU's registers
         belong to the hit. It is forbidden in a compiled handler, which may have written half a record. It
-        is also forbidden between the two instructions of a jump or call that may be removed: in Linux, a
-        kernel with such jumps or calls isn't preempted, so that no task is in the middle of one while it is
-        patched.
+        is also forbidden between the two instructions of a jump or call that may be removed. In Linux, a
+        kernel in which a jump or call is two instructions isn't preempted, so no task is in the middle of
+        one while it is patched.
         """
         ip = self._machine.regs.ip
         return self.ctlblk.running is None and not self._is_within(ip) and not self._split_jumps.contains(ip)
@@ -530,11 +530,11 @@ def _hit_again(
     started: int,
     _live: Regs,
 ) -> None:
-    """Continue a hit by a call in Python, after the guest has run the assembly handler: call `hit` again.
+    """Continue a hit by a call of ftrace's trampoline, after the guest has run the assembly handler.
 
-    The other parameters are the arguments of the first call of `hit`, and the time at which the hit
-    started. The code is a function of the module, because a closure in by_call() would slow down all other
-    hits.
+    Call `hit` again with `site`, `frame` and `then`, the arguments of its first call, and with `started`, the
+    time at which the hit started. `_live`, the registers at this time, is not used. The code is
+    a function of the module, because a closure in by_call() would slow down all other hits.
     """
     hit(site, frame, then, started)
 

@@ -74,7 +74,10 @@ class GuestHeap:
         return self._sizes[address][0]
 
     def alloc(self, size: int) -> int:
-        """Return the address of `size` zeroed bytes. Raises: KernelError ENOMEM."""
+        """Return the address of a new piece of `size` zeroed bytes.
+
+        Raises: KernelError ENOMEM (the machine has no memory for a further chunk).
+        """
         # Try the newest chunk first; if there are thousands, the older ones are full.
         for base, pool in reversed(self._chunks.items()):
             try:

@@ -287,9 +287,9 @@ class ReturnHooks:
     def _shows_caller(self) -> bool:
         """Whether the instances of a returning call all have the real return address.
 
-        If False, only the instance of the oldest hook of the call has it; the others have the trampoline's
-        address. This is so with each shadow stack except KretprobeInstTable, and with that one in a
-        distribution's kernel with rethooks.
+        If False, only the instance of the oldest hook of the call has the real address; the other instances
+        have the trampoline's address. The value is True with the shadow stack KretprobeInstTable, except in
+        a distribution's kernel with rethooks. It is False with all other shadow stacks.
         Mirrors: kernel/kprobes.c:__kretprobe_trampoline_handler, kernel/trace/rethook.c (v6.12)
         """
         has_rethooks = "task_struct.rethooks" in self._abi and "rethook_flush_trap" not in self._abi
