@@ -153,7 +153,10 @@ class KnownNodes:
         """Number of calls of end_names() so far."""
         self._request = threading.local()
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Function that returns a context manager for a wait; in its block, another thread reads requests."""
+        """Function that returns a context manager.
+
+        In its block this thread may wait, while another reads requests.
+        """
 
     def initialise(self, request: bytearray) -> None:
         """Set `lets_names_last` from the INIT request `request`.

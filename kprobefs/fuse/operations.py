@@ -238,7 +238,10 @@ class _Operations:
         self._pollers = libfuse.PollHandles()
         self.ready: Callable[[], None] = _not_served
         self.blocking: Callable[[], AbstractContextManager[int]] = _not_served
-        """Function that returns a context manager for a wait; in its block, another thread takes requests."""
+        """Function that returns a context manager.
+
+        In its block this thread may wait, while another reads requests.
+        """
         self.follows_processes = True
         """Whether forks and exits of clients' processes are repeated in the guest while a client waits."""
         self._follower = threading.Lock()
@@ -334,9 +337,10 @@ class _Operations:
         return self._opened(info, handle)
 
     def _retry_error(self, path: str, error: KernelError) -> KernelError:
-        """Return the error for a failed open: ESTALE for a removed name that the host's kernel has cached.
+        """Return the error for a failed open(2).
 
-        After ESTALE, the host's kernel looks the name up again. Other errors stay as they are.
+        It is ESTALE if the host's kernel may cache a name that was removed; the kernel then looks the name
+        up again. Otherwise, it is `error` itself.
         """
         if error.errno == errno.ENOENT and path.split("/", 2)[1] in self.clients_own:
             return KernelError(errno.ESTALE, path)
