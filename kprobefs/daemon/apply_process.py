@@ -51,8 +51,8 @@ class ApplyProcess:
     def read(self) -> str | None:
         """Log the new messages of the process.
 
-        Return None while the process runs. After its end, return "" if it has applied all definitions,
-        and a message otherwise.
+        Return None while the process runs. After the process has ended, return "" if it has applied all
+        definitions, or a message if it has not.
         """
         data = os.read(self.descriptor, PIPE_SIZE)
         *lines, self._unfinished = (self._unfinished + (data or b"\n")).split(b"\n")
@@ -71,7 +71,7 @@ class ApplyProcess:
     def end(self) -> None:
         """Kill the process if it still runs.
 
-        If one of its requests hangs, the process dies with the mount.
+        If the process is blocked in a request of the mount, it ends when the mount ends.
         """
         self._process.kill()
         self._messages.close()
