@@ -42,9 +42,10 @@ def eventfs_functions(events: int) -> DirectoryFunctions:
 
 
 class GuestDirectories(EventWatcher):
-    """Creates directories in the guest for groups and events while its text is patched, and removes them.
+    """Creates and removes the directories of groups and events in the guest, by calls of guest functions.
 
-    Deviates: the daemon's task calls the functions, because the task of the writer sleeps meanwhile.
+    A directory is only created if the guest's text is patched, since otherwise no probe can see the calls.
+    Deviates: the daemon's task makes the calls, because the task that writes the definition sleeps meanwhile.
     """
 
     def __init__(

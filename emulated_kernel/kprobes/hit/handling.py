@@ -530,11 +530,11 @@ def _hit_again(
     started: int,
     _live: Regs,
 ) -> None:
-    """Continue a hit by a call in Python, after the guest has run the assembly handler: call `hit` again.
+    """Continue a hit by a call of ftrace's trampoline, after the guest has run the assembly handler.
 
-    The other parameters are the arguments of the first call of `hit`, and the time at which the hit
-    started. The code is a function of the module, because a closure in by_call() would slow down all other
-    hits.
+    Call `hit` again with `site`, `frame` and `then`, the arguments of its first call, and with `started`, the
+    time at which the hit started. `_live`, the registers at this time, is not used. The code is
+    a function of the module, because a closure in by_call() would slow down all other hits.
     """
     hit(site, frame, then, started)
 

@@ -315,10 +315,11 @@ class Optimizer:
         self.flush()
 
     def stop_changes(self, on: bool, delay: int | None = None) -> None:
-        """Make changes of jumps stop after each step from now on. If `on` is False, complete all changes.
+        """Make the writing and removal of jumps stop after each step of patching, or switch these stops off.
 
-        `delay` is the number of jiffies after which each stop ends by itself; None: a user must end it. While
-        `on` is set, no jump leads to a compiled detour, because a hit must not change the text.
+        If `on` is False, complete all changes that have stopped. `delay` is the number of jiffies after which
+        each stop ends by itself; None: only PatchStages.go_on() ends stops. While `on` is set, no jump leads
+        to a compiled detour, because the first hit would redirect the jump without a stop.
         """
         if on and not self.stages.is_on:
             for head in self._table:

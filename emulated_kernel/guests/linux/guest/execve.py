@@ -25,10 +25,10 @@ _NAME = 128
 
 
 class ExecObserver:
-    """Repeats execves in the guest.
+    """Repeats the execves of clients in the guest.
 
-    For this, the observer intercepts some functions of the kernel. If the kernel lacks one of them, the
-    observer only renames tasks.
+    For this, the observer intercepts functions of the kernel. If the kernel lacks do_open_execat() or
+    unshare_files(), the observer only renames the clients' tasks.
     """
 
     def __init__(self, tasks: LinuxTasks) -> None:
