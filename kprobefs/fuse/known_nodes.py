@@ -140,9 +140,9 @@ class KnownNodes:
         self.lets_names_last = False
         """Whether names of control files get a validity. If so, their attributes get none."""
         self._lasting: dict[_Key, tuple[float, str]] = {}
-        """Key of a name that the host's kernel may keep -> (time until which it may keep it, path).
+        """Key of a name that the host's kernel may keep -> (end of the permitted time, path of the name).
 
-        The time is that of time.monotonic(), in seconds.
+        The end is a time of time.monotonic(), in seconds.
         """
         self.ends = 0
         """Number of calls of end_names() so far."""
