@@ -13,13 +13,15 @@ from fnmatch import fnmatchcase
 
 from kprobefs.common.errors import escape_for_terminal
 from kprobefs.definitions.syntax import (
-    DEFINITION,
     LISTS,
+    NOT_A_LINE,
     RECORDS,
     SETTING,
     Definition,
     Line,
+    advice,
     chosen_word,
+    is_definition,
     is_trigger,
     parse_definition,
     saved_triggers,
@@ -119,10 +121,16 @@ class Loader:
             return
         if setting := SETTING.match(text):
             self._set(setting["file"], setting["value"] or "", setting.start("value"))
-        elif text.startswith("-:") or DEFINITION.match(text):
-            self._define(text)
+        elif not is_definition(text):
+            raise DefinitionError(advice(text) or NOT_A_LINE)
         else:
-            raise DefinitionError("neither a definition nor 'FILE = VALUE'")
+            try:
+                self._define(text)
+            except DefinitionError as refused:
+                remedy = advice(text)
+                raise DefinitionError(
+                    f"{refused}; {remedy}" if remedy else str(refused), refused.cursor
+                ) from None
 
     def _define(self, text: str) -> None:
         self._triggers.clear()
