@@ -377,7 +377,7 @@ class _ExistingTriggers:
         A named histogram is listed under two keys: with its name and without it.
         """
         self._written: set[tuple[str, ...]] = set()
-        """Keys of the triggers that were written after the file was read."""
+        """Keys of the triggers that the loader has written since it read the trigger file."""
         for text in triggers:
             trigger = _Trigger(text)
             for key in {trigger.key(), trigger.key(is_named=False)}:

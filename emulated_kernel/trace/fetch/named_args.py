@@ -1,6 +1,6 @@
-"""NamedArgs: compiles `NAME->FIELD.FIELD` and `$retval` with a type, which it looks up in the kernel's BTF.
+"""NamedArgs: compiles `NAME->FIELD.FIELD` and `$retval`, whose types are looked up in the kernel's BTF.
 
-fetchargs.py imports this file at the first such argument, because most kernels have none.
+fetchargs.py imports this file at the first argument of this kind, because most kernels never get one.
 """
 
 from __future__ import annotations
@@ -135,8 +135,9 @@ class NamedArgs:
         return offset
 
     def current(self, btf: Btf | None, text: str, at: int) -> list[FetchInsn]:
-        """Return the operations for `$current->FIELDS`, which is `text` at column `at`.
+        """Return the operations for `text`, an expression `$current->FIELDS`.
 
+        `at`: column of the expression in the command. Errors are logged at columns of the command.
         Raises: KernelError (logged).
         """
         _, fields, column = self._root(text, at)
@@ -146,7 +147,10 @@ class NamedArgs:
         return self._fields([FetchInsn(FetchOp.CURRENT)], typed, fields, column, is_cast=True)
 
     def _root(self, text: str, at: int) -> tuple[str, str | None, int]:
-        """Split `NAME->FIELDS`. Return the name, the fields or None, and the column of the fields."""
+        """Split `NAME->FIELDS`. Return the name, the fields, and the column of the fields.
+
+        If `text` is only a name, the fields are None.
+        """
         try:
             name, fields, is_arrow = split_field(text)
         except FieldError as failure:

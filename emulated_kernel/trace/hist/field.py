@@ -69,7 +69,10 @@ class Flag(IntFlag):
 
 TIME_FLAGS = Flag.TIMESTAMP | Flag.TIMESTAMP_USECS
 _SHOWN_AS_NUMBERS = Flag.HEX | Flag.SYM | Flag.SYM_OFFSET | Flag.EXECNAME | Flag.SYSCALL
-"""Flags of keys that the `hist` file shows as a number, even if the key is a call chain."""
+"""Flags that take precedence over Flag.STACKTRACE when the `hist` file shows a key.
+
+If a call chain has one of these flags, its first 8 bytes are shown in the format of the flag.
+"""
 
 MODIFIERS = {
     Flag.HEX: "hex",
@@ -171,7 +174,11 @@ class HistField:
         return as_number(self.value(hit))
 
     def full_name(self, level: int = 0) -> str:
-        """Return the field's name. Mirrors: kernel/trace/trace_events_hist.c:hist_field_name (v6.1)."""
+        """Return the field's name; "" for a field without a name.
+
+        `level`: nesting depth of the field as an operand. If the depth is above 1, the name is "".
+        Mirrors: kernel/trace/trace_events_hist.c:hist_field_name (v6.1).
+        """
         if level > 1:
             return ""
         if self.field is not None:
@@ -283,7 +290,10 @@ class Histogram:
         return self.values + self.keys
 
     def variable(self, name: str) -> HistField | None:
-        """Return the variable with this name, or None. Mirrors: find_var_field (v6.1)."""
+        """Return the variable with this name, or None if the histogram does not define it.
+
+        Mirrors: find_var_field (v6.1).
+        """
         for each in self.fields:
             # The name is compared first, which is faster than flags: there may be thousands of histograms.
             if each.variable == name and each.flags & Flag.VAR:

@@ -65,7 +65,7 @@ INTERRUPT = """
     48 b8 imm64:queue_work_on       | movabs rax, queue_work_on
     ff e0                           | jmp rax
 """
-"""Code of the interrupt: queue_work_on(any_cpu, *workqueue, *work)."""
+"""Code that the interrupt of KernelCalls runs: queue_work_on(any_cpu, *workqueue, *work)."""
 MAKER = """
     53                              | push rbx
     48 8d 5f 80                     | lea rbx, [rdi - 128]
@@ -195,7 +195,7 @@ class KernelCalls(TaskObserver):
         """Call a kernel function by name and return its result; copy string arguments to guest memory.
 
         Raises: the errors of CallArguments.placed(), KernelError EFAULT (the thread was killed), ETIMEDOUT
-            (the function has not returned), ENOMEM (the thread cannot be made), GuestFault.
+        (the function has not returned), ENOMEM (the thread cannot be made), GuestFault.
         """
         self._free_ended()
         memory = self._machine.memory
