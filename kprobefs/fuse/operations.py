@@ -295,8 +295,8 @@ class _Operations:
     def access(self, path: str, mode: int) -> None:
         """Check whether root may access `path`, or report a chdir(2) to the mount.
 
-        `mode`: the accesses to check, as in access(2). The host's kernel sends the same request for both.
-        Only X_OK can fail for root.
+        `mode`: the accesses to check, as in access(2). The host's kernel sends the same request for
+        access(2) and for chdir(2). Only X_OK can fail for root.
         Raises: KernelError EACCES (a file without execute permission).
         """
         if not mode & os.X_OK:
