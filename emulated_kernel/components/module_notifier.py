@@ -36,8 +36,8 @@ class ModuleNotifier:
         """Store the registries that follow the guest's modules.
 
         `read` returns the contents of the struct module at an address, and `name` returns only the module's
-        name. `forget` is called with the memory ranges that are about to be freed (start, size) and with
-        the module's name. `add_events` registers the trace events of a module.
+        name. `forget` is called with memory ranges that are about to be freed, as pairs (start, end), and
+        with the module's name. `add_events` registers the trace events of a module.
         """
         self._add_events = add_events
         self._read = read
