@@ -998,10 +998,7 @@ class SessionLoop:
 
     @staticmethod
     def _forget_batch(nodes: KnownNodes, request: bytearray, size: int) -> None:
-        """Count the BATCH_FORGET in `nodes`.
-
-        Leave in the request only LOOKUPs to which libfuse has replied.
-        """
+        """Count the BATCH_FORGET in `nodes`; keep in the request only LOOKUPs that libfuse has answered."""
         for at in range(FORGET_ONE_OFFSET, size, FORGET_ONE.size):
             number, count = FORGET_ONE.unpack_from(request, at)
             FORGET_ONE.pack_into(request, at, number, nodes.forget(number, count))
