@@ -22,10 +22,10 @@ END_TIMEOUT = 1.0
 
 
 class ApplyProcess:
-    """A child process that applies the *.probes files of a new mount. Its messages go to the daemon's log.
+    """A child process that applies the *.probes files of a new mount.
 
-    The daemon does not apply the files itself: a process that waits for an answer from its own FUSE mount
-    cannot be killed.
+    The daemon logs the messages of the child. The daemon does not apply the files itself, because a process
+    that waits for an answer from its own FUSE mount cannot be killed.
     """
 
     def __init__(self, directory: str) -> None:

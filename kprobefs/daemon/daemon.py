@@ -47,9 +47,10 @@ def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | No
 
 
 def start_in_background(options: MountOptions, build: Builder, log_file: Path | None = None) -> None:
-    """Start a daemon, and return when its mount answers. Raises: CliError (with the daemon's message).
+    """Start a daemon, and return when the daemon's mount answers requests.
 
     `build`: builder of the served kernel. `log_file`: None selects the log in the runtime directory.
+    Raises: CliError (with the daemon's message).
     """
     start = DaemonStart(options, build, log_file)
     child = fork()
@@ -92,9 +93,10 @@ def start_as_child(options: MountOptions, build: Builder, on_orphaned: Callable[
 
 
 def _forget_handlers() -> None:
-    """Restore the default actions of SIGNALS until Service installs its handlers.
+    """Restore the default actions of SIGNALS in the daemon, until Service installs handlers.
 
-    The handlers of the caller would intercept the signal that reports the parent's death.
+    The handlers of the process that forked the daemon would intercept the signal that reports the parent's
+    death.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)

@@ -190,11 +190,11 @@ class Server:
 class _AttributesFor(threading.local):
     """Records whether a client or only libfuse has caused the next getattr in this thread.
 
-    libfuse calls getattr for a client's stat(2) and LOOKUP, which the guest repeats as a system call of the
-    client. libfuse also calls getattr to complete its replies to create, mknod, mkdir, symlink and link. The
-    guest must run nothing for this getattr, nor for two kinds of LOOKUP: that of a directory that exists as
-    long as the mount, and one that the guest has repeated already. In these cases, skip_client() is called
-    before libfuse calls getattr. libfuse makes all calls of one request in one thread.
+    libfuse calls getattr for a client's stat(2) and LOOKUP. The guest repeats these as system calls of the
+    client. The guest must run nothing in three other cases. libfuse calls getattr to complete its reply to
+    create, mknod, mkdir, symlink and link. The LOOKUP may be that of a directory that exists as long as the
+    mount. Or the guest may have repeated the LOOKUP already. In these cases, skip_client() is called before
+    libfuse calls getattr. libfuse makes all calls of one request in one thread.
     """
 
     def __init__(self) -> None:
@@ -567,7 +567,7 @@ class _Operations:
             raise KernelError(errno.ENOMEM, "the host has no memory")
 
     def _needs_reserve(self) -> None:
-        """Check that the memory reserve is not used up; if it is, only close(2) works.
+        """Check that the memory reserve is not used up. If the reserve is used up, only close(2) works.
 
         Raises: KernelError ENOMEM.
         """
