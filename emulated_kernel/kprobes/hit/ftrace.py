@@ -352,7 +352,8 @@ class FtraceSites:
     def enable(self, value: int) -> None:
         """Set sysctl kernel.ftrace_enabled. With 0 all sites become nops, and users keep their sites.
 
-        In Linux, this fails with EBUSY while a live patch is registered. This kernel has no live patches.
+        In Linux, setting it to 0 fails with EBUSY while a live patch is registered. This kernel has no live
+        patches.
         Mirrors: kernel/trace/ftrace.c:ftrace_enable_sysctl (v6.1).
         """
         self._lock.assert_held()
