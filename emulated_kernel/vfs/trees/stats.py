@@ -291,7 +291,7 @@ class _EventStats:
         """Return a line with hits and cost of a probe.
 
         If guest code handles the hits, its cost is measured with a copy of the handler (HandlerCosts). A
-        disabled probe and a probe without hits have no cost.
+        disabled probe, a probe without hits, and a probe whose next hit compiles its handlers have no cost.
         """
         head = self._kprobes.table.valid(kprobe)
         if head is None or kprobe.is_disabled or not probe.hits:
@@ -300,6 +300,8 @@ class _EventStats:
         compiled = head.compiled
         stub = head.stub
         if compiled is None and stub is None:
+            if head.may_compile:
+                return f"hits {probe.hits}"
             return in_python.text(probe.hits)
         traps = 0
         if compiled is None and stub is not None:
