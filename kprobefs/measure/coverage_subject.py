@@ -132,7 +132,7 @@ class Subject:
 
 def own_image(arch: str) -> Subject:
     """Return the built-in image of an architecture as a subject. Raises: KernelError ENOENT (no image)."""
-    return Subject(f"our own kernel for {arch}", arch, load_image(None, arch))
+    return Subject(f"kprobefs's own kernel for {arch}", arch, load_image(None, arch))
 
 
 def linux_image(source: str) -> Iterator[Subject]:

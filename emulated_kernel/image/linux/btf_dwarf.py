@@ -333,7 +333,10 @@ def debug_sections(
 
 
 def empty_sections(word_size: int) -> dict[str, bytes]:
-    """Return the sections with DWARF for a kernel without types: name -> contents. Their unit has no entries."""
+    """Return the sections with DWARF for a kernel without types: name -> contents.
+
+    Their only compilation unit has no entries.
+    """
     dwarf = DwarfSections(word_size)
     dwarf.entry(_CU, ((_PRODUCER, _STRP, "kprobefs"), (_LANGUAGE, _DATA1, _C11), (_NAME, _STRP, "vmlinux")))
     return dwarf.finish()
