@@ -279,7 +279,10 @@ class Arch(ABC):
         return frozenset() if returns is None else returns.live.registers | {self.registers.sp, "ip"}
 
     def decode_load(self, code: bytes) -> MemoryLoad | None:  # noqa: ARG002 - only without reads_user
-        """Return the load instruction of a compiled handler at `code`, or None if no load is there."""
+        """Return the load instruction at the start of `code`, which is code of a compiled handler.
+
+        Return None if `code` does not start with a load.
+        """
         return None
 
     def load_decoder(self) -> None:  # noqa: B027 - not every instruction set has a library for it

@@ -29,10 +29,10 @@ STACK_WORD = "stack"
 _STACK_WORDS = 8
 """Number of stack words above the return address whose entry values are tracked."""
 _PRIVATE = ("private locals", "private parameters")
-"""Keys in Frame.regs for the stack areas below and above the return address.
+"""Keys in Frame.regs for two areas of the stack: below the return address, and above it.
 
-The value of a key has an offset from the CFA: the lowest offset in the area whose address a called function
-may know. Slots of the area below this offset are private.
+The value of a key has an offset from the CFA. A called function may know the address of the slot at this
+offset, but of no lower slot of the area. The lower slots of the area are private.
 """
 _ALL_PRIVATE = 1 << 62
 

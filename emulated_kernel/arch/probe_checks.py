@@ -118,8 +118,8 @@ class ProbeChecker(ABC, Generic[Analysis]):
     """Decides where a probe can be registered and optimized. Each function is decoded at its first check.
 
     Linux searches for jumps into a region only in the current text of the function around it. Deviates: a
-    policy with `entered` also rejects jumps from elsewhere, such as the function's cold part, which is
-    another symbol. It rejects the targets of disabled jump labels, too.
+    policy with `entered` also considers jumps from other places, such as the function's cold part, which is
+    another symbol. It considers disabled jump labels, too.
     """
 
     all_live: LiveRegisters

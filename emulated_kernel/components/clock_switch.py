@@ -1,4 +1,4 @@
-"""ClockSwitch: changes the mode or seed of the machine's clock, and recompiles code that reads the clock."""
+"""ClockSwitch: changes the mode or seed of the machine's clock, and drops the compiled code that reads it."""
 
 from __future__ import annotations
 

@@ -42,9 +42,10 @@ def eventfs_functions(events: int) -> DirectoryFunctions:
 
 
 class GuestDirectories(EventWatcher):
-    """Creates directories in the guest for groups and events while its text is patched, and removes them.
+    """Creates and removes the directories of groups and events in the guest, by calls of guest functions.
 
-    Deviates: the daemon's task calls the functions, because the task of the writer sleeps meanwhile.
+    A directory is only created if the guest's text is patched, since otherwise no probe can see the calls.
+    Deviates: the daemon's task makes the calls, because the task that writes the definition sleeps meanwhile.
     """
 
     def __init__(
@@ -82,7 +83,10 @@ class GuestDirectories(EventWatcher):
         self._events[event] = self._make(event.name, self._groups[event.group])
 
     def _make(self, name: str, parent: int) -> int:
-        """Create a directory; return the address of its object, or 0 if the guest did not create it."""
+        """Create the directory `name` in the directory whose object has the address `parent`.
+
+        Return the address of the new directory's object, or 0 if the guest did not create the directory.
+        """
         found = self._call(self._functions.makes, name, parent, *self._functions.more)
         return found if found < _ERRORS else 0
 

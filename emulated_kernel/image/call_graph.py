@@ -252,7 +252,7 @@ class _Graph:
 
 
 def main() -> int:
-    """Write the files of the prebuilt images, or with `--check` return 1 if one differs."""
+    """Write the files of the prebuilt images, or with `--check` return 1 if one of the files differs."""
     parser = argparse.ArgumentParser(prog="python -m emulated_kernel.image.call_graph", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare the files with the images")
     is_check = parser.parse_args().check

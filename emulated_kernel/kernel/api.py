@@ -68,7 +68,7 @@ class Kernel:
         profile: Profile | None = None,
         lock: ControlLock | None = None,
     ) -> None:
-        """Boot the kernel to its first system call."""
+        """Boot the kernel to its first system call. The class describes the parameters."""
         parts = build(config or MachineConfig(), watch or ProcessWatch(), profile, lock)
         self.components = parts
         self.config = parts.config
@@ -148,12 +148,11 @@ class Kernel:
             self.kprobes.register_kprobe(kprobe)
 
     def unregister_kprobe(self, kprobe: Kprobe[Any]) -> None:
-        """Disarm and forget a kprobe. If it is not registered, only set its `addr` to None.
+        """Disarm and forget a kprobe. If the kprobe is not registered, only set its `addr` to None.
 
-        The optimizer removes a jump later; wait_for_kprobe_optimizer() waits for that.
-
+        If the text has a jump, the optimizer removes the jump later, or when wait_for_kprobe_optimizer() is
+        called.
         Raises: KernelError EDEADLK (in a handler).
-
         Mirrors: kernel/kprobes.c:unregister_kprobe (v6.1).
         """
         with self._control():
@@ -761,9 +760,9 @@ class Kernel:
             return build_filesystem(self.components, layout, owner, further)
 
     def mount(self, layout: RootLayout = RootLayout.FULL, owner: Owner | None = None) -> Mount:
-        """Return a mount for a front end to serve. Its requests also make the guest do the system calls.
+        """Return a mount for a front end to serve. Requests to the mount also make the guest do system calls.
 
-        Raises: KernelError ENODEV (closed).
+        `layout` and `owner`: see filesystem(). Raises: KernelError ENODEV (closed).
         """
         return self.mounted(self.filesystem(layout, owner))
 

@@ -51,9 +51,9 @@ class HitCost:
         """Cost of the latest hits in nanoseconds; None before the first hit, as most probes are never hit."""
 
     def kept(self) -> deque[int]:
-        """Return the deque `latest`; create it if this is the first hit.
+        """Return the deque `latest`, and create it if it does not exist yet.
 
-        The caller appends the cost of a hit to the deque.
+        The caller appends the cost of each hit to the deque.
         """
         if self.latest is None:
             self.latest = deque(maxlen=MAX_LATEST)
@@ -156,8 +156,8 @@ class AggrKprobe(AssemblyOwner):
     """Function that calls the pre_handlers in Python, and its first argument.
 
     If only one enabled member has a pre_handler, these are that handler and the member. Otherwise they are
-    `run_pre_handlers` and this object. None after a change of the members: collect() determines the value
-    at the next hit, and not after each of what may be thousands of changes.
+    `run_pre_handlers` and this object. The value is None after a change of the members, until collect()
+    determines it at the next hit. Thousands of members may change before this hit.
     """
     _pre_handlers: Sequence[tuple[PreHandler, Kprobe]] = field(default=(), init=False, repr=False)
     """Pre_handlers of enabled members."""

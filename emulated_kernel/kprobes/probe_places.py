@@ -26,7 +26,8 @@ class ProbePlaces:
     def locate(self, kprobe: Kprobe) -> tuple[GuestAddr, Location, bool]:
         """Return the probed address, its symbol and offset, and whether it is a function's entry.
 
-        Raises: KernelError EINVAL, ENOENT.
+        Raises: KernelError EINVAL (not exactly one of symbol and address is given), ENOENT (an unknown
+            symbol, or an address in no symbol).
         Mirrors: kernel/kprobes.c:_kprobe_addr (v6.1).
         """
         name = kprobe.symbol_name
@@ -51,7 +52,7 @@ class ProbePlaces:
     def function_entry(self, kprobe: Kprobe) -> GuestAddr:
         """Return the probed address of a probe that must be on a function's entry.
 
-        Raises: KernelError EINVAL, ENOENT.
+        Raises: KernelError EINVAL (not a function's entry), and the errors of locate().
         """
         address, _, on_entry = self.locate(kprobe)
         if not on_entry:
@@ -62,7 +63,8 @@ class ProbePlaces:
         """Check that the kernel's text tables and blacklist allow a probe at `addr`.
 
         `where` is the symbol and offset of `addr`.
-        Raises: KernelError EINVAL, EILSEQ.
+        Raises: KernelError EINVAL (not text, blacklisted, or in a jump label, a static call site or a
+            BUG()), EILSEQ (within an fentry site).
         """
         refused = self._checker.check_address_safe(where, addr)
         if refused is not None:

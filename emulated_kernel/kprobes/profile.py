@@ -153,7 +153,10 @@ def _of_version(
     *,
     fault_handlers: bool = False,
 ) -> Profile:
-    """Return the profile of a version of Linux, with the build options of Debian's kernels for x86_64."""
+    """Return the profile of a version of Linux, with the build options of Debian's kernels for x86_64.
+
+    The other parameters are fields of the profile in which versions differ.
+    """
     name = f"linux-{version}"
     return Profile(
         name,

@@ -214,7 +214,11 @@ class Kprobes:
             self.forget(assembled)
 
     def _check_handlers(self, kprobe: Kprobe) -> None:
-        """Check that this kernel's struct kprobe has the given handlers. Raises: KernelError EOPNOTSUPP."""
+        """Check that this kernel's struct kprobe has the fields that the user has set.
+
+        The fields are fault_handler, break_handler and a djprobe's length.
+        Raises: KernelError EOPNOTSUPP (it lacks one of them).
+        """
         profile = self.profile
         if kprobe.fault_handler is not None and not profile.fault_handlers:
             raise KernelError(errno.EOPNOTSUPP, f"{profile.name} has no fault handlers")
@@ -498,7 +502,7 @@ class Kprobes:
         self._log(report.OPTIMIZATION_MESSAGES[allowed])
 
     def set_optimized(self, kprobe: Kprobe, wanted: bool) -> None:
-        """Unoptimize and hold the probes of an address, or request their optimization again.
+        """Request the optimization of a probe's address; if `wanted` is False, keep the address unoptimized.
 
         Raises: KernelError EINVAL (not registered), EOPNOTSUPP (a rule forbids the jump, or a post_handler
         needs the end of the step).

@@ -89,7 +89,10 @@ def _tactics(head: AggrKprobe, place: Callable[[int], str]) -> str:
 
 
 def _passing_rule(optimizer: Optimizer | None, head: AggrKprobe, place: Callable[[int], str]) -> str:
-    """Return the rule that prevents the jump now, but may cease to apply while the probe is armed."""
+    """Return the rule that prevents the jump now; most of these rules may cease to apply later.
+
+    `place`: returns the text of an address.
+    """
     if optimizer is None:
         return str(RejectReason.NOT_BUILT.value)
     if head in optimizer.stages:
@@ -133,6 +136,7 @@ _LINE_ENDS = tuple(_line_end(flags) for flags in range(2 * max(flag.value for fl
 def bucket_text(heads: Iterable[AggrKprobe], symbols: Kallsyms, bits: int = 64) -> str:
     """Return the lines in kprobes/list for the probes of one hash bucket.
 
+    `heads`: the bucket's entries. `bits`: size of an address in bits.
     Mirrors: kernel/kprobes.c:show_kprobe_addr, report_probe (v6.1).
     """
     lines = []
@@ -160,7 +164,10 @@ def _list_text(head: AggrKprobe, symbols: Kallsyms) -> str:
 def stopped_lines(
     heads: Iterable[AggrKprobe], optimizer: Optimizer, symbols: Kallsyms, bits: int = 64
 ) -> Iterator[str]:
-    """Iterate over lines about those probes of a hash bucket whose change of text has stopped."""
+    """Iterate over lines about those probes of a hash bucket whose change of text has stopped.
+
+    `heads`: the bucket's entries. `bits`: size of an address in bits.
+    """
     for head in heads:
         if head in optimizer.stages:
             text = head.list_text or _list_text(head, symbols)

@@ -53,13 +53,13 @@ class DebuggedMachine(Protocol):
 
     @property
     def per_cpu_bases(self) -> Sequence[int]:
-        """Addresses of the per-CPU areas, one for each CPU. A debugger uses only their number."""
+        """Addresses of the per-CPU areas, one for each CPU. A debugger uses only how many there are."""
 
     def all_registers(self) -> list[dict[str, int]]:
         """Return the registers of all CPUs, indexed by number: name in pt_regs -> value."""
 
     def at_close(self, action: Callable[[], object], /) -> None:
-        """Call a function before the emulator is freed."""
+        """Register `action`, a function to call before the emulator is freed."""
 
     def passed_in_step(self) -> Callable[[int], bool]:
         """Return a function that decides which instructions a debugger's step passes without a stop.

@@ -161,10 +161,10 @@ class MachineClock(GuestClock):
     def __init__(
         self, cells: memoryview, kind: str, seed: int, counting: InstructionTime | None = None
     ) -> None:
-        """Use the clock `kind` on `cells`, the memory of the guest's host_clock.
+        """Keep the time of the guest in `cells`, the memory of the guest's variable host_clock.
 
-        `seed`: as for select(). `counting` adds the time of instructions to now_ns; None if the machine has
-        no model clock.
+        `kind` and `seed`: as for select(). `counting`: the counter of the instructions' time, which the clock
+        "model" needs; None if the machine has no such clock.
         """
         super().__init__()
         self._cells = cells
@@ -178,7 +178,7 @@ class MachineClock(GuestClock):
         `seed` selects the earliest time of a virtual or model clock, and the duration of a reading in
         virtual time.
         Raises: ValueError (`kind` is none of them), KernelError EOPNOTSUPP (there is no model clock on this
-            machine).
+        machine).
         """
         if kind not in KINDS:
             raise ValueError(f"unknown clock {kind!r}")

@@ -65,7 +65,7 @@ class InstructionTime:
             self._leave_copies(False)
 
     def _leave_copies(self, left: bool) -> None:
-        """Make the guest, or if `left` is False the host, execute repeated copies.
+        """Make the guest execute repeated copies if `left` is True, otherwise the host.
 
         All code is then translated again, so that it calls the hooks that are now set.
         """

@@ -47,7 +47,7 @@ class Machine(ProbedMachine):
     Only one thread at a time may run or inspect the machine. While the guest runs, other Python threads can
     run.
     Raises: HardwareError (the image does not fit, the architecture is unknown, or Unicorn is broken),
-        GuestFault (the kernel stopped before it had booted).
+    GuestFault (the kernel stopped before it had booted).
     """
 
     memory: Memory
@@ -361,7 +361,7 @@ class Machine(ProbedMachine):
 
         `error_code`: the exception's error code. `cr2`: faulting address of a page fault.
         Raises: GuestFault (DOUBLE_FAULT: the guest's stack can't take the frame), HardwareError (the image
-            has no interrupt handler).
+        has no interrupt handler).
         """
         if not self._delivery.possible:
             raise HardwareError("the image takes no interrupts")

@@ -20,8 +20,8 @@ PUN_SPACES = {
 }
 """Word size in bits -> address ranges on x86 for detours of punned jumps, which the kernel leaves unused.
 
-From each of them, 32-bit displacements reach the kernel's text and the other code of the host. The gaps hold
-pages of the host.
+From each range, 32-bit displacements reach the kernel's text and the other code of the host. The gaps
+between the ranges hold pages of the host.
 """
 
 

@@ -15,8 +15,10 @@ from itertools import takewhile
 
 _MAX_PENDING = 4096
 _pair: tuple[socket.socket, socket.socket] | None = None
-"""Two sockets: one to read signal numbers from, and one to which Python writes them. Signals belong to the
-whole process."""
+"""Two sockets: one to read signal numbers from, and one to which Python writes them.
+
+The variable is global, because signals concern the whole process.
+"""
 
 
 def watch() -> None:

@@ -39,7 +39,7 @@ class ProbedMachine(ABC):
 
     def __init__(self) -> None:
         self.damage = DamageReports()
-        """Logs which data of the guest are damaged."""
+        """Reports of damaged data of the guest, for the log."""
         self.on_leave: list[Callable[[], None]] = []
         """Functions to call after each call of a guest function by the host.
 
@@ -61,7 +61,7 @@ class ProbedMachine(ABC):
 
     @abstractmethod
     def at_close(self, action: Callable[[], object], /) -> None:
-        """Call a function before the emulator is freed."""
+        """Register `action`, a function to call before the emulator is freed."""
 
     @property
     @abstractmethod

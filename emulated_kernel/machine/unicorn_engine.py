@@ -298,7 +298,7 @@ class Engine(CodeCache):
 
     @contextmanager
     def stopped_at(self, address: int) -> Iterator[None]:
-        """Inside the with block, stop each run that reaches `address`; then drop all translated code."""
+        """Stop each run that reaches `address` during the with block, and then drop all translated code."""
         hook = self.add_hook(HOOK_CODE, CODE_CALLBACK(lambda *_: self.stop()), at=address)
         try:
             yield
@@ -355,7 +355,7 @@ class Engine(CodeCache):
         self._ctl(self.handle, _CTL_FLUSH_TLB)
 
     def context_alloc(self) -> ctypes.c_void_p:
-        """Return a new buffer for `context_save`; it is never freed."""
+        """Return a new buffer for `context_save`. The buffer is never freed."""
         context = ctypes.c_void_p()
         self._check(self._held.uc_context_alloc(self.handle, ctypes.byref(context)), "uc_context_alloc")
         return context
@@ -410,7 +410,7 @@ class Engine(CodeCache):
         self._check(self._context_reg_write(context, register, self._cell_pointer), "uc_context_reg_write")
 
     def close(self) -> None:
-        """Free the engine; it must not be used afterwards."""
+        """Free the engine, which must not be used afterwards."""
         if self.handle:
             self._held.uc_close(self.handle)
             self.handle = ctypes.c_void_p()

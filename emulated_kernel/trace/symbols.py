@@ -54,7 +54,10 @@ class KernelSymbols:
         self._kallsyms = kallsyms
         self._generated = generated
         self.lookup_name = kallsyms.lookup_name
-        """Returns the address of `NAME` or `MODULE:NAME`, or None. Mirrors: kallsyms_lookup_name (v6.1)."""
+        """Returns the address of the symbol `NAME` or `MODULE:NAME`, or None if there is no such symbol.
+
+        Mirrors: kallsyms_lookup_name (v6.1).
+        """
         self.count_name = kallsyms.count_name
         """Returns the number of symbols with the name `NAME` everywhere, or `MODULE:NAME` in a module."""
         self.count_in_kernel = kallsyms.count_in_kernel
@@ -95,8 +98,9 @@ class KernelSymbols:
         return found
 
     def symbol_at(self, address: int) -> Location | None:
-        """Return the symbol that files print for `address`: a function or a page of generated code, or None.
+        """Return the symbol that files print for `address`: a function, or a page of generated code.
 
+        Return None if no symbol contains the address.
         Mirrors: kallsyms_lookup (v6.1).
         """
         return self.lookup(address) or self._lookup_generated(address)
@@ -113,7 +117,7 @@ class KernelSymbols:
         return None
 
     def _lookup_generated(self, address: int) -> Location | None:
-        """Return the page of generated code that contains an address, or None.
+        """Return the page of generated code that contains an address, or None if no such page contains it.
 
         Mirrors: kernel/kallsyms.c:kallsyms_lookup_buildid (v6.1), for BPF programs and ftrace trampolines.
         """
@@ -149,7 +153,7 @@ class KernelSymbols:
         self._freed.pop(module, None)
 
     def _lookup_freed(self, address: int) -> Location | None:
-        """Return the function in freed init text that contained an address, or None.
+        """Return the function in freed init text that contained an address, or None if there was no function.
 
         Mirrors: kernel/trace/ftrace.c:ftrace_mod_address_lookup (v6.1).
         """

@@ -122,7 +122,7 @@ class TraceArrays(TaskObserver):
         return self._instances.keys()
 
     def find(self, name: str) -> Tracing | None:
-        """Return the instance with a name, or None."""
+        """Return the instance with the name `name`, or None if there is no such instance."""
         return self._instances.get(name)
 
     @property
@@ -197,8 +197,9 @@ class TraceArrays(TaskObserver):
         tracing.array.release()
 
     def take_records(self, former: TraceArrays) -> None:
-        """Move the records of a replaced kernel's trace arrays to the trace arrays with the same names here.
+        """Move the records of another kernel's trace arrays to the arrays of the same names in this kernel.
 
+        `former`: the trace arrays of the kernel that this kernel has replaced.
         Raises: KernelError ENOMEM (no record was moved).
         """
         pairs = [(self.top.array, former.top.array)]

@@ -29,7 +29,8 @@ from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDire
 ATTRIBUTE_CALLS = ("newfstat", "newfstatat", "statx", "lseek")
 """Names of the system calls for which the host's kernel requests the attributes of an open file."""
 _ALWAYS_OPEN = ("/machine", f"/{CONTROL}/machine")
-"""Prefixes of the paths that can be opened beyond the limit of open files, because they set the limits."""
+"""Paths of directories whose files can be opened beyond the limit of open files, because they set the limits.
+"""
 
 
 class _Gated(Exception):
@@ -41,7 +42,7 @@ class _Gated(Exception):
 
 
 def _go_on() -> None:
-    """Do nothing: default check between two steps of a read."""
+    """Do nothing between two steps of a read: the argument `check` of retry_yielding_lock()."""
 
 
 class ControlFile(FileDescription):
@@ -83,7 +84,7 @@ class ControlFile(FileDescription):
 
     @property
     def reads_host(self) -> bool:
-        """Implement FileDescription.reads_host: the file can be written, and writes may name host files."""
+        """Implement FileDescription.reads_host: whether a write to this open file may name host files."""
         return self.inner.node.reads_host and self.inner.writable
 
     @property
@@ -112,7 +113,10 @@ class ControlFile(FileDescription):
         return retry_yielding_lock(self.fs.lock, step, _go_on)
 
     def _read(self, client: Client, size: int, offset: int) -> bytes:
-        """Do one step of a read. Lock: takes. Raises: YieldLock (more steps follow), and as read()."""
+        """Do the next step of a read; the last step returns the data.
+
+        Lock: takes. Raises: YieldLock (more steps follow), and the errors of FileDescription.read().
+        """
         with self.fs.lock_for(self.path, self.flags):
             if self.fs.lock.is_lent or self.inner.node.is_unseen:
                 self.check()
@@ -168,7 +172,7 @@ class ControlFile(FileDescription):
         self.inner.wait(timeout)
 
     def give_up(self, client: Client, error: int) -> None:
-        """Implement FileDescription.give_up: end the waiting call of the client's task in the guest."""
+        """Implement FileDescription.give_up: end the guest's system call in which the client's task waits."""
         with self.fs.lock:
             self.check()
             self.fs.calls.give_up(client, self, error)
@@ -182,7 +186,7 @@ class ControlFile(FileDescription):
                 self.fs.calls.on_file(client, self.path, self, ("ftruncate",))
 
     def set_status_flags(self, flags: int) -> None:
-        """Implement FileDescription.set_status_flags: only O_NONBLOCK takes effect."""
+        """Implement FileDescription.set_status_flags: set O_NONBLOCK as in `flags`, ignore other flags."""
         self.inner.set_status_flags(flags)
 
     def release(self) -> None:
@@ -233,7 +237,10 @@ class ControlDirectory(OpenDirectory):
                 self.fs.calls.listed(client, self)
 
     def release(self) -> None:
-        """Release the description, and close the guest's descriptor; see FileDescription. Lock: takes."""
+        """Release the description, and close the guest's descriptor if it is open; see FileDescription.
+
+        Lock: takes.
+        """
         with self.fs.lock.observing() if self.fd is None else self.fs.lock:
             self.fs.opened.pop(self, None)
             if self.fd is not None and not self.error:
@@ -329,10 +336,10 @@ class PendingWrite:
             return file.fs.calls.write(self)
 
     def _write(self, piece: Piece, offset: int) -> int:
-        """Do one step of a piece, and report the piece to the watcher after its last step.
+        """Do the next step of writing `piece`, and return the number of bytes taken after the last step.
 
-        Return the number of bytes taken.
-
+        `offset`: file offset of the piece. After the last step, or if the step raises KernelError, report
+        the piece to the watcher.
         Hazard: read the watcher before the step, because the step may boot another kernel.
         Raises: YieldLock (more steps follow), KernelError.
         """
@@ -368,10 +375,9 @@ def _settled(watcher: ChangeWatcher) -> Iterator[None]:
 class GuestCalls:
     """Repeats clients' system calls on control files in the guest. This base class repeats none.
 
-    All methods need the control lock, which ControlFs takes. Control files work even if the guest refuses a
-    call or cannot make it. The methods raise only WouldBlock and YieldLock, in addition to the errors of the
-    file itself.
-
+    A method needs the control lock, which ControlFs takes, unless its docstring says "Lock: leaves".
+    Control files work even if the guest refuses a call or cannot make it. The methods raise only WouldBlock
+    and YieldLock, in addition to the errors of the file itself.
     Each subclass decides for each method whether the method begins a request, which advances the guest's
     clock.
     """
@@ -386,7 +392,7 @@ class GuestCalls:
 
     @property
     def sees_lookups(self) -> bool:
-        """Whether looked_up() and on_file() have work to do when a client asks for attributes."""
+        """Whether looked_up() and on_file() have work to do if a client requests attributes. Lock: leaves."""
         return False
 
     def informed(self, client: Client, opened: str | None = None) -> Client:
@@ -404,7 +410,10 @@ class GuestCalls:
         return self.informed(client)
 
     def request(self, client: Client) -> AbstractContextManager[object]:
-        """Return the context in which a client's request runs. The methods below enter the context."""
+        """Return the context in which a client's request runs.
+
+        The methods below that call an operation of a control file enter the context themselves.
+        """
         del client
         return nullcontext()
 
@@ -430,10 +439,14 @@ class GuestCalls:
         """
 
     def chdir(self, client: Client, path: str) -> None:
-        """Repeat the client's change of its working directory in the guest."""
+        """Repeat in the guest the client's change of its working directory to `path`."""
 
     def open(self, client: Client, file: ControlFile) -> None:
-        """Open a file: set `file.inner`. If the guest opens the file too, set `file.fd` and `file.number`."""
+        """Open the node's file and store it in `file.inner`.
+
+        If the guest opens the file too, set `file.fd` to the guest's descriptor, and `file.number` to the
+        client's.
+        """
         with self.request(client):
             file.inner = file.fs.tree.open(file.path, file.flags, client)
 
@@ -441,15 +454,15 @@ class GuestCalls:
         """Open `files` in the guest, because probes could notice the guest's calls from now on."""
 
     def opendir(self, client: Client, directory: ControlDirectory) -> None:
-        """Open a directory in the guest, and set `directory.fd` and `directory.number`."""
+        """Open a directory in the guest; set its `fd` and `number` as open() does for a file."""
 
     def listed(self, client: Client, directory: ControlDirectory) -> None:
         """Repeat the client's getdents64(2) in the guest."""
 
     def read(self, client: Client, file: ControlFile, size: int, offset: int) -> bytes:
-        """Read from `file.inner`, in a context that request() returns.
+        """Do the next step of a read of `file.inner`, in a context that request() returns.
 
-        Raises: YieldLock (call again to continue).
+        The last step returns the data. Raises: YieldLock (call again to continue).
         """
         with self.request(client):
             return file.inner.read_step(size, offset)
@@ -460,9 +473,10 @@ class GuestCalls:
             return file.inner.read_page(size)
 
     def write(self, write: PendingWrite) -> int:
-        """Do one step of a write: write a piece, or make the guest's call during which the piece is written.
+        """Do the next step of a write, and return the number of bytes written after the last step.
 
-        After the last step, return the number of bytes written. Raises: YieldLock (more steps follow).
+        A step writes a piece of the data, or makes the guest's call during which the piece is written.
+        Raises: YieldLock (more steps follow).
         """
         with self.request(write.client):
             return write.by_piece()
@@ -482,17 +496,17 @@ class GuestCalls:
     def change(
         self, client: Client, names: tuple[str, ...], path: str, act: Callable[[], None], *args: int
     ) -> None:
-        """Create or remove a directory by calling `act`.
+        """Create or remove the directory at `path` by calling `act`.
 
-        `names` are the system calls that do this. `args` are the arguments after the path of the first of
-        these calls.
+        `names`: the system calls by which the client may have requested the change. `args`: the arguments
+        that follow the path in the first of these system calls.
         """
         del names, path, args
         with self.request(client):
             act()
 
     def truncate(self, client: Client, path: str, act: Callable[[], None]) -> None:
-        """Set the size of a file by calling `act`."""
+        """Set the size of the file at `path` by calling `act`."""
         del path
         with self.request(client):
             act()
@@ -525,7 +539,10 @@ class ControlFs(FileSystem):
             self.on_names_end(removed)
 
     def note_user(self, client: Client) -> None:
-        """Record the client's user, whose limits apply to the change; see ControlLock.user. Lock: needs."""
+        """Store the client's user in ControlLock.user, so that this user's limits apply to the change.
+
+        Store 0 for the owner of the mount. Lock: needs.
+        """
         self.lock.user = client.uid if client.uid != self.tree.owner.uid else 0
 
     def check_gate(self) -> None:
@@ -535,7 +552,10 @@ class ControlFs(FileSystem):
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Hold the lock, after waiting while another kernel is built to replace this one."""
+        """Hold the lock during the `with` block.
+
+        Before that, wait while another kernel is built to replace this one.
+        """
         while True:
             with self.lock:
                 gate = self.gate
@@ -558,7 +578,8 @@ class ControlFs(FileSystem):
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
         """Return a file's attributes, and repeat the client's call in the guest; see FileSystem.
 
-        The result of the lookup decides which facts about the client are read.
+        GuestCalls.informed() reads different facts about the client if the file exists, so the lookup comes
+        first.
         """
         found = None
         try:
@@ -602,8 +623,8 @@ class ControlFs(FileSystem):
     def lock_for(self, path: str, flags: int) -> AbstractContextManager[object]:
         """Return a context manager that holds the lock for a request about an open file.
 
-        If the request can be served without the guest, the thread does not wait for a debugger that holds the
-        guest.
+        A file of machine/ that is open for reading only needs no guest. For such a file, the thread gets
+        the lock even while a debugger holds the guest.
         The caller has to check `lock.is_lent` in the `with` block; its value cannot become true there.
         """
         if path.startswith(_ALWAYS_OPEN) and flags & os.O_ACCMODE == os.O_RDONLY:
@@ -646,7 +667,7 @@ class ControlFs(FileSystem):
     # Changes
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
-        """Create a directory, and report it to the watcher; see FileSystem.
+        """Create a directory, and report the new directory to the watcher; see FileSystem.
 
         In instances/, a new directory is a new trace array.
         """
@@ -733,7 +754,7 @@ class ControlFs(FileSystem):
     is_control = True
 
     def name_lasts(self, path: str) -> bool:
-        """Implement FileSystem.name_lasts: return True for names that only the kernel removes.
+        """Implement FileSystem.name_lasts: return True if only the kernel can remove the name.
 
         Return False for all names while probes could notice lookups.
         """
@@ -743,7 +764,7 @@ class ControlFs(FileSystem):
             return self.tree.is_kernels_name(path)
 
     def needs_closes(self, path: str) -> bool:
-        """Implement FileSystem.needs_closes: return True for directories of instances/."""
+        """Implement FileSystem.needs_closes: return True for a directory in instances/."""
         with self.lock.observing():
             try:
                 above = self.tree.lookup(path.rpartition("/")[0])
@@ -758,7 +779,10 @@ class ControlFs(FileSystem):
     # For the daemon
 
     def follow_processes(self) -> None:
-        """Implement FileSystem.follow_processes by GuestCalls."""
+        """Implement FileSystem.follow_processes by GuestCalls.follow_processes().
+
+        Do nothing if a debugger holds the guest or the guest is dead.
+        """
         with self.lock:
             if not self.lock.is_lent and not self.calls.is_dead:
                 self.calls.follow_processes()
@@ -811,9 +835,9 @@ class ControlFs(FileSystem):
             return self.calls.is_dead
 
     def settled(self) -> AbstractContextManager[object]:
-        """Return a context manager that waits, at the end of its block, until the block's changes are saved.
+        """Return a context manager that waits, after the `with` block, until the changes in it are saved.
 
-        If there is no watcher, it does not wait. Lock: leaves.
+        If there is no watcher, the context manager does not wait. Lock: leaves.
         """
         return nullcontext() if self.watcher is None else _settled(self.watcher)
 

@@ -288,9 +288,9 @@ class FileSystem(ABC):
         return KernelError(errno.EROFS if self.is_read_only else error, path)
 
     def _moved(self, old: str, new: str) -> None:
-        """Update the paths of open directories after rename(2) of `old` to `new`. Lock: needs.
+        """Update the paths of open directories after rename(2) of `old` to `new`.
 
-        For rmdir(2) of `old`, pass GONE as `new`.
+        If `new` is GONE, update them after rmdir(2) of `old`. Lock: needs.
         """
         for opened in list(self.opened):
             if opened.is_directory:

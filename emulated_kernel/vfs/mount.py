@@ -90,7 +90,7 @@ class Mount:
         """
         self._numbers = count(1)
         self._pollers: dict[int, Callable[[], None]] = {}
-        """Handle -> function to call at the next change of the file's poll mask."""
+        """Handle -> function to call when a reboot may have changed the poll mask of the open file."""
         self._closed = False
 
     def _find(self, path: str) -> FileSystem:
@@ -197,7 +197,10 @@ class Mount:
         fs.mkdir(fs.informed(client), path, mode)
 
     def rmdir(self, client: Client, path: str) -> None:
-        """Forward to the file system of `path`, after recent closes have arrived; see FileSystem.rmdir."""
+        """Wait until recently closed files are released, then forward to the file system of `path`.
+
+        See FileSystem.rmdir. The wait is needed only if FileSystem.needs_closes is true for `path`.
+        """
         fs = self.filesystem_at(path)
         is_large = fs.needs_closes(path)
         if is_large:
@@ -433,7 +436,10 @@ class Mount:
         return opened.poll(notify)
 
     def follow_processes(self) -> None:
-        """Let the guest see what clients' processes did, while a client waits; see FileSystem."""
+        """Repeat the forks and exits of clients' processes in the guest, while a client waits.
+
+        See FileSystem.follow_processes. Ignore errors of the guest.
+        """
         with suppress(KernelError, GuestFault, MemoryFault):
             self._root.follow_processes()
 
@@ -484,10 +490,10 @@ class Mount:
 
     @contextmanager
     def holding_changes(self) -> Iterator[None]:
-        """Make changes of control files wait until the end of the `with` block.
+        """Make changes of control files wait until the end of the `with` block, which builds another kernel.
 
-        A kernel that replaces this one would lose the changes. Hold the lock at the start and the end of the
-        block.
+        The other kernel will replace this one, and would not have the changes. Hold the lock at the start
+        and the end of the block.
         """
         self.lock.assert_held()
         gate = Event()
@@ -544,10 +550,10 @@ class Mount:
 
 
 def _informed(fs: FileSystem, client: Callable[[], Client]) -> Callable[[], Client]:
-    """Return a function that returns the client of a getattr(), as FileSystem.informed() completes it.
+    """Return a function that returns the client of a getattr() with the facts about its process.
 
-    If the file system sees lookups, call informed() now, while the control lock is free: it can take 0.2 s.
-    For other file systems, return `client` unchanged.
+    If the file system sees lookups, call FileSystem.informed() now, while the control lock is free, because
+    this call can take 0.2 s. For other file systems, return `client` unchanged.
     """
     if not fs.sees_lookups:
         return client

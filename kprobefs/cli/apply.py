@@ -23,7 +23,7 @@ def which_mount(named: str | None) -> str:
     """Return the directory of the mount that `named` or $KPROBEFS selects, else of the only mount.
 
     Raises: CliError (no mount is there, the mount does not answer, or none is selected and there are
-        several).
+    several).
     """
     chosen = named or os.environ.get("KPROBEFS")
     if chosen:

@@ -52,7 +52,7 @@ KERNEL_SETTINGS = (
 WRITE_BITS = 0o222
 SYSCTL = "/proc/sys"
 SWITCHES = ("kernel/stack_tracer_enabled", "kernel/ftrace_enabled", "debug/kprobes-optimization")
-"""Switches below /proc/sys that the mount replaces."""
+"""Paths, relative to /proc/sys, of the switches over which files of the mount are mounted."""
 HOST_SWITCHES = (
     *SWITCHES,
     "kernel/ftrace_dump_on_oops",
@@ -60,9 +60,10 @@ HOST_SWITCHES = (
     "kernel/tracepoint_printk",
     "kernel/kptr_restrict",
 )
-"""Switches of the host below /proc/sys that tracing programs set. trace-cmd sets kptr_restrict.
+"""Paths, relative to /proc/sys, of switches of the host that tracing programs set.
 
-If the mount lacks one of them, a file with the same content is mounted over the host's switch.
+trace-cmd sets kptr_restrict. If the mount lacks one of the switches, a file with the same content is
+mounted over the host's switch.
 """
 HOST = ".host"
 """Name of a directory in a replaced directory of /proc/sys, with the host's files.
@@ -138,7 +139,7 @@ def _enter_own_directory() -> None:
     """Open the working directory again, by its path in the namespace of the command.
 
     Hazard: a directory of another mount namespace, such as /proc/PID/root, would keep the host's files in
-        reach.
+    reach.
     Raises: CliError (the directory has no path in this namespace).
     """
     before = os.stat(".")
@@ -271,7 +272,7 @@ def _open_tree(directory: str) -> int:
 
 
 def _attach(tree: int, place: str | int) -> None:
-    """Attach a detached mount at a path, or at an open file, which may be a symbolic link."""
+    """Attach the detached mount `tree` at a path, or at an open file, which may be a symbolic link."""
     empty = MOVE_MOUNT_F_EMPTY_PATH
     if isinstance(place, int):
         _system_call(

@@ -90,7 +90,10 @@ class CallAnswerer:
             waiting.finish(result)
 
     def _result(self, waiting: _Waiting) -> int | None:
-        """Return 0 or an errno, or None if the kernel must execute the call. Raises: OSError."""
+        """Return the result of a call, 0 or an errno; None if the kernel must execute the call.
+
+        Raises: OSError.
+        """
         if waiting.call.kind is Kind.COPY:
             return self._copying(waiting)
         with _Caller(waiting) as caller:

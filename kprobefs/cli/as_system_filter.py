@@ -103,7 +103,11 @@ _STATFS64_ARM = StatfsLayout(_STATFS64_I386.fields, (84, 88))
 def _calls(
     numbers: dict[str, int], layout: StatfsLayout, statfs64: StatfsLayout | None = None
 ) -> dict[int, Call]:
-    """Return a map system call number -> call, for one ABI. `numbers`: system call's name -> its number."""
+    """Return a map system call number -> call, for one ABI.
+
+    `numbers`: name of a system call -> its number. `layout`: layout of the struct statfs of statfs(2).
+    `statfs64`: that of statfs64(2), or None if the ABI has no statfs64(2).
+    """
     known = {
         "statfs": Call(Kind.STATFS, layout=layout),
         "fstatfs": Call(Kind.FSTATFS, layout=layout),

@@ -270,6 +270,7 @@ class Lookup:
     def _follow(self, name: bytes, here: int, process: int) -> int:
         """Open the file to which a link in a process's /proc directory leads.
 
+        `name`: name of the link in the open directory `here`. `process`: the open directory /proc/PID.
         Raises: OSError (EACCES: the task may not follow the links of that process).
         """
         with self._raised(CAP_SYS_PTRACE):

@@ -57,9 +57,9 @@ class CommandNamespace:
         self._try()
 
     def enter(self) -> None:
-        """Move this process to the namespaces and install the filter; afterwards it executes the command.
+        """Move this process to the namespaces and install the filter.
 
-        Raises: OSError.
+        Afterwards the process executes the command. Raises: OSError.
         """
         if self._own_user:
             self._enter_user()

@@ -99,7 +99,7 @@ def reboot(directory: str) -> None:
     """Boot the kernel of the mount on `directory` again.
 
     Raises: CliError (not mounted, the daemon does not answer, or a distribution's kernel), OSError (the
-        boot failed).
+    boot failed).
     """
     if _mounted_on(directory) is None:
         raise CliError(f"{directory}: kprobefs isn't mounted there", ExitStatus.NOT_MOUNTED)

@@ -85,8 +85,8 @@ def cases(
 ) -> list[Case]:
     """Return the kernels of the matrix: each combination of the options that a kernel can have.
 
-    `archs` and `profiles` select kernels of kprobefs, and `images` and `kprobes` distributions' kernels.
-    If none is given, the matrix has kprobefs's own kernel.
+    `archs` and `profiles` select kernels of kprobefs, and `images` and `kprobes` distributions' kernels. If
+    none is given, the matrix has kprobefs's own kernel. `clock`: value of --clock for all kernels, or None.
     """
     more = () if clock is None else ("--clock", clock)
     found = []
@@ -144,10 +144,11 @@ def run_on_workers(
     scheduler: str,
     ended: Callable[[Result], None],
 ) -> list[Result]:
-    """Run the command on each kernel, on the workers of a Dask cluster.
+    """Run the command on each kernel, on the workers of a Dask cluster; return the results.
 
-    The workers need the files of the kernels and of the command at the same places, also the directory that
-    is current here. If a worker is lost, another one runs the command again.
+    `scheduler`: address of the cluster's scheduler. `ended` is called after each run. The workers need the
+    files of the kernels and of the command at the same places, also the directory that is current here. If
+    a worker is lost, another one runs the command again.
     Raises: CliError (the cluster fails), OSError (a log cannot be written).
     """
     from kprobefs.measure.cluster import run_on_cluster
@@ -164,9 +165,11 @@ def run_on_workers(
 
 
 def run_on_worker(options: Sequence[str], command: Sequence[str], directory: str) -> tuple[int, float, bytes]:
-    """Run the command on one kernel; return (exit status, duration in seconds, output).
+    """Run the command on one kernel, in the working directory `directory`.
 
-    Only the end of a long output is returned. Raises: CliError (there is no such directory).
+    Return (exit status, duration in seconds, output); only the end of a long output is returned. `options`:
+    options of `kprobefs run` that select the kernel.
+    Raises: CliError (there is no such directory).
     """
     start = time.monotonic()
     with tempfile.TemporaryFile() as output:
@@ -236,8 +239,8 @@ def _hint(text: str) -> str:
 def _blamed(text: str) -> str:
     """Return the first line of `text` that probably names an error, or else the first that is not empty.
 
-    Hints of `kprobefs run` are ignored. Return "" if there is no other line. In the returned line,
-    $KPROBEFS stands in place of the mount's path.
+    Hints of `kprobefs run` are ignored. Return "" if there is no other line. In the returned line, the path
+    of the mount is replaced by $KPROBEFS.
     """
     lines = [line.strip() for line in text.splitlines()]
     written = [line for line in lines if line and not _is_hint(line)]

@@ -81,7 +81,10 @@ class History:
             self._file = os.open(root / "machine" / "history", os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self) -> Past:
-        """Return the history, which is partial if the mount's kernel keeps none."""
+        """Return the history; it is partial if the mount's kernel keeps none.
+
+        If the file cannot be read, because the daemon has ended, return an empty history.
+        """
         if self._file is None:
             return Past(is_partial=True)
         # The daemon may have ended, and then the command has no hint.
@@ -139,7 +142,8 @@ def why_no_hit(ended: EndedCommand, places: Sequence[str], unarmed: str = "") ->
         return f"files outside of scratch/, such as {escape_for_terminal(file)}, hit no probe"
     named = escape_for_terminal(", ".join(map(_with_hex_offset, places[:NAMES])))
     if unarmed:
-        return f"the command never came to {named} while the probes were armed ({unarmed} for a time)"
+        reason = escape_for_terminal(unarmed)
+        return f"the command never came to {named} while the probes were armed ({reason} for a time)"
     return f"the command never came to {named}; files outside of scratch/ hit no probe"
 
 
@@ -174,7 +178,7 @@ def _without_hits(ended: EndedCommand, events: Sequence[PastEvent]) -> Iterator[
     armed = [event for event in events if event.armed]
     for reason in dict.fromkeys(event.unarmed for event in events if not event.armed):
         names = _names(event for event in events if not event.armed and event.unarmed == reason)
-        yield NO_HIT.format(names=names, why=UNARMED.format(reason=reason))
+        yield NO_HIT.format(names=names, why=UNARMED.format(reason=escape_for_terminal(reason)))
     if armed:
         places = [place for event in armed for place in event.places]
         unarmed = next((event.unarmed for event in armed if event.unarmed), "")

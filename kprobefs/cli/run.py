@@ -285,9 +285,9 @@ class _Runner:
 def signal_left(directory: str, session: int, number: signal.Signals) -> None:
     """Send a signal to all processes of a session that have the mount in their environment.
 
-    A command has left these processes behind. No signal is sent to a process that made its own session,
-    because it is meant to outlive the command, nor to a process whose environment cannot be read in time.
-    Stopped processes are continued, as after a hangup. `session`: id of the session.
+    A command has left these processes behind. A process that made its own session gets no signal, because
+    it is meant to outlive the command. If the environment of a process cannot be read in time, the process
+    gets no signal. Stopped processes are continued, as after a hangup. `session`: id of the session.
     """
     mark = os.fsencode(f"KPROBEFS={directory}")
     memory = ProcessMemory(READ_TIMEOUT)

@@ -164,7 +164,10 @@ class Probes:
         return ""
 
     def toggle(self, probe: Probe, name: str) -> str:
-        """Invert the file `enabled` or `optimized` of a probe; return an error message, or ""."""
+        """Invert the content of the probe's file `name`, which is `enabled` or `optimized`.
+
+        Return an error message, or "" if the write has succeeded.
+        """
         value = "0" if (probe.enabled if name == "enabled" else probe.optimized) else "1"
         if not self.answers:
             return f"{probe.event}: {name} {value}: the mount does not answer"
@@ -191,7 +194,10 @@ class Probes:
 
 
 def _rate_since(before: int | None, hits: int, passed: float) -> float | None:
-    """Return the hits per second, or None if there is no earlier count or if the count was reset."""
+    """Return the hits per second, or None if there is no earlier count or if the count was reset.
+
+    `before`: the earlier count. `hits`: the current count. `passed`: seconds between the two.
+    """
     return None if before is None or hits < before else (hits - before) / max(passed, 1e-3)
 
 
@@ -340,7 +346,11 @@ def table(view: View, probes: Probes, width: int, height: int) -> Group:
 
 
 def wrap_lines(text: str, width: int, max_lines: int, indent: str = "") -> list[Text]:
-    """Wrap a text to at least one line and at most `max_lines` lines of at most `width` characters."""
+    """Wrap a text to at least one line and at most `max_lines` lines of at most `width` characters.
+
+    `indent`: start of the first line. Unless `indent` is empty, each further line begins with two more
+    blanks.
+    """
     from textwrap import wrap
 
     from rich.text import Text
@@ -404,7 +414,10 @@ def _code_line(line: str) -> Text:
 
 
 def _instruction(line: str, width: int) -> str:
-    """Return a line of the file `detour`; on a narrow screen, without bytes and upper halves of addresses."""
+    """Return a line of the file `detour` for a screen of `width` columns.
+
+    A narrow screen gets neither the bytes of the instruction nor the upper halves of addresses.
+    """
     return line if width >= 80 else re.sub(r"^0x(?:ffffffff)?(\w+): (?:[0-9a-f]{2} )+ *", r"\1: ", line)
 
 

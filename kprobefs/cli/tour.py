@@ -200,7 +200,7 @@ PROMPT = "Enter continues, q ends the tour "
 
 
 def steps(arch: str, chapter: str = CHAPTERS[0]) -> tuple[Step, ...]:
-    """Return the steps of a tour for an architecture."""
+    """Return the steps of the tour `chapter`, one of CHAPTERS, for an architecture."""
     if chapter == "optimized":
         offset = hex(_STAGED.get(arch, 5))
         return tuple(
@@ -211,7 +211,7 @@ def steps(arch: str, chapter: str = CHAPTERS[0]) -> tuple[Step, ...]:
 
 
 def profile(arch: str, chapter: str) -> str | None:
-    """Return the profile that a tour needs, or None for the default."""
+    """Return the profile that the tour `chapter` needs, or None for the default."""
     return OPTIMIZING_PROFILE if chapter == "optimized" and arch.startswith("riscv") else None
 
 

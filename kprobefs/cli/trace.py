@@ -45,9 +45,9 @@ PID_NAMESPACE = "/proc/self/ns/pid"
 NOTHING = 3
 """Exit status of a RecordReader's process that has read no records."""
 UNWRITTEN = 100
-"""Number that is added to an errno for the exit status of a RecordReader's process.
+"""Offset of an errno in the exit status of a RecordReader's process that has failed to write records.
 
-The process has failed to write records with this errno.
+The exit status is the sum of the two numbers.
 """
 
 
@@ -70,7 +70,10 @@ class TraceSession:
     """Probes, filter and output of one run of `kprobefs trace`; attached() puts the probes on a mount."""
 
     def __init__(self, request: TraceRequest, output: TextIO) -> None:
-        """Parse the probes. Raises: CliError (wrong usage)."""
+        """Parse the probes of `request`. `output`: stream to which the records are written.
+
+        Raises: CliError (wrong usage).
+        """
         self.name = own_name() + (SUFFIX if request.graph is not None else "")
         self.request = request
         self.probes = parse_probes(request.probes, self.name)

@@ -121,7 +121,7 @@ def _escape(character: str) -> str:
 
 @contextmanager
 def explained(image: str) -> Iterator[None]:
-    """Convert errors of the block about a kernel image to CliErrors that name the image.
+    """Convert errors of the block about the kernel image `image` to CliErrors that name the image.
 
     Raises: CliError.
     """

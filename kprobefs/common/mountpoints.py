@@ -80,7 +80,7 @@ class MountPoint:
 def check_proc() -> None:
     """Check that /proc shows this pid namespace and is not mounted with subset=pid.
 
-    Raises: CliError (one of these is not so).
+    Raises: CliError (one of these is not so, or nothing is mounted on /proc).
     """
     if not os.path.lexists("/proc/self"):
         raise CliError("/proc: no file system of processes; run mount -t proc proc /proc")
@@ -190,7 +190,7 @@ def check_answers(directory: str) -> None:
 
 
 def unanswered(directory: str, found: MountState) -> CliError:
-    """Return the error for a mount whose daemon hangs or is gone."""
+    """Return the error for a mount whose daemon hangs or is gone; `found`: state of the mount."""
     if found is MountState.STALE:
         return CliError(f"{directory}: its daemon is gone; run kprobefs umount {directory}", found.status)
     from kprobefs.common.daemon_registry import known
@@ -280,7 +280,10 @@ def _ask(directory: str, writer: int) -> NoReturn:
 
 
 def detach(directory: str) -> None:
-    """Unmount a directory at once, even if it has open files (MNT_DETACH). Raises: CliError."""
+    """Unmount a directory at once, even if it has open files (MNT_DETACH).
+
+    Raises: CliError (it is still mounted).
+    """
     try:
         if os.geteuid() == 0:
             _umount2(directory, UMOUNT_NOFOLLOW)

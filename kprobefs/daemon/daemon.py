@@ -33,7 +33,11 @@ READY = b"\0"
 
 
 def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | None) -> None:
-    """Serve the mount in this process, and apply the *.probes files. Raises: CliError."""
+    """Serve the mount in this process, and apply the *.probes files.
+
+    `build`: builder of the served kernel. `log_file`: None: log to the standard error.
+    Raises: CliError.
+    """
     if log_file is None:
         _start_logging(logging.INFO, STANDARD_ERROR)
     else:
@@ -43,7 +47,10 @@ def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | No
 
 
 def start_in_background(options: MountOptions, build: Builder, log_file: Path | None = None) -> None:
-    """Start a daemon, and return when its mount answers. Raises: CliError (with the daemon's message)."""
+    """Start a daemon, and return when its mount answers. Raises: CliError (with the daemon's message).
+
+    `build`: builder of the served kernel. `log_file`: None selects the log in the runtime directory.
+    """
     start = DaemonStart(options, build, log_file)
     child = fork()
     if child == 0:

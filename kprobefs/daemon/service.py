@@ -124,7 +124,10 @@ class ServiceStatus:
         self._sent = ""
 
     def report(self, condition: str, remark: str, *, is_ready: bool) -> None:
-        """Send the status if it has changed, and READY=1 when `is_ready` is true for the first time."""
+        """Send the status if it has changed, and READY=1 when `is_ready` is true for the first time.
+
+        `condition`: state of the mount. `remark`: text about the phase of the start, or "".
+        """
         status = f"{condition} {self._directory}{remark and ': '}{remark}"
         if is_ready and not self._is_ready:
             self._is_ready = True
@@ -259,7 +262,11 @@ class Service:
         return self._applies_definitions and bool(dropins.files())
 
     def _wait(self, watchdog: ServiceWatchdog | None, start_up: StartUp) -> None:
-        """Wait until the service must end. In the meantime, send the mount's state to the service manager."""
+        """Wait until the service must end. In the meantime, send the mount's state to the service manager.
+
+        `watchdog`: the process that checks the mount's state, or None. `start_up`: the phase in which the
+        *.probes files are applied.
+        """
         status = ServiceStatus(escape_for_terminal(self._options.directory))
         reports = WatchdogReports(watchdog, self._wake)
         while True:

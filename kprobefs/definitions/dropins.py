@@ -34,7 +34,11 @@ def directories() -> list[str]:
 
 
 def files() -> list[Path]:
-    """Return the drop-in files, sorted by name across all directories. Mirrors: sysctl.d(5)."""
+    """Return the drop-in files, sorted by name across all directories.
+
+    A file that is a link to /dev/null is left out, and masks files of the same name in later directories.
+    Mirrors: sysctl.d(5).
+    """
     found: dict[str, Path] = {}
     for directory in directories():
         try:

@@ -198,9 +198,10 @@ class _Array:
                 yield f"per_cpu/{cpu}/buffer_size_kb = {value}"
 
     def switches(self, *, is_instance: bool) -> Iterator[str]:
-        """Yield lines that set the tracer, the options and the enabled events.
+        """Yield lines that set the tracer, the options, the enabled events, and the commands of functions.
 
-        An instance begins with the options of the top-level array, so that all its options are saved.
+        `is_instance`: the array is that of an instance. An instance begins with the options of the
+        top-level array, so that all its options are saved. Its tracing_on is saved if it is on.
         """
         for value in self.lines("current_tracer"):
             if value not in DEFAULTS["current_tracer"]:

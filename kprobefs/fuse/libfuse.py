@@ -408,11 +408,11 @@ class PollHandles:
         return old is None
 
     def notify(self, file_handle: int) -> None:
-        """Wake the clients that poll a file."""
+        """Wake the clients that poll the open file with the handle `file_handle`."""
         self._drop(file_handle, _libfuse.fuse_notify_poll)
 
     def forget(self, file_handle: int) -> None:
-        """Drop the poll handle of a closed file."""
+        """Drop the poll handle of a closed file, whose handle was `file_handle`."""
         if file_handle in self._handles:
             self._drop(file_handle, lambda _handle: None)
 
@@ -669,7 +669,11 @@ class ReplyChannels:
         _look_up_again(reply)
 
     def _let_name_last(self, reply: bytearray) -> None:
-        """Give the name in a reply a validity, because only clients change the name."""
+        """Give the name in a reply a validity, because only clients change the name.
+
+        The name of a file with several links gets none. If the reply is for a directory, record the
+        directory.
+        """
         if len(reply) == ENTRY_REPLY_SIZE:
             node, mode, links = ENTRY_NODE.unpack(reply)
             if stat.S_ISDIR(mode):
@@ -727,8 +731,8 @@ class _LoopState:
         """Return False if the thread certainly answers no RELEASE that left the queue before this call.
 
         Hazard: the host's kernel takes a request out of the queue before it copies the request to the
-            thread's buffer. So a thread whose buffer has no request may still have taken one, unless the
-            thread sleeps.
+        thread's buffer. So a thread whose buffer has no request may still have taken one, unless the
+        thread sleeps.
         """
         if not self._opcode and self._is_running():
             return True
@@ -784,9 +788,9 @@ class SessionLoop:
     The loop itself answers READ, RELEASE, and WRITE of files whose writes read no host files. It also answers
     LOOKUP, GETATTR and OPEN of control files with known nodes. It passes all other requests to libfuse.
 
-    close(2) returns when its RELEASE is in the queue of /dev/fuse, and no program waits for the reply. While
-    the close of an open file would have an effect, a thread that has read a request therefore waits first: it
-    waits until other threads have answered earlier RELEASEs.
+    close(2) returns when its RELEASE is in the queue of /dev/fuse, and no program waits for the reply. So a
+    later request could be answered before the close has had its effect. While the close of an open file would
+    have an effect, a thread that has read a request waits until other threads have answered earlier RELEASEs.
 
     Replaces: fuse_session_loop().
     Needed for: ReplyChannels; replies when the host has no free memory, because a client that waits for one
@@ -997,7 +1001,7 @@ class SessionLoop:
 
     @staticmethod
     def _initialise(nodes: KnownNodes, request: bytearray, _size: int) -> None:
-        """Read from the INIT request whether the host's kernel can expire names."""
+        """Record in `nodes` whether the host's kernel can expire names, as the INIT request says."""
         nodes.initialise(request)
 
     def _await_releases(self, own: _LoopState) -> None:

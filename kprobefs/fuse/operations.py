@@ -243,7 +243,10 @@ class _Operations:
         self.clients_own = mount.clients_own
         self.acting = mount.acting
         self._status: dict[int, int] = {}
-        """Handle of an open file -> its STATUS_FLAGS that were last set in the mount, unless none is set."""
+        """Handle of an open file -> the STATUS_FLAGS that were set last for the file in the mount.
+
+        A file without an item has none of these flags.
+        """
 
     def __call__(self, operation: str, *arguments: Any) -> Any:
         return getattr(self, operation)(*arguments)
@@ -282,7 +285,8 @@ class _Operations:
     def access(self, path: str, mode: int) -> None:
         """Check whether root may access `path`, or report a chdir(2) to the mount.
 
-        The host's kernel sends the same request for both. Only X_OK can fail for root.
+        `mode`: the accesses to check, as in access(2). The host's kernel sends the same request for both.
+        Only X_OK can fail for root.
         Raises: KernelError EACCES (a file without execute permission).
         """
         if not mode & os.X_OK:
@@ -352,15 +356,18 @@ class _Operations:
         )
 
     def getattr_at_once(self, uid: int, gid: int, pid: int, path: str) -> Stat:
-        """Return the attributes of a control file for SessionLoop."""
+        """Return the attributes of a control file for SessionLoop; see AtOnce.getattr."""
         return self._mount.getattr(path, partial(_cached_client, pid, uid, gid))
 
     def fgetattr_at_once(self, uid: int, gid: int, pid: int, handle: int) -> Stat:
-        """Return the attributes of an open file for SessionLoop."""
+        """Return the attributes of the open file `handle` for SessionLoop; see AtOnce.fgetattr."""
         return self._mount.fgetattr(handle, partial(_cached_client, pid, uid, gid))
 
     def open_at_once(self, uid: int, gid: int, pid: int, path: str, flags: int) -> tuple[int, bool]:
-        """Open a control file for SessionLoop; return (handle, whether the file is a stream)."""
+        """Open a control file for SessionLoop; return (handle, whether the file is a stream).
+
+        The parameters are those of AtOnce.open.
+        """
         if self.reserve.is_spent:
             self._needs_reserve()
         handle = self._mount.open(_cached_client(pid, uid, gid), path, flags)
@@ -371,7 +378,10 @@ class _Operations:
     def read_at_once(
         self, uid: int, gid: int, pid: int, handle: int, offset: int, size: int, owner: int, flags: int
     ) -> bytes | None:
-        """Read a file for SessionLoop; return None if the read has to wait, so that libfuse calls read()."""
+        """Read a file for SessionLoop; return None if the read has to wait, so that libfuse calls read().
+
+        The parameters are those of AtOnce.read.
+        """
         try:
             return self._read(_cached_client(pid, uid, gid), handle, size, offset, owner, flags)
         except WouldBlock:
@@ -406,7 +416,7 @@ class _Operations:
         """Execute a write for SessionLoop, and return the number of bytes written.
 
         Return None if libfuse must call write() instead: a write to the file may read host files, or this
-        write has to wait.
+        write has to wait. The parameters are those of AtOnce.write.
         """
         if not self._mount.writes_at_once(handle):
             return None
@@ -447,7 +457,7 @@ class _Operations:
         self.close(info.fh)
 
     def close(self, handle: int) -> None:
-        """Release an open file, whose last descriptor was closed."""
+        """Release the open file `handle`, whose last descriptor was closed."""
         self._pollers.forget(handle)
         try:
             self._mount.release(handle)

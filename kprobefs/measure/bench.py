@@ -357,7 +357,11 @@ class MeasuredProbe:
 
 
 def place(kernel: Kernel, kind: str, offset: int) -> MeasuredProbe:
-    """Register a disabled probe with a handler of HANDLERS, `offset` bytes after the entry of FUNCTION."""
+    """Register a disabled probe with a handler of the kind `kind`, one of HANDLERS.
+
+    The probe is `offset` bytes after the entry of FUNCTION, or at the return of FUNCTION if the kind is
+    RETURNING.
+    """
     if kind == EVENT:
         return _event(kernel, offset)
     if kind == RETURNING:
@@ -487,7 +491,7 @@ def detours(sizes: Mapping[str, int | None]) -> Iterator[str]:
 
 
 def elsewhere(rows: Sequence[tuple[str, int | None, int | None, int | None]]) -> Iterator[str]:
-    """Yield the lines of a table with figures that others have published; see ELSEWHERE."""
+    """Yield the lines of a table with the figures `rows` that others have published; see ELSEWHERE."""
     yield f"{'measured elsewhere, ns (ratio)':38} {STEPPED:>13} {BOOSTED:>13} {OPTIMIZED:>13}"
     for name, *costs in rows:
         least = costs[-1]

@@ -54,7 +54,7 @@ _TURNS_OF_A_ROUND = 4
 
 @dataclass(frozen=True)
 class CpusCase:
-    """One measurement of `bench hit --cpus`: a mode in which hits are taken, on a number of CPUs."""
+    """One measurement of `bench hit --cpus`: a kind of handler, in one mode, on a number of CPUs."""
 
     probe: str
     mode: str

@@ -129,8 +129,8 @@ def cases(
 ) -> list[ReturnCase]:
     """Return the cases: each mode with one task and CPU, and the fastest mode with more tasks or CPUs.
 
-    With a preset `profile`, only the shadow stack and the modes of the preset are measured. `backends`: names
-    of the shadow stacks otherwise.
+    With a preset `profile`, only the shadow stack and the modes of the preset are measured. Otherwise
+    `backends` has the names of the shadow stacks that are measured.
     """
     found = []
     known = modes(arch, profile)

@@ -16,7 +16,7 @@ from typing import Any
 from kprobefs.common.errors import CliError, ExitStatus
 
 PACKAGES = ("emulated_kernel", "kprobefs")
-"""Packages whose code the workers must have too."""
+"""Names of the packages whose code on the workers must be the same as in this process."""
 _PATIENCE = 15
 """Maximum time in seconds until the scheduler must answer."""
 _log = logging.getLogger(__name__)
@@ -39,8 +39,9 @@ def run_on_cluster(
 ) -> Iterator[tuple[int, Any]]:
     """Call a function of a module with each tuple of arguments on the workers of a Dask cluster.
 
-    Yield (index of the arguments, result) in the order in which the calls end. If a worker is lost, other
-    workers repeat its calls. `packages`: the workers must have the same code of these packages.
+    `address`: address of the scheduler. Yield (index of the arguments, result) in the order in which the
+    calls end. If a worker is lost, other workers repeat its calls. `packages`: names of packages whose code
+    must be the same on all workers.
     Raises: CliError (no scheduler, other code, a failed call).
     """
     check_installed()
@@ -64,9 +65,11 @@ def run_on_cluster(
 
 
 def _result(distributed: Any, address: str, future: Any) -> Any:
-    """Wait for the end of a call, and return its result; `future`: the call's future in Dask.
+    """Wait for the end of a call, and return its result.
 
-    `address`: address of the scheduler, for messages. Raises: CliError (the call or the cluster has failed).
+    `distributed`: Dask's module for clusters. `future`: the call's future in Dask. `address`: address of
+    the scheduler, for messages.
+    Raises: CliError (the call or the cluster has failed).
     """
     try:
         has_ended, outcome = future.result()
@@ -87,9 +90,11 @@ def _result(distributed: Any, address: str, future: Any) -> Any:
 def _call(
     packages: Sequence[str], code: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> tuple[bool, bytes | str]:
-    """Run one call on a worker; return (True, pickled result), or (False, text about the failure).
+    """Call `function` with `arguments` on a worker.
 
-    No exception is sent: the client would wait forever for an exception that cannot be unpickled.
+    Return (True, pickled result), or (False, text about the failure). `code`: digest that `packages` must
+    have on the worker. No exception is sent: the client would wait forever for an exception that cannot be
+    unpickled.
     """
     host = socket.gethostname()
     try:

@@ -57,9 +57,9 @@ def instructions_a_call(kernel: Kernel, function: str, cpus: int, calls: int = _
 
 @contextmanager
 def _contexts(kernel: Kernel, address: int, cpus: int) -> Iterator[list[_CpuContext]]:
-    """Yield a context for each CPU, which is about to call the function at `address`.
+    """Yield a list with a context for each CPU, which is about to call the function at `address`.
 
-    Restore the guest's state afterwards.
+    At the end of the block, restore the guest's state.
     """
     machine = kernel.machine
     abi = kernel.image.abi

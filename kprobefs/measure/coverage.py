@@ -30,7 +30,7 @@ from kprobefs.measure.verdicts import Judge, ProbeOutcome, chosen_profile, outco
 
 _WIDTH = 80
 _PIECE = 1 << 14
-"""Size in bytes of the functions that a process examines as one piece of work."""
+"""Approximate total size in bytes of the functions that a process examines as one piece of work."""
 Reasons = Counter[RejectReason | Tactics | None]
 """Reason why a probe is not optimized, tactics that its jump needs, or None -> number of instructions.
 
@@ -229,6 +229,8 @@ class FunctionCounter:
     ) -> Iterator[list[Counting]]:
         """Yield the counts of all functions, in their order.
 
+        `run` counts pieces. `progress`: bar that shows the finished pieces, or None. `file`: results file
+        whose pieces are not counted again, or None.
         Raises: CliError (a process has ended, the cluster fails, the file has wrong counts).
         """
         found: dict[int, list[list[Counting]]] = {}
@@ -268,7 +270,7 @@ class FunctionCounter:
         return _encoded([self.counting(symbol) for symbol in self._pieces[number]])
 
     def in_processes(self, jobs: int) -> Run:
-        """Return a function that counts pieces in forked processes, or in this one if there is one job."""
+        """Return a function that counts pieces in forked processes, or in this process if `jobs` is 1."""
 
         def run(numbers: list[int]) -> Iterator[tuple[int, Any]]:
             if jobs < 2 or len(numbers) < 2:
@@ -374,7 +376,11 @@ def _name(reason: RejectReason | Tactics | None) -> str:
 
 
 def _decoded(piece: Any, functions: int, subjects: int) -> list[list[Counting]]:
-    """Return the counts that _encoded() has encoded. Raises: ValueError, TypeError, KeyError."""
+    """Return the counts that _encoded() has encoded, for each function a list with an item for each subject.
+
+    `functions`, `subjects`: the expected numbers of functions and of subjects.
+    Raises: ValueError (other numbers), TypeError, KeyError.
+    """
     found = [
         [
             Counting(Counter({_reason(name): int(n) for name, n in reasons.items()}), int(pairs), seconds)
@@ -447,7 +453,10 @@ def as_dict(found: Coverage) -> dict[str, Any]:
 
 
 def by_verdict(reasons: Reasons) -> dict[str, int]:
-    """Return a map name of an outcome -> number of instructions; `instructions` is their sum."""
+    """Return a map name of an outcome -> number of instructions, from counts by reason.
+
+    The value of the key `instructions` is the sum.
+    """
     found = dict.fromkeys((verdict.value for verdict in ProbeOutcome), 0)
     for reason, number in reasons.items():
         found[outcome_of(reason).value] += number

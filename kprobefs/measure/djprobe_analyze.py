@@ -43,7 +43,8 @@ class AnalysisResult:
 def analyze(path: Path, place: str, debug_path: Path | None = None, bug_size: int = 2) -> AnalysisResult:
     """Analyze an address (0x...) or SYMBOL[+OFFSET] of an ELF file or a compressed kernel.
 
-    `bug_size`: size in bytes of a BUG() in the code.
+    `debug_path`: file with the debug information; None: it is searched for. `bug_size`: size in bytes of a
+    BUG() in the code.
     Raises: CliError (`place` is malformed), KernelError, OSError.
     """
     with open_elf(path) as file, open_debuginfo(file, path, debug_path) as info:

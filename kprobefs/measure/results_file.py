@@ -1,4 +1,4 @@
-"""Results files: the finished parts of a long analysis, so that the next run computes only the others."""
+"""Results files: the finished parts of a long analysis. The next run computes only the missing parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kprobefs.common.errors import CliError, ExitStatus
 _VERSION = 1
 """Version of the format. If the lines or the form of a result change, the number must be increased."""
 _HEAD = '{"kprobefs": "results", "version": %d}\n'
-"""First line of a results file, without the version."""
+"""Format of the first line of a results file, for the operator %. Its argument is the version."""
 _FIRST_LINE = re.compile(r'\{"kprobefs": "results", "version": ([0-9]{1,9})\}\n')
 _LIMIT = 1 << 30
 """Maximum size of a results file in bytes."""

@@ -180,8 +180,8 @@ def _refused(kernel: PlannedKernel, engine: OfflineEngine, line: Line, error: Ke
 def _hint(kernel: PlannedKernel, line: Line, rule: str, error: KernelError) -> str:
     """Return a hint to append to an error's message, or "" if there is none.
 
-    The hint is the reason why a place is refused, the addresses of an ambiguous symbol, or symbols similar to
-    an unknown one.
+    `rule`: name of the rule that the line has violated. The hint is the reason why a place is refused, the
+    addresses of an ambiguous symbol, or symbols similar to an unknown one.
     """
     words = argv_split(line.text)
     place = words[1] if len(words) > 1 else ""
@@ -275,7 +275,10 @@ def _no_parameter(line: Line, name: str, count: int | None, hidden: int = 0) -> 
 def _types(
     kernel: PlannedKernel, line: Line, probe: TraceKprobe, explained: Explanation
 ) -> Iterator[Finding]:
-    """Yield warnings about fetch arguments whose types differ from the BTF's types of the parameters."""
+    """Yield warnings about fetch arguments whose types differ from the BTF's types of the parameters.
+
+    `probe`: the probe that the line has created. `explained`: explanation of the probe's place.
+    """
     prototype = explained.prototype
     if prototype is None:
         return

@@ -86,7 +86,7 @@ def _reason(insn: ListedInsn) -> RejectReason | None:
 
 
 def _blamed(insn: ListedInsn) -> int:
-    """Return the address that breaks the rule because of which a probe on the instruction is refused."""
+    """Return the address that breaks the rule by which a probe on the instruction is refused."""
     assert insn.verdict.rejection is not None
     return insn.verdict.rejection.addr
 

@@ -38,7 +38,7 @@ class OfflineKprobes:
         return self._checker
 
     def register_kprobe(self, kprobe: Kprobe[Any], kind: str = KPROBE, /) -> None:  # noqa: ARG002 - armed
-        """Check a probe's place, and store its address.
+        """Check a probe's place, and store the probe's address. `kind` has no effect.
 
         Raises: the errors of Kprobes.register_kprobe() about the probe's place.
         """

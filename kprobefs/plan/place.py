@@ -116,7 +116,10 @@ def _not_text(text: str, address: int, where: Location | None, tables: ProbedTab
 
 
 def _kind(address: int, where: Location, tables: ProbedTables) -> str:
-    """Return a text for error messages about the memory at `address`, which no probe can be put in."""
+    """Return a text for error messages: the kind of memory at `address`, in which no probe can be put.
+
+    `where`: symbol and offset of the address.
+    """
     if not where.symbol.is_text:
         return "data"
     start, end = (tables.kallsyms.lookup_name(name) or 0 for name in _INIT)

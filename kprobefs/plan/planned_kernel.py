@@ -283,7 +283,7 @@ def _distributed(image: str, profile_name: str | None) -> PlannedKernel:
 
 
 def _booted(image: str, profile_name: str | None, cpu: str) -> PlannedKernel:
-    """Return the kernel of an image after its boot on a production CPU."""
+    """Return the kernel of the file `image` after its boot on the production CPU `cpu`."""
     kernel, report = booted_kernel(image, cpu)
     title = f"Linux {kernel.release}"
     profile = _profile(profile_name, "x86_64", kernel)

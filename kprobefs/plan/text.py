@@ -198,7 +198,7 @@ def _labelled(label: str, texts: Iterable[str]) -> Iterator[str]:
 
 
 def detour_title(explained: Explanation) -> str:
-    """Return the heading of the detour; on x86 it names the function that Linux calls at a hit."""
+    """Return the heading of the detour. On x86, the heading names the function that Linux calls at a hit."""
     is_linux = explained.kernel.arch in WITH_OPTPROBES
     return _DETOUR_TITLE + (_OF_LINUX if is_linux else "")
 

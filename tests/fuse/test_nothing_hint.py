@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from contextlib import closing
@@ -11,6 +12,10 @@ import pytest
 
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.probes.probe_history import MAX_REMOVED
+from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.seq_file import SeqReader
+from emulated_kernel.vfs.trees.stats import HistoryFile
 from kprobefs.cli.nothing_hint import (
     EndedCommand,
     History,
@@ -21,7 +26,7 @@ from kprobefs.cli.nothing_hint import (
 )
 from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
 from tests.image.linux.debian import package
-from tests.vfs.files import ROOT, truncate, write
+from tests.vfs.files import ROOT, read, truncate, write
 
 NEWLINE = "\n"
 
@@ -80,6 +85,7 @@ STATES = {
     f"{NO_CALLS}{GCDS}gcd\n{CLEAN}{CALLS}": "no hit of gcds: sysctl/kernel/ftrace_enabled was 0, so ",
     f"{NO_CALLS}{INSIDE}{CALLS}": "no hit of inside: the command never came to gcd+0x5; ",
     "kprobe_events = p:m none:f\nevents/kprobes/m/enable = 1": "no hit of m: module none was not loaded, so ",
+    "kprobe_events = p:m n\x1b[2J:f\nevents/kprobes/m/enable = 1": "no hit of m: module n\\x1b[2J was ",
 }
 """Lines -> the beginning of the hint after them."""
 
@@ -132,6 +138,55 @@ def test_old_events_are_forgotten_but_for_their_hits(place: Path) -> None:
         assert history.forgotten_hits == 1
     ended = EndedCommand(("true",), 0, str(place), "/")
     assert list(nothing_hints(ended, Past(events, recorded=True, forgotten_hits=1))) == []
+
+
+def define(kernel: Kernel, lines: list[str]) -> None:
+    """Define events, and enable all kprobe events."""
+    with kernel.lock:
+        kernel.tracing.dynamic_events.write("".join(f"{line}\n" for line in lines).encode())
+        for event in kernel.tracing.kprobe_events.events():
+            event.enable(kernel.trace)
+
+
+def remove(kernel: Kernel, probes: list[TraceKprobe]) -> None:
+    with kernel.lock:
+        for probe in probes:
+            probe.event.disable(kernel.trace)
+            kernel.tracing.kprobe_events.remove(probe)
+
+
+def test_a_reader_gets_each_event_once_while_events_are_removed() -> None:
+    with Kernel() as kernel:
+        names = [f"e{number}" for number in range(60)]
+        define(kernel, [f"p:{name} gcd a=$arg1" for name in names])
+        write(kernel.filesystem(), "/tracing/events/kprobes/e50/filter", "a == 1")
+        reader = SeqReader(HistoryFile(kernel.components).records_for(Client(1, 0, 0)))
+        text = reader.read(4096, 0)
+        assert b"e20" in text
+        assert b"e50" not in text
+        kernel.call("gcd", 12, 18)
+        remove(kernel, [*kernel.tracing.kprobe_events.probes()][:4:-1])
+        while data := reader.read(4096, len(text)):
+            text += data
+        events = [PastEvent(**json.loads(line)) for line in text.splitlines()[1:]]
+        assert [event.name for event in events] == names
+        assert [event.hits for event in events[-10:]] == [1] * 10
+        assert [event.filters for event in events if event.filters] == [["a == 1"]]
+
+
+def test_old_probes_of_an_event_are_forgotten_but_for_their_hits() -> None:
+    with Kernel() as kernel:
+        tree = kernel.filesystem()
+        functions = read(tree, "/tracing/available_filter_functions").split()
+        refused = {"gcd", *read(tree, "/kprobes/blacklist").split()}
+        others = [name for name in functions if name not in refused and functions.count(name) == 1]
+        others = others[: MAX_REMOVED + 1]
+        define(kernel, [f"p:many {name}" for name in ("gcd", *others)])
+        kernel.call("gcd", 12, 18)
+        remove(kernel, [*kernel.tracing.kprobe_events.probes()][:-1])
+        (event,) = kernel.tracing.kprobe_events.history.events()
+        assert event["places"] == others
+        assert event["hits"] == 1
 
 
 # Cases of scripts in a mount

@@ -29,11 +29,12 @@ class Effect(NamedTuple):
 
 
 def solve(effects: dict[int, Effect], everything: int) -> dict[int, int]:
-    """Return a map: address of an instruction -> mask of the registers and flags that are live before it.
+    """Return address of an instruction -> mask of the registers and flags that are live before it.
 
-    `effects`: address -> effect of the instruction, ordered by address and without gaps between instructions.
-    `everything`: mask that counts as live where control leaves the function. The result is the least fixed
-    point. Instructions are visited backwards, in one pass, or in several if there are loops.
+    `effects`: address -> effect of the instruction, ordered by address and without gaps between
+    instructions. `everything`: mask that counts as live where control leaves the function.
+    The result is the least fixed point. The instructions are visited backwards: once, or several times if
+    the function has loops.
     """
     live = dict.fromkeys(effects, 0)
     order = [*reversed(effects.items())]

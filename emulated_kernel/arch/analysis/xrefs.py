@@ -155,9 +155,9 @@ class CodeXrefs:
             self.__dict__.pop(name, None)
 
     def targets(self, region: range) -> set[int]:
-        """Return the addresses in `region` to which jump labels or outside branches may lead.
+        """Return the addresses in `region` to which jump labels, or branches from outside, may lead.
 
-        A branch is an outside branch if its source is not in `region`.
+        A branch is from outside if its source is not in `region`.
         """
         branches = (*self._own_branches.pairs(region), *self._module_branches.pairs(region))
         found = {target for target, source in branches if source not in region}

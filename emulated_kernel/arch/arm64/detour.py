@@ -29,7 +29,7 @@ MAX_REPETITION = 64
 _LINK_ROOM = 16
 """Size in bytes of the stack memory in which a loop saves x30."""
 _COUNT = 17
-"""Number of a register that a loop changes between its calls."""
+"""Number of the register in which a loop decrements its number of calls."""
 
 
 def around_handler(region: Region) -> tuple[bytes, bytes]:

@@ -16,7 +16,10 @@ from emulated_kernel.arch.arm64.insn import REGISTER_NAMES, SIZE, signed
 from emulated_kernel.util.errors import KernelError
 
 SP = ZERO = 31
-"""Number of the stack pointer as base of an access, and in add_immediate(); else of the zero register."""
+"""Number of two registers: the stack pointer and the zero register.
+
+The number means the stack pointer as the base of an access, and in add_immediate().
+"""
 WORD = 8
 """Size of a register in bytes."""
 BRK = bytes.fromhex("800020d4")
@@ -34,7 +37,7 @@ _SHIFTED_BY_12 = 1 << 22
 _LOADS = {1: 0x39400000, 2: 0x79400000, 4: 0xB9400000, 8: 0xF9400000}
 _SIGNED_LOADS = {1: 0x39800000, 2: 0x79800000, 4: 0xB9800000, 8: 0xF9400000}
 _STORES = {1: 0x39000000, 2: 0x79000000, 4: 0xB9000000, 8: 0xF9000000}
-_UNSCALED = 0x01000000
+_SCALED = 0x01000000
 """Bit that is set in accesses whose offset is scaled. The offset of other accesses has 9 signed bits."""
 _PAIR_LOAD = 0xA9400000
 _PAIR_STORE = 0xA9000000
@@ -59,7 +62,7 @@ class ConditionCode(IntEnum):
 
 
 class RegisterOp(IntEnum):
-    """Opcodes of 64-bit instructions of two source registers."""
+    """Opcodes of 64-bit instructions with two source registers."""
 
     AND = 0x8A000000
     ADD = 0x8B000000
@@ -187,7 +190,7 @@ def fits_access(offset: int, size: int) -> bool:
 def _access(opcode: int, register: int, base: int, offset: int, size: int) -> bytes:
     if offset % size == 0 and 0 <= offset < size << 12:
         return _bytes(opcode | offset // size << 10 | base << 5 | register)
-    return _bytes(opcode & ~_UNSCALED | (offset & 0x1FF) << 12 | base << 5 | register)
+    return _bytes(opcode & ~_SCALED | (offset & 0x1FF) << 12 | base << 5 | register)
 
 
 @lru_cache(4096)
@@ -218,7 +221,7 @@ def decode_load(code: bytes) -> MemoryLoad | None:
         for size, opcode in loads.items():
             if kind == opcode:
                 offset = (word >> 10 & 0xFFF) * size
-            elif word & 0xFFE00C00 == opcode & ~_UNSCALED:
+            elif word & 0xFFE00C00 == opcode & ~_SCALED:
                 offset = signed(word >> 12, 9)
             else:
                 continue

@@ -144,7 +144,10 @@ class Arm64Lowering(Lowering):
         self._code += code
 
     def _branch_if_zero(self, condition: Condition, register: int, label: ir.Label) -> None:
-        """Emit a branch, taken if `register`, the result of a test or comparison, meets `condition`."""
+        """Emit a branch to `label`, taken if `condition` holds for the result of a test or comparison.
+
+        `register` contains the result. The condition is whether the result is 0.
+        """
         self._branch_on(asm.branch_if_zero(register, 0, inverted=condition not in _IS_ZERO), label)
 
     def _number(self, value: int, spare: int) -> int:

@@ -58,7 +58,8 @@ def detoured_region(analysis: Arm64FunctionAnalysis, addr: int) -> Region | Reje
     """Return the region that the jump of a probe at `addr` replaces, or the rejection of the jump.
 
     The region is the probed instruction. No code can lead into it, and no register is needed for the jump.
-    A jump replaces no landing pad. An indirect branch may reach a breakpoint there, but not a jump.
+    A jump replaces no landing pad: an indirect branch may reach a breakpoint in the place of a landing pad,
+    but not a jump.
     """
     if addr not in analysis.insns:
         return Rejection(RejectReason.NOT_ALIGNED, addr)
@@ -170,9 +171,10 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
         return True
 
     def reasons(self, symbol: Symbol) -> Mapping[int, RejectReason | Tactics | None]:
-        """Implement ProbeChecker.reasons for a whole function at once, because a kernel has millions of them.
+        """Implement ProbeChecker.reasons for all instructions of a function at once.
 
-        The results equal those of check_each_insn(). A function with blacklisted addresses is checked
+        A check of each instruction would take too long, because a kernel has millions of instructions. The
+        results equal those of check_each_insn(). Only a function with blacklisted addresses is checked
         instruction by instruction.
         """
         if self.strategy is None or super()._has_forbidden(symbol):

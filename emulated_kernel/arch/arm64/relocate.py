@@ -24,7 +24,7 @@ _INVERT_TEST = 1 << 24
 _ALWAYS = 14
 """The first of the two condition codes that always hold."""
 _SKIP = 2 * SIZE
-"""Distance from an inverted branch to the instruction after the branch that it skips."""
+"""Distance in bytes from an inverted branch to the end of the branch after it, which it skips."""
 
 
 class Relocation(Enum):
@@ -74,7 +74,7 @@ _SIMULATED = {
 """Pattern of instructions -> relocation, for instructions that read or write the instruction pointer.
 
 Linux: a slot may execute a bc.cond, because kprobes do not know this instruction (v6.12). Only a CPU with
-    Armv8.8 has bc.cond.
+Armv8.8 has bc.cond.
 """
 
 

@@ -24,8 +24,8 @@ _ONE_OF_BOTH = {
 }
 """Condition on 8 bytes -> condition on each half, and a bool.
 
-If the condition on a half holds for at least one half, the bool says whether the condition on 8 bytes
-holds. If it holds for neither half, the opposite of the bool does.
+The bool is the result of the condition on 8 bytes if the condition on a half holds for at least one half.
+Otherwise the result is the opposite of the bool.
 """
 _ORDER = {
     Condition.BELOW: (Condition.BELOW, Condition.BELOW),

@@ -38,7 +38,7 @@ from emulated_kernel.arch.riscv.insn import (
 )
 
 _MAY_FAULT = Effect(ALL_REGISTERS, 0, LEAVES)
-"""Effect of an instruction in the exception table, after whose fault control continues at a fixup."""
+"""Effect of an instruction in the exception table. If it faults, control continues at its fixup."""
 _ON = Control(falls_through=True)
 _NEVER_DEAD: int = 1 << SP | 1 << GP | 1 << TP
 _CALLEE_SAVED = frozenset((S0, S1, *range(18, T3)))
@@ -210,8 +210,8 @@ class RiscvFunctionAnalysis:
         reliable calling convention. All registers also count as live if no instruction begins at `addr`.
         But a temporary register that no instruction of the function names is always free.
         Mirrors: opt.c:find_register, update_free_reg (optprobes v6, 2023). Deviates: all paths are
-            followed, not only the straight one. Arguments that the function doesn't name count as live,
-            because the function may pass them on.
+        followed, not only the straight one. Arguments that the function doesn't name count as live,
+        because the function may pass them on.
         """
         live = self.live.get(addr)
         return ALL_REGISTERS & self._relevant | _NEVER_DEAD if live is None else live

@@ -120,7 +120,7 @@ def ftrace_trampoline(breakpoint_: bytes) -> HandlerStub:
 
     `breakpoint_`: breakpoint instruction that calls the handler.
     Linux: fentry sites of v6.1 have 16 bytes and call through ra. Deviates: the sites have 8 bytes and call
-        through t0, as in v6.3 and later.
+    through t0, as in v6.3 and later.
     Mirrors: arch/riscv/kernel/mcount-dyn.S:ftrace_regs_caller (v6.3).
     """
     save = save_general() + complete(b"")
@@ -131,6 +131,7 @@ def ftrace_trampoline(breakpoint_: bytes) -> HandlerStub:
 def return_trampoline(breakpoint_: bytes) -> HandlerStub:
     """Return the return trampoline, which hooked functions return to. Its code is position-independent.
 
+    `breakpoint_`: breakpoint instruction that calls the handler.
     Mirrors: arch/riscv/kernel/probes/kprobes_trampoline.S:__kretprobe_trampoline (v6.1).
     """
     save = save_general(RETURN_ROOM)

@@ -85,7 +85,7 @@ def region(analysis: RiscvFunctionAnalysis, addr: int) -> Region | Rejection:
 
 
 def _instructions(analysis: RiscvFunctionAnalysis, addr: int) -> _Replaced | Rejection:
-    """Return the instructions from `addr` on that a jump replaces, or the first rule that they break."""
+    """Return the instructions from `addr` on that a jump replaces, or the rejection of the jump."""
     found = _Replaced()
     at = addr
     while at < addr + LONG_JUMP_SIZE:

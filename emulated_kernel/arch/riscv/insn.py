@@ -197,7 +197,7 @@ class RiscvInsnAttributes:
 
     @property
     def is_call(self) -> bool:
-        """Whether the instruction stores its return address in a register."""
+        """Whether the instruction stores a return address in a register."""
         return self.opcode in _JUMPS and self.rd != ZERO
 
     @property
@@ -339,7 +339,7 @@ def decode_insn(code: bytes, *, compressed: bool) -> RiscvInsn:
 
     As in Linux, every bit pattern is an instruction, even one that no processor knows.
     Raises: KernelError EINVAL (`code` ends inside the instruction, or the instruction is a compressed one
-        and the kernel does not use RVC).
+    and the kernel does not use RVC).
     """
     bits = int.from_bytes(code[:RVI_SIZE], "little")
     length = insn_length(bits)

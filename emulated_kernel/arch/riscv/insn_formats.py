@@ -14,7 +14,7 @@ def i_type(opcode: int, rd: int, funct3: int, rs1: int, immediate: int) -> int:
 
 
 def s_type(opcode: int, funct3: int, rs1: int, rs2: int, immediate: int) -> int:
-    """Compose an S-type instruction, a store: rs2 goes to rs1 + a 12-bit immediate."""
+    """Compose an S-type instruction, a store of rs2 at rs1 + a 12-bit immediate."""
     return (
         opcode
         | (immediate & 0x1F) << 7

@@ -143,10 +143,11 @@ class RiscvLowering(Lowering):
     ) -> None:
         """Lower all ops of a program to code.
 
-        `live`: registers that the probed code may still read; None if all registers are already saved. `far`:
-        branches may lead farther than 4 KiB.
-        `before_host`: code to insert before each host call. `per_cpu`: register with the base address of the
-        per-CPU data; None if their offsets are addresses.
+        `live`: registers that the probed code may still read; None if all registers are already saved.
+        `constants`: pt_regs name -> known value. `breakpoint_`: breakpoint instruction of host calls.
+        `before_host`: code to insert before each host call. `far`: branches may lead farther than 4 KiB.
+        `per_cpu`: register with the base address of the per-CPU data; None if the offsets of per-CPU data
+        are absolute addresses.
         """
         registers = frozenset() if live is None else live.registers
         order = _preference(registers, registers_read(program))

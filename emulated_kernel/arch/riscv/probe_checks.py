@@ -284,7 +284,11 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
                 yield addr + at + target, addr + at
 
     def possible_addresses(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
-        """Implement ProbeChecker.possible_addresses: an auipc, and an addi or jalr soon after it."""
+        """Implement ProbeChecker.possible_addresses: find each auipc, and an addi or jalr after it.
+
+        The second instruction must add to the result of the auipc, and end at most _PAIR_REACH bytes after
+        the start of the auipc.
+        """
         step = RVC_SIZE if self._compressed else RVI_SIZE
         for at in _auipcs(code) if window is None else _auipcs_into(window, addr, code):
             if at % step:

@@ -12,7 +12,10 @@ SIZE = WORD * len(PT_REGS)
 """Size of struct pt_regs in bytes; a multiple of the stack alignment."""
 OFFSETS = {name: WORD * index for index, name in enumerate(PT_REGS)}
 FIXED_REGISTERS = {"badaddr": 0, "cause": 3, "orig_a0": -1}
-"""Name -> value of the fields that are the same at every hit: a breakpoint, and no system call."""
+"""Name -> value of the fields that have the same value at every hit.
+
+The cause is a breakpoint, and orig_a0 shows that no system call is in progress.
+"""
 
 _GENERAL = tuple(number for number in range(1, 32) if number != SP)
 

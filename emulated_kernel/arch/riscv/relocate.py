@@ -1,4 +1,4 @@
-"""Relocation of RISC-V instructions into a detour, with branches and calls, which optprobes do not move."""
+"""Relocation of RISC-V instructions into a detour. Unlike optprobes, it also moves branches and calls."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def _padding(analysis: X86FunctionAnalysis, at: int) -> int:
 
 
 def _is_lea_nop(insn: X86Insn, code: bytes) -> bool:
-    """Return True for a lea of a register plus 0 into itself, with which gcc pads 32-bit code."""
+    """Return True for a lea that sets a register to itself plus 0. gcc pads 32-bit code with such a lea."""
     if insn.opcode != b"\x8d" or insn.modrm is None or not insn.displacement_offset or insn.displacement:
         return False
     if insn.modrm & 7 != _RM_SIB:

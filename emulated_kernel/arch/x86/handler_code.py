@@ -83,7 +83,7 @@ class SavedRegisters:
         self.after = restore
         words = len(pushed) + below
         self.offsets = {number: (words - 1 - index) * encoder.word for index, number in enumerate(pushed)}
-        """Slot number -> offset in bytes from sp within the program."""
+        """Slot number -> offset in bytes, from the program's sp, of the slot's saved value."""
         self.offsets[SLOT_SP] = words * encoder.word
 
 

@@ -1,9 +1,9 @@
 """x86 decoder with the results of Linux's decoder: lengths, and fields that Linux's probe rules use.
 
 iced-x86 decodes what the processor executes; this decoder reproduces what Linux reads. The two decoders
-differ in bytes that are not code, since Linux gives a length to opcodes that don't exist. They also differ in
-opcodes: the opcode byte of a VEX instruction belongs to its own map, but Linux's rules compare it with
-one-byte opcodes.
+differ in bytes that are not code, since Linux gives a length to opcodes that don't exist. They also differ
+in the opcode byte of a VEX instruction. The byte is an opcode of another map, but Linux's rules compare it
+with one-byte opcodes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 MAX_INSN_SIZE = 15
 _REMEMBERED = 256
-"""Number of decoded instructions in the cache. A registration decodes the same few several times."""
+"""Number of decoded instructions in the cache. A registration decodes the same instructions repeatedly."""
 _EMULATE_PREFIXES = (b"\x0f\x0bxen", b"\x0f\x0bkvm")
 EMULATE_PREFIX_SIZE = 5
 
@@ -304,8 +304,8 @@ class _Decoder:
     def _require_known(self, start: int) -> None:
         """Raise KernelError EINVAL if the VEX or EVEX instruction at `start` is unknown.
 
-        Linux: its opcode map lists the opcodes that have a VEX form. Deviates: iced's list also contains
-        opcodes newer than v6.1.
+        Linux: the decoder's opcode map lists the opcodes that have a VEX form. Deviates: iced's list also
+        contains opcodes newer than v6.1.
         """
         if not is_valid(self._code[start:], 64 if self._long else 32):
             raise KernelError(EINVAL, "no such VEX or EVEX instruction")

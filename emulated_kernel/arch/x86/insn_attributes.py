@@ -60,7 +60,7 @@ class Relocation(Enum):
     BEYOND_TABLE = auto()
     """The instruction is copied, although Linux's opcode table refuses it."""
     SHADOW = auto()
-    """The instruction is copied together with the next one, before which it delays interrupts."""
+    """An instruction that delays interrupts until the end of the next one. Both are copied."""
     LEAVE = auto()
     """A return or an indirect jump, which the detour copies. The code after the copy is never executed."""
     JUMP = auto()

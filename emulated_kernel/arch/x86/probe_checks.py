@@ -87,7 +87,7 @@ def reasons(_checker: object, known: AnalyzedFunction[X86FunctionAnalysis]) -> d
 def _places_to_ask(known: AnalyzedFunction[X86FunctionAnalysis]) -> set[int]:
     """Return the addresses for which reasons() must call detoured_region().
 
-    A jump there may overlap a patch site, a BUG, entry text, or the function's end.
+    A jump at these addresses may overlap a patch site, a BUG, entry text, or the function's end.
     """
     function = known.function
     found = {*known.reserved, *range(function.end - JMP32_SIZE + 1, function.end)}

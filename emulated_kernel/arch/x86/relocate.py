@@ -1,4 +1,4 @@
-"""Relocation of x86 instructions into a detour, including jumps and calls, which Linux does not move."""
+"""Relocation of x86 instructions into a detour. Unlike Linux, it also moves jumps and calls."""
 
 from __future__ import annotations
 

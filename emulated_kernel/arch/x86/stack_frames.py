@@ -243,7 +243,7 @@ class _FrameReader:
         return _align if self._register(insn, 0) == "sp" else None
 
     def _other(self, insn: Any) -> Effect:
-        """Return the effect of any other instruction: the values that it writes become unknown."""
+        """Return the effect of an instruction without a special method: the values it writes are unknown."""
         from iced_x86 import MemorySizeExt, OpAccess, RegisterExt
 
         info = self._factory.info(insn)

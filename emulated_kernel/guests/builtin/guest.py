@@ -84,7 +84,7 @@ class Guest:
         number of the descriptor in the client's process; None if it is unknown or no probe can see it.
         `wanted`: the file that the client reads, if `fd` belongs to another file; see Request.
         Raises: WouldBlock (`produce` has raised it, and the task sleeps; the same call of this method
-            resumes the task).
+        resumes the task).
         """
         data = b""
 
@@ -118,7 +118,7 @@ class Guest:
         The caller closes `kept` when the call has ended, but not while the task sleeps. `number`: the
         number of the descriptor in the client's process; None if it is unknown or no probe can see it.
         Raises: YieldLock (`consume` has raised it, and the task sleeps; the same call of this method
-            resumes the task).
+        resumes the task).
         """
 
         def serve(_op: int, _buffer: int, _count: int) -> int:
@@ -209,9 +209,9 @@ class Guest:
 
         No task stays frozen after the call, even if the function was freeze_processes.
         Raises: KernelError ENOENT (no such symbol), EINVAL (not a function, fewer arguments than the
-            function is known to take, or a string with NUL), E2BIG (too many arguments), EFAULT (the
-            function oopsed or looped, so the worker was killed; see the kernel log), EIO (the guest was
-            dead before).
+        function is known to take, or a string with NUL), E2BIG (too many arguments), EFAULT (the
+        function oopsed or looped, so the worker was killed; see the kernel log), EIO (the guest was
+        dead before).
         """
         try:
             return self._call_named(name, args)

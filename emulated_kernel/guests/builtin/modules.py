@@ -110,8 +110,8 @@ class Modules:
         """Load the files that read() has returned; skip modules of the image that are loaded already.
 
         Raises: as check(), KernelError EFBIG, ENOEXEC (not a module for this kernel), ENOENT (an unresolved
-            symbol), EEXIST (the module is loaded already), ENOMEM, the errno of the module's init function,
-            EFAULT (the init function was killed).
+        symbol), EEXIST (the module is loaded already), ENOMEM, the errno of the module's init function,
+        EFAULT (the init function was killed).
         Mirrors: modprobe; insmod for a path.
         """
         self.check(files, self.names())
@@ -163,7 +163,7 @@ class Modules:
         """Unload a module. Mirrors: delete_module(2).
 
         Raises: KernelError ENOENT (not loaded), EWOULDBLOCK (in use), EBUSY (the module's init function has
-            not returned, or the module can't be unloaded), EFAULT (the module's exit function was killed).
+        not returned, or the module can't be unloaded), EFAULT (the module's exit function was killed).
         """
         name = name.replace("-", "_")
         with self._guest.buffers.borrowed() as buffer:

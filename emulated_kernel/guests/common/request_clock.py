@@ -60,9 +60,10 @@ class RequestObserver(TaskObserver):
             self._delayed += [optimizer.work, optimizer.stages.work]
 
     def request_begins(self, *, by_program: bool = False) -> None:
-        """Count a request and do the work that is due.
+        """Count a request for the clock, and run the delayed work of probes that is due.
 
-        `by_program`: the request comes from the Python API.
+        Such work is the optimizer's and deferred frees. `by_program`: the request comes from the Python API,
+        and a pause before it does not count.
         """
         self._clock.count_request(by_program=by_program)
         for work in self._delayed:

@@ -137,7 +137,7 @@ class _Writer:
         self._written: dict[int, int] = {}
         """Cache of reference(): id of a type -> id of the type to write in a reference; 0 for None."""
         self._next = len(btf)
-        """Id that the next type gets that is written to the DWARF and that the BTF does not have."""
+        """Id for the next type that is written to the DWARF although the BTF does not have the type."""
 
     def reference(self, number: int) -> int | None:
         """Return the id of the type to write in a reference to the type `number`; None for void.
@@ -252,13 +252,14 @@ class _Writer:
         self.dwarf.end()
 
     def variable(self, name: str, number: int, address: int) -> None:
-        """Write a global variable whose type has the id `number`."""
+        """Write a global variable `name` at `address`, whose type has the id `number`."""
         self._global(name, self.reference(number), address)
 
     def described(self, numbers: Iterable[int], symbols: Mapping[str, tuple[int, int]]) -> None:
-        """Write functions and variables of BTF that `symbols` has (name -> address and size).
+        """Write those functions and variables of BTF whose names are in `symbols`.
 
-        `numbers`: their ids. If several functions share an address or a name, the first counts.
+        `numbers`: ids of functions and variables. `symbols`: name -> address and size. If several functions
+        share an address or a name, the first counts.
         """
         known: set[int] = set()
         for number in numbers:
@@ -274,7 +275,7 @@ class _Writer:
                 self.function(number, address, size)
 
     def declared(self, name: str, text: str, address: int) -> None:
-        """Write a global variable whose type has the name `text` in C; nothing if BTF lacks the type."""
+        """Write the global variable `name`, whose type in C is `text`. Do nothing if BTF lacks the type."""
         number = _find(self.btf, text)
         if number is None:
             return

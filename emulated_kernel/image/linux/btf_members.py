@@ -1,4 +1,4 @@
-"""Members of structures by their offset, from BTF: they describe the data that a dereference reads."""
+"""Members of structures by their offset, from BTF. They describe the data that a dereference reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ScalarMember:
 
     path: str
     size: int
-    """Size in bytes."""
+    """Size of the member in bytes."""
     is_bitfield: bool
 
 

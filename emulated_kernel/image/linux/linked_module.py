@@ -1,7 +1,7 @@
 """Modules of a distribution's kernel, linked at made-up addresses from their files: text, symbols and tables.
 
-No running kernel is needed for that. The text of a module is as it is before the patches that a running
-kernel applies to it.
+Linking needs no running kernel. A running kernel patches the text of a module; here the text has no
+patches.
 """
 
 from __future__ import annotations

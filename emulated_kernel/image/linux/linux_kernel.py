@@ -66,7 +66,7 @@ class ReturnThunks(Enum):
     THUNKS = "return thunks"
 
     def has_thunk(self, site: int) -> bool:
-        """Return True if a return site keeps its jump to the return thunk.
+        """Return True if the return at `site` keeps its jump to the return thunk.
 
         Mirrors: arch/x86/kernel/alternative.c:cpu_wants_rethunk_at (v6.1.139)
         """
@@ -319,7 +319,7 @@ class LinuxKernel:
 
     @property
     def is_preemptible(self) -> bool:
-        """Whether preempt_disable() counts: the kernel was built with CONFIG_PREEMPTION."""
+        """Whether the kernel was built with CONFIG_PREEMPTION. Then preempt_disable() has a count."""
         return self.kallsyms.lookup_name("preempt_schedule") is not None
 
     def per_cpu(self, name: str) -> int | None:

@@ -20,9 +20,9 @@ _MASK = (1 << 8 * CELL_SIZE) - 1
 class PerCpuVars(MutableMapping[str, int]):
     """Mapping of names to the cells of a probe: each cell has one unsigned 64-bit number per CPU.
 
-    Reading a cell returns the sum over all CPUs modulo 2**64. Writing sets the first CPU's number, and the
-    others to 0. Cells can be set before the probe is registered, and keep their values after it is
-    unregistered.
+    Reading a cell returns the sum over all CPUs modulo 2**64. Writing sets the first CPU's number to the
+    value, and the other CPUs' numbers to 0. Cells can be set before the probe is registered, and keep their
+    values after it is unregistered.
     """
 
     def __init__(self) -> None:
@@ -99,8 +99,10 @@ class AssembledHandlers:
         records: RecordMemory,
         cells: PerCpuVars,
     ) -> None:
-        """Assemble the texts. Texts that name the same cell share it.
+        """Assemble the texts. Texts that name the same cell share the cell.
 
+        `records` allocates the guest memory of the cells. `cells` has the cells' initial values, and gives
+        access to the cells afterwards.
         Raises: KernelError EINVAL (an error in a text, with its position), ENOMEM (no room for cells).
         """
         sources = {moment: SourceText.parse(text, moment.value) for moment, text in texts.items()}
@@ -134,7 +136,10 @@ class AssembledHandlers:
         return sum(view[0] for view in self._views(self._faults))
 
     def reads(self, moment: HandlerPoint) -> frozenset[str]:
-        """Return the pt_regs names of the registers that the probe's handler for `moment` reads."""
+        """Return the pt_regs names of the registers that the probe's handler for `moment` reads.
+
+        The probe must have such a handler.
+        """
         return self._assemblies[moment].reads
 
     def emit(self, builder: ProgramBuilder, moment: HandlerPoint) -> None:

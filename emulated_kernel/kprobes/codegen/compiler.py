@@ -40,9 +40,8 @@ EmitAll = Callable[[ProgramBuilder], object]
 SHORTAGES = (MemoryError, ImportError, OSError)
 """Exceptions that mean that the host lacks memory or a file descriptor, or that no address is within reach.
 
-They may occur in the middle of a hit, which must continue. Code that catches them calls
-Compiler.log_failure(), because a package that can't be imported raises an ImportError too, and users must
-be told of that.
+They may occur in the middle of a hit, which must continue. A package that can't be imported raises an
+ImportError, too. Code that catches one of the exceptions calls Compiler.log_failure(), which logs it.
 """
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
@@ -197,8 +196,9 @@ class Compiler:
     def asm_thunk(self, owners: tuple[object, ...], emit: EmitAll, *, in_frame: bool) -> CompiledCode | None:
         """Compile handlers in assembly for hits that Python handles; None if there is no room for the code.
 
-        The code ends in a breakpoint at `CompiledCode.tail`, whose route the caller sets. `in_frame`:
-        registers are already saved in a struct pt_regs that sp points at.
+        `owners`: objects that have the handlers. `emit` adds the handlers to a program. The code ends in a
+        breakpoint at `CompiledCode.tail`, whose route the caller sets. `in_frame`: registers are already
+        saved in a struct pt_regs that sp points at.
         """
         breakpoint_ = self._arch.breakpoint
         key = (*owners, in_frame)
@@ -211,7 +211,8 @@ class Compiler:
     def post_code(self, owner: AggrKprobe, emit: EmitAll, target: int) -> CompiledCode | None:
         """Compile handlers in assembly that continue at `target`; None if there is no room for the code.
 
-        If no jump reaches `target`, the code ends in a breakpoint that leads there.
+        `owner`: object that has the handlers. `emit` adds the handlers to a program. If no jump reaches
+        `target`, the code ends in a breakpoint that leads there.
         """
         arch = self._arch
         ends: list[int] = []

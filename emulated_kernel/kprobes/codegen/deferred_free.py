@@ -32,7 +32,7 @@ class DeferredFree:
 
     @property
     def spans(self) -> list[Span]:
-        """Address ranges of all pieces; a CPU in one of them may still jump from it into text."""
+        """Address ranges of all pieces. A CPU that executes code in a piece may still jump into text."""
         return [piece.span for piece in self._pieces]
 
     def add(self, span: Span, free: Callable[[], None], *, leads_on: bool = False) -> None:

@@ -51,6 +51,7 @@ class KprobeCtlblk:
     def set_running(self, head: AggrKprobe | None, *, by_breakpoint: bool = False) -> None:
         """Begin a hit of `head`, within which the guest runs. If `head` is None, end the current hit.
 
+        `by_breakpoint`: whether the hit came by a breakpoint.
         Mirrors: set_current_kprobe (v6.1).
         """
         self.running = head

@@ -99,16 +99,19 @@ class FtraceSites:
         self.return_at = self.trampoline + self.trampoline_size - arch.return_size
         """Address of a return instruction, at which compiled handlers continue."""
         self._calls: dict[int, Called] = {}
-        """Site -> handler of calls from this site."""
+        """Address of an fentry site -> handler of calls from the site."""
         self._breakpoints[self.trampoline + stub.trap] = self._make_on_call()
         self._callers: dict[int, AggrKprobe] = {}
         """Address of a call site -> AggrKprobe of the probes that handle the calls from the site."""
         self._by_call: dict[int, CallHandler] = {}
-        """Site -> function that handles the hits of its probes in Python; set from the first hit on."""
+        """Address of an fentry site -> function that handles the hits of the site's probes in Python.
+
+        A site has an item from the first hit on.
+        """
         self._deferred_sites: set[int] = set()
         """Sites whose users changed while the sites were being patched; they are updated afterwards."""
         self._calling: dict[int, int] = {}
-        """Site that is armed -> target of its call."""
+        """Address of an armed fentry site -> target of the site's call."""
         self._with_regs: set[int] = set()
         self.keeps_history = False
         """Whether `touched` and `modified` are kept. They take megabytes when all functions are traced."""
@@ -272,7 +275,11 @@ class FtraceSites:
             older(site, frame)
 
     def _first_by_call(self, head: AggrKprobe, site: int, frame: Any) -> None:
-        """Handle the first hit after a change of the handlers, and compile them afterwards if possible."""
+        """Handle a call from an fentry site, the first one after a change of the probe's handlers.
+
+        Afterwards, compile the handlers if possible. `site`: address of the fentry site. `frame`: the saved
+        registers.
+        """
         handle = self._handler_of(head)
         if not head.may_compile or head.is_disabled:
             self._calls[site] = handle
@@ -513,9 +520,10 @@ class FtraceSites:
             self._update(again)
 
     def _call(self, targets: Mapping[int, int]) -> Callable[[Any], None]:
-        """Return a handler of breakpoints at sites being patched; it performs the call that is being written.
+        """Return a handler of breakpoints at sites that are being patched.
 
-        One handler serves all sites, because a kernel has tens of thousands of sites.
+        The handler performs the call that is being written. `targets`: address of a site -> target of its
+        call. One handler serves all sites, because a kernel has tens of thousands of sites.
         """
         word = self._arch.word_size
         call_size = self._arch.call_size

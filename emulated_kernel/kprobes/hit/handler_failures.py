@@ -28,8 +28,9 @@ class HandlerFailures:
     def report(self, kprobe: Kprobe, error: BaseException) -> None:
         """Record an exception of a handler. The hit continues as if the handler had returned 0.
 
-        A fault in guest memory is offered to the probe's fault_handler and counts as missed, as in Linux
-        (v5.13). Only the first exception of a probe is logged.
+        If guest memory could not be accessed and the probe has a fault_handler, count a missed hit and call
+        the fault_handler, as in Linux (v5.13). If the fault_handler returns a true value, the exception is
+        not recorded. Only the first recorded exception of a probe is logged.
         """
         if isinstance(error, MemoryFault) and kprobe.fault_handler is not None:
             kprobe.nmissed += 1
@@ -42,7 +43,11 @@ class HandlerFailures:
         self.note(error, kprobe.address, is_first=kprobe.raised == 1)
 
     def note(self, error: BaseException, address: int, *, is_first: bool) -> None:
-        """Keep an exception for `take`, and log it if it is the probe's first exception."""
+        """Keep an exception for take(), and log it if `is_first` is set.
+
+        `is_first`: whether the exception is the probe's first one. `address`: the probed address, for the
+        message.
+        """
         self._first = self._first or error
         if is_first:
             _log.error("a handler of the probe at %#x failed", address, exc_info=error)

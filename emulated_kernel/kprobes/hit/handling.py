@@ -211,7 +211,7 @@ class HitHandling:
         self._post_process(head, regs)
 
     def on_step_end(self, head: AggrKprobe, next_ip: int, regs: Regs) -> None:
-        """End a step in the slot: continue the guest after the probed instruction."""
+        """End a step in the slot: continue the guest after the probed instruction, whose end is `next_ip`."""
         regs.ip = next_ip
         if self.ctlblk.running is not None:
             self._post_process(head, regs)
@@ -271,8 +271,8 @@ class HitHandling:
     def after_step(self, head: AggrKprobe, next_ip: int) -> int | None:
         """Return the address at which the guest continues after the step of a hit, without Python.
 
-        Return None if Python must end the step: a post_handler follows, the post_code is not compiled yet, or
-        the probe has no compiled handler yet.
+        Return None if Python must end the step: a post_handler follows, the post_code is not compiled yet,
+        or the probe has no compiled handler yet. `next_ip`: address after the probed instruction.
         """
         if head.stub is None:
             return next_ip if head.is_python and not head.has_post_handler else None
@@ -376,11 +376,12 @@ class HitHandling:
     # By a call
 
     def by_call(self, head: AggrKprobe) -> CallHandler:
-        """Return the handler of hits by a call of ftrace's trampoline; it returns False for a missed hit.
+        """Return the handler of hits by a call of ftrace's trampoline.
 
-        The handler takes the site's address, the saved registers, and a function or None. The function calls
-        the site's users that were attached before the probe. The handler calls it after the probe's handlers,
-        but not if the hit is missed. The trampoline returns to the ip of the saved registers.
+        The handler returns False for a missed hit. Its arguments are the site's address, the saved
+        registers, and a function that calls the site's users that were attached before the probe, or None.
+        The handler calls this function after the probe's handlers, but not if the hit is missed. The
+        trampoline returns to the ip of the saved registers.
         """
         ctlblk = self.ctlblk
         keep_cost = head.cost.kept().append
@@ -423,7 +424,11 @@ class HitHandling:
         return hit
 
     def _end_call(self, head: AggrKprobe, frame: Regs, then: Callable[[], object] | None) -> None:
-        """Run the handlers that follow a call's pre_handlers, in assembly and in Python, and end the hit."""
+        """Run the handlers that follow a call's pre_handlers, in assembly and in Python, and end the hit.
+
+        `frame`: the saved registers. `then`: function that calls the site's users that were attached before
+        the probe; None if there are none.
+        """
 
         def end(_live: Regs) -> None:
             behind = frame.ip
@@ -509,9 +514,9 @@ class HitHandling:
 
         An interrupt is forbidden between a hit and the end of the hit's step, because the CPU's registers
         belong to the hit. It is forbidden in a compiled handler, which may have written half a record. It
-        is also forbidden between the two instructions of a jump or call that may be removed: in Linux, a
-        kernel with such jumps or calls isn't preempted, so that no task is in the middle of one while it is
-        patched.
+        is also forbidden between the two instructions of a jump or call that may be removed. In Linux, a
+        kernel in which a jump or call is two instructions isn't preempted, so no task is in the middle of
+        one while it is patched.
         """
         ip = self._machine.regs.ip
         return self.ctlblk.running is None and not self._is_within(ip) and not self._split_jumps.contains(ip)
@@ -525,9 +530,11 @@ def _hit_again(
     started: int,
     _live: Regs,
 ) -> None:
-    """Call `hit` again, to continue a hit by a call in Python after the guest has run the assembly handler.
+    """Continue a hit by a call of ftrace's trampoline, after the guest has run the assembly handler.
 
-    The code is a function of the module, because a closure in by_call() would slow down all other hits.
+    Call `hit` again with `site`, `frame` and `then`, the arguments of its first call, and with `started`, the
+    time at which the hit started. `_live`, the registers at this time, is not used. The code is
+    a function of the module, because a closure in by_call() would slow down all other hits.
     """
     hit(site, frame, then, started)
 

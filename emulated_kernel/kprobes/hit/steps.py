@@ -29,7 +29,7 @@ class Steps:
         self._at: dict[int, Step] = {}
 
     def add(self, head: AggrKprobe, insn: OutOfLine) -> None:
-        """Add the copy of a probe that has a slot, or replace it."""
+        """Add the copy `insn` of a probe that has a slot, or replace the probe's earlier copy."""
         step = Step(head, insn)
         for unit in _units(insn):
             self._at[unit] = step

@@ -193,6 +193,7 @@ class Fprobes:
         """Create the registry without fprobes.
 
         `functions` returns name -> address of all traceable functions; it is called once, at first use.
+        `hooks`: the return hooks for exits. `cpus`: number of CPUs.
         """
         self._kprobes = kprobes
         self._hooks = hooks
@@ -268,7 +269,10 @@ class Fprobes:
             self._kprobes.forget(assembled)
 
     def _attach_assembly(self, fp: Fprobe, registered: _FprobeOps) -> None:
-        """Run the fprobe's assembly handlers at calls that Python handles, unless the fprobe is disabled."""
+        """Run the fprobe's assembly handlers at calls that Python handles.
+
+        If the fprobe is disabled, do not run them any more. `registered`: the engine's state of the fprobe.
+        """
         moments = () if fp.is_disabled else handler_texts(fp)
         assert self._kprobes.sites is not None
         self._kprobes.sites.set_assembly(registered.ops, registered if HandlerPoint.PRE in moments else None)

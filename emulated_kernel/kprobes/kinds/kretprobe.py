@@ -101,10 +101,10 @@ class Kretprobe(Kprobe[RegsT]):
 
 
 def check_returns(address: int, blacklist: Container[int]) -> None:
-    """Check that the return of a function can be hooked.
+    """Check that the return of the function at `address` can be hooked.
 
     `blacklist`: addresses of functions whose returns cannot be hooked.
-    Raises: KernelError EINVAL.
+    Raises: KernelError EINVAL (the function is in `blacklist`).
     """
     if address in blacklist:
         raise KernelError(errno.EINVAL, f"{address:#x} doesn't return to its caller")
@@ -117,7 +117,10 @@ class Kretprobes:
     """
 
     def __init__(self, kprobes: Kprobes, hooks: ReturnHooks, *, cpus: int, blacklist: Sequence[int]) -> None:
-        """Start without probes. `blacklist`: addresses of functions whose returns cannot be hooked."""
+        """Start without probes. `cpus`: number of CPUs, from which the default of `maxactive` is computed.
+
+        `blacklist`: addresses of functions whose returns cannot be hooked.
+        """
         self._kprobes = kprobes
         self._hits = kprobes.hits
         self.hooks = hooks
@@ -194,9 +197,9 @@ class Kretprobes:
             self.hooks.remove(hook)
 
     def unregister_kretprobe(self, rp: Kretprobe) -> None:
-        """Unregister a probe.
+        """Unregister a probe. If the probe is not registered, only clear its address, as Linux does.
 
-        Pending calls return without a call of the handler. If the probe is not registered, nothing happens.
+        Pending calls return without a call of the handler.
         """
         if rp.hook is not None:
             # Code that runs at returns must be dropped before its cells are freed.

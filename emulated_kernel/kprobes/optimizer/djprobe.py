@@ -137,10 +137,10 @@ class Djprobes(Optimizer):
         return True
 
     def flush(self) -> None:
-        """Write the queued jumps if no CPU or task is in the text that they replace.
+        """If jumps are queued, write them and free unused detours.
 
-        Control files use this in place of commit_kprobes(), because the tasks that write to them can't be
-        frozen.
+        If a CPU or task may be in the replaced text or in a detour, do nothing. Control files use this
+        method in place of commit_kprobes(), because the tasks that write to them can't be frozen.
         """
         if self.optimizing:
             self._write_if_quiescent()

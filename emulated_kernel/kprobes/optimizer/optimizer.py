@@ -131,7 +131,7 @@ class Optimizer:
         """Free the probe's detour once no CPU is in it.
 
         Linux: only the worker frees detours, after a grace period. Deviates: if the probe was unoptimized
-            earlier, the detour is freed together with the probe.
+        earlier, the detour is freed together with the probe.
         Mirrors: arch/x86/kernel/kprobes/opt.c:arch_remove_optimized_kprobe (v6.1).
         """
         detour = head.detour
@@ -165,7 +165,7 @@ class Optimizer:
             self._table.remove(head)
 
     def leave_text(self, spans: Sequence[Span]) -> None:
-        """Mark unregistered probes that wait to be freed as gone, if their text is about to be freed.
+        """Mark as gone the unregistered probes that wait to be freed, if their text is about to be freed.
 
         `spans` has the address ranges of this text.
         """
@@ -303,7 +303,10 @@ class Optimizer:
             self.flush()
 
     def hold(self, head: AggrKprobe, held: bool) -> None:
-        """Keep one probe unoptimized, or allow its optimization again; the change is complete on return."""
+        """Keep one probe unoptimized if `held` is set; otherwise allow its optimization again.
+
+        The queue of the optimizer is processed before the method returns.
+        """
         head.is_held = held
         if held:
             self.unoptimize(head, force=False)
@@ -312,10 +315,11 @@ class Optimizer:
         self.flush()
 
     def stop_changes(self, on: bool, delay: int | None = None) -> None:
-        """Make changes of jumps stop after each step from now on. If `on` is False, complete all changes.
+        """Make the writing and removal of jumps stop after each step of patching, or switch these stops off.
 
-        `delay` is the number of jiffies after which each stop ends by itself; None: a user must end it. While
-        `on` is set, no jump leads to a compiled detour, because a hit must not change the text.
+        If `on` is False, complete all changes that have stopped. `delay` is the number of jiffies after which
+        each stop ends by itself; None: only PatchStages.go_on() ends stops. While `on` is set, no jump leads
+        to a compiled detour, because the first hit would redirect the jump without a stop.
         """
         if on and not self.stages.is_on:
             for head in self._table:
@@ -429,7 +433,10 @@ class Optimizer:
         self._clear_up(done)
 
     def _clear_up(self, done: Sequence[AggrKprobe]) -> None:
-        """Remove the breakpoints of disabled probes without jumps, and queue unused probes to be freed."""
+        """Complete the removal of jumps for the probes `done`, whose text has no jump any more.
+
+        Remove the breakpoints of disabled probes, and queue unused probes to be freed.
+        """
         for head in done:
             if head.is_disabled and not head.is_gone:
                 self._breakpoints.clear(head)
@@ -520,5 +527,8 @@ class Optimizer:
 
 
 def _where(region: Region) -> str:
-    """Return the end of a message about missing memory: where the detour of a region must be."""
+    """Return the end of a message about missing memory, which says where a region's detour must be.
+
+    Return "" if the jump of the region keeps no bytes of the original text.
+    """
     return " where the kept bytes let the jump lead" if region.kept else ""

@@ -74,7 +74,10 @@ class GuestHeap:
         return self._sizes[address][0]
 
     def alloc(self, size: int) -> int:
-        """Return the address of `size` zeroed bytes. Raises: KernelError ENOMEM."""
+        """Return the address of a new piece of `size` zeroed bytes.
+
+        Raises: KernelError ENOMEM (the machine has no memory for a further chunk).
+        """
         # Try the newest chunk first; if there are thousands, the older ones are full.
         for base, pool in reversed(self._chunks.items()):
             try:
@@ -88,7 +91,11 @@ class GuestHeap:
         return self.alloc(size)
 
     def free(self, address: int) -> None:
-        """Free a piece; a chunk without pieces is returned to the machine."""
+        """Free the piece of memory at `address`.
+
+        The heap gets memory from the machine in chunks of pages. If the chunk has no other piece, free the
+        chunk.
+        """
         _, base = self._sizes.pop(address)
         pool = self._chunks[base]
         pool.free(address)

@@ -25,10 +25,10 @@ class Footprint:
 
 
 def footprint(kind: type[ShadowStack], *, cpus: int, tasks: int, probes: int, nodes: int) -> Footprint:
-    """Create hooks and the tasks' arrays on a shadow stack, without a kernel; return their memory use.
+    """Return the memory use of hooks and of the tasks' arrays on a shadow stack, without a kernel.
 
-    The control blocks of hooks and the heads of their rings are not counted. Source: "Unifying return hooks"
-    (LPC 2023).
+    The function creates `probes` hooks with `nodes` instances each, for `tasks` tasks. The control blocks
+    of hooks and the heads of their rings are not counted. Source: "Unifying return hooks" (LPC 2023).
     """
     source = _Pages()
     fields = TaskFields(source, {**_FIELDS, "percpu.base": 0, "percpu.current_task": 0}, WORD)

@@ -77,7 +77,7 @@ class ReturnHooks:
         self._tasks = TaskFields(machine.memory, abi, arch.word_size, machine.running_task)
         self._hooks: dict[int, ReturnHook] = {}
         self._removed: dict[int, ReturnHook] = {}
-        """Address -> removed hook that may still have pending calls."""
+        """Address of a removed hook -> the hook. The map has only hooks that may still have pending calls."""
         self._has_assembly: bool | None = None
         """Whether a hook has handlers in assembly; None if that must be determined at the next return."""
         form = kprobes.profile.trampoline
@@ -287,9 +287,9 @@ class ReturnHooks:
     def _shows_caller(self) -> bool:
         """Whether the instances of a returning call all have the real return address.
 
-        If False, only the instance of the oldest hook of the call has it; the others have the trampoline's
-        address. This is so with each shadow stack except KretprobeInstTable, and with that one in a
-        distribution's kernel with rethooks.
+        If False, only the instance of the oldest hook of the call has the real address; the other instances
+        have the trampoline's address. The value is True with the shadow stack KretprobeInstTable, except in
+        a distribution's kernel with rethooks. It is False with all other shadow stacks.
         Mirrors: kernel/kprobes.c:__kretprobe_trampoline_handler, kernel/trace/rethook.c (v6.12)
         """
         has_rethooks = "task_struct.rethooks" in self._abi and "rethook_flush_trap" not in self._abi
@@ -301,7 +301,8 @@ class ReturnHooks:
         """Run the assembly handlers of the hooked calls that return now, in the guest.
 
         `frame` is the address of the stack slot whose return address was replaced for these calls.
-        Return False if there are no such handlers; then `on_return` is not called.
+        `in_frame`: the registers are saved in a struct pt_regs at sp. Return False if there are no such
+        handlers; then `on_return` is not called.
         """
         if self._has_assembly is None:
             self._has_assembly = any(hook.assembled is not None for hook in self._hooks.values())
@@ -331,8 +332,8 @@ class ReturnHooks:
     def _lost(self, regs: Any, calls: list[Pending]) -> int:
         """Set the arguments of the guest function that reports an unknown return address and oopses.
 
-        Return its address, at which the guest continues, or 0 if the image does not have it.
-
+        Return the address of this function, at which the guest continues, or 0 if the image lacks the
+        function. `calls`: the task's pending calls.
         Mirrors: the BUG_ON of rethook_trampoline_handler (v6.1), kretprobe_assert (v2.6.33).
         """
         hook = self._hooks.get(calls[0].hook) if calls else None
@@ -436,7 +437,8 @@ class ReturnHooks:
     def _abandon(self, task: int) -> None:
         """Remove a task's newest hooked calls, until a call's frame is on a stack that the task can use.
 
-        These stacks are the task's own and the current CPU's interrupt stack. Raises: MemoryFault.
+        These stacks are the task's own and the current CPU's interrupt stack.
+        Raises: MemoryFault (the guest has damaged the data of its tasks).
         """
         low = self._memory.read_word(task + self._abi["task_struct.stack"])
         area = self._machine.per_cpu_bases[self._machine.cpu]

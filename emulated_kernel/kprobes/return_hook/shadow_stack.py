@@ -145,7 +145,11 @@ class ShadowStack(ABC):
 
     @abstractmethod
     def push(self, hook: int, task: int, node: int, ret_addr: int, frame: int) -> None:
-        """Add `node` as the newest pending call of a task."""
+        """Add `node` as the newest pending call of a task.
+
+        `ret_addr`: the call's real return address. `frame`: address of the stack slot of the return
+        address.
+        """
 
     def pending(self, task: int) -> Iterator[Pending]:
         """Iterate over the pending calls of a task, newest first, and stop at a damaged call."""

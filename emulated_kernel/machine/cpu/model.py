@@ -40,7 +40,7 @@ class CpuModel(ABC):
     special_registers: Mapping[str, int]
     """Name of a register that probes can only read -> Unicorn's id of the register."""
     segment_bases: Mapping[str, int] = MappingProxyType({})
-    """Name of the base address of a segment -> Unicorn's id of the register."""
+    """Name of the base address of a segment -> Unicorn's id of the register that contains this address."""
     aliases: Mapping[str, str] = MappingProxyType({})
     """Linux's name of a register -> the name that Regs uses on all architectures, such as epc -> ip."""
     arguments: tuple[str, ...]

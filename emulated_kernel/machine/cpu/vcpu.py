@@ -31,11 +31,11 @@ class VCpu:
         return self._engine.context_read(self._context, self._model.registers[name])
 
     def saved_register(self, register: int) -> int:
-        """Return a saved register by Unicorn's number; only valid while another CPU is current."""
+        """Return a saved register by Unicorn's number `register`; only valid while another CPU is current."""
         return self._engine.context_read(self._context, register)
 
     def put(self, name: str, value: int) -> None:
-        """Change a saved register; only valid while another CPU is current."""
+        """Set a register in the saved state of this CPU; only valid while another CPU is current."""
         self._engine.context_write(self._context, self._model.registers[name], value)
 
     @property

@@ -48,7 +48,10 @@ class Arm64TrapHooks(TrapHooks):
         self._hook_natively(HOOK_INTR, INTR_CALLBACK(self._make_interrupt_callback()))
 
     def _make_interrupt_callback(self) -> Callable[..., object]:
-        """Return the callback for exceptions, a closure, because each attribute look-up slows down hits."""
+        """Return the callback for exceptions.
+
+        The callback is a closure, because each look-up of an attribute would slow down hits.
+        """
         find = self.breakpoints.find
         regs = self.regs
         guest_callers = self.guest_callers

@@ -232,7 +232,10 @@ class TrapHooks:
         self.end_run()
 
     def _make_interrupt_callback(self) -> Callable[..., object]:
-        """Return the callback for interrupts, a closure, because each attribute look-up slows down hits."""
+        """Return the callback for interrupts.
+
+        The callback is a closure, because each look-up of an attribute would slow down hits.
+        """
         find = self.breakpoints.find
         regs = self.regs
         guest_callers = self.guest_callers

@@ -101,7 +101,10 @@ class RiscvTrapHooks(TrapHooks):
 
     @property
     def is_native(self) -> bool:
-        """Whether the host's routine follows Redirects, which requires that it can reset Unicorn's error."""
+        """Whether the host's routine follows Redirects.
+
+        For this, the routine must be able to reset Unicorn's error.
+        """
         return self._error_cell is not None and super().is_native
 
     def _hook_traps(self) -> None:

@@ -19,7 +19,7 @@ _CHUNK = 64 << 10
 _ROAMED = 1 << 20
 """Size in bytes of the first part of a window, which is allocated once before freed memory is reused.
 
-If a larger part of the window is mapped, the whole mapped part is allocated once before.
+If a larger part of the window is mapped, all of the mapped part is allocated once before this.
 """
 
 
@@ -54,8 +54,9 @@ class GuestMemory(ABC):
     def prepare(self, va: int, size: int) -> None:  # noqa: B027
         """Ensure that later calls of map() in [va, va + size) change no memory that the guest owns.
 
-        A rollback of the guest's memory then keeps the mapping. The default does nothing, because only a
-        guest with its own page tables needs it. Raises: HardwareError (no host page is left).
+        Then a rollback of the guest's memory keeps the mapping. The default does nothing, because only a
+        guest with its own page tables needs this preparation.
+        Raises: HardwareError (no host page is left).
         """
 
     @abstractmethod
@@ -79,7 +80,7 @@ class GuestMemory(ABC):
         yield 0, len(self.ram)
 
     def overlaid(self, start: int, size: int, file: BinaryIO, offset: int) -> None:  # noqa: B027
-        """Note that a range of `ram` is mapped from an offset of `file` from now on."""
+        """Store that a range of `ram` is mapped from an offset of `file` from now on."""
 
     @abstractmethod
     def locate_text(self, va: int, size: int) -> int | None:

@@ -1,4 +1,4 @@
-"""GuestReader: reads lists, tables and strings of a guest, which may be hostile, within a bound."""
+"""GuestReader: reads lists, tables and strings of a guest, which may be hostile, within fixed limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Page tables in guest RAM: they give the guest kernel addresses, NX data and real page faults."""
+"""Page tables in guest RAM, which give the guest kernel addresses, NX data and real page faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SparsePool: an allocator for callers that restrict the address; it maps single pages on demand."""
+"""SparsePool: an allocator for callers that restrict the address. The pool maps single pages on demand."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class SparsePool:
         return (range(page, page + PAGE_SIZE) for page in sorted(self._pages))
 
     def alloc(self, size: int, starts: range) -> int:
-        """Allocate `size` bytes at the lowest free address in `starts`; return it.
+        """Allocate `size` bytes at the lowest free address in `starts`; return the address.
 
-        Raises: HardwareError (no such address is free, or too many pages are mapped).
+        Raises: HardwareError (no address in `starts` is free, or too many pages are mapped).
         """
         va = self._lowest_free(size, starts)
         if not self._is_prepared:

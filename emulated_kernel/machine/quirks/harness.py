@@ -121,7 +121,10 @@ def _find_registers(engine: Engine, cpu: CpuModel, pattern: bytes) -> int | None
 
 
 def own_memory(address: int, size: int) -> bytes:
-    """Read this process's memory; return b"" if it is unreadable, so that a stale pointer can't crash."""
+    """Return `size` bytes of this process's memory at `address`, or b"" if they are unreadable.
+
+    So a stale pointer can't crash the process.
+    """
     try:
         memory = os.open("/proc/self/mem", os.O_RDONLY)
     except OSError:
@@ -145,7 +148,10 @@ def mark_registers(engine: Engine, cpu: CpuModel) -> bytes:
 
 
 def context_words(engine: Engine, context: ctypes.c_void_p, code: Literal["i", "Q"]) -> memoryview:
-    """Save the engine's CPU state into `context`; return it as numbers of the struct format `code`."""
+    """Save the engine's CPU state into `context`, and return the state as an array of numbers.
+
+    `code`: format of a number for Python's struct module.
+    """
     engine.context_save(context)
     assert context.value is not None
     data = ctypes.string_at(context.value, engine.context_size())

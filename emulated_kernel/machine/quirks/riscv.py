@@ -75,7 +75,7 @@ class ContextBadAddress:
         self._cell = ctypes.c_uint64.from_address(context.value + offset)
 
     def take(self) -> int:
-        """Return the address of the last page fault, from a context that is saved now."""
+        """Save a context, and return the address of the last page fault from it."""
         self._engine.context_save(self._context)
         return self._cell.value
 
@@ -150,7 +150,10 @@ def check_breakpoints_in_a_row(bench: Bench) -> None:
 
 
 def check_faults(bench: Bench) -> None:
-    """Check reported exceptions. Unicorn: their ip is four bytes after the start of the instruction."""
+    """Check that exceptions are reported.
+
+    Unicorn: the reported ip is four bytes after the start of the instruction.
+    """
     unmapped = 0x1000
     text = bench.cpu.layout.host_text
     for code, address, cause, place in (

@@ -37,10 +37,11 @@ def find_exit_switch(engine: Engine) -> int | None:
 
 
 def stop_between_blocks(bench: Bench, one: bytes, jump: bytes, two: bytes, result: str) -> SelfTest:
-    """Set the field that find_exit_switch finds, if the field has the expected effect.
+    """Let Unicorn stop runs only between blocks: set the field that find_exit_switch finds.
 
-    Return the outcome of the self-test. `one` and `two` are code that sets the register `result` to 1 and 2.
-    `jump` is code that jumps to the next instruction.
+    The field stays set only if a self-test shows that a stopped run still continues to the end of its block
+    and no further. Return the outcome of the self-test. `one` and `two` are code that sets the register
+    `result` to 1 and 2. `jump` is code that jumps to the next instruction.
     """
     engine = bench.engine
     address = find_exit_switch(engine)

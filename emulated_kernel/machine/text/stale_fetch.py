@@ -1,7 +1,8 @@
 """StaleFetch: lets CPUs execute instructions that they fetched before text was patched, for tests.
 
-Because of this hazard text_poke() synchronises CPUs. The machine's CPUs run in turns, and none of them really
-prefetches. Prefetch computes the bytes that a CPU could have fetched, and StaleFetch lets it execute them.
+Because CPUs prefetch, text_poke() synchronises them. The machine's CPUs run in turns, and none of them
+really prefetches. Prefetch computes the bytes that a CPU could have fetched, and StaleFetch lets the CPU
+execute these bytes.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ class Prefetch:
         self._writes.clear()
 
     def concerns(self, va: int) -> bool:
-        """Return True if any byte changed that a CPU about to execute at `va` may have fetched."""
+        """Return True if a byte has changed that a CPU may have fetched before it executes code at `va`."""
         return any(write.va < va + WINDOW and va < write.va + len(write.before) for write in self._writes)
 
     def windows(self, va: int) -> set[bytes]:
-        """Return all variants of the bytes that a CPU about to execute at `va` may have fetched."""
+        """Return all variants of the bytes that a CPU may have fetched before it executes code at `va`."""
         moments = self._moments(va)
         return {
             early[:split] + late[split:]

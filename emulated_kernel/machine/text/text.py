@@ -1,4 +1,4 @@
-"""Text: patches guest code, and keeps a ledger of the original of each changed byte."""
+"""Text: patches guest code, and keeps a ledger with the original value of each changed byte."""
 
 from __future__ import annotations
 
@@ -303,9 +303,9 @@ class Text:
     def _end_batch(self, done: list[tuple[int, int]], pages: set[int], before: int) -> None:
         """Drop the translated code after pokes; after many pokes, also free unused memory.
 
-        `done`: (address, size) of the first _FLUSH_FROM pokes; there were many if it has as many items.
-        `pages`: addresses of the pages of all pokes. `before`: number of words in the ledger before the
-        pokes.
+        `done`: (address, size) of the first _FLUSH_FROM pokes. If the list has that many items, there were
+        many pokes. `pages`: addresses of the pages of all pokes. `before`: number of words in the ledger
+        before the pokes.
         """
         words = self.ledger.words
         self.ledger.changes += 1

@@ -154,9 +154,9 @@ class ArrayRings(ABC):
     # -- listeners
 
     def notify(self) -> None:
-        """Call the listeners: there may be data, or a reason to stop waiting for data.
+        """Call the listeners, because there may be new data, or a reason to stop waiting for data.
 
-        The host calls this also after guest code wrote into a buffer's memory.
+        The host also calls this method after guest code has written to the memory of a buffer.
         """
         for listener in tuple(self.listeners):
             listener()
@@ -269,7 +269,7 @@ class ArrayRings(ABC):
     def resize_buffer(self, size_kb: int, cpu: int | None = None) -> None:
         """Resize the buffer of one CPU, or of all if `cpu` is None: execute a write to buffer_size_kb.
 
-        Raises: KernelError EINVAL, ENOMEM (also if a trace file is open for reading).
+        Raises: KernelError EINVAL (the size is 0), ENOMEM (no memory, or a trace file is open for reading).
         Mirrors: kernel/trace/trace.c:tracing_entries_write (v6.1)
         """
         if not size_kb:

@@ -13,9 +13,10 @@ from emulated_kernel.util.errors import KernelError, WouldBlock
 
 
 class RawPipe(PipeReader):
-    """An open trace_pipe_raw of one CPU. If several are open, each event goes to only one of them.
+    """An open trace_pipe_raw of one CPU.
 
-    ring/buffer_page.py describes the format of the pages.
+    If several files of one CPU are open, each event goes to only one of them. ring/buffer_page.py describes
+    the format of the pages.
     """
 
     def __init__(self, array: TraceArray, cpu: int, *, snapshot: bool = False) -> None:

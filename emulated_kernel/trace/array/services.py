@@ -57,7 +57,10 @@ class TracingServices:
     function_args: FunctionArgs | None = None
     """Printer of the functions' arguments in records of calls; None if these records have no arguments."""
     user_data: UserDataSize | None = None
-    """Number of bytes of user memory in records of system calls; None if they contain no user memory."""
+    """Number of bytes of user memory in a record of a system call.
+
+    The value is None if these records contain no user memory.
+    """
     is_expanded: bool = False
     """Whether the top array's buffers have got their full size, or a size that was written to buffer_size_kb.
 

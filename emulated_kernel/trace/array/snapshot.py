@@ -40,7 +40,10 @@ class Snapshot:
         self._array = array
         self.is_allocated = False
         self.condition: object = None
-        """The histogram action that takes the snapshots, or None. If set, writes to `snapshot` fail."""
+        """The histogram action that takes the snapshots, or None if no histogram does.
+
+        If the value is not None, writes to `snapshot` fail.
+        """
         self.buffers = array.new_buffers(MIN_PAGES)
         self._mark()
 
@@ -51,7 +54,10 @@ class Snapshot:
             theirs.is_aside = False
 
     def usage(self, tracer: str, cpu: int | None = None) -> str:
-        """Return the text of the snapshot file while it holds no events: the commands that it accepts."""
+        """Return the text of the snapshot file while it holds no events: the commands that it accepts.
+
+        `tracer`: name of the current tracer. `cpu`: CPU of the file, or None for the file of all CPUs.
+        """
         state = "allocated" if self.is_allocated else "freed"
         return (
             f"# tracer: {tracer}\n#\n#\n# * Snapshot is {state} *\n#\n# Snapshot commands:\n"

@@ -187,10 +187,12 @@ class TraceArray(ArrayRings, Recorder):
         timestamp_ns: int,
         place: RingBuffer | None = None,
     ) -> bool:
-        """Append a record to the buffer of `cpu`, or to `place`.
+        """Append a record to the buffer of `cpu`, or to `place` if `place` is given.
 
-        Return False if tracing is off or the buffer has no room.
-        `payload` is the data after the trace_entry. If `comm` is given, it is saved as the name of `pid`.
+        Return False if tracing is off or the buffer has no room. `kind`, `flags`, `preempt_count` and `pid`
+        are the common fields, and `payload` is the data after them. If `comm` is given, it is saved as the
+        name of `pid`. `timestamp_ns`: time of the machine's clock; it is converted to the trace clock's
+        units.
         """
         stamp = self._stamp
         header = TRACE_ENTRY.pack(kind, flags, preempt_count, pid)
@@ -208,9 +210,9 @@ class TraceArray(ArrayRings, Recorder):
         return True
 
     def notify_rewired(self) -> None:
-        """Recompile the guest code of events and tracer: buffers, clock, options or pid lists have changed.
+        """Recompile guest code of events and tracer after a change of buffers, clock, options or pid lists.
 
-        Until this is called, guest code writes to the buffers that it was compiled for.
+        Until this method is called, guest code writes to the buffers for which it was compiled.
         """
         for event in self._recorded:
             event.changed()
@@ -281,7 +283,10 @@ class TraceArray(ArrayRings, Recorder):
         return chain
 
     def record_stack(self, hit: ProbeHit, place: RingBuffer | None = None) -> None:
-        """Record a STACK entry with the call chain of a hit."""
+        """Record a STACK entry with the call chain of a hit.
+
+        `place`: ring buffer to which the entry is written; by default that of the current CPU.
+        """
         entry = stack_entry(self.callers(hit), self.system.arch.word_size)
         self.record_at(EntryType.STACK, entry, hit, place)
 
@@ -661,7 +666,7 @@ class TraceArray(ArrayRings, Recorder):
         self.notify()
 
     def set_buffer_percent(self, percent: int) -> None:
-        """Set how full a buffer must be before poll(2) reports its CPU's pipe as ready.
+        """Set buffer_percent: how full a buffer must be before poll(2) reports its CPU's pipe as ready.
 
         Raises: KernelError EINVAL (more than 100).
         """

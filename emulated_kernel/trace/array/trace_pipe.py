@@ -177,7 +177,7 @@ class TracePipe(PipeReader):
         return graph.line(entry, None if following is None else following[1], formatter)
 
     def _peek(self, cpu: int) -> Consumed | None:
-        """Return the oldest event of a CPU, or None.
+        """Return the oldest event of a CPU, or None if the CPU's buffer is empty.
 
         Records without a header, which a damaged buffer may have, are consumed and skipped.
         """

@@ -354,10 +354,10 @@ class FetchEmitter:
         builder.place(stored)
 
     def _location(self, place: int, *, is_fault: bool) -> None:
-        """Emit code that stores a string's __data_loc, and advances POSITION.
+        """Emit code that stores a string's __data_loc at BASE + `place`, and advances POSITION.
 
-        The string reaches from POSITION to OTHER. If `is_fault`, its length is 0 and POSITION does not
-        change.
+        The string reaches from POSITION to OTHER. If `is_fault`, the length in __data_loc is 0, and
+        POSITION does not change.
         """
         self._emit(
             Move(VALUE, POSITION),

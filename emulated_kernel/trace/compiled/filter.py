@@ -39,7 +39,7 @@ _EMITTED = (ComparePredicate, CpuPredicate, NeverPredicate)
 
 
 def can_filter(program: FilterProgram) -> bool:
-    """Return True if guest code can run the filter, because it compares only numbers with numbers."""
+    """Return True if guest code can test all predicates of the filter, because they compare numbers."""
     return all(isinstance(step.predicate, _EMITTED) for step in program.steps)
 
 

@@ -31,7 +31,7 @@ _NO_PID = 0xFFFFFFFF
 
 
 class GuestRecords(TaskObserver):
-    """Allocates the memory that compiled handlers write to, and answers their host calls."""
+    """Allocates the memory that compiled handlers write to, and answers the handlers' calls to the host."""
 
     def __init__(
         self,
@@ -84,7 +84,10 @@ class GuestRecords(TaskObserver):
         return self._clock.is_virtual
 
     def allocate(self, size: int) -> RingMemory:
-        """Allocate pages for a ring buffer. Raises: KernelError ENOMEM."""
+        """Allocate pages of `size` bytes for a ring buffer.
+
+        Raises: KernelError ENOMEM.
+        """
         with self.exchanged((), (size,)) as (memory,):
             return memory
 

@@ -121,7 +121,10 @@ class EventEmitter:
         builder.place(done)
 
     def _record_copies(self, recordings: Sequence[Recording]) -> None:
-        """Emit code that assembles the entry in scratch memory and copies it to recorders that accept it."""
+        """Emit code that assembles the entry in scratch memory, and copies it to the recordings.
+
+        The entry is copied to the ring buffer of each recording whose filter accepts the entry.
+        """
         builder = self._builder
         record = self._record
         done = builder.label()

@@ -356,7 +356,10 @@ class RecordEmitter:
         self._builder.call_host(target.make_room, dropped)
 
     def header(self, pointer: int, space: EventSpace) -> None:
-        """Emit code that stores an event's header and padding. VALUE is the event's time delta."""
+        """Emit code that stores the header and padding of the event at `pointer`.
+
+        When the code runs, VALUE must be the event's time delta.
+        """
         emit = self._emit
         emit(ComputeImmediate(Arithmetic.SHL, VALUE, 5))
         if space.header == 4:

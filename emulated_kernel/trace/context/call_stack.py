@@ -101,7 +101,7 @@ class CallStack:
         return found is not None and found.symbol.name.startswith(_RECORDING)
 
     def user_callers(self, task: int) -> list[int]:
-        """Return a list of the address at which a task left user mode; it is empty for a kernel thread.
+        """Return a list with the address at which a task left user mode; it is empty for a kernel thread.
 
         Linux: further addresses are found by frame pointers, which the guest's user mode does not have.
         Mirrors: arch/x86/kernel/stacktrace.c:arch_stack_walk_user (v6.1).

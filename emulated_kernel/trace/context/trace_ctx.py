@@ -57,7 +57,10 @@ class HitContext(ABC):
         nmi = EntryFlag.NMI | EntryFlag.HARDIRQ
         as_nmi = (nmi, _COUNT_MASK) if preemption else (nmi | EntryFlag.IRQS_OFF, 0)
         self.breakpoint_trace_ctx = as_nmi if is_breakpoint_nmi else None
-        """common_flags and common_preempt_count of a hit by a breakpoint, if it is an NMI; else None."""
+        """common_flags and common_preempt_count of a hit by a breakpoint.
+
+        The value is None if Linux does not handle breakpoints as NMIs.
+        """
 
     @abstractmethod
     def preempt_count(self) -> int:

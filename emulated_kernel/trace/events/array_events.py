@@ -23,7 +23,7 @@ class _Wanted:
     """The events that a word of set_event names. A field that is None matches any name."""
 
     match: str | None
-    """Name of a group or of events."""
+    """Name of a group or of events; None if the word has the form GROUP:EVENT or names a whole module."""
     group: str | None
     name: str | None
     module: str | None
@@ -92,7 +92,7 @@ class ArrayEvents:
         self._older = registry.registered
 
     def is_enabled(self, event: TraceEvent) -> bool:
-        """Return True if this trace array gets the event's hits. In soft mode it may not record them."""
+        """Return True if the event is enabled in this trace array; True also in soft mode."""
         return self.recorder in event.recorders
 
     def enabled_text(self, event: TraceEvent) -> str:

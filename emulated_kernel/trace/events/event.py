@@ -23,9 +23,10 @@ _NONE: Mapping[Any, Any] = {}
 
 
 class Recorder(ABC):
-    """Interface of the trace arrays for their events: writes the events' entries.
+    """Interface of the trace arrays for their events: a recorder writes the entries of events.
 
-    The class TraceArray belongs to a higher layer, because it prints events.
+    The class TraceArray, which implements this interface, belongs to a higher layer, because it prints
+    events.
     """
 
     @abstractmethod
@@ -58,7 +59,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def event_switched(self, event: TraceEvent, /, *, enabled: bool) -> None:
-        """Handle the enabling or disabling of an event in this trace array."""
+        """Handle the enabling (`enabled` is True) or disabling of an event in this trace array."""
 
     @abstractmethod
     def event_removed(self, event: TraceEvent, /) -> None:
@@ -114,7 +115,7 @@ class TraceEvent(ABC):
         self.ever_enabled_in: tuple[Recorder, ...] = ()
         """Trace arrays that have had the event enabled, so that their buffers may hold its entries."""
         self.files: Mapping[Recorder, EventFile] = _NONE
-        """Trace array -> triggers and soft mode of the event in it; file() adds an item at its first call."""
+        """Trace array -> triggers and soft mode of the event in the array; file() adds missing items."""
 
     @property
     def fields(self) -> tuple[EventField, ...]:
@@ -155,7 +156,7 @@ class TraceEvent(ABC):
         return False
 
     def file(self, recorder: Recorder) -> EventFile:
-        """Return the event's EventFile in a trace array; create it at the first call."""
+        """Return the event's EventFile in a trace array; create the EventFile if it does not exist."""
         found = self.files.get(recorder)
         if found is None:
             found = EventFile(self, recorder)
@@ -247,7 +248,7 @@ class TraceEvent(ABC):
     def record(self, payload: bytes, hit: ProbeHit) -> None:
         """Handle a hit: run the triggers, and write an entry to each trace array whose filter accepts it.
 
-        All kinds of events call this. `payload` is the entry without its common fields.
+        All kinds of events call this method at a hit. `payload` is the entry without its common fields.
         """
         outer = hit.keep_origin(True)
         try:
@@ -486,8 +487,9 @@ class EventFile:
         return self.soft_disabled or (event_filter is not None and event_filter.program is not None)
 
     def run_on_entry(self, entry: RawEntry, hit: ProbeHit) -> list[Trigger]:
-        """Run triggers whose filters accept the entry; return triggers that must run after it is written.
+        """Run the triggers whose filters accept the entry.
 
+        Return the triggers that must run after the entry is written.
         Mirrors: event_triggers_call (v6.1).
         """
         deferred: list[Trigger] = []

@@ -44,9 +44,9 @@ class PidList:
         self._changed()
 
     def write(self, data: bytes) -> int:
-        """Add the pids in one written text, and return the number of bytes taken.
+        """Add the pids in the text `data` of one write, and return the number of bytes taken.
 
-        If a pid is invalid, add none of them.
+        If a pid is invalid, add none of the pids.
         Raises: KernelError EINVAL (not a number), EPERM (too big), ENOMEM. Mirrors: trace_pid_write (v6.1).
         """
         added = set[int]()
@@ -125,6 +125,7 @@ class EventPids:
     def ignores_switch(self, before: int, after: int) -> bool:
         """Return True if a single list excludes both tasks of a switch, so that the switch is not recorded.
 
+        `before`, `after`: pids of the tasks.
         Mirrors: kernel/trace/trace_events.c:event_filter_pid_sched_switch_probe_pre (v6.1).
         """
         traced = self.traced.pids

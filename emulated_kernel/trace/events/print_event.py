@@ -63,10 +63,10 @@ class PrintEvent(FtraceEntryEvent):
         self.marker_ip = marker_ip
 
     def written(self, recorder: Recorder, text: bytes, hit: ProbeHit) -> Callable[[], None] | None:
-        """Run the event's triggers in a trace array before a marker is recorded in it.
+        """Run the event's triggers in a trace array before the trace array records a marker.
 
-        Return a function that runs the triggers that must run after the marker is recorded, or None if the
-        event has no triggers.
+        Return a function that runs the triggers that must run after the marker is recorded. Return None if
+        the event has no triggers.
         Mirrors: tracing_mark_write (v6.1).
         """
         file = self.files.get(recorder)

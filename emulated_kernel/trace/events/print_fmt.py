@@ -347,7 +347,10 @@ class _FmtParser:
         raise ValueError(f"print fmt: no function {name!r}")
 
     def _table(self, *, flags: bool) -> Expression:
-        """Parse the arguments of __print_flags() or __print_symbolic(), and compile the call."""
+        """Parse the arguments of a table function after the opening parenthesis, and compile the call.
+
+        `flags`: whether the function is __print_flags(); otherwise it is __print_symbolic().
+        """
         value = self.expression()
         self._expect(",")
         delimiter = ""
@@ -370,7 +373,10 @@ class _FmtParser:
 
 
 def _flag_names(value: Expression, delimiter: str, names: Sequence[tuple[Expression, str]]) -> Expression:
-    """Compile __print_flags(). Mirrors: kernel/trace/trace_output.c:trace_print_flags_seq (v6.1)."""
+    """Compile __print_flags(). `names`: (mask, name) of each flag. `delimiter`: text between two names.
+
+    Mirrors: kernel/trace/trace_output.c:trace_print_flags_seq (v6.1).
+    """
 
     def text(context: PrintContext) -> str:
         rest = unsigned(value(context))
@@ -473,7 +479,10 @@ def _array(value: Value, count: int, size: int) -> str:
 
 
 def _type_of(words: Sequence[str], word_bits: int) -> tuple[int, bool]:
-    """Return the width in bits and the signedness of a cast's type."""
+    """Return the width in bits and the signedness of a cast's type, which consists of `words`.
+
+    `word_bits`: size of a long and of a pointer in bits.
+    """
     if "*" in words:
         return word_bits, False
     if "long" in words or "size_t" in words:

@@ -77,11 +77,14 @@ class EventRegistry:
         return iter(self._numbers)
 
     def find(self, group: str, name: str) -> TraceEvent | None:
-        """Return the event `name` of a group, or None."""
+        """Return the event with this group and name, or None if no such event is registered."""
         return self.in_group(group).get(name)
 
     def by_id(self, event_id: int) -> TraceEvent | None:
-        """Return the event with an id, which is the common_type of its entries, or None."""
+        """Return the event with the id `event_id`, or None if no event has this id.
+
+        The id is the common_type of the event's entries.
+        """
         return self._by_id.get(event_id)
 
     def has_group(self, group: str) -> bool:

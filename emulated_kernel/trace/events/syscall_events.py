@@ -232,7 +232,7 @@ class SyscallEnter(SyscallEvent):
         return f"{self.syscall.name}({', '.join(shown_args)})"
 
     def _memory(self, payload: bytes, at: int, values: Sequence[int]) -> str:
-        """Return the text of the user memory of the argument at position `at`; "" if it is not recorded.
+        """Return the text of the user memory of the argument at position `at`, or "" if none was recorded.
 
         `values` are all arguments of the call.
         """

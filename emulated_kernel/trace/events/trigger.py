@@ -42,7 +42,7 @@ class Trigger(ABC):
 
     def __init__(self, filter_: EventFilter | None = None) -> None:
         self.filter = filter_
-        """The filter after `if` in the trigger's command, or None."""
+        """The filter after `if` in the trigger's command, or None if the command has no filter."""
         self.paused = False
         """Whether the trigger is suspended, for example by the command `pause` of a hist trigger."""
 

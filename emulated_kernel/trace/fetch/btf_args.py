@@ -34,8 +34,9 @@ class ProbedFunction:
 
 
 def find_function(btf: Btf | None, name: str | None, hidden: int = 0) -> ProbedFunction | None:
-    """Return a function's prototype without its first `hidden` parameters, or None if the BTF lacks it.
+    """Return a function's prototype without its first `hidden` parameters.
 
+    Return None if `btf` or `name` is None, or if the BTF lacks the function.
     Mirrors: kernel/trace/trace_btf.c:btf_find_func_proto (v6.12).
     """
     if btf is None or name is None:
@@ -153,9 +154,10 @@ def follow_fields(
 ) -> Iterator[tuple[int, TypedValue, int]]:
     """Follow `chain`, a text like `FIELD.FIELD->FIELD`, from a pointer to a structure.
 
-    `value`: type of the pointer, or of the structure itself if `is_cast` is set.
-    Yield, for each dereference, its offset in bytes, the type of the value at that offset, and the column of
-    its last field in `chain`. Raises: FieldError.
+    `value`: type of the pointer, or of the structure itself if `is_cast` is set. Yield (offset, value,
+    column) for each dereference: the offset in bytes from the pointer, the type of the value there, and the
+    column in `chain` of the last field before the next arrow.
+    Raises: FieldError (`chain` does not match the types).
     Mirrors: kernel/trace/trace_probe.c:parse_btf_field (v6.12).
     """
     btf = value.btf

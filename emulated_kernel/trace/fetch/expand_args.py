@@ -48,7 +48,8 @@ def expand_meta_args(words: Sequence[str], context: ExpansionContext) -> Sequenc
     """Replace `$arg*` by the names of all parameters, and `$argN` at the start of a word by one name.
 
     Return the new words. Without BTF for the function, `$argN` stays.
-    Raises: KernelError EINVAL, ENOENT, EOPNOTSUPP, E2BIG (logged).
+    Raises: KernelError EINVAL or ENOENT (a wrong word, or no such parameter), EOPNOTSUPP (`$arg*` without
+    BTF), E2BIG (the names are too long); all are logged.
     Mirrors: kernel/trace/trace_probe.c:traceprobe_expand_meta_args (v6.12).
     """
     log = context.log
@@ -76,7 +77,8 @@ def expand_meta_args(words: Sequence[str], context: ExpansionContext) -> Sequenc
 def _star(words: Sequence[str], context: ExpansionContext) -> int | None:
     """Return the index of the word `$arg*`, -1 if only `$argN` occurs, or None if neither does.
 
-    Raises: KernelError EINVAL (logged). Mirrors: kernel/trace/trace_probe.c:argv_has_var_arg (v6.12).
+    Raises: KernelError EINVAL (the probe cannot have parameters, or a wrong or second `$arg*`; logged).
+    Mirrors: kernel/trace/trace_probe.c:argv_has_var_arg (v6.12).
     """
     found: int | None = None
     for number, word in enumerate(words):
@@ -123,7 +125,8 @@ class _Names:
 def _one(word: str, names: _Names, log: TraceProbeLog) -> str:
     """Return the replacement of a word `$argN[:TYPE]`, which is a parameter's name with the type.
 
-    Raises: KernelError EINVAL, ENOENT, E2BIG; all are logged.
+    Raises: KernelError EINVAL (N is 0), ENOENT (a wrong word, or no such parameter), E2BIG (the names are
+    too long); all are logged.
     """
     digits = re.match("[0-9]*", word[len(_META) :])
     assert digits is not None, "it may match nothing"
@@ -139,8 +142,8 @@ def _one(word: str, names: _Names, log: TraceProbeLog) -> str:
 def expand_dentry_args(words: Sequence[str], btf: Btf | None) -> Sequence[str]:
     """Replace `[NAME=]ARG:%pd` and `[NAME=]ARG:%pD` by the dereferences that lead to the file's name.
 
-    Raises: KernelError ENOMEM (too long), EOPNOTSUPP (the kernel has no BTF, so the fields' offsets are
-    unknown).
+    Raises: KernelError ENOMEM (the new words are too long for Linux's buffer), EOPNOTSUPP (the kernel has
+    no BTF, so the fields' offsets are unknown).
     Mirrors: kernel/trace/trace_probe.c:traceprobe_expand_dentry_args (v6.12).
     """
     room = MAX_DENTRY_ARGS_LEN
@@ -173,7 +176,7 @@ def _dentry(word: str, btf: Btf) -> str:
 
 
 def expand_args(words: Sequence[str], context: ExpansionContext, limit: int) -> Sequence[str]:
-    """Return the arguments of a probe's definition after the expansions that the kernel makes.
+    """Return the arguments `words` of a probe's definition after the expansions that the kernel makes.
 
     Raises: KernelError E2BIG (more than `limit` arguments), errors of expand_meta_args() and
     expand_dentry_args().

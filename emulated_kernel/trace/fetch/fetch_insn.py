@@ -89,7 +89,7 @@ class FetchStages:
     load: FetchInsn
     derefs: FetchProgram
     pointer: FetchInsn | None
-    """The dereference that reads each string's address for an array of strings, or None."""
+    """For an array of strings: the dereference that reads each string's address. Otherwise None."""
     store: FetchInsn
     bitfield: FetchInsn | None
     count: int

@@ -83,8 +83,9 @@ class FetchType(ABC):
 
     @abstractmethod
     def with_store(self, code: FetchProgram, *, is_array: bool) -> FetchProgram:
-        """Return a fetch program with the store operation of this type added.
+        """Return the fetch program `code` with the store operation of this type added.
 
+        `is_array`: whether the argument is an array.
         Mirrors: traceprobe_parse_probe_arg_body (v6.1).
         """
 
@@ -125,7 +126,8 @@ class Number(FetchType):
         """Run a fetch program at a hit, and return the number, or all numbers of an array.
 
         Deviates: 0 is stored for unreadable memory; Linux leaves the former contents of the buffer.
-        Deviates: 0 is stored for a string's address, which the guest does not have; Linux stores the address.
+        Deviates: 0 is stored for the address of a string that is not in guest memory; Linux stores the
+        address.
         """
         value: Value | None = environment.load(stages.load)
         if stages.derefs:
@@ -277,7 +279,7 @@ class SymbolString(String):
     def fixed_part(self, elements: Elements, area: StringArea) -> bytes:
         """Return the __data_loc of each string, and add the strings to `area`.
 
-        Linux: a `symstr` before another string also prints that string.
+        Linux: the printed text of a `symstr` before another string also contains the other string.
         Mirrors: fetch_store_symstring (v6.1).
         """
         return b"".join([area.add(text, overlaps=True) for text in elements])
@@ -325,9 +327,10 @@ def find_fetch_type(name: str | None, word_size: int, interface: Interface) -> F
 
 
 def bitfield_of(name: str | None, container: FetchType, word_bits: int) -> FetchInsn | None:
-    """Return the shift operation of a bitfield type `bN@O/SIZE`, or None for other types.
+    """Return the shift operation of the bitfield type `name`, `bN@O/SIZE`, or None for other types.
 
-    `container` is the type that stores the bitfield. Raises: ValueError (malformed or too wide).
+    `container` is the type that stores the bitfield. `word_bits`: size of a word in bits.
+    Raises: ValueError (malformed or too wide).
     Mirrors: kernel/trace/trace_probe.c:__parse_bitfield_probe_arg (v6.1).
     """
     if name is None or not name.startswith("b"):

@@ -31,6 +31,7 @@ MAX_TRACE_ARGS = 128
 MAX_ARG_NAME_LEN = 32
 """Maximum length of an argument's name in bytes."""
 MAX_ARGSTR_LEN = 63
+"""Maximum length of an argument's expression and type in bytes."""
 _LONG_ARGSTR_LEN = 255
 """Value of MAX_ARGSTR_LEN since Linux 7.3."""
 _MAX_NESTED = 8
@@ -40,7 +41,6 @@ Mirrors: kernel/trace/trace_probe.h:TRACEPROBE_MAX_NESTED_LEVEL (v7.3).
 """
 _PER_CPU = {"this_cpu_ptr(": False, "this_cpu_read(": True}
 """Start of an access to a per-CPU variable -> whether the access reads the variable."""
-"""Maximum length of an argument's expression and type in bytes."""
 MAX_ARRAY_LEN = 64
 """Maximum number of elements of an array."""
 MAX_PROBE_EVENT_SIZE = 3072
@@ -216,6 +216,8 @@ def _split_name(
 ) -> tuple[str, str, int]:
     """Split `[NAME=]EXPR` into the name, the expression, and the column at which the expression starts.
 
+    `number`: index of the argument, from which its default name is made. `args`: the arguments before this
+    argument; its name must differ from theirs.
     Raises: KernelError EINVAL (logged).
     """
     log = context.log
@@ -265,7 +267,8 @@ def argument_insn(arch: Arch, number: int) -> FetchInsn:
 class _ArgParser:
     """Parser of one argument's expression and type, which are `body`.
 
-    `offset` is the column of `body` in the command's word, for carets in error_log.
+    `offset` is the column of `body` in the command's word, for carets in error_log. In the methods, `at` is
+    the column of the parsed text in `body`.
     """
 
     def __init__(self, context: FetchContext, body: str, offset: int) -> None:
@@ -323,7 +326,10 @@ class _ArgParser:
             raise self._error(self._end, ProbeError.EVENT_TOO_BIG, errno.E2BIG)
 
     def _error(self, column: int, error: ProbeError, code: int = errno.EINVAL) -> KernelError:
-        """Log an error, and return the exception to raise. `column` is relative to the expression's start."""
+        """Log an error, and return the exception to raise.
+
+        `column`: column of the error in the argument's expression and type. `code`: errno of the exception.
+        """
         return self._context.log.error(self._offset + column, error, code)
 
     @staticmethod
@@ -333,7 +339,11 @@ class _ArgParser:
     # Type
 
     def _split_type(self) -> tuple[str, str | None, int]:
-        """Split off the type. Return the expression, the type's name or None, and the array's length or 0."""
+        """Split the argument into expression and type.
+
+        Return the expression, the type's name (None if the argument has no type), and the array's length (0
+        if the type is not an array).
+        """
         expression, colon, type_name = self._body.partition(":")
         if not colon:
             return expression, None, 0
@@ -761,7 +771,8 @@ def _closing(text: str, begin: int) -> int:
 def _str_to_immediate(text: str, base: int, bits: int) -> int:
     """Parse the number of an immediate value, which follows a backslash.
 
-    Raises: KernelError EINVAL, ERANGE. Mirrors: kernel/trace/trace_probe.c:str_to_immediate (v6.1).
+    Raises: KernelError EINVAL (not a number), ERANGE (too large).
+    Mirrors: kernel/trace/trace_probe.c:str_to_immediate (v6.1).
     """
     if is_digit(text):
         return kstrtoul(text, base, bits)

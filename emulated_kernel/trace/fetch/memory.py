@@ -12,7 +12,7 @@ from emulated_kernel.trace.symbols import KernelSymbols
 _PAGE_SIZE = 4096
 
 Value = int | bytes
-"""A loaded value: a number, or bytes, which represent the address of kernel memory with this content."""
+"""A loaded value: a number, or bytes that stand for an address of kernel memory with these contents."""
 
 
 class EntryAddress(int):

@@ -1,6 +1,6 @@
-"""NamedArgs: compiles `NAME->FIELD.FIELD` and `$retval` with a type, which it looks up in the kernel's BTF.
+"""NamedArgs: compiles `NAME->FIELD.FIELD` and `$retval`, whose types are looked up in the kernel's BTF.
 
-fetchargs.py imports this file at the first such argument, because most kernels have none.
+fetchargs.py imports this file at the first argument of this kind, because most kernels never get one.
 """
 
 from __future__ import annotations
@@ -146,7 +146,10 @@ class NamedArgs:
         return self._fields([FetchInsn(FetchOp.CURRENT)], typed, fields, column, is_cast=True)
 
     def _root(self, text: str, at: int) -> tuple[str, str | None, int]:
-        """Split `NAME->FIELDS`. Return the name, the fields or None, and the column of the fields."""
+        """Split `NAME->FIELDS`. Return the name, the fields, and the column of the fields.
+
+        If `text` is only a name, the fields are None.
+        """
         try:
             name, fields, is_arrow = split_field(text)
         except FieldError as failure:

@@ -54,10 +54,9 @@ Mirrors: kernel/trace/trace_events.c:trace_define_generic_fields (v6.1).
 
 
 def find_event_field(fields: Sequence[EventField], name: str) -> FilterField | None:
-    """Return the field with this name, or None.
+    """Return the field with this name, or None if the event has no such field.
 
     The event's own `fields` hide generic and common fields with the same names.
-
     Mirrors: kernel/trace/trace_events.c:trace_find_event_field (v6.1).
     """
     own = _find(fields, name)

@@ -49,10 +49,11 @@ _CPUS = "CPUS"
 
 
 def parse_event_filter(text: str, fields: Sequence[EventField], words: FilterWords = NO_WORDS) -> EventFilter:
-    """Parse the filter of an event whose own fields are `fields`.
+    """Parse the filter `text` of an event whose own fields are `fields`.
 
-    Raises: errors of parse_filter(), KernelError ENOMEM (the limit definition_bytes, or the limit for
-    one user, is reached).
+    `words`: the features of filters that the kernel's version has.
+    Raises: errors of parse_filter(), KernelError ENOMEM (the limit definition_bytes, or the limit for one
+    user, is reached).
     """
     program = parse_filter(text, partial(find_event_field, fields), words)
     return EventFilter(text, program, words.memory.charge_text(text))
@@ -225,8 +226,9 @@ class _FilterParser:
         raise _error(FilterError.INVALID_VALUE, self._at)
 
     def _function(self, field: FilterField, op: FilterOp) -> Predicate:
-        """Parse the operand of `FIELD.function`: a function's name, or an address in it, up to a blank.
+        """Parse the operand of `FIELD.function`: the name of a function, or an address within a function.
 
+        A blank or the end of the filter ends the name.
         Mirrors: kernel/trace/trace_events_filter.c:parse_pred (v6.12).
         """
         declared = field.declared

@@ -29,7 +29,7 @@ class FilterOp(Enum):
     BAND = "&"
 
     def compare(self, left: int, right: int) -> bool:
-        """Return True if the comparison of two numbers holds."""
+        """Return True if `left` and `right` fulfil the comparison."""
         return bool(_COMPARE[self](left, right))
 
 

@@ -151,7 +151,10 @@ class TrackedSnapshot:
 
 
 def parse_action(text: str, data: Histogram) -> Action:
-    """Parse `HANDLER(SUBJECT).ACTION(PARAMS)`, and return the action. Raises: KernelError EINVAL."""
+    """Parse `HANDLER(SUBJECT).ACTION(PARAMS)`, and return the action of the histogram `data`.
+
+    Raises: KernelError EINVAL (a syntax error, or an unknown event in onmatch()).
+    """
     handler_name, _, rest = text.partition("(")
     action = Action(data, Handler(handler_name))
     subject, closed, rest = rest.partition(")")

@@ -48,11 +48,12 @@ class HistAttrs:
 
 
 def split_filter(text: str) -> tuple[str, str | None]:
-    """Split a command into the text before `if FILTER`, and `if FILTER` or None.
+    """Split a command into the text before its filter, and the filter with its `if`.
 
-    The filter begins at the first `if` with blanks around it.
-
-    Raises: KernelError EINVAL. Mirrors: event_hist_trigger_parse (v6.1).
+    The filter begins at the first `if` with blanks around it. If the command has no filter, return the
+    whole text and None.
+    Raises: KernelError EINVAL (`text` begins with `if`, or the filter is empty).
+    Mirrors: event_hist_trigger_parse (v6.1).
     """
     at = text.find("if")
     while at >= 0:
@@ -68,8 +69,10 @@ def split_filter(text: str) -> tuple[str, str | None]:
 
 
 def parse_attrs(text: str, log: LastCommandLog, interface: Interface) -> HistAttrs:
-    """Parse the attributes of a command, without its filter. Raises: KernelError EINVAL, ERANGE.
+    """Parse the attributes of a command, without its filter.
 
+    Raises: KernelError EINVAL (an unknown attribute, an empty value, no keys), ERANGE (a number is too
+    large).
     Mirrors: parse_hist_trigger_attrs (v6.1).
     """
     attrs = HistAttrs()
@@ -128,8 +131,9 @@ def _map_bits(text: str) -> int:
 
 
 def parse_variables(attrs: HistAttrs, log: LastCommandLog) -> list[tuple[str, str]]:
-    """Return name and expression of each variable that the command defines. Raises: KernelError EINVAL.
+    """Return name and expression of each variable that the command defines.
 
+    Raises: KernelError EINVAL (a variable has no value, or there are too many variables).
     Mirrors: parse_var_defs (v6.1).
     """
     found: list[tuple[str, str]] = []

@@ -75,7 +75,11 @@ class ActionMaker:
         return reference
 
     def _new_variable(self, name: str, size: int, type_: str, flags: Flag) -> HistField:
-        """Create a variable of the histogram, and return it. Mirrors: create_var (v6.1)."""
+        """Create a variable of the histogram, and return it.
+
+        `size`, `type_`: size in bytes and C type of the value. `flags`: further Flag bits.
+        Mirrors: create_var (v6.1).
+        """
         data = self._data
         if data.variables.exists(name) and not data.removes:
             raise KernelError(errno.EINVAL, f"histogram: the variable {name} already exists")
@@ -214,9 +218,10 @@ def _same_keys(one: Histogram, other: Histogram) -> bool:
 
 
 def _hist_command(model: Histogram, file: EventFile, variable: str, name: str) -> str:
-    """Return the command of a histogram that has the keys and the filter of `model`, and one variable.
+    """Return the command of a histogram with the keys and the filter of `model`, and with one variable.
 
-    Raises: KernelError E2BIG.
+    `file`: the event of `model`. `variable`: name of the variable. `name`: field whose value it gets.
+    Raises: KernelError E2BIG (the command is too long).
     """
     keys = ",".join(key.full_name() for key in model.keys)
     text = f"keys={keys}:{variable}={name}"

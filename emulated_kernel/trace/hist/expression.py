@@ -40,6 +40,8 @@ _PLAIN_MODIFIERS = {
 class ExpressionParser:
     """Parser of the expression of one key, value or variable.
 
+    In the methods, `flags` are Flag bits for the new field, and `variable` is the name of the variable that
+    the expression defines, or None.
     Mirrors: parse_expr, parse_unary, parse_atom (v6.1).
     """
 

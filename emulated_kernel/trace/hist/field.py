@@ -171,7 +171,11 @@ class HistField:
         return as_number(self.value(hit))
 
     def full_name(self, level: int = 0) -> str:
-        """Return the field's name. Mirrors: kernel/trace/trace_events_hist.c:hist_field_name (v6.1)."""
+        """Return the field's name; "" for a field without a name.
+
+        `level`: nesting depth of the field as an operand. If the depth is above 1, the name is "".
+        Mirrors: kernel/trace/trace_events_hist.c:hist_field_name (v6.1).
+        """
         if level > 1:
             return ""
         if self.field is not None:
@@ -283,7 +287,10 @@ class Histogram:
         return self.values + self.keys
 
     def variable(self, name: str) -> HistField | None:
-        """Return the variable with this name, or None. Mirrors: find_var_field (v6.1)."""
+        """Return the variable with this name, or None if the histogram does not define it.
+
+        Mirrors: find_var_field (v6.1).
+        """
         for each in self.fields:
             # The name is compared first, which is faster than flags: there may be thousands of histograms.
             if each.variable == name and each.flags & Flag.VAR:

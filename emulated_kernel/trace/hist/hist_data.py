@@ -297,6 +297,7 @@ class HistData(Histogram):
 def _has_variables(each: HistField, level: int = 0) -> bool:
     """Return True if a field or its operands are variables or references.
 
+    `level`: nesting depth of the field. As in Linux, operands nested deeper than 3 are ignored.
     Mirrors: field_has_hist_vars (v6.1).
     """
     if level > 3:

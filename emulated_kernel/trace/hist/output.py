@@ -93,7 +93,7 @@ class HistPrinter:
     def _scale(index: int, column: HistField, elements: Sequence[Element]) -> int:
         """Return the value of a column that is shown as 100 %: for percent the sum, for graph the maximum.
 
-        Return 0 for columns with other modifiers.
+        `index`: index of the column in Element.sums. Return 0 for columns with other modifiers.
         """
         if column.flags & Flag.PERCENT:
             return sum(each.sums[index] for each in elements) & U64

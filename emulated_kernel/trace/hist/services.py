@@ -42,7 +42,10 @@ class HistServices:
 
     registry: EventRegistry
     syscall_name: Callable[[int], str | None]
-    """Function that returns the name of the system call with a number, such as sys_read, or None."""
+    """Function that returns the name of the system call with a number, such as sys_read.
+
+    It returns None if no system call has the number.
+    """
     memory: MemoryBudget = field(
         default_factory=lambda: MemoryBudget(Limits(), Limit.HIST_BYTES, Limit.USER_HIST_BYTES)
     )
@@ -51,7 +54,10 @@ class HistServices:
     _with_variables: dict[Recorder, list[Histogram]] = field(default_factory=dict)
 
     def find_synthetic(self, name: str) -> SyntheticEvent | None:
-        """Return the synthetic event with this name, or None. Mirrors: find_synth_event_call (v6.1)."""
+        """Return the synthetic event with this name, or None if there is no such event.
+
+        Mirrors: find_synth_event_call (v6.1).
+        """
         event = self.registry.find(SYSTEM, name)
         return event if isinstance(event, SyntheticEvent) else None
 

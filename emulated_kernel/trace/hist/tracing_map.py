@@ -114,7 +114,7 @@ class TracingMap:
         return element
 
     def lookup(self, key: bytes) -> Element | None:
-        """Return the element of a key, or None if there is none.
+        """Return the element of a key, or None if the key has no element.
 
         The key is truncated, or padded with zeros, to the map's key size.
         """

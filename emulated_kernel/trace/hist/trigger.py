@@ -44,7 +44,7 @@ class HistTrigger(HistHolder):
         """The named trigger whose data this trigger uses; None if it uses data of its own."""
         self.users = 0
         self.synthetic: SyntheticEvent | None = None
-        """The trigger's event if it is synthetic, or None.
+        """The trigger's event if the event is synthetic, otherwise None.
 
         While the trigger exists, the event can't be removed.
         """
@@ -172,7 +172,7 @@ class HistCommand(TriggerCommand):
         trigger.identity = hash(_identity(trigger))
 
     def _find_named(self, name: str | None) -> HistTrigger | None:
-        """Return the trigger that owns the data with this name, or None.
+        """Return the trigger that owns the data with this name, or None if no trigger owns such data.
 
         Mirrors: find_named_trigger (v6.1).
         """
@@ -274,9 +274,10 @@ class HistCommand(TriggerCommand):
     def _find_match(
         self, trigger: HistTrigger, file: EventFile, shared: HistTrigger | None
     ) -> HistTrigger | None:
-        """Return the trigger of an event that has an equivalent histogram, or None.
+        """Return the trigger of an event whose histogram is equivalent to that of `trigger`, or None.
 
-        `shared` is the trigger that owns the data with the trigger's name, or None.
+        `shared`: the trigger that owns the data with the name of `trigger`. If it is not None, only
+        triggers with these data count; if it is None, only triggers without a name count.
         """
         identity = _identity(trigger)
         wanted = hash(identity)
@@ -293,7 +294,7 @@ class HistCommand(TriggerCommand):
 
 
 def _has_data_of(other: HistTrigger, shared: HistTrigger | None) -> bool:
-    """Return True if the data of the trigger `other` belong to `shared`.
+    """Return True if `other` is the trigger `shared`, or uses its data.
 
     If `shared` is None, return True if `other` has no name.
     """
@@ -301,7 +302,7 @@ def _has_data_of(other: HistTrigger, shared: HistTrigger | None) -> bool:
 
 
 def _identity(trigger: HistTrigger) -> tuple[str, tuple[object, ...]]:
-    """Return the trigger's filter and contents. The results are equal for equivalent histograms.
+    """Return filter and histogram of a trigger in a form that is equal for equivalent histograms.
 
     Mirrors: hist_trigger_match (v6.1).
     """

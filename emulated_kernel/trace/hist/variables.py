@@ -14,7 +14,7 @@ from emulated_kernel.util.errors import KernelError
 
 
 def find_file_variable(file: EventFile, name: str) -> HistField | None:
-    """Return the variable with this name in a histogram of the event, or None.
+    """Return the variable with this name in a histogram of the event, or None if no histogram has it.
 
     Mirrors: find_file_var (v6.1).
     """
@@ -46,10 +46,10 @@ class Variables:
         return find_file_variable(self.owner.file, name) is not None
 
     def local_expression(self, system: str | None, event_name: str | None, name: str) -> str | None:
-        """Return the expression of a variable that the histogram defines as a field, or None.
+        """Return the expression of a variable of this histogram, if the expression is only a field's name.
 
-        `name` is `$` and the variable's name. `system` and `event_name` must be None, or name the histogram's
-        event.
+        `name` is `$` and the variable's name. `system` and `event_name` must be None, or name the
+        histogram's event. In all other cases, return None.
         Mirrors: local_field_var_ref, field_name_from_var (v6.1).
         """
         event = self.owner.file.event
@@ -167,7 +167,7 @@ class Variables:
     def origin(operand: HistField) -> HistField:
         """Return the variable to which a reference or alias refers; return any other field itself.
 
-        Raises: KernelError EINVAL.
+        Raises: KernelError EINVAL (the variable does not exist any more).
         Mirrors: check_expr_operands (v6.1).
         """
         if not operand.flags & (Flag.VAR_REF | Flag.ALIAS):

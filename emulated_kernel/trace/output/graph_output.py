@@ -83,6 +83,7 @@ _LATENCY_INDENTS = {GraphOption.ABSTIME: 16, GraphOption.CPU: 4, GraphOption.PRO
 def header(options: TracerOptions, *, latency: bool) -> str:
     """Return the comment lines with the titles of the columns.
 
+    `latency`: whether the option latency-format is on.
     Mirrors: __print_graph_headers_flags, print_lat_header (v6.1).
     """
     indent = sum(width for option, width in _LATENCY_INDENTS.items() if options.is_on(option))
@@ -239,7 +240,10 @@ class _GraphLine:
         return " " * (spaces // 2) + text + " " * (spaces - spaces // 2)
 
     def _column(self, nanoseconds: int | None) -> str:
-        """Return the column with the overhead mark and the duration. Mirrors: print_graph_duration (v6.1)."""
+        """Return the column with the overhead mark and the duration, which is blank without a duration.
+
+        Mirrors: print_graph_duration (v6.1).
+        """
         if not self._has_context or not self._is_on(GraphOption.DURATION):
             return ""
         if nanoseconds is None:

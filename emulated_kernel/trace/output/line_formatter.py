@@ -78,7 +78,7 @@ class FlagColumns:
 DEFAULT_COLUMNS = FlagColumns()
 """The columns of a record's flags in Linux 6.1."""
 _LAZY = EntryFlag.IRQS_NOSUPPORT
-"""Flag of a pending lazy reschedule, in versions that have it."""
+"""Flag of a pending lazy reschedule, in the versions of Linux that have lazy reschedules."""
 _RESCHED = (".", "n", "p", "N", "l", "b", "L", "B")
 """Letters of need-resched. Index: the sum of 1 for NEED_RESCHED, 2 for PREEMPT_RESCHED, and 4 for _LAZY."""
 
@@ -164,8 +164,8 @@ class LineFormatter:
     def line(self, entry: TimedRecord, next_time: int, index: int) -> str:
         """Return the line of a record.
 
-        `next_time` is the time of the next record in the file, or of the record itself if it is the last.
-        `index` is the record's position in the file.
+        `next_time`: time of the next record in the file; for the last record, its own time. `index`:
+        position of the record in the file.
         """
         if self._message_only and TRACE_ENTRY.unpack_from(entry.record)[0] == EntryType.PRINT:
             return print_message(entry.record[TRACE_ENTRY.size :], self.style)
@@ -216,7 +216,7 @@ class LineFormatter:
         return f"Unknown type {kind}\n"
 
     def _repeats(self, payload: bytes, now: int) -> str:
-        """Return the text of a FUNC_REPEATS record.
+        """Return the text of a FUNC_REPEATS record. `now`: time of the record.
 
         Mirrors: kernel/trace/trace_output.c:trace_func_repeats_print, trace_print_time (v6.1).
         """

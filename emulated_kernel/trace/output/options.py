@@ -126,8 +126,9 @@ class TraceOptions:
     ) -> None:
         """Start with the default options.
 
-        `changed` is called when an option of the trace array itself changes. `tracer_changed` is called with
-        the name of a tracer's option that changes.
+        `changed` is called when an option of the trace array itself changes. `tracer_changed` is called
+        with the name of a tracer's option that changes. `tracers` returns the names of the registered
+        tracers, and `current` the name of the current one. `printk` adds a line to the kernel's log.
         """
         self._own = option_names(interface)
         """Name -> option of the trace array itself."""
@@ -219,7 +220,8 @@ class TraceOptions:
         """Execute one write to trace_options, and return the number of bytes taken.
 
         `data` is a name, or "no" and a name. Options of tracers other than the current one are refused.
-        Raises: KernelError EINVAL. Mirrors: kernel/trace/trace.c:tracing_trace_options_write (v6.1)
+        Raises: KernelError EINVAL (too long, an unknown name, or the tracer refuses). Mirrors:
+        kernel/trace/trace.c:tracing_trace_options_write (v6.1)
         """
         if len(data) >= _WRITE_LIMIT:
             raise KernelError(

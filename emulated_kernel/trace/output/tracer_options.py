@@ -113,9 +113,10 @@ class TracerOptions:
             notify()
 
     def _check_functions(self, name: str) -> None:
-        """Check that an option of the function tracer can be added to those that are on.
+        """Check that the option `name` of the function tracer can be added to the options that are on.
 
-        Raises: KernelError EINVAL. Mirrors: kernel/trace/trace_functions.c:select_trace_function (v7.2).
+        Raises: KernelError EINVAL (an option that is on excludes it).
+        Mirrors: kernel/trace/trace_functions.c:select_trace_function (v7.2).
         """
         others = [each for each in FunctionOption if each != name and self.is_on(each)]
         if others and FunctionOption.ARGS in (name, *others):

@@ -62,7 +62,7 @@ class ProbePoint:
         return f"{self.symbol}+{self.offset}" if self.offset else self.symbol
 
     def default_event(self, word_size: int) -> str:
-        """Return the event name for a command without one."""
+        """Return the event name for a command that contains no name."""
         place = f"{self.symbol}_{self.offset}" if self.symbol is not None else self.show(word_size)
         letter = "p"
         if self.is_return:
@@ -109,7 +109,7 @@ class ProbedSymbols:
 def parse_definition(
     argv: Sequence[str], kernel: ProbedSymbols, log: TraceProbeLog, letters: str = "pr"
 ) -> ProbeDefinition | None:
-    """Parse a command of at least one word. Return None if it may be for another kind of event.
+    """Parse a command of at least one word. Return None if the command may be for another kind of event.
 
     `letters` are the allowed first letters; they include `j` if the kernel has jprobes.
     Raises: KernelError EINVAL, ENOENT, EADDRNOTAVAIL, ERANGE, E2BIG (logged, except in 6.1 for a wrong type
@@ -162,9 +162,10 @@ def parse_definition(
 
 
 def parse_maxactive(head: str, log: TraceProbeLog) -> int:
-    """Return maxactive, the number after the letter of a command.
+    """Return maxactive, the number after the letter of `head`, the first word of a command.
 
-    Raises: KernelError EINVAL (logged).
+    As in Linux, a number above INT_MAX means 0, the default.
+    Raises: KernelError EINVAL (0, no number, or too large; logged).
     """
     digits = head[1:].partition(":")[0]
     try:
@@ -180,7 +181,10 @@ def parse_maxactive(head: str, log: TraceProbeLog) -> int:
 
 
 def _place(word: str, letter: str, bits: int, log: TraceProbeLog) -> ProbePoint:
-    """Parse the place of a command. A jprobe's place must be the entry of a function, without an offset."""
+    """Parse `word`, the place of a command whose first letter is `letter`.
+
+    A jprobe's place must be the entry of a function, without an offset.
+    """
     is_return = letter == "r"
     is_jprobe = letter == "j"
     if word.removeprefix("+")[:1].isdecimal() and not is_jprobe:
@@ -227,9 +231,10 @@ def check_symbol(symbol: str, kernel: ProbedSymbols, log: TraceProbeLog) -> None
 
 
 def split_symbol_offset(text: str, bits: int) -> tuple[str, int]:
-    """Split `SYM`, `SYM+N` or `SYM-N` at the first sign.
+    """Split `SYM`, `SYM+N` or `SYM-N` at the first sign, and return the symbol and the offset.
 
-    Raises: KernelError EINVAL, ERANGE. Mirrors: traceprobe_split_symbol_offset (v6.1).
+    Raises: KernelError EINVAL, ERANGE (the offset is not a valid number).
+    Mirrors: traceprobe_split_symbol_offset (v6.1).
     """
     signs = [index for index in (text.find("+"), text.find("-")) if index >= 0]
     if not signs:
@@ -240,7 +245,8 @@ def split_symbol_offset(text: str, bits: int) -> tuple[str, int]:
 def resolve_symbol(arg: ProbeArg, symbols: KernelSymbols, bits: int) -> ProbeArg:
     """Return an argument with its `@symbol` replaced by an address, or unchanged if it has no symbol.
 
-    Raises: KernelError ENOENT. Mirrors: kernel/trace/trace_probe.c:traceprobe_update_arg (v6.1).
+    Raises: KernelError ENOENT (no such symbol). Mirrors: kernel/trace/trace_probe.c:traceprobe_update_arg
+    (v6.1).
     """
     load = arg.stages.load
     if load.op is not FetchOp.SYMBOL:

@@ -166,8 +166,8 @@ class EventKind(ABC, Generic[D]):
     def create(self, command: str) -> bool:
         """Create an event from a command without its newline.
 
-        Return False if the command is for another kind.
-        Raises: KernelError. If the cause is in the command, it is logged in error_log.
+        Return False if the command is for another kind of events.
+        Raises: KernelError. If the command is wrong, the error is logged in error_log.
         """
 
     def write(self, data: bytes) -> int:
@@ -259,7 +259,8 @@ class DynamicEvents:
     def _execute(self, command: str) -> None:
         """Execute a command that creates or removes events.
 
-        Raises: KernelError. Mirrors: kernel/trace/trace_dynevent.c:create_dyn_event (v6.1).
+        Raises: KernelError EINVAL (the command has no known syntax), or the error of the command.
+        Mirrors: kernel/trace/trace_dynevent.c:create_dyn_event (v6.1).
         """
         if command[:1] in ("-", "!"):
             release_matching(command, self._events)
@@ -301,9 +302,10 @@ def release_all(events: Sequence[DynEvent]) -> None:
 
 
 def _named(head: str) -> tuple[str | None, str]:
-    """Parse `-:[GRP/][EVENT]` or `!...:[GRP/][EVENT]`, and return the group, or None, and the event.
+    """Parse `-:[GRP/][EVENT]` or `!...:[GRP/][EVENT]`, and return the group and the event.
 
-    Raises: KernelError EINVAL.
+    The group is None if the text has no slash. The event is "" if the text names no event.
+    Raises: KernelError EINVAL (the colon is missing, or text precedes it after "-").
     """
     before, colon, name = head.partition(":")
     if not colon or (head[0] == "-" and before != "-"):

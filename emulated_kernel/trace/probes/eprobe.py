@@ -231,8 +231,9 @@ class EventProbes(ProbeKind[Eprobe]):
         return group, name
 
     def _find_target(self, group: str, name: str) -> TraceEvent | None:
-        """Return the target event, or None if it does not exist or is the event of another probe.
+        """Return the event `group`:`name` if it can be the target of an event probe, else None.
 
+        A target must be able to be enabled, and must not belong to a kprobe, an fprobe or an event probe.
         Mirrors: find_and_get_event (v6.1).
         """
         found = self.registry.find(group, name)
@@ -240,7 +241,7 @@ class EventProbes(ProbeKind[Eprobe]):
         return found if is_eligible and not isinstance(found, (KprobeTraceEvent, EprobeEvent)) else None
 
     def _parse_filter(self, target: TraceEvent, words: Sequence[str], log: TraceProbeLog) -> EventFilter:
-        """Parse a command's filter, which follows `if` and tests fields of the target event.
+        """Parse the filter of a command: `words` after `if`, which test fields of the target event.
 
         Raises: KernelError EINVAL (logged). Mirrors: trace_eprobe_parse_filter (v6.1).
         """

@@ -94,7 +94,7 @@ class TraceFprobe(TraceKprobe):
             self._attach()
 
     def awaits_module(self) -> bool:
-        """Return False, because an fprobe's functions must exist when it is defined."""
+        """Return False, because an fprobe's functions must exist when the event is defined."""
         return False
 
     def _resolve_symbols(self) -> None:
@@ -114,9 +114,9 @@ class TraceFprobe(TraceKprobe):
             self._is_hooked = False
 
     def enable(self) -> None:
-        """Register the fprobe, or enable it if it is registered.
+        """Register the fprobe; if it is registered already, enable it.
 
-        Raises: KernelError ENOENT, errors of register_fprobe().
+        Raises: KernelError ENOENT (an argument has an unknown symbol), errors of register_fprobe().
         """
         if self._stays and self._is_hooked:
             self.engine.fprobes.enable_fprobe(self._fprobe)
@@ -401,8 +401,9 @@ class FprobeEvents(KprobeEvents):
 
 
 def _check_tracepoint(name: str, words: Sequence[str], log: TraceProbeLog) -> None:
-    """Check the name and the arguments of a `t` line. Raises: KernelError EINVAL (logged).
+    """Check the tracepoint's name and the arguments `words` of a command that begins with `t`.
 
+    Raises: KernelError EINVAL (logged).
     Mirrors: kernel/trace/trace_fprobe.c:parse_symbol_and_return (v6.12).
     """
     wrong = re.search(rf"[^_{ALNUM}]", name)

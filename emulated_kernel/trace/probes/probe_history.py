@@ -1,4 +1,4 @@
-"""The history of kprobe events: which ones were enabled, whether they were armed, and what they counted."""
+"""The history of kprobe events: the enabled events, whether they were armed, and their hits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from emulated_kernel.trace.text.chars import to_text
 from emulated_kernel.util.fast_dataclass import dataclass, field
 
 MAX_REMOVED = 100
-"""Maximum number of removed events that the history keeps; older ones are only counted."""
+"""Maximum number of removed events that the history keeps, and of removed probes of an event.
+
+Of older ones, only the hits are kept.
+"""
 
 
 class PastEvent(TypedDict):
@@ -30,7 +33,7 @@ class PastEvent(TypedDict):
     filters: list[str]
     """The event's filters, now or at its removal."""
     off: bool
-    """Whether recording was off in all trace arrays of the event while it was enabled."""
+    """Whether recording was off in all trace arrays of the event as long as the event was enabled."""
 
 
 @dataclass(eq=False, slots=True)
@@ -45,6 +48,10 @@ class _Enabled:
     """Trace array that has the event enabled -> value of its off_since() when this was first seen."""
     removed: dict[str, int] = field(default_factory=dict)
     """Place of a removed probe of the event -> its hits."""
+    forgotten_hits: int = 0
+    """Number of hits of removed probes that `removed` does not have any more."""
+    filters: list[str] = field(default_factory=list)
+    """The event's filters at its removal."""
 
 
 class ProbeHistory:
@@ -85,19 +92,26 @@ class ProbeHistory:
         if known is None:
             return
         known.removed[probe.place_text] = known.removed.get(probe.place_text, 0) + probe.hits
+        if len(known.removed) > MAX_REMOVED:
+            known.forgotten_hits += known.removed.pop(next(iter(known.removed)))
         if event.probes:
             return
         del self._present[event]
-        self._removed.append(_past(event, known, filters))
+        known.filters = filters
+        self._removed.append(_past(event, known))
         if len(self._removed) > MAX_REMOVED:
             self.forgotten_hits += self._removed.pop(0)["hits"]
 
     def events(self) -> Iterator[PastEvent]:
-        """Yield the events: first the removed ones, in order of their removal."""
-        self.note()
-        yield from self._removed
-        for event, known in self._present.items():
-            yield _past(event, known, filter_texts(event))
+        """Yield the events: first the removed ones, in order of their removal.
+
+        Events may be enabled and removed between two items; each event of the first moment is yielded once.
+        """
+        removed, present = [*self._removed], [*self._present.items()]
+        yield from removed
+        for event, known in present:
+            self.note([event])
+            yield _past(event, known)
 
 
 def filter_texts(event: KprobeTraceEvent) -> list[str]:
@@ -117,17 +131,17 @@ def _note_recording(event: KprobeTraceEvent, known: _Enabled) -> None:
         known.off = known.off and now is not None and first == now
 
 
-def _past(event: KprobeTraceEvent, known: _Enabled, filters: list[str]) -> PastEvent:
+def _past(event: KprobeTraceEvent, known: _Enabled) -> PastEvent:
     hits = dict(known.removed)
     for probe in event.probes:
         hits[probe.place_text] = hits.get(probe.place_text, 0) + probe.hits
     return PastEvent(
         event=f"{event.group}/{event.name}",
         places=list(hits),
-        hits=sum(hits.values()),
+        hits=sum(hits.values()) + known.forgotten_hits,
         armed=known.armed,
         unarmed=known.unarmed,
         recording=known.recording,
-        filters=filters,
+        filters=known.filters or filter_texts(event),
         off=known.recording and known.off,
     )

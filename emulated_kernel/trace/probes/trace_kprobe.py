@@ -223,7 +223,7 @@ class TraceKprobe(TraceProbe):
         self.address = 0
         """The probed address; 0 while the place does not exist (yet)."""
         self.handle: EventProbe | None = None
-        """The kprobe or kretprobe that is registered with the engine, or None."""
+        """The kprobe or kretprobe that is registered with the engine, or None if none is registered."""
         self._hits = 0
         """Number of hits that `_counter` does not include."""
         self._counter: HitCounter | None = None

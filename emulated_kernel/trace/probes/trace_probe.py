@@ -135,10 +135,16 @@ class TraceProbe(DynEvent):
         return self.place_text
 
     def enable(self) -> None:
-        """Begin to take hits, because the event was enabled. Raises: KernelError."""
+        """Begin to take hits, because the event was enabled.
+
+        Raises: KernelError (the probe cannot be enabled).
+        """
 
     def disable(self) -> None:
-        """Stop taking hits, because the event was disabled. Raises: KernelError."""
+        """Stop taking hits, because the event was disabled.
+
+        Raises: KernelError (the probe cannot be disabled).
+        """
 
     def unregister(self) -> None:
         """Release the probe's resources before the probe is removed."""
@@ -186,7 +192,10 @@ class TraceProbe(DynEvent):
         return [arg.expression for arg in self.args] == [arg.expression for arg in other.args]
 
     def release(self) -> None:
-        """Remove the probe; see ProbeKind.remove(). Raises: KernelError EBUSY."""
+        """Remove the probe; see ProbeKind.remove().
+
+        Raises: KernelError EBUSY (the event is in use).
+        """
         self.kind.remove(self)
 
 
@@ -201,7 +210,10 @@ class ProbeKind(EventKind[P]):
         return list(self._own)
 
     def _shared_event(self, probe: P) -> ProbeTraceEvent | None:
-        """Return an existing event to which `probe` may be added as one more probe, or None."""
+        """Return an existing event to which `probe` may be added as one more probe.
+
+        Return None if there is no event with the group, name and kind of the probe's event.
+        """
         event = self.registry.find(probe.event.group, probe.event.name)
         if not isinstance(event, ProbeTraceEvent) or type(event) is not type(probe.event):
             return None
@@ -263,7 +275,8 @@ class ProbeKind(EventKind[P]):
 def _check_append(probe: TraceProbe, event: ProbeTraceEvent, log: TraceProbeLog) -> None:
     """Check that `probe` may be added to an event that has probes.
 
-    Raises: KernelError EEXIST (logged). Mirrors: append_trace_kprobe (v6.1).
+    Raises: KernelError EEXIST (the arguments differ, or an equal probe exists; logged). Mirrors:
+    append_trace_kprobe (v6.1).
     """
     if probe.event.addresses != event.addresses or type(probe) is not type(event.probes[0]):
         raise log.error(0, ProbeError.DIFF_PROBE_TYPE, errno.EEXIST)

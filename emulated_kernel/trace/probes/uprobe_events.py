@@ -55,7 +55,7 @@ class UprobePoint:
         return f"{self.path}:0x{self.offset:0{2 * word_size}x}{counter}"
 
     def default_event(self) -> str:
-        """Return the event name for a command without one.
+        """Return the event name for a command that contains no name.
 
         As in Linux, the name begins with `p` for return probes too.
         """

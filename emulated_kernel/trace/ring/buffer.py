@@ -80,8 +80,9 @@ class RingBuffer(RingWriter):
         return min(max(count, 0), (self.nr_pages + 1) * self._capacity // _SMALLEST)
 
     def peek(self) -> Consumed | None:
-        """Return the event that consume() would return, or None. This may swap the reader page.
+        """Return the event that consume() would return, or None if there is no event.
 
+        The call may swap the reader page with the head page.
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_peek (v6.1)
         """
         found = self._next_event()

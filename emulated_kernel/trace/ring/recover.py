@@ -184,7 +184,7 @@ class _DamagedBuffer:
         return self.table[self.header(page) >> 3]
 
     def end(self, page: int) -> int:
-        """Return the size of a page's data in bytes, or 0 if it is invalid."""
+        """Return the size of a page's data in bytes, or 0 if the stored size is invalid."""
         control = self.control
         if page != control.tail_page:
             end = self.table[(self.header(page) >> 3) + 1] & COMMIT_MASK

@@ -126,7 +126,7 @@ class RingFlag(IntFlag):
 
 
 def _keep() -> None:
-    """Do nothing: Python frees the memory with its last reference."""
+    """Do nothing: Python frees the memory when nothing refers to it any more."""
 
 
 def _ignore(_what: str, _why: object) -> None:
@@ -159,7 +159,7 @@ class RingMemory:
         return (self.pages if self.control is None else self.control).cast("B")[:CONTROL_SIZE]
 
     def moved_to(self, pages: RingMemory) -> RingMemory:
-        """Return `pages` with this memory's control block."""
+        """Return a copy of `pages` that has the control block of this memory."""
         return replace(pages, control=self.control, control_at=self.control_at)
 
 
@@ -175,7 +175,7 @@ class RingControls:
     """Frees the control blocks."""
 
     def place(self, cpu: int, pages: RingMemory) -> RingMemory:
-        """Return `pages` with the control block of `cpu`."""
+        """Return a copy of `pages` that has the control block of `cpu`."""
         return replace(pages, control=self.blocks[cpu], control_at=self.offset)
 
 

@@ -230,7 +230,11 @@ def _function_binary(payload: bytes, style: AddressStyle) -> str:
 
 
 _REPEATS = Struct("<HHI")
-"""Format of a FUNC_REPEATS record after ip and parent: count, high and low bits of the repetition's age."""
+"""Format of a FUNC_REPEATS record after ip and parent.
+
+The fields are the number of repetitions, and the bits from 32 on and the lower 32 bits of the time since
+the latest repetition.
+"""
 
 
 def repeats_entry(call: bytes, count: int, ago: int) -> bytes:

@@ -195,8 +195,10 @@ class StackField(DynamicStringField):
         return given.is_call_chain
 
     def parts(self, value: int | bytes, end: int) -> tuple[bytes, bytes]:
-        """Encode a call chain, whose callers have 8 bytes each in `value`; other values are an empty chain.
+        """Encode a call chain: return its __data_loc, and its length and callers as guest words.
 
+        `value`: the callers, 8 bytes each; a number is an empty chain. `end`: offset of the chain in the
+        entry.
         Mirrors: kernel/trace/trace_events_synth.c:trace_stack (v6.12).
         """
         chain = _words(value, 8) if isinstance(value, bytes) else []
@@ -220,9 +222,11 @@ def unpack_call_chain(data: bytes, word_size: int) -> list[int]:
 
 
 def make_field(type_: str, name: str, word_size: int) -> SyntheticField | None:
-    """Create a field of a declared type. Return None if the type is unknown. A long has `word_size` bytes.
+    """Create a field of a declared type; return None if the type is unknown.
 
-    Raises: KernelError EINVAL, ERANGE (a malformed array). Mirrors: parse_synth_field (v6.1).
+    A long has `word_size` bytes.
+    Raises: KernelError EINVAL (a malformed array, or a string that is too long).
+    Mirrors: parse_synth_field (v6.1).
     """
     if type_ in _SIZES_AND_FORMATS:
         size = word_size if type_ in _WORDS else _SIZES_AND_FORMATS[type_][0]
@@ -238,7 +242,8 @@ def make_field(type_: str, name: str, word_size: int) -> SyntheticField | None:
 def _string_size(type_: str) -> int:
     """Return the declared size of a string in bytes, or 0 for a string of any size.
 
-    Raises: KernelError EINVAL, ERANGE. Mirrors: synth_field_string_size (v6.1).
+    Raises: KernelError EINVAL (a malformed array, or a string that is too long).
+    Mirrors: synth_field_string_size (v6.1).
     """
     digits, bracket, rest = type_.partition("char[")[2].partition("]")
     if not bracket or rest or len(digits) > 3:

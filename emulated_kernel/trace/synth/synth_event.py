@@ -55,7 +55,7 @@ class SyntheticEvent(TraceEvent):
     def trace(self, values: Sequence[int | bytes], hit: ProbeHit) -> None:
         """Trigger the event: record an entry with a value for each field, if the event is enabled.
 
-        If too many events trigger each other, record nothing.
+        If the entry would be nested too deep in entries of events that trigger each other, record nothing.
         Mirrors: kernel/trace/trace_events_synth.c:trace_event_raw_event_synth (v6.1).
         """
         if not self.recorders:

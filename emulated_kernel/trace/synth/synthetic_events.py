@@ -67,7 +67,10 @@ class _Entry(DynEvent):
         return self.event.name == event and group in (None, SYSTEM)
 
     def release(self) -> None:
-        """Remove the event; see SyntheticEvents.remove(). Raises: KernelError EBUSY."""
+        """Remove the event; see SyntheticEvents.remove().
+
+        Raises: KernelError EBUSY (the event is in use).
+        """
         self._owner.remove(self)
 
 
@@ -79,7 +82,10 @@ class SyntheticEvents(EventKind[_Entry]):
         self._word_size = word_size
 
     def find(self, name: str) -> SyntheticEvent | None:
-        """Return the synthetic event `name`, or None. Mirrors: find_synth_event (v6.1)."""
+        """Return the synthetic event `name`, or None if there is no such event.
+
+        Mirrors: find_synth_event (v6.1).
+        """
         entry = self._find(name)
         return None if entry is None else entry.event
 

@@ -72,8 +72,8 @@ class SavedCmdlines(TaskNames):
         """Forget all names, and set the size of the cache to at least `size` tasks.
 
         The size becomes the number of tasks that fit into the pages that Linux would allocate.
-
-        Raises: KernelError EINVAL. Mirrors: kernel/trace/trace.c:tracing_saved_cmdlines_size_write (v6.1)
+        Raises: KernelError EINVAL (0, or more than PID_MAX_DEFAULT).
+        Mirrors: kernel/trace/trace.c:tracing_saved_cmdlines_size_write (v6.1)
         """
         if not 0 < size <= PID_MAX_DEFAULT:
             raise KernelError(errno.EINVAL, f"saved_cmdlines_size: {size} is not in 1..{PID_MAX_DEFAULT}")

@@ -95,7 +95,7 @@ class LastCommandLog:
     def error(self, error: CommandError, culprit: str = "", code: int = errno.EINVAL) -> KernelError:
         """Log `error`, and return the exception that the caller raises.
 
-        `culprit` is the wrong text in the command.
+        `culprit` is the wrong text in the command. `code`: errno of the exception.
         """
         column = max(self._command.find(culprit), 0)
         self._error_log.add(self._location, self._command, error, column)

@@ -56,7 +56,8 @@ def kstrtoul(text: str, base: int = 0, bits: int = 64) -> int:
     """Parse an unsigned number of `bits` bits in base `base`; with 0, the number's prefix selects the base.
 
     A sign "+" and a final newline are allowed.
-    Raises: KernelError EINVAL, ERANGE. Mirrors: lib/kstrtox.c:kstrtoull (v6.1).
+    Raises: KernelError EINVAL (not a number), ERANGE (too large).
+    Mirrors: lib/kstrtox.c:kstrtoull (v6.1).
     """
     value = _unsigned(text.removeprefix("+"), base)
     if value >> bits:
@@ -68,7 +69,8 @@ def kstrtol(text: str, base: int = 0, bits: int = 64) -> int:
     """Parse a signed number of `bits` bits in base `base`; with 0, the number's prefix selects the base.
 
     A final newline is allowed.
-    Raises: KernelError EINVAL, ERANGE. Mirrors: lib/kstrtox.c:kstrtoll (v6.1).
+    Raises: KernelError EINVAL (not a number), ERANGE (too large or too small).
+    Mirrors: lib/kstrtox.c:kstrtoll (v6.1).
     """
     value = -_unsigned(text[1:], base) if text[:1] == "-" else kstrtoul(text, base)
     if not -(1 << bits - 1) <= value < 1 << bits - 1:

@@ -129,7 +129,8 @@ class TraceProbeLog:
     def error(self, offset: int, error: ProbeError, code: int = errno.EINVAL) -> KernelError:
         """Log `error` at byte `offset` of the current word, and return the exception that the caller raises.
 
-        The current word is the one at self.index. If there is none, the caret points after the command.
+        The current word is the one at self.index. If there is no such word, the caret points after the
+        command. `code`: errno of the exception.
         """
         column = sum(len(word) + 1 for word in self._argv[: self.index])
         if self.index < len(self._argv):

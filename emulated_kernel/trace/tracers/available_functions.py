@@ -122,11 +122,11 @@ class Functions(Collection[TraceableFunction]):
         return found
 
     def watch(self, watcher: FunctionWatcher) -> None:
-        """Call `watcher` when functions are added or removed from now on."""
+        """Call the methods of `watcher` when functions are added or removed from now on."""
         self._watchers.append(watcher)
 
     def unwatch(self, watcher: FunctionWatcher) -> None:
-        """Stop calling `watcher`."""
+        """Stop calling the methods of `watcher`."""
         self._watchers.remove(watcher)
 
     def add(self, module: str, functions: Iterable[TraceableFunction]) -> None:

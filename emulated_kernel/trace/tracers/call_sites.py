@@ -25,7 +25,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 _MAX_REPEATS = 0xFFFF
 _UNUSED = "ftrace_stub"
-"""Name of the Linux function that touched_functions shows as the target of a site without users."""
+"""Name of the Linux function that touched_functions shows as the target of a site without an ftrace_ops."""
 _INVALID_FUNCTION = "__ftrace_invalid_address__"
 
 
@@ -83,8 +83,8 @@ class KernelFunctions:
     def init_removed(self, name: str, fentry: frozenset[int]) -> None:
         """Remove the functions in the init text of the module `name`, because that text is about to be freed.
 
-        `fentry`: addresses of the functions' fentry sites. If any fentry site of the kernel has a user, the
-        functions' symbols are kept, so that existing trace entries still show names.
+        `fentry`: addresses of the functions' fentry sites. If any fentry site of the kernel has an
+        ftrace_ops, the functions' symbols are kept, so that existing trace entries still show names.
         Mirrors: kernel/trace/ftrace.c:ftrace_free_mem (v6.1).
         """
         if self._sites is not None and self._sites.is_used:
@@ -103,14 +103,14 @@ class KernelFunctions:
         self.functions.remove(fentry)
 
     def user(self, handler: CallHandler, symbol: Callable[[], str]) -> FtraceOps:
-        """Create a user of fentry sites, whose `handler` is called from the sites passed to attach().
+        """Create an ftrace_ops whose `handler` is called from the fentry sites that are passed to attach().
 
         `symbol` returns the name of Linux's handler, which enabled_functions shows; see FtraceOps.
         """
         return FtraceOps(partial(self._call, handler), symbol)
 
     def attach(self, user: FtraceOps, sites: Collection[int]) -> None:
-        """Call `user` from the fentry sites at the addresses `sites`, and stop calling it from all others.
+        """Call the ftrace_ops `user` from the fentry sites `sites`, and stop calling it from all other sites.
 
         Sites of disabled functions (TraceableFunction.is_dropped) are ignored. See FtraceSites.attach.
         """
@@ -120,7 +120,7 @@ class KernelFunctions:
             self._sites.attach(user, [site for site in sites if site not in dropped])
 
     def detach(self, user: FtraceOps) -> None:
-        """Stop calling `user` from all fentry sites; see FtraceSites.detach."""
+        """Stop calling the ftrace_ops `user` from all fentry sites; see FtraceSites.detach."""
         if self._sites is not None:
             self._sites.detach(user)
 
@@ -185,9 +185,10 @@ class KernelFunctions:
     def _way(self, target: int, users: Sequence[FtraceOps]) -> str:
         """Return the end of a line of enabled_functions: a fentry site's trampoline and handler.
 
-        `target`: address that the site calls. `users`: users of the site. Return "" if the architecture has
-        no trampolines per user.
-        Deviates: handlers are shown without an address, because the guest does not contain Linux's handlers.
+        `target`: address that the site calls. `users`: the ftrace_ops of the site. Return "" if the
+        architecture has no trampoline for each ftrace_ops.
+        Deviates: handlers are shown without an address, because the guest does not contain Linux's
+        handlers.
         Mirrors: kernel/trace/ftrace.c:add_trampoline_func (v6.1).
         """
         if not self._has_trampolines:

@@ -1,4 +1,4 @@
-"""FunctionGraph: hooks on entries and returns of the selected functions, for one user at a time."""
+"""FunctionGraph: hooks on entries and returns of the selected functions, for one GraphUser at a time."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from emulated_kernel.util.fast_dataclass import dataclass, field
 
 
 class GraphUser(ABC):
-    """Interface of a user of the function graph: an object that handles entries and returns of functions.
+    """Interface of an object that handles the entries and returns of functions, such as GraphTracer.
 
+    One object of this class at a time is registered with the FunctionGraph, as its user.
     Mirrors: struct fgraph_ops (v6.1).
     """
 
@@ -44,7 +45,8 @@ class GraphUser(ABC):
     def entered(self, func: int, caller: RethookNode | None, regs: Any, /) -> bytes | None:
         """Handle the entry of `func`, and return the data to keep until the call's return is handled.
 
-        Return None if the return need not be handled. `caller` is the task's innermost hooked call, or None.
+        Return None if the return need not be handled. `caller`: the innermost hooked call that the task has
+        not returned from, or None if it has none. `regs`: the registers at the entry.
         """
 
     @abstractmethod
@@ -58,7 +60,7 @@ class GraphUser(ABC):
 
 @dataclass(eq=False)
 class _Running:
-    """The registered user of the function graph, with its hooks and guest code."""
+    """The registered GraphUser, with its hooks and guest code."""
 
     user: GraphUser
     hooks: ReturnHooks
@@ -96,7 +98,10 @@ class FunctionGraph:
         sleeps: SleepTimes,
         places: GuestAddresses,
     ) -> None:
-        """Subscribe to changes of the filters. `choose_hooks` returns the return hooks for a new user."""
+        """Subscribe to changes of the filters.
+
+        `choose_hooks` returns the return hooks for a GraphUser that is registered now.
+        """
         filters.on_selection.append(self.filters_changed)
         self._sleeps = sleeps
         self._kprobes = kprobes
@@ -111,7 +116,7 @@ class FunctionGraph:
     def register(self, user: GraphUser) -> None:
         """Install the hooks for `user`.
 
-        Raises: KernelError EOPNOTSUPP (no fentry sites), EBUSY (there is another user), ENOMEM.
+        Raises: KernelError EOPNOTSUPP (no fentry sites), EBUSY (another GraphUser is registered), ENOMEM.
         """
         if self._sites is None:
             raise KernelError(errno.EOPNOTSUPP, "function_graph: this kernel has no fentry sites")
@@ -131,7 +136,10 @@ class FunctionGraph:
         self.filters_changed()
 
     def unregister(self) -> None:
-        """Remove the user's hooks. Returns of pending calls are not handled any more."""
+        """Remove the hooks of the registered GraphUser.
+
+        Returns of pending calls are not handled any more.
+        """
         assert self._sites is not None
         assert self._running is not None
         running = self._running
@@ -144,7 +152,10 @@ class FunctionGraph:
         self._running = None
 
     def caller_of(self, instance: RethookNode) -> RethookNode | None:
-        """Return the innermost hooked caller of a hooked call, direct or indirect, or None."""
+        """Return the innermost hooked call in which a hooked call was made, directly or indirectly.
+
+        Return None if there is no such call.
+        """
         assert self._running is not None
         return self._running.hooks.newest(instance.hook, before=instance.node)
 
@@ -191,7 +202,10 @@ class FunctionGraph:
             self._compile(running)
 
     def _slept(self, task: int, nanoseconds: int) -> None:
-        """Add the time that a task was off the CPU to the start times of its pending calls."""
+        """Add the time for which `task` was off the CPU to the start times of the task's pending calls.
+
+        `task`: address of the task_struct.
+        """
         assert self._running is not None
         hook = self._running.hook
         stack = self._running.stack
@@ -204,7 +218,7 @@ class FunctionGraph:
     # In guest code
 
     def user_changed(self) -> None:
-        """Drop the guest code, because the user's compiled() returns other settings from now on."""
+        """Drop the guest code, because compiled() of the registered GraphUser returns other settings now."""
         if self._running is not None:
             self._drop_code(self._running)
 
@@ -236,7 +250,7 @@ class FunctionGraph:
             running.is_settled = True
 
     def _settings(self, running: _Running) -> CompiledGraph | None:
-        """Return the settings of the user's guest code, or None if Python must handle the calls."""
+        """Return the settings of the GraphUser's guest code, or None if Python must handle the calls."""
         may_compile = self._kprobes.compiler.may_compile and running.hooks.native is not None
         return running.user.compiled() if may_compile else None
 
@@ -263,8 +277,8 @@ class FunctionGraph:
     def _entries(self, running: _Running, kinds: Mapping[CallKind, Collection[int]]) -> dict[int, int]:
         """Return a map site -> address of the jump that the site calls. Create missing jumps.
 
-        If there is no memory for the jump of a kind, the map has no sites of this kind, and they call the
-        trampoline.
+        `kinds`: kind -> the sites of this kind. If there is no memory for the jump of a kind, the map has
+        no sites of this kind, and these sites call the trampoline.
         """
         assert self._sites is not None
         found: dict[int, int] = {}

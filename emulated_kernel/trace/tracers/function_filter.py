@@ -40,7 +40,7 @@ class WordEdit(ABC):
 
     @abstractmethod
     def put_into_force(self) -> None:
-        """Replace the set by the copy."""
+        """Replace the set by the open file's copy."""
 
     def write(self, data: bytes, position: int) -> int:
         """Execute the first word that a blank or NUL in `data` ends, and return the number of bytes taken.
@@ -62,7 +62,7 @@ class WordEdit(ABC):
         return self._is_truncated or bool(self._executed or self._parser.rest)
 
     def close(self) -> None:
-        """Execute the last word, which no blank has ended, and replace the set by the copy.
+        """Execute the last word, which no blank has ended, and replace the set by the open file's copy.
 
         If the word is refused, ignore the error.
         Mirrors: kernel/trace/ftrace.c:ftrace_regex_release, ftrace_graph_release (v6.1).
@@ -95,7 +95,7 @@ class EditedSet(ABC):
         """Return a copy of the set for a file that was opened for writing, with O_TRUNC if `truncate`."""
 
     def write(self, words: bytes) -> None:
-        """Open the file as a client does, write each word to it, and close it.
+        """Open the file as a client does, write each of `words` to it, and close it.
 
         Raises: KernelError, the error of the first word that is refused.
         """
@@ -142,7 +142,7 @@ class FilterEdit(WordEdit):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no selection was made in the copy."""
+        """Whether no selection was made in the copy; see FunctionSet.is_empty."""
         return not (self.sites or self.lost_functions or self.waits)
 
     def records_from(self, index: int) -> Iterator[str]:
@@ -182,7 +182,11 @@ class FunctionSet(EditedSet):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no selection was made. Mirrors: kernel/trace/ftrace.c:ftrace_hash_empty (v6.1)."""
+        """Whether no selection was made.
+
+        A set that has lost functions with their modules is not empty, nor one for which `waits` is True.
+        Mirrors: kernel/trace/ftrace.c:ftrace_hash_empty (v6.1).
+        """
         return not (self.sites or self.lost_functions or self.waits)
 
     @property
@@ -260,7 +264,7 @@ class FunctionSet(EditedSet):
             self._changed()
 
     def module_added(self, name: str) -> None:
-        """Apply the selections that waited for a module, which was loaded.
+        """Apply the selections that waited for a module, because the module was loaded.
 
         Mirrors: kernel/trace/ftrace.c:process_mod_list (v6.1).
         """
@@ -388,7 +392,10 @@ class GraphSet(EditedSet):
         self._set(chosen, self._functions.existing(chosen))
 
     def functions_removed(self, sites: frozenset[int]) -> None:
-        """Remove functions that no longer exist from the set. The set is empty after its last function."""
+        """Remove functions that no longer exist from the set.
+
+        If no function is left, the set is empty, unlike a FunctionSet.
+        """
         self._set(self.hash, self.sites - sites)
 
     def _set(self, chosen: FtraceHash, sites: frozenset[int]) -> None:

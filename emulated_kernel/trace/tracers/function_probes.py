@@ -170,8 +170,9 @@ class FunctionProbes:
                     yield function.shown + probes[function.site].show()
 
     def _parse(self, command: str) -> tuple[str, str | None]:
-        """Return a command's title (FunctionProbe.title), and its limit as text or None.
+        """Return a command's title (see FunctionProbe.title), and the text of the command's limit.
 
+        The second item is None if the command has no limit.
         Raises: KernelError EINVAL (no such command or event).
         """
         name, colon, rest = command.partition(":")

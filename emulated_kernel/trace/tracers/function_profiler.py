@@ -87,7 +87,8 @@ class FunctionProfiler(GraphUser):
     def entered(self, func: int, caller: RethookNode | None, regs: Any) -> bytes:
         """Count a call of `func` on the current CPU, and return the data that returned() needs.
 
-        The data is a _CALL: the function, the current time, and 0 as the time spent in calls that it makes.
+        The data is a _CALL: the function, the current time, and 0 as the time spent in calls made by this
+        call.
         Mirrors: profile_graph_entry, function_profile_call (v6.1).
         """
         del caller, regs

@@ -147,8 +147,9 @@ class FilterFile(FunctionSet):
         return islice(chain(self._lines(shown), self._commands()), index, None)
 
     def execute(self, word: bytes, edit: FilterEdit) -> None:
-        """Apply a word to the copy in an open file: a pattern, PATTERN:mod:MODULE, or PATTERN:COMMAND.
+        """Apply a word to `edit`, the copy in an open file.
 
+        The word is a pattern, PATTERN:mod:MODULE, or PATTERN:COMMAND. A command takes effect at once.
         Raises: KernelError EINVAL, ENOMEM. Mirrors: kernel/trace/ftrace.c:ftrace_process_regex (v6.1).
         """
         pattern, colon, command = word.partition(b":")
@@ -170,7 +171,10 @@ Mirrors: kernel/trace/ftrace.c:FTRACE_NO_PIDS (v6.1).
 
 
 class FunctionPids(PidList):
-    """The list of pids in set_ftrace_pid or set_ftrace_notrace_pid, which reads "no pid" if it is empty."""
+    """The list of pids in set_ftrace_pid or set_ftrace_notrace_pid.
+
+    The file of an empty list shows "no pid".
+    """
 
     def records_from(self, start: int) -> Iterator[str]:
         """Return the lines of the file from line `start` on; the first line is 0.

@@ -98,10 +98,10 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
     def compiled(self) -> CompiledGraph | None:
         """Return the settings of guest code that records calls, or None if Python must handle the calls.
 
-        Python handles the calls if the clock or an option keeps guest code from writing to the buffers. It
-        also handles them if the lists of pids are very long, or if the arguments are recorded. Guest code
-        implements all other settings. FtraceSites always passes calls of functions with other users to
-        Python.
+        Python handles the calls if the clock or an option keeps guest code from writing to the buffers.
+        Python also handles the calls if the lists of pids are very long, or if the arguments are recorded.
+        Guest code implements all other settings. FtraceSites always passes calls of functions that have a
+        further ftrace_ops to Python.
         """
         target = self._array.ring_target()
         pids = self._pids
@@ -131,7 +131,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
     # Recording
 
     def entered(self, func: int, caller: RethookNode | None, regs: Any) -> bytes | None:
-        """Record a call if it is selected, and return its PendingCall as bytes.
+        """Record a call if the tracer's settings select it, and return its PendingCall as bytes.
 
         Return None if the call's return need not be handled.
         Mirrors: trace_graph_entry (v6.1).
@@ -140,9 +140,10 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         return None if frame is None else FRAME.pack(*frame)
 
     def _frame(self, func: int, parent: PendingCall | None, regs: Any) -> PendingCall | None:
-        """Record a call made by `parent` if it is selected, and return the data to keep until its return.
+        """Record a call of `func` by `parent` if the tracer's settings select the call.
 
-        Return None if the return need not be handled.
+        Return the data to keep until the call returns, or None if the return need not be handled. `parent`:
+        the innermost traced call of the task, or None. `regs`: the registers at the entry.
         """
         depth = 0 if parent is None else parent.depth + 1
         if parent is not None and parent.flags & CallFlag.HIDDEN:
@@ -167,6 +168,8 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
     def _ignores(self, func: int, parent: PendingCall | None, depth: int, *, in_irq: bool) -> bool:
         """Return True if set_graph_function, max_graph_depth or option funcgraph-irqs exclude a call.
 
+        `parent`: the innermost traced call of the task, or None. `depth`: nesting depth of the call.
+        `in_irq`: whether the call is made in a hard interrupt.
         Mirrors: ftrace_graph_ignore_func, ftrace_graph_ignore_irqs (v6.1).
         """
         chosen = self.functions.sites
@@ -178,7 +181,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         return func not in chosen and not (parent is not None and parent.flags & CallFlag.IN_IRQ)
 
     def returned(self, instance: RethookNode, regs: Any) -> None:
-        """Record the return of a call, unless it is hidden or shorter than the threshold.
+        """Record the return of a call, unless the call is hidden or its duration is below the threshold.
 
         Mirrors: trace_graph_return, trace_graph_thresh_return (v6.1).
         """

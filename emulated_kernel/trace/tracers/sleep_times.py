@@ -1,4 +1,4 @@
-"""SleepTimes: measures how long tasks are off the CPU, so that calls' durations can exclude it."""
+"""SleepTimes: measures how long tasks are off the CPU, so that durations of calls can exclude this time."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class StackTracer(FunctionWatcher):
             self._hooks.detach(self._user)
 
     def _check(self, site: int, hit: ProbeHit) -> None:
-        """Handle a call: keep depth and callers of the stack if it is the deepest so far.
+        """Handle a call: if the stack is deeper than stack_max_size, store its depth there, and its callers.
 
         Mirrors: kernel/trace/trace_stack.c:check_stack (v6.1).
         """

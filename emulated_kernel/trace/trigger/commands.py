@@ -142,7 +142,7 @@ class ControlCommand(TriggerCommand):
 class SwitchTrigger(CountedTrigger):
     """A trigger that switches the recording or the histograms of another event, its `target`.
 
-    `enable`: whether a hit switches them on (True) or off (False). The `target` stays in soft mode (see
+    `enable`: whether a hit switches on (True) or off (False). The `target` stays in soft mode (see
     EventFile), and its event cannot be removed, until the trigger is released.
     """
 

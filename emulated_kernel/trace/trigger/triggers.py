@@ -46,9 +46,9 @@ class TriggerCommand(ABC):
     def execute(
         self, triggers: EventTriggers, file: EventFile, rest: str | None, /, *, removes: bool
     ) -> None:
-        """Add a trigger to an event, or remove it if `removes` is set.
+        """Add a trigger to the event `file`, or remove it if `removes` is set.
 
-        `rest` is the text after the command's name and a colon, or None.
+        `rest`: the text after the command's name and a colon or blank, or None if nothing follows.
         Raises: KernelError.
         """
 
@@ -152,11 +152,11 @@ class EventTriggers:
 
 
 def separate_filter(rest: str | None, required: bool) -> tuple[str | None, str | None]:
-    """Split `[PARAM] [if FILTER]`, and return PARAM and `if FILTER`. A part that is missing is None.
+    """Split `[PARAM] [if FILTER]`, and return PARAM and `if FILTER`.
 
-    If the parameter is not `required`, it must be a number.
-
-    Raises: KernelError EINVAL. Mirrors: event_trigger_separate_filter (v6.1).
+    An item is None if that part is missing. A parameter that is not `required` must begin with a digit.
+    Raises: KernelError EINVAL (the parameter is required, and `rest` is None).
+    Mirrors: event_trigger_separate_filter (v6.1).
     """
     if rest is None:
         if required:
@@ -169,9 +169,10 @@ def separate_filter(rest: str | None, required: bool) -> tuple[str | None, str |
 
 
 def parse_count(param: str | None) -> int:
-    """Parse the count of a trigger; None means UNLIMITED. The text after another colon is ignored.
+    """Parse the count of a trigger; return UNLIMITED if `param` is None.
 
-    Raises: KernelError EINVAL, ERANGE. Mirrors: event_trigger_parse_num (v6.1).
+    The text from a further colon on is ignored.
+    Raises: KernelError EINVAL (not a number), ERANGE (too large). Mirrors: event_trigger_parse_num (v6.1).
     """
     if param is None:
         return UNLIMITED
@@ -181,10 +182,11 @@ def parse_count(param: str | None) -> int:
 
 
 def parse_trigger_filter(event: TraceEvent, text: str | None, triggers: EventTriggers) -> EventFilter | None:
-    """Compile `if FILTER`, and return the filter; None if `text` is None.
+    """Compile `if FILTER`, and return the filter; return None if `text` is None.
 
     In Linux up to 6.1, errors in the filter are not added to error_log.
-    Raises: KernelError EINVAL, errors of parse_filter(). Mirrors: set_trigger_filter (v6.1).
+    Raises: KernelError EINVAL (`text` has no `if`, or nothing after it), errors of parse_filter().
+    Mirrors: set_trigger_filter (v6.1).
     """
     if text is None:
         return None

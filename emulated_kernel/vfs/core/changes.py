@@ -19,12 +19,13 @@ class ChangeWatcher(ABC):
     def written(self, handle: int, path: str, data: bytes, *, failed: bool, is_part: bool) -> None:
         """Record that a write(2) took `data`, or that it failed and may have executed a part of `data`.
 
-        If `is_part` is set, the text after the last newline continues in the next write.
+        `handle`: the mount's handle of the open file. If `is_part` is set, the text after the last newline
+        continues in the next write.
         """
 
     @abstractmethod
     def released(self, handle: int) -> None:
-        """Record that the last descriptor of an open file was closed."""
+        """Record that the last descriptor of the open file with the mount's handle `handle` was closed."""
 
     @abstractmethod
     def made(self, path: str) -> None:

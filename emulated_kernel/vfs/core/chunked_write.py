@@ -27,7 +27,7 @@ Raises: YieldLock (more steps follow), KernelError.
 class RunOnce(Generic[T]):
     """An action on a control file that runs only once, either during the guest's system call or after it.
 
-    A request returns the result of the action. The result of the guest's system call does not matter.
+    The request returns the result of the action, whatever the guest's system call returns.
     """
 
     def __init__(self, action: Callable[[], T]) -> None:
@@ -57,9 +57,9 @@ class RunOnce(Generic[T]):
 
 
 class ChunkedWrite:
-    """One write(2) to an open file, in pieces, each of which has one or more steps.
+    """One write(2) to an open file, which is done in pieces. Each piece has one or more steps.
 
-    Linux: an error does not undo the effects of earlier data.
+    As in Linux, an error does not undo the effects of earlier data.
     """
 
     def __init__(self, opened: OpenFile, data: bytes, offset: int, write: WritePiece) -> None:
@@ -70,9 +70,9 @@ class ChunkedWrite:
         self._taken = 0
 
     def __call__(self) -> int:
-        """Do the next step. After the last step, return the number of bytes that all pieces have taken.
+        """Do the next step of the current piece. After the last step, return the number of bytes taken.
 
-        Raises: YieldLock (more steps follow), KernelError.
+        The number is that of all pieces together. Raises: YieldLock (more steps follow), KernelError.
         """
         piece = self._pieces[self._done]
         taken = self._write(piece, self._offset + self._taken)

@@ -32,9 +32,10 @@ class Client(NamedTuple):
     facts: object = None
     """Data about the process for the guest, which FileSystem.informed() has read; None before that."""
     is_calling: bool = True
-    """False if the request is not part of the process's system call: the host's kernel fills its page cache.
+    """False if the request is a read with which the host's kernel fills a page of its page cache.
 
-    Hazard: the system call may name memory in that page, which cannot be read until the page is filled.
+    Hazard: a system call's argument may point to memory in this page, which cannot be read until the page
+    is filled.
     """
 
 

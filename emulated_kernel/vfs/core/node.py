@@ -15,7 +15,7 @@ from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 PERMISSION_BITS = 0o7777
 """Mask of the mode's bits that chmod(2) changes."""
 _MIN_LIMIT = 64
-"""Minimum number of members from which on a DynamicDirectory drops the members of removed objects."""
+"""Number of members below which a DynamicDirectory does not search for the members of removed objects."""
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Node:
     is_paged: ClassVar[bool] = False
     """Whether open files of the node implement OpenFile.read_page()."""
     is_listed: ClassVar[bool] = True
-    """Whether listings of the directory show the node."""
+    """Whether listings of the node's directory contain the node."""
     __slots__ = ("_gid", "_permissions", "_times_ns", "_uid", "ino", "is_cached", "name", "parent")
 
     def __init__(self, mode: int) -> None:
@@ -52,9 +52,9 @@ class Node:
         self.name = ""
         self.parent: Directory | None = None
         self.is_cached = False
-        """Whether the node is certainly in the tree, and clients cannot remove a directory above it.
+        """Whether the node is certainly in the tree, and clients cannot remove a directory above the node.
 
-        NodeTree sets it for the nodes that it has cached by path.
+        NodeTree sets the value to True for the nodes that it has cached by path.
         """
 
     @property
@@ -127,7 +127,10 @@ class Node:
             node = node.parent
 
     def count_open(self, change: int) -> None:
-        """Count an open (1) or a close (-1) of the node in `open_files` of the directories above it."""
+        """Add `change`, 1 for an open and -1 for a close, to `open_files` of the directories above the node.
+
+        Skip a directory unless `is_kept_by_open_files` of its parent is set.
+        """
         if self.is_cached:
             return
         directory = self.parent
@@ -148,7 +151,7 @@ class Directory(Node):
     is_kept_by_open_files: ClassVar[bool] = False
     """Whether rmdir(2) of a subdirectory returns EBUSY while files in the subdirectory are open.
 
-    `names_are_clients` is set then, too.
+    A directory with True must also have True for `names_are_clients`.
     """
     names_are_clients: ClassVar[bool] = False
     """Whether clients create and remove names in the directory."""
@@ -213,9 +216,9 @@ class Objects(Generic[T]):
     """Named kernel objects that are created and removed; a DynamicDirectory has a subdirectory for each."""
 
     names: Callable[[], Collection[str]]
-    """Function that returns the current names in the order of readdir.
+    """Function that returns the names of the current objects, in the order of readdir(3).
 
-    len() of the result must be fast, for nlink.
+    len() of the result must be fast, because each stat(2) of the directory calls it for st_nlink.
     """
     find: Callable[[str], T | None]
     """Function that returns the object with a name, or None if there is none.
@@ -305,7 +308,10 @@ class DynamicDirectory(Directory, Generic[T]):
         return member
 
     def _forget_removed(self) -> None:
-        """Drop the members of removed objects that no lookup of their name has dropped."""
+        """Drop the members of removed objects.
+
+        A lookup of a removed object's name has dropped its member already.
+        """
         alive = set(self._objects.names())
         self._members = {name: member for name, member in self._members.items() if name in alive}
         self._limit = max(_MIN_LIMIT, 2 * len(self._members))
@@ -318,7 +324,10 @@ class DynamicDirectory(Directory, Generic[T]):
         return [*super().names(), *(name for name in self._objects.names() if name not in self._children)]
 
     def entries(self, numbers: Iterator[int]) -> list[DirEntry]:
-        """Return the entries for readdir(3), without creating the nodes of the objects' subdirectories."""
+        """Return the entries for readdir(3), without creating nodes for the objects' subdirectories.
+
+        Children and subdirectories without an inode number take one from `numbers`.
+        """
         entries = super().entries(numbers)
         for name in self._objects.names():
             if name not in self._children and (member := self._member(name)) is not None:

@@ -17,13 +17,13 @@ from emulated_kernel.vfs.core.open_file import File, OpenFile
 CONTROL = ".control"
 """Name of the directory for kprobes/, machine/ and sysctl/ if the root is tracefs. Listings omit it."""
 _MAX_CACHED_NAMES = 500
-"""Maximum number of paths whose nodes are kept. Clients use few paths at a time."""
+"""Maximum number of paths whose nodes are cached. Clients use few paths at a time."""
 NAME_MAX = 255
 """Maximum length of a file name in bytes."""
 
 
 class NodeTree:
-    """A tree of nodes. Methods with names of FileSystem's methods implement them for paths in this tree."""
+    """A tree of nodes. Methods with names of FileSystem's methods work on the paths in this tree."""
 
     def __init__(self, root: Directory, owner: Owner | None = None) -> None:
         self.root = root
@@ -37,13 +37,13 @@ class NodeTree:
         self.on_removal: Callable[[str], object] = _ignore
         """Function to call with the control lock when the kernel has removed directories.
 
-        Its argument is the end of their paths, as GROUP/EVENT.
+        Its argument is the last part of the removed directories' paths, such as GROUP/EVENT.
         """
 
     def removed(self, path: str) -> None:
-        """Forget the found nodes and call `on_removal`, because the kernel has removed directories.
+        """Empty the cache of nodes and call `on_removal`, because the kernel has removed directories.
 
-        `path` is the end of their paths, as GROUP/EVENT. Lock: needs.
+        `path` is the last part of the removed directories' paths, such as GROUP/EVENT. Lock: needs.
         """
         self._forget()
         self.on_removal(path)

@@ -40,7 +40,7 @@ class Moves(Enum):
     """The position moves by the number of bytes that the write takes."""
 
     def after(self, count: int) -> int:
-        """Return the number of bytes by which a write that took `count` bytes moves the file position."""
+        """Return the number of bytes by which the file position moves if a write takes `count` bytes."""
         if self is Moves.BY_BYTES:
             return count
         return 1 if self is Moves.BY_ONE else 0
@@ -50,11 +50,12 @@ class File(Node):
     """A regular file. Its open files, which are OpenFile objects, implement reading and writing."""
 
     runs_guest: ClassVar[bool] = False
-    """Whether a write runs guest code, so that the writing task must sleep meanwhile."""
+    """Whether a write to the file runs guest code, so that the writing task must sleep meanwhile."""
     notes_writer: ClassVar[bool] = False
-    """Whether a write is recorded with the current task, which must therefore be the writing task."""
+    """Whether a write makes a record of the current task, so that the writing task must be the current task.
+    """
     writer: ClassVar[HostfsWriter] = HostfsWriter.GENERAL
-    """Function of the guest's kernel that write(2) calls."""
+    """Selects the function of the guest's kernel that write(2) calls for the file."""
     reads_host: ClassVar[bool] = False
     """Whether a write names host files, which OpenFile.prepare() reads without the control lock.
 
@@ -63,7 +64,7 @@ class File(Node):
     replaces_kernel: ClassVar[bool] = False
     """Whether a write replaces this kernel by a new one. The write is not made by a guest task."""
     is_unseen: ClassVar[bool] = False
-    """Whether the guest makes no call for read(2), so that no probe is hit by it."""
+    """Whether the guest repeats no read(2) of the file, so that a read hits no probe."""
     opened_as: ClassVar[type[OpenFile]]
     """Class of the file's open files. Its constructor raises the errno of the file's open on Linux."""
     has_position: ClassVar[bool] = True
@@ -100,7 +101,10 @@ class Cursor:
         return self._position if offset == self._expected else offset
 
     def moved(self, offset: int, transferred: int, position: int) -> None:
-        """Record an operation at `offset` that transferred some bytes and moved the file to `position`."""
+        """Record an operation at `offset` that set the file position to `position`.
+
+        `transferred`: number of bytes that the operation has read or written.
+        """
         self._expected = offset + transferred
         self._position = position
 
@@ -148,15 +152,18 @@ class OpenFile:
         self._is_part = False
         """Whether the data that is written now ends in the middle of a line; see Piece.is_part."""
         self._write_at = 0
-        """File position of the write that is executed now."""
+        """File position at which the current write begins."""
 
     def pieces(self, data: bytes) -> list[Piece]:
-        """Split the data of one write(2) into pieces. Other requests may run between two pieces."""
+        """Split the data of one write(2) into pieces, which are written one after the other.
+
+        Other requests may run between two pieces.
+        """
         return [Piece(data)]
 
     @property
     def is_between_parts(self) -> bool:
-        """Whether the file keeps written data that a later write, or the close, will execute."""
+        """Whether the file keeps written data that a later write or the close will execute."""
         return False
 
     @property
@@ -215,7 +222,10 @@ class OpenFile:
         return lambda: self._write_steps(data)
 
     def write(self, data: bytes, offset: int) -> int:
-        """Write all data in one step, and return the number of bytes taken. Raises: as begin_write()."""
+        """Do all steps of a write without a pause, and return the number of bytes taken.
+
+        Raises: as begin_write().
+        """
         return finish(self.begin_write(data, offset))
 
     def begin_write(
@@ -238,7 +248,7 @@ class OpenFile:
         return count
 
     def set_status_flags(self, flags: int) -> None:
-        """Set O_NONBLOCK as in `flags`, the status flags that fcntl(F_SETFL) has set."""
+        """Set or clear O_NONBLOCK as in `flags`, which fcntl(F_SETFL) has set. Ignore all other flags."""
         self.flags = self.flags & ~os.O_NONBLOCK | flags & os.O_NONBLOCK
 
     @property
@@ -249,7 +259,8 @@ class OpenFile:
     def goes_on_from(self, other: OpenFile) -> None:
         """Take over the file position and O_NONBLOCK of `other`.
 
-        `other` is the same client's open file with the same path in the kernel that this one has replaced.
+        A reboot has replaced the kernel. `other` is the open file of the same client and path in the old
+        kernel.
         """
         self._cursor = other._cursor
         self.set_status_flags(other.flags)

@@ -78,9 +78,11 @@ def explained_steps(log: Callable[[str], None], file: str, execute: ExecuteSteps
 def each_line(
     log: Callable[[str], None], file: str, parsed: Callable[[str], Callable[[], None]]
 ) -> ExecuteSteps:
-    """Return a function that executes each line of a write in a step after all lines were parsed.
+    """Return a function that parses all lines of a write, and then executes the lines, one line in each step.
 
-    If a line fails, the lines before it have been executed. `log` gets the message of a KernelError.
+    `parsed` parses a line, and returns the function that executes the line. If a line fails, the lines
+    before it have been executed. `log` writes the message of a KernelError to the kernel log, with the
+    file's name `file`.
     """
 
     def execute(data: bytes) -> Steps:
@@ -107,10 +109,10 @@ def listing_of(objects: Callable[[], Iterable[T]], show: Callable[[T], str]) -> 
 
 
 class RecordStream:
-    """A Records function for one open file, whose records come from one iterator.
+    """A Records function for one open file, which takes the records from one iterator.
 
-    A read at the beginning of the file calls `begin` for a new iterator. Other requests may run between two
-    records.
+    A read at the beginning of the file calls `begin` to get a new iterator. Other requests may run between
+    two records.
     """
 
     def __init__(self, begin: Callable[[], Iterator[str]]) -> None:
@@ -146,7 +148,10 @@ class WrittenList(Protocol):
 
 
 class Edit(Protocol):
-    """Interface of the changes that a client makes to a list through one open file; close() applies them."""
+    """Interface of the changes that a client makes to a list through one open file.
+
+    close() applies the changes.
+    """
 
     def records_from(self, index: int) -> Iterable[str]:
         """Return the records that the open file shows, from `index` on."""
@@ -156,13 +161,13 @@ class Edit(Protocol):
 
     @property
     def is_pending(self) -> bool:
-        """Whether close() would change something."""
+        """Whether close() would change the list."""
 
     def close(self) -> None:
         """Apply the changes to the list. The last close of the open file calls this."""
 
     def goes_on_from(self, other: Any, /) -> None:
-        """Repeat the changes of `other`, the Edit of this open file in the kernel that was replaced."""
+        """Take over the changes of `other`, the Edit of the same open file before a reboot."""
 
 
 class EditedList(Protocol):
@@ -172,7 +177,7 @@ class EditedList(Protocol):
         """Return the lines that the file shows: one for each entry from `index` on, with its newline."""
 
     def edit(self, *, truncate: bool) -> Edit:
-        """Return an Edit for a file that is opened for writing, with O_TRUNC if `truncate`."""
+        """Return an Edit for a file that is opened for writing. `truncate`: whether O_TRUNC is set."""
 
 
 class Stream(Protocol):
@@ -200,22 +205,23 @@ class Stream(Protocol):
 class SeqReader:
     """Reads records as a seq_file does, with a buffer of whole records that are rendered when needed.
 
-    A read at 0 starts again from the first record. A read that continues returns the rest of the last record,
-    and then the current records from the next index on. A read at another position renders all records before
-    it, and drops them. Between two reads, only the last record is kept. Readers of equal records share it.
+    A read at position 0 starts again from the first record. A read that begins where the last read ended
+    returns the rest of the last record, and then the current records from the next index on. A read at any
+    other position renders all records before the position, and drops them. Between two reads, only the last
+    record is kept. Open files that keep equal long records share one copy.
     Mirrors: fs/seq_file.c:seq_read_iter, traverse (v6.1).
     """
 
     def __init__(self, records: Records) -> None:
         self._records = records
         self._last = EMPTY
-        """The last record that a read has rendered."""
+        """The last rendered record if reads have returned only a part of it, or EMPTY."""
         self._start = 0
-        """Number of bytes of the last record that reads have returned."""
+        """Number of bytes of `_last` that reads have returned."""
         self._buffer = b""
-        """The data that an unfinished read has so far."""
+        """The data that an unfinished read has rendered so far."""
         self._skipped = 0
-        """Number of bytes before the buffer that are still to be rendered and dropped."""
+        """Number of bytes from the next record on that are still to be rendered and dropped."""
         self._index = 0
         self._position = 0
         self._is_paused = False
@@ -430,9 +436,10 @@ class RawMarkerFile(MarkerFile):
 
 
 class _OpenLines(OpenCommand):
-    """An open LinesFile, which keeps an unfinished line if the front end splits a write(2).
+    """An open LinesFile, which keeps an unfinished line if the front end splits a write(2) within the line.
 
-    Linux: a write(2) is never split. Deviates: if a later part fails, the earlier parts have been executed.
+    Linux never splits a write(2). Deviates: if a later part of the write(2) fails, the earlier parts have
+    been executed.
     """
 
     _unfinished = b""
@@ -458,7 +465,7 @@ class _OpenLines(OpenCommand):
     def pieces(self, data: bytes) -> list[Piece]:
         """Split the data of one write(2) into pieces of whole lines.
 
-        Linux: the lock is taken for each line separately, too.
+        Other requests may run between two pieces. Linux takes its lock for each line separately.
         """
         found = []
         start = 0
@@ -651,9 +658,11 @@ class _OpenOneRead(_OpenAttribute):
 
 
 class OneReadFile(AttributeFile):
-    """A file of one value, of which only a read at 0 returns text. Text that does not fit is not read.
+    """A file of one value, of which only a read at position 0 returns text.
 
-    Linux: filter files of events behave so. Mirrors: kernel/trace/trace_events.c:event_filter_read (v6.1).
+    Text that does not fit into the buffer of this read is not returned by later reads. The files `filter`
+    of events behave so.
+    Mirrors: kernel/trace/trace_events.c:event_filter_read (v6.1).
     """
 
     opened_as = _OpenOneRead
@@ -666,9 +675,9 @@ class _OpenSysctl(_OpenOneRead):
 
 
 class SysctlFile(OneReadFile):
-    """A file of /proc/sys. At positions other than 0, a read returns nothing, and a write is ignored.
+    """A file of /proc/sys. At a position other than 0, a read returns nothing, and a write is ignored.
 
-    Linux: kernel.sysctl_writes_strict has its default, 1.
+    This is the behaviour of Linux if the sysctl kernel.sysctl_writes_strict has its default value, 1.
     Mirrors: kernel/sysctl.c:__do_proc_dointvec, proc_first_pos_non_zero_ignore (v6.1).
     """
 

@@ -23,7 +23,7 @@ _texts: WeakValueDictionary[int, SharedText] = WeakValueDictionary()
 
 
 def shared(data: bytes) -> SharedText:
-    """Return the text `data`. Equal long texts share one object while an open file holds it."""
+    """Return a SharedText of `data`. Equal long texts share one object while an open file holds it."""
     if len(data) < SHARED_SIZE:
         return SharedText(data)
     found = _texts.get(hash(data))

@@ -52,7 +52,8 @@ class Calls:
 
         An argument is a number or a quoted string.
         Raises: KernelError EINVAL (malformed), ERANGE (a number wider than a register), E2BIG (too many
-        arguments), ENOENT (no such function), EFAULT (it oopsed, see dmesg), EIO (it didn't return).
+        arguments), ENOENT (no such function), EFAULT (the function oopsed; see dmesg), EIO (the function
+        didn't return).
         """
         name, *words = _split(line)
         if len(words) > MAX_ARGUMENTS:

@@ -20,7 +20,7 @@ class GuestLimit:
     """A limit in machine/limits that only some kernels have."""
 
     show: Callable[[], str]
-    """Function that returns the text after the limit's name in machine/limits."""
+    """Function that returns the text that follows the limit's name in machine/limits."""
     set: Callable[[int | None], None]
     """Function that applies a new value of the limit; None means no limit."""
 

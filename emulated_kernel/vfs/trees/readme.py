@@ -49,7 +49,7 @@ _LINES = {
 def _types(interface: Interface) -> str:
     """Return the lines with the types of fetch arguments.
 
-    perf expects integer types with the same letter as one word, such as `u8/u16/u32/u64`.
+    perf expects the integer types that begin with the same letter as one word, such as `u8/u16/u32/u64`.
     """
     words: dict[str, str] = {}
     for name in fetch_types(8, interface):
@@ -68,7 +68,7 @@ def _types(interface: Interface) -> str:
 
 
 def _function_files(interface: Interface) -> str:
-    """Return README's lines about the files of tracers that are called from fentry sites."""
+    """Return README's lines about the files of tracers that attach to fentry sites."""
     later = _LINES[InterfaceRule.FUNCTION_FILES] if InterfaceRule.FUNCTION_FILES in interface else ""
     return f"""\
   available_filter_functions - functions whose calls can be traced

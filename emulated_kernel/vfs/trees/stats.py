@@ -30,7 +30,7 @@ from emulated_kernel.vfs.core.seq_file import (
     PerClientFile,
     Records,
     SeqFile,
-    listing,
+    StreamFile,
     listing_of,
     single,
 )
@@ -45,7 +45,7 @@ _ADDRESS = re.compile(r"0x([0-9a-f]{8,})")
 def stats_directory(kernel: KernelComponents, owner: Owner) -> Directory:
     """Return stats/ with a directory <group>/<event>/ for each kprobe event.
 
-    Only root and `owner` see addresses in its files.
+    Clients other than root and `owner` see 0 for addresses in the files of stats/.
     """
     events = kernel.tracing.kprobe_events
     registry = events.registry
@@ -85,7 +85,7 @@ def stats_directory(kernel: KernelComponents, owner: Owner) -> Directory:
 
 
 class ProbeSwitches(NamedTuple):
-    """The switches of an event's probes."""
+    """An event's name, and the state of the switches in the event's directory of stats/."""
 
     event: str
     """The event as GROUP/EVENT."""
@@ -98,7 +98,7 @@ class ProbeSwitches(NamedTuple):
 
 
 def probe_switches(kernel: KernelComponents) -> Iterator[ProbeSwitches]:
-    """Return the switches of all kprobe events, sorted by name."""
+    """Yield the state of the switches of each kprobe event, sorted by the event's name."""
     table = kernel.engine.kprobes.table
     events = [(f"{event.group}/{event.name}", event) for event in kernel.tracing.kprobe_events.events()]
     events.sort(key=itemgetter(0))
@@ -121,10 +121,11 @@ def probes_file(kernel: KernelComponents) -> SeqFile:
     return SeqFile(0o400, listing_of(kernel.tracing.kprobe_events.probes, show))
 
 
-class HistoryFile(SeqFile):
+class HistoryFile(StreamFile):
     """The file machine/history, with JSON lines about all kprobe events that were enabled.
 
-    The first line is about all trace arrays. Linux has no such file.
+    The first line is about all trace arrays. Linux has no such file. One iterator makes all lines that a
+    reader gets, so that no event is missing if others are removed between two reads.
     """
 
     is_unseen: ClassVar[bool] = True
@@ -138,7 +139,7 @@ class HistoryFile(SeqFile):
             yield f"{json.dumps(first)}\n"
             yield from (f"{json.dumps(event)}\n" for event in history.events())
 
-        super().__init__(0o400, listing(lines))
+        super().__init__(0o400, lines)
 
 
 def _registered(event: KprobeTraceEvent) -> list[EventProbe]:
@@ -154,9 +155,9 @@ def _is_enabled(found: Sequence[EventProbe]) -> bool:
 
 
 def _asked(table: ProbeTable, found: Sequence[EventProbe]) -> str:
-    """Return the last value written to `optimized` that has an effect, or "".
+    """Return the last value written to `optimized` that has an effect, or "" if no value has.
 
-    "0" means that a probe's address is kept unoptimized, and "1" that the event has djprobes.
+    "0" means that a probe's address is kept unoptimized, and "1" means that the event has djprobes.
     """
     for kprobe in found:
         head = table.valid(kprobe)
@@ -269,13 +270,20 @@ class _EventStats:
         return str(sum(value(hook) for hook in self._hooks()))
 
     def _memory(self) -> str:
-        """Return the size of the hooks' memory in bytes, including the arrays that several hooks share."""
+        """Return the size in bytes of the memory of the event's return hooks, as text.
+
+        Arrays that several hooks share are counted once.
+        """
         hooks = self._hooks()
         shared = {hook.stack: hook.stack.shared_memory for hook in hooks}
         return str(sum(hook.memory for hook in hooks) + sum(shared.values()))
 
     def _reason(self, found: Sequence[EventProbe]) -> str:
-        """Return the reasons why the probes are not in the best mode, or "" if they are."""
+        """Return a line for each probe with the reason why the probe is not in the best mode.
+
+        The line of a probe in the best mode is empty. If no probe is registered, return the reason for
+        this.
+        """
         if not found:
             return "the place isn't there: it may be in a module"
         return "\n".join([self._kprobes.reason(kprobe) for kprobe in found])
@@ -288,10 +296,11 @@ class _EventStats:
         return "\n".join(self._cost_of(probe, it) for probe, it in pairs if isinstance(it, EventProbe))
 
     def _cost_of(self, probe: TraceKprobe, kprobe: Kprobe) -> str:
-        """Return a line with hits and cost of a probe.
+        """Return a line with the number of a probe's hits, and the median cost of a hit.
 
-        If guest code handles the hits, its cost is measured with a copy of the handler (HandlerCosts). A
-        disabled probe, a probe without hits, and a probe whose next hit compiles its handlers have no cost.
+        If guest code handles the hits, the cost is measured with a copy of the handler (HandlerCosts). The
+        line for a disabled probe, for a probe without hits, or for a probe whose next hit compiles its
+        handlers, has no cost.
         """
         head = self._kprobes.table.valid(kprobe)
         if head is None or kprobe.is_disabled or not probe.hits:

@@ -136,7 +136,7 @@ def _event_lists(tracing: Tracing) -> dict[str, Node]:
 
 
 def _padded(event: TraceEvent) -> str:
-    """Return `GROUP:EVENT` with blanks up to column 32, but at least one."""
+    """Return `GROUP:EVENT` with blanks up to column _EVENT_COLUMN, and with at least one blank."""
     return f"{event.group}:{event.name} ".ljust(_EVENT_COLUMN)
 
 

@@ -102,6 +102,8 @@ def read_records(
 ) -> tuple[LastRecords, SavedCmdlines]:
     """Return the intact records, and the saved command names, in the file of a kernel equal to `kernel`.
 
+    `places`: locations of the trace arrays in the file. `names_at`: offset of the saved command names in
+    bytes.
     Raises: OSError, ValueError (it is not a file of an equal kernel).
     """
     layout = kernel.machine.records.persistent_layout
@@ -146,7 +148,10 @@ class _PersistentReader:
         return PreviousBootRecords(own, aside, place.has_snapshot, place.time_start)
 
     def _buffers(self, place: ArrayPlace, cpu: int, found: LastRecords) -> tuple[RingBuffer, RingBuffer]:
-        """Return a CPU's buffer and its snapshot buffer; each is empty if it is missing or damaged."""
+        """Return a CPU's buffer and its snapshot buffer; each is empty if it is missing or damaged.
+
+        `found` gets the number of torn records and a description of the damage.
+        """
         own: list[RingBuffer] = []
         aside: list[RingBuffer] = []
         damage: list[str] = []
@@ -194,8 +199,9 @@ def _same_order(buffers: list[RingBuffer], place: ArrayPlace, found: LastRecords
 def show(kernel: Kernel, last: LastRecords, cmdlines: SavedCmdlines) -> dict[str, str]:
     """Create the instances that show the records `last`.
 
-    Return a map name of an instance -> reason why the instance could not be created. Remove from `last` the
-    instances that could not be created.
+    `cmdlines`: the command names that were saved with the records. Return a map name of an instance ->
+    reason why the instance could not be created. Remove from `last` the instances that could not be
+    created.
     """
     events = kernel.tracing.system.events
     # Entries of ftrace itself are printed without an event.

@@ -284,7 +284,10 @@ class SavedState(ChangeWatcher, TaskObserver):
         cmdlines.keep_in(records.view(self._names_at, SAVED_CMDLINES_SIZE))
 
     def _rewrite(self, lines: Iterable[str]) -> None:
-        """Write a new journal of the current definitions. Raises: OSError (the old journal is unchanged)."""
+        """Write a new journal of the current definitions, whose lines are `lines`.
+
+        Raises: OSError (the old journal is unchanged).
+        """
         data = b"".join(map(journal.encoded, self._entries(lines)))
         with self._writing:
             # The new journal contains the queued changes.
@@ -413,7 +416,11 @@ class SavedState(ChangeWatcher, TaskObserver):
             self._append({"truncate": name})
 
     def written(self, handle: int, path: str, data: bytes, *, failed: bool, is_part: bool) -> None:
-        """Save the bytes that a write(2) took; see ChangeWatcher."""
+        """Save the bytes `data` that a write(2) to the open file `handle` took; see ChangeWatcher.
+
+        `failed`: the write has failed, and may have executed a part of `data`. `is_part`: the text after
+        the last newline continues in the next write.
+        """
         if name := self._saved_file(path):
             self._written.add(handle)
             entry = {"write": name, "handle": handle, "data": data.decode("latin-1"), "failed": failed}

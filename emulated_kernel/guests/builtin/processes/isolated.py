@@ -43,7 +43,10 @@ class IsolatedProcesses(HostProcesses):
         return self._pids.get(number, number)
 
     def parent(self, number: int) -> int | None:
-        """Return the guest's pid of the parent of process `number`, or None if the parent is no client."""
+        """Return the guest's pid of the parent of a client; None if the parent is no client.
+
+        `number`: the guest's pid of the client.
+        """
         parent = parent_of(self.host_pid(number))
         return None if parent is None else self._numbers.get(parent)
 

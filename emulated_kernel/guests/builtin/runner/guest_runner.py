@@ -520,7 +520,7 @@ class GuestRunner:
         """Advance the time by a jiffy, because the task sleeps and no other task runs.
 
         Raises: WouldBlock or YieldLock (the task waits for the host), KernelError EIO (the task has slept
-            for MAX_SLEEP_JIFFIES).
+        for MAX_SLEEP_JIFFIES).
         """
         if request.waits_for_host is not None:
             raise request.waits_for_host

@@ -137,7 +137,7 @@ def _digest(source: Path, *_unchanged: int) -> tuple[Reading, str]:
     If the digest was not remembered before, the caller can pass the reading to remember(). The result is
     also cached in this process; `_unchanged`, the file's identity, is a part of the key.
     Raises: OSError (also if the file is not regular), KernelError ENOEXEC (the file is too large for a
-        kernel).
+    kernel).
     """
     with open_regular(source) as file:
         if os.fstat(file.fileno()).st_size > _SOURCE_LIMIT:

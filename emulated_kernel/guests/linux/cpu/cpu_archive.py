@@ -121,7 +121,10 @@ def _host_parts() -> Mapping[str, str]:
 
 
 def cpu_of_archive(title: str, parts: Mapping[str, str]) -> ProductionCpu:
-    """Return the CPU that the parts of an archive describe. Raises: KernelError EINVAL (incomplete parts)."""
+    """Return the CPU that the parts of an archive describe. `title`: name of the CPU for users.
+
+    Raises: KernelError EINVAL (a part is missing or invalid).
+    """
     info = _first_cpu(_part(parts, "cpuinfo"))
     said = dict(_vulnerabilities(parts))
     if not said:

@@ -30,7 +30,7 @@ class CallArguments:
         """Copy string arguments; return the function's address and the values of the argument registers.
 
         Raises: KernelError ENOENT (no such symbol), EINVAL (not a function, or fewer arguments than the
-            function takes), E2BIG (too many arguments), ENOMEM (the strings are too long).
+        function takes), E2BIG (too many arguments), ENOMEM (the strings are too long).
         """
         found = self._kernel.kallsyms.by_name(function)
         if not found:

@@ -25,10 +25,10 @@ _NAME = 128
 
 
 class ExecObserver:
-    """Repeats execves in the guest.
+    """Repeats the execves of clients in the guest.
 
-    For this, the observer intercepts some functions of the kernel. If the kernel lacks one of them, the
-    observer only renames tasks.
+    For this, the observer intercepts functions of the kernel. If the kernel lacks do_open_execat() or
+    unshare_files(), the observer only renames the clients' tasks.
     """
 
     def __init__(self, tasks: LinuxTasks) -> None:
@@ -99,7 +99,7 @@ class ExecObserver:
         """Hide the other users of the file table from unshare_files(), which then does not copy the table.
 
         Hazard: if another task ran and exited before unshare_files() returns, its exit would free the
-            table. But unshare_files() does not sleep.
+        table. But unshare_files() does not sleep.
         """
         if not self._is_executing() or self._others is not None:
             return

@@ -97,8 +97,8 @@ class PageReporting:
         """Give the memory under free pages back to the host; then the pages have the snapshot file's content.
 
         Hazard: the emulator keeps host addresses of these pages, which stay valid, and code that it
-            translated from them. The guest writes to a page before it runs code there, and the emulator
-            notices the write.
+        translated from them. The guest writes to a page before it runs code there, and the emulator
+        notices the write.
         """
         blocks = sorted(islice(self._blocks(), _LIMIT))
         while blocks:

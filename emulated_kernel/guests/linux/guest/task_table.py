@@ -40,7 +40,10 @@ class TaskTable:
         return self._structs.load_s32(self._structs.member(address, "task_struct.pid"))
 
     def page_tables_of(self, address: int) -> int:
-        """Return the physical address of a task's page tables; the task must not be a kernel thread."""
+        """Return the physical address of the page tables of the task whose task_struct is at `address`.
+
+        The task must not be a kernel thread, which has no page tables of its own.
+        """
         offsets = self._structs.offsets
         mm = self._structs.word(address + offsets["task_struct.mm"])
         return self._structs.physical(self._structs.word(mm + offsets["mm_struct.pgd"]))

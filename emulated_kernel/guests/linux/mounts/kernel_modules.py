@@ -28,7 +28,7 @@ class KernelModules:
         Call this without the control lock. The returned function takes the writer's task and the content of
         /proc/modules. `refused`: names of kernel functions that no module may use.
         Raises: KernelError EINVAL (not a command), ENOENT (no such module, or no module files), ENOEXEC (an
-            unusable file), EPERM (a refused function), and errors of reading a file.
+        unusable file), EPERM (a refused function), and errors of reading a file.
         """
         line = os.fsdecode(data).strip()
         words = line.split(maxsplit=1)

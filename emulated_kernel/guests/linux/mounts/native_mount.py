@@ -260,7 +260,7 @@ class MachineFs(FileSystem):
         """Write an ELF core of the guest to a temporary file, and return the core as an open file.
 
         Raises: KernelError EACCES (the client is neither root nor the owner, or opens for writing), EBUSY
-            (MAX_OPEN cores are open), ENOSPC (no directory has space).
+        (MAX_OPEN cores are open), ENOSPC (no directory has space).
         """
         if flags & os.O_ACCMODE != os.O_RDONLY or not self.guest.owner.is_privileged(client):
             raise KernelError(errno.EACCES, VMCORE)

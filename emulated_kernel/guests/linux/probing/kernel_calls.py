@@ -195,7 +195,7 @@ class KernelCalls(TaskObserver):
         """Call a kernel function by name and return its result; copy string arguments to guest memory.
 
         Raises: the errors of CallArguments.placed(), KernelError EFAULT (the thread was killed), ETIMEDOUT
-            (the function has not returned), ENOMEM (the thread cannot be made), GuestFault.
+        (the function has not returned), ENOMEM (the thread cannot be made), GuestFault.
         """
         self._free_ended()
         memory = self._machine.memory

@@ -119,7 +119,11 @@ def linux_context(
 
 
 class FoldedContext(PerCpuContext):
-    """Context of hits in an x86 kernel, which keeps the need to reschedule in two places."""
+    """Context of hits in an x86 kernel, which keeps the need to reschedule in two places.
+
+    The places are a bit of the preempt count, which is clear if there is a need, and TIF_NEED_RESCHED of
+    the task.
+    """
 
     def __init__(
         self,

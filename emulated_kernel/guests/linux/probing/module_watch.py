@@ -88,7 +88,7 @@ class ModuleWatch:
         return found
 
     def forget(self, spans: Iterable[tuple[int, int]], _module: str) -> None:
-        """Forget the text of a module that is about to be freed. `spans`: its address ranges."""
+        """Forget a module's text in the ranges `spans`, because the kernel is about to free this memory."""
         ranges = [range(*span) for span in spans]
         gone = list[JumpLabel]()
         left = list[JumpLabel]()

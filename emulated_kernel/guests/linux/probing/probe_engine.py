@@ -45,7 +45,7 @@ class KernelEngine:
 
     If a breakpoint has no handler of the engine, it is the guest's own, and is delivered to the guest.
     Raises: KernelError ENOEXEC (the kernel is for an unsupported processor), ENOENT, ENODATA (the kernel's
-        structures are unknown).
+    structures are unknown).
     """
 
     def __init__(

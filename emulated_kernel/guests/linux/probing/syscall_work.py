@@ -27,7 +27,12 @@ class SyscallWork:
         task_structs: Callable[[], Iterator[int]],
         old_flag: int = 0,
     ) -> None:
-        """Use the flag in thread_info.syscall_work, or before v5.11 `old_flag` in thread_info.flags."""
+        """Use the task flag that leads system calls to the tracepoints.
+
+        The flag is SYSCALL_WORK_SYSCALL_TRACEPOINT in thread_info.syscall_work. In kernels before v5.11, it
+        is the mask `old_flag` in thread_info.flags; 0 if the mask is unknown. `task_structs` yields the
+        addresses of all task_structs.
+        """
         self._kernel = kernel
         self._memory = memory
         self._task_structs = task_structs

@@ -102,7 +102,7 @@ def started_core(source: str) -> tuple[VmcoreGuest, LinuxKernel]:
     """Return a machine with a dump's memory, and the dump's kernel.
 
     Raises: as ensure_core_cached(), KernelError EIO (the emulator cannot run the dump), ENOSPC (no
-        directory has space for the dump's memory).
+    directory has space for the dump's memory).
     """
     return _opened(source, _started)
 

@@ -153,7 +153,10 @@ def _read_as_dump(prefix: str = "") -> Iterator[None]:
 
 
 def _number(info: Mapping[str, str], name: str) -> int:
-    """Return the number `name` in a VMCOREINFO, or 0 if it is missing. Raises: KernelError ENOEXEC."""
+    """Return the number `name` in a VMCOREINFO, or 0 if it is missing.
+
+    Raises: KernelError ENOEXEC (the text of `name` is not a number).
+    """
     text = info.get(name, "0")
     if not re.fullmatch(r"-?[0-9]{1,20}|0x[0-9a-f]{1,16}", text):
         raise unusable_core("its VMCOREINFO is damaged")
