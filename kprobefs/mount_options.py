@@ -199,7 +199,8 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
         return
     if machine.profile not in (*LINUX_PROFILES, *profile.RISCV_PROFILES):
         known = " or ".join(LINUX_PROFILES)
-        raise CliError(f"--profile: not possible with a distribution's kernel; use {known}", ExitStatus.USAGE)
+        remedy = f"use {known}, or leave it out: the kernel's version decides"
+        raise CliError(f"--profile: not possible with a distribution's kernel; {remedy}", ExitStatus.USAGE)
     for option, value in (("--return-hook", machine.return_hook), ("--save-regs", machine.save_regs)):
         if value is not None:
             why = "not possible with kprobefs's kprobes over a distribution's kernel; leave it out"

@@ -97,7 +97,10 @@ class AggrKprobe(AssemblyOwner):
     have one member, which is in a tuple, because a tuple takes less memory.
     """
     is_aggregated: bool = field(default=False, init=False)
-    """Whether Linux has an aggregator: a second probe was registered at the address, or there is a detour."""
+    """Whether Linux would have an aggregator at the address.
+
+    True if a second probe was registered at the address, or if there is a detour.
+    """
     enabled_members: int = field(default=0, init=False, repr=False)
     insn: OutOfLine | None = field(default=None, init=False, repr=False)
     """The out-of-line form of the probed instruction.

@@ -27,7 +27,7 @@ class ProbePlaces:
         """Return the probed address, its symbol and offset, and whether it is a function's entry.
 
         Raises: KernelError EINVAL (not exactly one of symbol and address is given), ENOENT (an unknown
-            symbol, or an address in no symbol).
+        symbol, or an address in no symbol).
         Mirrors: kernel/kprobes.c:_kprobe_addr (v6.1).
         """
         name = kprobe.symbol_name
@@ -64,7 +64,7 @@ class ProbePlaces:
 
         `where` is the symbol and offset of `addr`.
         Raises: KernelError EINVAL (not text, blacklisted, or in a jump label, a static call site or a
-            BUG()), EILSEQ (within an fentry site).
+        BUG()), EILSEQ (within an fentry site).
         """
         refused = self._checker.check_address_safe(where, addr)
         if refused is not None:

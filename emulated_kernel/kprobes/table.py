@@ -35,7 +35,10 @@ class ProbeTable:
         return iter(self._heads.values())
 
     def buckets(self, start: int = 0) -> Iterator[Iterator[AggrKprobe]]:
-        """Return the entries of each hash bucket from index `start` on, the latest probed address first."""
+        """Return an iterator over the hash buckets from index `start` on.
+
+        Each item iterates over the entries of a bucket, the entry of the latest probed address first.
+        """
         return (reversed(bucket.values()) for bucket in self._buckets[start:])
 
     def add(self, head: AggrKprobe) -> None:

@@ -24,31 +24,36 @@ class Prot(IntFlag):
 
 
 class Hypercall(IntEnum):
-    """Requests that the guest makes to the host: by `hlt` with the number in eax, on riscv64 by `wfi` and a7.
+    """Requests that the guest makes to the host by the instruction `hlt`, on riscv64 by `wfi`.
 
-    Argument registers: rdi rsi rdx r10 on x86_64, ebx ecx edx esi on i386, a0 to a3 on riscv64. The host
-    returns its answer in the register that held the number. The answer to USER is a system call number; the
-    call's arguments are in Linux's registers: rdi rsi rdx r10 r8 r9, ebx ecx edx esi edi ebp, or a0 to a5.
+    The number of the request is in eax, on riscv64 in a7. The arguments are in rdi rsi rdx r10 on x86_64,
+    in ebx ecx edx esi on i386, and in a0 to a3 on riscv64. The host returns its answer in the register that
+    held the number.
+    The answer to USER is the number of a system call. The arguments of this system call are in Linux's
+    registers: rdi rsi rdx r10 r8 r9, ebx ecx edx esi edi ebp, or a0 to a5.
     """
 
     IDLE = 0
-    """Nothing is runnable on this CPU."""
+    """This CPU has no runnable task."""
     RETURN = 1
     """A function called by the host returned; its result is in the first argument register."""
     USER = 2
-    """The current task is in user mode and asks for its next system call; first argument: last result."""
+    """The current task is in user mode and needs its next system call.
+
+    Argument: result of the task's last system call.
+    """
     HOSTFS = 3
     """A task uses a file that the host implements; arguments: HostfsOp, host file id, user buffer, count."""
     PANIC = 4
     """The kernel panicked; first argument: address of the message."""
     BOOTED = 5
-    """start_kernel finished; resuming enters the idle loop."""
+    """start_kernel() has finished; when the host resumes this CPU, it enters the idle loop."""
     MODULE = 6
-    """The module loader asks the host for a service; arguments: ModuleOp, 0, and two of that operation."""
+    """The module loader needs a service of the host; arguments: ModuleOp, 0, and two of the service."""
     CPU_UP = 7
     """Start another CPU; arguments: CPU number, entry point, stack pointer, per-CPU area."""
     YIELD = 8
-    """This CPU busy-waits for another one; after it is resumed it continues to wait."""
+    """This CPU busy-waits for another CPU, so another CPU has to run; later, this CPU continues to wait."""
     KPROBES = 9
     """Guest code uses the kprobes API; arguments: KprobeOp, 0, address of its struct kprobe or kretprobe."""
 
@@ -77,7 +82,10 @@ class ModuleOp(IntEnum):
     ALLOC = 0
     """Allocate memory; arguments: size in bytes, 1 for text or 0 for data; answer: an address or -ENOMEM."""
     PLACE = 1
-    """Copy code into allocated text; arguments: destination in the text, address of the code."""
+    """Copy code into text that ALLOC returned; arguments: address of the text, address of the code.
+
+    The size of the code is the allocated size.
+    """
     FREE = 2
     """Free memory; argument: an address that ALLOC returned."""
     NOTIFY = 3
@@ -130,9 +138,12 @@ class Vector(IntEnum):
 
 
 PARK = (1 << 64) - 1
-"""Answer to Hypercall.USER: there is no system call yet, so the task sleeps until it is woken.
+"""Answer to Hypercall.USER if the task has no system call to make yet: the task sleeps until it is woken.
 
-32-bit registers hold the low half.
+32-bit registers hold the low half of the value.
 """
 ERESTARTSYS = 512
-"""Answer to Hypercall.HOSTFS: the operation would block; the task sleeps until woken and tries again."""
+"""Errno in the answer to Hypercall.HOSTFS if the operation would block.
+
+The task sleeps until it is woken, and then makes the request again.
+"""

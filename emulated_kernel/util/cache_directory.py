@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def cache_directory() -> Path:
-    """Return the directory of the snapshots of booted kernels. It need not exist."""
+    """Return the directory for snapshots of booted kernels. The directory may not exist yet."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home and home.startswith("/") else Path.home() / ".cache") / "kprobefs" / "kernels"

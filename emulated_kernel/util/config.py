@@ -76,16 +76,19 @@ class MachineConfig:
     quantum: int = 0
     """Mean number of instructions after which another CPU runs; 0 switches only when a CPU has to wait.
 
-    This option is for tests. The seed determines the exact instructions, and each instruction takes 0.1
-    microseconds.
+    This option is for tests. The seed determines the number for each turn of a CPU, and each instruction
+    takes 0.1 microseconds.
     """
     stale_fetch: bool = False
-    """Whether a CPU executes instructions fetched before text changed, until it takes an interrupt.
+    """Whether a CPU may execute old instructions after text changed, until the CPU takes an interrupt.
 
     This option is for tests of text patching, and requires `quantum`.
     """
     run_budget: float = DEFAULT_RUN_BUDGET
-    """Maximum wall time of one guest run, in seconds. A guest that runs longer counts as looping."""
+    """Maximum real time of one run of the guest, in seconds.
+
+    A guest that runs longer is declared to be looping.
+    """
     profile: str = "linux-6.1"
     """Set of kprobes features to emulate: a key of PROFILES."""
     strategy: str | None = None

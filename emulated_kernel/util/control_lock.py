@@ -18,7 +18,7 @@ PATIENCE = 0.1
 
 
 LOAN_SLICE = 0.25
-"""Seconds between two checks whether the client was killed, for a request that waits for a debugger."""
+"""Seconds between two checks whether a client was killed while its request waits for a debugger."""
 
 
 class _Pause(str):
@@ -48,7 +48,8 @@ class ControlLock:
     """Re-entrant lock, taken at each entry from outside: a request, an API call, a background load.
 
     Inner methods that need the lock call assert_held(), like lockdep_assert_held(). A probe hit needs no
-    check, because the guest only runs while its runner holds the lock.
+    such check, because the guest only runs while the thread that runs it holds the lock.
+    While a debugger holds the guest, the lock is *lent*: only a thread that uses observing() gets it.
     """
 
     __slots__ = (
@@ -74,16 +75,22 @@ class ControlLock:
         self._acquire = lock.acquire
         self._release = lock.release
         self._owner = 0
-        """Identifier of the thread that holds the lock; 0 if it is free. Only assert_held() uses it."""
+        """Identifier of the thread that holds the lock; 0 if no thread holds it.
+
+        Only assert_held() uses this value.
+        """
         self._depth = 0
         self._waiters: set[object] = set()
         """One token for each thread that waits for the lock; each wait has a new token."""
         self.turn = 0
-        """Count of the entries from outside so far. Quotas for one entry restart when it changes."""
-        self.user = 0
-        """User id of the client whose change is made under the lock; 0 for root and the owner of the mount.
+        """Number of entries from outside so far.
 
-        Each entry from outside sets it to 0.
+        Code with a quota for each entry resets the quota at a new number.
+        """
+        self.user = 0
+        """User id of the client that changes something under the lock; 0 for root and the owner of the mount.
+
+        Each entry from outside sets the attribute to 0.
         """
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """Function that returns a context manager, which a thread enters once it has waited for PATIENCE.
@@ -135,7 +142,7 @@ class ControlLock:
         action()
 
     def _wait(self) -> None:
-        """Acquire the lock after a failed first attempt."""
+        """Acquire the lock, which another thread holds: wait, after PATIENCE in the context of `waiting`."""
         wait = object()
         self._waiters.add(wait)
         try:
@@ -148,7 +155,7 @@ class ControlLock:
     # Loans to a debugger
 
     def acquire_to_observe(self) -> None:
-        """Acquire the lock as __enter__ does, but do not wait while the lock is lent."""
+        """Acquire the lock as __enter__() does, but also while the lock is lent."""
         if not self._acquire(False):
             self._wait()
         if not self._depth:
@@ -158,16 +165,16 @@ class ControlLock:
         self._depth += 1
 
     def observing(self) -> _Observation:
-        """Return a context manager that holds the lock in its block, even while the lock is lent.
+        """Return a context manager that holds the lock in the `with` block, even while the lock is lent.
 
         The block must run no guest code.
         """
         return self._observation
 
     def try_lend(self, timeout: float = 0.0) -> bool:
-        """Lend the lock if it is not lent and no thread holds it, and return True; otherwise return False.
+        """Lend the lock to a debugger, and return True. Return False if it is lent or a thread holds it.
 
-        Wait at most `timeout` seconds for the thread that holds it.
+        Before that, wait at most `timeout` seconds for the thread that holds the lock.
         """
         if not (self._acquire(timeout=timeout) if timeout else self._acquire(False)):
             return False
@@ -180,15 +187,16 @@ class ControlLock:
             self._release()
 
     def end_loan(self) -> None:
-        """End a loan, so that all threads get the lock again."""
+        """End a loan of the lock, so that all threads can acquire it again."""
         self.is_lent = False
         self._returned.set()
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Lend the lock during the `with` block, in which the calling thread waits. It must hold the lock.
+        """Lend the lock, which the calling thread must hold, during the `with` block.
 
-        The thread gets the lock back before any thread that is not an observer.
+        At the end of the block, the calling thread gets the lock back before any thread that is not an
+        observer.
         """
         self.assert_held()
         depth = self._depth
@@ -215,7 +223,7 @@ class ControlLock:
         self.is_lent = True
 
     def _await_return(self) -> None:
-        """Give the acquired lock back until the loan ends, and acquire it again.
+        """Release the lock, which this thread has just acquired, until the loan ends; then acquire it again.
 
         Raises: KernelError EINTR (the client of the request was killed).
         """

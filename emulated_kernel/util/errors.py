@@ -6,13 +6,14 @@ import errno as errno_module
 import os
 
 _LINUX_NAMES = {errno_module.EDEADLK: "EDEADLK", errno_module.EOPNOTSUPP: "EOPNOTSUPP"}
-"""errno -> Linux's name, for numbers for which errno.errorcode has another name."""
+"""errno -> name in Linux, for the numbers to which errno.errorcode gives a different name."""
 
 
 class KernelError(OSError):
-    """Error of a call to the emulated kernel, with its errno. The check that fails raises the error.
+    """Error of a call to the emulated kernel, with its errno.
 
-    A process sees only the errno; `message` is for logs and Python callers.
+    Code raises this exception where it finds the error. A process sees only the errno; `message` is for
+    logs and Python callers.
     """
 
     errno: int

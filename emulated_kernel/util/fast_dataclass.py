@@ -1,8 +1,9 @@
-"""dataclass(), which creates a class in a tenth of the standard library's time, for a faster start-up.
+"""dataclass(), which creates a class in a tenth of the time that the standard library needs.
 
-The standard library's module imports inspect and ast. So it is imported only when one of its functions is
-called. These functions accept the classes made here, too. ADDRESS is for fields whose values a repr shows in
-hexadecimal, and immutable() for public value objects.
+The purpose is a faster start-up. The standard library's module imports inspect and ast, so this module
+imports the standard library's only when one of its functions is called. Those functions accept the classes
+made here, too. ADDRESS is for fields whose values a repr shows in hexadecimal, and immutable() is for
+public value objects.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ ADDRESS = {"repr": show_address}
 
 
 def immutable(made: type[_T]) -> type[_T]:
-    """Make a frozen dataclass without slots refuse assignments at run time, as the standard library does.
+    """Make a frozen dataclass without slots refuse assignments at run time, and return the class.
 
-    Each field can be assigned once, which `__init__` does. Unlike in the standard library, no code is
-    compiled for each class.
+    `__init__` assigns each field once; further assignments raise FrozenInstanceError. Unlike in the
+    standard library, no code is compiled for each class.
     """
     names = frozenset(each.name for each in fields(made))  # type: ignore[arg-type]
 
@@ -70,7 +71,7 @@ else:
     """Marker in place of a default that a field does not have."""
 
     class _Factory:
-        """Class of the marker that is a parameter's default in `__init__` if the field has a factory."""
+        """Class of _FACTORY, the default of a parameter of `__init__` whose field has a default_factory."""
 
         __slots__ = ()
 
@@ -138,7 +139,10 @@ else:
         return made.__class__(**changes)
 
     def asdict(made):
-        """Return field name -> value, with copies of containers; nested dataclass objects become dicts."""
+        """Return field name -> value for the fields of an object.
+
+        Containers are copied. Nested dataclass objects become dicts.
+        """
         return {each.name: _copied(getattr(made, each.name)) for each in made.__fields__}
 
     def _copied(value):
@@ -153,7 +157,7 @@ else:
     def dataclass(
         made=None, /, *, frozen=False, eq=True, repr=True, slots=False, weakref_slot=False, **unsupported
     ):
-        """Create a dataclass like the standard library's, without code of its own for most classes.
+        """Create a dataclass as the standard library does; most classes share compiled code.
 
         Deviates: only mypy checks `frozen`, so that frozen objects are created as fast as mutable ones.
         immutable() adds the check at run time.
@@ -193,7 +197,11 @@ else:
         return make if made is None else make(made)
 
     def _own_fields(plain):
-        """Return the fields that a class declares, by name, and set its attributes to their defaults."""
+        """Return name -> field for the fields that the class `plain` declares.
+
+        If a class attribute is a Field, replace it by the field's default, or delete it if the field has no
+        default.
+        """
         found = {}
         for name, annotation in plain.__annotations__.items():
             if _is_class_variable(annotation):
@@ -224,7 +232,10 @@ else:
         return found
 
     def _is_class_variable(annotation):
-        """Return True if an annotation is ClassVar. Raises: TypeError (it is InitVar or KW_ONLY)."""
+        """Return True if an annotation is ClassVar.
+
+        Raises: TypeError (the annotation is InitVar or KW_ONLY).
+        """
         text = annotation if isinstance(annotation, str) else str(annotation)
         kind = text.partition("[")[0].rpartition(".")[2]
         if kind in ("InitVar", "KW_ONLY"):
@@ -253,7 +264,11 @@ else:
         return own.get("__fields__", ())
 
     def _with_slots(plain, own_fields, inherited, weakref_slot):
-        """Return a class like `plain` with slots for its fields. Raises: TypeError (it has slots already)."""
+        """Return a class like `plain` with slots for its own fields, except fields in `inherited`.
+
+        `weakref_slot`: whether objects of the class can have weak references.
+        Raises: TypeError (the class has slots already).
+        """
         body = dict(vars(plain))
         if "__slots__" in body:
             raise TypeError(f"{plain.__name__} already specifies __slots__")
@@ -272,8 +287,8 @@ else:
     def _init(made, every, slots):
         """Return the __init__ of the class `made`, whose fields are `every`.
 
-        The code is a copy of a template, which all classes with fields of the same kinds share; only the
-        names in it differ.
+        `slots`: whether the class has slots. The code is a copy of a template with other names. All classes
+        whose fields have the same kinds share the template.
         """
         kinds = "".join(_kind(each, slots) for each in every)
         parameters = [each for each in every if each.init]
@@ -303,11 +318,12 @@ else:
         return init
 
     def _kind(each, slots):
-        """Return a letter for the way in which __init__ sets a field.
+        """Return a letter for the way in which __init__ sets the field `each`.
 
-        p, k: it assigns a parameter, which is given by position or name. P, K: the factory makes the value of
-        a parameter that a call leaves out. f: the factory makes the value. d: it assigns the default.
-        -: nothing.
+        `slots`: whether the class has slots. p: the field gets the value of a positional parameter. k: the
+        field gets the value of a keyword-only parameter. P, K: as p and k, but if the parameter is left
+        out, the factory makes the value. f: the factory makes the value. d: the field gets its default. -:
+        __init__ does not set the field.
         """
         has_factory = each.default_factory is not _MISSING
         if each.init:
@@ -325,9 +341,10 @@ else:
 
     @cache
     def _template(kinds, has_post_init):
-        """Return the code of the __init__ for fields a0, a1, ... of the `kinds`; see _kind().
+        """Return the code of an __init__ for fields a0, a1, ... of the `kinds`; see _kind().
 
-        The closure's cells v0, v1, ... hold the defaults and factories of the fields.
+        The cells v0, v1, ... of the code's closure hold the defaults and factories of the fields.
+        `has_post_init`: whether __init__ calls __post_init__().
         """
         positional = [f"a{number}" for number, kind in enumerate(kinds) if kind in "pP"]
         keywords = [f"a{number}" for number, kind in enumerate(kinds) if kind in "kK"]
@@ -350,7 +367,7 @@ else:
         return next(each for each in outer.co_consts if hasattr(each, "co_code"))
 
     class _LibraryAttribute:
-        """A class attribute that the standard library's functions read; it is made at the first read."""
+        """A class attribute that the standard library's functions need. The first read creates its value."""
 
         def __init__(self, name):
             self._name = name

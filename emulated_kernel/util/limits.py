@@ -14,7 +14,7 @@ from emulated_kernel.util.errors import KernelError
 
 
 class Limit(Enum):
-    """A limited resource; the value is its name in machine/limits."""
+    """A limited resource; the value of the member is the resource's name in machine/limits."""
 
     PROBES = "probes"
     """Maximum number of dynamic events of all kinds."""
@@ -41,7 +41,7 @@ class Limit(Enum):
     The limit is for users who are neither root nor the owner of the mount.
     """
     SCRATCH_BYTES = "scratch_bytes"
-    """Maximum size of the data in scratch/ and dev/, in bytes; data takes whole pages."""
+    """Maximum size of all files in scratch/ and dev/ together, in bytes; each file takes whole pages."""
     RUN_BUDGET_MS = "run_budget_ms"
     """Maximum time of one run of the guest in milliseconds; see MachineConfig.run_budget."""
 
@@ -73,14 +73,17 @@ ERRNO = {
     Limit.USER_DEFINITION_BYTES: errno.ENOMEM,
     Limit.USER_RECORD_BYTES: errno.ENOMEM,
 }
-"""Limit -> errno of a request that would exceed it. The guest enforces SCRATCH_BYTES itself, with ENOSPC."""
+"""Limit -> errno of a request that would exceed the limit.
+
+The guest enforces SCRATCH_BYTES itself, with ENOSPC.
+"""
 RECORD_BYTES = "record_bytes"
 """Name of the line in machine/limits for the memory of all ring buffers, whose limit cannot be set."""
 UNLIMITED = "max"
 BYTES_PER_CHARACTER = 60
-"""Memory of the host that a character of a filter or a synthetic event's definition takes, in bytes.
+"""Bytes of the host's memory that a character of a filter or a synthetic event's definition takes.
 
-36 to 57 were measured, with the shortest fields, numbers and names.
+36 to 57 bytes were measured, with the shortest fields, numbers and names.
 """
 _NUMBER = re.compile(r"[0-9]{1,20}")
 _MAX_VALUE = 1 << 48
@@ -111,7 +114,10 @@ def parse_limit(name: str, text: str, offered: Sequence[Limit] = tuple(Limit)) -
 
 
 def limit_line(limit: Limit, most: int | None, used: int) -> str:
-    """Return the line of a limit in machine/limits: its name, maximum (None: unlimited), and present use."""
+    """Return the line of a limit in machine/limits, with its name, its maximum and the amount in use.
+
+    `most`: the maximum, or None if there is no limit. `used`: the amount in use.
+    """
     return f"{limit.value} {UNLIMITED if most is None else most} {used}\n"
 
 
@@ -126,7 +132,10 @@ class Limits:
         self.open_files = 0
         """Number of open files and directories of all mounts, which the mounts keep up to date."""
         self._by_user: Counter[int] = Counter()
-        """Uid of a user other than root -> number of the user's open files, if there are any."""
+        """Uid of a user other than root -> number of the user's open files.
+
+        Users without open files are left out.
+        """
 
     def __getitem__(self, limit: Limit) -> int | None:
         return self._values[limit]
@@ -140,25 +149,29 @@ class Limits:
         return max(self._by_user.values(), default=0)
 
     def count_user(self, uid: int, change: int) -> None:
-        """Count that user `uid`, who is not root, opens a file (`change` is 1) or closes it (-1)."""
+        """Change the number of open files of the user `uid`, who is not root.
+
+        `change` is 1 for an open and -1 for a close.
+        """
         self._by_user[uid] += change
         if not self._by_user[uid]:
             del self._by_user[uid]
 
     def check_user(self, uid: int) -> None:
-        """Check that a user other than root may open one more file. Raises: KernelError ENFILE."""
+        """Check that the user `uid`, who is not root, may open one more file. Raises: KernelError ENFILE."""
         self.check(Limit.USER_OPEN_FILES, self._by_user[uid])
 
     def open_file_lines(self) -> Iterator[str]:
-        """Yield the lines of machine/limits for open files, which all mounts share."""
+        """Yield the lines of machine/limits for open files. All mounts of the kernel share these limits."""
         used = {Limit.OPEN_FILES: self.open_files, Limit.USER_OPEN_FILES: self.user_open_files}
         for limit, count in used.items():
             yield limit_line(limit, self._values[limit], count)
 
     def check(self, limit: Limit, in_use: int) -> None:
-        """Check that one more of a resource may be allocated. `in_use` is the number in use already.
+        """Check that one more object may be allocated under `limit`.
 
-        Raises: KernelError ENOSPC, ENFILE, ENOMEM.
+        `in_use` is the number of objects in use.
+        Raises: KernelError ENOSPC, ENFILE, ENOMEM (the errno in ERRNO).
         """
         most = self._values[limit]
         if most is not None and in_use >= most:
@@ -174,9 +187,10 @@ class MemoryBudget:
     def __init__(
         self, limits: Limits, total: Limit | None, share: Limit, user: Callable[[], int] = lambda: 0
     ) -> None:
-        """Create an empty budget. `user` returns the user for whom memory is allocated now.
+        """Create a budget without charges.
 
-        `total`: name of the limit for all users together, or None. `share`: name of the limit for each user.
+        `user` returns the user for whom memory is allocated at the time of the call. `total`: the limit for
+        all users together, or None. `share`: the limit for each user.
         """
         self._limits = limits
         self._total = total
@@ -185,7 +199,7 @@ class MemoryBudget:
         self._used = 0
         self._by_user: Counter[int] = Counter()
         self._ended: deque[tuple[int, int]] = deque()
-        """(size in bytes, user) of each Charge that has ended and is not given back yet."""
+        """(size in bytes, user) of each Charge whose object has ended but whose memory is still counted."""
 
     @property
     def used(self) -> int:
@@ -200,7 +214,7 @@ class MemoryBudget:
         return max(self._by_user.values(), default=0)
 
     def charge_text(self, text: str) -> Charge:
-        """Charge the memory that the definition `text` takes to the present user; see charge().
+        """Charge the memory that the definition `text` takes to the present user, and return the Charge.
 
         Raises: KernelError ENOMEM (a limit would be exceeded).
         """
@@ -218,7 +232,7 @@ class MemoryBudget:
         return Charge(self._ended, size, user)
 
     def _settle(self) -> None:
-        """Give back the charges that have ended. The caller holds the control lock."""
+        """Subtract the charges in `_ended` from the memory in use. The caller holds the control lock."""
         while self._ended:
             self.give_back(*self._ended.popleft())
 
@@ -250,7 +264,7 @@ class MemoryBudget:
 
     @contextmanager
     def exchanged(self, freed: Sequence[tuple[int, int]], size: int, user: int) -> Iterator[None]:
-        """Charge `size` bytes to a user in place of the charges `freed`, which are pairs (size, user).
+        """Charge `size` bytes to `user` in place of the charges `freed`: pairs (size in bytes, user).
 
         An exception in the `with` block restores the former charges.
         Raises: KernelError ENOMEM (a limit would be exceeded).
@@ -273,8 +287,8 @@ class MemoryBudget:
 class Charge:
     """Memory that is charged to a user for as long as this object exists.
 
-    The garbage collector may run in any thread, so the end of the object only records its size and user in
-    MemoryBudget.
+    The garbage collector may end the object in any thread. So the end only adds the size and user to the
+    queue of ended charges, which MemoryBudget subtracts later.
     """
 
     __slots__ = ("_ended", "_size", "_user")

@@ -7,14 +7,14 @@ from enum import Enum
 from typing import Self
 
 _OLDEST = "5.10"
-"""Version of a kernel whose release has no number."""
+"""Version that is assumed for a kernel whose release does not begin with a version number."""
 
 
 class LinuxRule(Enum):
-    """Base class of enumerations of rules. Each member is a rule that kernels have from a version on.
+    """Base class of enumerations of rules. Each member is a rule that kernels have from some version on.
 
-    The code asks whether a kernel has a rule, and never for the kernel's version. Backports therefore change
-    the set of a kernel's rules, and no code.
+    The code asks whether a kernel has a rule; only this file compares versions. A backport therefore
+    changes only the set of a kernel's rules, and no code.
     """
 
     def __init__(self, since: str, what: str, source: str, sign: str = "", until: str = "") -> None:
@@ -38,15 +38,17 @@ class LinuxRule(Enum):
 
     @classmethod
     def of(cls, version: str) -> frozenset[Self]:
-        """Return the rules of a version, which is written as `6.12`."""
+        """Return the rules that the kernel of `version` has. A version is written as `6.12`."""
         number = _number(version)
         return frozenset(rule for rule in cls if rule._is_in(number))
 
     @classmethod
     def detected(cls, version: str, texts: str) -> frozenset[Self]:
-        """Return a kernel's rules: if a rule has a `sign`, by the kernel's own `texts`, else by its version.
+        """Return the rules that a kernel has, from its `version` and from `texts` in the kernel.
 
-        The texts include `NAME()` for each function of the kernel that is the sign of a rule.
+        A rule with a `sign` is included if the sign occurs in `texts`. Any other rule is included according
+        to the version. `texts` must include `NAME()` for each function of the kernel that is the sign of a
+        rule.
         """
         number = _number(version)
         return frozenset(rule for rule in cls if (rule.sign in texts if rule.sign else rule._is_in(number)))
@@ -56,7 +58,10 @@ class LinuxRule(Enum):
 
 
 def series_of(release: str) -> str:
-    """Return the version in a release: `6.12` for `6.12.117+deb13-cloud-amd64`."""
+    """Return the version at the beginning of `release`: `6.12` for `6.12.117+deb13-cloud-amd64`.
+
+    If the release begins with no version, return _OLDEST.
+    """
     found = re.match(r"\d+\.\d+", release)
     return found[0] if found else _OLDEST
 

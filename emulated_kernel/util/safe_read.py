@@ -23,7 +23,7 @@ T = TypeVar("T")
 _PART = 1 << 20
 """Size of one read(2) in bytes. Reading in parts allocates memory only for data that exists."""
 MAX_BLOCKED_READERS = 8
-"""Maximum number of threads that are blocked in slow file systems."""
+"""Maximum number of threads of a BoundedFileReader that may be blocked in slow file systems."""
 PATIENCE = 1.0
 """Time in seconds for which a client's write may read user-supplied files.
 
@@ -55,8 +55,9 @@ def is_word(value: object) -> bool:
 
 
 def identity(file: os.PathLike[str] | int) -> tuple[int, ...]:
-    """Return (device, inode, size, mtime) of a file; if they are unchanged, so are the file's contents.
+    """Return (device, inode, size, mtime) of a file.
 
+    If no item changes, the contents are taken to be unchanged.
     Raises: OSError.
     """
     found = os.stat(file)
@@ -82,7 +83,7 @@ def replace_file(target: Path, prefix: str, write: Callable[[IO[bytes]], None]) 
 
 
 def read_open(file: BinaryIO, limit: int) -> bytes:
-    """Return the contents of an open file.
+    """Return the contents of the open file `file`.
 
     Raises: OSError, EFBIG (more than `limit` bytes), EINVAL (a read would block).
     """
@@ -101,9 +102,9 @@ def read_open(file: BinaryIO, limit: int) -> bytes:
 
 
 def read_regular(path: str | os.PathLike[str], limit: int, flags: int = 0) -> bytes:
-    """Return the contents of a regular file.
+    """Return the contents of the regular file at `path`. `flags` are additional flags of open(2).
 
-    Raises: as open_regular() and read_open(), with the file's name.
+    Raises: the errors of open_regular() and read_open(), with the path as file name.
     """
     with open_regular(path, flags) as file:
         try:
@@ -123,17 +124,19 @@ class BoundedFileReader:
         self._late: set[_Reading[Any]] = set()
 
     def read(self, path: str | os.PathLike[str], limit: int, deadline: float | None) -> bytes:
-        """Return the contents of a regular file. Wait until `deadline`, a time of time.monotonic().
+        """Return the contents of a regular file, read by a thread; at most `limit` bytes are allowed.
 
-        If `deadline` is None, wait without a limit.
+        Wait for the thread until `deadline`, a time of time.monotonic(). If `deadline` is None, wait
+        without a limit.
         Raises: the errors of read_regular(), and OSError ETIMEDOUT, EBUSY (MAX_BLOCKED_READERS threads are
         blocked), ENOMEM.
         """
         return self._answer(path, lambda: read_regular(path, limit), deadline)
 
     def look(self, path: str | bytes, deadline: float) -> os.stat_result:
-        """Return the attributes of a file. Wait until `deadline`, a time of time.monotonic().
+        """Return the attributes of the file at `path`, which a thread requests by stat(2).
 
+        Wait for the thread until `deadline`, a time of time.monotonic().
         Raises: the errors of stat(2), ValueError (a path with NUL), and OSError ETIMEDOUT, EBUSY and ENOMEM
         in the same cases as read().
         """
@@ -158,9 +161,10 @@ class BoundedFileReader:
 
 
 class _Reading(Generic[T]):
-    """The reading of a file, or of its attributes, by a thread.
+    """One call of `ask`, which reads a file or its attributes, in a thread.
 
-    When the reading ends, the object removes itself from the set `late`.
+    `late`: the set of readings that did not end in time. When a reading ends, it removes itself from this
+    set.
     """
 
     def __init__(
@@ -183,7 +187,10 @@ class _Reading(Generic[T]):
             self._late.discard(self)
 
     def result(self) -> T:
-        """Return the result of `ask`. Raises: the exception of `ask`, OSError ENOMEM (there is no result)."""
+        """Return the result of `ask`, which has ended.
+
+        Raises: the exception of `ask`, OSError ENOMEM (the thread could not store a result).
+        """
         answer = self._answer
         if answer is None:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), os.fspath(self._path))

@@ -42,7 +42,8 @@ class Mount:
     handle for read(client, handle, size, offset) and write(client, handle, data, offset). release(handle)
     closes the file, and close() ends the mount.
 
-    The two tables need no lock: single operations on a dictionary are atomic, and iterations go over copies.
+    The dictionaries whose keys are handles need no lock: single operations on a dictionary are atomic, and
+    iterations go over copies.
     """
 
     def __init__(

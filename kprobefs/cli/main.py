@@ -71,6 +71,10 @@ def _run_command(arguments: Sequence[str] | None, build: Builder | None) -> int:
     known = argparse.Namespace(behind=behind, build=build, words=words)
     try:
         parsed, further = parser.parse_known_args(words, known)
+        if parsed.chosen == "trace" and not any(word.startswith("-") for word in further):
+            # argparse stops at the first list of probes.
+            parsed.probes += further
+            further = []
         if further:
             raise CliError(
                 f"unrecognized arguments: {' '.join(further)} ({parsed.prog} --help)", ExitStatus.USAGE

@@ -21,6 +21,8 @@ UNARMED = "{reason}, so the probes were not armed"
 NO_RECORD = "{name} has {hits} and no record in the trace; {why}"
 HINT_LINE = re.compile(r"kprobefs: (?:no hit of .*: |\w+ has \d+ hits? and no record in the trace; ).*")
 """Pattern for a line of the output of `kprobefs run` that has a hint of this module."""
+OTHER_WAYS = {"load": "machine/load (fork, tcp, timers...)", "call": "machine/call"}
+"""File in machine/ by which the kernel runs code without a file in scratch/ -> its name for a hint."""
 KPROBES_OFF = "kprobes/enabled was 0"
 DISARMED = "Kprobes globally disabled"
 """Text of Linux's message when all kprobes are disarmed."""
@@ -139,12 +141,21 @@ def why_no_hit(ended: EndedCommand, places: Sequence[str], unarmed: str = "") ->
     if not Path(ended.directory, "scratch").is_dir():
         return "this mount has no scratch/; only files there belong to its kernel"
     for file in _files_outside(ended):
-        return f"files outside of scratch/, such as {escape_for_terminal(file)}, hit no probe"
+        outside = f"files outside of scratch/, such as {escape_for_terminal(file)}, hit no probe"
+        return outside + _other_ways(ended.directory)
     named = escape_for_terminal(", ".join(map(_with_hex_offset, places[:NAMES])))
     if unarmed:
         reason = escape_for_terminal(unarmed)
         return f"the command never came to {named} while the probes were armed ({reason} for a time)"
-    return f"the command never came to {named}; files outside of scratch/ hit no probe"
+    why = f"the command never came to {named}; files outside of scratch/ hit no probe"
+    return why + _other_ways(ended.directory)
+
+
+def _other_ways(directory: str) -> str:
+    """Return the end of a hint: the files of a mount by which the kernel also runs code."""
+    machine = control_root(directory) / "machine"
+    found = [name for file, name in OTHER_WAYS.items() if (machine / file).exists()]
+    return f"; other code of the kernel is run by {' and '.join(found)}" if found else ""
 
 
 def _files_outside(ended: EndedCommand) -> Iterator[str]:

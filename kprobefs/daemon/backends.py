@@ -197,7 +197,8 @@ def _linux_profile(options: MountOptions, kernel: LinuxKernel) -> Profile:
     elif name in RISCV_PROFILES:
         if kernel.architecture != "riscv64":
             known = " or ".join(LINUX_PROFILES)
-            why = f"--profile: {name} is for riscv64, and the kernel for {kernel.architecture}; use {known}"
+            why = f"--profile: {name} is for riscv64, and the kernel for {kernel.architecture}"
+            why += f"; use {known}, or leave it out: the kernel's version decides"
             raise CliError(why, ExitStatus.USAGE)
         profile = profile_of(kernel, name)
     else:

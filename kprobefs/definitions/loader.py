@@ -15,11 +15,14 @@ from kprobefs.common.errors import escape_for_terminal
 from kprobefs.definitions.syntax import (
     DEFINITION,
     LISTS,
+    NOT_A_LINE,
     RECORDS,
     SETTING,
     Definition,
     Line,
+    advice,
     chosen_word,
+    is_definition,
     is_trigger,
     parse_definition,
     saved_triggers,
@@ -38,6 +41,8 @@ DYNAMIC_EVENTS = "dynamic_events"
 """Name of the file to which definitions are written."""
 DEFINING = (DYNAMIC_EVENTS, "kprobe_events", "synthetic_events", "uprobe_events")
 """Names of files in which a write defines events."""
+TRIAL = "kprobefs_trial"
+"""Name of an event that exists while a new definition of another event is tried."""
 LAGGING_FILES = ("enable", "optimized")
 """Names of files that show the current state, which may lag behind the value that was written."""
 
@@ -45,10 +50,14 @@ LAGGING_FILES = ("enable", "optimized")
 class DefinitionError(Exception):
     """Exception for a line that cannot be applied. The message does not name the file and the line."""
 
-    def __init__(self, message: str, cursor: int | None = None) -> None:
-        """Create the error. `cursor`: index in the line that the kernel's error_log marks, or None."""
+    def __init__(self, message: str, cursor: int | None = None, number: int | None = None) -> None:
+        """Create the error.
+
+        `cursor`: index in the line that the kernel's error_log marks, or None. `number`: errno, if known.
+        """
         super().__init__(message)
         self.cursor = cursor
+        self.number = number
 
 
 class Loader:
@@ -119,10 +128,16 @@ class Loader:
             return
         if setting := SETTING.match(text):
             self._set(setting["file"], setting["value"] or "", setting.start("value"))
-        elif text.startswith("-:") or DEFINITION.match(text):
-            self._define(text)
+        elif not is_definition(text):
+            raise DefinitionError(advice(text) or NOT_A_LINE)
         else:
-            raise DefinitionError("neither a definition nor 'FILE = VALUE'")
+            try:
+                self._define(text)
+            except DefinitionError as refused:
+                remedy = advice(text)
+                raise DefinitionError(
+                    f"{refused}; {remedy}" if remedy else str(refused), refused.cursor
+                ) from None
 
     def _define(self, text: str) -> None:
         self._triggers.clear()
@@ -141,11 +156,44 @@ class Loader:
             self._known = known
         if not known.has(definition):
             if definition.event in known.events and definition.event not in self._defined:
-                self._remove(definition.event)
+                self._replace(text, definition.event)
                 self._known = None
-            self._write(DYNAMIC_EVENTS, text, 0)
+            else:
+                self._write(DYNAMIC_EVENTS, text, 0)
             known.add(definition)
         self._defined.add(definition.event)
+
+    def _replace(self, text: str, event: str) -> None:
+        """Remove an event and define it by the line `text`.
+
+        An event whose new definition fails stays as it is, because the definition is first tried under
+        another name.
+        """
+        self._try(text, event)
+        self._remove(event)
+        try:
+            self._write(DYNAMIC_EVENTS, text, 0)
+        except DefinitionError as refused:
+            self._known = None
+            raise DefinitionError(f"{refused}; the old definition was removed", refused.cursor) from None
+
+    def _try(self, text: str, event: str) -> None:
+        """Define another event as `text` defines `event`, and remove it. Raises: DefinitionError."""
+        found = DEFINITION.match(text)
+        assert found is not None
+        trial = f"{event.partition('/')[0]}/{TRIAL}"
+        start, end = found.span("name")
+        try:
+            self._write(DYNAMIC_EVENTS, f"{text[:start]}{trial}{text[end:]}", 0)
+        except DefinitionError as refused:
+            if refused.number == errno.ENOSPC:
+                # Only the removal of the old event makes room for the new one.
+                return
+            cursor = refused.cursor
+            if cursor is not None and cursor > start:
+                cursor = max(start, cursor - len(trial) + end - start)
+            raise DefinitionError(str(refused), cursor) from None
+        self._write(DYNAMIC_EVENTS, f"-:{trial}", None)
 
     def _remove(self, event: str) -> None:
         """Disable an event in all trace arrays, and remove its definition."""
@@ -302,7 +350,7 @@ class Loader:
             why = "EILSEQ" if error.errno == errno.EILSEQ else str(error.strerror)
             reason = f"{message}: {why}" if message else why
             at = None if cursor is None or column is None else column + cursor
-            raise DefinitionError(reason, at) from None
+            raise DefinitionError(reason, at, error.errno) from None
 
 
 def _has_command(words: Iterable[str], pattern: str, command: str) -> bool:
@@ -377,7 +425,7 @@ class _ExistingTriggers:
         A named histogram is listed under two keys: with its name and without it.
         """
         self._written: set[tuple[str, ...]] = set()
-        """Keys of the triggers that were written after the file was read."""
+        """Keys of the triggers that the loader has written since it read the trigger file."""
         for text in triggers:
             trigger = _Trigger(text)
             for key in {trigger.key(), trigger.key(is_named=False)}:

@@ -23,6 +23,15 @@ DEFINITION = re.compile(r"(?P<kind>[a-z])(?P<count>\d*)(?::(?P<name>\S+))?\s+(?P
 """Matches a line that defines a dynamic event."""
 SETTING = re.compile(r"(?P<file>\S+)\s+=(?:\s+(?P<value>.*))?$")
 """Matches a line that writes a value to a file."""
+NOT_A_LINE = "neither a definition nor 'FILE = VALUE'"
+"""Message for a line that is neither a definition nor a setting."""
+_NO_PLACE = re.compile(
+    r"(?P<kind>[prjft]\d*)(?::(?:[^\s/]*/)?(?P<name>[^\s/]+))?"
+    r"(?P<arguments>(?:\s+(?:[$%@+\\-]|[^\s=/]*=).*)?)$"
+)
+"""Matches a definition of a probe without a place: nothing or a fetch argument follows its name."""
+_SOURCE_LINE = re.compile(r"[pr]\d*(?::\S+)?\s+(?P<place>[^\s:]+\.[chS]:\d+)(?:\s.*)?$")
+"""Matches a definition of a probe that has a line of a source file as its place."""
 GROUPS = {
     "p": "kprobes",
     "r": "kprobes",
@@ -129,6 +138,22 @@ def parse_definition(text: str) -> Definition | None:
             word if "=" in word else f"arg{number}={word}" for number, word in enumerate(arguments, 1)
         ]
     return Definition(kind, found["count"], event, " ".join([_as_shown(kind, place), *arguments]))
+
+
+def is_definition(text: str) -> bool:
+    """Return True if a line has the form of one that dynamic_events takes: it defines or removes an event."""
+    return text.startswith("-:") or DEFINITION.match(text) is not None
+
+
+def advice(text: str) -> str:
+    """Return advice about a line that defines a probe without a place or at a source line, else ""."""
+    if found := _SOURCE_LINE.match(text):
+        return f"a source line is no place; `kprobefs explain {found['place']}` gives the offset"
+    found = _NO_PLACE.match(text)
+    if found is None:
+        return ""
+    written = f"{found['kind']}:NAME {found['name'] or 'PLACE'}{found['arguments']}"
+    return f"a definition needs a place; write {written}"
 
 
 def _as_shown(kind: str, place: str) -> str:

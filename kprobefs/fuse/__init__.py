@@ -1,1 +1,4 @@
-"""The FUSE session and its operations. Only this subpackage imports fuse."""
+"""The FUSE session of a mount, and its operations.
+
+Only this subpackage of kprobefs imports fusepy's module fuse.
+"""

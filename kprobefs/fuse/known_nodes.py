@@ -1,12 +1,11 @@
-"""KnownNodes: nodes of control files for which kprobefs answers itself, and names that the kernel caches.
+"""KnownNodes: nodes of control files for which kprobefs itself replies, and names that the kernel caches.
 
 libfuse finds a file's path by its node id, in a table with a lock, and calls back through ctypes. Clients
-cannot rename control files, so that the path of a control file's node stays as it is. For these nodes,
-kprobefs keeps the path itself, and answers without libfuse.
-
-The host's kernel looks each directory of a path up again unless the reply gives the name a validity. Names of
-control files that only the guest's kernel removes get a validity. When such a name ends, kprobefs notifies
-the host's kernel.
+cannot rename control files, so the path of a control file's node never changes. kprobefs keeps the paths of
+these nodes, and replies to requests about them without libfuse.
+The host's kernel looks each directory of a path up again unless the reply gives the directory's name a
+validity. A name of a control file gets a validity if only the guest's kernel can remove the name. When such
+a name ends, kprobefs notifies the host's kernel.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ from kprobefs.fuse.protocol import (
 )
 
 NAME_VALIDITY = 10
-"""Seconds for which the host's kernel may keep a name; end_names() can end this time earlier."""
+"""Seconds for which the host's kernel may keep a name, unless end_names() ends the validity earlier."""
 MAX_NAMES = 500
-"""Maximum number of names that the host's kernel may keep at a time."""
+"""Maximum number of names that have a validity at the same time."""
 CACHED_ATTRIBUTES = 500
 """Maximum number of results of attr_bytes() that are cached."""
 BLOCK_SIZE = 4096
@@ -64,7 +63,7 @@ _WITHOUT_DIRECTORY = frozenset({FUSE_OPEN, FUSE_READ, FUSE_WRITE, FUSE_RELEASE})
 
 
 class Names(Protocol):
-    """Interface of KnownNodes to the mount, for questions about paths."""
+    """Interface of the mount for KnownNodes: questions about paths."""
 
     def is_control(self, path: str, /) -> bool:
         """Return True if `path` is in a file system of control files."""
@@ -88,8 +87,8 @@ class Node(NamedTuple):
 def attr_bytes(attributes: Stat) -> bytes:
     """Return attributes as the bytes of a struct fuse_attr. Numbers that do not fit are truncated.
 
-    A file that can be spliced gets a size and blocks. Without blocks, cp(1) considers it a sparse file, and
-    looks for its data with lseek(2).
+    A file that can be spliced gets a size and a number of blocks. If the number were 0, cp(1) would
+    consider the file sparse, and look for its data with lseek(2).
     """
     times = [divmod(t, _SECOND) for t in (attributes.atime_ns, attributes.mtime_ns, attributes.ctime_ns)]
     is_paged = attributes.is_paged
@@ -127,7 +126,10 @@ class KnownNodes:
         self.device = -1
         """Descriptor of /dev/fuse."""
         self._lock = threading.Lock()
-        """Lock around changes, and around a reply to a LOOKUP: a FORGET of its node must wait for both."""
+        """Lock around each change of the maps, and around sending a reply to a LOOKUP.
+
+        A FORGET of the node waits until the maps are changed and the reply is sent.
+        """
         self.by_id: dict[int, Node] = {FUSE_ROOT_ID: Node("", FUSE_ROOT_ID, 0)}
         self.by_name: dict[_Key, Node] = {}
         self._names_of: dict[int, _Key] = {}
@@ -138,11 +140,14 @@ class KnownNodes:
         self.removed: set[int] = set()
         """Ids of nodes that remove() has dropped, and for which no FORGET has come yet."""
         self.lets_names_last = False
-        """Whether names of control files get a validity. If so, their attributes get none."""
-        self._lasting: dict[_Key, tuple[float, str]] = {}
-        """Key of a name that the host's kernel may keep -> (time until which it may keep it, path).
+        """Whether names of control files get a validity.
 
-        The time is that of time.monotonic(), in seconds.
+        If they do, the attributes of control files get none.
+        """
+        self._lasting: dict[_Key, tuple[float, str]] = {}
+        """(node id of a directory, name) -> (end of the name's validity, path), for names with a validity.
+
+        The end is a time of time.monotonic(), in seconds.
         """
         self.ends = 0
         """Number of calls of end_names() so far."""
@@ -151,10 +156,10 @@ class KnownNodes:
         """Function that returns a context manager for a wait; in its block, another thread reads requests."""
 
     def initialise(self, request: bytearray) -> None:
-        """Read an INIT request, and set `lets_names_last`.
+        """Set `lets_names_last` from the INIT request `request`.
 
         Names get a validity only if the host's kernel has FUSE_EXPIRE_ONLY. A notification with this flag
-        makes the kernel look a name up again, but keep the directory that it has cached under the name.
+        makes the kernel look a name up again, and keep the directory that is cached under the name.
         """
         flags, more = INIT_IN.unpack_from(request, IN_HEADER.size)
         can_expire = bool(flags & FUSE_INIT_EXT and more & FUSE_HAS_EXPIRE_ONLY)
@@ -178,10 +183,11 @@ class KnownNodes:
     def learn(
         self, reply: bytearray, directory: int, name: bytes, path: str, ends: int, may_last: bool
     ) -> None:
-        """Send libfuse's reply to a LOOKUP of a control file, and record the node that it contains.
+        """Send libfuse's reply to the LOOKUP of a control file, and record the node that the reply contains.
 
-        `directory` is the node id of the directory, and `path` is the path of the file. `ends` is the value
-        of the attribute `ends` when the request came. If `may_last` is set, the name may get a validity.
+        `directory` is the node id of the directory in which `name` was looked up, and `path` is the path of
+        the file. `ends` is the value of the attribute `ends` when the request came. If `may_last` is set,
+        the name may get a validity.
         Raises: OSError (not sent).
         """
         if len(reply) != ENTRY_OUT.size + OUT_HEADER.size + ATTR.size:
@@ -218,13 +224,14 @@ class KnownNodes:
         attributes: bytes,
         validity: int,
     ) -> bool:
-        """Send the reply to the LOOKUP `unique` of a known node.
+        """Send the reply to the LOOKUP of the name of `node`, and return True.
 
-        If the node was forgotten after its look-up, send nothing and return False. `directory` is the node id
-        of the directory. `attributes` is a struct fuse_attr, valid for `validity` nanoseconds.
-
-        `ends` is the value of self.ends when the request came. If names have ended since then, the host's
-        kernel must not keep the name. If names of this kind may get a validity, the attributes get none.
+        If a FORGET has removed the node meanwhile, send nothing and return False. `unique` is the id of the
+        request. `directory` is the node id of the directory in which `name` was looked up. `attributes` is
+        a struct fuse_attr, valid for `validity` nanoseconds.
+        `ends` is the value of the attribute `ends` when the request came. If names have ended since then,
+        the name gets no validity. If the file system allows a validity for the name, the attributes get
+        none.
         """
         key = (directory, name)
         lasts = self._may_last(node.path)
@@ -244,9 +251,9 @@ class KnownNodes:
         return True
 
     def forget(self, number: int, count: int) -> int:
-        """Subtract `count` LOOKUPs from a node; return how many of the LOOKUPs libfuse has answered.
+        """Count a FORGET of `count` LOOKUPs of the node with the id `number`.
 
-        `number`: id of the node.
+        Return the number of these LOOKUPs to which libfuse has replied.
         """
         if number == FUSE_ROOT_ID:
             return count
@@ -263,9 +270,10 @@ class KnownNodes:
             return count - answered
 
     def remove(self, directory: int, name: bytes) -> None:
-        """Drop the nodes of a directory and of its descendants, before a client's rmdir(2) is executed.
+        """Drop the nodes of the directory `name` and of its descendants, before a client's rmdir(2).
 
-        If the rmdir(2) fails, the host's kernel keeps the names nevertheless.
+        `directory`: node id of the parent directory. If the rmdir(2) fails, the host's kernel still keeps
+        the names.
         """
         with self._lock:
             node = self.by_name.get((directory, name))
@@ -286,11 +294,12 @@ class KnownNodes:
         return self.lets_names_last and self._names.name_lasts(path)
 
     def _let_last(self, key: _Key, path: str, ends: int) -> int:
-        """Record that the host's kernel may keep a name, and return the name's validity in seconds.
+        """Record that the host's kernel may keep the name `key`, and return the name's validity in seconds.
 
-        Return 0 if the name must not be kept: MAX_NAMES are kept, or names have ended. `ends` is the value
-        of the attribute `ends` when the LOOKUP came.
-        Hazard: if names have ended since the LOOKUP came, its result may be older.
+        `key`: node id of the directory, and name. `path`: path of the file. `ends`: value of the attribute
+        `ends` when the LOOKUP came. Return 0 if MAX_NAMES names have a validity, or if names have ended
+        since the LOOKUP came.
+        Hazard: if names have ended since then, the result of the LOOKUP may be out of date.
         """
         now = monotonic()
         if len(self._lasting) >= MAX_NAMES:
@@ -306,10 +315,11 @@ class KnownNodes:
     def end_names(self, ends: Collection[str | None]) -> None:
         """Notify the host's kernel of names that have ended, before the current request is answered.
 
-        `ends`: see FileSystem.on_names_end. The host's kernel drops the names of removed files. It looks up
-        again the names that it may no longer keep. Hazard: to drop a name, the host's kernel locks the name's
-        directory. A request for which this lock is held must not wait here: another thread then notifies the
-        host's kernel.
+        `ends`: arguments of FileSystem.on_names_end. After a notification, the host's kernel drops the name
+        of a removed file, or looks up a name that has no validity any more.
+        Hazard: to drop a name, the host's kernel locks the name's directory. If the current request is one
+        for which the kernel holds such a lock, this thread must not wait: another thread then notifies the
+        kernel.
         """
         with self._lock:
             self.ends += 1
@@ -346,10 +356,10 @@ class KnownNodes:
 
 
 def _concerns(removed: str, path: str) -> bool:
-    """Return True if `path` may be gone after the removal of an event's directories.
+    """Return True if `path` may be gone after the kernel has removed an event's directories.
 
-    `removed` is the end of their paths, as GROUP/EVENT. The directories of the group may be gone too. If
-    `removed` is empty, any path may be gone.
+    `removed` is the last part of these directories' paths, such as GROUP/EVENT. The directories of the
+    group may be gone too. If `removed` is empty, any path may be gone.
     """
     if not removed or f"/{removed}/" in f"{path}/":
         return True

@@ -109,13 +109,13 @@ VALIDITY = 3600
 RENAME_WINDOW = 1.0
 """Seconds after a rename(2) during which the host's kernel may still request the replaced file."""
 REQUEST_SIZE = 128 << 10
-"""Maximum number of bytes that one request reads or writes. libfuse 2 sets the limit of writes."""
+"""Maximum number of bytes that one request reads or writes. libfuse 2 sets this limit for writes."""
 MAX_PAGES = 33
 """Maximum number of pages of a client's buffer in one request: REQUEST_SIZE bytes with any alignment."""
 RELEASE_PAUSE = 0.0001
-"""Seconds between two checks whether another thread has answered its RELEASE request."""
+"""Seconds between two checks whether another thread has replied to its RELEASE request."""
 RETRY_DELAY = 0.01
-"""Seconds until the next attempt to send a reply for which there was no memory."""
+"""Seconds between two attempts to send a reply, if the first attempt failed for lack of memory."""
 
 _INT_MAX = (1 << 31) - 1
 _ENOTSUPP = 524
@@ -125,9 +125,9 @@ Mirrors: include/linux/errno.h (v6.1)
 """
 _SECOND = 1_000_000_000
 _INTERRUPTED = (errno.EINTR, errno.EAGAIN, errno.ENOENT)
-"""Errnos of a read of /dev/fuse after which the next request is read."""
+"""Errnos of a failed read of /dev/fuse after which the thread reads the next request."""
 _NO_MEMORY = struct.pack("=Ii", OUT_HEADER.size, -errno.ENOMEM)
-"""Beginning of a reply with ENOMEM, up to the field `unique`."""
+"""First bytes of a reply with the error ENOMEM, up to the field `unique`, which is not included."""
 _DONE = b"done"
 """Result of a function that has already sent the reply to its request."""
 _NAME_LASTS = struct.pack("=Q", VALIDITY)
@@ -314,7 +314,7 @@ def guarded(operations: Any, func: Callable[..., T], *args: object) -> T | int:
 
 
 class Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
-    """A mounted FUSE session: fusepy's FUSE, with the operations that it lacks or is slow at."""
+    """A mounted FUSE session: fusepy's FUSE with faster operations, and with operations that fusepy lacks."""
 
     def __init__(
         self, operations: Any, directory: str, options: dict[str, Any], serve: Callable[[int], None]
@@ -399,7 +399,10 @@ class PollHandles:
         return bool(self._handles)
 
     def add(self, file_handle: int, poll_handle: int) -> bool:
-        """Keep a poll handle of a file. Return True if the file had no other poll handle."""
+        """Keep `poll_handle` for the open file `file_handle`.
+
+        Return True if the file had no other poll handle.
+        """
         with self._lock:
             old = self._handles.get(file_handle)
             self._handles[file_handle] = poll_handle
@@ -492,14 +495,13 @@ class ReplyChannels:
     ) -> None:
         """Make the channels of `session`, which is the address of a struct fuse_session.
 
-        If `walks` is None, only the reply to INIT is changed. Otherwise `walks` is called before libfuse
-        looks up one of `lasting`. `walks` must record that no client has requested the attributes that
-        libfuse requests next. `lasting` and `clients_own` have names of directories in the root; see the
-        class.
-        `nodes` learns the nodes of control files; if it is None, they are not learned.
+        If `walks` is None, only the reply to INIT is changed. Otherwise, `walks` is called before libfuse
+        looks up one of `lasting`. `walks` must record that libfuse, and no client, requests the next
+        attributes. `lasting` and `clients_own` have names of directories in the root; see the class.
+        `nodes` records the nodes of control files. If `nodes` is None, no node is recorded.
         """
         self.channel: int = _libfuse.fuse_session_next_chan(session, None)
-        """The session's own channel, which changes nothing."""
+        """The channel of the session itself, which sends replies unchanged."""
         self.device: int = _libfuse.fuse_chan_fd(self.channel)
         self.request_size: int = _libfuse.fuse_chan_bufsize(self.channel)
         """Maximum size of a request in bytes."""
@@ -519,7 +521,10 @@ class ReplyChannels:
         self._rename_window_end = 0.0
         """Monotonic time until which a request may be for a file that a rename(2) has replaced."""
         self._callbacks: list[_ChannelOperations] = []
-        """Callbacks, which are kept alive because libfuse calls them."""
+        """C callbacks of the other channels.
+
+        The list keeps these objects alive as long as libfuse may call them.
+        """
         self._for_lasting = self._changed_by(self._let_directory_last)
         self._for_own = self._changed_by(self._let_name_last)
         self._for_replaced = self._changed_by(_look_up_again)
@@ -624,9 +629,9 @@ class ReplyChannels:
             os.write(self.device, INVALIDATION.pack(size, FUSE_NOTIFY_INVAL_INODE, 0, node, -1, 0))
 
     def _changed_by(self, change: Callable[[bytearray], None]) -> int:
-        """Return a channel that changes replies by `change`.
+        """Return a new channel that calls `change` with each reply before it sends the reply.
 
-        If there is no memory for it, return the session's own channel.
+        If there is no memory for the channel, return the session's own channel.
         """
 
         def send(_channel: int, pieces: Any, count: int) -> int:
@@ -648,9 +653,10 @@ class ReplyChannels:
         return made or self.channel
 
     def _let_directory_last(self, reply: bytearray) -> None:
-        """Set the validities in a reply about a directory that exists as long as the mount.
+        """In a reply, give attributes no validity.
 
-        Its name gets a validity. Its attributes get none, so that each stat(2) is still a request.
+        In a reply to LOOKUP, give the name of a directory a validity. Without a validity of the attributes,
+        each stat(2) is still a request. Record the directory's node id.
         """
         if len(reply) == ATTR_REPLY_SIZE:
             reply[ATTR_VALIDITIES] = bytes(12)
@@ -661,7 +667,7 @@ class ReplyChannels:
                 reply[ENTRY_VALIDITIES] = _NAME_LASTS_ATTRIBUTES_DO_NOT
 
     def _end_validity_or_look_up_again(self, reply: bytearray) -> None:
-        """Give the attributes of a file with several links no validity in a reply to GETATTR.
+        """Give the attributes in a reply to GETATTR no validity, because the file has several links.
 
         If the reply is ENOENT, change it by _look_up_again().
         """
@@ -684,7 +690,7 @@ class ReplyChannels:
 
 
 def _allow_unaligned(reply: bytearray) -> None:
-    """Allow buffers of any alignment for requests of REQUEST_SIZE bytes, in a reply to INIT."""
+    """In a reply to INIT, allow requests of REQUEST_SIZE bytes whose buffers are not aligned to pages."""
     _, error, unique = OUT_HEADER.unpack_from(reply)
     if error or len(reply) > INIT_REPLY_SIZE:
         return
@@ -706,7 +712,7 @@ def _look_up_again(reply: bytearray) -> None:
 
 
 class _LoopState:
-    """The request that a thread of a SessionLoop is answering, which other threads can check."""
+    """The request to which a thread of a SessionLoop replies now. Other threads read this state."""
 
     def __init__(self, request: bytearray) -> None:
         self._request = request
@@ -719,7 +725,7 @@ class _LoopState:
         return opcode
 
     def clear(self) -> None:
-        """Forget the request, which has been answered."""
+        """Forget the request, because the thread has replied to it."""
         OPCODE.pack_into(self._request, OPCODE_OFFSET, 0)
 
     @property
@@ -833,10 +839,10 @@ class SessionLoop:
             FUSE_RMDIR: self._remove,
             FUSE_INIT: self._initialise,
         }
-        """Opcode -> function that answers a request if it can.
+        """Opcode -> function that tries to reply to a request without libfuse.
 
-        The function returns the data of the reply, -errno, or _DONE if no reply is left to send. It returns
-        None if libfuse has to answer.
+        The function returns the data of the reply, or -errno for a reply with an error. It returns _DONE if
+        no reply is left to send, and None if libfuse has to reply.
         """
 
     def run(self) -> int:
@@ -979,7 +985,11 @@ class SessionLoop:
 
     @staticmethod
     def _forget(nodes: KnownNodes, request: bytearray, _size: int) -> bytes | int | None:
-        """Subtract from a FORGET the LOOKUPs that libfuse has not answered; return _DONE if none remain."""
+        """Count the FORGET in `nodes`, and leave in the request only LOOKUPs to which libfuse has replied.
+
+        Return _DONE if none of the LOOKUPs is left; otherwise None, after which libfuse handles the
+        request.
+        """
         (count,) = FORGET_IN.unpack_from(request, IN_HEADER.size)
         _, _, number, *_ = IN_HEADER.unpack_from(request)
         count = nodes.forget(number, count)
@@ -988,7 +998,7 @@ class SessionLoop:
 
     @staticmethod
     def _forget_batch(nodes: KnownNodes, request: bytearray, size: int) -> None:
-        """Subtract from each node of a BATCH_FORGET the LOOKUPs that libfuse has not answered."""
+        """Count the BATCH_FORGET in `nodes`; keep in the request only LOOKUPs that libfuse has answered."""
         for at in range(FORGET_ONE_OFFSET, size, FORGET_ONE.size):
             number, count = FORGET_ONE.unpack_from(request, at)
             FORGET_ONE.pack_into(request, at, number, nodes.forget(number, count))
@@ -1016,9 +1026,9 @@ class SessionLoop:
                 sleep(RELEASE_PAUSE)
 
     def _refuse(self, refusal: tuple[bytes, memoryview]) -> None:
-        """Reply ENOMEM to the latest request if no reply was sent.
+        """Reply ENOMEM to the latest request, unless a reply was sent already.
 
-        Without a reply, the client could not even be killed.
+        `refusal`: parts of this reply. Without a reply, the client could not even be killed.
         """
         while True:
             try:

@@ -1,4 +1,4 @@
-"""MemoryReserve: emergency memory for requests that read or release, if the host has no memory."""
+"""MemoryReserve: emergency memory for requests that read or release, while the host has no memory."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ from time import monotonic
 log = logging.getLogger("kprobefs.fuse.memory_reserve")
 
 HEADROOM = 32 << 20
-"""Bytes that must be free for a request that creates something; usual requests take fewer bytes."""
+"""Bytes that must be free for a request that creates something. Usual requests need less memory."""
 RESERVE = 12 << 20
 """Size of the reserve in bytes: several times the text of a long list or of a full trace buffer."""
 FLOOR = 4 << 20
-"""Bytes of the reserve that must be left to open or read a file: libraries abort if malloc(3) fails."""
-ROOM = 512 << 10
-"""Size in bytes of a mapping that is unmapped with the reserve.
+"""Bytes that malloc(3) must still be able to allocate, if the host has no memory, to open or read a file.
 
-The memory becomes free for pages of libfuse's table of names, and for threads.
+The limit is needed because libraries abort the process if malloc(3) fails.
+"""
+ROOM = 512 << 10
+"""Size in bytes of an anonymous mapping that is unmapped when the reserve is freed.
+
+Its memory is then available for pages of libfuse's table of names, and for threads.
 """
 LOOK = 0.01
-"""Seconds between two checks of the free memory; requests in between take less than HEADROOM."""
+"""Seconds between two checks of the free memory. Requests between two checks take less than HEADROOM."""
 _PIECE = 100_000
-"""Size of a piece of the reserve in bytes. malloc(3) would map a larger piece, and unmap it when freed."""
+"""Size of a piece of the reserve in bytes.
+
+malloc(3) would map a piece of _MAPPED bytes or more by itself, and unmap the piece when it is freed.
+"""
 _M_ARENA_MAX = -8
 _M_MMAP_THRESHOLD = -3
 _MAPPED = 132 << 10
@@ -35,7 +41,7 @@ mapped page causes a page fault.
 """
 
 ENDING = (b"", b"0", b"nop")
-"""Content of writes that only clear or disable something, and therefore need no memory."""
+"""Contents of the writes that only clear or disable something, and therefore need no memory."""
 ENDING_LINE = b"-:"
 """Start of a line that deletes an event."""
 ENDING_WORD = b"!"
@@ -43,7 +49,7 @@ ENDING_WORD = b"!"
 
 
 def share_heap() -> None:
-    """Make all threads use one heap of malloc(3): threads with heaps of their own can't use the reserve."""
+    """Make all threads use one heap of malloc(3): a thread with its own heap can't use the reserve."""
     libc = ctypes.PyDLL(None)
     # musl has only one heap.
     if hasattr(libc, "mallopt"):
@@ -53,7 +59,7 @@ def share_heap() -> None:
 
 
 class MemoryReserve:
-    """Pieces of malloc(3)'s heap that are freed if the host has no memory, for use by other allocations."""
+    """Pieces of malloc(3)'s heap that are freed for the use of requests when the host has no memory."""
 
     def __init__(self) -> None:
         self._libc = ctypes.PyDLL(None)
@@ -63,17 +69,20 @@ class MemoryReserve:
         self._libc.free.restype = None
         self._pieces: list[int] = []
         self.next_check = 0.0
-        """Monotonic time from which the next request calls check(); 0.0 if every request does so."""
+        """Monotonic time from which a request has to call check(); 0.0 if every request has to."""
         self._room: mmap.mmap | None = None
         self._lock = threading.Lock()
         """Lock around changes of the pieces, because all worker threads call check()."""
         self.is_scarce = False
         """Whether the host had no free memory at the last check."""
         self.is_spent = False
-        """Whether the reserve is nearly used up by the contents of open files."""
+        """Whether less than FLOOR bytes were free at the last check, because open files use the reserve."""
 
     def check(self) -> None:
-        """Free the reserve if less than HEADROOM is free, else allocate it. Call this before a request."""
+        """Free the reserve if less than HEADROOM is free; otherwise allocate it.
+
+        Do nothing during another check. Call this method before a request.
+        """
         # Another thread is checking, and one check is enough.
         if not self._lock.acquire(blocking=False):
             return

@@ -36,10 +36,16 @@ CHECKS_PER_SECOND = 500
 With many blocked requests, each request checks less often.
 """
 ATTRIBUTES_VALIDITY = 0.01
-"""Seconds for which fstat(2) may show old attributes. With 0, an open(2) makes two more requests."""
+"""Seconds for which fstat(2) may show old attributes.
+
+With 0 seconds, each open(2) causes two more requests.
+"""
 CACHED_CLIENTS = 500
 MAX_BACKGROUND = (1 << 16) - 1
-"""Maximum number of requests without a waiting client that the host's kernel queues at once."""
+"""Maximum number of background requests that the host's kernel has pending at once.
+
+No client waits for the reply to a background request.
+"""
 NAME_MAX = 255
 UTIME_NOW = (1 << 30) - 1
 UTIME_OMIT = (1 << 30) - 2
@@ -52,7 +58,7 @@ _cached_client = lru_cache(CACHED_CLIENTS)(Client)
 
 
 def _client() -> Client:
-    """Return the client that has made the request that this thread answers."""
+    """Return the client that has made the request to which this thread replies."""
     context = libfuse.context()
     return _cached_client(context.pid, context.uid, context.gid, context.umask)
 
@@ -94,7 +100,7 @@ class FuseOptions:
 
 
 class Server:
-    """One FUSE session over a mount; serve() runs it, and stop() ends its blocked requests."""
+    """One FUSE session of a mount. serve() runs the session, and stop() ends its blocked requests."""
 
     def __init__(self, mount: Mount, options: FuseOptions) -> None:
         self._options = options
@@ -211,7 +217,8 @@ class _AttributesFor(threading.local):
 class _Operations:
     """The FUSE operations that fusepy calls.
 
-    If an operation is missing, the host's kernel requests it only once, and gets ENOSYS.
+    If an operation were missing, the reply to its request would be ENOSYS, and the host's kernel would
+    never send such a request again.
     """
 
     use_ns = True
@@ -233,7 +240,7 @@ class _Operations:
         self.blocking: Callable[[], AbstractContextManager[int]] = _not_served
         """Function that returns a context manager for a wait; in its block, another thread takes requests."""
         self.follows_processes = True
-        """Whether the guest sees what clients' processes do while a client waits, without a request."""
+        """Whether forks and exits of clients' processes are repeated in the guest while a client waits."""
         self._follower = threading.Lock()
         """Held while a thread runs _follow()."""
         self.faults = 0
@@ -285,8 +292,8 @@ class _Operations:
     def access(self, path: str, mode: int) -> None:
         """Check whether root may access `path`, or report a chdir(2) to the mount.
 
-        `mode`: the accesses to check, as in access(2). The host's kernel sends the same request for both.
-        Only X_OK can fail for root.
+        `mode`: the accesses to check, as in access(2). The host's kernel sends the same request for
+        access(2) and for chdir(2). Only X_OK can fail for root.
         Raises: KernelError EACCES (a file without execute permission).
         """
         if not mode & os.X_OK:
@@ -478,7 +485,7 @@ class _Operations:
         return self._mount.poll(handle, notify)
 
     def _follow(self) -> None:
-        """Let the guest see what clients' processes do, until no client waits in poll(2) any more."""
+        """Repeat forks and exits of clients' processes in the guest, until no client waits in poll(2)."""
         while True:
             while self._pollers and not self._stopping.wait(WAIT_SLICE):
                 self._mount.follow_processes()
@@ -571,10 +578,12 @@ class _Operations:
         return 0
 
     def _blocking(self, client: Client, info: Any, operation: Callable[[], T]) -> T:
-        """Wait until `operation` does not raise WouldBlock any more, and return its result.
+        """Wait until a call of `operation` succeeds, and return the result.
 
-        The flags in `info` come from the request, so they include flags that fcntl(F_SETFL) has set.
-        Raises: KernelError EAGAIN, EINTR, EIO (the mount ends).
+        An earlier call has raised WouldBlock. The flags in `info` come from the request, so they include
+        flags that fcntl(F_SETFL) has set.
+        Raises: KernelError EAGAIN (O_NONBLOCK is set), EINTR (the client was interrupted), ENOMEM (no
+        thread can wait), EIO (the mount ends), and the errors of `operation`.
         """
         if info.flags & os.O_NONBLOCK:
             self._give_up(client, info, errno.EAGAIN)

@@ -62,7 +62,7 @@ ENTRY_INVALIDATION = struct.Struct("=IiQQII")
 FUSE_NOTIFY_INVAL_ENTRY = 3
 """Value of the field `error` in a message that invalidates a name."""
 FUSE_EXPIRE_ONLY = 1
-"""Flag of FUSE_NOTIFY_INVAL_ENTRY since Linux 6.2: the name only has to be looked up again."""
+"""Flag of FUSE_NOTIFY_INVAL_ENTRY since Linux 6.2: look the name up again, but do not drop it."""
 INIT_IN = struct.Struct("=12xII")
 """Layout of struct fuse_init_in: flags, flags2."""
 FUSE_INIT_EXT = 1 << 30

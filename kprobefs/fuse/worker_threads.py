@@ -12,19 +12,22 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.threads import start_thread
 
 FREE_LOOPS = 3
-"""Number of threads that are free to read requests. More would only wait for Python's global lock."""
+"""Number of threads that are kept free to read requests.
+
+More threads would only wait for Python's global lock.
+"""
 
 MAX_WAITING = 32
-"""Maximum number of threads that are replaced while they wait for the control lock.
+"""Maximum number of threads that have a replacement at the same time while they wait for the control lock.
 
-If more threads wait, requests wait, too.
+If more threads wait, requests may have to wait, too.
 """
 
 RETRY = 1.0
-"""Seconds until the next attempt to start a thread after an attempt has failed."""
+"""Seconds from a failed attempt to start a thread until the next attempt."""
 
 FAILED = -1
-"""Result of a loop that ended because of an error, before the session ended."""
+"""Result of `loop` if it ended because of an error, before the session ended."""
 
 
 class WorkerThreads:
@@ -55,7 +58,10 @@ class WorkerThreads:
             thread.join()
 
     def _next(self) -> threading.Thread | None:
-        """Return a live thread to wait for. If there is none, return None and prevent further starts."""
+        """Return a live thread whose end run() must await.
+
+        If there is none, return None and prevent further starts.
+        """
         with self._lock:
             alive = next(filter(threading.Thread.is_alive, self._threads), None)
             self._has_ended = alive is None
@@ -85,7 +91,8 @@ class WorkerThreads:
     def waiting(self) -> Iterator[None]:
         """If possible, make another thread read requests while the calling thread waits for a lock.
 
-        Only threads of this pool are replaced, at most MAX_WAITING at once, because replacements do not end.
+        Only threads of this pool get a replacement, and at most MAX_WAITING at once, because replacements
+        do not end.
         """
         with ExitStack() as stack:
             if threading.current_thread() in self._threads and self._replaceable.acquire(blocking=False):

@@ -232,7 +232,7 @@ def measure(case: HitCase, hits: int, rounds: int) -> HitFigure:
 
 
 def _counts(kernel: Kernel, placed: MeasuredProbe) -> tuple[float, float]:
-    """Enable a disabled probe, and return (traps, guest instructions) that it adds to each call."""
+    """Enable a disabled probe; return the numbers (traps, guest instructions) that it adds to each call."""
     run = caller(kernel, _COUNTED)
     executed = kernel.machine.count_instructions()
 

@@ -19,7 +19,14 @@ from emulated_kernel.trace.text.probe_errors import ProbeError
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, field
 from kprobefs.common.similar_symbols import nearest_symbols
-from kprobefs.definitions.syntax import DEFINITION, SETTING, Line
+from kprobefs.definitions.syntax import (
+    DEFINITION,
+    NOT_A_LINE,
+    SETTING,
+    Line,
+    advice,
+    is_definition,
+)
 from kprobefs.measure.verdicts import ProbeOutcome
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.offline_engine import OfflineEngine
@@ -37,6 +44,7 @@ WARNINGS = {
     "type-sign": "A fetch argument shows a signed value as unsigned, or an unsigned value as signed.",
     "no-parameter": "A fetch argument $argN reads a register or stack word that no parameter takes.",
     "no-member": "A fetch argument reads a structure at an offset at which no member begins.",
+    "no-place": "A definition has no place, or a source line as its place.",
     "name-cut": "The event's name is cut at the kernel's limit.",
     "never-returns": "The function of a return probe never returns.",
     "takes-jump": "A probe lies in the instructions that the jump of another probe would replace.",
@@ -142,14 +150,17 @@ def _is_foreign(text: str, interface: Interface) -> bool:
     if kind in _OTHER_KINDS:
         rule = _OTHER_KINDS[kind]
         return rule is None or rule in interface
-    return kind in "pr" and found["rest"].startswith(("/", "."))
+    # Linux: a place with "/" and ":" is a uprobe's, and an offset follows the last ":".
+    place = found["rest"].split(maxsplit=1)[0] if found["rest"] else ""
+    return kind in "pr" and "/" in place and place.rpartition(":")[2][:1].isdigit()
 
 
 def _of_foreign(kernel: PlannedKernel, line: Line) -> Iterator[Finding]:
-    """Yield warnings about the fetch arguments of a line that defines an fprobe event or a tracepoint event.
+    """Yield warnings about a line that the kernel's kprobe_events does not take.
 
-    A line with an event of another kind gets no warning.
+    The fetch arguments of fprobe events and tracepoint events are checked, those of other kinds are not.
     """
+    yield from _no_place(line)
     words = argv_split(line.text)
     if kernel.btf is None or len(words) < 2 or line.text[0] not in "ft":
         return
@@ -167,7 +178,9 @@ def _refused(kernel: PlannedKernel, engine: OfflineEngine, line: Line, error: Ke
     if logged is None:
         found = DEFINITION.match(line.text)
         why = error.strerror
-        if found is not None and found["kind"] not in "prj":
+        if not is_definition(line.text):
+            why = advice(line.text) or NOT_A_LINE
+        elif found is not None and found["kind"] not in "prj":
             why = f"this kernel has no events of kind {found['kind']}"
         message = f"{number}: {why}"
         return Answer(line, number, findings=[Finding(number, True, message)])
@@ -180,9 +193,11 @@ def _refused(kernel: PlannedKernel, engine: OfflineEngine, line: Line, error: Ke
 def _hint(kernel: PlannedKernel, line: Line, rule: str, error: KernelError) -> str:
     """Return a hint to append to an error's message, or "" if there is none.
 
-    `rule`: name of the rule that the line has violated. The hint is the reason why a place is refused, the
-    addresses of an ambiguous symbol, or symbols similar to an unknown one.
+    `rule`: name of the rule that the line has violated. The hint is advice about a missing place, the reason
+    why a place is refused, the addresses of an ambiguous symbol, or symbols similar to an unknown one.
     """
+    if remedy := advice(line.text):
+        return f"; {remedy}"
     words = argv_split(line.text)
     place = words[1] if len(words) > 1 else ""
     symbol = re.split(r"[+%-]", place, maxsplit=1)[0]
@@ -202,7 +217,7 @@ def _hint(kernel: PlannedKernel, line: Line, rule: str, error: KernelError) -> s
 
 
 def _created(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Answer:
-    found = [*_cut_name(line, probe)]
+    found = [*_cut_name(line, probe), *_no_place(line)]
     where = kernel.tables.kallsyms.lookup(probe.address) if probe.address else None
     if where is None:
         module = probe.symbol.partition(":")[0]
@@ -245,6 +260,11 @@ def _find_taken_jumps(answers: Sequence[Answer]) -> None:
 
 
 # Warnings
+
+
+def _no_place(line: Line) -> Iterator[Finding]:
+    if remedy := advice(line.text):
+        yield Finding("no-place", False, remedy, _word_column(line.text, 1))
 
 
 def _cut_name(line: Line, probe: TraceKprobe) -> Iterator[Finding]:

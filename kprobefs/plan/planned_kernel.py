@@ -155,7 +155,7 @@ class PlannedKernel:
     def variant(self, symbol: Symbol) -> Variant:
         """Return the kernel with a function's returns rewritten as boot does on the CPU of `cpu_description`.
 
-        If the kernel has no return thunks or has booted already, its text stays unchanged.
+        If the kernel has no return thunks or has booted already, the function's text stays unchanged.
         """
         return self._as_booted(symbol, self._returns[0] if self._returns else None)
 

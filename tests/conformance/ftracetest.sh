@@ -238,9 +238,8 @@ reset_trigger() {
     reset_trigger_file \$(named_files trigger)
 }
 reset_events_filter() {
-    grep -v ^none \$(named_files filter) /dev/null |
-    while read line; do
-        echo 0 > \$(echo \$line | cut -f1 -d:)
+    for file in \$(named_files filter); do
+        [ "\$(cat "\$file")" = none ] || echo 0 >"\$file"
     done
 }
 END
@@ -259,7 +258,7 @@ run() {
         other=$!
         ;;
     esac
-    PATH=$(path_for "$1") timeout -k 5 $seconds "$selftests/ftracetest" -l "$log" "$selftests/test.d/$1" >"$log.out" 2>&1 </dev/null ||
+    PATH=$(path_for "$1") timeout -k 5 "$seconds" "$selftests/ftracetest" -l "$log" "$selftests/test.d/$1" >"$log.out" 2>&1 </dev/null ||
         ended=$?
     [ -z "$other" ] || kill "$other" || :
     other=

@@ -23,6 +23,7 @@ from kprobefs.cli.nothing_hint import (
     PastEvent,
     nothing_hints,
     present_events,
+    why_no_hit,
 )
 from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
 from tests.image.linux.debian import package
@@ -69,6 +70,8 @@ STATES = {
     # Hits are only passed to a trigger.
     "kprobe_events = p:gcds gcd a=$arg1\nevents/kprobes/gcds/filter = a == 1\n"
     "events/kprobes/gcds/trigger = hist:keys=a\ngcd": "",
+    # A trigger enables the event.
+    f"{SENT.splitlines()[0]}\nevents/kprobes/sent/trigger = hist:keys=common_pid": NEVER,
     # Recording was off.
     f"tracing_on = 0\n{GCDS}gcd": f"{UNRECORDED}tracing_on was 0",
     f"tracing_on = 0\n{FILTERED}gcd\n{CLEAN}": f"{UNRECORDED}tracing_on was 0",
@@ -120,6 +123,26 @@ def test_what_the_history_tells(place: Path, number: int) -> None:
         hint = "".join(nothing_hints(EndedCommand(("true",), 0, str(place), "/"), past))
         assert hint.startswith(expected), lines
         assert bool(hint) is bool(expected), lines
+
+
+@pytest.mark.parametrize(
+    ("files", "end"),
+    [
+        ((), "hit no probe"),
+        (("load",), "hit no probe; other code of the kernel is run by machine/load (fork, tcp, timers...)"),
+        (("load", "call"), "is run by machine/load (fork, tcp, timers...) and machine/call"),
+    ],
+)
+@pytest.mark.parametrize("words", [("true",), ("cat", __file__)])
+def test_other_ways_to_run_the_kernels_code(
+    tmp_path: Path, files: tuple[str, ...], end: str, words: tuple[str, ...]
+) -> None:
+    """The hint names the files that the mount has: no file of a command may reach the probed function."""
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "machine").mkdir()
+    for file in files:
+        (tmp_path / "machine" / file).touch()
+    assert why_no_hit(EndedCommand(words, 0, str(tmp_path), "/"), ["gcd"]).endswith(end)
 
 
 def test_old_events_are_forgotten_but_for_their_hits(place: Path) -> None:

@@ -130,6 +130,8 @@ class TestWithoutMount:
                 "trace --limit: the mount that -m selects has its own; leave",
             ),
             ("trace --layout tracefs p:f -- true", "trace --layout tracefs: it has no scratch/"),
+            ("trace p:f --layout tracefs r:f -- true", "trace --layout tracefs: it has no scratch/"),
+            ("trace p:f --nonsense r:f -- true", "unrecognized arguments: --nonsense r:f (kprobefs trace "),
             ("bench hit --memory", "bench hit: --memory has no effect; leave it out"),
             ("bench hit --tasks 3", "bench hit: --tasks has no effect; leave it out"),
             ("bench probes --tasks 3", "bench probes: --tasks has no effect; leave it out"),

@@ -257,6 +257,9 @@ ERRORS = {
     ("mount", "--cpus", "77", "/tmp"): "'77' is not a number from 1 to 64 (kprobefs mount --help)",
     (
         "trace",
+        "p:vfs_read",
+        "-o",
+        "/dev/null",
         "nonsense",
         "--",
         "true",

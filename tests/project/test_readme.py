@@ -63,6 +63,13 @@ def test_the_page_of_distributions_kernels_shows_what_debians_shows() -> None:
 
 @pytest.mark.mounted
 @pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="/dev/fuse is missing")
+def test_the_page_of_the_optimizer_shows_what_risc_v_shows() -> None:
+    session = [step for body in blocks("console riscv", OPTIMIZATION) for step in steps(body)]
+    _compare_session(session, "--arch", "riscv64", "--profile", "riscv-optprobes-2023")
+
+
+@pytest.mark.mounted
+@pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="/dev/fuse is missing")
 @pytest.mark.parametrize("clock", ["model", "real"])
 def test_the_page_of_durations_shows_what_the_clocks_show(clock: str) -> None:
     session = [step for body in blocks("console real", DURATIONS) for step in steps(body)]

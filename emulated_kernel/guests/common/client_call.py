@@ -188,12 +188,13 @@ class ClientCall:
 def client_call(pid: int, memory: ProcessMemory, instead: str | None = None) -> ClientCall | None:
     """Return the system call in which a process or thread waits for kprobefs.
 
-    Return None if `ARGUMENTS` does not list the call, or if this process may not trace process `pid`. If
-    the memory of the process can't be read in time, the call is hidden. Then return None if the call also
-    has pointers to other data than paths.
-    `instead`: for an open(2) of an existing file, the path to use in place of the one in the process's
-    memory, which is not read. If `instead` is "", such an open is hidden. If it is None, all memory is
-    read.
+    Return None if `ARGUMENTS` does not list the call, or if this process may not trace process `pid`.
+    If the process's memory can't be read in time, return a call with `is_hidden` set and without its paths.
+    If that call also has pointers to other data than paths, return None.
+
+    `instead`: path of an open(2) of an existing file, if the caller knows the path. The process's memory is
+    not read for such an open. If `instead` is "", return the open with `is_hidden` set and without its path.
+    If `instead` is None, the process's memory is read for all calls.
     """
     fields = _waiting_in(pid)
     name = _NAMES.get(int(fields[0])) if fields else None

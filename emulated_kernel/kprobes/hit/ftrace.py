@@ -353,7 +353,8 @@ class FtraceSites:
     def enable(self, value: int) -> None:
         """Set sysctl kernel.ftrace_enabled. With 0 all sites become nops, and users keep their sites.
 
-        In Linux, this fails with EBUSY while a live patch is registered. This kernel has no live patches.
+        In Linux, setting it to 0 fails with EBUSY while a live patch is registered. This kernel has no live
+        patches.
         Mirrors: kernel/trace/ftrace.c:ftrace_enable_sysctl (v6.1).
         """
         self._lock.assert_held()
@@ -365,7 +366,8 @@ class FtraceSites:
     def attach(self, ops: FtraceOps, sites: Collection[int]) -> None:
         """Make `ops` hook the fentry sites `sites`, and no others.
 
-        If `ops` had no sites, it becomes the newest user. The guest must not run during the call.
+        If `ops` had no sites, its sites call it before all FtraceOps that were attached earlier. The guest
+        must not run while this method executes.
         Mirrors: kernel/trace/ftrace.c:register_ftrace_function, ftrace_hash_move_and_update_ops (v6.1).
         """
         self._lock.assert_held()

@@ -337,10 +337,10 @@ class HitHandling:
     # By a jump
 
     def by_detour(self, head: AggrKprobe) -> Callable[[Regs], bool]:
-        """Return the handler of hits by the jump to the probe's detour; it returns False for a missed hit.
+        """Return the handler of hits by the jump to the probe's detour.
 
-        The detour buffer restores the registers that handlers change, except ip and sp. No result of a
-        handler can change where the detour continues.
+        The handler returns False for a missed hit. The detour buffer restores the registers that handlers
+        change, except ip and sp. No result of a handler can change where the detour continues.
         Mirrors: kernel/kprobes.c:opt_pre_handler (v6.1).
         """
         ctlblk = self.ctlblk

@@ -135,8 +135,9 @@ class NamedArgs:
         return offset
 
     def current(self, btf: Btf | None, text: str, at: int) -> list[FetchInsn]:
-        """Return the operations for `$current->FIELDS`, which is `text` at column `at`.
+        """Return the operations for `text`, an expression `$current->FIELDS`.
 
+        `at`: column of the expression in the command. Errors are logged at columns of the command.
         Raises: KernelError (logged).
         """
         _, fields, column = self._root(text, at)

@@ -69,7 +69,10 @@ class Flag(IntFlag):
 
 TIME_FLAGS = Flag.TIMESTAMP | Flag.TIMESTAMP_USECS
 _SHOWN_AS_NUMBERS = Flag.HEX | Flag.SYM | Flag.SYM_OFFSET | Flag.EXECNAME | Flag.SYSCALL
-"""Flags of keys that the `hist` file shows as a number, even if the key is a call chain."""
+"""Flags that take precedence over Flag.STACKTRACE when the `hist` file shows a key.
+
+If a call chain has one of these flags, its first 8 bytes are shown in the format of the flag.
+"""
 
 MODIFIERS = {
     Flag.HEX: "hex",

@@ -33,7 +33,10 @@ def refusal(capsys: pytest.CaptureFixture[str], directory: Path, *options: str) 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--profile", "kprobes-2010"), "use linux-6.1 or linux-6.1-nopreempt"),
+        (
+            ("--profile", "kprobes-2010"),
+            "use linux-6.1 or linux-6.1-nopreempt, or leave it out: the kernel's",
+        ),
         (("--return-hook", "fgraph"), "--return-hook: not possible"),
         (("--save-regs", "all"), "--save-regs: not possible"),
         (("--cpus", "2"), "has one CPU"),

@@ -47,7 +47,10 @@ class ControlStubs:
     size: int
     looked_up: int
     instantiate: int
-    """Offset at which a lookup continues if the host gives the dentry an inode."""
+    """Offset of the call of d_instantiate(). A lookup that finds a file or directory continues there.
+
+    The host sets the arguments of the call. Other lookups continue at `lookup_ends`.
+    """
     lookup_ends: int
     operations: Mapping[str, int]
     """Name of a file operation -> offset of its first instruction."""

@@ -16,7 +16,7 @@ INTERRUPT = """
     imm64:work          | work_at: .quad work
     imm64:queue_work_on | queue_work_on_at: .quad queue_work_on
 """
-"""Code of the interrupt: queue_work_on(any_cpu, *workqueue, *work)."""
+"""Code that the interrupt of KernelCalls runs: queue_work_on(any_cpu, *workqueue, *work)."""
 MAKER = """
     fd 7b be a9                  | stp x29, x30, [sp, #-32]!
     f3 0b 00 f9                  | str x19, [sp, #16]

@@ -65,7 +65,7 @@ INTERRUPT = """
     48 b8 imm64:queue_work_on       | movabs rax, queue_work_on
     ff e0                           | jmp rax
 """
-"""Code of the interrupt: queue_work_on(any_cpu, *workqueue, *work)."""
+"""Code that the interrupt of KernelCalls runs: queue_work_on(any_cpu, *workqueue, *work)."""
 MAKER = """
     53                              | push rbx
     48 8d 5f 80                     | lea rbx, [rdi - 128]

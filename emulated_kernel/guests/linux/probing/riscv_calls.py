@@ -31,7 +31,11 @@ def _call(function: int) -> bytes:
 
 
 def interrupt(symbols: Mapping[str, int]) -> bytes:
-    """Return the code of the interrupt: queue_work_on(any_cpu, *workqueue, *work)."""
+    """Return the code that the interrupt of KernelCalls runs: queue_work_on(any_cpu, *workqueue, *work).
+
+    `symbols` has the address of queue_work_on(), the CPU number `any_cpu`, and the addresses `workqueue` and
+    `work` of the two pointers that the code loads.
+    """
     code = set_register(A0, symbols["any_cpu"])
     for register, name in ((A0 + 1, "workqueue"), (A0 + 2, "work")):
         code += set_register(T0, symbols[name]) + load(register, T0, 0, _WORD)
