@@ -175,6 +175,10 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
         if not os.path.exists(path):
             raise CliError(f"--modules: {path}: {os.strerror(ENOENT)}", ExitStatus.USAGE)
     if not runs_linux(options):
+        try:
+            profile.check_architecture(machine.profile, machine.arch)
+        except KernelError as error:
+            raise CliError(f"--profile: {error.strerror}", ExitStatus.USAGE) from error
         if machine.clock == MODEL_CLOCK and machine.arch == "i386":
             raise CliError("--clock model: not on i386; use --arch x86_64 or riscv64", ExitStatus.USAGE)
         if options.modules:

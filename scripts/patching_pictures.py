@@ -131,7 +131,7 @@ def picture(arch: str) -> str:
     after = LEFT + pictured.size * BYTE + 20
     width = after + 7 * max(len(row.note) for row in rows) + 20
     height = TOP + len(rows) * ROW + 44
-    title = f"{FUNCTION}+{offset} on {arch}: {pictured.size} bytes of text at each stage of patching"
+    title = f"{FUNCTION}+{offset:#x} on {arch}: {pictured.size} bytes of text at each stage of patching"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-size="14"',
         '  font-family="Helvetica, Arial, sans-serif">',

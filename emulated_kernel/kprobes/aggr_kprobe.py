@@ -59,6 +59,11 @@ class HitCost:
             self.latest = deque(maxlen=MAX_LATEST)
         return self.latest
 
+    def forget(self) -> None:
+        """Forget the costs, because the next hits will be handled in another way."""
+        if self.latest:
+            self.latest.clear()
+
     def text(self, hits: int) -> str:
         """Return a text: the number `hits`, and the median cost of the latest hits in nanoseconds.
 

@@ -232,3 +232,12 @@ def profile_named(name: str) -> Profile:
         return PROFILES[name]
     except KeyError:
         raise KernelError(errno.EINVAL, f"no profile {name}; there are {', '.join(PROFILES)}") from None
+
+
+def check_architecture(name: str, arch: str) -> None:
+    """Check that kprobefs's own kernel for `arch` can have the profile `name`.
+
+    On x86, the profiles for RISC-V would give jumps of x86. Raises: KernelError EINVAL.
+    """
+    if name in RISCV_PROFILES and not arch.startswith("riscv"):
+        raise KernelError(errno.EINVAL, f"profile {name} is for RISC-V; add --arch riscv64")

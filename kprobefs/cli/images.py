@@ -31,6 +31,8 @@ class Image:
     """Seconds since the snapshot was made, or None if there is no snapshot."""
     boot_seconds: float | None
     """CPU time in seconds that the boot took."""
+    kept: str | None
+    """What the snapshot has, in words, such as "tables"."""
 
 
 def images() -> Iterator[Image]:
@@ -43,10 +45,11 @@ def images() -> Iterator[Image]:
     for kernel in snapshot.cached():
         known.add(kernel.source)
         age = max(0.0, now - kernel.made)
-        yield Image(kernel.release, kernel.architecture, kernel.source, kernel.size, age, kernel.boot_seconds)
+        facts = kernel.release, kernel.architecture, kernel.source, kernel.size
+        yield Image(*facts, age, kernel.boot_seconds, kernel.kept or None)
     for path, release, architecture in at_hand():
         if str(path) not in known:
-            yield Image(release, architecture, str(path), path.stat().st_size, None, None)
+            yield Image(release, architecture, str(path), path.stat().st_size, None, None, None)
 
 
 def print_images(*, as_json: bool) -> None:
@@ -60,6 +63,7 @@ def print_images(*, as_json: bool) -> None:
         (
             image.release or "not usable",
             image.architecture or "?",
+            image.kept or "-",
             f"{image.size >> 20} MiB",
             "-" if image.age_seconds is None else _age(image.age_seconds),
             "-" if image.boot_seconds is None else f"{image.boot_seconds:.1f} s",
@@ -69,7 +73,7 @@ def print_images(*, as_json: bool) -> None:
     ]
     if not rows:
         return
-    table = [("RELEASE", "ARCH", "SIZE", "AGE", "BOOT", "FILE"), *rows]
+    table = [("RELEASE", "ARCH", "KEPT", "SIZE", "AGE", "BOOT", "FILE"), *rows]
     *widths, _ = [max(map(len, column)) for column in zip(*table, strict=True)]
     for *words, source in table:
         begin = "  ".join(word.ljust(width) for word, width in zip(words, widths, strict=True))

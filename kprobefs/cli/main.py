@@ -414,8 +414,10 @@ def _matrix(parsed: argparse.Namespace) -> int:
     command = parsed.command[1:] if parsed.command[:1] == ["--"] else parsed.command
     if not command:
         raise CliError("matrix: no command given; add -- CMD...", ExitStatus.USAGE)
-    if parsed.kprobes and not parsed.image:
-        raise CliError("matrix: --kprobes: no distribution's kernel given; add --image", ExitStatus.USAGE)
+    for option, value in (("--kprobes", parsed.kprobes), ("--cpu", parsed.cpu)):
+        if value and not parsed.image:
+            why = "no distribution's kernel given; add --image"
+            raise CliError(f"matrix: {option}: {why}", ExitStatus.USAGE)
     if parsed.scheduler:
         from kprobefs.measure.cluster import check_installed
 
@@ -426,7 +428,7 @@ def _matrix(parsed: argparse.Namespace) -> int:
     else:
         check_host()
     images = [each if each == HOST else os.path.abspath(each) for each in parsed.image]
-    cases = matrix.cases(images, parsed.arch, parsed.profile, parsed.kprobes, parsed.clock)
+    cases = matrix.cases(images, parsed.arch, parsed.profile, parsed.kprobes, parsed.clock, parsed.cpu)
 
     def report(result: matrix.Result) -> None:
         _print_error(f"matrix: {escape_for_terminal(result.case.name)}: {result.verdict}")

@@ -82,17 +82,20 @@ def cases(
     profiles: Sequence[str],
     kprobes: Sequence[str],
     clock: str | None,
+    cpu: str | None = None,
 ) -> list[Case]:
     """Return the kernels of the matrix: each combination of the options that a kernel can have.
 
     `archs` and `profiles` select kernels of kprobefs, and `images` and `kprobes` distributions' kernels. If
     none is given, the matrix has kprobefs's own kernel. `clock`: value of --clock for all kernels, or None.
+    `cpu`: value of --cpu for the distributions' kernels, or None.
     """
     more = () if clock is None else ("--clock", clock)
     found = []
+    machine = more if cpu is None else ("--cpu", cpu, *more)
     for image, way in product(images, kprobes or ("",)):
         name = f"{_short(image)}{f' {way}' if way else ''}"
-        found.append(Case(name, ("--image", image, *(("--kprobes", way) if way else ()), *more)))
+        found.append(Case(name, ("--image", image, *(("--kprobes", way) if way else ()), *machine)))
     if archs or profiles or not images:
         for arch, profile in product(archs or ("x86_64",), profiles or ("",)):
             name = f"{arch}{f' {profile}' if profile else ''}"

@@ -126,6 +126,11 @@ def counted(hits: int) -> str:
     return f"{hits} hit{'s' * (hits != 1)}"
 
 
+def _with_hex_offset(place: str) -> str:
+    """Return a place with its offset as `explain` shows it; Linux's list of events has decimal offsets."""
+    return re.sub(r"\+([0-9]+)$", lambda found: f"+{int(found[1]):#x}", place)
+
+
 def why_no_hit(ended: EndedCommand, places: Sequence[str], unarmed: str = "") -> str:
     """Return the likely reason why a command has hit none of the probes at `places`.
 
@@ -138,7 +143,7 @@ def why_no_hit(ended: EndedCommand, places: Sequence[str], unarmed: str = "") ->
     for file in _files_outside(ended):
         outside = f"files outside of scratch/, such as {escape_for_terminal(file)}, hit no probe"
         return outside + _other_ways(ended.directory)
-    named = escape_for_terminal(", ".join(places[:NAMES]))
+    named = escape_for_terminal(", ".join(map(_with_hex_offset, places[:NAMES])))
     if unarmed:
         reason = escape_for_terminal(unarmed)
         return f"the command never came to {named} while the probes were armed ({reason} for a time)"

@@ -379,6 +379,7 @@ def _add_matrix(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
         default=[],
         help="profile of kprobefs's own kernels; may be repeated",
     )
+    _add_cpu(command)
     command.add_argument("--clock", choices=CLOCKS, help="time that timestamps follow (default: virtual)")
     command.add_argument("--jobs", type=_count, metavar="N", help="number of kernels at a time (default: 1)")
     _add_scheduler(command, "run the command on the workers of the Dask cluster with this scheduler")

@@ -76,7 +76,9 @@ class Probe:
     @property
     def shown_cost(self) -> str:
         """The cost of a hit with its unit, or "" if it is not known."""
-        return "" if self.cost is None else f"{self.cost:.1f} ns"
+        if self.cost is None:
+            return ""
+        return f"{self.cost:.1f} ns" if self.cost < 1000 else f"{self.cost / 1000:.1f} us"
 
     @property
     def directory(self) -> str:

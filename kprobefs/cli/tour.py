@@ -188,7 +188,7 @@ _STAGES = (
 """Steps of the tour that stop at each stage of patching; `{offset}` is the probe's offset in gcd."""
 CHAPTERS = ("probes", "optimized")
 """Names of the tours. The first one is the default."""
-_STAGED = {"riscv64": 34, "riscv64i": 36}
+_STAGED = {"riscv64": 0x22, "riscv64i": 0x24}
 """Architecture -> offset in gcd of the probe that the tour optimizes, if it differs from that of x86."""
 OPTIMIZING_PROFILE = "riscv-optprobes-2023"
 """Profile with an optimizer for the architectures on which Linux has none."""
@@ -202,7 +202,7 @@ PROMPT = "Enter continues, q ends the tour "
 def steps(arch: str, chapter: str = CHAPTERS[0]) -> tuple[Step, ...]:
     """Return the steps of the tour `chapter`, one of CHAPTERS, for an architecture."""
     if chapter == "optimized":
-        offset = str(_STAGED.get(arch, 5))
+        offset = hex(_STAGED.get(arch, 5))
         return tuple(
             Step(step.title, step.text, tuple(it.replace("{offset}", offset) for it in step.commands))
             for step in _STAGES

@@ -26,7 +26,7 @@ from kprobefs.measure import coverage_subject
 from kprobefs.measure.cluster import code_digest, run_on_cluster
 from kprobefs.measure.coverage_subject import Subject
 from kprobefs.measure.results_file import ResultsFile, finish
-from kprobefs.measure.verdicts import Judge, ProbeOutcome, chosen_profile, outcome_of
+from kprobefs.measure.verdicts import Judge, ProbeOutcome, chosen_profile, outcome_of, profile_text
 
 _WIDTH = 80
 _PIECE = 1 << 14
@@ -475,11 +475,11 @@ def tables(found: Coverage) -> Iterator[str]:
     """Yield the lines of the tables for one kernel."""
     total = found.total
     counted = total.total()
-    rate = counted / found.seconds if found.seconds else 0
     title = found.subject.title
     arch = found.subject.arch
-    yield _wrapped(f"{title}{'' if title.endswith(arch) else f' ({arch})'}, profile {found.profile}", "  ")
-    yield f"{counted:,} instructions of {len(found.symbols):,} functions; {rate:,.0f} a second of CPU time"
+    profile = profile_text(found.profile, found.subject.tables)
+    yield _wrapped(f"{title}{'' if title.endswith(arch) else f' ({arch})'}, profile {profile}", "  ")
+    yield f"{counted:,} instructions of {len(found.symbols):,} functions"
     for remark in found.judge.remarks:
         yield _wrapped(remark, "  ")
     yield ""

@@ -11,10 +11,18 @@ from emulated_kernel.arch.analysis.probe_rules import probe_rules_named
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.analysis.tactic import Tactics
 from emulated_kernel.arch.architectures import arch_named
+from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.text_tables import ProbedTables
-from emulated_kernel.kprobes.profile import RISCV_PROFILE, Profile, profile_named, with_strategy
+from emulated_kernel.kprobes.profile import (
+    RISCV_PROFILE,
+    RISCV_PROFILES,
+    Profile,
+    check_architecture,
+    profile_named,
+    with_strategy,
+)
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.measure.coverage_subject import Subject
 
@@ -66,14 +74,27 @@ class Verdict:
 def chosen_profile(name: str | None, arch: str, tables: ProbedTables) -> Profile:
     """Return the profile `name`; if the user names none, the profile that applies to a kernel.
 
-    A distribution's kernel has the profile that profile_of() returns. Raises: KernelError (no such profile).
+    A distribution's kernel has the profile that profile_of() returns. Raises: KernelError (no such profile,
+    or it is for another architecture than the kernel).
     """
     usual = RISCV_PROFILE if arch.startswith("riscv") else X86_PROFILE
+    if name is not None and isinstance(tables, KernelImage):
+        check_architecture(name, arch)
     if name is not None or not isinstance(tables, LinuxKernel):
         return profile_named(name or usual)
     from emulated_kernel.guests.linux.probing.detect_interface import profile_of
 
     return profile_of(tables)
+
+
+def profile_text(name: str, tables: ProbedTables) -> str:
+    """Return the name of a profile for output, with the option that a mount of the kernel needs for it.
+
+    A mount of kprobefs's own kernel for RISC-V has no jumps without the option.
+    """
+    if name in RISCV_PROFILES and isinstance(tables, KernelImage):
+        return f"{name} (a mount needs --profile {name} for it)"
+    return name
 
 
 class Judge:

@@ -13,7 +13,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.safe_read import read_named
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.definitions.syntax import SETTING, Line, read_lines
-from kprobefs.measure.verdicts import ProbeOutcome
+from kprobefs.measure.verdicts import ProbeOutcome, profile_text
 from kprobefs.plan.check import PENDING, Answer, Finding, check_lines
 from kprobefs.plan.planned_kernel import PlannedKernel, planned_kernel
 from kprobefs.plan.sarif import sarif_log
@@ -112,7 +112,7 @@ def _text(checked: CheckedFile) -> Iterator[str]:
     for number, kernel in enumerate(kernels, 1):
         yield from wrap(
             f"{number}  {escape_for_terminal(kernel.title)}, for {kernel.cpu_description}; profile "
-            f"{kernel.profile.name}{_missing(kernel)}",
+            f"{profile_text(kernel.profile.name, kernel.core)}{_missing(kernel)}",
             _WIDTH,
             subsequent_indent="   ",
         )

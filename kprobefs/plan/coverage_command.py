@@ -14,7 +14,7 @@ from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.measure.cluster import check_installed
 from kprobefs.measure.coverage import Coverage, Source, as_dict, by_verdict, coverage, share, tables
 from kprobefs.measure.results_file import ResultsFile
-from kprobefs.measure.verdicts import ProbeOutcome
+from kprobefs.measure.verdicts import ProbeOutcome, profile_text
 
 _WIDTH = 80
 _COLUMN = 12
@@ -111,7 +111,8 @@ def _whole(path: str | None) -> str | None:
 def _compared(found: Sequence[Coverage]) -> Iterator[str]:
     """Yield the lines of a table with a column for each kernel."""
     for number, each in enumerate(found, 1):
-        text = f"{number}  {escape_for_terminal(each.subject.title)}, profile {each.profile}"
+        text = f"{number}  {escape_for_terminal(each.subject.title)}, profile "
+        text += profile_text(each.profile, each.subject.tables)
         yield from wrap(text, _WIDTH, subsequent_indent="   ")
     counts = [by_verdict(each.total) for each in found]
     yield ""

@@ -7,7 +7,7 @@ from itertools import groupby
 from textwrap import wrap
 
 from kprobefs.measure.coverage_subject import WITH_OPTPROBES
-from kprobefs.measure.verdicts import ProbeOutcome
+from kprobefs.measure.verdicts import ProbeOutcome, profile_text
 from kprobefs.plan.arguments import Argument
 from kprobefs.plan.arrows import arrows, gutter
 from kprobefs.plan.explanation import DetourInsn, Explanation, ListedInsn
@@ -40,7 +40,8 @@ def _head(explained: Explanation) -> Iterator[str]:
     # The address of a module is made up.
     module = explained.place.where.module
     place = f"at {explained.symbol.address:#x} in {explained.section}" if module is None else "in the module"
-    yield f"  {explained.size} bytes {place}, profile {kernel.profile.name}"
+    profile = profile_text(kernel.profile.name, kernel.core)
+    yield from _wrapped(f"{explained.size} bytes {place}, profile {profile}", "  ")
     if explained.place.line:
         yield from _wrapped(f"  {explained.place.line}", "  ")
 

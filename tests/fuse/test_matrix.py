@@ -61,6 +61,10 @@ test -e tracing/touched_functions || { echo 'two words' >&2; echo "error: \x01 n
             },
         ),
         (
+            {"images": ["host"], "archs": ["riscv64"], "cpu": "milan"},
+            {"host": ("--image", "host", "--cpu", "milan"), "riscv64": ("--arch", "riscv64")},
+        ),
+        (
             {"images": ["host"], "profiles": ["linux-6.1", "kprobes-2010"]},
             {
                 "host": ("--image", "host"),
@@ -185,6 +189,7 @@ def test_the_line_of_a_failure(output: str, line: str, tmp_path: Path) -> None:
     [
         ((), "no command given; add -- CMD..."),
         (("--kprobes", "kernel", "--", "true"), "no distribution's kernel given; add --image"),
+        (("--cpu", "milan", "--", "true"), "no distribution's kernel given; add --image"),
     ],
 )
 def test_a_matrix_that_is_none(words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,7 +86,7 @@ STATES = {
     f"{GCDS}{DISARM}gcd\n{ARM}": "no hit of gcds: the command never came to gcd while the probes were armed "
     "(kprobes/enabled was 0 for a time)",
     f"{NO_CALLS}{GCDS}gcd\n{CLEAN}{CALLS}": "no hit of gcds: sysctl/kernel/ftrace_enabled was 0, so ",
-    f"{NO_CALLS}{INSIDE}{CALLS}": "no hit of inside: the command never came to gcd+5; ",
+    f"{NO_CALLS}{INSIDE}{CALLS}": "no hit of inside: the command never came to gcd+0x5; ",
     "kprobe_events = p:m none:f\nevents/kprobes/m/enable = 1": "no hit of m: module none was not loaded, so ",
     "kprobe_events = p:m n\x1b[2J:f\nevents/kprobes/m/enable = 1": "no hit of m: module n\\x1b[2J was ",
 }

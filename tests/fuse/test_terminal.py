@@ -23,6 +23,7 @@ import pytest
 from rich.console import Console
 
 from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.fast_dataclass import replace
 from kprobefs.cli import tour, trace_output, trace_records
 from kprobefs.cli.control import MountStatus
 from kprobefs.cli.main import main
@@ -309,6 +310,7 @@ def test_text_for_pipes_has_a_line_each() -> None:
     assert head.split() == ["EVENT", "MODE", "HITS/S", "HITS", "MISSED", "COST", "REASON"]
     assert line.split("  ") == [word for word in line.split("  ") if "\n" not in word]
     assert line.split() == ["g/a", "int3", "2.0", "5", "0", "12.0", "ns", "one"]
+    assert replace(probe, cost=152707.0).shown_cost == "152.7 us"
 
 
 @pytest.mark.parametrize(

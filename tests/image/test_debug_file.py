@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from emulated_kernel.guests.common.vmcore_file import write_core
 from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.image.linux.debug_file import builtin_debug_file
 from emulated_kernel.machine.memory.sparse import data_ranges, write_all
+from emulated_kernel.util.config import MachineConfig
 from kprobefs.plan import debug_info
 from tests.kept_images import load_image
 
@@ -101,11 +103,17 @@ def test_memory_is_the_files(image: KernelImage, elf: ELFFile) -> None:
         assert loads[segment.va]["p_memsz"] == segment.mem_size
 
 
-@pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Kernel, Path, Path]]:
-    """A kernel with its core and its debug file."""
-    place = tmp_path_factory.mktemp("debug")
-    with Kernel() as kernel:
+def test_each_file_has_one_unit(image: KernelImage, elf: ELFFile) -> None:
+    """Without types too: drgn uses no file without DWARF."""
+    (unit,) = elf.get_dwarf_info().iter_CUs()
+    assert unit["address_size"] == image.bits // 8
+    assert unit.get_top_DIE().attributes["DW_AT_name"].value == b"vmlinux"
+
+
+@contextmanager
+def debugged(place: Path, arch: str) -> Iterator[tuple[Kernel, Path, Path]]:
+    """Write the core and the debug file of a kernel."""
+    with Kernel(MachineConfig(arch=arch)) as kernel:
         (place / "debug").write_bytes(builtin_debug_file(kernel.machine.image))
         info = vmcoreinfo(kernel.machine, kernel.machine.image)
         with kernel.lock, write_core(kernel.machine, info) as core, open(place / "core", "wb") as copy:
@@ -114,6 +122,13 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Kernel, 
                 write_all(copy.fileno(), os.pread(core.fileno(), length, at), at)
             copy.truncate(size)
         yield kernel, place / "core", place / "debug"
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Kernel, Path, Path]]:
+    """A kernel with its core and its debug file."""
+    with debugged(tmp_path_factory.mktemp("debug"), "x86_64") as made:
+        yield made
 
 
 def test_the_core_names_the_build_of_the_file(session: tuple[Kernel, Path, Path]) -> None:
@@ -138,6 +153,16 @@ def test_drgn_shows_the_tasks(session: tuple[Kernel, Path, Path]) -> None:
     lines = kernel.read_file("machine/tasks").splitlines()[1:]
     assert found == [(int(words[0]), words[-1]) for words in map(str.split, lines)]
     assert found[0] == (0, "swapper/0")
+
+
+@pytest.mark.parametrize("arch", ["i386", "riscv64", "riscv64i"])
+def test_drgn_finds_symbols_of_a_kernel_without_types(tmp_path: Path, arch: str) -> None:
+    drgn = pytest.importorskip("drgn")
+    with debugged(tmp_path, arch) as (kernel, core, debug):
+        program = drgn.Program()
+        program.set_core_dump(core)
+        program.load_debug_info([debug])
+        assert program.symbol("gcd").address == kernel.image.kallsyms.lookup_name("gcd")
 
 
 def test_gdb_shows_a_type_and_a_variable(session: tuple[Kernel, Path, Path]) -> None:

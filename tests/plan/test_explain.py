@@ -26,13 +26,14 @@ from emulated_kernel.image.linux.btf_members import members_at, size_of
 from emulated_kernel.image.linux.deb import PackageTar
 from emulated_kernel.image.linux.packages import open_package
 from emulated_kernel.kernel.api import Kernel
-from emulated_kernel.kprobes.profile import PROFILES, profile_named
+from emulated_kernel.kprobes.profile import PROFILES, RISCV_PROFILE, RISCV_PROFILES, profile_named
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError, UnusableFile
 from kprobefs.cli.main import main
 from kprobefs.common.errors import CliError
 from kprobefs.definitions.syntax import Line
 from kprobefs.measure.verdicts import ProbeOutcome, chosen_profile, outcome_of
+from kprobefs.mount_options import MountOptions, check_kprobes
 from kprobefs.plan.arrows import arrows, gutter
 from kprobefs.plan.check import check_lines
 from kprobefs.plan.explain import as_dict
@@ -544,8 +545,28 @@ def test_a_module_of_debians_package(
 
 def test_all_profiles_answer(capsys: pytest.CaptureFixture[str]) -> None:
     for profile in PROFILES:
-        (found,) = explained(capsys, "vfs_read+0x5", "--profile", profile)
+        arch, place = ("riscv64", "vfs_read") if profile in RISCV_PROFILES else ("x86_64", "vfs_read+0x5")
+        (found,) = explained(capsys, place, "--arch", arch, "--profile", profile)
         assert found["profile"] == profile
+
+
+def test_a_profile_for_riscv_is_refused_on_x86() -> None:
+    with pytest.raises(CliError, match=f"{RISCV_PROFILE} is for RISC-V; add --arch riscv64"):
+        planned_kernel(None, None, None, RISCV_PROFILE)
+    with pytest.raises(CliError, match=f"{RISCV_PROFILE} is for RISC-V; add --arch riscv64"):
+        check_kprobes(MountOptions("/mnt", MachineConfig(profile=RISCV_PROFILE)))
+    check_kprobes(MountOptions("/mnt", MachineConfig(arch="riscv64i", profile=RISCV_PROFILE)))
+
+
+@pytest.mark.parametrize("arch", ["riscv64", "x86_64"])
+def test_the_head_names_the_profile_that_a_mount_needs(arch: str) -> None:
+    """A mount of kprobefs's own kernel has the profile linux-6.1 by default, so no jumps on RISC-V."""
+    kernel = planned_kernel(arch, None, None, None)
+    text = as_text(Explanation(kernel, find_place("gcd", kernel.tables)), whole=False)
+    head = " ".join(text.partition("\n\n")[0].split())
+    needs = kernel.profile.name != MachineConfig().profile
+    assert (f"(a mount needs --profile {kernel.profile.name} for it)" in head) == needs
+    assert needs == (arch == "riscv64")
 
 
 def test_the_guide_shows_what_the_command_prints(

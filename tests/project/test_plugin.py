@@ -198,8 +198,8 @@ def test_images_lists_kernels_at_hand(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["images"]) == ExitStatus.OK
     head, *lines = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert head == ["RELEASE", "ARCH", "SIZE", "AGE", "BOOT", "FILE"]
-    assert ["6.12.0-1-riscv64", "riscv64", "3", "MiB", "-", "-", str(kernel)] in lines
+    assert head == ["RELEASE", "ARCH", "KEPT", "SIZE", "AGE", "BOOT", "FILE"]
+    assert ["6.12.0-1-riscv64", "riscv64", "-", "3", "MiB", "-", "-", str(kernel)] in lines
 
 
 @needs_fuse

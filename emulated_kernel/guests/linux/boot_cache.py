@@ -168,7 +168,7 @@ def _boot_and_save(
     running = as_running(kernel, tasks)
     try:
         parts = cached_parts(running)
-        snapshot.save(place, machine, facts, cells, str(path), parts, shown, process_time() - began)
+        snapshot.save(place, machine, facts, cells, str(path), parts, shown, process_time() - began, seed)
     except OSError as error:
         log.warning("%s: can't keep the booted kernel there: %s", place.parent, error.strerror)
     return tasks, running

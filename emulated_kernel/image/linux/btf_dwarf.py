@@ -333,6 +333,16 @@ def debug_sections(
     return dwarf.finish()
 
 
+def empty_sections(word_size: int) -> dict[str, bytes]:
+    """Return the sections with DWARF for a kernel without types: name -> contents.
+
+    Their only compilation unit has no entries.
+    """
+    dwarf = DwarfSections(word_size)
+    dwarf.entry(_CU, ((_PRODUCER, _STRP, "kprobefs"), (_LANGUAGE, _DATA1, _C11), (_NAME, _STRP, "vmlinux")))
+    return dwarf.finish()
+
+
 def _find(btf: Btf, text: str) -> int | None:
     """Return the id of the type whose name in C is `text`, without "*" and "[]"; None if BTF has none."""
     words = text.rstrip("*[] ")

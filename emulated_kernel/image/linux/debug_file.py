@@ -13,7 +13,7 @@ from emulated_kernel.image.debug_elf import MemorySection, NamedAddress, build_i
 from emulated_kernel.image.elf import SHF_ALLOC, SHF_EXECINSTR, SHF_WRITE
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.btf import Btf
-from emulated_kernel.image.linux.btf_dwarf import debug_sections
+from emulated_kernel.image.linux.btf_dwarf import debug_sections, empty_sections
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.types_file import load_types
 from emulated_kernel.util.abi import Prot
@@ -58,7 +58,9 @@ def builtin_debug_file(image: KernelImage) -> bytes:
     Raises: KernelError ENOEXEC (damaged types).
     """
     types = load_types(image.path)
-    debug = {} if types is None else _debug(types, image.bits // 8, image.kallsyms.symbols)
+    word_size = image.bits // 8
+    # drgn uses no file without debug sections, not even its symbols.
+    debug = empty_sections(word_size) if types is None else _debug(types, word_size, image.kallsyms.symbols)
     memory = (
         MemorySection(
             _section_name(number, segment.prot),

@@ -247,6 +247,7 @@ class BreakpointDispatch:
         if head.is_ftrace and self._sites is not None:
             self._sites.drop_code(head)
             return
+        head.cost.forget()
         head.is_python = False
         self._drop_stub(head)
         code = head.compiled

@@ -306,6 +306,7 @@ class FtraceSites:
 
     def drop_code(self, head: AggrKprobe) -> None:
         """Handle hits in Python again until the next compilation, because the handlers have changed."""
+        head.cost.forget()
         head.is_python = False
         code = head.compiled
         head.compiled = None

@@ -465,20 +465,25 @@ class Optimizer:
                 self.stages.begin(head, jump)
             else:
                 self._poker.replace(head.address, jump)
-                head.is_patched = True
+                self._is_written(head)
                 del self.optimizing[head]
 
     def _finish_stages_of(self, head: AggrKprobe) -> None:
         """Complete an optimization or unoptimization whose last step of patching was written."""
         if head in self.optimizing:
             del self.optimizing[head]
-            head.is_patched = True
+            self._is_written(head)
             return
         del self.unoptimizing[head]
         self._mark(head, optimized=False)
         self._clear_up((head,))
         if self.freeing:
             self._kick()
+
+    def _is_written(self, head: AggrKprobe) -> None:
+        """Note that a probe's jump is in the text, so that hits take it from now on."""
+        head.is_patched = True
+        head.cost.forget()
 
     def _is_as_prepared(self, head: AggrKprobe, detour: DetourBuffer) -> bool:
         """Return True unless other code has changed the kept bytes of the probe's jump.

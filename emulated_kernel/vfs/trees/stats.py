@@ -299,7 +299,8 @@ class _EventStats:
         """Return a line with the number of a probe's hits, and the median cost of a hit.
 
         If guest code handles the hits, the cost is measured with a copy of the handler (HandlerCosts). The
-        line for a disabled probe, or for a probe without hits, has no cost.
+        line for a disabled probe, for a probe without hits, or for a probe whose next hit compiles its
+        handlers, has no cost.
         """
         head = self._kprobes.table.valid(kprobe)
         if head is None or kprobe.is_disabled or not probe.hits:
@@ -308,6 +309,8 @@ class _EventStats:
         compiled = head.compiled
         stub = head.stub
         if compiled is None and stub is None:
+            if head.may_compile:
+                return f"hits {probe.hits}"
             return in_python.text(probe.hits)
         traps = 0
         if compiled is None and stub is not None:

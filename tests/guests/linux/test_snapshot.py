@@ -58,7 +58,7 @@ def save(path: Path) -> Path:
     ram[RAM - 3 :] = b"end"
     machine = PcMachine(ram, 7, CELLS, 1.0)
     machine.regs.ax, machine.pc.tsc = 0x1234, 99
-    snapshot.save(path, machine, FACTS, CELLS, "vmlinuz-test", PARTS, boot_seconds=1.5)
+    snapshot.save(path, machine, FACTS, CELLS, "vmlinuz-test", PARTS, boot_seconds=1.5, seed=7)
     machine.close()
     return path
 
@@ -76,7 +76,7 @@ def test_other_facts_have_another_number() -> None:
             for abi in ABIS
         ),
     )
-    assert {snapshot._MAGIC: zlib.crc32(repr(kept).encode())} == {b"kprobefs booted kernel 33\n": 789361598}
+    assert {snapshot._MAGIC: zlib.crc32(repr(kept).encode())} == {b"kprobefs booted kernel 34\n": 789361598}
 
 
 def test_no_more_is_mapped_than_the_host_maps_around_a_page(cache: Path) -> None:
@@ -379,15 +379,17 @@ def test_images_for_people_and_programs(
         "source": "vmlinuz-test",
         "size": sizes[0],
         "boot_seconds": 1.5,
+        "kept": "boot, seed 7",
     }
     assert bad == {
-        "release": None, "architecture": None, "source": None, "size": sizes[1], "boot_seconds": None
+        "release": None, "architecture": None, "source": None, "size": sizes[1], "boot_seconds": None,
+        "kept": None,
     }  # fmt: skip
     assert main(["images"]) == ExitStatus.OK
     _, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert rows[0][:4] == ["6.1.0-test", "x86_64", "0", "MiB"]
+    assert rows[0][:7] == ["6.1.0-test", "x86_64", "boot,", "seed", "7", "0", "MiB"]
     assert rows[0][-3:] == ["1.5", "s", "vmlinuz-test"]
-    assert rows[1][:5] == ["not", "usable", "?", "0", "MiB"]
+    assert rows[1][:6] == ["not", "usable", "?", "-", "0", "MiB"]
     assert rows[1][-2:] == ["-", "?"]
     assert main(["images", "--json", "--clear"]) == ExitStatus.USAGE
     assert len(snapshot.cached()) == 2

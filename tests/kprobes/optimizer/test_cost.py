@@ -89,6 +89,42 @@ def test_a_disabled_probe_has_no_cost(boot: Boot) -> None:
     files.write("/tracing/events/kprobes/ev/enable", "0")
     shown = {event: files.read(f"/kprobes/stats/kprobes/{event}/mode") for event in ("ev", "other", "never")}
     assert shown == {"ev": "disarmed\n", "other": "optimized\n", "never": "disarmed\n"}
+    probed.gcd()
     assert files.read(COST) == "hits 3\n"
     assert files.read(COST.replace("ev/cost", "never/cost")) == "hits 0\n"
     assert "median" in files.read(COST.replace("ev/cost", "other/cost"))
+
+
+def test_a_cost_is_that_of_the_present_mode(boot: Boot) -> None:
+    """While changes of jumps stop, Python handles the hits by the jump; afterwards guest code does again."""
+    probed = boot("linux-6.1")
+    files = Files(probed.kernel)
+    files.write("/kprobe_events", "p:ev gcd+5")
+    files.write("/tracing/events/kprobes/ev/enable", "1")
+    probed.settle()
+    for _ in range(3):
+        probed.gcd()
+    for value in "10":
+        files.write("/kprobes/stages", value)
+        assert files.read(COST.replace("cost", "mode")) == "optimized\n"
+        assert files.read(COST).split()[:1] == ["hits"]
+        assert "median" not in files.read(COST)
+        probed.gcd()
+    assert re.fullmatch(r"hits 5 median \d+\.\d ns in guest code\n", files.read(COST))
+
+
+def test_hits_in_python_are_forgotten_with_the_mode(boot: Boot) -> None:
+    """Handlers that only Python can run: the breakpoint's costs are not shown as those of the jump."""
+    probed = boot("linux-6.1")
+    files = Files(probed.kernel)
+    probed.kernel.kprobes.compiler.enabled = False
+    files.write("/kprobe_events", "p:ev gcd+5")
+    files.write("/tracing/events/kprobes/ev/enable", "1")
+    for _ in range(3):
+        probed.gcd()
+    assert re.fullmatch(r"hits 3 median \d+ ns of the last 3\n", files.read(COST))
+    probed.settle()
+    assert files.read(COST) == "hits 3\n"
+    probed.gcd()
+    probed.gcd()
+    assert re.fullmatch(r"hits 5 median \d+ ns of the last 2\n", files.read(COST))

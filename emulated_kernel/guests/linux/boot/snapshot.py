@@ -42,6 +42,7 @@ from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.machine.unicorn_engine import library_release
 from emulated_kernel.util.cache_directory import cache_directory
+from emulated_kernel.util.config import DEFAULT_SEED
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import asdict, dataclass
 from emulated_kernel.util.safe_read import identity, is_word, open_regular, replace_file
@@ -89,6 +90,8 @@ class CachedKernel:
     made: float
     used: float
     boot_seconds: float | None
+    kept: str
+    """What the snapshot has, in words; "" if the snapshot is damaged."""
 
 
 def directory() -> Path:
@@ -176,15 +179,18 @@ def save(
     parts: Mapping[str, bytes | memoryview],
     shown: ShownCpu | None = None,
     boot_seconds: float | None = None,
+    seed: int = DEFAULT_SEED,
 ) -> None:
     """Write a snapshot of a machine; it appears at `target` when it is complete. Raises: OSError.
 
     `facts`: offsets in the kernel's structures. `cells`: offsets of hidden words in Unicorn's CPU state.
     `source`: path of the kernel's file. `parts`: name -> further data to keep. `shown`: the production CPU
     that the guest sees; None if it sees the emulated CPU. `boot_seconds`: CPU time of the boot.
+    `seed`: seed of the kernel's random numbers.
     """
     about = {
         "boot_seconds": boot_seconds,
+        "seed": seed,
         "shown": None if shown is None else (shown.cpu.as_text(), *shown[1:]),
         "source": source,
         "facts": asdict(facts),
@@ -497,9 +503,27 @@ def cached() -> list[CachedKernel]:
                     status.st_mtime,
                     used,
                     _as(float, about.get("boot_seconds")),
+                    _kept(about, is_tables=path.suffix == _TABLES),
                 )
             )
     return sorted(found, key=lambda kernel: -kernel.used)
+
+
+def _kept(about: Mapping[str, Any], *, is_tables: bool) -> str:
+    """Return what a snapshot with the header `about` has, as CachedKernel.kept."""
+    if not about:
+        return ""
+    if is_tables:
+        return "tables"
+    if "pc" not in about:
+        return "dump"
+    words = ["boot"]
+    with suppress(LookupError, TypeError, ValueError):
+        shown = _shown(about)
+        words += [] if shown is None else [shown.cpu.model_name]
+    seed = _as(int, about.get("seed"))
+    words += [] if seed in (None, DEFAULT_SEED) else [f"seed {seed}"]
+    return ", ".join(words)
 
 
 def _as(kind: type[T], value: object) -> T | None:
