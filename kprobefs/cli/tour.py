@@ -150,7 +150,8 @@ _STAGES = (
     Step(
         "First stage: breakpoint",
         "Each change of several bytes begins with the shortest breakpoint. A CPU that arrives now meets it, "
-        "and never a mixture of old and new bytes.",
+        "and never a mixture of old and new bytes. "
+        "On x86 the armed probe has this breakpoint already, so this stage changes no byte.",
         ("echo 1 > kprobes/optimization; sleep 0.2", "cat kprobes/stages", *_LOOK),
     ),
     Step(
