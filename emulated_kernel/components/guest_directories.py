@@ -16,18 +16,18 @@ from emulated_kernel.trace.events.registry import EventRegistry, EventWatcher
 from emulated_kernel.util.errors import KernelError
 
 _ERRORS = (1 << 64) - 4095
-"""The lowest result that is an errno in place of an address (ERR_PTR)."""
+"""The lowest function result that is a negative errno in place of a pointer (Linux: ERR_PTR)."""
 
 
 class DirectoryFunctions(NamedTuple):
-    """The functions with which a kernel creates and removes directories of events."""
+    """The functions with which a kernel creates and removes directories of events, and their arguments."""
 
     makes: str
     removes: str
     above_groups: int = 0
-    """Address of the object of events/, which is the parent of groups; 0 for the root of tracefs."""
+    """Address of the object of the directory events/, the parent of groups; 0 selects the root of tracefs."""
     more: tuple[int, ...] = ()
-    """Arguments of `makes` after the name and the parent."""
+    """Arguments that the function `makes` takes after the name and the parent."""
 
 
 DENTRIES = DirectoryFunctions("tracefs_create_dir", "tracefs_remove")
@@ -42,10 +42,11 @@ def eventfs_functions(events: int) -> DirectoryFunctions:
 
 
 class GuestDirectories(EventWatcher):
-    """Creates and removes the directories of groups and events in the guest, by calls of guest functions.
+    """Creates directories in the guest for new groups and events, and removes the directories.
 
-    A directory is only created if the guest's text is patched, since otherwise no probe can see the calls.
-    Deviates: the daemon's task makes the calls, because the task that writes the definition sleeps meanwhile.
+    A directory is created only if the guest's text is patched at that time.
+    Deviates: the daemon's task calls the functions, because the task that writes the definition sleeps
+    meanwhile.
     """
 
     def __init__(
@@ -91,9 +92,10 @@ class GuestDirectories(EventWatcher):
         return found if found < _ERRORS else 0
 
     def event_removed(self, event: TraceEvent) -> None:
-        """Remove the directory of an event; after the last event of a group, remove the group's as well.
+        """Remove the directory of an event.
 
-        Directories that the guest has not created are ignored.
+        After the last event of a group, remove the group's directory, too. Ignore directories that were not
+        created in the guest.
         """
         directory = self._events.pop(event, 0)
         group = 0 if self._registry.has_group(event.group) else self._groups.pop(event.group, 0)

@@ -35,9 +35,9 @@ class ModuleNotifier:
     ) -> None:
         """Store the registries that follow the guest's modules.
 
-        `read` and `name` take the address of a struct module. `read` returns its contents, and `name` its
-        name. `forget` gets the memory ranges that are about to be freed, and the module's name. `add_events`
-        registers the trace events of a module.
+        `read` returns the contents of the struct module at an address, and `name` returns only the module's
+        name. `forget` is called with memory ranges that are about to be freed, as pairs (start, end), and
+        with the module's name. `add_events` registers the trace events of a module.
         """
         self._add_events = add_events
         self._read = read
@@ -64,7 +64,7 @@ class ModuleNotifier:
                 self._leave(self._name(module))
 
     def _arrive(self, module: Module) -> None:
-        """Add a module's symbols and text tables, and register the event probes that waited for it."""
+        """Add a new module's symbols and text tables, and register the event probes in the module."""
         self._live.put(module)
         self._tables_changed()
         self._functions.module_added(module.name, module.mcount)

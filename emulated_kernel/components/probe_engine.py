@@ -40,7 +40,10 @@ class ProbedKernel:
     profile: Profile
     cpus: int = 1
     return_hook: str | None = None
-    """Name of the shadow stack that return probes use, a name in RETURN_HOOKS. None: the profile names it."""
+    """Name in RETURN_HOOKS of the shadow stack that return probes use.
+
+    None selects the profile's shadow stack.
+    """
 
 
 def build_probe_engine(kernel: ProbedKernel) -> ProbeRegistries:
@@ -62,7 +65,10 @@ def build_probe_engine(kernel: ProbedKernel) -> ProbeRegistries:
 
 
 def _build_kprobes(kernel: ProbedKernel) -> Kprobes:
-    """Build the registry of kprobes, and switch its kprobe_ctlblk whenever the machine switches CPUs."""
+    """Build the registry of kprobes.
+
+    Whenever the machine switches CPUs, the registry's kprobe_ctlblk is switched.
+    """
     kprobes = Kprobes(
         kernel.machine,
         kernel.tables,

@@ -79,7 +79,10 @@ class TracedKernel:
     events: Iterable[TraceEvent]
     """The kernel's static events, in the order in which tracefs lists them."""
     points: Mapping[str, Tracepoint]
-    """GROUP:EVENT -> tracepoint; complete only after `events` has been iterated."""
+    """GROUP:EVENT -> tracepoint.
+
+    The map is complete only after all items of `events` have been iterated over.
+    """
     syscall_name: Callable[[int], str | None]
     """Function that returns the name of the system call with a number, or None if there is none."""
     fentry: Collection[int]
@@ -99,7 +102,10 @@ class TracedKernel:
     has_graph: bool = True
     """Whether calls can be followed to their returns, for function_graph and the profiler."""
     other_tracers: Mapping[str, Mapping[str, bool]] | None = None
-    """Tracers that the kernel has and kprobefs does not run: name -> option -> whether it is on."""
+    """Tracers that the kernel has, but that kprobefs does not run.
+
+    Name of the tracer -> name of an option of the tracer -> whether the option is on.
+    """
     marker_ip: int | None = None
     """Address that trace_marker's records contain as ip; None selects the start of MARKER_SYMBOL."""
     user_data: UserDataSize | None = None
@@ -235,7 +241,10 @@ def _build_services(
 
 
 def _filter_words(kernel: TracedKernel, arch: Arch, interface: Interface, lock: ControlLock) -> FilterWords:
-    """Return the features of the kernel's event filters, together with its functions and number of CPUs."""
+    """Return the rules of the kernel's event filters, with the number of CPUs and a lookup of functions.
+
+    The result also has the memory limit of filters.
+    """
     symbols = kernel.symbols
 
     def find(place: str | int) -> range | None:

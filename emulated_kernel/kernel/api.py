@@ -124,8 +124,9 @@ class Kernel:
 
     @contextmanager
     def _request(self) -> Iterator[None]:
-        """Hold the control lock for an operation that is a request; first do the delayed work that is due.
+        """Hold the control lock for an operation that begins a request.
 
+        First, do the delayed work that is due.
         Raises: the errors of _control().
         """
         with self._control():
@@ -244,10 +245,10 @@ class Kernel:
             self.kretprobes.register_kretprobe(rp)
 
     def unregister_kretprobe(self, rp: Kretprobe[Any]) -> None:
-        """Unregister a return probe; its handler is not called for calls that are still running.
+        """Unregister a return probe.
 
+        The probe's handler is not called at the return of calls that are still running.
         Raises: KernelError EDEADLK (in a handler).
-
         Mirrors: kernel/kprobes.c:unregister_kretprobe (v6.1).
         """
         with self._control():
@@ -303,10 +304,9 @@ class Kernel:
             self.fprobes.register_fprobe(fp)
 
     def unregister_fprobe(self, fp: Fprobe[Any]) -> None:
-        """Unregister an fprobe; its exit handler is not called for calls still running.
+        """Unregister an fprobe. Its exit handler is not called at the exit of calls that are still running.
 
         Raises: KernelError EINVAL (not registered).
-
         Mirrors: kernel/trace/fprobe.c:unregister_fprobe (v6.1).
         """
         with self._control():
@@ -404,10 +404,10 @@ class Kernel:
             self.unregister_jprobe(jprobe)
 
     def hit_ring(self, *registers: str, capacity: int = 128) -> HitRing:
-        """Return a ring in guest memory, in which its probes record their latest hits without a trap.
+        """Return a ring in guest memory, in which the ring's probes record their latest hits without a trap.
 
-        `registers` are names as in pt_regs. `capacity` is the number of hits kept for each CPU.
-
+        HitRing.probe(), return_probe() and fprobe() create these probes. `registers` are names as in
+        pt_regs. `capacity` is the number of hits kept for each CPU.
         Raises: ValueError (an unknown register, or a capacity that is no power of 2), KernelError ENOMEM.
         """
         with self._control():
@@ -683,7 +683,10 @@ class Kernel:
 
     @contextmanager
     def _opened(self, path: str, flags: int) -> Iterator[OpenFile]:
-        """Open a control file as root, and release it at the end; the lock must be held."""
+        """Open a control file as root, and release the file at the end of the `with` block.
+
+        The lock must be held.
+        """
         opened = self._control_files.open(path, flags, _ROOT)
         try:
             yield opened
@@ -767,7 +770,7 @@ class Kernel:
         return self.mounted(self.filesystem(layout, owner))
 
     def mounted(self, files: NodeTree) -> Mount:
-        """Return a mount of a tree that filesystem() returned.
+        """Return a mount that shows `files`, a tree that filesystem() returned.
 
         Raises: KernelError ENODEV (closed).
         """
@@ -791,7 +794,7 @@ class Kernel:
         return self.components.replace_kernel(old.components, define)
 
     def adopt_mount(self, mount: Mount, files: NodeTree) -> None:
-        """Take over a mount of the kernel that this one replaces, and show in it `files` of this kernel.
+        """Take over `mount` from the kernel that this kernel replaces, and show `files` in the mount.
 
         Raises: KernelError ENODEV (closed).
         """

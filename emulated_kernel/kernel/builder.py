@@ -77,9 +77,9 @@ def build(
 
 
 def _select_profile(config: MachineConfig, profile: Profile | None) -> Profile:
-    """Return `profile`, or the one that `config` names, with the strategy and save_regs of `config` applied.
+    """Return `profile`, or else the profile that `config` names, with the strategy and save_regs of `config`.
 
-    Raises: KernelError EINVAL (with_strategy).
+    Raises: KernelError EINVAL (with_strategy() refuses the strategy).
     """
     profile = with_strategy(profile or profile_named(config.profile), config.strategy)
     if config.save_regs is None:
@@ -90,7 +90,7 @@ def _select_profile(config: MachineConfig, profile: Profile | None) -> Profile:
 def _build_on_machine(
     machine: Machine, live: LiveImage[KernelImage], watch: ProcessWatch, profile: Profile, lock: ControlLock
 ) -> BuiltinKernelComponents:
-    """Build guest, probe engine, tracing and modules on the machine; each part needs the earlier ones."""
+    """Build guest, probe engine, tracing and modules on the machine, in this order."""
     config = machine.config
     arch = arch_named(config.arch)
     # The front end sets lock.waiting later.
@@ -123,7 +123,7 @@ def _build_on_machine(
 
 
 def _ranges(symbols: Kallsyms, *names: str) -> list[range]:
-    """Return the address ranges of the functions `names`; unknown names are left out."""
+    """Return the address ranges of the functions `names`. The names that no symbol has are ignored."""
     found = [symbol for name in names for symbol in symbols.by_name(name)]
     return [range(each.address, each.address + each.size) for each in found]
 

@@ -36,7 +36,8 @@ class Hypercall(IntEnum):
     IDLE = 0
     """This CPU has no runnable task."""
     RETURN = 1
-    """A function called by the host returned; its result is in the first argument register."""
+    """A function that the host has called returned; the function's result is in the first argument register.
+    """
     USER = 2
     """The current task is in user mode and needs its next system call.
 

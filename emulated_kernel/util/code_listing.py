@@ -19,7 +19,7 @@ _REL32_SIZE = 4
 
 
 def machine_code(listing: str, at: int = 0, symbols: Mapping[str, int] | None = None) -> bytes:
-    """Return the bytes of a listing. `at` is the address of its first byte, and `symbols` maps name -> value.
+    """Return the bytes of a listing. `at` is the address of the first byte. `symbols` maps name -> value.
 
     Raises: KeyError (no such symbol), OverflowError (a symbol is too far away).
     """

@@ -104,7 +104,7 @@ class MachineConfig:
     None takes the profile's value.
     """
     limits: Limits = field(default_factory=Limits, compare=False)
-    """Resource limits of the mount; a kernel that replaces this one shares them."""
+    """Resource limits of the mount. A kernel that replaces this one has the same Limits object."""
     fast_registers: bool = True
     """Whether registers are accessed in Unicorn's CPU structure, if the start-up self-test finds it.
 

@@ -34,7 +34,10 @@ _ALWAYS_OPEN = ("/machine", f"/{CONTROL}/machine")
 
 
 class _Gated(Exception):
-    """Raised if a change must wait for `gate` without the lock, because another kernel replaces this one."""
+    """Raised if a change must wait for the event `gate`, because another kernel is built to replace this one.
+
+    The thread that waits must not hold the lock.
+    """
 
     def __init__(self, gate: Event) -> None:
         super().__init__()
@@ -70,7 +73,10 @@ class ControlFile(FileDescription):
         self.number: int | None = None
         """The descriptor's number in the process that opened the file, or None if it is unknown."""
         self.task: Any = None
-        """The guest's task that made the last call on the file; None before. Only GuestCalls uses it."""
+        """The guest's task that made the last call on the file, or None before the first call.
+
+        Only GuestCalls uses the attribute.
+        """
 
     @property
     def stream(self) -> bool:
@@ -251,7 +257,7 @@ class PendingWrite:
     """One write(2) to a control file, done step by step. Between two steps, other threads get the lock.
 
     Use the object as a context manager. In the `with` block, pass `step` to retry_yielding_lock(), which
-    calls it until the write has ended.
+    calls `step` until the write has ended.
     """
 
     __slots__ = (
@@ -279,7 +285,8 @@ class PendingWrite:
         """Begin a write of `data` at `offset`.
 
         `inner` is `file.inner` at the start of the write. A reboot between two steps replaces `file.inner`.
-        `prepared` begins the write if OpenFile.prepare() has read files of the host for it; else it is None.
+        If OpenFile.prepare() was called for the write, `prepared` is the result, which begins the write;
+        else it is None.
         """
         self.client = client
         self.file = file
@@ -296,7 +303,8 @@ class PendingWrite:
         KernelError.
         """
         self.plan: Callable[[], int] | None = None
-        """Function that does one step; None before the first step. GuestCalls.write() keeps it here."""
+        """Function that does the next step of the write for GuestCalls.write(); None before the first step.
+        """
         self.kept = ExitStack()
         """Resources of the guest's call, which are released when the write has ended."""
 
@@ -482,12 +490,15 @@ class GuestCalls:
             return write.by_piece()
 
     def follow_processes(self) -> None:
-        """Repeat forks and exits of clients' processes in the guest, if there are any; see FileSystem."""
+        """Repeat in the guest the forks and exits of clients' processes since the last request, if any.
+
+        See FileSystem.follow_processes.
+        """
 
     def give_up(self, client: Client, file: ControlFile, error: int) -> None:
-        """End the system call of the guest in which the client's task waits for `file`.
+        """End the guest's system call in which the client's task waits for `file`.
 
-        The call fails with the errno `error`.
+        The system call fails with the errno `error`.
         """
 
     def release(self, file: ControlFile | ControlDirectory) -> None:
@@ -721,8 +732,9 @@ class ControlFs(FileSystem):
             self.tree.symlink(client, path, target)
 
     def mknod(self, client: Client, path: str, mode: int) -> None:
-        """Refuse to create a file. First, the guest repeats the client's call, unless it is for a device.
+        """Refuse to create a file.
 
+        First, the guest repeats the client's call, unless the call creates a device.
         Raises: KernelError EPERM, EEXIST, EACCES (a regular file).
         """
         with self.lock:
@@ -822,7 +834,7 @@ class ControlFs(FileSystem):
         file.number = None
 
     def watch(self, watcher: ChangeWatcher | None) -> None:
-        """Implement FileSystem.watch: report changes to `watcher`, or to nothing if it is None."""
+        """Implement FileSystem.watch: report changes to `watcher`. None ends the reports."""
         self.watcher = watcher
 
     def is_between_parts(self) -> bool:

@@ -44,10 +44,10 @@ class FileSystem(ABC):
     """
 
     guest: object | None = None
-    """The guest that owns the files, or None if they are control files.
+    """The guest that owns the files, or None if the files are control files.
 
-    The guest itself refuses rename(2) and link(2) between two of its file systems. Between other file
-    systems, the mount refuses both calls with EXDEV.
+    The guest itself refuses rename(2) and link(2) between two of the guest's file systems. Between any
+    other two file systems, the mount refuses both calls with EXDEV.
     """
     is_read_only = False
     """Whether every operation that would change the file system fails with EROFS."""
@@ -65,7 +65,7 @@ class FileSystem(ABC):
         self.opened: dict[FileDescription, None] = {}
         """Open files and directories, as keys in the order in which they were opened.
 
-        Methods that open a file add its description.
+        A method that opens a file adds the file's description.
         """
         self.on_names_end: Callable[[str | None], object] | None = None
         """Function to call when a front end must look up names again for which name_lasts() was True.
@@ -80,8 +80,8 @@ class FileSystem(ABC):
     def follow_processes(self) -> None:
         """Repeat in the guest the forks and exits of clients' processes since the last request, if any.
 
-        A front end calls this while a client waits for records that such an exit would make. If nothing has
-        happened, it begins no request. Lock: takes.
+        A front end calls this method while a client waits for data, because an exit may make a record. If
+        nothing has happened, the method begins no request. Lock: takes.
         """
 
     def request(self, client: Client | None) -> AbstractContextManager[object]:
@@ -257,10 +257,11 @@ class FileSystem(ABC):
         """
 
     def become(self, new: FileSystem) -> None:
-        """Show the files of another kernel from now on. `new` is a file system of this class that shows them.
+        """Show the files of another kernel from now on.
 
-        The descriptions in `opened` remain valid. If a file cannot be opened again by its path, the `error`
-        of its description becomes ESTALE.
+        `new` is a file system of this class that shows these files. The descriptions in `opened` remain
+        valid. If a file cannot be opened again by its path, the `error` of the file's description becomes
+        ESTALE.
         """
         raise KernelError(errno.EOPNOTSUPP, "no other kernel can take the place of this one")
 
@@ -298,7 +299,7 @@ class FileSystem(ABC):
 
 
 class FileDescription:
-    """Interface of an open file. Each handle of the mount has its own description; no two are equal."""
+    """Interface of an open file. Each handle of the mount has its own description."""
 
     __slots__ = ("error", "flags", "fs", "handle", "path")
 
@@ -310,13 +311,11 @@ class FileDescription:
         self.path = path
         self.flags = flags
         self.error = 0
-        """0 while the description is usable, else the errno of requests on it.
+        """0 while the description is usable, else the errno of requests on the description.
 
-        The errno is ESTALE if the kernel was replaced by one without the file, and EIO if the mount has
-        ended.
-
-        The mount checks `error` before each call except read() and write(), which check it after they have
-        taken the lock. Other methods that wait for the lock have to check it again.
+        The errno is ESTALE if another kernel, without the file, has replaced the kernel, and EIO if the
+        mount has ended. The mount checks `error` before each call except read() and write(), which check it
+        after they have taken the lock. Other methods that wait for the lock have to check `error` again.
         """
         self.handle = 0
         """The mount's handle for this description, or 0 before the mount has assigned it."""
@@ -405,7 +404,10 @@ class FileDescription:
         """
 
     def give_up(self, client: Client, error: int) -> None:
-        """Give up a call that raised WouldBlock: its client gets the errno `error`. Lock: takes."""
+        """Give up a call that raised WouldBlock: the call of `client` fails with the errno `error`.
+
+        Lock: takes.
+        """
 
     def fsync(self, client: Client) -> None:
         """Write cached data to storage. Lock: either.
@@ -430,7 +432,10 @@ class FileDescription:
 
 
 class OpenDirectory(FileDescription):
-    """An open directory, whose `path` is its current path or GONE. Operations for files raise EISDIR."""
+    """An open directory. `path` is the directory's current path, or GONE.
+
+    Operations for files raise EISDIR.
+    """
 
     __slots__ = ("entries",)
 

@@ -22,10 +22,10 @@ END_TIMEOUT = 1.0
 
 
 class ApplyProcess:
-    """A child process that applies the *.probes files of a new mount. Its messages go to the daemon's log.
+    """A child process that applies the *.probes files of a new mount.
 
-    The daemon does not apply the files itself: a process that waits for an answer from its own FUSE mount
-    cannot be killed.
+    The daemon logs the messages of the child. The daemon does not apply the files itself, because a process
+    that waits for an answer from its own FUSE mount cannot be killed.
     """
 
     def __init__(self, directory: str) -> None:
@@ -51,8 +51,8 @@ class ApplyProcess:
     def read(self) -> str | None:
         """Log the new messages of the process.
 
-        Return None while the process runs. After its end, return "" if it has applied all definitions,
-        and a message otherwise.
+        Return None while the process runs. After the process has ended, return "" if it has applied all
+        definitions, or a message if it has not.
         """
         data = os.read(self.descriptor, PIPE_SIZE)
         *lines, self._unfinished = (self._unfinished + (data or b"\n")).split(b"\n")
@@ -71,7 +71,7 @@ class ApplyProcess:
     def end(self) -> None:
         """Kill the process if it still runs.
 
-        If one of its requests hangs, the process dies with the mount.
+        If the process is blocked in a request of the mount, it ends when the mount ends.
         """
         self._process.kill()
         self._messages.close()

@@ -1,7 +1,8 @@
-"""Backends of a mount: kprobefs's own kernel, a distribution's kernel with either engine, and a vmcore.
+"""Backends of a mount: kprobefs's own kernel, a distribution's kernel, and a kernel in a vmcore.
 
-Each function imports its modules when it is called. Importing the modules of all backends would take a
-third of the time of a start.
+A distribution's kernel is probed by kprobefs's own engine or by the kernel's own kprobes. Each function
+imports its modules when it is called. Importing the modules of all backends would take a third of the time
+of a start.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 def prepare(options: MountOptions) -> None:
     """Boot the distribution's kernel, or convert the vmcore, if the options name one. Raises: CliError.
 
-    This takes seconds. The result is cached for build_kernel(). Call this while a terminal can show the
-    progress.
+    This takes seconds. The result is cached for build_kernel(). Call this function while a terminal can
+    show the progress.
     """
     if options.vmcore is not None:
         _convert_vmcore(options.vmcore)
@@ -48,7 +49,10 @@ def prepare(options: MountOptions) -> None:
 
 
 def build_kernel(options: MountOptions) -> Mount:
-    """Return the mount that the options describe. The current user owns its files. Raises: CliError."""
+    """Return the mount that the options describe. The current user owns the mount's files.
+
+    Raises: CliError.
+    """
     if options.vmcore is not None:
         return _vmcore_mount(options, options.vmcore)
     if not runs_linux(options):
@@ -88,7 +92,7 @@ def _state(options: MountOptions) -> SavedState | None:
 
 @garbage_collection_stopped()
 def _boot_linux(options: MountOptions) -> None:
-    """Boot the distribution's kernel into the boot cache, with a progress bar."""
+    """Boot the distribution's kernel, show a progress bar, and store a snapshot in the boot cache."""
     from emulated_kernel.guests.linux.boot_cache import ensure_cached
     from kprobefs.common.progress import Progress
 
@@ -109,7 +113,7 @@ def _boot_linux(options: MountOptions) -> None:
 
 
 def _native_mount(options: MountOptions) -> Mount:
-    """Return the mount of a distribution's kernel that uses the kprobes of that kernel."""
+    """Return the mount of a distribution's kernel whose text is probed by the kernel's own kprobes."""
     from emulated_kernel.guests.common.host_processes import HostProcesses
     from emulated_kernel.guests.linux.boot_cache import started
     from emulated_kernel.guests.linux.mounts.native_mount import native_mount
@@ -135,7 +139,7 @@ def _native_mount(options: MountOptions) -> Mount:
 
 
 def _probed_mount(options: MountOptions) -> Mount:
-    """Return the mount of a distribution's kernel whose text kprobefs's own engine probes."""
+    """Return the mount of a distribution's kernel whose text is probed by kprobefs's own engine."""
     from emulated_kernel.guests.common.host_processes import HostProcesses
     from emulated_kernel.guests.linux.boot_cache import started_with_kernel
     from emulated_kernel.guests.linux.guest.passing_time import RealTime
@@ -181,9 +185,10 @@ def _cpu(options: MountOptions) -> ProductionCpu | None:
 
 
 def _linux_profile(options: MountOptions, kernel: LinuxKernel) -> Profile:
-    """Return the profile that the options name, or that of the kernel's version, with the options' strategy.
+    """Return the profile that the options name, with the strategy that the options name.
 
-    The profiles for RISC-V are for any version. Raises: CliError (the kernel is for another processor).
+    If they name no profile, return the profile of the kernel's version. The profiles for RISC-V are for any
+    version. Raises: CliError (the profile is not for the kernel's processor).
     """
     from emulated_kernel.guests.linux.probing.detect_interface import profile_of
     from emulated_kernel.kprobes.profile import RISCV_PROFILES, profile_named, with_strategy

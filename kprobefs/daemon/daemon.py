@@ -29,7 +29,7 @@ log = logging.getLogger("kprobefs")
 STANDARD_ERROR = 2
 """Descriptor of the standard error. A program that uses main() as a function may have replaced sys.stderr."""
 READY = b"\0"
-"""Message of the daemon to the starting process: the mount answers requests."""
+"""Message from the daemon to the process that started it: the mount answers requests."""
 
 
 def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | None) -> None:
@@ -47,9 +47,10 @@ def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | No
 
 
 def start_in_background(options: MountOptions, build: Builder, log_file: Path | None = None) -> None:
-    """Start a daemon, and return when its mount answers. Raises: CliError (with the daemon's message).
+    """Start a daemon, and return when the daemon's mount answers requests.
 
     `build`: builder of the served kernel. `log_file`: None selects the log in the runtime directory.
+    Raises: CliError (with the daemon's message).
     """
     start = DaemonStart(options, build, log_file)
     child = fork()
@@ -92,9 +93,10 @@ def start_as_child(options: MountOptions, build: Builder, on_orphaned: Callable[
 
 
 def _forget_handlers() -> None:
-    """Restore the default actions of SIGNALS until Service installs its handlers.
+    """Restore the default actions of SIGNALS in the daemon, until Service installs handlers.
 
-    The handlers of the caller would intercept the signal that reports the parent's death.
+    The handlers of the process that forked the daemon would intercept the signal that reports the parent's
+    death.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -122,7 +124,7 @@ class DaemonStart:
         self._is_notified = threading.Lock()
 
     def await_ready(self) -> None:
-        """Wait, in the starting process, until the mount answers.
+        """Wait until the mount answers; the starting process calls this method.
 
         Raises: CliError (with the daemon's message).
         """
@@ -140,9 +142,9 @@ class DaemonStart:
             raise CliError(answer[1:].decode(errors="surrogateescape"), ExitStatus(answer[0]))
 
     def serve(self, orphaned: Orphaned | None = None) -> NoReturn:
-        """Serve the mount in the daemon, and end the process.
+        """Serve the mount, and end the process; the daemon calls this method.
 
-        `orphaned`: work for another process when the daemon and its parent have ended, or None.
+        `orphaned`: work that another process does when the daemon and its parent have ended, or None.
         """
         status = ExitStatus.FAILURE
         # Hazard: this is a forked copy of the caller. No exception may unwind into the caller's frames.
@@ -172,9 +174,9 @@ class DaemonStart:
         return ExitStatus.FAILURE
 
     def _report(self, failure: CliError) -> None:
-        """Log a failure, and send it to the process that started the daemon.
+        """Log a failure of the daemon, and send its message to the starting process.
 
-        If the failure was sent, remove the log, unless the user has named the log file.
+        If the message was sent, remove the log, unless the user has named the log file.
         """
         why = last_line(STANDARD_ERROR) if failure.is_explained else ""
         message = f"{failure}: {why}" if why else str(failure)
@@ -219,7 +221,10 @@ class DaemonStart:
         return self._notify_starter(bytes((status,)) + message.encode(errors="surrogateescape"))
 
     def _notify_starter(self, message: bytes) -> bool:
-        """Send a message to the starting process. Return False if an earlier message was sent already."""
+        """Send a message to the starting process, and return True.
+
+        Return False if an earlier message was sent.
+        """
         if not self._is_notified.acquire(blocking=False):
             return False
         # The starting process may be dead.

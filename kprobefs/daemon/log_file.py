@@ -57,7 +57,10 @@ def _reason(path: str, error: OSError) -> str:
 
 
 def last_line(descriptor: int) -> str:
-    """Return the last line of the log with this descriptor that is not blank, or "" if there is none."""
+    """Return the last line that is not blank of the log with this descriptor, or "" if there is none.
+
+    Only the last TAIL bytes are searched.
+    """
     try:
         with open(f"/proc/self/fd/{descriptor}", "rb") as file:
             file.seek(max(0, os.fstat(descriptor).st_size - TAIL))

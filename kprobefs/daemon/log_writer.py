@@ -1,4 +1,4 @@
-"""LogWriter: a logging handler that never keeps its caller waiting, even if the log's file hangs."""
+"""LogWriter: a logging handler that never makes the logging thread wait, even if writing the log blocks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.threads import start_thread
 
 MAX_BYTES = 1 << 20
-"""Maximum size of waiting messages in bytes; further messages are dropped and counted."""
+"""Maximum size in bytes of all messages that wait to be written. Further messages are dropped and counted."""
 FLUSH_TIMEOUT = 1.0
 """Maximum seconds that flush() waits until the messages are written."""
 
 
 class LogWriter(logging.Handler):
-    """Queues messages, which a thread writes to a descriptor.
+    """Queues log messages. A thread writes the queued messages to a descriptor.
 
-    A pipe that nobody reads, a stopped terminal or a hung disk keeps only that thread waiting. The descriptor
-    stays blocking: other processes may have inherited it, and O_NONBLOCK would apply to them, too.
+    If the descriptor is a pipe that nobody reads, a stopped terminal or a file on a hung disk, only this
+    thread waits. The descriptor stays blocking: other processes may have inherited it, and O_NONBLOCK would
+    apply to them, too.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -32,7 +33,7 @@ class LogWriter(logging.Handler):
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        """Discard all messages and the thread, for the start and for a forked child."""
+        """Discard all queued messages, and forget the thread, which a forked child does not have."""
         self._changed = threading.Condition()
         self._messages: deque[bytes] = deque()
         self._size = 0
@@ -41,7 +42,10 @@ class LogWriter(logging.Handler):
         self._thread: threading.Thread | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue a record. If no thread can be started to write it, try again with the next record."""
+        """Queue the message of a record.
+
+        If no thread can be started to write the queue, try again with the next record.
+        """
         try:
             message = f"{self.format(record)}\n".encode("utf-8", "surrogateescape")
         except Exception:

@@ -16,10 +16,11 @@ CAP_SYS_PTRACE = 19
 
 
 class NamespaceMembers:
-    """Counts the other processes in the daemon's mount namespace, except daemons of kprobefs mounts.
+    """Checks whether other processes are in the daemon's mount namespace.
 
-    If daemons counted, two of them in one namespace would keep each other alive. The host's initial
-    namespace is not scanned because it always has other processes.
+    Daemons of kprobefs mounts and their children are ignored, because two daemons in one namespace would
+    keep each other alive. The host's initial namespace is not scanned, because it always has other
+    processes.
     """
 
     def __init__(self) -> None:
@@ -38,11 +39,14 @@ class NamespaceMembers:
             return False
 
     def add(self, pid: int) -> None:
-        """Declare the process `pid` to be one of the daemon's own, which are not counted as members."""
+        """Declare `pid` to be one of the daemon's own processes, which are ignored."""
         self._own.add(pid)
 
     def all_exited(self) -> bool:
-        """Scan all processes; return True if there were other processes earlier and there are none now."""
+        """Scan all processes.
+
+        Return True if an earlier scan has found other processes and this scan finds none.
+        """
         if self._has_some():
             self._had_some = True
             return False

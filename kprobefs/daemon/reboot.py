@@ -40,14 +40,20 @@ PLACE = "the kernel before this one"
 
 
 class PowerFile(SteppedFile):
-    """machine/power: writing `reboot` boots the guest again; reading returns its state and boot count."""
+    """The file machine/power. Writing `reboot` replaces the kernel by a new one.
+
+    Reading returns the state of the kernel and the number of boots.
+    """
 
     replaces_kernel = True
     __slots__ = ()
 
 
 class KernelFiles(TreeFiles):
-    """The files of a kernel in this process. Even thousands of definitions and events need no open files."""
+    """The control files of a kernel in this process, for functions that read and write the files of a mount.
+
+    The object uses no file descriptors, even for thousands of definitions and events.
+    """
 
     def __init__(self, tree: NodeTree, client: Client, kernel: Kernel) -> None:
         super().__init__(tree, client)
@@ -63,7 +69,7 @@ class KernelFiles(TreeFiles):
             raise host_error(error) from error
 
     def configured_events(self, directory: str) -> Iterator[str]:
-        """Yield the array's events that may have filters or triggers; see Files.configured_events.
+        """Yield the events of a trace array that may have filters or triggers; see Files.configured_events.
 
         `directory`: directory of the trace array.
         """
@@ -93,8 +99,8 @@ class RebootableKernel:
     ) -> None:
         """Boot the first kernel, and restore `state`, which an earlier daemon has saved.
 
-        Each kernel gets its own view of the host's processes from `watch`. Raises: OSError (the error of
-        Kernel).
+        `watch` is called for each kernel, and returns the kernel's view of the host's processes. Raises:
+        OSError (the error of Kernel).
         """
         self._watch = watch
         self._layout = layout
@@ -104,7 +110,7 @@ class RebootableKernel:
         self._processes = watch()
         self._kernel = Kernel(config, self._processes)
         self._return_hook = self._kernel.kretprobes.hooks.return_hook
-        """Name of the default return hook of a new kernel."""
+        """Name of the shadow stack that return probes use in a kernel without definitions."""
         is_restored = state is not None and self._restore(state)
         self.mount = self._kernel.mounted(self._files(self._kernel))
         if state is not None:
@@ -113,9 +119,9 @@ class RebootableKernel:
                 state.keep(kernel, self.mount, lambda: self._lines(kernel), is_fresh=not is_restored)
 
     def _restore(self, state: SavedState) -> bool:
-        """Restore the saved state.
+        """Restore the saved state in the current kernel, and return True. Return False if there is no state.
 
-        Return False if there is no state. If restoring it fails, boot a fresh kernel and return False.
+        If restoring the state fails, boot another kernel, make it the current kernel, and return False.
         """
         kernel = self._kernel
         try:
@@ -155,7 +161,10 @@ class RebootableKernel:
         return len(data)
 
     def _definitions(self, kernel: Kernel) -> Iterator[str]:
-        """Yield the lines that define the kernel's probes and settings, with a PAUSE between steps."""
+        """Yield the lines that define the probes and settings of `kernel`.
+
+        Yield PAUSE wherever the control lock may be released for a moment.
+        """
         hook = kernel.kretprobes.hooks.return_hook
         # The return hook comes first: it cannot be changed once a return probe exists.
         if hook != self._return_hook:
@@ -167,7 +176,7 @@ class RebootableKernel:
         return [*filter(None, self._definitions(kernel))]
 
     def _all_files(self, kernel: Kernel) -> TreeFiles:
-        """Return the files of the full layout, which may have more files than the layout of the mount."""
+        """Return the files of `kernel` in the full layout. The layout of the mount may have fewer files."""
         client = Client(os.getpid(), self._owner.uid, self._owner.gid)
         return KernelFiles(self._tree(kernel), client, kernel)
 
@@ -175,15 +184,19 @@ class RebootableKernel:
         return kernel.filesystem(RootLayout.FULL, self._owner)
 
     def reboot(self) -> None:
-        """Replace the current kernel by a new kernel; keep it if the reboot fails. Raises: KernelError."""
+        """Replace the current kernel by a new kernel. If this fails, the current kernel stays in use.
+
+        Raises: KernelError.
+        """
         with self._kernel.lock:
             for _ in self._reboot():
                 pass
 
     def _reboot(self) -> Iterator[None]:
-        """Do the work of reboot() in steps. Between two steps the old kernel answers, and changes wait.
+        """Do the work of reboot() in steps. The control lock is held during each step.
 
-        The control lock is held during each step. Raises: KernelError.
+        Between two steps, the old kernel serves requests, except changes of control files, which wait for
+        the end of the reboot. Raises: KernelError.
         """
         old = self._kernel
         # A collection would look at all objects of both kernels, which stops all threads.
@@ -237,9 +250,10 @@ class RebootableKernel:
     def _define(
         self, kernel: Kernel, old: Kernel, definitions: list[str], loads: list[WorkloadOrder]
     ) -> Iterator[None]:
-        """Define the old kernel's modules, probes and settings in the new kernel, in steps.
+        """Define the modules, probes and settings of the kernel `old` in `kernel`, in steps.
 
-        Append to `loads` the workloads that run in the old kernel, to start them in the new one.
+        `definitions`: lines that define the probes and settings. Append to `loads` the orders for the
+        workloads that run in `old`, so that they can be started in `kernel`.
         """
         for file in _modules(old):
             try:
@@ -259,7 +273,10 @@ class RebootableKernel:
 
 
 def _modules(kernel: Kernel) -> list[ModuleFile]:
-    """Return the files of the loaded modules, or none if the guest's list of modules is damaged."""
+    """Return the files of the modules that are loaded in `kernel`.
+
+    Return an empty list if the kernel's list of modules is damaged.
+    """
     with suppress(KernelError):
         return kernel.modules.files()
     return []

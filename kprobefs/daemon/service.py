@@ -39,28 +39,28 @@ log = logging.getLogger("kprobefs")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals at which the service ends."""
 CLOSE_TIMEOUT = 1.0
-"""Maximum seconds for closing the kernel before the unmount. Closing it ends all waiting reads."""
+"""Maximum seconds for closing the kernel before the unmount. Closing the kernel ends all waiting reads."""
 END_TIMEOUT = 2.0
-"""Maximum seconds for the end of the FUSE session after the unmount. After them, the process exits anyway."""
+"""Maximum seconds for the end of the FUSE session after the unmount. After a timeout, the process exits."""
 SWITCH_INTERVAL = 0.0002
 """Argument of sys.setswitchinterval(), in seconds.
 
 The interval is short, because hooks of the emulator and requests compete for Python's interpreter lock.
 """
 FULL_COLLECTIONS = 50
-"""Number of garbage collections of the middle generation for each full collection.
+"""Number of collections of Python's middle generation of garbage between two full collections.
 
-A full collection is slower than registering 1000 probes.
+A full collection takes longer than the registration of 1000 probes.
 """
 APPLY_TIMEOUT = 30.0
 """Maximum seconds that a start waits until the *.probes files are applied."""
 
 
 class StartUp:
-    """The phase after mounting in which the *.probes files are applied.
+    """The phase of the start, after mounting, in which a child process applies the *.probes files.
 
-    The phase is over when they are applied, or after APPLY_TIMEOUT. After a timeout, the process that applies
-    them continues.
+    The phase is over when all files are applied, or after APPLY_TIMEOUT. After a timeout, the child process
+    continues to apply the files.
     """
 
     def __init__(self, applying: ApplyProcess | None, wake: Wake) -> None:
@@ -90,9 +90,9 @@ class StartUp:
 
 
 class WatchdogReports:
-    """Receives the watchdog process's reports about the state of the mount.
+    """Receives the reports of the watchdog process about the state of the mount.
 
-    At each report, the object sends a keep-alive to the service manager.
+    At each report, this object sends a keep-alive to the service manager.
     """
 
     def __init__(self, watchdog: ServiceWatchdog | None, wake: Wake) -> None:
@@ -163,11 +163,12 @@ class Service:
         at_killed: Callable[[], None],
         orphaned: Orphaned | None = None,
     ) -> None:
-        """Serve until SIGTERM, SIGINT, SIGHUP or umount. Raises: CliError.
+        """Serve the mount until SIGTERM, SIGINT, SIGHUP or umount. Raises: CliError.
 
-        Call `on_prepared` before the first thread starts, and `on_ready` when the mount answers. After the
-        daemon was killed, another process (UnmountWatcher) unmounts the mount and calls `at_killed`. When the
-        daemon and its parent have ended, that process does the work `orphaned`, even if neither was killed.
+        Call `on_prepared` before the first thread starts, and `on_ready` when the mount answers. If the
+        daemon is killed, another process (UnmountWatcher) unmounts the mount and calls `at_killed`. When
+        the daemon and its parent have ended, UnmountWatcher's process does the work `orphaned`, even if
+        neither of them was killed.
         """
         mountpoints.check_proc()
         # Hazard: libfuse handles signals that have the default action, so install handlers before it starts.

@@ -19,9 +19,12 @@ from kprobefs.common.errors import fork
 from kprobefs.common.mountpoints import CONTROL_TIMEOUT, STATE_LINK, MountState
 
 BUSY_LIMIT = 900.0
-"""Maximum seconds that one request may hold the control lock. One run of the guest may take 600 seconds."""
+"""Maximum seconds for which a read of the mount's state may block while the daemon counts as alive.
+
+One run of the guest may take 600 seconds.
+"""
 CPU_TIMES = slice(11, 13)
-"""Range of utime and stime among the fields of /proc/PID/stat after the name. Mirrors: proc(5)."""
+"""Range of utime and stime among the fields that follow the name in /proc/PID/stat. Mirrors: proc(5)."""
 PR_SET_PDEATHSIG = 1
 """Operation of prctl(2) that sets the signal at the parent's death. Mirrors: prctl(2)."""
 PIPE_SIZE = 1 << 16
@@ -104,7 +107,11 @@ class _Condition:
         self.told = ""
         """State of the mount at the last ask(), a value of MountState; "" if it could not be read."""
         self.is_alive = True
-        """False if the daemon neither answers nor uses CPU time."""
+        """Whether the daemon seemed alive at the last ask().
+
+        False if the read of the state blocks, and either has blocked for BUSY_LIMIT seconds or the daemon
+        has used no CPU time since the ask() before.
+        """
         self._link = link
         self._stat = Path(f"/proc/{daemon}/stat")
         self._asking = threading.Thread()
@@ -113,7 +120,10 @@ class _Condition:
         self._used: list[bytes] = []
 
     def ask(self) -> str:
-        """Read the state again, wait up to CONTROL_TIMEOUT for it, and return the new value of `told`."""
+        """Read the state again, store it in `told`, and return it.
+
+        Wait at most CONTROL_TIMEOUT seconds for it.
+        """
         if not self._asking.is_alive():
             self._asking = threading.Thread(target=self._read, daemon=True)
             self._since = time.monotonic()

@@ -15,7 +15,7 @@ from kprobefs.common.daemon_registry import forget
 from kprobefs.common.errors import CliError, fork
 
 MESSAGE_SIZE = 64
-"""Maximum size of a message in bytes, which contains a device number."""
+"""Maximum size in bytes of the message to the child, which contains the device number of the mount."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,11 @@ class Orphaned:
 
 
 class UnmountWatcher:
-    """A child process that unmounts if the daemon ends by a signal that it cannot handle.
+    """A child process that unmounts if the daemon ends by a signal that the daemon cannot handle.
 
     If there is an Orphaned, the child then waits for the end of the daemon's parent, and does the work. The
-    child must hold no descriptor of /dev/fuse: with one, requests would wait for an answer even after the
+    child must hold no descriptor of /dev/fuse. Otherwise, requests would wait for an answer even after the
     daemon's end. So start the child before /dev/fuse is opened, and while the caller has no threads.
-
     Mirrors: fusermount's option auto_unmount (libfuse 3).
     """
 
@@ -53,7 +52,10 @@ class UnmountWatcher:
         os.close(daemon)
 
     def leave(self, device: str) -> None:
-        """Make the child leave the caller's session. The mount exists now; `device` is its device number."""
+        """Make the child leave the caller's session, because the mount exists now.
+
+        `device` is the mount's device number.
+        """
         os.write(self._writer, device.encode())
 
     def end(self) -> None:
@@ -104,10 +106,10 @@ def _wait_for_end(process: int) -> None:
 
 
 def _close_all_but(*kept: int) -> None:
-    """Close the child's descriptors from 3 on except `kept`, and redirect 0 to 2 to /dev/null.
+    """Close the child's descriptors from 3 on except `kept`, and redirect 0, 1 and 2 to /dev/null.
 
-    The child must not keep copies of the daemon's descriptors, because some of them lock the daemon's record
-    or are ends of pipes.
+    The child must not keep copies of the daemon's descriptors. Some of them lock the daemon's record, and
+    some are ends of pipes.
     """
     null = os.open(os.devnull, os.O_RDWR)
     for target in range(3):

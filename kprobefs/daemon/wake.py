@@ -1,4 +1,4 @@
-"""Wake: event loop of the daemon's main thread, which waits for the end and for output of child processes."""
+"""Wake: an event for the daemon's main thread, which waits for the end or for output of child processes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ Handler = Callable[[], None]
 
 
 class Wake:
-    """An event that signal handlers may set and the main thread waits for. A process has one such event.
+    """An event for which the main thread waits, and which signal handlers may set.
 
-    Python runs a signal handler only when the main thread executes Python code. A threading.Event would keep
-    waiting if the signal came just before the wait or arrived in another thread. Here the main thread waits
-    for a pipe, to which the interpreter writes a byte at each signal.
+    A process has one such event. Python runs a signal handler only when the main thread executes Python
+    code. If a signal came just before the wait, or arrived in another thread, a threading.Event would
+    continue to wait. Here the main thread waits for a pipe, to which the interpreter writes a byte at each
+    signal.
     """
 
     def __init__(self) -> None:

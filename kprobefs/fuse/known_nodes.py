@@ -51,7 +51,7 @@ CACHED_ATTRIBUTES = 500
 BLOCK_SIZE = 4096
 """Value of st_blksize for every file, in bytes."""
 PAGED_SIZE = 1 << 40
-"""Value of st_size, in bytes, of files that can be spliced; a splice(2) by the host's kernel ends there."""
+"""Value of st_size, in bytes, of files that can be spliced. The host's kernel ends a splice(2) there."""
 
 _Key = tuple[int, bytes]
 """Node id of a directory, and a name in the directory."""
@@ -110,9 +110,9 @@ def attr_bytes(attributes: Stat) -> bytes:
 class KnownNodes:
     """The nodes of control files that the host's kernel has looked up, by id, and by directory and name.
 
-    libfuse counts the LOOKUPs of a node that it has answered. A FORGET has the number of all LOOKUPs of the
-    node. So the LOOKUPs that kprobefs has answered itself are subtracted before libfuse gets the FORGET.
-
+    libfuse counts the LOOKUPs of a node to which libfuse has replied. A FORGET has the number of all
+    LOOKUPs of the node. So the LOOKUPs to which kprobefs has replied itself are subtracted before libfuse
+    gets the FORGET.
     Replaces: libfuse's replies to LOOKUP, GETATTR and OPEN of control files.
     Gains: two thirds of the time of an open, read and close by path.
     """
@@ -153,7 +153,10 @@ class KnownNodes:
         """Number of calls of end_names() so far."""
         self._request = threading.local()
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Function that returns a context manager for a wait; in its block, another thread reads requests."""
+        """Function that returns a context manager.
+
+        In its block this thread may wait, while another reads requests.
+        """
 
     def initialise(self, request: bytearray) -> None:
         """Set `lets_names_last` from the INIT request `request`.

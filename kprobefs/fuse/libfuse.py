@@ -188,7 +188,7 @@ _served = _Served()
 
 
 def served_pid() -> int:
-    """Return the pid of the process whose request the calling thread serves; 0 if it has served none."""
+    """Return the pid of the process whose request the calling thread serves; 0 before the first request."""
     return _served.pid
 
 
@@ -593,9 +593,9 @@ class ReplyChannels:
         return path is not None
 
     def _send(self, reply: bytearray) -> None:
-        """Send a reply of libfuse. Raises: OSError (not sent).
+        """Send a reply of libfuse to the host's kernel. Raises: OSError (not sent).
 
-        If the reply is for a LOOKUP of a control file, also record the node that it contains.
+        If the reply is for a LOOKUP of a control file, also record the node that the reply contains.
         """
         looked_up = self._looked_up
         arguments = getattr(looked_up, "arguments", None)
@@ -621,7 +621,10 @@ class ReplyChannels:
         self._linked_nodes.discard(node)
 
     def _share(self, node: int) -> None:
-        """Record that a node gets another link, and invalidate its attributes in the host's kernel."""
+        """Record that the node with the id `node` gets another link.
+
+        Invalidate the node's attributes in the host's kernel.
+        """
         self._linked_nodes.add(node)
         size = INVALIDATION.size
         # The write fails if the host's kernel has no attributes of the node.
@@ -734,11 +737,11 @@ class _LoopState:
         return self._opcode == FUSE_RELEASE
 
     def may_be_releasing(self) -> bool:
-        """Return False if the thread certainly answers no RELEASE that left the queue before this call.
+        """Return True if the thread may be answering a RELEASE that left the queue before this call.
 
         Hazard: the host's kernel takes a request out of the queue before it copies the request to the
-        thread's buffer. So a thread whose buffer has no request may still have taken one, unless the
-        thread sleeps.
+        thread's buffer. So a thread whose buffer has no request may still have taken one, unless the thread
+        sleeps.
         """
         if not self._opcode and self._is_running():
             return True
@@ -756,7 +759,7 @@ class _LoopState:
 class AtOnce(NamedTuple):
     """The operations of a mount that SessionLoop calls without libfuse.
 
-    None of them raises. Instead of a result they return -errno.
+    The functions raise nothing. If an operation fails, its function returns -errno.
     """
 
     read: Callable[[int, int, int, int, int, int, int, int], bytes | int | None]
@@ -814,11 +817,11 @@ class SessionLoop:
         nodes: KnownNodes | None = None,
         acting: Collection[int] = (),
     ) -> None:
-        """Make a loop over a struct fuse_session.
+        """Make a loop over the struct fuse_session at the address `session`.
 
-        `nodes` has the nodes of control files. If it is None, libfuse answers their requests. `acting` has
-        the handle fh of each open file whose release has an effect that other files show. A handle stays in
-        `acting` until the release has returned.
+        `nodes` has the nodes of control files. If `nodes` is None, libfuse replies to the requests about
+        them. `acting` has the handle fh of each open file whose release has an effect that other files
+        show. A handle stays in `acting` until the release has returned.
         """
         self._session = session
         self._replies = replies
@@ -885,9 +888,9 @@ class SessionLoop:
                 sleep(RETRY_DELAY)
 
     def _process(self, request: bytearray, address: int, size: int) -> bool:
-        """Answer a request of `size` bytes in the buffer `request`, whose address is `address`.
+        """Answer the request of `size` bytes in the buffer `request`, whose address is `address`.
 
-        Return False if there may have been no memory for the reply.
+        Return False if the reply may not have been sent for lack of memory, else True.
         """
         opcode, unique, node, uid, gid, pid = IN_HEADER.unpack_from(request)
         _served.pid = pid

@@ -190,11 +190,11 @@ class Server:
 class _AttributesFor(threading.local):
     """Records whether a client or only libfuse has caused the next getattr in this thread.
 
-    libfuse calls getattr for a client's stat(2) and LOOKUP, which the guest repeats as a system call of the
-    client. libfuse also calls getattr to complete its replies to create, mknod, mkdir, symlink and link. The
-    guest must run nothing for this getattr, nor for two kinds of LOOKUP: that of a directory that exists as
-    long as the mount, and one that the guest has repeated already. In these cases, skip_client() is called
-    before libfuse calls getattr. libfuse makes all calls of one request in one thread.
+    libfuse calls getattr for a client's stat(2) and LOOKUP. The guest repeats these as system calls of the
+    client. The guest must run nothing in three other cases. libfuse calls getattr to complete its reply to
+    create, mknod, mkdir, symlink and link. The LOOKUP may be that of a directory that exists as long as the
+    mount. Or the guest may have repeated the LOOKUP already. In these cases, skip_client() is called before
+    libfuse calls getattr. libfuse makes all calls of one request in one thread.
     """
 
     def __init__(self) -> None:
@@ -238,7 +238,10 @@ class _Operations:
         self._pollers = libfuse.PollHandles()
         self.ready: Callable[[], None] = _not_served
         self.blocking: Callable[[], AbstractContextManager[int]] = _not_served
-        """Function that returns a context manager for a wait; in its block, another thread takes requests."""
+        """Function that returns a context manager.
+
+        In its block this thread may wait, while another reads requests.
+        """
         self.follows_processes = True
         """Whether forks and exits of clients' processes are repeated in the guest while a client waits."""
         self._follower = threading.Lock()
@@ -334,9 +337,10 @@ class _Operations:
         return self._opened(info, handle)
 
     def _retry_error(self, path: str, error: KernelError) -> KernelError:
-        """Return the error for a failed open: ESTALE for a removed name that the host's kernel has cached.
+        """Return the error for a failed open(2).
 
-        After ESTALE, the host's kernel looks the name up again. Other errors stay as they are.
+        It is ESTALE if the host's kernel may cache a name that was removed; the kernel then looks the name
+        up again. Otherwise, it is `error` itself.
         """
         if error.errno == errno.ENOENT and path.split("/", 2)[1] in self.clients_own:
             return KernelError(errno.ESTALE, path)
@@ -563,7 +567,7 @@ class _Operations:
             raise KernelError(errno.ENOMEM, "the host has no memory")
 
     def _needs_reserve(self) -> None:
-        """Check that the memory reserve is not used up; if it is, only close(2) works.
+        """Check that the memory reserve is not used up. If the reserve is used up, only close(2) works.
 
         Raises: KernelError ENOMEM.
         """

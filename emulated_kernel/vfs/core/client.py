@@ -25,9 +25,9 @@ class Client(NamedTuple):
     uid: int
     gid: int
     umask: int = 0
-    """The process's umask, or 0 if the front end does not know it.
+    """The process's umask, or 0 if the front end does not know the umask.
 
-    The modes in requests are those after the umask was applied.
+    The umask is already applied to the modes in requests.
     """
     facts: object = None
     """Data about the process for the guest, which FileSystem.informed() has read; None before that."""
@@ -95,7 +95,7 @@ def path_after_rename(path: str, old: str, new: str) -> str:
 
 
 def require_path(path: str) -> str:
-    """Check that `path`, the path of an open directory, is not GONE, and return it.
+    """Return `path`, the path of an open directory, after checking that the path is not GONE.
 
     Raises: KernelError ENOENT (the directory is GONE).
     """

@@ -22,7 +22,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The user who mounts, and this user's group. They own each node until chown(2) changes its owner."""
+    """The user who has mounted, and this user's group.
+
+    They own each node until chown(2) changes the node's owner.
+    """
 
     uid: int = 0
     gid: int = 0
@@ -241,9 +244,10 @@ class _Member(Generic[T]):
     directory: Directory | None = None
 
     def number(self, numbers: Iterator[int]) -> int:
-        """Return the inode number of the object's subdirectory; if it has none, take the next of `numbers`.
+        """Return the inode number of the object's subdirectory.
 
-        The subdirectory's node need not exist.
+        If it has none, take the next of `numbers` for it. This works before the node of the subdirectory
+        exists.
         """
         if self.directory is not None:
             return self.directory.number(numbers)

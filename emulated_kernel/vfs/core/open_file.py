@@ -68,7 +68,10 @@ class File(Node):
     opened_as: ClassVar[type[OpenFile]]
     """Class of the file's open files. Its constructor raises the errno of the file's open on Linux."""
     has_position: ClassVar[bool] = True
-    """Whether lseek(2) works. As in Linux, it fails if the file_operations have no llseek, or no_llseek."""
+    """Whether lseek(2) works.
+
+    As in Linux, the call fails if the file_operations have no llseek, or no_llseek.
+    """
     __slots__ = ("moves",)
 
     def __init__(self, mode: int, moves: Moves = Moves.BY_BYTES) -> None:

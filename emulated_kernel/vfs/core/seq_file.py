@@ -30,7 +30,10 @@ FUSE splits writes at 128 KiB, or up to a page earlier if the data does not begi
 RECORDS_PER_STEP = 4096
 """Number of records that a read renders before it releases the control lock for a moment."""
 Records = Callable[[int], Iterable[str]]
-"""Function that returns a file's records from an index on. Each read(2) that needs records calls it again."""
+"""Function that returns a file's records from an index on.
+
+Each read(2) that needs further records calls the function again.
+"""
 Store = Callable[[bytes], None]
 """Function that executes a write and takes all its data. Raises: KernelError."""
 Execute = Callable[[bytes], int]
@@ -44,7 +47,7 @@ T = TypeVar("T")
 def explained(
     log: Callable[[str], None], file: str, execute: Callable[[bytes], Taken]
 ) -> Callable[[bytes], Taken]:
-    """Wrap `execute`: if it raises a KernelError, write the error's message to the kernel log.
+    """Wrap `execute`: write the message of a KernelError that `execute` raises to the kernel log.
 
     `file` names the file in the message. The writing process sees only the errno.
     """
@@ -393,7 +396,7 @@ class _OpenStepped(OpenCommand):
 class SteppedFile(CommandFile):
     """A CommandFile whose writes are executed in steps, between which other requests may run.
 
-    If a line fails, the line changes nothing. The lines before it keep their effect.
+    If a line fails, the line changes nothing, but the lines before it keep their effect.
     """
 
     opened_as = _OpenStepped

@@ -15,8 +15,8 @@ from emulated_kernel.vfs.core.seq_file import SysctlFile
 def sysctl_directory(kprobes: Kprobes, stack: StackTracer) -> Directory:
     """Return the directory sysctl/.
 
-    If the kernel has an optimizer, the directory has debug/kprobes-optimization. If the kernel has fentry
-    sites, it has kernel/ftrace_enabled and kernel/stack_tracer_enabled.
+    The directory has debug/kprobes-optimization if the kernel has an optimizer. It has
+    kernel/ftrace_enabled and kernel/stack_tracer_enabled if the kernel has fentry sites.
     """
     debug: dict[str, Node] = {}
     if kprobes.optimizer is not None:

@@ -336,7 +336,10 @@ def _of_cpu(buffers: Sequence[RingBuffer], cpu: int | None) -> Sequence[RingBuff
 
 
 class _OpenTrace(_OpenRecords):
-    """An open `trace` file. With option pause-on-trace, recording stops while it is open for reading."""
+    """An open `trace` file.
+
+    While the file is open for reading, recording stops if the option pause-on-trace is set.
+    """
 
     node: _TraceFile
 

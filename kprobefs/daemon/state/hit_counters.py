@@ -8,7 +8,7 @@ from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
 
 Counts = dict[str, list[list[int]]]
-"""Event as group/name -> for each of its probes, the numbers of hits and of missed hits."""
+"""Event as group/name -> a pair for each of the event's probes: number of hits, number of missed hits."""
 
 
 def counts(kernel: Kernel) -> Counts:
@@ -20,9 +20,10 @@ def counts(kernel: Kernel) -> Counts:
 
 
 def set_counts(kernel: Kernel, known: Counts) -> None:
-    """Set the counts of a kernel's probes. Skip an event that has another number of probes in `known`.
+    """Set the counts of a kernel's probes to the counts `known`.
 
-    Raises: TypeError, ValueError (`known` does not contain counts).
+    Skip an event whose number of probes differs from that in `known`. Raises: TypeError, ValueError
+    (`known` does not contain counts).
     """
     for event in _events(kernel):
         found = known.get(f"{event.group}/{event.name}", [])

@@ -43,7 +43,10 @@ def read(path: Path) -> JournalText:
 
 
 def _entry(file: BinaryIO) -> Entry | None:
-    """Return the next entry of a journal; return None at the end, or if the entry is damaged."""
+    """Read the next entry of the journal `file` and return it.
+
+    Return None at the end, or if the entry is damaged.
+    """
     frame = file.read(_FRAME.size)
     if len(frame) != _FRAME.size:
         return None
@@ -59,7 +62,10 @@ def _entry(file: BinaryIO) -> Entry | None:
 
 
 def encoded(entry: Entry) -> bytes:
-    """Return the text of an entry with its header. Raises: OSError (the entry is too long)."""
+    """Return an entry as a journal contains it: a header and the text.
+
+    Raises: OSError (the entry is too long).
+    """
     text = json.dumps(entry, separators=(",", ":")).encode()
     if len(text) > _SIZE_LIMIT:
         raise OSError(None, "an entry that is too long")
@@ -67,9 +73,10 @@ def encoded(entry: Entry) -> bytes:
 
 
 class Journal:
-    """A journal that is being written.
+    """A journal to which entries are appended.
 
-    When its first entries are written, its file replaces the earlier file at the same path.
+    The journal is written to a new file. The new file replaces the file at `path` after its first entries
+    are written.
     """
 
     def __init__(self, path: Path, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Reads trace records of an earlier daemon from its file, and shows them in instances."""
+"""Reads the trace records that an earlier daemon has saved in a file, and shows the records in instances."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def is_last(instance: str) -> bool:
 
 
 def last_names(instances: Iterable[str]) -> dict[str, str]:
-    """Return a map name of an earlier instance -> name of the instance that shows its records.
+    """Return a map name of an earlier daemon's instance -> name of the instance that shows its records.
 
     The name "" means the top directory. A name that would be too long is shortened.
     """
@@ -53,7 +53,7 @@ def last_names(instances: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ArrayPlace:
-    """Location of a trace array's buffers in the file of records, and the array's clock."""
+    """Location of a trace array's ring buffers in the file of records, and the name of the array's clock."""
 
     name: str
     """Name of the instance; "" for the top directory."""
@@ -84,14 +84,14 @@ def _place(name: str, past: PreviousBootRecords, clock: str) -> ArrayPlace:
 
 @dataclass
 class LastRecords:
-    """The trace records of the previous boot that were found in a file of --state."""
+    """The trace records of the previous boot, as found in the file of records in the --state directory."""
 
     arrays: dict[str, tuple[ArrayPlace, PreviousBootRecords]]
     """Name of the instance that will show records -> (former location of the records, the records)."""
     torn: int = 0
-    """Number of records that were reserved but not finished."""
+    """Number of records that were reserved in a ring buffer but not finished."""
     damage: list[str] = field(default_factory=list)
-    """Descriptions of the damaged buffers."""
+    """A message for each damaged ring buffer."""
 
     def __len__(self) -> int:
         return sum(len(past) for _, past in self.arrays.values())

@@ -17,7 +17,7 @@ from kprobefs.definitions.tracefs_files import TreeFiles
 
 MODULES = "machine/modules"
 PLACE = "what was defined"
-"""Name for the journal as the source of lines, in error messages."""
+"""Name of the journal in error messages about its lines."""
 
 
 class Replay:
@@ -28,7 +28,7 @@ class Replay:
         self._tree = tree
         self._client = client
         self._opened: dict[int, OpenFile] = {}
-        """Handle in the journal -> open file.
+        """Handle of an open file in the journal -> open file of the kernel.
 
         A long write(2) has several entries, and entries of other files may come between them.
         """

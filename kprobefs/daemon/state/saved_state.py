@@ -83,11 +83,12 @@ class _NewIds(EventWatcher):
 
 
 class SavedState(ChangeWatcher, TaskObserver):
-    """The state that a daemon restores and saves. A daemon with a damaged state still serves.
+    """The state that a daemon restores at its start and saves later.
 
-    Callers of all methods except the constructor and settle() hold the control lock, or are the kernel's only
-    users. A change is appended to a queue under the lock. The thread that made the change writes the queue to
-    the journal after it has released the lock, and waits until its change is written.
+    A daemon with a damaged state still serves. Callers of all methods except the constructor and settle()
+    hold the control lock, or are the kernel's only users. A change is appended to a queue under the lock.
+    After the thread that made the change has released the lock, it writes the queue to the journal, and
+    waits until its change is written.
     """
 
     def __init__(self, directory: StateDirectory, root: str) -> None:
@@ -111,19 +112,22 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._counts: Counts = {}
         self._timer: threading.Timer | None = None
         self._size = 0
-        """Size that the journal will have in bytes after the whole queue was written."""
+        """Size in bytes that the journal will have when the whole queue is written."""
         self._base_size = 0
         self._queue: deque[Callable[[], None]] = deque()
-        """Functions that write the changes, oldest first; they raise OSError."""
+        """Functions that write the queued changes to the journal, oldest change first. They raise OSError."""
         self._queued = 0
         """Number of changes that were appended to the queue so far."""
         self._settled = 0
         """Number of changes that were removed from the queue so far, and that are written or have failed."""
         self._writing = threading.Lock()
-        """Held by the thread that writes the queue. A thread that holds it does not take the control lock."""
+        """Lock of the thread that writes the queue.
+
+        While a thread holds this lock, it does not take the control lock.
+        """
         self._own = threading.local()
         self._failure = ""
-        """Reason why nothing is saved at present, or "" if the state is saved."""
+        """Reason why changes are not saved at present, or "" if they are saved."""
         self._again_at = 0.0
         """Monotonic time of the next attempt to save."""
         self._found = "nothing"
@@ -140,9 +144,10 @@ class SavedState(ChangeWatcher, TaskObserver):
     # The earlier daemon's state
 
     def restore(self, kernel: Kernel, tree: NodeTree) -> bool:
-        """Restore the state to a new kernel; `tree` has all its files. Return False if there is no state.
+        """Restore the state in a new kernel, and return True. Return False if there is no state.
 
-        Raises: DamagedState, or any exception that a damaged state causes. The kernel is then half restored.
+        `tree` has all files of the kernel. Raises: DamagedState, or any exception that a damaged state
+        causes. After an exception, the kernel has only a part of the state.
         """
         if not self._directory.attempts.begin():
             raise DamagedState("the daemon ended each time that it was brought back")
@@ -217,7 +222,10 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._trouble(why + aside + (f"; can't be set aside: {', '.join(left)}" if left else ""))
 
     def _trouble(self, message: str) -> None:
-        """Log a message, and store it for the mount command, which prints it."""
+        """Log a message about the earlier state, and add it to the lines of machine/state.
+
+        The mount command prints these lines.
+        """
         self._troubles.append(escape_for_terminal(" ".join(message.split())))
         self._complain(message)
 
@@ -374,7 +382,10 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._write_if_nobody_does()
 
     def _write_if_nobody_does(self) -> None:
-        """Write the changes for which no request waits. If another thread is writing, return at once."""
+        """Write the rest of the queue, for which no request waits.
+
+        Return at once if another thread writes the queue.
+        """
         while self._queue and self._writing.acquire(blocking=False):
             try:
                 self._write_queue()
@@ -428,7 +439,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         self.call_ended()
 
     def released(self, handle: int) -> None:
-        """Save that an open file with saved writes was closed; see ChangeWatcher."""
+        """Save that the open file `handle` was closed, if its writes are saved; see ChangeWatcher."""
         if handle in self._written:
             self._written.remove(handle)
             # The end of the journal closes the files that are still open.
@@ -451,7 +462,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._save_counts()
 
     def _saved_path(self, path: str) -> str:
-        """Return the path of a file in the full layout, or "" if changes of the file are not saved."""
+        """Return the path that `path` has in the full layout, or "" if changes of the file are not saved."""
         name = f"{self._root}{path[1:]}".removeprefix(f"{self._root}{CONTROL}/")
         return name if _SAVED_PATHS.match(name) and not _UNSAVED_PATHS.match(name) else ""
 
@@ -460,7 +471,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         return "" if _UNSAVED_FILES.match(name) else name
 
     def call_ended(self) -> None:
-        """Save the hit counts within COUNTS_AGE, because the ended call may have changed them."""
+        """Save the hit counts within COUNTS_AGE seconds, because an ended call may have changed them."""
         if self._timer is None and self._journal is not None:
             self._timer = threading.Timer(COUNTS_AGE, self._save_later)
             self._timer.daemon = True
@@ -483,7 +494,10 @@ class SavedState(ChangeWatcher, TaskObserver):
 
 
 def fingerprint(kernel: Kernel) -> str:
-    """Return a text that is equal for two kernels if one can read the trace records of the other."""
+    """Return a text that identifies the kinds of kernels that can read the trace records of `kernel`.
+
+    Two kernels with equal texts can read each other's records.
+    """
     config = kernel.config
     profile = kernel.kprobes.profile.name
     return f"{config.arch} {config.cpus} {profile} {__version__} {kernel.image.checksum:08x}"

@@ -18,9 +18,12 @@ LOCK_ATTEMPTS = 10
 LOCK_PAUSE = 0.05
 """Seconds between two attempts to lock. A killed daemon holds the lock until its memory is freed."""
 DIGITS = 9
-"""Maximum size in bytes of the file with the number of attempts to restore the state."""
+"""Maximum size in bytes of the file in which the attempts to restore the state are counted."""
 ATTEMPTS = 3
-"""Maximum number of starts that are killed while they restore a state. The next start does not restore it."""
+"""Number of attempts to restore a state after which no further attempt is made.
+
+An attempt counts until a start has restored the state. A start that is killed meanwhile leaves the count.
+"""
 TROUBLE = "trouble "
 """Start of a line of machine/state about a part of the state that could not be restored.
 
@@ -32,12 +35,16 @@ UNKEPT = "kept no"
 The mount command prints the line.
 """
 MAX_ASIDE = 10
-"""Maximum number of names that are tried to rename a file that cannot be used."""
+"""Maximum number of new names that are tried for a file that cannot be used."""
 _RECORDS = re.compile(r"records\.([0-9]{1,9})")
 
 
 def pending_warnings(directory: str) -> list[str]:
-    """Return warnings for a new mount: parts that were not restored, and the reason why nothing is saved."""
+    """Return the warnings in machine/state of the new mount on `directory`.
+
+    They name the parts of the state that were not restored, and the reason why nothing is saved, if there
+    is one.
+    """
     from kprobefs.definitions.tracefs_files import control_root
 
     with suppress(OSError):
@@ -54,7 +61,7 @@ class RestoreAttempts:
         self._path = path
 
     def begin(self) -> bool:
-        """Count one more attempt. Return False if there were ATTEMPTS attempts already."""
+        """Count a new attempt, and return True. Return False if ATTEMPTS attempts are counted already."""
         count = self._count()
         if count >= ATTEMPTS:
             return False
@@ -64,9 +71,9 @@ class RestoreAttempts:
         return True
 
     def _count(self) -> int:
-        """Return the number in the file, or 0 if there is no file.
+        """Return the number of attempts in the file, or 0 if there is no file.
 
-        If the file contains no number or cannot be read, rename it, and return 0.
+        If the file contains no number or cannot be read, rename the file and return 0.
         """
         try:
             text = read_regular(self._path, DIGITS, os.O_NOFOLLOW) or b"0"
@@ -118,13 +125,16 @@ class StateDirectory:
         return False
 
     def records(self) -> list[Path]:
-        """Return the paths of all files of records, or none if the directory cannot be read."""
+        """Return the paths of all files of records; the list is empty if the directory cannot be read."""
         with suppress(OSError):
             return [path for path in self.path.iterdir() if _RECORDS.fullmatch(path.name)]
         return []
 
     def new_records(self) -> BinaryIO:
-        """Create another file of records, and open it. Raises: OSError."""
+        """Create a file of records with a new number, and return it, open for reading and writing.
+
+        Raises: OSError.
+        """
         names = {path.name for path in self.records()}
         path = self.path / next(name for number in count(1) if (name := f"records.{number}") not in names)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -139,7 +149,10 @@ class StateDirectory:
         return list(dict.fromkeys(name for path in paths if (name := _set_aside(path))))
 
     def copy_aside(self, path: Path) -> None:
-        """Link a file to the name that set_aside() would give it. Raises: OSError."""
+        """Create a hard link to the file at `path`, with the name that set_aside() would give to the file.
+
+        Raises: OSError.
+        """
         copy = self.path / f"aside.{path.name.partition('.')[0]}"
         with suppress(FileNotFoundError):
             copy.unlink()
@@ -147,7 +160,7 @@ class StateDirectory:
         copy.hardlink_to(path)
 
     def close(self) -> None:
-        """Unlock the directory for another daemon."""
+        """Unlock the directory, so that another daemon can use it."""
         os.close(self._lock)
 
 
