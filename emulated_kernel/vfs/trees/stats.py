@@ -332,7 +332,7 @@ class _EventStats:
 def _counter(value: Callable[[], int], reset: Callable[[], None]) -> File:
     def store(data: bytes) -> None:
         if kstrtoul(data) != 0:
-            raise KernelError(errno.EINVAL, "a counter can be set to 0 alone")
+            raise KernelError(errno.EINVAL, "a counter can only be set to 0")
         reset()
 
     return AttributeFile(_READ_WRITE, show=lambda: f"{value()}\n", store=store)

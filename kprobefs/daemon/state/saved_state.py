@@ -417,7 +417,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._again_at = monotonic() + RETRY_PAUSE
         if reason != self._failure:
             self._failure = reason
-            self._complain(f"{reason}: what changes from now on isn't kept")
+            self._complain(f"{reason}: later changes are not kept")
 
     # Changes
 
