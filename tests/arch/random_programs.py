@@ -245,6 +245,39 @@ class Maker:
         self.ops.append(ir.CallHost(self.rng.randrange(100), self.label()))
 
 
+class LockedMaker(Maker):
+    """Programs whose accesses to memory are mostly atomic.
+
+    If `link` names a register, a program replaces its value, a return address, at the end.
+    """
+
+    offsets: Sequence[int] = (0, 8, 0x80, -0x80)
+    link = ""
+
+    def make(self) -> Program:
+        program = super().make()
+        if not self.link:
+            return program
+        return (*program, ir.SetRegister(self.link, self.vreg()), ir.GetRegister(self.vreg(), self.link))
+
+    def memory(self) -> None:
+        rng = self.rng
+        if len(self.vregs) < 3 or rng.random() < 0.3:
+            super().memory()
+            return
+        base, expected, new = rng.sample(self.vregs, 3)
+        if rng.random() < 0.2:
+            self.ops.append(ir.Multiply(expected, new))
+        offset = rng.choice(self.offsets)
+        self.ops.append(ir.SetImmediate(base, DATA + 0x200 + 8 * rng.randrange(16) - offset))
+        if rng.random() < 0.4:
+            self.ops.append(ir.FetchAdd(base, offset, new))
+            return
+        if rng.random() < 0.7:
+            self.ops.append(ir.Load(expected, base, offset, self.bits // 8))
+        self.ops.append(ir.CompareExchange(base, offset, expected, new, self.label()))
+
+
 def make_case(
     rng: random.Random, bits: int, registers: Sequence[str], others: dict[str, int], per_cpu: int = CPU
 ) -> Case:

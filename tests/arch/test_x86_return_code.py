@@ -14,33 +14,11 @@ from emulated_kernel.arch.x86.arch import I386, X86, X86_64
 from emulated_kernel.arch.x86.encoder import Encoder
 from emulated_kernel.arch.x86.handler_code import save_all, save_live
 from tests.arch.placed import going_on
-from tests.arch.random_programs import DATA, PROBE, Case, Maker
+from tests.arch.random_programs import PROBE, Case, LockedMaker
 from tests.arch.test_x86_handler_code import FRAMES, NAMES, PER_CPU_BASE, check, make
 
 ARCHS = {64: X86_64(), 32: I386()}
 BUFFER = 0xA000_0000
-
-
-class LockedMaker(Maker):
-    """Programs whose accesses to memory are mostly locked."""
-
-    def memory(self) -> None:
-        rng = self.rng
-        if len(self.vregs) < 3 or rng.random() < 0.3:
-            super().memory()
-            return
-        base, expected, new = rng.sample(self.vregs, 3)
-        if rng.random() < 0.2:
-            self.ops.append(ir.Multiply(expected, new))
-        word, offset = self.bits // 8, rng.choice((0, 8, 0x80, -0x80))
-        address = DATA + 0x200 + 8 * rng.randrange(16)
-        self.ops.append(ir.SetImmediate(base, address))
-        if rng.random() < 0.4:
-            self.ops.append(ir.FetchAdd(base, offset, new))
-            return
-        if rng.random() < 0.7:
-            self.ops.append(ir.Load(expected, base, offset, word))
-        self.ops.append(ir.CompareExchange(base, offset, expected, new, self.label()))
 
 
 def _case(seed: int, bits: int) -> tuple[random.Random, Case]:

@@ -18,12 +18,12 @@ from tests.arch.placed import going_on
 from tests.arch.random_programs import (
     CODE,
     CPU,
-    DATA,
     PAGE,
     PROBE,
     SP,
     STACK,
     Case,
+    LockedMaker,
     Maker,
     host_answer,
     interpret,
@@ -40,28 +40,9 @@ CHOICE = CPU + 0x80
 """Word in which the trampoline's program finds its handler, or 0."""
 
 
-class LockedMaker(Maker):
-    """Programs whose accesses to memory are mostly atomic, and which replace the return address at last."""
-
-    def make(self) -> Program:
-        return (*super().make(), ir.SetRegister("x30", self.vreg()), ir.GetRegister(self.vreg(), "x30"))
-
-    def memory(self) -> None:
-        rng = self.rng
-        if len(self.vregs) < 3 or rng.random() < 0.3:
-            super().memory()
-            return
-        base, expected, new = rng.sample(self.vregs, 3)
-        if rng.random() < 0.2:
-            self.ops.append(ir.Multiply(expected, new))
-        offset = rng.choice((0, 8, 0x80, -0x80, 0x1000, -0x2000))
-        self.ops.append(ir.SetImmediate(base, DATA + 0x200 + 8 * rng.randrange(16) - offset))
-        if rng.random() < 0.4:
-            self.ops.append(ir.FetchAdd(base, offset, new))
-            return
-        if rng.random() < 0.7:
-            self.ops.append(ir.Load(expected, base, offset, 8))
-        self.ops.append(ir.CompareExchange(base, offset, expected, new, self.label()))
+class Arm64LockedMaker(LockedMaker):
+    offsets = (0, 8, 0x80, -0x80, 0x1000, -0x2000)
+    link = "x30"
 
 
 def make(seed: int) -> Case:
@@ -71,7 +52,7 @@ def make(seed: int) -> Case:
     fixed = {"sp": SP, "ip": PROBE, "flags": flags}
     case = make_case(rng, 64, GENERAL, fixed)
     case = replace(case, per_cpu=0)
-    maker = LockedMaker if seed % 2 else Maker
+    maker = Arm64LockedMaker if seed % 2 else Maker
     return replace(case, program=maker(rng, 64, [*GENERAL, *fixed], 0).make())
 
 

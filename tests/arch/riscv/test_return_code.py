@@ -13,7 +13,7 @@ from emulated_kernel.arch.program.ir import Label, Program
 from emulated_kernel.arch.riscv.arch import Riscv
 from emulated_kernel.arch.riscv.detour import RETURN_ROOM
 from tests.arch.placed import going_on
-from tests.arch.random_programs import CODE, CPU, DATA, PAGE, PROBE, SP, Case, Maker
+from tests.arch.random_programs import CODE, CPU, PAGE, PROBE, SP, Case, LockedMaker
 from tests.arch.riscv.flat import NAMES, Flat
 from tests.arch.riscv.test_handler_code import ARCHS, FIXED, check, make
 
@@ -23,34 +23,15 @@ CHOICE = CPU + 0x80
 """Where the trampoline's program finds its handler, or 0."""
 
 
-class LockedMaker(Maker):
-    """Programs whose accesses to memory are mostly locked, and which replace the return address at last."""
-
-    def make(self) -> Program:
-        return (*super().make(), ir.SetRegister("ra", self.vreg()), ir.GetRegister(self.vreg(), "ra"))
-
-    def memory(self) -> None:
-        rng = self.rng
-        if len(self.vregs) < 3 or rng.random() < 0.3:
-            super().memory()
-            return
-        base, expected, new = rng.sample(self.vregs, 3)
-        if rng.random() < 0.2:
-            self.ops.append(ir.Multiply(expected, new))
-        offset = rng.choice((0, 8, 0x80, -0x80, 0x1000, -0x2000))
-        self.ops.append(ir.SetImmediate(base, DATA + 0x200 + 8 * rng.randrange(16) - offset))
-        if rng.random() < 0.4:
-            self.ops.append(ir.FetchAdd(base, offset, new))
-            return
-        if rng.random() < 0.7:
-            self.ops.append(ir.Load(expected, base, offset, 8))
-        self.ops.append(ir.CompareExchange(base, offset, expected, new, self.label()))
+class RiscvLockedMaker(LockedMaker):
+    offsets = (0, 8, 0x80, -0x80, 0x1000, -0x2000)
+    link = "ra"
 
 
 def _case(seed: int) -> tuple[random.Random, Case]:
     rng = random.Random(seed)
     names = [*FIXED, "gp", "ip"]
-    return rng, replace(make(seed), program=LockedMaker(rng, 64, names, CPU).make())
+    return rng, replace(make(seed), program=RiscvLockedMaker(rng, 64, names, CPU).make())
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
