@@ -622,7 +622,8 @@ def main() -> int:
 def merged(text: str, rows: Sequence[str]) -> list[str]:
     """Return the rows of the table in `text` together with new rows, sorted by version.
 
-    A new row replaces the row for the same kernel and engine, except for what was not measured anew.
+    A new row replaces the row for the same kernel and engine. Columns that were not measured keep their old
+    values.
     """
     found: dict[tuple[str, ...], dict[str, str]] = {}
     for row in (*text.partition(f"{RULE}\n")[2].splitlines(), *rows):

@@ -32,7 +32,7 @@ class Image:
     boot_seconds: float | None
     """CPU time in seconds that the boot took."""
     kept: str | None
-    """What the snapshot has, in words, such as "tables"."""
+    """Text about the content of the snapshot, such as "tables"; None if there is no snapshot."""
 
 
 def images() -> Iterator[Image]:

@@ -59,7 +59,7 @@ class PastEvent:
 
 @dataclass(frozen=True)
 class Past:
-    """What has happened to the kprobe events of a mount."""
+    """The kprobe events that were enabled in a mount, and whether anything was recorded."""
 
     events: Sequence[PastEvent] = ()
     recorded: bool = False

@@ -21,9 +21,9 @@ FLUSH_TIMEOUT = 1.0
 class LogWriter(logging.Handler):
     """Queues log messages. A thread writes the queued messages to a descriptor.
 
-    If the descriptor is a pipe that nobody reads, a stopped terminal or a file on a hung disk, only this
-    thread waits. The descriptor stays blocking: other processes may have inherited it, and O_NONBLOCK would
-    apply to them, too.
+    A write to the descriptor can block: it may be a pipe without a reader, a stopped terminal, or a file on a
+    hung disk. Then only the writing thread waits. The descriptor stays blocking: other processes may have
+    inherited it, and O_NONBLOCK would apply to them, too.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -165,7 +165,7 @@ def test_a_reader_killed_in_the_middle_of_many_hits(probed: Files, reader: subpr
 
 
 def test_the_exit_of_a_process_wakes_who_polls(files: Files) -> None:
-    """The process makes no request when it ends, and nobody else does."""
+    """No process makes a request when the traced process ends."""
     # The mount knows this process as a client, and so the child as its descendant.
     files.write("tracing/events/sched/sched_process_exit/enable", "1")
     child = subprocess.Popen(["sleep", "0.5"])

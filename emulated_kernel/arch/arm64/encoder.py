@@ -267,8 +267,8 @@ def load_all(base: int, places: Mapping[int, int]) -> bytes:
 def _pairs(places: Mapping[int, int]) -> Iterator[tuple[int, int, int | None]]:
     """Yield (offset, register, second register) for each access that stores or loads `places`.
 
-    The second register is the one whose place is 8 bytes after the first one's; None if there is no such
-    register.
+    The place of the second register is 8 bytes after the place of the first register. If no register has this
+    place, the third item is None.
     """
     by_offset = {at: number for number, at in places.items()}
     done = set[int]()

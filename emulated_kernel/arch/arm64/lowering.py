@@ -186,7 +186,8 @@ class Arm64Lowering(Lowering):
                 self._code += read_state(dst, self._real[_SPARE])
 
     def _restore_for_assembly(self, name: str) -> None:
-        raise NotImplementedError("there is no assembler for arm64")
+        """Fail: no program has ir.RunAssembly, because Arm64.assembler refuses each text (EOPNOTSUPP)."""
+        raise AssertionError(f"{name} is read by assembly, which Arm64.assembler refuses")
 
     def _set_register(self, op: ir.SetRegister) -> None:
         """Emit code that sets a register of the probed code.

@@ -264,7 +264,7 @@ def test_explain(image: Path, kernel: LinuxKernel, capsys: pytest.CaptureFixture
     assert "buf (char *): buf=%x" in text
 
 
-# What arm64 kernels do not support
+# Refused options
 
 
 @pytest.mark.parametrize(

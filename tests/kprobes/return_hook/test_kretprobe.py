@@ -187,9 +187,9 @@ def test_entry_handler_decides(kernel: Kernel) -> None:
 
 
 def test_several_on_one_function(kernel: Kernel) -> None:
-    """The oldest one's handler runs first; but for the last one, the caller they see is the trampoline.
+    """The handler of the oldest probe runs first. All handlers but the last see the trampoline as the caller.
 
-    With the table of Linux before rethooks, all handlers see the caller.
+    With the hash table of Linux before rethooks, all handlers see the caller.
     """
     seen: Seen = []
     for number in range(3):

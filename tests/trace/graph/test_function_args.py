@@ -68,7 +68,7 @@ def test_calls_of_the_function_tracer(files: Files) -> None:
 
 
 def test_calls_of_the_function_graph(files: Files) -> None:
-    """The same calls with and without arguments: once by guest code and once by Python."""
+    """Guest code records the calls without arguments, and Python records the same calls with arguments."""
     without = recorded(files, "function_graph")
     files.write("/tracing/options/funcgraph-args", "1")
     found = recorded(files, "function_graph")
@@ -107,7 +107,7 @@ def test_the_options_came_with_the_arguments(mount: Mount) -> None:
     ],
 )
 def test_formats(rules: frozenset[InterfaceRule], depth: str, shown: str) -> None:
-    """As 7.2 and 6.16 show them."""
+    """The formats are those of Linux 7.2 and 6.16."""
     events = {
         event.name: event.format_text() for event in ftrace_entry_events(8, Interface("linux", "7", rules))
     }

@@ -91,7 +91,7 @@ class CachedKernel:
     used: float
     boot_seconds: float | None
     kept: str
-    """What the snapshot has, in words; "" if the snapshot is damaged."""
+    """Text about the content of the snapshot, such as "tables"; "" if the snapshot is damaged."""
 
 
 def directory() -> Path:
