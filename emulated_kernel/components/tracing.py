@@ -27,7 +27,7 @@ from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.events.static_event import Tracepoint
 from emulated_kernel.trace.events.syscall_user_data import UserDataSize
-from emulated_kernel.trace.fetch.fetchargs import no_types
+from emulated_kernel.trace.fetch.fetch_context import no_types
 from emulated_kernel.trace.filter.words import FilterWords
 from emulated_kernel.trace.hist.services import HistServices
 from emulated_kernel.trace.hist.trigger import HistCommand

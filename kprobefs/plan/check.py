@@ -10,7 +10,7 @@ from contextlib import suppress
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.btf_declaration import Parameter, prototype
 from emulated_kernel.image.linux.btf_members import members_at, pointed_to, size_of
-from emulated_kernel.trace.fetch.fetchargs import ProbeArg
+from emulated_kernel.trace.fetch.probe_arg import ProbeArg
 from emulated_kernel.trace.interface import Interface, InterfaceRule
 from emulated_kernel.trace.probes.definition import MAX_EVENT_NAME_LEN
 from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe

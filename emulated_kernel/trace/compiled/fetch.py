@@ -35,7 +35,7 @@ from emulated_kernel.trace.fetch.fetch_types import (
     SymbolType,
     UserString,
 )
-from emulated_kernel.trace.fetch.fetchargs import ProbeArg
+from emulated_kernel.trace.fetch.probe_arg import ProbeArg
 from emulated_kernel.trace.ring.buffer_page import MAX_DATA_SIZE
 
 # Virtual registers. TEMP, OTHER and HIGH hold no value between arguments. Code for arguments of type Number

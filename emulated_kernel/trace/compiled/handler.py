@@ -12,7 +12,7 @@ from emulated_kernel.trace.compiled.filter import can_filter, emit_filter
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
 from emulated_kernel.trace.compiled.record import ENTRY_HEADER_SIZE, EventSpace, RecordEmitter
 from emulated_kernel.trace.events.event import TraceEvent
-from emulated_kernel.trace.fetch.fetchargs import ProbeArg
+from emulated_kernel.trace.fetch.probe_arg import ProbeArg
 from emulated_kernel.trace.filter.predicates import FilterProgram
 from emulated_kernel.trace.ring.ring_layout import RecordTarget
 from emulated_kernel.util.fast_dataclass import dataclass

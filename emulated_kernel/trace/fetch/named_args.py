@@ -1,6 +1,6 @@
 """NamedArgs: compiles `NAME->FIELD.FIELD` and `$retval`, whose types are looked up in the kernel's BTF.
 
-fetchargs.py imports this file at the first argument of this kind, because most kernels never get one.
+fetch_expression.py imports this file at the first argument of this kind, because most kernels never get one.
 """
 
 from __future__ import annotations

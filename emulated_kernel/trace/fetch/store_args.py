@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from emulated_kernel.trace.fetch.fetch_types import StringArea
-from emulated_kernel.trace.fetch.fetchargs import ProbeArg
 from emulated_kernel.trace.fetch.memory import FetchEnvironment
+from emulated_kernel.trace.fetch.probe_arg import ProbeArg
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
 
 

@@ -9,8 +9,10 @@ from sys import intern
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.image.kallsyms import Location
+from emulated_kernel.trace.fetch.fetch_context import FetchContext
 from emulated_kernel.trace.fetch.fetch_insn import FetchInsn, FetchOp
-from emulated_kernel.trace.fetch.fetchargs import FetchContext, ProbeArg, parse_args
+from emulated_kernel.trace.fetch.fetchargs import parse_args
+from emulated_kernel.trace.fetch.probe_arg import ProbeArg
 from emulated_kernel.trace.interface import Interface, InterfaceRule
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import is_good_name, is_good_system_name

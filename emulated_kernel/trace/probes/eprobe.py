@@ -11,9 +11,12 @@ from emulated_kernel.trace.context.probe_hit import ProbeHit, within_another
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.event_filters import log_filter_error
 from emulated_kernel.trace.events.trigger import Trigger, TriggerKind
+from emulated_kernel.trace.fetch.fetch_context import FetchContext, no_types
+from emulated_kernel.trace.fetch.fetch_expression import COMM_NAMES
 from emulated_kernel.trace.fetch.fetch_insn import FetchInsn, FetchOp
-from emulated_kernel.trace.fetch.fetchargs import COMM_NAMES, FetchContext, ProbeArg, no_types, parse_args
+from emulated_kernel.trace.fetch.fetchargs import parse_args
 from emulated_kernel.trace.fetch.memory import EntryAddress, FetchEnvironment, Value
+from emulated_kernel.trace.fetch.probe_arg import ProbeArg
 from emulated_kernel.trace.fetch.store_args import store
 from emulated_kernel.trace.filter.fields import FilterType, filter_type_of
 from emulated_kernel.trace.filter.filter_errors import FilterParseError

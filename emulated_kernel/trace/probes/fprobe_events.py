@@ -13,7 +13,8 @@ from emulated_kernel.kprobes.kinds.fprobe import Fprobe
 from emulated_kernel.kprobes.kprobe import Kprobe, Regs
 from emulated_kernel.trace.context.probe_hit import ProbeHit, within_another
 from emulated_kernel.trace.events.static_event import Tracepoint
-from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN, FetchContext, parse_args
+from emulated_kernel.trace.fetch.fetch_context import FetchContext
+from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN, parse_args
 from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.probes.definition import (
     ProbeDefinition,

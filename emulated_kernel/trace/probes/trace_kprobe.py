@@ -20,8 +20,11 @@ from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses, HitCo
 from emulated_kernel.trace.compiled.handler import EventEmitter, compiled_event
 from emulated_kernel.trace.context.probe_hit import ProbeHit, within_another
 from emulated_kernel.trace.events.event import Recorder
-from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN, argument_insn, no_types, sight_of
+from emulated_kernel.trace.fetch.fetch_context import no_types
+from emulated_kernel.trace.fetch.fetch_expression import argument_insn
+from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN
 from emulated_kernel.trace.fetch.memory import FetchEnvironment
+from emulated_kernel.trace.fetch.probe_arg import sight_of
 from emulated_kernel.trace.fetch.store_args import store
 from emulated_kernel.trace.probes.definition import ProbeDefinition, resolve_symbol
 from emulated_kernel.trace.probes.trace_probe import (

@@ -8,7 +8,8 @@ from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar
 
 from emulated_kernel.trace.events.event import TraceEvent
-from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN, ProbeArg, first_difference
+from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN
+from emulated_kernel.trace.fetch.probe_arg import ProbeArg, first_difference
 from emulated_kernel.trace.probes.dynamic_events import DynEvent, EventKind
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 from emulated_kernel.trace.symbols import KernelSymbols

@@ -9,7 +9,9 @@ from itertools import islice
 from time import monotonic
 
 from emulated_kernel.arch.arch_hooks import Arch
-from emulated_kernel.trace.fetch.fetchargs import FetchContext, ProbeArg, parse_args
+from emulated_kernel.trace.fetch.fetch_context import FetchContext
+from emulated_kernel.trace.fetch.fetchargs import parse_args
+from emulated_kernel.trace.fetch.probe_arg import ProbeArg
 from emulated_kernel.trace.probes.definition import MAX_EVENT_NAME_LEN, parse_event_name
 from emulated_kernel.trace.probes.dynamic_events import EventCommands
 from emulated_kernel.trace.probes.trace_probe import (
