@@ -196,6 +196,7 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
         why = "a distribution's kernel has one CPU, of the architecture in its file; leave these out"
         raise CliError(f"--arch, --cpus: {why}", ExitStatus.USAGE)
     if options.kprobes == KERNEL_KPROBES:
+        _check_kernel_decides(options)
         return
     if machine.profile not in (*LINUX_PROFILES, *profile.RISCV_PROFILES):
         known = " or ".join(LINUX_PROFILES)
@@ -204,6 +205,19 @@ def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
     for option, value in (("--return-hook", machine.return_hook), ("--save-regs", machine.save_regs)):
         if value is not None:
             why = "not possible with kprobefs's kprobes over a distribution's kernel; leave it out"
+            raise CliError(f"{option}: {why}", ExitStatus.USAGE)
+
+
+def _check_kernel_decides(options: MountOptions) -> None:
+    """Check that no option asks for properties that the kernel's own kprobes determine. Raises: CliError."""
+    machine = options.machine
+    for option, is_given in (
+        ("--profile", not options.follows_version),
+        ("--return-hook", machine.return_hook is not None),
+        ("--save-regs", machine.save_regs is not None),
+    ):
+        if is_given:
+            why = "not possible with --kprobes kernel, whose kernel decides; leave it out"
             raise CliError(f"{option}: {why}", ExitStatus.USAGE)
 
 

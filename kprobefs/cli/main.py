@@ -149,7 +149,7 @@ def _mount(parsed: argparse.Namespace) -> int:
     from kprobefs.cli import apply
     from kprobefs.common import mountpoints
     from kprobefs.daemon import daemon
-    from kprobefs.mount_options import check_kprobes, check_state, runs_linux
+    from kprobefs.mount_options import check_state, runs_linux
 
     options = replace(
         _options(parsed, mountpoints.resolve(parsed.directory)),
@@ -157,7 +157,6 @@ def _mount(parsed: argparse.Namespace) -> int:
         flags=tuple(parsed.flags),
         state=os.path.abspath(parsed.state) if parsed.state else None,
     )
-    check_kprobes(options)
     check_state(options)
     if options.state is not None and runs_linux(options):
         _complain_of(["--state: not supported with a distribution's kernel; nothing is kept"])

@@ -61,6 +61,9 @@ def test_what_our_engine_can_not_do_there(
         (("--image", "FILE", "--cpus", "2"), "one CPU, of the architecture in its file"),
         (("--image", "/nonexistent"), "No such file"),
         (("--image", "/"), "Is a directory"),
+        (("--image", "FILE", "--profile", "linux-6.1"), "--profile: not possible with --kprobes kernel"),
+        (("--image", "FILE", "--return-hook", "fgraph"), "--return-hook: not possible"),
+        (("--image", "FILE", "--save-regs", "all"), "--save-regs: not possible"),
         (("--image", "FILE"), "not a usable kernel"),
     ],
 )
