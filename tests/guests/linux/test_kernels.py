@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import select
 import stat
 from collections import Counter
 from collections.abc import Iterator
@@ -132,6 +133,31 @@ def _directories(shell: Files) -> list[str]:
     found = re.findall(r" made: .* name=(\S+)\n", shell.read("/tracing/trace"))
     shell.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
     return found
+
+
+def test_news_of_a_histogram_reach_a_client_that_polls() -> None:
+    """The kernel reports POLLPRI once, to the poll that finds out whether to wake the client."""
+    mount = debian_kernel.mount(meta=KERNELS[-1].meta, suite=KERNELS[-1].suite)
+    shell, other = Files(mount, SHELL), Files(mount, OTHER)
+    shell.write("/kprobe_events", "p:opened do_sys_openat2\n")
+    shell.write("/tracing/events/kprobes/opened/trigger", "hist:keys=common_pid")
+    handle = mount.open(SHELL, "/tracing/events/kprobes/opened/hist", os.O_RDONLY)
+    woken: list[int] = []
+
+    def poll() -> int:
+        return mount.poll(handle, lambda: woken.append(1)) & (select.POLLIN | select.POLLPRI)
+
+    mount.read(SHELL, handle, 1 << 17, 0)
+    assert poll() == 0
+    other.read("/machine/version")
+    assert woken == [1]
+    assert poll() == select.POLLIN | select.POLLPRI
+    assert poll() == select.POLLIN
+    other.read("/machine/version")
+    assert woken == [1, 1]
+    mount.read(SHELL, handle, 1 << 17, 0)
+    assert poll() == 0
+    mount.close()
 
 
 def test_all_events_can_be_enabled(ours: Mount) -> None:

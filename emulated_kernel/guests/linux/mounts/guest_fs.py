@@ -25,7 +25,7 @@ _CACHE_SIZE = 500
 class GuestFile(FileDescription):
     """An open file of the guest. `flags`: the status flags of the guest's open file."""
 
-    __slots__ = ("fd", "position", "seekable", "status", "task")
+    __slots__ = ("fd", "position", "seekable", "status", "task", "urgent")
 
     fs: GuestFs
 
@@ -43,6 +43,8 @@ class GuestFile(FileDescription):
         """Offset in the host's request that means: continue at the file position of the guest's open file."""
         self.status = flags & STATUS_FLAGS
         """Status flags of the client's open file; the guest's file gets them before the next call."""
+        self.urgent = 0
+        """POLLPRI if the guest has reported this event, and the client has neither polled nor read since."""
 
     @property
     def stream(self) -> bool:
@@ -84,6 +86,7 @@ class GuestFile(FileDescription):
                 return syscalls.begin_read(task, self.fd, size, at, may_block=may_block)
 
             count = guest.slept(client, task, begin)
+            self.urgent = 0
             data = syscalls.read_data(task, count, size)
             if not jumped:
                 self.position += count
@@ -149,16 +152,22 @@ class GuestFile(FileDescription):
         return self in self.fs.opened
 
     def mask(self) -> int:
-        """Return the poll mask of the events for which the file is ready. Lock: needs."""
-        return self.fs.guest.syscalls.poll(self.fd, POLLED)
+        """Return the poll mask of the events for which the file is ready. Lock: needs.
+
+        The guest reports POLLPRI of some files only once, such as that of hist files.
+        """
+        ready = self.fs.guest.syscalls.poll(self.fd, POLLED)
+        self.urgent |= ready & select.POLLPRI
+        return ready | self.urgent
 
     def poll(self, notify: Callable[[], None] | None) -> int:
         """Return the ready events as a poll mask; see FileDescription."""
         guest = self.fs.guest
         with guest.running:
             mask = self.mask()
+            self.urgent = 0
             if notify is not None:
-                guest.pollers[self] = mask, notify
+                guest.pollers[self] = mask & ~select.POLLPRI, notify
             return mask
 
     def fsync(self, client: Client) -> None:
