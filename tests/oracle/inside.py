@@ -48,6 +48,8 @@ _REGISTER = re.compile(rf"%({'|'.join(_ARGUMENT_OF)})\b")
 TIME = re.compile(r"^\[ *\d+\.\d+\] ", re.MULTILINE)
 ADDRESS = re.compile(r"0x(?:\(____ptrval____\)|[0-9a-f]{16})")
 """Pattern of addresses, since Linux prints pointers hashed or not at all."""
+ENTRIES = re.compile(r"^\{.*?(?=^\nTotals:)|^    .*\n", re.MULTILINE | re.DOTALL)
+"""Pattern of a histogram's entries and its totals, which depend on the tasks that run meanwhile."""
 PIECE = 1 << 17
 RECORDED = (
     "p:k/created shmem_create mode=%cx:x16",
@@ -495,8 +497,7 @@ def histogram(
     shown_commands = [re.sub(r" \[\w+\]$", "", line) for line in shown.splitlines() if line[0] != "#"]
     for each in (command, *shown_commands):
         write(mount, f"{path}/trigger", f"!{each}")
-    kept = [line for line in counted.splitlines() if not line.startswith(("{", " ", "}"))]
-    return result, shown, log, "\n".join(kept)
+    return result, shown, log, ENTRIES.sub("", counted)
 
 
 def compare_histograms(linux: Mount, ours: Mount, count: int, seed: int) -> Tally:

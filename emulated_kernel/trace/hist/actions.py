@@ -7,7 +7,7 @@ from enum import Enum
 
 from emulated_kernel.trace.hist.field import HistField, HistHit, Histogram, as_number, set_variables
 from emulated_kernel.trace.hist.hist_errors import HistError
-from emulated_kernel.trace.hist.tracing_map import Element
+from emulated_kernel.trace.hist.tracing_map import Element, Value
 from emulated_kernel.trace.synth.synth_event import FIELDS_MAX, SyntheticEvent
 from emulated_kernel.trace.text.chars import SPACES
 from emulated_kernel.util.errors import KernelError
@@ -86,14 +86,23 @@ class Action:
         """Return True if `value` is greater than `before` (onmax), or not equal to `before` (onchange)."""
         return value > before if self.handler is Handler.ONMAX else value != before
 
+    def _is_news(self, element: Element, value: Value) -> bool:
+        """Return True if the condition of onmax() or onchange() holds for a value of the tracked variable.
+
+        Linux compares the address of a string or call chain. Each element has its copy at a fixed place.
+        """
+        if isinstance(value, bytes):
+            return self.track_index not in element.variables
+        return self.passes(self.track_value(element), value)
+
     def run(self, hit: HistHit, element: Element, key: bytes) -> None:
         """Run the action for a hit if the condition of its handler holds.
 
         Mirrors: hist_trigger_actions, ontrack_action (v6.1).
         """
         if self.tracked is not None:
-            value = as_number(hit.references[self.tracked.reference])
-            if not self.passes(self.track_value(element), value):
+            value = hit.references[self.tracked.reference]
+            if not self._is_news(element, value):
                 return
             element.variables[self.track_index] = value
         if self.synthetic is not None:
@@ -108,6 +117,7 @@ class Action:
 
         The value of the variable in `element` must be greater than the value at the last snapshot (onmax),
         or different from it (onchange). `key`: key of the element.
+        Deviates: a string or call chain always passes. Linux compares its address with the last one.
         Mirrors: cond_snapshot_update (v6.1).
         """
         snapshot = self.owner.triggers.array.snapshot
@@ -115,7 +125,8 @@ class Action:
         if not isinstance(taken, TrackedSnapshot):
             return
         value = taken.action.track_value(element)
-        if not taken.action.passes(taken.value, value):
+        is_text = isinstance(element.variables.get(taken.action.track_index), bytes)
+        if not is_text and not taken.action.passes(taken.value, value):
             return
         taken.value = value
         taken.key = key

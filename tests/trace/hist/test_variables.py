@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.trace.events.kernel import Hit, errno_of
@@ -165,6 +167,17 @@ def test_onchange_fires_a_synthetic_event(kernel: TriggerKernel) -> None:
         _end(kernel, 0, si=result)
     assert _printed(kernel) == ["result=1", "result=2", "result=1"]
     assert "\tchanged:          1\n" in kernel.hist("end")
+
+
+@pytest.mark.parametrize("handler", ["onmax", "onchange"])
+def test_a_string_counts_once_for_each_entry(kernel: TriggerKernel, handler: str) -> None:
+    """Linux compares the address of the entry's copy, which does not change."""
+    kernel.write(f"hist:keys=id:n=name:{handler}($n).save(left):{handler}($n).snapshot()", "end")
+    for number, left in ((0, 1), (0, 2), (7, 3), (7, 4)):
+        _end(kernel, 0, di=number, cx=left)
+    found = re.findall(r"id: +(\d).*\n.* left: +(\d)", kernel.hist("end"))
+    assert sorted(found) == [("0", "1"), ("7", "3")]
+    assert kernel.control.actions.count("snapshot") == 2
 
 
 def test_snapshots_of_the_greatest(kernel: TriggerKernel) -> None:
