@@ -53,6 +53,8 @@ TRANSLATED = 16 << 20
 INTR_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_uint8, ctypes.c_uint32, ctypes.c_uint8)
 INSN_INVALID_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_uint8, ctypes.c_uint8)
 CODE_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p)
+ADDRESS_CALLBACK = ctypes.CFUNCTYPE(None)
+"""Type of callbacks for HOOK_CODE at a known address, which leave all arguments out to save their time."""
 
 INSN_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 """Type of callbacks for rdtsc, which return 1 if they emulated it, and for syscall (result ignored)."""
@@ -332,6 +334,11 @@ class Engine(CodeCache):
     def stop(self) -> None:
         """End the current run, from any thread. Where the run ends depends on `stops_between_blocks`."""
         self._emu_stop(self.handle)
+
+    @property
+    def stop_address(self) -> int:
+        """Address of the library's function that stop() calls, for code of the host."""
+        return ctypes.cast(self._emu_stop, ctypes.c_void_p).value or 0
 
     @property
     def stops_between_blocks(self) -> bool:

@@ -233,6 +233,55 @@ def test_the_model_clock_is_advanced(
         assert host.leaves
 
 
+STOPPED, BEYOND = CALLBACK, CALLBACK + 16
+
+
+@given(
+    vectors=st.sampled_from([(13, 13), (13, 14), (2, 2), (7, 3), (2, 2**64 - 1)]),
+    ahead=st.sampled_from([0, 0, 4, 8]),
+    reported_ahead=st.sampled_from([0, 4]),
+    in_flight=st.booleans(),
+)
+def test_a_run_ends_where_a_process_waits(
+    host: X86Host | ArmHost, vectors: tuple[int, int], ahead: int, reported_ahead: int, in_flight: bool
+) -> None:
+    """Another exception there, and the same one elsewhere, go on to the routine for traps as they came."""
+    uc = host.uc
+    vector, waits_for = vectors
+    start = 0x401000
+    native = TrapWords(ip=IP_AT, arrival=start + reported_ahead, arrival_ip=start, arrival_vector=waits_for)
+    native.arrivals, native.emu_stop, native.beyond = 41, STOPPED, BEYOND
+    native.in_flight = ERROR_AT if in_flight else 0
+    ip = start + ahead
+    state = struct.pack("<QQII", ip, TF, 21, 22)
+    uc.mem_write(DATA_AT, state)
+    uc.mem_write(WORDS_AT, bytes(native))
+    code = ROUTINES[host.name, "arrive"]
+    uc.mem_write(CODE_AT, code)
+    uc.ctl_remove_cache(CODE_AT, CODE_AT + len(code))
+    given_ = (7, vector, WORDS_AT)
+    for register, value in zip(host.arguments, given_, strict=False):
+        uc.reg_write(register, value)
+    for register in host.kept:
+        uc.reg_write(register, register)
+    host.enter()
+    uc.ctl_exits_enabled(True)
+    uc.ctl_set_exits([STOPPED, BEYOND])
+    uc.emu_start(CODE_AT, 0, count=100)
+    assert [uc.reg_read(register) for register in host.kept] == [*host.kept]
+    assert host.leaves
+    if vector != waits_for or ahead != reported_ahead:
+        assert uc.reg_read(host.pc) == BEYOND
+        assert tuple(uc.reg_read(register) for register in host.arguments[:3]) == given_
+    else:
+        assert uc.reg_read(host.pc) == STOPPED
+        assert uc.reg_read(host.arguments[0]) == given_[0]
+        native.arrivals = 42
+        state = struct.pack("<QQII", start, TF, 2**32 - 1 if in_flight else 21, 22)
+    assert bytes(uc.mem_read(DATA_AT, len(state))) == state
+    assert bytes(uc.mem_read(WORDS_AT, ctypes.sizeof(native))) == bytes(native)
+
+
 @given(tsc=st.integers(0, 2**64 - 1), steps=st.integers(0, 2**64 - 1), followed=st.booleans())
 def test_rdtsc_advances_the_time_as_python_does(
     host: X86Host | ArmHost, tsc: int, steps: int, followed: bool

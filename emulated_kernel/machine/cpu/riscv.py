@@ -39,7 +39,7 @@ _SATP_SV39 = 8 << 60
 _SUPERVISOR = 1
 _SUM_SPP = 1 << 18 | SR_SPP
 """Value of sstatus in the kernel: SUM, which allows access to user memory, and SPP."""
-_REPORTED_AHEAD = 4
+REPORTED_AHEAD = 4
 WFI = bytes.fromhex("73005010")
 EBREAK = bytes.fromhex("73001000")
 C_EBREAK = bytes.fromhex("0290")
@@ -114,7 +114,7 @@ class RiscvCpu(CpuModel):
 
         Unicorn: all exceptions are reported with ip four bytes after the instruction.
         """
-        ip = ip - _REPORTED_AHEAD & (1 << 64) - 1
+        ip = ip - REPORTED_AHEAD & (1 << 64) - 1
         return fault(ip, vector, error_code if vector in _PAGE_FAULTS else 0)
 
     def access_fault(self, ip: int, address: int, *, write: bool, present: bool) -> Trap:  # noqa: ARG002

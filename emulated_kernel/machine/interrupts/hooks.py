@@ -29,6 +29,8 @@ _REPORTS = {HOOK_INTR: "intr", HOOK_INSN_INVALID: "invalid"}
 
 The hook can call these routines, which add the time of a trap.
 """
+_NO_VECTOR = (1 << 64) - 1
+"""Value of the field `arrival_vector` of TrapWords that is the number of no exception."""
 
 
 class TrapHooks:
@@ -46,6 +48,8 @@ class TrapHooks:
 
     family: ClassVar[str] = "x86"
     """Family of guest architectures, which selects the host's routine."""
+    reported_ahead: ClassVar[int] = 0
+    """Number of bytes by which Unicorn's instruction pointer is ahead when it reports an exception."""
 
     def __init__(
         self, engine: Engine, cpu: CpuModel, regs: Regs, state: ExceptionState, handler_time: HandlerTime
@@ -79,8 +83,14 @@ class TrapHooks:
         The field is 1 while the guest runs within a hit that Python handles, else 0. While the field is 1,
         Python gets all traps.
         """
-        self._native: tuple[int, ctypes.c_void_p] | None = None
-        """Kind and handle of the hook that calls the host's routine, if the host has one."""
+        self._hooks: dict[int, ctypes.c_void_p] = {}
+        """Kind of a hook that can call the host's routines -> the hook's handle."""
+        self._native: int | None = None
+        """Kind of the hook that calls the host's routine for traps, if the host has one."""
+        self.arrivals = _word(self.words, "arrivals")
+        """View of the field `arrivals` of `words`: the number of runs that end_runs_at() has ended."""
+        self._arrival: tuple[int, int] | None = None
+        """Address of the routine that ends runs, and the exception's number; None without end_runs_at()."""
         self._deferred: Callable[[Regs], object] | None = None
         self.stopped_by: Trap | None = None
         self._hook_traps()
@@ -108,6 +118,8 @@ class TrapHooks:
         words.callback = ctypes.cast(callback, ctypes.c_void_p).value
         words.handler = words.callback
         words.routine = routine
+        words.beyond = routine
+        self._native = kind
         self._call_natively(kind, routine, callback)
         self.breakpoints.use(TrapTable(words.breakpoints))
         self.debug_traps.use(TrapTable(words.debug_traps))
@@ -119,8 +131,31 @@ class TrapHooks:
         """
         words = self.words
         data = ctypes.addressof(words)
+        old = self._hooks.pop(kind, None)
+        if old is not None:
+            self.engine.remove_hook(old)
         hook = self.engine.add_hook(kind, ctypes.c_void_p(routine), data=data, keep=(words, *keep))
-        self._native = kind, hook
+        self._hooks[kind] = hook
+
+    def end_runs_at(self, address: int, vector: int, in_flight: int = 0) -> None:
+        """End each run in which the exception `vector` is raised at `address`, without Python, from now on.
+
+        Each such end adds 1 to `arrivals`. Python still gets these exceptions if the host has no routine, and
+        while traps are charged. `in_flight`: address of Unicorn's mark of an exception in flight, on x86.
+        """
+        routine = routine_address("arrive")
+        if routine is None or not self._hooks:
+            return
+        assert isinstance(self.regs, FastRegs)
+        words = self.words
+        words.ip = self.regs.address_of("ip")
+        words.arrival = address + self.reported_ahead
+        words.arrival_ip = address
+        words.arrival_vector = vector
+        words.in_flight = in_flight
+        words.emu_stop = self.engine.stop_address
+        self._arrival = routine, vector
+        self._call_natively(HOOK_INTR, routine)
 
     def charge(self, time: int, trap_ns: int, handler_ns: int) -> None:
         """Add nanoseconds to the u64 at address `time` of this process at each trap from now on.
@@ -129,25 +164,27 @@ class TrapHooks:
         the host must have routines.
         """
         assert self._native is not None
-        kind, hook = self._native
+        kind = self._native
         words = self.words
+        words.arrival_vector = _NO_VECTOR
         words.time = time
         words.trap_ns = trap_ns
         words.handler_ns = handler_ns
         charging = routine_address(f"charge_{_REPORTS[kind]}")
         handler = routine_address(f"handler_{_REPORTS[kind]}")
         assert charging is not None
-        self.engine.remove_hook(hook)
         self._call_natively(kind, charging)
         words.callback = handler
 
     def stop_charging(self) -> None:
         """Undo charge(): no longer add time at each trap."""
         assert self._native is not None
-        kind, hook = self._native
-        self.engine.remove_hook(hook)
-        self._call_natively(kind, self.words.routine)
-        self.words.callback = self.words.handler
+        words = self.words
+        self._call_natively(self._native, words.routine)
+        words.callback = words.handler
+        if self._arrival is not None:
+            routine, words.arrival_vector = self._arrival
+            self._call_natively(HOOK_INTR, routine)
 
     def _charge_callback(self) -> None:
         """Add the time of a trap that Unicorn reports to Python without the host's routine."""

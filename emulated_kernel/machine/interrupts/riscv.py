@@ -11,6 +11,7 @@ from emulated_kernel.machine.cpu.riscv import (
     CAUSE_BREAKPOINT,
     CAUSE_LOAD_FAULT,
     INTERRUPT,
+    REPORTED_AHEAD,
     SCAUSE,
     SEPC,
     SR_SIE,
@@ -85,6 +86,7 @@ class RiscvTrapHooks(TrapHooks):
     """
 
     family = "riscv"
+    reported_ahead = REPORTED_AHEAD
 
     def __init__(
         self, engine: Engine, cpu: CpuModel, regs: Regs, state: ExceptionState, handler_time: HandlerTime
@@ -108,8 +110,10 @@ class RiscvTrapHooks(TrapHooks):
         return self._error_cell is not None and super().is_native
 
     def _hook_traps(self) -> None:
-        self.engine.add_hook(HOOK_INTR, INTR_CALLBACK(self._make_interrupt_callback()))
+        callback = INTR_CALLBACK(self._make_interrupt_callback())
+        self._hooks[HOOK_INTR] = self.engine.add_hook(HOOK_INTR, callback)
         self._hook_natively(HOOK_INSN_INVALID, INSN_INVALID_CALLBACK(self._make_invalid_callback()))
+        self.words.beyond = ctypes.cast(callback, ctypes.c_void_p).value
 
     def run(self, address: int) -> int:
         error = self.engine.start(address)

@@ -183,6 +183,32 @@ python:
     ldr x16, [x2, #{callback}]
     br x16
 
+@routine arrive
+// void (uc x0, vector w1, words x2)
+    ldr w3, [x2, #{arrival_vector}]
+    cmp w1, w3
+    b.ne beyond
+    ldr x5, [x2, #{ip}]
+    ldr x3, [x5]
+    ldr x4, [x2, #{arrival}]
+    cmp x3, x4
+    b.ne beyond
+    ldr x4, [x2, #{arrival_ip}]
+    str x4, [x5]
+    ldr x3, [x2, #{arrivals}]
+    add x3, x3, #1
+    str x3, [x2, #{arrivals}]
+    ldr x3, [x2, #{in_flight}]
+    cbz x3, stop
+    movn w4, #0
+    str w4, [x3]
+stop:
+    ldr x16, [x2, #{emu_stop}]
+    br x16
+beyond:
+    ldr x16, [x2, #{beyond}]
+    br x16
+
 @routine rdtsc
 // int (uc x0, words x1)
     ldr x2, [x1, #{followed}]

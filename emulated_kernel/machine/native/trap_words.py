@@ -64,6 +64,17 @@ class TrapWords(ctypes.Structure):
         ("handler_ns", ctypes.c_uint64),
         ("routine", ctypes.c_uint64),
         ("handler", ctypes.c_uint64),
+        # Where the routine `arrive` ends a run: instruction pointer that Unicorn reports, the one of the
+        # instruction, and the number of the exception. Then the number of runs that it has ended.
+        ("arrival", ctypes.c_uint64),
+        ("arrival_ip", ctypes.c_uint64),
+        ("arrival_vector", ctypes.c_uint64),
+        ("arrivals", ctypes.c_uint64),
+        # Address in Unicorn's memory of the mark of an exception in flight (x86; 0 elsewhere), uc_emu_stop(),
+        # and where the routine goes on with all other exceptions.
+        ("in_flight", ctypes.c_uint64),
+        ("emu_stop", ctypes.c_uint64),
+        ("beyond", ctypes.c_uint64),
     )
 
 

@@ -159,6 +159,26 @@ found:
 python:
     jmp qword ptr [rdx + {callback}]
 
+@routine arrive
+# void (uc rdi, vector esi, words rdx), as Unicorn's UC_HOOK_INTR: ends the run where a process waits for the host.
+    cmp esi, [rdx + {arrival_vector}]
+    jne beyond
+    mov r8, [rdx + {ip}]
+    mov rax, [r8]
+    cmp rax, [rdx + {arrival}]
+    jne beyond
+    mov rax, [rdx + {arrival_ip}]
+    mov [r8], rax
+    inc qword ptr [rdx + {arrivals}]
+    mov r8, [rdx + {in_flight}]
+    test r8, r8
+    je stop
+    mov dword ptr [r8], -1              # the exception is not delivered
+stop:
+    jmp qword ptr [rdx + {emu_stop}]
+beyond:
+    jmp qword ptr [rdx + {beyond}]
+
 @routine rdtsc
 # int (uc rdi, words rsi), as Unicorn's UC_HOOK_INSN for rdtsc; 1 if the instruction is done.
     cmp qword ptr [rsi + {followed}], 0

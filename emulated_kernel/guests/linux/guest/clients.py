@@ -64,6 +64,8 @@ class LinuxClients:
         self._ended: list[int] = []
         """Pids of ended processes whose tasks must still end in the guest."""
         self._is_closed = False
+        self._is_quiet = False
+        """Whether informed() has just found no news of processes, so that task_of() need not look again."""
         self._unnamed: dict[int, float] = {}
         """Pid of a recently forked process -> monotonic time until which its name is checked."""
 
@@ -77,7 +79,8 @@ class LinuxClients:
         watch = self._watch
         # Only the first request after an execve needs the lock for this.
         is_same = task is not None and not task.has_executed and (watch.known_comm(pid) or "") == task.comm
-        if is_same and not watch.has_events():
+        self._is_quiet = is_same and not watch.has_events()
+        if self._is_quiet:
             return client
         with self._lock.observing():
             unshown = self._unshown_program(pid)
@@ -106,7 +109,9 @@ class LinuxClients:
         A shared task (see is_shared()) must not sleep, because calls of other clients wait for it.
         """
         pid = client.pid
-        if self._unnamed or self._forked or self._ended or self._watch.has_events():
+        is_quiet = self._is_quiet
+        self._is_quiet = False
+        if self._unnamed or self._forked or self._ended or (not is_quiet and self._watch.has_events()):
             self._look(pid)
             self.catch_up()
         task = self._by_pid.get(pid)

@@ -20,8 +20,6 @@ from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.traps.trap import Trap
 from emulated_kernel.machine.unicorn_engine import Engine
 
-_CALL = (*ARM64.call, "ip", ARM64.counter, *ARM64.kept)
-"""Names of the registers that set_call() sets before a system call, in the order of its values."""
 _SVC_SYNDROME = arm64.CLASS_SVC << 26 | arm64.FULL_SIZE
 _SVC_SIZE = 4
 _FROM_USER = 0x400
@@ -35,6 +33,7 @@ _TABLE = 0x0000FFFFFFFFF000
 class Arm64LinuxCpu(LinuxCpu):
     """The state of the CPU of an arm64 machine. Use it only while the guest is stopped, or inside a hook."""
 
+    call_registers: ClassVar[tuple[str, ...]] = (*ARM64.call, "ip", ARM64.counter, *ARM64.kept)
     exception_return: ClassVar[bytes] = bytes.fromhex("e0039fd6")
     """Code of eret."""
 
@@ -119,11 +118,6 @@ class Arm64LinuxCpu(LinuxCpu):
             self._has_interrupt = is_pending
             value = arm64.HCR_64_BITS | arm64.HCR_IRQ_ROUTED | (arm64.HCR_IRQ_PENDING if is_pending else 0)
             arm64.write_system_register(self._engine, arm64.HCR_EL2, value)
-
-    def set_call(self, values: tuple[int, ...]) -> None:
-        """Set the registers of a system call; see LinuxCpu."""
-        for name, value in zip(_CALL, values, strict=True):
-            self.regs.set(name, value)
 
     def syscall(self, ip: int, values: tuple[int, ...] | None = None) -> None:
         """Execute the svc instruction at `ip`: enter the kernel's handler of system calls.

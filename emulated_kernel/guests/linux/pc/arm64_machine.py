@@ -76,6 +76,7 @@ class Arm64Machine(LinuxMachine):
         state = Syndrome(cpu.syndrome, cpu.bad_address)
         hooks = Arm64TrapHooks(engine, self.model, self.regs, state, self._handler_time)
         hooks.dispatch = self._exception
+        hooks.end_runs_at(ARM64.stub.start, arm64.BRK_EXCEPTION)
         self.hooks = hooks
         self._map_devices()
 

@@ -21,8 +21,14 @@ from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.memory.guest_reader import DamageReports
 from emulated_kernel.machine.quirks.hook_range import HookRange
 from emulated_kernel.machine.run_watchdog import HandlerTime, Watchdog
-from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
-from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_BLOCK, HOOK_CODE, Engine
+from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault, Trap, TrapKind
+from emulated_kernel.machine.unicorn_engine import (
+    ADDRESS_CALLBACK,
+    CODE_CALLBACK,
+    HOOK_BLOCK,
+    HOOK_CODE,
+    Engine,
+)
 
 _TIMER_LIMIT = 1 << 20
 """Maximum number of successive timer interrupts in an idle guest.
@@ -116,11 +122,13 @@ class LinuxMachine(ABC):
         MemoryFault or GuestFault, report the fault as damage of the guest's data, and let the guest continue.
         """
 
-        def called(*_arguments: int) -> None:
-            with self.damage.left_out("kernel's data"):
+        def called() -> None:
+            try:
                 function()
+            except (MemoryFault, GuestFault) as fault:
+                self.damage.report("kernel's data", fault)
 
-        self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(called), at=address)
+        self.engine.add_hook(HOOK_CODE, ADDRESS_CALLBACK(called), at=address)
         # Code that is already translated does not contain the call.
         if not self.is_running:
             self.engine.flush_code()
@@ -225,6 +233,8 @@ class LinuxMachine(ABC):
         """
         if self.death:
             self.check_alive()
+        arrivals = self.hooks.arrivals
+        arrivals[0] = 0
         self._stopped = None
         self.is_running = True
         try:
@@ -246,6 +256,8 @@ class LinuxMachine(ABC):
                     self.hooks.check()
                 if expired or error or self._is_reset:
                     raise self._fault(error, expired=expired)
+                if arrivals[0]:
+                    return AT_STUB
                 if self._stopped is not None:
                     return self._stopped
                 if self._is_text_stale:

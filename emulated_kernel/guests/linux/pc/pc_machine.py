@@ -85,6 +85,7 @@ class PcMachine(LinuxMachine):
         self.hooks = TrapHooks(engine, self.model, self.regs, exceptions, self._handler_time)
         self.hooks.dispatch = self._exception
         self.hooks.protection_faults[X86_64.stub.start] = self._come_to_stub
+        self.hooks.end_runs_at(X86_64.stub.start, Vector.GENERAL_PROTECTION, state + in_flight)
         self._breakpoint_stub = range(0)
         """Addresses of the guest code that delivers breakpoints."""
         self._hook_instructions()

@@ -19,8 +19,6 @@ from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.traps.trap import Trap
 from emulated_kernel.machine.unicorn_engine import Engine
 
-_CALL = (*RISCV64.call, "ip", RISCV64.counter, *RISCV64.kept)
-"""Names of the registers that set_call() sets before a system call, in the order of its values."""
 ECALL_FROM_USER: Final = 8
 """Value of scause for a system call."""
 _SUPERVISOR = 1
@@ -35,6 +33,7 @@ _PAGE_NUMBER = (1 << 44) - 1
 class RiscvLinuxCpu(LinuxCpu):
     """The live CPU of a RISC-V machine. Use it only while the guest is stopped, or inside a hook."""
 
+    call_registers: ClassVar[tuple[str, ...]] = (*RISCV64.call, "ip", RISCV64.counter, *RISCV64.kept)
     exception_return: ClassVar[bytes] = bytes.fromhex("73002010")
     """Code of sret."""
 
@@ -108,11 +107,6 @@ class RiscvLinuxCpu(LinuxCpu):
         self.mode[0] = MACHINE_MODE
         engine.reg_write(_MIP, engine.reg_read(_MIP) & ~cleared | interrupts)
         self.mode[0] = kept
-
-    def set_call(self, values: tuple[int, ...]) -> None:
-        """Set the registers of a system call; see LinuxCpu."""
-        for name, value in zip(_CALL, values, strict=True):
-            self.regs.set(name, value)
 
     def syscall(self, ip: int, values: tuple[int, ...] | None = None) -> None:
         """Execute the ecall instruction at `ip`; see LinuxCpu."""

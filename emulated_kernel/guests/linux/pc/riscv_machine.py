@@ -53,6 +53,7 @@ class RiscvMachine(LinuxMachine):
         hooks = RiscvTrapHooks(engine, self.model, self.regs, bad_address, self._handler_time)
         hooks.use_error_cell(engine.address + found.error)
         hooks.dispatch = self._exception
+        hooks.end_runs_at(RISCV64.stub.start, CAUSE_ILLEGAL)
         self.hooks = hooks
         self._all = memoryview(ram)
 
