@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from emulated_kernel.machine import pending_sigint
 from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError
 
 ARCH_ARM64 = 2
@@ -104,6 +105,17 @@ class CodeCache(ABC):
     @abstractmethod
     def remove_cache(self, start: int, end: int) -> None:
         """Drop the code translated from the virtual addresses [start, end), which must be in one page."""
+
+    def remove_code(self, va: int, size: int) -> None:
+        """Drop the code translated from `size` bytes at the virtual address `va`, page by page.
+
+        Unicorn: remove_cache() looks up only the physical page of the first address.
+        """
+        end = va + size
+        while va < end:
+            stop = min(end, va - va % PAGE_SIZE + PAGE_SIZE)
+            self.remove_cache(va, stop)
+            va = stop
 
     @abstractmethod
     def flush_code(self) -> None:

@@ -202,7 +202,7 @@ def _booted(
     machine = new_machine(abi, ram, seed, cells, _BOOT_BUDGET, is_production=cpu is not None)
     shown = None
     try:
-        machine.follow_text(facts.symbols)
+        machine.follow_text(facts.symbols, facts.offsets)
         machine.execute(facts.executed)
         sites = _load(machine, kernel, cpu)
         # The guest runs without Python's global lock, so another thread can decode the tables meanwhile.

@@ -30,7 +30,13 @@ TRACE_SYSCALLS = "syscall_regfunc", "syscall_unregfunc"
 
 KernelOffsets has their addresses only for kernels without SYSCALL_WORK.
 """
-_OPTIONAL = ("no_llseek", "do_open_execat", "unshare_files", "set_cred_ucounts")
+TEXT_POKE = "__text_poke"
+"""Symbol of x86's function that writes text."""
+POKED = f"{TEXT_POKE}(addr)", f"{TEXT_POKE}(len)"
+"""Keys in KernelOffsets.offsets of the numbers of the function's parameters; absent if BTF lacks them."""
+FREES_TEXT = "module_memfree", "execmem_free"
+"""Symbols of the function that frees memory for code; the second exists since Linux 6.10."""
+_OPTIONAL = (TEXT_POKE, *FREES_TEXT, "no_llseek", "do_open_execat", "unshare_files", "set_cred_ucounts")
 KEEPING = "init_on_free", "_page_poisoning_enabled"
 """Symbols of kernel switches. If one is set, a free page must keep the pattern written when it was freed."""
 _OF_NODES = ("node_data", "contig_page_data", "vmemmap_base", *KEEPING)
@@ -163,6 +169,7 @@ def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
         offsets = {path: kernel.btf.offset(path) for path in _MEMBERS} | inode_offsets(kernel.btf)
         offsets[STATE[0]] = kernel.btf.offset(STATE[0] if kernel.btf.has(STATE[0]) else STATE[1])
         offsets |= _of_free_pages(kernel.btf) | _of_time(kernel.btf) | _of_timers(kernel.btf)
+        offsets |= _of_text_poke(kernel.btf)
         offsets |= {path: kernel.btf.offset(path) for path in abi.members}
         offsets |= {name: kernel.btf.constant(name) for name in abi.constants}
         offsets[PT_REGS] = kernel.btf.size(PT_REGS)
@@ -302,6 +309,18 @@ def _of_free_pages(btf: Btf) -> dict[str, int]:
         if error.errno != ENOENT:
             raise
         return {}
+
+
+def _of_text_poke(btf: Btf) -> dict[str, int]:
+    """Return key -> number of the parameter for the keys POKED; {} if BTF lacks the function."""
+    try:
+        _, parameters = btf.prototype(TEXT_POKE)
+    except KernelError as error:
+        if error.errno != ENOENT:
+            raise
+        return {}
+    found = {f"{TEXT_POKE}({each.name})": number for number, each in enumerate(parameters)}
+    return {key: found[key] for key in POKED if key in found}
 
 
 def _of_time(btf: Btf) -> dict[str, int]:

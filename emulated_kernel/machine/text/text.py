@@ -317,7 +317,7 @@ class Text:
                 self._memory.give_back(pages - {word * WORD_SIZE & -PAGE_SIZE for word in words})
         else:
             for va, size in done:
-                self._invalidate(va, size)
+                self._engine.remove_code(va, size)
 
     @property
     def _is_recorded(self) -> bool:
@@ -346,7 +346,7 @@ class Text:
         Raises: MemoryFault.
         """
         self._store(data, self._physical(va, len(data)))
-        self._invalidate(va, len(data))
+        self._engine.remove_code(va, len(data))
 
     def replace(self, va: int, data: bytes) -> None:
         """Change original text permanently: the new bytes become the original. Raises: MemoryFault."""
@@ -488,14 +488,3 @@ class Text:
         elif len(data) > 1 and any(start < end and va < stop for start, stop, _ in self._originals):
             for i in range(len(data)):
                 self._note(va + i, data[i : i + 1], before[i : i + 1])
-
-    def _invalidate(self, va: int, size: int) -> None:
-        """Drop the translated code of a range, page by page.
-
-        Unicorn: remove_cache() looks up only the physical page of the first address.
-        """
-        end = va + size
-        while va < end:
-            stop = min(end, va - va % PAGE_SIZE + PAGE_SIZE)
-            self._engine.remove_cache(va, stop)
-            va = stop

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
+from emulated_kernel.guests.linux.kernel_offsets import FREES_TEXT, POKED, TEXT_POKE
 from emulated_kernel.guests.linux.pc.exception_cells import cpu_state, find_exception_cells
 from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
@@ -90,6 +91,73 @@ def test_a_store_in_the_host_is_that_of_the_guest(count: int, at: int, flags: in
         # A large page is written for the first time by the guest.
         assert in_host[2] <= 3
         assert in_guest[2] >= min(count, 4500)
+
+
+ALIAS = 0x200000
+"""Address at which all memory is mapped a second time, without execution."""
+SYNC, POKE, FREE, FUNCTION = 0x11000, 0x12000, 0x13000, 0x14000
+RET = b"\xc3"
+ROUNDS = 9
+
+
+def rewriting(told: bytes, *, frees: bool) -> bytes:
+    """Return code that rewrites the result of FUNCTION through ALIAS, and adds up in rbx what it returns.
+
+    `told`: code that passes __text_poke() the address and the size. `frees`: free code in each round.
+    """
+    code = b"\xb9" + ROUNDS.to_bytes(4, "little")  # mov ecx, ROUNDS
+    start = len(code)
+
+    def call(address: int) -> bytes:
+        after = CODE + len(code) + 5
+        return b"\xe8" + (address - after).to_bytes(4, "little", signed=True)
+
+    code += b"\x88\x0c\x25" + (ALIAS + FUNCTION + 1).to_bytes(4, "little")  # mov [ALIAS + FUNCTION + 1], cl
+    if told:
+        code += told
+        code += call(POKE)
+    if frees:
+        code += call(FREE)
+    code += call(SYNC)
+    code += call(FUNCTION)
+    code += b"\x01\xc3\xff\xc9\x75"  # add ebx, eax; dec ecx; jnz start
+    return code + (start - len(code) - 1).to_bytes(1, "little", signed=True) + b"\xf4"
+
+
+TOLD = b"\xbe" + FUNCTION.to_bytes(4, "little") + b"\xba\x08\0\0\0"
+"""mov esi, FUNCTION; mov edx, 8"""
+
+
+@pytest.mark.parametrize(
+    ("told", "frees", "knows", "flushes"),
+    [
+        (TOLD, False, True, 1),
+        (TOLD, True, True, ROUNDS),
+        (TOLD, False, False, ROUNDS),
+        (b"", False, True, ROUNDS),
+        (TOLD[:-4] + b"\1\x10\0\0", False, True, ROUNDS),
+        (b"\xbe\0\0\x60\0" + TOLD[5:], False, True, ROUNDS),
+    ],
+    ids=["written", "freed", "unknown parameters", "not told", "more than a page", "not mapped"],
+)
+def test_changed_text_runs(
+    monkeypatch: pytest.MonkeyPatch, told: bytes, frees: bool, knows: bool, flushes: int
+) -> None:
+    """Only what was written is translated again, if that is known and no code was freed."""
+    machine, ram = small_machine(rewriting(told, frees=frees))
+    ram[ROOT + 0x2008 : ROOT + 0x2010] = (1 << 63 | 0x83).to_bytes(8, "little")
+    for address in (SYNC, POKE, FREE):
+        ram[address : address + 1] = RET
+    ram[FUNCTION : FUNCTION + 6] = b"\xb8\0\0\0\0" + RET
+    symbols = {"do_sync_core": SYNC, TEXT_POKE: POKE, FREES_TEXT[1]: FREE}
+    machine.follow_text(symbols, dict(zip(POKED, (1, 2), strict=True)) if knows else {})
+    dropped: list[None] = []
+    flush = machine.engine.flush_code
+    monkeypatch.setattr(machine.engine, "flush_code", lambda: dropped.append(flush()))
+    with pytest.raises(GuestFault, match="halted"):
+        machine.run()
+    assert (machine.regs.bx, len(dropped)) == (sum(range(ROUNDS + 1)), flushes)
+    machine.close()
 
 
 @pytest.fixture

@@ -69,14 +69,14 @@ def test_other_facts_have_another_number() -> None:
         *(field.name for form in (KernelOffsets, VmcoreOffsets) for field in fields(form)),
         *(facts._SYMBOLS, facts._OPTIONAL, facts._MEMBERS, inodes._FORMS, inodes._UNITS),
         *(facts._OF_NODES, facts._OF_FREE_PAGES, facts._SIZES, facts._DENTRY_FLAGS, facts._OF_TIME),
-        *(facts._OF_TICKS, facts._OF_TIMERS, facts.STATE, facts._TIMEKEEPERS),
+        *(facts._OF_TICKS, facts._OF_TIMERS, facts.POKED, facts.STATE, facts._TIMEKEEPERS),
         *(vmcore_image._SYMBOLS, vmcore_image._PER_CPU, vmcore_image.CLOCK, vmcore_image.ONLINE),
         *(
             (abi.symbols, abi.members, abi.constants, abi.per_cpu, abi.time_read, initramfs(abi.stub))
             for abi in ABIS
         ),
     )
-    assert {snapshot._MAGIC: zlib.crc32(repr(kept).encode())} == {b"kprobefs booted kernel 34\n": 789361598}
+    assert {snapshot._MAGIC: zlib.crc32(repr(kept).encode())} == {b"kprobefs booted kernel 35\n": 1016166754}
 
 
 def test_no_more_is_mapped_than_the_host_maps_around_a_page(cache: Path) -> None:

@@ -47,7 +47,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import asdict, dataclass
 from emulated_kernel.util.safe_read import identity, is_word, open_regular, replace_file
 
-_MAGIC = b"kprobefs booted kernel 34\n"
+_MAGIC = b"kprobefs booted kernel 35\n"
 HEADER = 256 << 10
 """Size in bytes of a snapshot's header, which precedes RAM."""
 _PIECE = 64 << 10
@@ -413,7 +413,7 @@ def _machine(ram: mmap.mmap, about: dict[str, Any]) -> tuple[LinuxMachine, Kerne
         machine.engine.restore_context(zlib.decompress(bytes.fromhex(about["cpu"])))
         machine.pc.restore(about["pc"])
         facts = KernelOffsets(**checked_offsets(about["facts"]))
-        machine.follow_text(facts.symbols)
+        machine.follow_text(facts.symbols, facts.offsets)
         machine.execute(facts.executed)
     except BaseException:
         machine.close()

@@ -213,7 +213,7 @@ class Arm64Machine(LinuxMachine):
         self._let_timer_fire()
         self.update_interrupt()
 
-    def follow_text(self, symbols: Mapping[str, int]) -> None:
+    def follow_text(self, symbols: Mapping[str, int], offsets: Mapping[str, int]) -> None:
         """Do nothing, because the kernel writes text through a second mapping.
 
         Unicorn drops translated code at such writes.

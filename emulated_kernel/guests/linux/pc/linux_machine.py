@@ -351,8 +351,11 @@ class LinuxMachine(ABC):
         return number
 
     @abstractmethod
-    def follow_text(self, symbols: Mapping[str, int]) -> None:
-        """Drop translated code whenever the guest has changed its text. `symbols`: addresses by name."""
+    def follow_text(self, symbols: Mapping[str, int], offsets: Mapping[str, int]) -> None:
+        """Drop translated code whenever the guest has changed its text.
+
+        `symbols` and `offsets`: as in KernelOffsets.
+        """
 
     def execute(self, sites: Mapping[str, int]) -> None:  # noqa: B027 - only arm64 has such instructions
         """Make the host execute some instructions of the kernel in place of the CPU.

@@ -11,7 +11,7 @@ from typing import Any
 from emulated_kernel.guests.linux.cpu.cpuid_answers import CpuidAnswers
 from emulated_kernel.guests.linux.cpu.production_cpu import ProductionCpu
 from emulated_kernel.guests.linux.guest_abi import CURRENT_TASK, STACK_TOP, X86_64
-from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
+from emulated_kernel.guests.linux.kernel_offsets import FREES_TEXT, POKED, TEXT_POKE, KernelOffsets
 from emulated_kernel.guests.linux.pc.devices import Pc
 from emulated_kernel.guests.linux.pc.emulated_cpuid import emulated_cpuid
 from emulated_kernel.guests.linux.pc.linux_cpu import CPU_MODEL, PRODUCTION_MODEL, SYSCALL_SIZE, PcCpu
@@ -35,6 +35,11 @@ from emulated_kernel.machine.unicorn_engine import (
 from emulated_kernel.util.abi import PAGE_SIZE, Vector
 
 _DIRECTION_FLAG = 1 << 10
+_FLUSH_FROM = 1000
+"""Minimum number of writes of text between two calls of do_sync_core() that drop all translated code.
+
+The guest writes in batches of 256 places and runs in between, and all of its code must be translated again.
+"""
 _WRITTEN = 0x63
 """Bits of an entry for a page that the guest has written: present, writable, accessed and dirty."""
 _CPUID = 113
@@ -221,19 +226,50 @@ class PcMachine(LinuxMachine):
 
         self.call_at(address, store)
 
-    def follow_text(self, symbols: Mapping[str, int]) -> None:
+    def follow_text(self, symbols: Mapping[str, int], offsets: Mapping[str, int]) -> None:
         """Drop translated code whenever the guest runs do_sync_core(), as it does after patching its text.
 
-        Unicorn does not notice a write of text through another mapping.
+        Unicorn does not notice a write of text through another mapping. After a few calls of __text_poke(),
+        drop only the code of the text that these calls wrote. Drop all code if the calls are unknown, or if
+        memory for code was freed: its next user may write code in another way.
         """
+        poked: list[tuple[int, int]] | None = None
+        registers = dict(enumerate(self.model.arguments))
+        of_poke = [registers[offsets[key]] for key in POKED if key in offsets]
+        frees = next((symbols[name] for name in FREES_TEXT if name in symbols), None)
+
+        def write(*_arguments: int) -> None:
+            if poked is not None and len(poked) < _FLUSH_FROM:
+                poked.append((self.regs.get(of_poke[0]), self.regs.get(of_poke[1])))
+
+        def free(*_arguments: int) -> None:
+            nonlocal poked
+            poked = None
 
         def sync(*_arguments: int) -> None:
-            # The next run begins at this address, so this hook is called a second time.
-            self._is_text_stale = not self._is_text_stale
+            nonlocal poked
+            changed, poked = poked, []
+            # If this hook has stopped the run, the next run begins here and calls it a second time.
             if self._is_text_stale:
+                self._is_text_stale = False
+            elif changed and len(changed) < _FLUSH_FROM and all(self._is_text(*each) for each in changed):
+                for each in changed:
+                    self.engine.remove_code(*each)
+            else:
+                self._is_text_stale = True
                 self.engine.stop()
 
         self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(sync), at=symbols["do_sync_core"])
+        if len(of_poke) == len(POKED) and frees is not None and TEXT_POKE in symbols:
+            self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(write), at=symbols[TEXT_POKE])
+            self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(free), at=frees)
+
+    def _is_text(self, va: int, size: int) -> bool:
+        """Return True if the CPU can execute the code in a range of at most one page's size."""
+        root = self.cpu.root
+        pages = (self.memory.walk(root, each) for each in (va, va + size - 1))
+        is_text = all(page is not None and self.memory.is_executable(page[1]) for page in pages)
+        return is_text and size <= PAGE_SIZE
 
     def deliver_breakpoints(self, stub: range, cells: int) -> None:
         """Make the guest continue at `stub` after a breakpoint of kernel mode; the stub delivers it.

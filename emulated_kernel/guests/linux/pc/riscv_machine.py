@@ -112,7 +112,7 @@ class RiscvMachine(LinuxMachine):
         """Make the timer's interrupt pending; see LinuxMachine."""
         self.cpu.set_pending(1 << self._let_timer_fire())
 
-    def follow_text(self, symbols: Mapping[str, int]) -> None:
+    def follow_text(self, symbols: Mapping[str, int], offsets: Mapping[str, int]) -> None:
         """Do nothing, because the kernel changes text through a page that it remaps.
 
         The change of the mapping makes Unicorn drop translated code.

@@ -193,7 +193,7 @@ class VmcoreGuest(RunningLinux):
             raise unusable_core(unmapped(fault.address)) from None
         self._map_devices()
         if "do_sync_core" in symbols:
-            machine.follow_text(symbols)
+            machine.follow_text(symbols, {})
         self.need_resched = self._find_need_resched()
         self.be_ready()
 
