@@ -24,6 +24,8 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux.debian_kernel import SEED, own_cache
+from tests.guests.linux.ended_tasks import check_ended_tasks
+from tests.guests.linux.files import Files
 from tests.guests.linux.model_clock import check_model_clock
 from tests.guests.linux.probing import chosen, differing, probed, ram, workload
 from tests.guests.linux.test_arm64 import META, SUITE, read, write
@@ -258,6 +260,40 @@ def test_tracers(clean: Mount) -> None:
     assert len(records(clean)) > 150
     write(clean, CLIENT, "/tracing/current_tracer", b"nop\n")
     write(clean, CLIENT, "/tracing/tracing_on", b"1\n")
+
+
+def graph_tree(guest: LinuxEngine) -> tuple[list[str], int, int]:
+    """Return a workload's calls without times; calls of sites that Python handles; native traps."""
+    shell = Files(probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False), CLIENT)
+    sites = guest.kprobes.sites
+    assert sites is not None
+    shell.write("/tracing/buffer_size_kb", "4000")
+    for names in ("vfs_*", "ksys_*", "do_sys*", "*sched*", "kmem_cache_*", "do_exit", "copy_*"):
+        shell.write("/tracing/set_ftrace_filter", names, os.O_WRONLY | os.O_APPEND)
+    shell.write("/tracing/current_tracer", "function_graph")
+    before = sites.calls, guest.machine.hooks.native_traps
+    with guest.lock:
+        workload(guest)
+    found = sites.calls - before[0], guest.machine.hooks.native_traps - before[1]
+    tree = [line.partition("|")[2] for line in shell.read("/tracing/trace").splitlines() if line[2:4] == ") "]
+    shell.write("/tracing/current_tracer", "nop")
+    return tree, *found
+
+
+def test_the_graph_is_guest_code() -> None:
+    """Only the first call enters Python, no call or return traps, and the tree is that of Python."""
+    expected, by_python, _ = graph_tree(new_engine(compiled=False))
+    tree, calls, traps = graph_tree(new_engine())
+    assert tree == expected
+    assert by_python > 500
+    assert (calls, traps) == (1, 0)
+
+
+def test_nothing_is_left_of_tasks_that_end() -> None:
+    guest = new_engine()
+    check_ended_tasks(
+        guest, Files(probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False), CLIENT)
+    )
 
 
 def test_a_function_is_called(clean: Mount) -> None:
