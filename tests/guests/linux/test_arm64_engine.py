@@ -262,29 +262,31 @@ def test_tracers(clean: Mount) -> None:
     write(clean, CLIENT, "/tracing/tracing_on", b"1\n")
 
 
-def graph_tree(guest: LinuxEngine) -> tuple[list[str], int, int]:
-    """Return a workload's calls without times; calls of sites that Python handles; native traps."""
+def traced_calls(guest: LinuxEngine, tracer: str) -> tuple[list[str], int, int]:
+    """Return a workload's records without times; calls of sites that Python handles; native traps."""
     shell = Files(probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False), CLIENT)
     sites = guest.kprobes.sites
     assert sites is not None
     shell.write("/tracing/buffer_size_kb", "4000")
     for names in ("vfs_*", "ksys_*", "do_sys*", "*sched*", "kmem_cache_*", "do_exit", "copy_*"):
         shell.write("/tracing/set_ftrace_filter", names, os.O_WRONLY | os.O_APPEND)
-    shell.write("/tracing/current_tracer", "function_graph")
+    shell.write("/tracing/current_tracer", tracer)
     before = sites.calls, guest.machine.hooks.native_traps
     with guest.lock:
         workload(guest)
     found = sites.calls - before[0], guest.machine.hooks.native_traps - before[1]
-    tree = [line.partition("|")[2] for line in shell.read("/tracing/trace").splitlines() if line[2:4] == ") "]
+    lines = [line for line in shell.read("/tracing/trace").splitlines() if not line.startswith("#")]
     shell.write("/tracing/current_tracer", "nop")
-    return tree, *found
+    # The time of a record, or the duration of a call, is before the first colon or bar.
+    return [re.sub(r" [\d.]+( us +\||: )|^.*\|", " ", line, count=1) for line in lines], *found
 
 
-def test_the_graph_is_guest_code() -> None:
-    """Only the first call enters Python, no call or return traps, and the tree is that of Python."""
-    expected, by_python, _ = graph_tree(new_engine(compiled=False))
-    tree, calls, traps = graph_tree(new_engine())
-    assert tree == expected
+@pytest.mark.parametrize("tracer", ["function", "function_graph"])
+def test_tracers_are_guest_code(tracer: str) -> None:
+    """Only the first call enters Python, no call or return traps, and the records are those of Python."""
+    expected, by_python, _ = traced_calls(new_engine(compiled=False), tracer)
+    found, calls, traps = traced_calls(new_engine(), tracer)
+    assert found == expected
     assert by_python > 500
     assert (calls, traps) == (1, 0)
 
