@@ -132,8 +132,6 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     # This must come before any lookup of tracepoints: iterating the events creates them.
     markers = _register_static_events(registry, kernel, arch, interface)
     system = _build_services(kernel, engine, arch, registry, records, markers, cmdlines, interface)
-    functions = _build_functions(kernel, engine, arch, interface)
-    arrays = _build_arrays(kernel, engine, system, functions)
     words = CpuWords.of(kernel.abi, arch.current_register, arch.word_size)
     assert words is not None, "all kernels with tracing have these words"
     addresses = records.places(
@@ -143,6 +141,8 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
         kernel.resched,
         words,
     )
+    functions = _build_functions(kernel, engine, arch, addresses, interface)
+    arrays = _build_arrays(kernel, engine, system, functions)
     graph, profiler = _build_graphs(kernel, engine, arrays, functions, addresses)
     commands = EventCommands(
         registry, arrays.top.errors, kernel.log, kernel.limits, interface, system.filter_words
@@ -261,14 +261,15 @@ def _filter_words(kernel: TracedKernel, arch: Arch, interface: Interface, lock: 
 
 
 def _build_functions(
-    kernel: TracedKernel, engine: ProbeRegistries, arch: Arch, interface: Interface
+    kernel: TracedKernel,
+    engine: ProbeRegistries,
+    arch: Arch,
+    addresses: GuestAddresses,
+    interface: Interface,
 ) -> KernelFunctions:
     """Build the list of traceable functions; tracers use it to attach to fentry sites."""
-    kprobes = engine.kprobes
     called = ProbeHit(kernel.machine.memory, kernel.tasks, kernel.context.trace_ctx)
-    return KernelFunctions(
-        kprobes.sites, kernel.fentry, kernel.symbols, called, kprobes.probe_checker, arch, interface
-    )
+    return KernelFunctions(engine.kprobes, kernel.fentry, kernel.symbols, called, arch, addresses, interface)
 
 
 def _build_arrays(

@@ -29,7 +29,8 @@ from emulated_kernel.kprobes.codegen.compiler import Compiler
 from emulated_kernel.kprobes.codegen.deferred_free import DeferredFree
 from emulated_kernel.kprobes.codegen.guest_code import DetourBuffer
 from emulated_kernel.kprobes.hit.breakpoint_dispatch import BreakpointDispatch
-from emulated_kernel.kprobes.hit.ftrace import FtraceSites
+from emulated_kernel.kprobes.hit.entry_code import EntryCode
+from emulated_kernel.kprobes.hit.ftrace import FtraceOps, FtraceSites
 from emulated_kernel.kprobes.hit.handling import HitHandling
 from emulated_kernel.kprobes.hit.insn_copy import Breakpoints, InsnCopier
 from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
@@ -135,6 +136,11 @@ class Kprobes:
         """Read the image's symbols and text tables again, after a module was loaded or unloaded."""
         self.lock.assert_held()
         self.probe_checker.tables_changed()
+
+    def entry_code(self, ops: FtraceOps) -> EntryCode[Any]:
+        """Return an object that compiles guest code for the calls of `ops`. The kernel has fentry sites."""
+        assert self.sites is not None
+        return EntryCode(self.sites, self.compiler, self.split_jumps, ops)
 
     def kill_within(self, spans: Sequence[tuple[int, int]]) -> None:
         """Mark as gone the probes in text that is about to be freed; see Arming.kill_within."""

@@ -86,7 +86,7 @@ class TraceArrays(TaskObserver):
         registry = system.events
         probes = FunctionProbes(self._functions, array, registry, top or array)
         functions = FunctionTracer(
-            self._functions, probes, pids, CallRecorder(array, pids).record, system.tracer_options.is_on
+            self._functions, probes, pids, CallRecorder(array, pids), system.tracer_options.is_on
         )
         if self._functions.has_sites:
             array.register_tracer(FUNCTION_TRACER, functions)

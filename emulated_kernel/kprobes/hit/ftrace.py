@@ -18,6 +18,14 @@ from emulated_kernel.machine.text.text_poke import TextPoker
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.fast_dataclass import dataclass, field
 
+CodeOf = Callable[[int], int | None]
+"""Function that returns the address of the guest code for calls from a site; None: Python handles them."""
+
+
+def no_code(_site: int) -> None:
+    """Return None: Python handles the calls from all sites. It is a CodeOf."""
+
+
 Called = Callable[[int, Any], object]
 """Handler of a call; it takes the site's address and the saved registers. The saved ip is after the site."""
 
@@ -53,8 +61,8 @@ class FtraceOps:
     subops.
     Mirrors: include/linux/ftrace.h:struct ftrace_ops, subop_list (v7.2).
     """
-    codes: Mapping[int, int] = field(default_factory=dict)
-    """Address of an fentry site -> address of guest code that does the same as `func`.
+    code_of: CodeOf = no_code
+    """Function that returns the address of guest code that does the same as `func` for an fentry site.
 
     The site calls this code if no other ftrace_ops hooks the site.
     """
@@ -389,16 +397,13 @@ class FtraceSites:
             self._update(ops.sites)
             ops.sites.clear()
 
-    def set_code(self, ops: FtraceOps, codes: Mapping[int, int]) -> None:
-        """Set the guest code that sites of `ops` call in place of Python.
-
-        `codes`: address of a site -> address of the code. Python handles the calls of `ops` from all other
-        sites.
-        """
+    def set_code(self, ops: FtraceOps, code_of: CodeOf) -> None:
+        """Set the guest code that sites of `ops` call in place of Python."""
         self._lock.assert_held()
-        before = ops.codes
-        ops.codes = codes
-        self._update([site for site in ops.sites if before.get(site) != codes.get(site)])
+        ops.code_of = code_of
+        calling = self._calling
+        python = self.trampoline
+        self._update([site for site in ops.sites if calling.get(site) != (code_of(site) or python)])
 
     def set_assembly(self, ops: FtraceOps, owner: AssemblyOwner | None) -> None:
         """Set the owner of the assembly handlers that run at the sites of `ops`.
@@ -478,9 +483,9 @@ class FtraceSites:
         starting = {}
         for users, members in groups:
             # A site with several users calls the trampoline. A probe's site does so until its first hit.
-            codes = users[0].codes if len(users) == 1 else {}
+            code_of = users[0].code_of if len(users) == 1 else no_code
             for site in members & calls - busy:
-                target = codes.get(site, self.trampoline)
+                target = code_of(site) or self.trampoline
                 if self._calling.get(site) != target:
                     starting[site] = target
         stopping = (sites - calls - busy) & self._calling.keys()

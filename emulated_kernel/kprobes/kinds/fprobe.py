@@ -23,6 +23,7 @@ from emulated_kernel.kprobes.codegen.asm_handlers import (
     PerCpuVars,
     handler_texts,
 )
+from emulated_kernel.kprobes.codegen.call_site import get_called
 from emulated_kernel.kprobes.codegen.compiler import SHORTAGES
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.hit.ftrace import Called, FtraceOps
@@ -305,7 +306,7 @@ class Fprobes:
 
     def _set_code(self, registered: _FprobeOps, codes: Mapping[int, int]) -> None:
         assert self._kprobes.sites is not None
-        self._kprobes.sites.set_code(registered.ops, codes)
+        self._kprobes.sites.set_code(registered.ops, codes.get)
         self._kprobes.compiler.drop_asm_thunks(registered)
 
     def _drop_code(self, registered: _FprobeOps) -> None:
@@ -406,7 +407,7 @@ class Fprobes:
         if fp.entry_handler is not None:
             if fp.entry_program is None:
                 return False
-            native.get_called(builder, CALLED)
+            get_called(builder, self._arch, CALLED)
             if not fp.entry_program(builder, EntryKind.CALL):
                 return False
         return fp.hook is None or native.emit_entry(builder, EntryKind.CALL, fp.hook, keeps_called=True)

@@ -13,7 +13,6 @@ from typing import Any
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.program.ir import (
     AddToAbsolute,
-    Arithmetic,
     Branch,
     BranchImmediate,
     Condition,
@@ -28,6 +27,7 @@ from emulated_kernel.arch.program.ir import (
 )
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.codegen.asm_handlers import HandlerPoint
+from emulated_kernel.kprobes.codegen.call_site import get_called, get_return_address
 from emulated_kernel.kprobes.codegen.compiler import Compiler
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.return_hook.ret_stack import RetStackCode
@@ -46,7 +46,6 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
     SECOND,
     SLOT,
     StackCode,
-    compute,
     set_to,
     unless,
 )
@@ -72,8 +71,7 @@ class NativeReturns:
         self._compiler = compiler
         self._sp = arch.registers.sp
         self._link = arch.registers.link
-        self._called_by = arch.handler_call_link or arch.call_link
-        self._call_size = arch.call_size
+        self._arch = arch
         assert arch.returns is not None, "the caller checks it"
         self._kept = arch.returns.live.registers
         self._preserves_all = compiler.saves_all or arch.returns.preserves_all
@@ -96,7 +94,7 @@ class NativeReturns:
         done = self._enter(builder, way, hook)
         self._replace(builder, hook)
         if keeps_called:
-            self.get_called(builder, FIRST)
+            get_called(builder, self._arch, FIRST)
             builder.emit(self._code.store_data(FIRST))
         elif hook.data_size:
             words = range(self._data_words(hook))
@@ -116,7 +114,7 @@ class NativeReturns:
             code.put_back(builder, hook.address, words)
             builder.emit(Jump(done))
         keep(unwanted)
-        self._find_return(builder, EntryKind.CALL)
+        get_return_address(builder, self._arch, EntryKind.CALL, RET, SLOT)
         self._replace(builder, hook)
         builder.place(done)
 
@@ -135,31 +133,12 @@ class NativeReturns:
         done = builder.label()
         with builder.out_of_line() as missed:
             builder.emit(AddToAbsolute(counter_at(hook.address, MISSED, self._word), 1), Jump(done))
-        self._find_return(builder, way)
+        get_return_address(builder, self._arch, way, RET, SLOT)
         self._code.enter(builder, hook.address, missed, self._data_words(hook))
         return done
 
-    def _find_return(self, builder: ProgramBuilder, way: EntryKind) -> None:
-        """Emit code at a function's entry: set SLOT to the address of the stack slot, RET to its content."""
-        builder.emit(GetRegister(SLOT, self._sp))
-        if self._link is not None:
-            builder.emit(GetRegister(RET, self._link))
-            return
-        if way is EntryKind.CALL:
-            builder.emit(compute(Arithmetic.ADD, SLOT, self._word))
-        # The call has just written to this address, so the load cannot fault.
-        builder.emit(Load(RET, SLOT, 0, self._word))
-
     def _data_words(self, hook: ReturnHook) -> int:
         return -(-hook.data_size // self._word)
-
-    def get_called(self, builder: ProgramBuilder, register: int) -> None:
-        """Emit code that sets `register` to the address of the function whose fentry site was hit."""
-        if self._called_by is not None:
-            builder.emit(GetRegister(register, self._called_by))
-        else:
-            builder.emit(GetRegister(register, self._sp), Load(register, register, 0, self._word))
-        builder.emit(compute(Arithmetic.ADD, register, -self._call_size))
 
     def _replace(self, builder: ProgramBuilder, hook: ReturnHook) -> None:
         """Emit code that replaces the return address RET with a trampoline's address."""

@@ -124,16 +124,18 @@ class GuestHeap:
 
 _CACHE_SIZE = 1024
 RETHOOKS = 0
-"""Index of the field `rethooks` in the result of TaskFields.of()."""
+"""Number of the field `rethooks` for TaskFields.of()."""
 RET_STACK = 1
-"""Index of the field `ret_stack` in the result of TaskFields.of()."""
+"""Number of the field `ret_stack` for TaskFields.of()."""
+_FIELDS = "task_struct.rethooks", "task_struct.ret_stack"
+"""Names of the fields RETHOOKS and RET_STACK in an ABI table."""
 
 
 class TaskFields:
-    """Finds the fields `rethooks` and `ret_stack` of a task; if task_structs lack both, the host keeps them.
+    """Finds the fields `rethooks` and `ret_stack` of a task; the host keeps a field that task_structs lack.
 
     If no `running_task` is given and the image's ABI table lacks `percpu.current_task`, all tasks share one
-    shadow stack. If task_structs have only `rethooks`, there is no RetStack.
+    shadow stack.
     Mirrors: include/linux/sched.h:struct task_struct, rethooks, ret_stack (v6.1).
     """
 
@@ -153,23 +155,15 @@ class TaskFields:
         self._running_task = running_task
         self._format = _FORMATS[word_size]
         self._word_size = word_size
-        self._known: dict[int, memoryview] = {}
+        self._known: tuple[dict[int, memoryview], ...] = ({}, {})
+        """Number of a field -> address of a task -> live view of the task's field."""
         self._currents: dict[int, memoryview] = {}
         """Address of a per-CPU area -> live view of the word with the CPU's current task."""
-        rethooks = abi.get("task_struct.rethooks")
-        self._offset = rethooks
+        self._offsets = tuple(abi.get(name) for name in _FIELDS)
         self._current_at = abi.get("percpu.current_task")
         self._current: memoryview | None = None
         self.cpu = 0
         """Number of the current CPU."""
-        self._size = 2 * word_size
-        self._step = 1
-        if rethooks is not None:
-            offsets = [rethooks, *(abi[name] for name in ("task_struct.ret_stack",) if name in abi)]
-            self._offset = min(offsets)
-            self._size = word_size * len(offsets)
-            self._step = (offsets[-1] - rethooks) // word_size or 1
-            assert self._step in (-1, 1), "rethooks and ret_stack must be adjacent"
         if self._current_at is not None:
             self.look_from(0, abi["percpu.base"])
 
@@ -194,19 +188,22 @@ class TaskFields:
             return self._running_task()
         return 0 if self._current is None else int(self._current[0])
 
-    def of(self, task: int) -> memoryview:
-        """Return a live view of a task's fields, indexed by RETHOOKS and RET_STACK."""
-        fields = self._known.get(task)
-        if fields is None:
-            if self._offset is None:
-                fields = self._words(memoryview(bytearray(self._size)))
+    def of(self, task: int, field: int) -> memoryview:
+        """Return a live view of the word in a task's field; `field` is RETHOOKS or RET_STACK."""
+        known = self._known[field]
+        word = known.get(task)
+        if word is None:
+            offset = self._offsets[field]
+            if offset is None:
+                word = self._words(memoryview(bytearray(self._word_size)))
             else:
-                if len(self._known) >= _CACHE_SIZE:
-                    self._known.clear()
-                fields = self._words(self._memory.view(task + self._offset, self._size))[:: self._step]
-            self._known[task] = fields
-        return fields
+                if len(known) >= _CACHE_SIZE:
+                    known.clear()
+                word = self._words(self._memory.view(task + offset, self._word_size))
+            known[task] = word
+        return word
 
     def ended(self, task: int) -> None:
         """Discard the return-hook fields of a task that has ended."""
-        self._known.pop(task, None)
+        for known in self._known:
+            known.pop(task, None)

@@ -8,6 +8,7 @@ from functools import partial
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.image.text_tables import ProbedTables
+from emulated_kernel.kprobes.profile import TrampolineForm
 from emulated_kernel.kprobes.quiescence import GracePeriod
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.ret_stack import RetStack
@@ -45,7 +46,8 @@ class HookSets(TaskObserver):
         self._hits = kprobes.hits
         self._sets: list[ReturnHooks] = []
         self._make = partial(ReturnHooks, machine, abi, arch, kprobes, scheduler, self._sets)
-        self.first = self._make(stack=chosen or kprobes.profile.return_hook)
+        profile = kprobes.profile
+        self.first = self._make(stack=chosen or profile.return_hook, form=profile.trampoline)
         self._graph: ReturnHooks | None = None
         machine.on_leave.append(self._abandon)
         machine.preempt_if(lambda: not self.first.stack.is_locked)
@@ -58,7 +60,8 @@ class HookSets(TaskObserver):
         if self._graph is None:
             # Guest code that asks for a caller means the trampoline of the first set, so install that one.
             self.first.install()
-            self._graph = self._make(stack=RetStack.name)
+            # Linux: return_to_handler is code on all architectures.
+            self._graph = self._make(stack=RetStack.name, form=TrampolineForm.ASSEMBLY)
         return self._graph
 
     def real_return_address(self, slot: int, address: int) -> int:

@@ -17,7 +17,7 @@ from emulated_kernel.arch.program.ir import (
     StoreImmediate,
 )
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
-from emulated_kernel.kprobes.return_hook.guest_heap import RETHOOKS, GuestHeap, TaskFields
+from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
 from emulated_kernel.kprobes.return_hook.rethook_list import RethookListStack
 from emulated_kernel.kprobes.return_hook.shadow_stack import DAMAGED, POOL, Pending
 from emulated_kernel.kprobes.return_hook.stack_code import (
@@ -158,9 +158,9 @@ class KretprobeInstTable(RethookListStack):
         self._count_calls(task, 1)
 
     def _count_calls(self, task: int, change: int) -> None:
-        fields = self.tasks.of(task)
+        calls = self._head(task)
         # The guest can set the count to any number.
-        fields[RETHOOKS] = fields[RETHOOKS] + change & (1 << 8 * self.words.word_size) - 1
+        calls[0] = calls[0] + change & (1 << 8 * self.words.word_size) - 1
 
     def _calls(self, task: int) -> Iterator[Pending]:
         words = self.words
@@ -182,7 +182,7 @@ class KretprobeInstTable(RethookListStack):
         self._unlink(call.node)
 
     def _clear(self, task: int) -> None:
-        self.tasks.of(task)[RETHOOKS] = 0
+        self._head(task)[0] = 0
 
 
 class InstancesCode(StackCode[KretprobeInstTable]):
@@ -197,7 +197,7 @@ class InstancesCode(StackCode[KretprobeInstTable]):
     """
 
     data_word = HEADER
-    needs_rethooks = False
+    needs_field = False
 
     @property
     def _to_lock(self) -> int:

@@ -80,6 +80,7 @@ class RetStack(ShadowStack):
 
     name = "fgraph"
     header = 0
+    field = RET_STACK
 
     def __init__(self, words: GuestHeap, tasks: TaskFields, cpus: int) -> None:
         super().__init__(words, tasks, cpus)
@@ -127,15 +128,15 @@ class RetStack(ShadowStack):
             stack = self.words.alloc(size)
             self._stacks[task] = stack
         self.words[stack + self.used_at] = 0
-        self.tasks.of(task)[RET_STACK] = stack
+        self._head(task)[0] = stack
 
     def _free_stack(self, task: int) -> None:
-        self.tasks.of(task)[RET_STACK] = 0
+        self._head(task)[0] = 0
         self.words.free(self._stacks.pop(task))
 
     def _array(self, task: int) -> int:
         """Return the address of a task's array, or 0. Raises: MemoryFault (the guest has changed it)."""
-        array = int(self.tasks.of(task)[RET_STACK])
+        array = int(self._head(task)[0])
         if array and array != self._stacks.get(task):
             raise MemoryFault(array, "no shadow stack of the task")
         return array

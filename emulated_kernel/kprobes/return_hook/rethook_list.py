@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from emulated_kernel.arch.program.ir import Label
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
-from emulated_kernel.kprobes.return_hook.guest_heap import RETHOOKS, GuestHeap, TaskFields
+from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
 from emulated_kernel.kprobes.return_hook.shadow_stack import Pending, ShadowStack
 from emulated_kernel.kprobes.return_hook.stack_code import (
     FIRST,
@@ -122,16 +122,16 @@ class RethookListStack(ShadowStack):
     def push(self, hook: int, task: int, node: int, ret_addr: int, frame: int) -> None:  # noqa: ARG002
         words = self.words
         word = self.words.word_size
-        fields = self.tasks.of(task)
+        head = self._head(task)
         words[node + RET_ADDR * word] = ret_addr
         words[node + FRAME * word] = frame
-        words[node + LLIST * word] = fields[RETHOOKS]
-        fields[RETHOOKS] = node
+        words[node + LLIST * word] = head[0]
+        head[0] = node
 
     def _calls(self, task: int) -> Iterator[Pending]:
         words = self.words
         word = self.words.word_size
-        node = int(self.tasks.of(task)[RETHOOKS])
+        node = int(self._head(task)[0])
         while node:
             hook = words[node + HOOK * word]
             self._known_node(hook, node)
@@ -139,10 +139,10 @@ class RethookListStack(ShadowStack):
             node = words[node + LLIST * word]
 
     def _remove(self, task: int, call: Pending) -> None:
-        self.tasks.of(task)[RETHOOKS] = self.words[call.node + LLIST * self.words.word_size]
+        self._head(task)[0] = self.words[call.node + LLIST * self.words.word_size]
 
     def _clear(self, task: int) -> None:
-        self.tasks.of(task)[RETHOOKS] = 0
+        self._head(task)[0] = 0
 
     def _release(self, hook: int) -> None:
         block = self._blocks.pop(hook, None)

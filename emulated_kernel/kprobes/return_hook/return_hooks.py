@@ -11,7 +11,7 @@ from typing import Any
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.kprobes.codegen.asm_handlers import HandlerPoint
 from emulated_kernel.kprobes.kprobe import CompileHandler
-from emulated_kernel.kprobes.profile import RETURN_HOOKS
+from emulated_kernel.kprobes.profile import RETURN_HOOKS, TrampolineForm
 from emulated_kernel.kprobes.quiescence import GracePeriod
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.compiled_returns import NativeReturns
@@ -58,10 +58,11 @@ class ReturnHooks:
         sets: list[ReturnHooks],
         *,
         stack: str,
+        form: TrampolineForm,
     ) -> None:
         """Create the object and add it to `sets`, the list of the kernel's ReturnHooks.
 
-        `stack` is the name of the shadow stack.
+        `stack` is the name of the shadow stack, and `form` that of the trampoline.
         """
         self._machine = machine
         self._memory = machine.memory
@@ -80,7 +81,6 @@ class ReturnHooks:
         """Address of a removed hook -> the hook. The map has only hooks that may still have pending calls."""
         self._has_assembly: bool | None = None
         """Whether a hook has handlers in assembly; None if that must be determined at the next return."""
-        form = kprobes.profile.trampoline
         self.trampoline = Trampoline(machine, abi, arch, form, self._returned, self._run_asm_handlers)
         self._has_traps = False
         self.stack = self._make_stack(stack)
@@ -125,7 +125,9 @@ class ReturnHooks:
         arch = self._arch
         offsets = TaskOffsets.of(self._abi, arch)
         kind = _CODES[type(self.stack)]
-        if offsets is None or arch.returns is None or (kind.needs_rethooks and not offsets.rethooks):
+        if offsets is None or arch.returns is None:
+            return None
+        if kind.needs_field and not offsets.field(self.stack.field):
             return None
         code = kind(offsets, self.stack, arch.returned_at)
         return NativeReturns(self.stack, code, self.trampoline, self._compiler, arch)

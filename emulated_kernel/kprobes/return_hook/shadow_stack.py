@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import ClassVar, NamedTuple
 
-from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
+from emulated_kernel.kprobes.return_hook.guest_heap import RETHOOKS, GuestHeap, TaskFields
 from emulated_kernel.machine.memory.guest_reader import DamageReports
 from emulated_kernel.machine.traps.trap import MemoryFault
 
@@ -59,6 +59,8 @@ class ShadowStack(ABC):
     is_kretprobes: ClassVar[bool] = False
     """Whether only kretprobes use this kind of shadow stack, as before rethook (Linux up to 5.17)."""
 
+    field: ClassVar[int] = RETHOOKS
+    """The field of task_struct in which the task's pending calls begin; see TaskFields.of()."""
     needs_fentry: ClassVar[bool] = False
     """Whether functions can be hooked only from their fentry sites."""
 
@@ -121,11 +123,15 @@ class ShadowStack(ABC):
         """Take a node for a call and return its address; return 0 if none is free and the call is missed."""
         try:
             # Without the task's field, the call could not be pushed.
-            self.tasks.of(task)
+            self._head(task)
             return self._get(hook, task)
         except MemoryFault as fault:
             self.damage.report(DAMAGED, fault)
             return 0
+
+    def _head(self, task: int) -> memoryview:
+        """Return a live view of the task's word `field`. Raises: MemoryFault (no task is at this address)."""
+        return self.tasks.of(task, self.field)
 
     @abstractmethod
     def _get(self, hook: int, task: int) -> int:

@@ -28,6 +28,7 @@ from emulated_kernel.arch.program.ir import (
     Store,
 )
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
+from emulated_kernel.kprobes.return_hook.guest_heap import RET_STACK
 from emulated_kernel.kprobes.return_hook.shadow_stack import ACTIVE, HIGH_WATER, ShadowStack, counter_at
 from emulated_kernel.util.fast_dataclass import dataclass
 
@@ -57,7 +58,11 @@ class TaskOffsets:
     rethooks: int
     """Offset in bytes of `rethooks` in struct task_struct; 0 if there is no such field."""
     ret_stack: int
-    """Offset in bytes of `ret_stack` in struct task_struct; 0 if there is no RetStack."""
+    """Offset in bytes of `ret_stack` in struct task_struct; 0 if there is no such field."""
+
+    def field(self, number: int) -> int:
+        """Return the offset in bytes of the field RETHOOKS or RET_STACK; 0 if there is no such field."""
+        return self.ret_stack if number == RET_STACK else self.rethooks
 
     @classmethod
     def of(cls, abi: Mapping[str, int], arch: Arch) -> TaskOffsets | None:
@@ -77,8 +82,8 @@ class StackCode(ABC, Generic[Stack]):
 
     data_word: ClassVar[int]
     """Index of the first word of private data in a node."""
-    needs_rethooks: ClassVar[bool] = True
-    """Whether the code uses the field `rethooks` of struct task_struct."""
+    needs_field: ClassVar[bool] = True
+    """Whether the code uses the field of struct task_struct in which the shadow stack's calls begin."""
 
     def __init__(self, offsets: TaskOffsets, stack: Stack, returned_at: int) -> None:
         """Prepare to emit code that uses the shadow stack `stack`.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from enum import Enum, IntFlag, auto
 from struct import Struct
 
+from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.program.int64_on_32 import branch_long
 from emulated_kernel.arch.program.ir import (
     Arithmetic,
@@ -24,9 +25,11 @@ from emulated_kernel.arch.program.ir import (
     StoreImmediate,
 )
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
+from emulated_kernel.kprobes.codegen.call_site import get_called
 from emulated_kernel.kprobes.return_hook.compiled_returns import NativeReturns
 from emulated_kernel.kprobes.return_hook.return_hook import ReturnHook
 from emulated_kernel.kprobes.return_hook.stack_code import NODE
+from emulated_kernel.trace.compiled.calls import SelectedTasks
 from emulated_kernel.trace.compiled.fetch import BASE, HIGH, LIMIT, OTHER, POSITION, TEMP, VALUE
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
 from emulated_kernel.trace.compiled.record import ENTRY_HEADER_SIZE, EventSpace, RecordEmitter
@@ -54,8 +57,6 @@ After the flags are stored, the register holds upper halves of times.
 _CELL = 8
 _HALF = 4
 _INT_MAX = (1 << 31) - 1
-MAX_PIDS = 64
-"""Maximum number of pids in set_ftrace_pid and set_ftrace_notrace_pid; code for more would be too large."""
 
 
 class CallFlag(IntFlag):
@@ -95,24 +96,17 @@ class CompiledGraph:
     max_depth: int
     threshold_ns: int
     takes_irqs: bool
-    traced: frozenset[int]
-    """Pids in set_ftrace_pid; `untraced` has the pids in set_ftrace_notrace_pid."""
-    untraced: frozenset[int]
+    tasks: SelectedTasks
 
-    def by_kind(self, sites: Collection[int]) -> Mapping[CallKind, Collection[int]]:
-        """Divide fentry sites by the kind of their functions.
+    def kind_of(self, site: int) -> CallKind:
+        """Return the kind of the function with an fentry site."""
+        if site in self.hidden:
+            return CallKind.HIDDEN
+        return CallKind.CHOSEN if site in self.chosen else CallKind.PLAIN
 
-        Return a map kind -> sites, without kinds that have no site.
-        """
-        every = frozenset(sites)
-        hidden = every & self.hidden
-        chosen = every & self.chosen - hidden
-        kinds = {
-            CallKind.PLAIN: every - chosen - hidden,
-            CallKind.CHOSEN: chosen,
-            CallKind.HIDDEN: hidden,
-        }
-        return {kind: found for kind, found in kinds.items() if found}
+    def kinds(self, sites: Collection[int]) -> set[CallKind]:
+        """Return the kinds of the functions with the fentry sites `sites`."""
+        return {self.kind_of(site) for site in sites}
 
 
 class GraphEmitter:
@@ -125,7 +119,7 @@ class GraphEmitter:
         native: NativeReturns,
         hook: ReturnHook,
         places: GuestAddresses,
-        word_size: int,
+        arch: Arch,
     ) -> None:
         self._builder = builder
         self._emit = builder.emit
@@ -133,7 +127,8 @@ class GraphEmitter:
         self._native = native
         self._hook = hook
         self._places = places
-        self._word = word_size
+        self._arch = arch
+        self._word = arch.word_size
 
     # Entries
 
@@ -154,7 +149,7 @@ class GraphEmitter:
         if kind is CallKind.HIDDEN:
             emit(SetImmediate(_CALL_FLAGS, CallFlag.HIDDEN))
         else:
-            self._check_task(unwanted)
+            compiled.tasks.emit_check(builder, places, unwanted)
             if 0 < compiled.max_depth <= _INT_MAX:
                 emit(BranchImmediate(Condition.ABOVE_EQ, _CALL_DEPTH, compiled.max_depth, unwanted))
             known = builder.label()
@@ -167,7 +162,7 @@ class GraphEmitter:
                 SetImmediate(_CALL_FLAGS, 0),
             )
             builder.place(known)
-        self._native.get_called(builder, TEMP)
+        get_called(builder, self._arch, TEMP)
         emit(Store(_CALL, _FUNC, TEMP, self._word))
         if self._word < _CELL:
             emit(StoreImmediate(_CALL, _FUNC + self._word, 0, _HALF))
@@ -201,23 +196,6 @@ class GraphEmitter:
         )
         if none is not unwanted:
             builder.place(none)
-
-    def _check_task(self, unwanted: Label) -> None:
-        """Emit code that jumps to `unwanted` if the lists of pids exclude the current task.
-
-        Mirrors: ftrace_trace_task (v6.1).
-        """
-        compiled = self._compiled
-        emit = self._emit
-        if not compiled.traced and not compiled.untraced:
-            return
-        emit(self._places.cpu.load_task(TEMP), Load(TEMP, TEMP, self._places.pid, 4))
-        emit(*(BranchImmediate(Condition.EQ, TEMP, pid, unwanted) for pid in sorted(compiled.untraced)))
-        if compiled.traced:
-            traced = self._builder.label()
-            emit(*(BranchImmediate(Condition.EQ, TEMP, pid, traced) for pid in sorted(compiled.traced)))
-            emit(Jump(unwanted))
-            self._builder.place(traced)
 
     # Returns
 

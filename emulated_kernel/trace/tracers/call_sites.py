@@ -9,9 +9,12 @@ from operator import attrgetter
 from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
-from emulated_kernel.arch.probe_checks import ProbeChecker
-from emulated_kernel.kprobes.hit.ftrace import OPS_LIST_FUNC, FtraceOps, FtraceSites
+from emulated_kernel.kprobes.hit.entry_code import EntryCode
+from emulated_kernel.kprobes.hit.ftrace import OPS_LIST_FUNC, FtraceOps
+from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.trace.array.trace_array import TraceArray
+from emulated_kernel.trace.compiled.calls import CompiledCalls, SelectedTasks
+from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
 from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event_pids import EventPids
 from emulated_kernel.trace.interface import Interface, InterfaceRule
@@ -34,16 +37,20 @@ class KernelFunctions:
 
     def __init__(
         self,
-        sites: FtraceSites | None,
+        kprobes: Kprobes,
         fentry: Collection[int],
         symbols: KernelSymbols,
         hit: ProbeHit,
-        verdict: ProbeChecker[Any],
         arch: Arch,
+        places: GuestAddresses,
         interface: Interface,
     ) -> None:
+        sites = kprobes.sites
+        self._kprobes = kprobes
         self._sites = sites
-        self._is_entry = verdict.is_entry_site
+        self.arch = arch
+        self.places = places
+        self._is_entry = kprobes.probe_checker.is_entry_site
         self._has_trampolines = arch.has_ops_trampolines
         self._has_subops = InterfaceRule.FUNCTION_SUBOPS in interface
         self._has_flags = InterfaceRule.FUNCTION_FLAGS in interface
@@ -108,6 +115,15 @@ class KernelFunctions:
         `symbol` returns the name of Linux's handler, which enabled_functions shows; see FtraceOps.
         """
         return FtraceOps(partial(self._call, handler), symbol)
+
+    def entry_code(self, user: FtraceOps) -> EntryCode[None] | None:
+        """Return an object that compiles guest code for `user`; None if the kernel has no fentry sites."""
+        return self._kprobes.entry_code(user) if self._sites is not None else None
+
+    @property
+    def may_compile(self) -> bool:
+        """Whether guest code can be compiled."""
+        return self._kprobes.compiler.may_compile
 
     def attach(self, user: FtraceOps, sites: Collection[int]) -> None:
         """Call the ftrace_ops `user` from the fentry sites `sites`, and stop calling it from all other sites.
@@ -226,24 +242,47 @@ class CallRecorder:
         self._tasks = system.tasks
         self._parent = system.stack.caller
         self._is_on = system.tracer_options.is_on
+        self._options = frozenset[FunctionOption]()
         self._repeated = [_Repeated() for _ in range(array.cpus)]
         self._word = system.arch.word_size
         self._arguments = attrgetter(*system.arch.registers.arguments[:COUNT])
 
+    def select_options(self) -> None:
+        """Record in the way that the tracer's options select now.
+
+        Linux: the options are those of all trace arrays. A trace array selects its handler when its tracer
+        starts, and when an option is switched in it.
+        Mirrors: kernel/trace/trace_functions.c:select_trace_function (v6.1).
+        """
+        self._options = frozenset(option for option in FunctionOption if self._is_on(option))
+
+    def compiled(self) -> CompiledCalls | None:
+        """Return the settings of guest code that records calls, or None if Python must record them.
+
+        Python records the calls if the clock or an option keeps guest code from writing to the buffers, if
+        an option of the tracer is on, or if the lists of pids are very long.
+        """
+        target = self._array.ring_target()
+        tasks = SelectedTasks.of(self._pids.traced.pids, self._pids.untraced.pids)
+        if self._options or target is None or tasks is None:
+            return None
+        return CompiledCalls(target, tasks)
+
     def record(self, site: int, hit: ProbeHit) -> None:
-        """Record a call in the way that the tracer's options select, unless the pid lists exclude the task.
+        """Record a call in the way that the selected options say, unless the pid lists exclude the task.
 
         Mirrors: kernel/trace/trace_functions.c:function_trace_call and its variants (v6.1).
         """
         if self._pids.is_active and self._pids.ignores(self._tasks.pid()):
             return
         call = self._words((site, self._parent(hit.regs)))
-        if self._is_on(FunctionOption.NO_REPEATS) and self._repeats(call, hit):
+        options = self._options
+        if FunctionOption.NO_REPEATS in options and self._repeats(call, hit):
             return
-        if self._is_on(FunctionOption.ARGS):
+        if FunctionOption.ARGS in options:
             call += self._words(self._arguments(hit.regs))
         self._array.record_at(EntryType.FN, call, hit)
-        if self._is_on(FunctionOption.STACK_TRACE):
+        if FunctionOption.STACK_TRACE in options:
             self._array.record_stack(hit)
 
     def _words(self, values: Iterable[int]) -> bytes:

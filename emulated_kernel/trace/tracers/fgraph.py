@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.image.text_tables import ProbedTables
-from emulated_kernel.kprobes.codegen.compiler import SHORTAGES
-from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
+from emulated_kernel.kprobes.hit.entry_code import EntryCode
 from emulated_kernel.kprobes.hit.ftrace import FtraceOps
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.ret_stack import RetStack
@@ -23,7 +22,7 @@ from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
 from emulated_kernel.trace.tracers.function_tracer import FunctionTracer
 from emulated_kernel.trace.tracers.sleep_times import SleepTimes
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass, field
+from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class GraphUser(ABC):
@@ -66,15 +65,8 @@ class _Running:
     hooks: ReturnHooks
     hook: ReturnHook
     ops: FtraceOps
+    code: EntryCode[CallKind]
     compiled: CompiledGraph | None = None
-    codes: list[CompiledCode] = field(default_factory=list)
-    entries: dict[CallKind, CompiledCode] = field(default_factory=dict)
-    """Kind of function -> the jump that the kind's sites call, which leads to guest code or the trampoline.
-
-    A change of settings changes the target of these few jumps instead of all sites.
-    """
-    is_settled: bool = False
-    """Whether the current settings need no further compilation: guest code exists, or is impossible."""
 
     @property
     def stack(self) -> RetStack:
@@ -110,7 +102,7 @@ class FunctionGraph:
         self._tasks = system.tasks
         self._filters = filters
         self._places = places
-        self._word = system.arch.word_size
+        self._arch = system.arch
         self._running: _Running | None = None
 
     def register(self, user: GraphUser) -> None:
@@ -127,9 +119,8 @@ class FunctionGraph:
         hooks = self._choose_hooks()
         hook = hooks.add(user.returned, nodes=0, data_size=user.data_size, program=self._emit_return)
         hook.follows_convention = True
-        running = _Running(
-            user, hooks, hook, FtraceOps(self._entered, lambda: "ftrace_graph_func", sub_symbols=user.symbols)
-        )
+        ops = FtraceOps(self._entered, lambda: "ftrace_graph_func", sub_symbols=user.symbols)
+        running = _Running(user, hooks, hook, ops, self._kprobes.entry_code(ops))
         self._running = running
         running.stack.clear_overruns()
         self._sleeps.start(self._slept)
@@ -145,8 +136,7 @@ class FunctionGraph:
         running = self._running
         self._sites.detach(running.ops)
         self._drop_code(running)
-        for jump in running.entries.values():
-            self._kprobes.compiler.retire(jump)
+        running.code.close()
         running.hooks.remove(running.hook)
         self._sleeps.stop()
         self._running = None
@@ -175,9 +165,7 @@ class FunctionGraph:
             if settings is not None:
                 # New sites call the right jump at once, because writing all sites again takes long.
                 # Old sites still call the jumps of the previous settings.
-                new = set(selected) - running.ops.sites
-                entries = self._entries(running, settings.by_kind(new))
-                running.ops.codes = {**running.ops.codes, **entries}
+                running.code.prepare(settings.kinds(selected), settings.kind_of)
             self._sites.attach(running.ops, selected)
 
     # Calls
@@ -198,7 +186,7 @@ class FunctionGraph:
             return kept is not None
 
         hooks.hook_call(hook, regs, wants)
-        if not running.is_settled and self._kprobes.split_jumps.may_patch():
+        if running.code.may_make:
             self._compile(running)
 
     def _slept(self, task: int, nanoseconds: int) -> None:
@@ -223,71 +211,33 @@ class FunctionGraph:
             self._drop_code(self._running)
 
     def _drop_code(self, running: _Running) -> None:
-        running.is_settled = False
-        if running.compiled is None:
-            return
-        running.compiled = None
-        assert self._sites is not None
-        for jump in running.entries.values():
-            self._kprobes.compiler.lead_to(jump, self._sites.trampoline)
-        running.hooks.handler_changed(running.hook)
-        codes = running.codes
-        running.codes = []
-        for code in codes:
-            self._kprobes.compiler.retire(code)
-
-    def _compile(self, running: _Running) -> None:
-        """Compile guest code for each kind of function, if the settings allow it.
-
-        If there is no memory for the code, Python continues to handle the calls.
-        """
-        running.is_settled = True
-        try:
-            self._make_code(running)
-        except SHORTAGES as error:
-            self._kprobes.compiler.log_failure(error)
-            self._drop_code(running)
-            running.is_settled = True
+        running.code.drop()
+        if running.compiled is not None:
+            running.compiled = None
+            running.hooks.handler_changed(running.hook)
 
     def _settings(self, running: _Running) -> CompiledGraph | None:
         """Return the settings of the GraphUser's guest code, or None if Python must handle the calls."""
         may_compile = self._kprobes.compiler.may_compile and running.hooks.native is not None
         return running.user.compiled() if may_compile else None
 
-    def _make_code(self, running: _Running) -> None:
-        sites = self._sites
-        compiler = self._kprobes.compiler
+    def _compile(self, running: _Running) -> None:
+        """Compile guest code for each kind of function, if the settings allow it.
+
+        If there is no memory for the code, Python continues to handle the calls.
+        """
         compiled = self._settings(running)
         running.compiled = compiled
         if compiled is None:
+            running.code.is_settled = True
             return
-        assert sites is not None
-        kinds = compiled.by_kind(running.ops.sites)
-        sites.set_code(running.ops, self._entries(running, kinds))
-        for kind in kinds:
-            if kind not in running.entries:
-                continue
-            builder = ProgramBuilder()
+
+        def emit(builder: ProgramBuilder, kind: CallKind) -> None:
             self._emitter(running, compiled, builder).entry(kind)
-            code = compiler.entries(builder, sites.return_at)
-            if code is not None:
-                running.codes.append(code)
-                compiler.lead_to(running.entries[kind], code.entry)
 
-    def _entries(self, running: _Running, kinds: Mapping[CallKind, Collection[int]]) -> dict[int, int]:
-        """Return a map site -> address of the jump that the site calls. Create missing jumps.
-
-        `kinds`: kind -> the sites of this kind. If there is no memory for the jump of a kind, the map has
-        no sites of this kind, and these sites call the trampoline.
-        """
-        assert self._sites is not None
-        found: dict[int, int] = {}
-        for kind, members in kinds.items():
-            jump = running.entries.get(kind) or self._kprobes.compiler.jump(self._sites.trampoline)
-            if jump is not None:
-                running.entries[kind] = jump
-                found |= dict.fromkeys(members, jump.entry)
-        return found
+        if not running.code.make(compiled.kinds(running.ops.sites), compiled.kind_of, emit):
+            self._drop_code(running)
+            running.code.is_settled = True
 
     def _emit_return(self, builder: ProgramBuilder, _way: EntryKind) -> bool:
         running = self._running
@@ -299,7 +249,7 @@ class FunctionGraph:
     def _emitter(self, running: _Running, compiled: CompiledGraph, builder: ProgramBuilder) -> GraphEmitter:
         native = running.hooks.native
         assert native is not None
-        return GraphEmitter(builder, compiled, native, running.hook, self._places, self._word)
+        return GraphEmitter(builder, compiled, native, running.hook, self._places, self._arch)
 
 
 def traceable_functions(image: ProbedTables, verdict: ProbeChecker[Any]) -> dict[str, int]:

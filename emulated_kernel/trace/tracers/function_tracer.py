@@ -8,10 +8,11 @@ from itertools import chain, islice
 from emulated_kernel.trace.array.services import Tracer
 from emulated_kernel.trace.events.event_pids import EventPids, PidList
 from emulated_kernel.trace.output.tracer_options import FunctionOption
-from emulated_kernel.trace.tracers.available_functions import CallHandler, Functions, FunctionWatcher
-from emulated_kernel.trace.tracers.call_sites import KernelFunctions
+from emulated_kernel.trace.tracers.available_functions import Functions, FunctionWatcher
+from emulated_kernel.trace.tracers.call_sites import CallRecorder, KernelFunctions
 from emulated_kernel.trace.tracers.function_filter import FilterEdit, FunctionSet
 from emulated_kernel.trace.tracers.function_probes import FunctionProbes
+from emulated_kernel.trace.tracers.traced_calls import TracedCalls
 
 
 class FunctionTracer(Tracer, FunctionWatcher):
@@ -25,17 +26,18 @@ class FunctionTracer(Tracer, FunctionWatcher):
         hooks: KernelFunctions,
         probes: FunctionProbes,
         pids: EventPids,
-        record: CallHandler,
+        recorder: CallRecorder,
         is_on: Callable[[str], bool],
     ) -> None:
         """Create the filters, which select all functions.
 
-        `record` writes the entry of a call, unless `pids` (the lists set_ftrace_pid and
+        `recorder` writes the entry of a call, unless `pids` (the lists set_ftrace_pid and
         set_ftrace_notrace_pid) exclude the task. `is_on` returns whether an option of the tracer is on.
         """
         self._hooks = hooks
         self._option = is_on
-        self._user = hooks.user(record, self._symbol)
+        self._recorder = recorder
+        self._calls = TracedCalls(hooks, recorder, self._symbol)
         self._is_on = False
         self.on_selection: list[Callable[[], None]] = []
         """Functions that are called when the result of selected() may have changed."""
@@ -61,18 +63,24 @@ class FunctionTracer(Tracer, FunctionWatcher):
     def start(self) -> None:
         """Begin to record calls: current_tracer is `function` now."""
         self._is_on = True
+        self._recorder.select_options()
         self._update()
 
     def stop(self) -> None:
         """Stop recording calls: another tracer becomes current."""
         self._is_on = False
-        self._hooks.detach(self._user)
+        self._calls.detach()
 
     def option_changed(self, name: str) -> None:
         """Attach the handler that the tracer's options now select. Mirrors: func_set_flag (v6.1)."""
         if name in tuple(FunctionOption):
-            self._hooks.detach(self._user)
+            self._recorder.select_options()
+            self._calls.detach()
             self._update()
+
+    def rewired(self) -> None:
+        """Drop the guest code, which was compiled for the old buffers or lists of pids."""
+        self._calls.settings_changed()
 
     def remove(self) -> None:
         """Stop recording and remove all commands, because the trace array is being removed."""
@@ -105,7 +113,7 @@ class FunctionTracer(Tracer, FunctionWatcher):
         Mirrors: kernel/trace/ftrace.c:ftrace_ops_update_code (v6.1).
         """
         if self._is_on:
-            self._hooks.attach(self._user, self.selected())
+            self._calls.attach(self.selected())
         for notify in self.on_selection:
             notify()
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from emulated_kernel.kprobes.return_hook.return_hook import RethookNode
 from emulated_kernel.trace.array.services import Tracer
 from emulated_kernel.trace.array.trace_array import TraceArray
-from emulated_kernel.trace.compiled.graph import FRAME, MAX_PIDS, CallFlag, CompiledGraph
+from emulated_kernel.trace.compiled.calls import SelectedTasks
+from emulated_kernel.trace.compiled.graph import FRAME, CallFlag, CompiledGraph
 from emulated_kernel.trace.context.trace_ctx import HitContext
 from emulated_kernel.trace.events.event_pids import EventPids
 from emulated_kernel.trace.output.function_args import COUNT
@@ -105,10 +106,10 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         """
         target = self._array.ring_target()
         pids = self._pids
-        # The length is checked first, so that lists that are too long are not copied.
         if self._options.is_on(GraphOption.ARGS):
             return None
-        if target is None or len(pids.traced.pids) + len(pids.untraced.pids) > MAX_PIDS:
+        tasks = SelectedTasks.of(pids.traced.pids, pids.untraced.pids)
+        if target is None or tasks is None:
             return None
         return CompiledGraph(
             target=target,
@@ -119,8 +120,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
             max_depth=self.max_depth,
             threshold_ns=self.threshold_ns,
             takes_irqs=self._options.is_on(GraphOption.IRQS),
-            traced=frozenset(pids.traced.pids),
-            untraced=frozenset(pids.untraced.pids),
+            tasks=tasks,
         )
 
     def functions_removed(self, sites: frozenset[int]) -> None:

@@ -24,6 +24,8 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux.debian_kernel import SEED, own_cache
+from tests.guests.linux.ended_tasks import check_ended_tasks
+from tests.guests.linux.files import Files
 from tests.guests.linux.model_clock import check_model_clock
 from tests.guests.linux.probing import chosen, differing, probed, ram, workload
 from tests.guests.linux.test_arm64 import META, SUITE, read, write
@@ -258,6 +260,42 @@ def test_tracers(clean: Mount) -> None:
     assert len(records(clean)) > 150
     write(clean, CLIENT, "/tracing/current_tracer", b"nop\n")
     write(clean, CLIENT, "/tracing/tracing_on", b"1\n")
+
+
+def traced_calls(guest: LinuxEngine, tracer: str) -> tuple[list[str], int, int]:
+    """Return a workload's records without times; calls of sites that Python handles; native traps."""
+    shell = Files(probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False), CLIENT)
+    sites = guest.kprobes.sites
+    assert sites is not None
+    shell.write("/tracing/buffer_size_kb", "4000")
+    for names in ("vfs_*", "ksys_*", "do_sys*", "*sched*", "kmem_cache_*", "do_exit", "copy_*"):
+        shell.write("/tracing/set_ftrace_filter", names, os.O_WRONLY | os.O_APPEND)
+    shell.write("/tracing/current_tracer", tracer)
+    before = sites.calls, guest.machine.hooks.native_traps
+    with guest.lock:
+        workload(guest)
+    found = sites.calls - before[0], guest.machine.hooks.native_traps - before[1]
+    lines = [line for line in shell.read("/tracing/trace").splitlines() if not line.startswith("#")]
+    shell.write("/tracing/current_tracer", "nop")
+    # The time of a record, or the duration of a call, is before the first colon or bar.
+    return [re.sub(r" [\d.]+( us +\||: )|^.*\|", " ", line, count=1) for line in lines], *found
+
+
+@pytest.mark.parametrize("tracer", ["function", "function_graph"])
+def test_tracers_are_guest_code(tracer: str) -> None:
+    """Only the first call enters Python, no call or return traps, and the records are those of Python."""
+    expected, by_python, _ = traced_calls(new_engine(compiled=False), tracer)
+    found, calls, traps = traced_calls(new_engine(), tracer)
+    assert found == expected
+    assert by_python > 500
+    assert (calls, traps) == (1, 0)
+
+
+def test_nothing_is_left_of_tasks_that_end() -> None:
+    guest = new_engine()
+    check_ended_tasks(
+        guest, Files(probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False), CLIENT)
+    )
 
 
 def test_a_function_is_called(clean: Mount) -> None:

@@ -13,13 +13,12 @@ import pytest
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
-from emulated_kernel.guests.linux.probing.kernel_stacks import KernelStacks
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
-from emulated_kernel.kprobes.return_hook.ret_stack import SHADOW_STACK_SIZE
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from tests.guests.linux import debian_kernel
+from tests.guests.linux.ended_tasks import check_ended_tasks
 from tests.guests.linux.files import Files
 from tests.guests.linux.probing import engine, workload
 
@@ -152,43 +151,7 @@ def test_trees_are_the_kernel_s_own_tracer_s() -> None:
 
 
 def test_nothing_is_left_of_tasks_that_end() -> None:
-    """Each live task has an array and no other has; without a tracer nobody has one."""
-    guest, shell = mounted()
-    stacks = KernelStacks(
-        guest.kernel, guest.tasks.machine, guest.machine.memory, guest.tasks.per_cpu, guest.tasks.current_cell
-    )
-
-    def hung() -> list[int]:
-        places = [
-            guest.kernel.btf.offset(f"task_struct.{name}") for name in ("kretprobe_instances", "rethooks")
-        ]
-        return [guest.machine.memory.read_word(task + at) for task in stacks.task_structs() for at in places]
-
-    # Of these some never return.
-    select(shell, "do_exit do_group_exit do_task_dead vfs_* kernel_clone")
-    shell.write("/tracing/current_tracer", "function_graph")
-    shell.write("/kprobe_events", "r:hooked/exits do_exit\nr:hooked/writes vfs_write\n")
-    shell.write("/tracing/events/hooked/enable", "1")
-    with guest.lock:
-        for _ in range(3):
-            workload(guest)
-        # The dead are freed when no CPU looks at them any more.
-        guest.tasks.idle(1_000_000)
-    live = [*stacks.task_structs()]
-    arrays = [word for word in hung() if word]
-    assert len(set(arrays)) == len(arrays) == len(live)
-    with guest.lock:
-        stack = guest.components.engine.hook_sets.graph().stack
-    assert stack.shared_memory == len(live) * SHADOW_STACK_SIZE
-    shell.write("/tracing/events/hooked/enable", "0")
-    shell.write("/tracing/current_tracer", "nop")
-    with guest.lock:
-        workload(guest)
-    assert not any(hung())
-    assert stack.shared_memory == 0
-    log = shell.read("/machine/dmesg")
-    assert "WARN" not in log
-    assert "BUG" not in log
+    check_ended_tasks(*mounted())
 
 
 def test_profiles_count_what_the_tree_shows() -> None:

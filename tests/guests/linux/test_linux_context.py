@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
@@ -20,40 +18,39 @@ from tests.image.linux import made
 from tests.oracle.inside import read, write
 
 
-def shadow_stacks(**fields: int) -> dict[str, int]:
+def shadow_stacks(*, may_have_traced: bool = False, **fields: int) -> dict[str, int]:
     btf = made.Btf()
     word = btf.add(1, "long", 8, bytes(4))
     btf.structure("task_struct", 4096, *((name, word, at) for name, at in fields.items()))
-    return _shadow_stacks(cast(Any, SimpleNamespace(btf=Btf(btf.data()))))
+    found = _shadow_stacks(Btf(btf.data()), may_have_traced=may_have_traced)
+    return {name.removeprefix("task_struct."): offset for name, offset in found.items()}
 
 
-@pytest.mark.parametrize("places", [(64, 72), (72, 64)])
-def test_fields_side_by_side(places: tuple[int, int]) -> None:
-    rethooks, instances = places
-    found = shadow_stacks(rethooks=rethooks, kretprobe_instances=instances)
-    assert found == {"task_struct.rethooks": rethooks, "task_struct.ret_stack": instances}
+@pytest.mark.parametrize("instances", [72, 56, 2048])
+def test_fields_of_a_kernel_with_rethooks(instances: int) -> None:
+    """The fields may be anywhere, as in a kernel with randomized structures."""
+    expected = {"rethooks": 64, "ret_stack": instances}
+    assert shadow_stacks(rethooks=64, kretprobe_instances=instances, ret_stack=8) == expected
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"rethooks": 64, "kretprobe_instances": 80},
-        {"rethooks": 2048, "kretprobe_instances": 64},
-        {"rethooks": 64, "kretprobe_instances": 64},
-        {"rethooks": 64},
-        {"kretprobe_instances": 64},
-    ],
-)
-def test_fields_that_are_apart_or_missing(fields: dict[str, int]) -> None:
-    assert shadow_stacks(**fields) == {}
+def test_fields_of_a_kernel_without_rethooks() -> None:
+    """Its kretprobes use kretprobe_instances, and its own function graph is not in use."""
+    assert shadow_stacks(kretprobe_instances=64, ret_stack=8) == {"ret_stack": 8}
+    assert shadow_stacks(kretprobe_instances=64) == {}
+    assert shadow_stacks(rethooks=64) == {"rethooks": 64}
+
+
+def test_no_array_of_the_kernel_s_own_graph() -> None:
+    """In a dump the tasks may have arrays of the kernel itself."""
+    assert shadow_stacks(kretprobe_instances=64, ret_stack=8, may_have_traced=True) == {}
 
 
 def test_return_probes_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a kernel with randomized structures: all calls are kept in Python."""
+    """As in a kernel without the fields: all calls are kept in Python."""
     tasks, kernel = debian_kernel.with_kernel()
-    offset = kernel.btf.offset
-    moved = {"task_struct.kretprobe_instances": 64}
-    monkeypatch.setattr(kernel.btf, "offset", lambda path: offset(path) + moved.get(path, 0))
+    has = kernel.btf.has
+    missing = {f"task_struct.{name}" for name in ("rethooks", "kretprobe_instances", "ret_stack")}
+    monkeypatch.setattr(kernel.btf, "has", lambda path: path not in missing and has(path))
     engine = LinuxEngine(tasks, kernel)
     mount = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     assert not write(mount, "/kprobe_events", "r:out do_sys_openat2 $retval", os.O_APPEND)

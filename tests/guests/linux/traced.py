@@ -92,14 +92,14 @@ class Traced(ABC):
         """Restore each task's array of the function graph, as it was when the tracer started."""
         for stack in self._stacks():
             for task in self._arrays:
-                stack.tasks.of(task)[RET_STACK] = self._arrays[task]
+                stack.tasks.of(task, RET_STACK)[0] = self._arrays[task]
 
     def after(self) -> None:
         """Drop all pending calls and all tasks' arrays."""
         for stack in self._stacks():
             for task in list(stack._stacks):
                 self.engine.components.engine.hook_sets.drop(task)
-                stack.tasks.of(task)[RET_STACK] = 0
+                stack.tasks.of(task, RET_STACK)[0] = 0
         self.engine.drop_calls()
 
     def keep_arrays(self) -> None:

@@ -28,6 +28,8 @@ class RunningLinux(ABC):
 
     0 if a register of the CPU has this address.
     """
+    may_have_traced: bool = False
+    """Whether the kernel's own function graph may have been on, and left arrays in its tasks."""
     running: Callable[[], int]
     """Function that returns the address of the task_struct of the task that the CPU runs."""
 

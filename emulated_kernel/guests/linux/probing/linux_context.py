@@ -7,17 +7,14 @@ from collections.abc import Mapping
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.guests.linux.guest.linux_task import THREAD_SIZE
 from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
+from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.kprobes.hit.ctlblk import KprobeCtlblk
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.trace.compiled.guest_addresses import NeedResched
 from emulated_kernel.trace.context.trace_ctx import HitContext, PerCpuContext
 from emulated_kernel.trace.ring.trace_entry import EntryFlag
-from emulated_kernel.util.errors import KernelError
 
-_SHADOW_STACKS = {"rethooks": "rethooks", "ret_stack": "kretprobe_instances"}
-"""Field of kprobefs's own task_struct that a shadow stack uses -> field of this kernel's task_struct."""
-_WORD = 8
 _PREEMPT_NEED_RESCHED = 1 << 31
 """Bit of the preemption count; it is clear while the current task should be rescheduled.
 
@@ -63,7 +60,7 @@ def linux_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
         "preempt.softirq_mask": _SOFTIRQ,
         "thread.size": THREAD_SIZE,
         **{f"task_struct.{name}": offset(f"task_struct.{name}") for name in _FIELDS},
-        **_shadow_stacks(kernel),
+        **_shadow_stacks(kernel.btf, may_have_traced=tasks.may_have_traced),
     }
 
 
@@ -81,24 +78,26 @@ def _per_cpu_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
     }
 
 
-def _shadow_stacks(kernel: LinuxKernel) -> dict[str, int]:
-    """Return name -> offset of the two fields of task_struct in which shadow stacks keep pending calls.
+def _shadow_stacks(btf: Btf, *, may_have_traced: bool) -> dict[str, int]:
+    """Return name -> offset of the fields of task_struct in which shadow stacks keep pending calls.
 
-    One field is that of the kernel's own rethooks. The other field is next to it, and the kernel only
-    clears this field at fork. Both fields are empty when a task is created. The kernel reads the first
-    field again long after the task has ended. The guest has no rethooks of its own, because no module that
-    probes can be loaded.
-    If the fields are missing or not adjacent, return {}. Then Python keeps all pending calls.
+    Python keeps the pending calls for which the kernel has no field. `rethooks` is that of the kernel's own
+    rethooks. `ret_stack` is a field that such a kernel only clears at fork: kretprobe_instances. If the
+    kernel has no rethooks, its kretprobes use that field, so it is the kernel's own ret_stack.
+    All fields are 0 when a task is created. The kernel reads them again long after the task has ended. The
+    guest has no rethooks of its own, because no module that probes can be loaded.
+    `may_have_traced`: see RunningLinux; then ret_stack may not be 0.
     """
-    try:
-        found = {
-            f"task_struct.{ours}": kernel.btf.offset(f"task_struct.{theirs}")
-            for ours, theirs in _SHADOW_STACKS.items()
-        }
-    except KernelError:
-        return {}
-    # In a kernel with randomized structures, the fields may be anywhere.
-    return found if max(found.values()) - min(found.values()) == _WORD else {}
+    fields = {}
+    instances = "task_struct.kretprobe_instances"
+    own_stack = "task_struct.ret_stack"
+    if btf.has("task_struct.rethooks"):
+        fields["task_struct.rethooks"] = btf.offset("task_struct.rethooks")
+        if btf.has(instances):
+            return fields | {own_stack: btf.offset(instances)}
+    if btf.has(own_stack) and not may_have_traced:
+        fields[own_stack] = btf.offset(own_stack)
+    return fields
 
 
 def linux_context(

@@ -158,6 +158,7 @@ class VmcoreGuest(RunningLinux):
     """
 
     machine: PcMachine
+    may_have_traced = True
 
     def __init__(self, machine: PcMachine, facts: VmcoreOffsets) -> None:
         self.machine = machine

@@ -1,0 +1,110 @@
+"""EntryCode: guest code that the fentry sites of an ftrace_ops call, by a jump for each kind of function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+from emulated_kernel.arch.program.ir_builder import ProgramBuilder
+from emulated_kernel.kprobes.codegen.compiler import SHORTAGES, Compiler
+from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
+from emulated_kernel.kprobes.hit.ftrace import FtraceOps, FtraceSites, no_code
+from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
+
+KindT = TypeVar("KindT")
+
+
+class EntryCode(Generic[KindT]):
+    """Guest code for the calls of an ftrace_ops. Functions of one kind share their guest code.
+
+    The sites of a kind call a jump, which leads to guest code or to the trampoline for Python. A change of
+    settings changes the targets of these few jumps instead of all sites.
+    """
+
+    def __init__(
+        self, sites: FtraceSites, compiler: Compiler, split_jumps: PartialJumpDetector, ops: FtraceOps
+    ) -> None:
+        self._sites = sites
+        self._compiler = compiler
+        self._split_jumps = split_jumps
+        self._ops = ops
+        self._jumps: dict[KindT, CompiledCode] = {}
+        self._codes: list[CompiledCode] = []
+        self.is_settled = False
+        """Whether the current settings need no further compilation: guest code exists, or is impossible."""
+
+    @property
+    def may_make(self) -> bool:
+        """Whether make() can be called now, and the current settings need it."""
+        return not self.is_settled and self._split_jumps.may_patch()
+
+    def prepare(self, kinds: Iterable[KindT], kind_of: Callable[[int], KindT]) -> None:
+        """Make sites call the jump of their kind, when they are attached later. Create missing jumps.
+
+        `kind_of`: returns the kind of the function with a site. If there is no memory for the jump of a kind,
+        the sites of this kind call the trampoline.
+        """
+        jumps = self._jumps
+        for kind in kinds:
+            if kind not in jumps:
+                jump = self._compiler.jump(self._sites.trampoline)
+                if jump is not None:
+                    jumps[kind] = jump
+
+        def code_of(site: int) -> int | None:
+            jump = jumps.get(kind_of(site))
+            return None if jump is None else jump.entry
+
+        self._ops.code_of = code_of
+
+    def make(
+        self,
+        kinds: Iterable[KindT],
+        kind_of: Callable[[int], KindT],
+        emit: Callable[[ProgramBuilder, KindT], object],
+    ) -> bool:
+        """Compile guest code for the functions of `kinds`; all sites of the ftrace_ops call it from now on.
+
+        `kind_of`: see prepare(). `emit` adds the handling of a call to a program. If there is no memory for
+        the code, Python continues to handle the calls, and the result is False.
+        """
+        kinds = list(kinds)
+        self.is_settled = True
+        try:
+            self.prepare(kinds, kind_of)
+            self._sites.set_code(self._ops, self._ops.code_of)
+            for kind in kinds:
+                if kind in self._jumps:
+                    self._lead(self._jumps[kind], kind, emit)
+        except SHORTAGES as error:
+            self._compiler.log_failure(error)
+            self.drop()
+            self.is_settled = True
+            return False
+        return True
+
+    def _lead(self, jump: CompiledCode, kind: KindT, emit: Callable[[ProgramBuilder, KindT], object]) -> None:
+        builder = ProgramBuilder()
+        emit(builder, kind)
+        code = self._compiler.entries(builder, self._sites.return_at)
+        if code is not None:
+            self._codes.append(code)
+            self._compiler.lead_to(jump, code.entry)
+
+    def drop(self) -> None:
+        """Let Python handle the calls until the next make(), because the settings have changed."""
+        self.is_settled = False
+        for jump in self._jumps.values():
+            self._compiler.lead_to(jump, self._sites.trampoline)
+        codes = self._codes
+        self._codes = []
+        for code in codes:
+            self._compiler.retire(code)
+
+    def close(self) -> None:
+        """Free the code and the jumps, after the ftrace_ops was detached from its sites."""
+        self.drop()
+        for jump in self._jumps.values():
+            self._compiler.retire(jump)
+        self._jumps.clear()
+        self._ops.code_of = no_code

@@ -1,0 +1,60 @@
+"""TracedCalls: the calls that a function tracer records, as guest code from the second call on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from emulated_kernel.trace.compiled.calls import CompiledCalls
+from emulated_kernel.trace.context.probe_hit import ProbeHit
+from emulated_kernel.trace.tracers.call_sites import CallRecorder, KernelFunctions
+
+
+class TracedCalls:
+    """The calls from some fentry sites, which a CallRecorder or its guest code records."""
+
+    def __init__(self, functions: KernelFunctions, recorder: CallRecorder, symbol: Callable[[], str]) -> None:
+        """Create an ftrace_ops without sites. `symbol`: see KernelFunctions.user()."""
+        self._functions = functions
+        self._recorder = recorder
+        self._ops = functions.user(self._called, symbol)
+        self._code = functions.entry_code(self._ops)
+
+    def attach(self, sites: Collection[int]) -> None:
+        """Record the calls from `sites`, and no others."""
+        if self._code is not None and self._settings() is not None:
+            # New sites call the jump at once, because writing all sites again takes long.
+            self._code.prepare((None,), _kind_of)
+        self._functions.attach(self._ops, sites)
+
+    def detach(self) -> None:
+        """Stop recording."""
+        self._functions.detach(self._ops)
+        if self._code is not None:
+            self._code.close()
+
+    def settings_changed(self) -> None:
+        """Drop the guest code, because compiled() of the recorder returns other settings now."""
+        if self._code is not None:
+            self._code.drop()
+
+    def _settings(self) -> CompiledCalls | None:
+        return self._recorder.compiled() if self._functions.may_compile else None
+
+    def _called(self, site: int, hit: ProbeHit) -> None:
+        self._recorder.record(site, hit)
+        code = self._code
+        if code is not None and code.may_make:
+            settings = self._settings()
+            if settings is None:
+                code.is_settled = True
+            else:
+                functions = self._functions
+                code.make(
+                    (None,),
+                    _kind_of,
+                    lambda builder, _: settings.emit(builder, functions.arch, functions.places),
+                )
+
+
+def _kind_of(_site: int) -> None:
+    """Return the only kind of functions."""
