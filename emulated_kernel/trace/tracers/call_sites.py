@@ -10,7 +10,8 @@ from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.probe_checks import ProbeChecker
-from emulated_kernel.kprobes.hit.ftrace import OPS_LIST_FUNC, FtraceOps, FtraceSites
+from emulated_kernel.kprobes.hit.ftrace import OPS_LIST_FUNC, FtraceSites
+from emulated_kernel.kprobes.hit.ftrace_ops import FtraceOps
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event_pids import EventPids
