@@ -61,7 +61,7 @@ def events_of_one_name(shell: Shell, number: int) -> Iterator[Step]:
 
 def enabled_one_by_one(shell: Shell, number: int) -> Iterator[Step]:
     """Switch many events of one function on and off."""
-    shell.write(DYNAMIC, "".join(f"p:e{each} vfs_llseek\n" for each in range(number)))
+    shell.write(DYNAMIC, "".join(f"p:e{each} vfs_read\n" for each in range(number)))
     for value in "10":
         paths = [f"{KPROBES}/e{each}/enable" for each in range(number)]
         yield lambda paths=paths, value=value: [shell.write(path, value) for path in paths]  # type: ignore[misc]
@@ -123,4 +123,4 @@ def test_checked_lines_are_proportional_work() -> None:
         )
         for number in (FEW, MANY)
     )
-    assert many < MARGIN * MANY / FEW * few
+    assert many < 1.1 * MANY / FEW * few
