@@ -15,6 +15,8 @@ MAX_WORDS = 16
 
 If more words are patched, the Sight is MEMORY.
 """
+MAX_PROBES = 64
+"""Maximum number of probes that are asked, because each change of one asks all; if more, see MAX_WORDS."""
 _LONGEST = 16
 """Upper bound of the size in bytes of the text that a single probe has patched."""
 
@@ -64,7 +66,7 @@ class Observers:
         if len(self._originals.words) > MAX_WORDS:
             return Sight.MEMORY
         heads = self._find_heads()
-        if heads is None:
+        if heads is None or sum(len(head.members) for head in heads) > MAX_PROBES:
             return Sight.MEMORY
         members = (member for head in heads for member in head.members)
         return max(map(_sight_of, members), default=Sight.NOTHING)

@@ -30,7 +30,8 @@ from emulated_kernel.kprobes.codegen.deferred_free import DeferredFree
 from emulated_kernel.kprobes.codegen.guest_code import DetourBuffer
 from emulated_kernel.kprobes.hit.breakpoint_dispatch import BreakpointDispatch
 from emulated_kernel.kprobes.hit.entry_code import EntryCode
-from emulated_kernel.kprobes.hit.ftrace import FtraceOps, FtraceSites
+from emulated_kernel.kprobes.hit.ftrace import FtraceSites
+from emulated_kernel.kprobes.hit.ftrace_ops import FtraceOps
 from emulated_kernel.kprobes.hit.handling import HitHandling
 from emulated_kernel.kprobes.hit.insn_copy import Breakpoints, InsnCopier
 from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector

@@ -129,16 +129,15 @@ def _answer(kernel: PlannedKernel, engine: OfflineEngine, line: Line) -> Answer:
     if _is_foreign(line.text, kernel.interface):
         return Answer(line, UNCHECKED, findings=[*_of_foreign(kernel, line)])
     events = engine.kprobe_events
-    before = set(events.probes())
+    before = events.count
     engine.error_log.last = None
     try:
         events.write(line.text.encode("utf-8", "surrogateescape") + b"\n")
     except KernelError as error:
         return _refused(kernel, engine, line, error)
-    added = [probe for probe in events.probes() if probe not in before]
-    if not added:
+    if events.count <= before:
         return Answer(line, REMOVED)
-    return _created(kernel, line, added[0])
+    return _created(kernel, line, events.newest)
 
 
 def _is_foreign(text: str, interface: Interface) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
-from emulated_kernel.kprobes.hit.ftrace import FtraceOps, FtraceSites
+from emulated_kernel.kprobes.hit.ftrace import FtraceSites
+from emulated_kernel.kprobes.hit.ftrace_ops import FtraceOps
 from emulated_kernel.kprobes.kinds.fprobe import Fprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.registry import Kprobes

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
-from typing import Any, TypeVar
 
 import pytest
 
@@ -18,28 +16,11 @@ from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.trace.compiled.handler import EventEmitter
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
+from tests.counting import calls_of
 from tests.ledger import ledger_mismatches
 from tests.shell import Shell
 
 FEW, MANY = 100, 400
-T = TypeVar("T")
-
-
-def calls_of(action: Callable[[T], object], each: Iterable[T]) -> int:
-    """Python's function calls meanwhile."""
-    calls = 0
-
-    def trace(_frame: Any, event: str, _argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(trace)
-    try:
-        for one in each:
-            action(one)
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 @pytest.mark.parametrize("offset", [0, 5])

@@ -8,7 +8,8 @@ from typing import Generic, TypeVar
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.kprobes.codegen.compiler import SHORTAGES, Compiler
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
-from emulated_kernel.kprobes.hit.ftrace import FtraceOps, FtraceSites, no_code
+from emulated_kernel.kprobes.hit.ftrace import FtraceSites
+from emulated_kernel.kprobes.hit.ftrace_ops import FtraceOps, no_code
 from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
 
 KindT = TypeVar("KindT")

@@ -10,66 +10,18 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.codegen.asm_handlers import AssemblyOwner, HandlerPoint
 from emulated_kernel.kprobes.codegen.compiler import Compiler
+from emulated_kernel.kprobes.hit.ftrace_ops import Called, CodeOf, FtraceOps, FtraceOpsList, SiteGroups
 from emulated_kernel.kprobes.hit.handling import CallHandler, HitHandling
 from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text import shrink_dict
 from emulated_kernel.machine.text.text_poke import TextPoker
 from emulated_kernel.util.control_lock import ControlLock
-from emulated_kernel.util.fast_dataclass import dataclass, field
-
-CodeOf = Callable[[int], int | None]
-"""Function that returns the address of the guest code for calls from a site; None: Python handles them."""
-
-
-def no_code(_site: int) -> None:
-    """Return None: Python handles the calls from all sites. It is a CodeOf."""
-
-
-Called = Callable[[int, Any], object]
-"""Handler of a call; it takes the site's address and the saved registers. The saved ip is after the site."""
 
 FTRACE_TRAMPOLINE = "ftrace_regs_caller"
 """Name of the code that armed fentry sites call."""
 OPS_LIST_FUNC = "arch_ftrace_ops_list_func"
 """Name of the Linux function that fentry sites call if several ftrace_ops hook them."""
-
-
-@dataclass(eq=False)
-class FtraceOps:
-    """A user of fentry sites: a function that is called at hits of the sites, and its requirements.
-
-    A user is a tracer, an fprobe, or one of the two objects that serve all kprobes.
-    Mirrors: include/linux/ftrace.h:struct ftrace_ops (v6.1).
-    """
-
-    func: Called
-    symbol: Callable[[], str]
-    """Function that returns the name of Linux's function in place of `func`, for the file enabled_functions.
-    """
-    saves_regs: bool = False
-    """Whether `func` needs all registers. Mirrors: FTRACE_OPS_FL_SAVE_REGS (v6.1)."""
-    modifies_ip: bool = False
-    """Whether `func` may change the saved ip, at which the guest continues.
-
-    Mirrors: FTRACE_OPS_FL_IPMODIFY (v6.1).
-    """
-    sub_symbols: tuple[str, str] | None = None
-    """Names of the entry function and the return function of this ftrace_ops in Linux, or None.
-
-    The names are given if the function `symbol` serves several ftrace_ops; enabled_functions shows them as
-    subops.
-    Mirrors: include/linux/ftrace.h:struct ftrace_ops, subop_list (v7.2).
-    """
-    code_of: CodeOf = no_code
-    """Function that returns the address of guest code that does the same as `func` for an fentry site.
-
-    The site calls this code if no other ftrace_ops hooks the site.
-    """
-    assembly: AssemblyOwner | None = field(default=None, init=False)
-    """Owner of handlers in assembly, or None. The handlers run before the `func` of each user of a site."""
-    sites: set[int] = field(default_factory=set, init=False)
-    """Addresses of the fentry sites that this ftrace_ops hooks. Only FtraceSites changes the set."""
 
 
 class FtraceSites:
@@ -131,11 +83,9 @@ class FtraceSites:
         """Value of sysctl kernel.ftrace_enabled; while it is 0, no site calls."""
         self.calls = 0
         """Number of calls from sites that Python handled."""
-        self._ops: list[FtraceOps] = []
-        """The users (FtraceOps) of any site, newest first, which is the order of their calls.
-
-        Mirrors: ftrace_ops_list (v6.1).
-        """
+        self._ops = FtraceOpsList()
+        self._lists: dict[tuple[FtraceOps, ...], Called] = {}
+        """Several users, newest first -> handler of the sites that have these users."""
         self._of_kprobes = tuple(
             FtraceOps(self._hit_probe, lambda: "kprobe_ftrace_handler", saves_regs=True, modifies_ip=modifies)
             for modifies in (False, True)
@@ -171,47 +121,39 @@ class FtraceSites:
     def install(self, head: AggrKprobe) -> None:
         """Update the route of calls to an armed probe after the probe's state has changed."""
         if head.address in self._callers:
-            self._route(self._users(head.address), {head.address})
+            self._route({head.address})
 
-    def _users(self, site: int) -> list[FtraceOps]:
-        return [ops for ops in self._ops if site in ops.sites]
-
-    def _by_users(self, sites: set[int]) -> list[tuple[list[FtraceOps], set[int]]]:
-        """Divide sites into groups; the sites of a group have the same users (FtraceOps).
-
-        Return (users, newest first; sites) for each group. For speed, only whole sets are computed: a
-        tracer may hook tens of thousands of sites.
-        """
-        groups: list[tuple[list[FtraceOps], set[int]]] = [([], sites)]
-        for ops in self._ops:
-            parts = []
-            for users, members in groups:
-                inside = members & ops.sites
-                if inside:
-                    parts.append(([*users, ops], inside))
-                if len(inside) < len(members):
-                    parts.append((users, members - inside))
-            groups = parts
+    def _route(self, sites: set[int]) -> SiteGroups:
+        """Set the handlers of the calls from the sites that have users. Return the sites by their users."""
+        groups = self._ops.groups(sites)
+        self._lists.clear()
+        for ops, members in groups.single.items():
+            self._calls.update(dict.fromkeys(members, self._handler_for([ops])))
+            if ops in self._of_kprobes:
+                heads = self._heads(members)
+                self._calls.update({head.address: partial(self._first_by_call, head) for head in heads})
+            else:
+                self._drop_codes(members)
+        self._drop_codes(groups.several)
+        self._calls.update(dict.fromkeys(groups.several, self._first_of_several))
         return groups
 
-    def _route(self, users: Sequence[FtraceOps], sites: set[int]) -> None:
-        """Set the handler of the calls from `sites`, which all have the same users.
+    def _heads(self, sites: set[int]) -> list[AggrKprobe]:
+        return [self._callers[site] for site in sites & self._callers.keys()]
 
-        The handler calls `users`. If there are no users, remove the handler of each site.
-        """
-        if not users:
-            for site in sites & self._calls.keys():
-                del self._calls[site]
-            return
-        heads = [self._callers[site] for site in sites & self._callers.keys()]
-        has_probes_only = len(users) == 1 and users[0] in self._of_kprobes
-        if not has_probes_only:
-            for head in heads:
-                # The site calls compiled handlers directly, which would hide the calls from the other users.
-                self.drop_code(head)
-        self._calls.update(dict.fromkeys(sites, self._handler_for(users)))
-        if has_probes_only:
-            self._calls.update({head.address: partial(self._first_by_call, head) for head in heads})
+    def _drop_codes(self, sites: set[int]) -> None:
+        """Drop compiled handlers that sites call directly, which would hide the calls from other users."""
+        for head in self._heads(sites):
+            self.drop_code(head)
+
+    def _first_of_several(self, site: int, frame: Any) -> None:
+        """Handle a call from a site with several users, the first one after a change of the users."""
+        users = tuple(self._ops.users(site))
+        handler = self._lists.get(users)
+        if handler is None:
+            handler = self._lists[users] = self._handler_for(users)
+        self._calls[site] = handler
+        handler(site, frame)
 
     def _handler_for(self, users: Sequence[FtraceOps]) -> Called:
         """Return a handler of calls from a site. `users`: all users (FtraceOps) of the site, newest first.
@@ -346,7 +288,7 @@ class FtraceSites:
         for site in sites:
             for ops in self._of_kprobes:
                 if site in ops.sites:
-                    ops.sites.remove(site)
+                    self._ops.leave(ops, [site])
                     if not ops.sites:
                         self._ops.remove(ops)
                         self._drop_regs([site])
@@ -380,8 +322,9 @@ class FtraceSites:
         """
         self._lock.assert_held()
         changed = ops.sites.symmetric_difference(sites)
-        ops.sites.intersection_update(sites)
-        self._join(ops, sites)
+        gone = changed & ops.sites
+        self._ops.leave(ops, gone)
+        self._join(ops, changed - gone)
         self._update(changed)
 
     def detach(self, ops: FtraceOps) -> None:
@@ -391,11 +334,10 @@ class FtraceSites:
         """
         self._lock.assert_held()
         if ops in self._ops:
-            self._ops.remove(ops)
+            sites = self._ops.remove(ops)
             if ops.saves_regs:
-                self._drop_regs(ops.sites)
-            self._update(ops.sites)
-            ops.sites.clear()
+                self._drop_regs(sites)
+            self._update(sites)
 
     def set_code(self, ops: FtraceOps, code_of: CodeOf) -> None:
         """Set the guest code that sites of `ops` call in place of Python."""
@@ -415,10 +357,8 @@ class FtraceSites:
             ops.assembly = owner
             self._update(ops.sites)
 
-    def _join(self, ops: FtraceOps, sites: Iterable[int]) -> None:
-        if ops not in self._ops:
-            self._ops.insert(0, ops)
-        ops.sites.update(sites)
+    def _join(self, ops: FtraceOps, sites: Collection[int]) -> None:
+        self._ops.join(ops, sites)
         if ops.saves_regs:
             self._with_regs.update(sites)
 
@@ -428,7 +368,7 @@ class FtraceSites:
         Mirrors: test_rec_ops_needs_regs (v6.1).
         """
         for site in sites:
-            if not any(ops.saves_regs for ops in self._users(site)):
+            if not any(ops.saves_regs for ops in self._ops.any_order(site)):
                 self._with_regs.discard(site)
 
     def forget(self, sites: Iterable[int]) -> None:
@@ -451,7 +391,7 @@ class FtraceSites:
 
     def users(self) -> Mapping[int, tuple[int, Sequence[FtraceOps]]]:
         """Return a map for all armed sites: site -> target of its call, and its users, newest first."""
-        return {site: (target, self._users(site)) for site, target in self._calling.items()}
+        return {site: (target, self._ops.users(site)) for site, target in self._calling.items()}
 
     def saves_regs(self, site: int) -> bool:
         """Return True if a user of the site needs all registers.
@@ -470,32 +410,30 @@ class FtraceSites:
         sites = set(sites)
         routed = len(self._calls)
         calling = len(self._calling)
-        groups = self._by_users(sites)
-        used = set[int]()
-        for users, members in groups:
-            if users:
-                used |= members
-                self._route(users, members)
-        self._with_regs -= sites - used
+        groups = self._route(sites)
+        used = sites - groups.unused
+        self._with_regs -= groups.unused
         calls = used if self.enabled else set()
         busy = set(filter(self._poker.is_patching, sites)) if self._poker.is_busy else set()
         self._deferred_sites |= busy
-        starting = {}
-        for users, members in groups:
-            # A site with several users calls the trampoline. A probe's site does so until its first hit.
-            code_of = users[0].code_of if len(users) == 1 else no_code
-            for site in members & calls - busy:
-                target = code_of(site) or self.trampoline
-                if self._calling.get(site) != target:
-                    starting[site] = target
+        # A site with several users calls the trampoline. A probe's site does so until its first hit.
+        targets = dict.fromkeys(groups.several, self.trampoline)
+        for ops, members in groups.single.items():
+            for site in members:
+                targets[site] = ops.code_of(site) or self.trampoline
+        starting = {
+            site: target
+            for site, target in targets.items()
+            if site in calls and site not in busy and self._calling.get(site) != target
+        }
         stopping = (sites - calls - busy) & self._calling.keys()
         if self.keeps_history:
-            for ops in self._ops:
+            for ops in self._of_kprobes:
                 if ops.modifies_ip:
                     self.modified |= ops.sites & calls
         self._start_and_stop(starting, stopping)
-        for users, members in self._by_users(stopping):
-            self._route(users, members)
+        for site in self._route(stopping).unused & self._calls.keys():
+            del self._calls[site]
         shrink_dict(self._calls, routed)
         shrink_dict(self._calling, calling)
 

@@ -6,6 +6,7 @@ It uses their fentry sites, and one return hook for all of them.
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from fnmatch import fnmatchcase
@@ -26,7 +27,7 @@ from emulated_kernel.kprobes.codegen.asm_handlers import (
 from emulated_kernel.kprobes.codegen.call_site import get_called
 from emulated_kernel.kprobes.codegen.compiler import SHORTAGES
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
-from emulated_kernel.kprobes.hit.ftrace import Called, FtraceOps
+from emulated_kernel.kprobes.hit.ftrace_ops import Called, FtraceOps
 from emulated_kernel.kprobes.kprobe import CompileHandler, RegsT
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.return_hook import RethookNode, ReturnHook
@@ -34,6 +35,8 @@ from emulated_kernel.kprobes.return_hook.return_hooks import ReturnHooks
 from emulated_kernel.kprobes.return_hook.stack_code import SLOT
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
+
+_WILDCARDS = re.compile(r"[*?[]")
 
 
 class FprobeRegs(Enum):
@@ -321,9 +324,12 @@ class Fprobes:
 
         Raises: KernelError EINVAL (no function matches).
         """
+        functions = self.functions
+        # Thousands of fprobes may name one function each.
+        names = functions if _WILDCARDS.search(fp.filter) else {fp.filter} & functions.keys()
         found = tuple(
-            address
-            for name, address in self.functions.items()
+            functions[name]
+            for name in names
             if fnmatchcase(name, fp.filter) and not (fp.notfilter and fnmatchcase(name, fp.notfilter))
         )
         if not found:

@@ -144,9 +144,8 @@ class TrapHooks:
         while traps are charged. `in_flight`: address of Unicorn's mark of an exception in flight, on x86.
         """
         routine = routine_address("arrive")
-        if routine is None or not self._hooks:
+        if routine is None or not isinstance(self.regs, FastRegs):
             return
-        assert isinstance(self.regs, FastRegs)
         words = self.words
         words.ip = self.regs.address_of("ip")
         words.arrival = address + self.reported_ahead

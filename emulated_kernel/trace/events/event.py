@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from emulated_kernel.trace.context.probe_hit import ProbeHit
@@ -316,6 +316,8 @@ class EventFile:
         self.event = event
         self.recorder = recorder
         self.triggers: list[Trigger] = []
+        self._keyed: dict[Hashable, Trigger] = {}
+        """Trigger.key -> the trigger. An event may have a trigger for each of thousands of events."""
         self.soft_disabled = False
         self.is_special = False
         """Cached value: whether a hit has to go through fire(), because of triggers or soft mode."""
@@ -402,6 +404,10 @@ class EventFile:
 
     # Triggers
 
+    def trigger_with(self, key: Hashable) -> Trigger | None:
+        """Return the trigger whose `key` is `key`, or None."""
+        return self._keyed.get(key)
+
     def add(self, trigger: Trigger, *, last: bool = False) -> None:
         """Add a trigger before the existing ones, or after them if `last` is set.
 
@@ -412,11 +418,15 @@ class EventFile:
         if not self.triggers:
             self.enable_soft()
         self.triggers.insert(len(self.triggers) if last else 0, trigger)
+        if trigger.key is not None:
+            self._keyed[trigger.key] = trigger
         self._changed()
 
     def remove(self, trigger: Trigger) -> None:
         """Remove a trigger from the event, and release the trigger's resources."""
         self.triggers.remove(trigger)
+        if trigger.key is not None:
+            del self._keyed[trigger.key]
         if not self.triggers:
             self.disable_soft()
         self._changed()

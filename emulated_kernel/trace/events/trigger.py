@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from enum import Enum, auto
 from typing import ClassVar
 
@@ -45,6 +46,11 @@ class Trigger(ABC):
         """The filter after `if` in the trigger's command, or None if the command has no filter."""
         self.paused = False
         """Whether the trigger is suspended, for example by the command `pause` of a hist trigger."""
+
+    @property
+    def key(self) -> Hashable:
+        """A value that no other trigger of the event may have; None if the trigger may have equals."""
+        return None
 
     @property
     def needs_entry(self) -> bool:

@@ -93,8 +93,8 @@ class DynEventList:
 
     def __init__(self) -> None:
         self._all: dict[DynEvent, None] = {}
-        self._named: dict[str, DynEvent | tuple[DynEvent, ...]] = {}
-        """Name -> the event, or a tuple of the events if several have the name."""
+        self._named: dict[str, DynEvent | dict[DynEvent, None]] = {}
+        """Name -> the event, or the events as keys in order of creation if several have had the name."""
 
     def __iter__(self) -> Iterator[DynEvent]:
         return iter(self._all)
@@ -106,29 +106,30 @@ class DynEventList:
         """Append a new event to the list."""
         name = entry.name
         self._all[entry] = None
-        others = self._events(name)
-        self._named[name] = (*others, entry) if others else entry
+        others = self._named.setdefault(name, entry)
+        if isinstance(others, dict):
+            others[entry] = None
+        elif others is not entry:
+            self._named[name] = {others: None, entry: None}
 
     def remove(self, entry: DynEvent) -> None:
         """Remove an event from the list."""
         del self._all[entry]
         name = entry.name
-        left = tuple(other for other in self._events(name) if other is not entry)
+        others = self._named[name]
+        if isinstance(others, dict):
+            del others[entry]
+            if others:
+                return
         del self._named[name]
-        if left:
-            self._named[name] = left
 
     def named(self, event: str) -> Iterable[DynEvent]:
         """Return the events with the name `event`, or all events if `event` is "".
 
         `event` is the name as written in a command, with one character per byte.
         """
-        return self._events(to_text(event)) if event else self._all
-
-    def _events(self, name: str) -> tuple[DynEvent, ...]:
-        """Return the events with the name `name`."""
-        found = self._named.get(name, ())
-        return found if isinstance(found, tuple) else (found,)
+        found = self._named.get(to_text(event), {}) if event else self._all
+        return found if isinstance(found, dict) else (found,)
 
 
 @dataclass(frozen=True, eq=False)

@@ -60,11 +60,8 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
         """Return an event if it is a kprobe event, else None."""
         if not isinstance(event, KprobeTraceEvent):
             return None
-        # Each lookup of a path in stats/ calls this, and a generator would take twice the time.
-        for probe in event.probes:
-            if probe.kind is not self:
-                return None
-        return event
+        kind = event.kind
+        return event if kind is self or kind is None else None
 
     def create(self, command: str) -> bool:
         """Implement EventKind.create: create a probe from a `p`, `r` or `j` command."""
@@ -131,6 +128,7 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
         Probes that were registered while the module was loaded before are registered again.
         Mirrors: kernel/trace/trace_kprobe.c:trace_kprobe_module_callback (v6.1).
         """
+        registered = {}
         for probe in self.probes():
             if not probe.is_in_module(module):
                 continue
@@ -138,8 +136,9 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
             probe.found = locate(probe.place, self._engine.symbols)
             try:
                 probe.register()
-                self.history.note([probe.event])
+                registered[probe.event] = True
             except KernelError as failure:
                 event = probe.event.name
                 code = -failure.errno
                 self.printk(f"trace_kprobe: Failed to re-register probe {event} on {module}: {code}")
+        self.history.note(registered)

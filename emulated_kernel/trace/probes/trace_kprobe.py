@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Any, Protocol
 
 from emulated_kernel.arch.arch_hooks import Arch
@@ -145,7 +145,12 @@ class KprobeTraceEvent(ProbeTraceEvent):
 
     __slots__ = ()
 
-    probes: tuple[TraceKprobe, ...]
+    if TYPE_CHECKING:
+
+        @property
+        def probes(self) -> Collection[TraceKprobe]: ...
+        @property
+        def first_probe(self) -> TraceKprobe: ...
 
     @property
     def is_return(self) -> bool:
@@ -153,11 +158,11 @@ class KprobeTraceEvent(ProbeTraceEvent):
 
     def enable(self, recorder: Recorder) -> None:
         super().enable(recorder)
-        self.probes[0].kind.note_switched(self)
+        self.first_probe.kind.note_switched(self)
 
     def disable(self, recorder: Recorder) -> None:
         self.check_alive()
-        kind = self.probes[0].kind
+        kind = self.first_probe.kind
         kind.note_switched(self)
         super().disable(recorder)
         kind.note_switched(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, TypeVar
 
 from emulated_kernel.trace.events.event import TraceEvent
@@ -29,7 +29,7 @@ class ProbeTraceEvent(TraceEvent):
     Mirrors: kernel/trace/trace_probe.h:struct trace_probe_event (v6.1).
     """
 
-    __slots__ = ("addresses", "args", "probes", "word_size")
+    __slots__ = ("_probes", "addresses", "args", "word_size")
 
     def __init__(
         self,
@@ -48,7 +48,48 @@ class ProbeTraceEvent(TraceEvent):
         self.args = args
         self.word_size = word_size
         self.addresses = addresses
-        self.probes: tuple[TraceProbe, ...] = ()
+        self._probes: tuple[TraceProbe, ...] | dict[Hashable, TraceProbe] = ()
+        """The probes in order of creation: a tuple of at most one, or a map from `sameness` of each.
+
+        Thousands of probes may share an event. Most events have one probe, and a tuple takes less memory.
+        """
+
+    @property
+    def probes(self) -> Collection[TraceProbe]:
+        """The probes of the event, in order of creation."""
+        return self._probes if isinstance(self._probes, tuple) else self._probes.values()
+
+    @property
+    def first_probe(self) -> TraceProbe:
+        """The oldest probe of the event, which is registered."""
+        return next(iter(self.probes))
+
+    @property
+    def kind(self) -> ProbeKind[Any] | None:
+        """The kind of all probes of the event, or None if the event has no probes."""
+        return self.first_probe.kind if self._probes else None
+
+    def add_probe(self, probe: TraceProbe) -> None:
+        """Add a probe, which differs from each other probe of the event."""
+        if not self._probes:
+            self._probes = (probe,)
+            return
+        if isinstance(self._probes, tuple):
+            self._probes = {each.sameness: each for each in self._probes}
+        self._probes[probe.sameness] = probe
+
+    def remove_probe(self, probe: TraceProbe) -> None:
+        """Remove a probe of the event."""
+        if isinstance(self._probes, tuple):
+            self._probes = ()
+        else:
+            del self._probes[probe.sameness]
+
+    def has_same(self, probe: TraceProbe) -> bool:
+        """Return True if a probe of the event has the place and the arguments of `probe`."""
+        if isinstance(self._probes, tuple):
+            return any(each.sameness == probe.sameness for each in self._probes)
+        return probe.sameness in self._probes
 
     # The fields and the print format are computed on demand, because few events need them.
 
@@ -78,7 +119,7 @@ class ProbeTraceEvent(TraceEvent):
 
     @property
     def is_removed(self) -> bool:
-        return not self.probes
+        return not self._probes
 
     def start(self) -> None:
         """Enable all probes of the event, or none if one cannot be enabled.
@@ -186,11 +227,10 @@ class TraceProbe(DynEvent):
             return False
         return all(mine[:MAX_ARGSTR_LEN] == given for mine, given in zip(own[1:], words[1:], strict=False))
 
-    def is_same_as(self, other: TraceProbe) -> bool:
-        """Return True if this probe and `other` have equal places and equal arguments."""
-        if self.identity != other.identity:
-            return False
-        return [arg.expression for arg in self.args] == [arg.expression for arg in other.args]
+    @property
+    def sameness(self) -> Hashable:
+        """A value that is equal for probes with equal places and equal arguments."""
+        return self.identity, tuple(arg.expression for arg in self.args)
 
     def release(self) -> None:
         """Remove the probe; see ProbeKind.remove().
@@ -210,6 +250,16 @@ class ProbeKind(EventKind[P]):
         """Return all probes of this kind, in order of creation."""
         return list(self._own)
 
+    @property
+    def count(self) -> int:
+        """Number of probes of this kind."""
+        return len(self._own)
+
+    @property
+    def newest(self) -> P:
+        """The newest probe of this kind, of which at least one exists."""
+        return next(reversed(self._own))
+
     def _shared_event(self, probe: P) -> ProbeTraceEvent | None:
         """Return an existing event to which `probe` may be added as one more probe.
 
@@ -218,7 +268,7 @@ class ProbeKind(EventKind[P]):
         event = self.registry.find(probe.event.group, probe.event.name)
         if not isinstance(event, ProbeTraceEvent) or type(event) is not type(probe.event):
             return None
-        return event if all(each.kind is self for each in event.probes) else None
+        return event if event.kind is self else None
 
     def _register(self, probe: P, log: TraceProbeLog) -> None:
         """Add a probe to the list. Register its event, or add the probe to an existing event of its name.
@@ -250,7 +300,7 @@ class ProbeKind(EventKind[P]):
         """Handle a change of `event`: called after it is enabled, and before and after it is disabled."""
 
     def _insert(self, probe: P) -> None:
-        probe.event.probes += (probe,)
+        probe.event.add_probe(probe)
         self._list(probe)
 
     def remove(self, probe: P) -> None:
@@ -260,14 +310,14 @@ class ProbeKind(EventKind[P]):
         Mirrors: kernel/trace/trace_kprobe.c:unregister_trace_kprobe (v6.1).
         """
         event = probe.event
-        is_last = event.probes == (probe,)
+        is_last = len(event.probes) == 1
         if is_last and (event.is_enabled or event.references):
             message = (
                 f"{event.group}/{event.name}: the event is in use; disable it and remove its users first"
             )
             raise KernelError(errno.EBUSY, message)
         probe.unregister()
-        event.probes = tuple(each for each in event.probes if each is not probe)
+        event.remove_probe(probe)
         self._unlist(probe)
         if is_last:
             self._forget(event)
@@ -279,13 +329,13 @@ def _check_append(probe: TraceProbe, event: ProbeTraceEvent, log: TraceProbeLog)
     Raises: KernelError EEXIST (the arguments differ, or an equal probe exists; logged). Mirrors:
     append_trace_kprobe (v6.1).
     """
-    if probe.event.addresses != event.addresses or type(probe) is not type(event.probes[0]):
+    if probe.event.addresses != event.addresses or type(probe) is not type(event.first_probe):
         raise log.error(0, ProbeError.DIFF_PROBE_TYPE, errno.EEXIST)
     different = first_difference(probe.args, event.args)
     if different is not None:
         log.index = different + 2
         raise log.error(0, ProbeError.DIFF_ARG_TYPE, errno.EEXIST)
-    if any(probe.is_same_as(other) for other in event.probes):
+    if event.has_same(probe):
         raise log.error(0, ProbeError.SAME_PROBE, errno.EEXIST)
 
 

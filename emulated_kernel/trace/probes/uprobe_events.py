@@ -119,6 +119,8 @@ class UprobeEvents(ProbeKind[TraceUprobe]):
         super().__init__(commands)
         self._arch = arch
         self._files = BoundedFileReader()
+        self._references: dict[Hashable, tuple[int, int]] = {}
+        """Identity of a probed place -> its reference counter, and its number of probes."""
 
     def profile_records(self, start: int = 0) -> Iterator[str]:
         """Return the lines of uprobe_profile from line `start` on."""
@@ -148,26 +150,39 @@ class UprobeEvents(ProbeKind[TraceUprobe]):
         args = parse_args(
             argv[2:], FetchContext(self._arch, log, self.interface, place.is_return, in_kernel=False)
         )
-        self._check_reference(place)
         name = to_text(name or place.default_event())
         addresses = RETURN_ADDRESSES if place.is_return else ENTRY_ADDRESSES
         event = UprobeTraceEvent(to_text(group), name, args, self._arch.word_size, addresses)
-        self._register(TraceUprobe(self, event, place, args), log)
+        probe = TraceUprobe(self, event, place, args)
+        self._check_reference(probe)
+        self._register(probe, log)
         return True
 
-    def _check_reference(self, place: UprobePoint) -> None:
+    def _check_reference(self, probe: TraceUprobe) -> None:
         """Check that other probes of the place, if any, have the same reference counter.
 
         Raises: KernelError EINVAL.
         Mirrors: kernel/trace/trace_uprobe.c:validate_ref_ctr_offset (v6.1).
         """
-        for other in (probe.place for probe in self._own):
-            same = (other.inode, other.offset) == (place.inode, place.offset)
-            if same and other.reference != place.reference:
-                self.printk("trace_uprobe: Reference counter offset mismatch.")
-                raise KernelError(
-                    errno.EINVAL, "reference counter: it differs from that of another probe of this place"
-                )
+        reference = probe.place.reference
+        if self._references.get(probe.identity, (reference, 0))[0] != reference:
+            self.printk("trace_uprobe: Reference counter offset mismatch.")
+            raise KernelError(
+                errno.EINVAL, "reference counter: it differs from that of another probe of this place"
+            )
+
+    def _insert(self, probe: TraceUprobe) -> None:
+        super()._insert(probe)
+        self._count(probe, 1)
+
+    def remove(self, probe: TraceUprobe) -> None:
+        super().remove(probe)
+        self._count(probe, -1)
+
+    def _count(self, probe: TraceUprobe, change: int) -> None:
+        _, count = self._references.pop(probe.identity, (0, 0))
+        if count + change:
+            self._references[probe.identity] = probe.place.reference, count + change
 
 
 def _parse_place(

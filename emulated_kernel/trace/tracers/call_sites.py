@@ -10,7 +10,8 @@ from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.kprobes.hit.entry_code import EntryCode
-from emulated_kernel.kprobes.hit.ftrace import OPS_LIST_FUNC, FtraceOps
+from emulated_kernel.kprobes.hit.ftrace import OPS_LIST_FUNC
+from emulated_kernel.kprobes.hit.ftrace_ops import FtraceOps
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.compiled.calls import CompiledCalls, SelectedTasks

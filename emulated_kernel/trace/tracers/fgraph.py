@@ -11,7 +11,7 @@ from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.kprobes.hit.entry_code import EntryCode
-from emulated_kernel.kprobes.hit.ftrace import FtraceOps
+from emulated_kernel.kprobes.hit.ftrace_ops import FtraceOps
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.ret_stack import RetStack
 from emulated_kernel.kprobes.return_hook.return_hook import RethookNode, ReturnHook

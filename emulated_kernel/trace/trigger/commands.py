@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from abc import abstractmethod
+from collections.abc import Hashable
 
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.context.probe_hit import ProbeHit
@@ -65,6 +66,10 @@ class ControlTrigger(CountedTrigger):
         super().__init__(name, count, filter_)
         self.array = array
 
+    @property
+    def key(self) -> Hashable:
+        return self.kind
+
 
 class TraceOn(ControlTrigger):
     """Trigger that switches the recording of its trace array on."""
@@ -123,7 +128,7 @@ class ControlCommand(TriggerCommand):
         """
         param, condition = separate_filter(rest, required=False)
         kind = self.trigger.kind
-        existing = next((trigger for trigger in file.triggers if trigger.kind is kind), None)
+        existing = file.trigger_with(kind)
         if removes:
             if existing is not None:
                 file.remove(existing)
@@ -152,6 +157,10 @@ class SwitchTrigger(CountedTrigger):
         super().__init__(f"{name}:{target.event.group}:{target.event.name}", count, filter_)
         self.enable = enable
         self.target = target
+
+    @property
+    def key(self) -> Hashable:
+        return self.kind, self.target
 
     def released(self) -> None:
         self.target.let_go()
@@ -205,8 +214,7 @@ class SwitchCommand(TriggerCommand):
         target = triggers.find_switchable(group, event_name)
         if target is None:
             raise KernelError(errno.EINVAL, f"{group}:{event_name}: no such event; see available_events")
-        mine = (each for each in file.triggers if isinstance(each, self.trigger))
-        existing = next((each for each in mine if each.target is target), None)
+        existing = file.trigger_with((self.trigger.kind, target))
         if removes:
             if existing is not None:
                 file.remove(existing)

@@ -114,7 +114,7 @@ def probes_file(kernel: KernelComponents) -> SeqFile:
     def show(probe: TraceKprobe) -> str:
         # Each read skips the records of earlier reads: faster in the list of probes than in events().
         event = probe.event
-        if event.probes[0] is not probe:
+        if event.first_probe is not probe:
             return ""
         return f"{json.dumps(_EventStats(event, kernel).state())}\n"
 

@@ -1,0 +1,171 @@
+"""FtraceOps, the users of fentry sites, and the list of them with an index by site."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import count, islice
+from typing import Any
+
+from emulated_kernel.kprobes.codegen.asm_handlers import AssemblyOwner
+from emulated_kernel.util.fast_dataclass import dataclass, field
+
+Called = Callable[[int, Any], object]
+"""Handler of a call; it takes the site's address and the saved registers. The saved ip is after the site."""
+CodeOf = Callable[[int], int | None]
+"""Function that returns the address of the guest code for calls from a site; None: Python handles them."""
+
+_FEW = 16
+"""Maximum number of sites of an ftrace_ops that is found by its sites.
+
+A tracer hooks tens of thousands of sites, and an index of them would take megabytes.
+"""
+
+
+def no_code(_site: int) -> None:
+    """Return None: Python handles the calls from all sites. It is a CodeOf."""
+
+
+@dataclass(eq=False)
+class FtraceOps:
+    """A user of fentry sites: a function that is called at hits of the sites, and its requirements.
+
+    A user is a tracer, an fprobe, or one of the two objects that serve all kprobes.
+    Mirrors: include/linux/ftrace.h:struct ftrace_ops (v6.1).
+    """
+
+    func: Called
+    symbol: Callable[[], str]
+    """Function that returns the name of Linux's function in place of `func`, for the file enabled_functions.
+    """
+    saves_regs: bool = False
+    """Whether `func` needs all registers. Mirrors: FTRACE_OPS_FL_SAVE_REGS (v6.1)."""
+    modifies_ip: bool = False
+    """Whether `func` may change the saved ip, at which the guest continues.
+
+    Mirrors: FTRACE_OPS_FL_IPMODIFY (v6.1).
+    """
+    sub_symbols: tuple[str, str] | None = None
+    """Names of the entry function and the return function of this ftrace_ops in Linux, or None.
+
+    The names are given if the function `symbol` serves several ftrace_ops; enabled_functions shows them as
+    subops.
+    Mirrors: include/linux/ftrace.h:struct ftrace_ops, subop_list (v7.2).
+    """
+    code_of: CodeOf = no_code
+    """Function that returns the address of guest code that does the same as `func` for an fentry site.
+
+    The site calls this code if no other ftrace_ops hooks the site.
+    """
+    assembly: AssemblyOwner | None = field(default=None, init=False)
+    """Owner of handlers in assembly, or None. The handlers run before the `func` of each user of a site."""
+    sites: set[int] = field(default_factory=set, init=False)
+    """Addresses of the fentry sites that this ftrace_ops hooks. Only FtraceOpsList changes the set."""
+
+
+@dataclass(eq=False)
+class SiteGroups:
+    """Fentry sites, divided by their users."""
+
+    unused: set[int]
+    """The sites without a user."""
+    single: dict[FtraceOps, set[int]]
+    """User -> the sites that have no other user."""
+    several: set[int]
+    """The sites with several users."""
+
+
+class FtraceOpsList:
+    """The users (FtraceOps) of any site.
+
+    Thousands of fprobes may hook a few sites each, and a tracer hooks nearly all sites. The work for a change
+    of one user does not grow with the number of users that have few sites.
+    Mirrors: kernel/trace/ftrace.c:ftrace_ops_list (v6.1).
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[FtraceOps, int] = {}
+        """User -> a number, which is greater for newer users."""
+        self._next = count()
+        self._few: dict[int, dict[FtraceOps, None]] = {}
+        """Site -> its users that have at most _FEW sites."""
+        self._many: dict[FtraceOps, None] = {}
+        """The other users."""
+
+    def __contains__(self, ops: FtraceOps) -> bool:
+        return ops in self._numbers
+
+    def __iter__(self) -> Iterator[FtraceOps]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def join(self, ops: FtraceOps, sites: Collection[int]) -> None:
+        """Make `ops` a user of more sites. If it has not been in the list, it becomes the newest user."""
+        if ops not in self._numbers:
+            self._numbers[ops] = next(self._next)
+        if ops not in self._many and len(ops.sites) + len(sites) > _FEW:
+            self._drop(ops, ops.sites)
+            self._many[ops] = None
+        ops.sites.update(sites)
+        if ops not in self._many:
+            for site in sites:
+                self._few.setdefault(site, {})[ops] = None
+
+    def leave(self, ops: FtraceOps, sites: Collection[int]) -> None:
+        """End the use of some of the sites of `ops`, which stays in the list."""
+        if ops not in self._many:
+            self._drop(ops, sites)
+        ops.sites.difference_update(sites)
+
+    def remove(self, ops: FtraceOps) -> set[int]:
+        """Remove `ops` from the list. Return the sites that it had."""
+        del self._numbers[ops]
+        sites = ops.sites
+        if ops in self._many:
+            del self._many[ops]
+        else:
+            self._drop(ops, sites)
+        ops.sites = set()
+        return sites
+
+    def _drop(self, ops: FtraceOps, sites: Iterable[int]) -> None:
+        for site in sites:
+            users = self._few[site]
+            del users[ops]
+            if not users:
+                del self._few[site]
+
+    def any_order(self, site: int) -> Iterator[FtraceOps]:
+        """Yield the users of a site, in any order."""
+        yield from self._few.get(site, ())
+        for ops in self._many:
+            if site in ops.sites:
+                yield ops
+
+    def users(self, site: int) -> list[FtraceOps]:
+        """Return the users of a site, newest first, which is the order of their calls."""
+        return sorted(self.any_order(site), key=self._numbers.__getitem__, reverse=True)
+
+    def groups(self, sites: set[int]) -> SiteGroups:
+        """Divide sites by their users. For speed, only whole sets of most sites are computed."""
+        found = SiteGroups(sites, {}, set())
+        few = sites & self._few.keys()
+        for site in few:
+            users = [*islice(self.any_order(site), 2)]
+            if len(users) == 1:
+                found.single.setdefault(users[0], set()).add(site)
+            else:
+                found.several.add(site)
+        others = sites - few if few else sites
+        found.unused = others
+        for ops in self._many:
+            inside = others & ops.sites
+            shared = inside - found.unused
+            if shared:
+                found.several |= shared
+                found.single = {user: its - shared for user, its in found.single.items()}
+            alone = inside - shared if shared else inside
+            found.single.setdefault(ops, set()).update(alone)
+            found.unused = found.unused - alone
+        return found

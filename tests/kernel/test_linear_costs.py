@@ -1,0 +1,126 @@
+"""Costs are linear: each further definition is as much work as the ones before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.util.config import MachineConfig
+from kprobefs.definitions.syntax import Line
+from kprobefs.plan.check import check_lines
+from kprobefs.plan.planned_kernel import planned_kernel
+from tests.counting import lines_of
+from tests.shell import Shell
+
+FEW, MANY = 60, 480
+MARGIN = 1.3
+DYNAMIC = "/tracing/dynamic_events"
+KPROBES = "/tracing/events/kprobes"
+Lines = Callable[[int], str]
+"""Function that takes a number and returns a line that defines something."""
+Step = Callable[[], object]
+
+
+def siblings(place: str) -> Lines:
+    """Return lines that give one event further probes at a place, with different arguments."""
+    return lambda number: f"p:e {place} a=@{0xFFFF880000001000 + 8 * number:#x}\n"
+
+
+def one_by_one(shell: Shell, number: int, path: str, line: Lines) -> Step:
+    """Return a step that writes `number` lines to a file, each by one write."""
+    lines = [line(each) for each in range(number)]
+    return lambda: [shell.write(path, text) for text in lines]
+
+
+def defined_siblings(shell: Shell, number: int) -> Iterator[Step]:
+    """Give one event many probes, use it and remove it."""
+    yield one_by_one(shell, number, DYNAMIC, siblings("int_sqrt"))
+    yield partial(shell.write, f"{KPROBES}/e/enable", "1")
+    yield partial(shell.read, "/kprobe_profile")
+    yield partial(shell.write, f"{KPROBES}/e/enable", "0")
+    yield partial(shell.write, DYNAMIC, "-:e\n")
+
+
+def siblings_in_a_module(shell: Shell, number: int) -> Iterator[Step]:
+    """Load and unload the module of many probes of one enabled event."""
+    shell.write(DYNAMIC, "".join(map(siblings("counter:counter_add"), range(number))))
+    shell.write(f"{KPROBES}/e/enable", "1")
+    yield partial(shell.write, "/machine/modules", "load counter\n")
+    yield partial(shell.write, "/machine/modules", "unload counter\n")
+
+
+def events_of_one_name(shell: Shell, number: int) -> Iterator[Step]:
+    """Define events of one name in many groups, and remove them by their name."""
+    yield one_by_one(shell, number, DYNAMIC, lambda each: f"p:g{each}/e int_sqrt\n")
+    yield partial(shell.write, DYNAMIC, "-:e\n")
+
+
+def enabled_one_by_one(shell: Shell, number: int) -> Iterator[Step]:
+    """Switch many events of one function on and off."""
+    shell.write(DYNAMIC, "".join(f"p:e{each} vfs_read\n" for each in range(number)))
+    for value in "10":
+        paths = [f"{KPROBES}/e{each}/enable" for each in range(number)]
+        yield lambda paths=paths, value=value: [shell.write(path, value) for path in paths]  # type: ignore[misc]
+
+
+def fprobes(shell: Shell, number: int) -> Iterator[Step]:
+    """Define, enable, list and remove fprobe events of one function."""
+    yield one_by_one(shell, number, DYNAMIC, lambda each: f"f:e{each} int_sqrt\n")
+    yield partial(shell.write, "/tracing/events/fprobes/enable", "1")
+    yield partial(shell.read, "/tracing/enabled_functions")
+    yield partial(shell.write, "/tracing/events/fprobes/enable", "0")
+    yield partial(shell.write, DYNAMIC, "".join(f"-:e{each}\n" for each in range(number)))
+
+
+def uprobes(shell: Shell, number: int) -> Iterator[Step]:
+    """Define uprobe events in one file."""
+    yield one_by_one(shell, number, DYNAMIC, lambda each: f"p:u{each} {Path(__file__)}:{16 * each:#x}\n")
+
+
+def switching_triggers(shell: Shell, number: int) -> Iterator[Step]:
+    """Let one event switch many others."""
+    shell.write(DYNAMIC, "p:base gcd\n" + "".join(f"p:e{each} int_sqrt\n" for each in range(number)))
+    for sign in ("", "!"):
+        switch = partial("{}enable_event:kprobes:e{}\n".format, sign)
+        yield one_by_one(shell, number, f"{KPROBES}/base/trigger", switch)
+
+
+SCENARIOS: dict[str, Callable[[Shell, int], Iterator[Step]]] = {
+    each.__name__: each
+    for each in (
+        defined_siblings,
+        siblings_in_a_module,
+        events_of_one_name,
+        enabled_one_by_one,
+        fprobes,
+        uprobes,
+        switching_triggers,
+    )
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_work_is_proportional_to_the_number(name: str) -> None:
+    totals = []
+    for number in (FEW, MANY):
+        with Kernel(MachineConfig(profile="linux-6.12")) as kernel:
+            steps = SCENARIOS[name](Shell(kernel), number)
+            totals.append([lines_of(step) for step in steps])
+    for few, many in zip(*totals, strict=True):
+        assert many < MARGIN * MANY / FEW * few, totals
+
+
+def test_checked_lines_are_proportional_work() -> None:
+    kernel = planned_kernel("x86_64", None, None, None)
+    check_lines(kernel, [Line("x", 1, "p:first int_sqrt")])
+    few, many = (
+        lines_of(
+            partial(check_lines, kernel, [Line("x", each, f"p:e{each} int_sqrt") for each in range(number)])
+        )
+        for number in (FEW, MANY)
+    )
+    assert many < 1.1 * MANY / FEW * few
