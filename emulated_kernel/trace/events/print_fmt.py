@@ -15,6 +15,7 @@ from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.printf import Value, compile_format, signed, unsigned
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class _Pointer:
         return self.value(context)
 
 
-_TOKEN = re.compile(
+_TOKEN = lazy_pattern(
     r'\s*(?:(?P<string>"(?:[^"\\]|\\.)*")|(?P<number>0[xX][0-9a-fA-F]+|\d+)[uUlL]*'
     r"|'(?P<char>[^'\\]|\\.)'"
     r"|(?P<name>[A-Za-z_]\w*)|(?P<op>->|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^~!<>?:;=,(){}\[\]]))"
