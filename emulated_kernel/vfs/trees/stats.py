@@ -6,7 +6,7 @@ import errno
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from emulated_kernel.arch.program.ir_builder import EntryKind
 from emulated_kernel.components.records import KernelComponents
@@ -20,6 +20,7 @@ from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.probes.trace_kprobe import EventProbe, KprobeTraceEvent, TraceKprobe
 from emulated_kernel.trace.symbols import sprint_symbol
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 from emulated_kernel.util.lazy_pattern import lazy_pattern
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.kstrtox import kstrtoul, switch
