@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import AddressName, Disassembler, unnamed
@@ -18,6 +18,7 @@ from emulated_kernel.arch.program.asm_source import Assembler
 from emulated_kernel.arch.program.ir import HandlerCode, Program
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 
 class ByteMemory(Protocol):

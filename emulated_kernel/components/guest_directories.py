@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
 
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.registry import EventRegistry, EventWatcher
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 _ERRORS = (1 << 64) - 4095
 """The lowest function result that is a negative errno in place of a pointer (Linux: ERR_PTR)."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
+
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 CPU_FEATURES = frozenset({26})
 """X86_FEATURE numbers for which the built-in image has alternatives, and which the emulated CPU has: XMM2."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from errno import ENOENT, ENOEXEC
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 from emulated_kernel.image import text_tables
 from emulated_kernel.image.alternatives import CPU_FEATURES, alternatives, replaced
@@ -28,6 +28,7 @@ from emulated_kernel.util.abi import Prot
 from emulated_kernel.util.config import ARCHITECTURES, IMAGE_LIMIT
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, replace
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 from emulated_kernel.util.safe_read import read_regular
 
 PREBUILT = Path(__file__).parent / "prebuilt"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.image.elf import (
@@ -20,6 +19,7 @@ from emulated_kernel.image.elf import (
     STT_NOTYPE,
     STT_OBJECT,
 )
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 _SHT_PROGBITS = 1
 _SHT_STRTAB = 3

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 from emulated_kernel.util.safe_read import read_regular
 
 FILE_NAME = "arguments.json"
 _LIMIT = 16 << 20
 """Maximum size of the file with the argument counts, in bytes."""
-_PROTOTYPE = re.compile(r"/\* [^ ]+:N[CF] \*/ (?:static|extern) .*?(\w+) \((.*?)\);")
+_PROTOTYPE = lazy_pattern(r"/\* [^ ]+:N[CF] \*/ (?:static|extern) .*?(\w+) \((.*?)\);")
 """Regular expression for a line of gcc's -aux-info; the parameters end at the first ");"."""
 
 

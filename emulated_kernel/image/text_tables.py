@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 RETURN_SIZE = 5
 """Size in bytes of a return site, which is a jump to the return thunk."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from emulated_kernel.arch.analysis.probe_rules import probe_rules_named
 from emulated_kernel.arch.arch_hooks import Arch
@@ -47,6 +47,7 @@ from emulated_kernel.machine.text.text_poke import TextPoker
 from emulated_kernel.util.abi import HZ
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 
 class ProbedPlace(NamedTuple):

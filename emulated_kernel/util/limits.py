@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from enum import Enum
 from types import MappingProxyType
 
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 
 class Limit(Enum):
@@ -85,7 +85,7 @@ BYTES_PER_CHARACTER = 60
 
 36 to 57 bytes were measured, with the shortest fields, numbers and names.
 """
-_NUMBER = re.compile(r"[0-9]{1,20}")
+_NUMBER = lazy_pattern(r"[0-9]{1,20}")
 _MAX_VALUE = 1 << 48
 _RUN_BUDGETS_MS = range(10, 600_001)
 """Allowed run budgets in milliseconds. While the guest loops, all clients wait for the run budget."""

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 from kprobefs.common.daemon_registry import running
 from kprobefs.common.errors import CliError
 from kprobefs.definitions.tracefs_files import HostFiles, control_root
 from kprobefs.mount_options import CLOCKS
 
-ENTRY = re.compile(r"^\{ .*\} +hitcount: +(\d+)", re.MULTILINE)
+ENTRY = lazy_pattern(r"^\{ .*\} +hitcount: +(\d+)", re.MULTILINE)
 FEWEST = 10
 """Minimum number of hits in a histogram for a hint. With fewer hits, equal durations may be an accident."""
 SHARE = 0.9
@@ -24,7 +25,7 @@ HINT = (
     "the durations {where} count readings of the virtual clock, which advances with readings and not with "
     "the work done; use --clock model or real"
 )
-HINT_LINE = re.compile("kprobefs: " + re.escape(HINT).replace(re.escape("{where}"), ".*"))
+HINT_LINE = lazy_pattern("kprobefs: " + re.escape(HINT).replace(re.escape("{where}"), ".*"))
 """Pattern of the line with a hint that `run` and `trace` print."""
 
 

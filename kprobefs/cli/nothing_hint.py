@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 from kprobefs.common.errors import escape_for_terminal
 from kprobefs.definitions.tracefs_files import HostFiles, control_root
 
@@ -19,7 +20,7 @@ NAMES = 5
 NO_HIT = "no hit of {names}: {why}"
 UNARMED = "{reason}, so the probes were not armed"
 NO_RECORD = "{name} has {hits} and no record in the trace; {why}"
-HINT_LINE = re.compile(r"kprobefs: (?:no hit of .*: |\w+ has \d+ hits? and no record in the trace; ).*")
+HINT_LINE = lazy_pattern(r"kprobefs: (?:no hit of .*: |\w+ has \d+ hits? and no record in the trace; ).*")
 """Pattern for a line of the output of `kprobefs run` that has a hint of this module."""
 OTHER_WAYS = {"load": "machine/load (fork, tcp, timers...)", "call": "machine/call"}
 """File in machine/ by which the kernel runs code without a file in scratch/ -> its name for a hint."""
@@ -27,9 +28,9 @@ KPROBES_OFF = "kprobes/enabled was 0"
 DISARMED = "Kprobes globally disabled"
 """Text of Linux's message when all kprobes are disarmed."""
 FTRACE_ENABLED = "sysctl/kernel/ftrace_enabled"
-HITS = re.compile(r" *(\S+) +(\d+) +\d+")
+HITS = lazy_pattern(r" *(\S+) +(\d+) +\d+")
 """Pattern for a line of kprobe_profile (event, hits, misses); its groups are the event and its hits."""
-BUFFERED = re.compile(r"^(?:entries|overrun|dropped events|read events): (\d+)$", re.MULTILINE)
+BUFFERED = lazy_pattern(r"^(?:entries|overrun|dropped events|read events): (\d+)$", re.MULTILINE)
 """Pattern for the lines of a buffer's `stats` that count records: present, overwritten, dropped or read."""
 
 

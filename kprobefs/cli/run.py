@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
@@ -68,13 +68,13 @@ def run(
         from kprobefs.cli import as_system as as_system_places
 
         as_system_places.enter_namespace(real_root=real_root)
-    from kprobefs.cli.nothing_hint import EndedCommand, History
-    from kprobefs.definitions.tracefs_files import control_root
-
     runner = _runner(command, tracing)
     runner.kernel_words = options.kernel_words
     try:
-        with mounted(options, build) as base:
+        with mounted(options, build, _import_hints) as base:
+            from kprobefs.cli.nothing_hint import EndedCommand, History
+            from kprobefs.definitions.tracefs_files import control_root
+
             directory = f"{base}/mnt"
             if as_system:
                 runner.system = as_system_places.System(directory, base, real_root=real_root)
@@ -98,6 +98,11 @@ def run(
         if runner.pending:
             return 128 + runner.pending
         raise
+
+
+def _import_hints() -> None:
+    """Import the modules that this process needs after the start of the daemon."""
+    from kprobefs.cli import duration_hint, nothing_hint  # noqa: F401
 
 
 def _print_hints(options: MountOptions, ended: EndedCommand, past: Past) -> None:
@@ -130,9 +135,12 @@ def check_host() -> None:
 
 
 @contextmanager
-def mounted(options: MountOptions, build: Builder) -> Iterator[Path]:
+def mounted(
+    options: MountOptions, build: Builder, meanwhile: Callable[[], None] = lambda: None
+) -> Iterator[Path]:
     """Yield a temporary directory with a mount in its subdirectory `mnt`; remove both after the block.
 
+    This process calls `meanwhile` while the daemon starts.
     Raises: CliError (the directory cannot be made, or the mount failed).
     """
     check_host()
@@ -160,7 +168,7 @@ def mounted(options: MountOptions, build: Builder) -> Iterator[Path]:
         directory.mkdir()
         try:
             served = replace(options, directory=str(directory))
-            child = daemon.start_as_child(served, build, orphaned)
+            child = daemon.start_as_child(served, build, orphaned, meanwhile)
         except CliError as failure:
             raise CliError(str(failure), ExitStatus.RUN_FAILED) from failure
         try:

@@ -64,11 +64,16 @@ def start_in_background(options: MountOptions, build: Builder, log_file: Path | 
     start.await_ready()
 
 
-def start_as_child(options: MountOptions, build: Builder, on_orphaned: Callable[[], None]) -> int:
+def start_as_child(
+    options: MountOptions,
+    build: Builder,
+    on_orphaned: Callable[[], None],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> int:
     """Start a daemon that ends with its parent; return the daemon's pid when the mount answers.
 
     When the daemon and its parent have ended, in any order and by any signal, another process calls
-    `on_orphaned`.
+    `on_orphaned`. This process calls `meanwhile` while the daemon starts.
     Raises: CliError (with the daemon's message).
     """
     start = DaemonStart(options, build, None)
@@ -83,6 +88,7 @@ def start_as_child(options: MountOptions, build: Builder, on_orphaned: Callable[
         start.serve(Orphaned(ended, on_orphaned))
     os.close(ended)
     try:
+        meanwhile()
         start.await_ready()
     except BaseException:
         with suppress(ProcessLookupError):

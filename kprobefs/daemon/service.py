@@ -47,10 +47,10 @@ SWITCH_INTERVAL = 0.0002
 
 The interval is short, because hooks of the emulator and requests compete for Python's interpreter lock.
 """
-FULL_COLLECTIONS = 50
-"""Number of collections of Python's middle generation of garbage between two full collections.
+COLLECTIONS = 700, 10, 50
+"""Thresholds of Python's garbage collection for its three generations; the first two are Python's own.
 
-A full collection takes longer than the registration of 1000 probes.
+A full collection is rare, because it takes longer than the registration of 1000 probes.
 """
 APPLY_TIMEOUT = 30.0
 """Maximum seconds that a start waits until the *.probes files are applied."""
@@ -218,7 +218,7 @@ class Service:
             registration.write(replace(registration.daemon, traps=traps, arch=arch))
         log.info("hits of handlers in guest code: traps are %s", traps)
         gc.freeze()
-        gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTIONS)
+        gc.set_threshold(*COLLECTIONS)
         gc.enable()
         fuse = FuseOptions(
             self._options.source,

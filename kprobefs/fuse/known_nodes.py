@@ -17,9 +17,10 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache
 from time import monotonic
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 from emulated_kernel.util.threads import start_thread
 from emulated_kernel.vfs.core.client import Stat
 from kprobefs.fuse.protocol import (

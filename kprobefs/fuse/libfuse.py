@@ -19,9 +19,10 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import lru_cache, partial
 from time import monotonic, sleep
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 from emulated_kernel.vfs.core.client import Stat
 from kprobefs.common.errors import CliError
 from kprobefs.fuse.known_nodes import BLOCK_SIZE, KnownNodes, attr_bytes

@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from textwrap import fill
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 from emulated_kernel.arch.analysis.reject_reason import RejectReason
 from emulated_kernel.arch.analysis.tactic import Tactic, Tactics
@@ -18,6 +18,7 @@ from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.kprobes.profile import with_strategy
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, field
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 from emulated_kernel.util.garbage_collection import garbage_collection_stopped
 from kprobefs.common.errors import CliError, ExitStatus, explained
 from kprobefs.common.progress import Progress

@@ -9,19 +9,20 @@ from itertools import pairwise
 from typing import Any, cast
 
 from emulated_kernel.image.kallsyms import Location
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 AddressName = Callable[[int], str | None]
 """Function that returns the name of an address, such as `vfs_read+0x5`; None if it has no name."""
-_NUMBER = re.compile(r"(?<![\w%.])(-?(?:0x[0-9a-f]+|[0-9]+))(\(%[re]ip\))?(?![\w.])")
+_NUMBER = lazy_pattern(r"(?<![\w%.])(-?(?:0x[0-9a-f]+|[0-9]+))(\(%[re]ip\))?(?![\w.])")
 """Pattern for a number in AT&T syntax. A number before `(%rip)` or `(%eip)` is a displacement from ip."""
 _MAX_DECIMAL = 9
 _UPPER_HALF = 1 << 63
-_ADDRESS = re.compile(r"#(0x[89a-f][0-9a-f]{15})\b")
+_ADDRESS = lazy_pattern(r"#(0x[89a-f][0-9a-f]{15})\b")
 """Pattern for a kernel address in the text of an AArch64 instruction."""
-_DISTANCE = re.compile(r"(?:c\.)?(?:b[a-z]+|j|jal) (?:.*, )?(-?0x[0-9a-f]+|-?[0-9]+)")
+_DISTANCE = lazy_pattern(r"(?:c\.)?(?:b[a-z]+|j|jal) (?:.*, )?(-?0x[0-9a-f]+|-?[0-9]+)")
 """Pattern for a RISC-V branch or jump, whose last operand is the distance to the target in bytes."""
-_UPPER = re.compile(r"auipc (?P<register>\w+), (?P<pages>0x[0-9a-f]+|[0-9]+)")
-_LOWER = re.compile(
+_UPPER = lazy_pattern(r"auipc (?P<register>\w+), (?P<pages>0x[0-9a-f]+|[0-9]+)")
+_LOWER = lazy_pattern(
     r"(?P<head>(?:jalr|addi) \w+, (?P<source>\w+), |[ls][bhwd]u? \w+, )"
     r"(?P<number>-?0x[0-9a-f]+|-?[0-9]+)(?:\((?P<base>\w+)\))?"
 )

@@ -9,7 +9,9 @@ import struct
 from collections.abc import Iterator
 from enum import Enum, auto
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
+
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 SIZE: Final = 4
 """Size of an instruction in bytes."""

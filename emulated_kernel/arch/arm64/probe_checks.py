@@ -18,6 +18,7 @@ from emulated_kernel.arch.arm64.relocate import Relocation, relocation_of
 from emulated_kernel.arch.probe_checks import PAD_SAMPLE, OptimizationPolicy, ProbeChecker
 from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 ALL_LIVE = LiveRegisters(frozenset(REGISTER_NAMES), flags=True)
 _ATOMIC_CONTEXT = 32
@@ -26,9 +27,9 @@ _ATOMIC_CONTEXT = 32
 Mirrors: arch/arm64/kernel/probes/decode-insn.c:MAX_ATOMIC_CONTEXT_SIZE (v6.12)
 """
 _LOAD_MASK, _LOAD_VALUE = insn.LOAD_EXCLUSIVE
-_BRANCH = re.compile(b"(?s)(?=...[\\x14-\\x17\\x34-\\x37\\x54\\x94-\\x97\\xb4-\\xb7])")
+_BRANCH = lazy_pattern(b"(?s)(?=...[\\x14-\\x17\\x34-\\x37\\x54\\x94-\\x97\\xb4-\\xb7])")
 """Regular expression that matches at the first byte of a direct branch or call."""
-_ADDRESS = re.compile(b"(?s)(?=...[\\x10\\x30\\x50\\x70\\x90\\xb0\\xd0\\xf0])")
+_ADDRESS = lazy_pattern(b"(?s)(?=...[\\x10\\x30\\x50\\x70\\x90\\xb0\\xd0\\xf0])")
 """Regular expression that matches at the first byte of an adr or adrp."""
 _ADD_LOW = insn.Pattern(0xFFC00000, 0x91000000)
 _PAIR_REACH = 8

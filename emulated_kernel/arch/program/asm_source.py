@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from errno import EINVAL
 
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 CELL_SIZE = 8
 """Size in bytes of a cell: a variable of per-CPU data that an assembly handler refers to by name."""
-_COMMENT = re.compile(r"#.*|//.*")
-_LABEL = re.compile(r"\s*([A-Za-z_.$][\w.$]*)\s*:")
-_STATEMENT = re.compile(r"[^;]+")
+_COMMENT = lazy_pattern(r"#.*|//.*")
+_LABEL = lazy_pattern(r"\s*([A-Za-z_.$][\w.$]*)\s*:")
+_STATEMENT = lazy_pattern(r"[^;]+")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 
 from emulated_kernel.arch.program.asm_source import (
@@ -39,6 +38,7 @@ from emulated_kernel.arch.riscv.insn import (
 )
 from emulated_kernel.arch.riscv.insn_formats import i_type, r_type, u_type
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 _BASE_NAMES = ["add", "sll", "slt", "sltu", "xor", "srl", "or", "and"]
 """Mnemonics of OP, ordered by funct3."""
@@ -68,8 +68,8 @@ _SHORTHANDS = {"mv": "addi {0},{1},0", "not": "xori {0},{1},-1", "neg": "sub {0}
                }  # fmt: skip
 _NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
 _NUMBERS |= {f"x{number}": number for number in range(32)} | {"fp": _NUMBERS["s0"]}
-_MEMORY = re.compile(r"([^()]*)\((\w+)\)")
-_CELL = re.compile(r"([A-Za-z_.$][\w.$]*)\s*(?:([-+])\s*(\w+))?")
+_MEMORY = lazy_pattern(r"([^()]*)\((\w+)\)")
+_CELL = lazy_pattern(r"([A-Za-z_.$][\w.$]*)\s*(?:([-+])\s*(\w+))?")
 _RESERVED_REGISTERS = {
     SP: "the stack pointer isn't the probed code's here",
     GP: "gp leads to the CPU's own data",

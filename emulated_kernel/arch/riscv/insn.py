@@ -12,6 +12,7 @@ from functools import lru_cache
 from emulated_kernel.arch.analysis.dataflow import LEAVES, Control, Effect
 from emulated_kernel.arch.riscv.compressed import expand
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 REGISTER_NAMES = (
     "zero", "ra", "sp", "gp", "tp", "t0", "t1", "t2", "s0", "s1", *(f"a{n}" for n in range(8)),
@@ -387,5 +388,5 @@ def attributes_of_all(code: bytes, addr: int, *, compressed: bool) -> dict[int, 
     return found
 
 
-_NOT_RVI = re.compile(b"[^%s]" % re.escape(bytes(range(3, 256, 4))))
+_NOT_RVI = lazy_pattern(b"[^%s]" % re.escape(bytes(range(3, 256, 4))))
 """Regular expression that matches the first byte of a 16-bit instruction."""

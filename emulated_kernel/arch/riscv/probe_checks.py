@@ -39,6 +39,7 @@ from emulated_kernel.arch.riscv.insn import (
 )
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.text_tables import ProbedTables
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 
 def detoured_region(analysis: RiscvFunctionAnalysis, addr: int) -> Region | Rejection:
@@ -393,7 +394,7 @@ _MOVABLE = bytes(not kind & (SIMULATED | REJECTED) for kind in range(256))
 _NOTHING = bytes(3)
 """Three zero kinds, appended to the kinds of a function's instructions, so that each has three successors."""
 
-_AUIPC = re.compile(b"(?s)(?=[\x17\x97]...)")
+_AUIPC = lazy_pattern(b"(?s)(?=[\x17\x97]...)")
 _PAIR_OPCODES = (RiscvOpcode.OP_IMM, RiscvOpcode.JALR)
 _PAIR_REACH = 32
 """Maximum distance in bytes from an auipc to the instruction that adds the lower bits of the address."""
@@ -429,11 +430,11 @@ _NEAR = b"[%s].|[%s][\xa0-\xff]" % (
     _opcodes(RiscvOpcode.BRANCH),
     b"".join(re.escape(bytes((low,))) for low in range(1, 256, 4)),
 )
-_NEAR_BRANCH = re.compile(b"(?s)(?=%s)" % _NEAR)
+_NEAR_BRANCH = lazy_pattern(b"(?s)(?=%s)" % _NEAR)
 """Regular expression that finds the first two bytes of a branch other than jal: b*, c.j, c.beqz or c.bnez."""
 _NEAR_REACH = 1 << 12
 """Maximum distance in bytes from a branch other than jal to its target."""
-_JAL = re.compile(b"(?s)(?=[%s].)" % _opcodes(RiscvOpcode.JAL))
+_JAL = lazy_pattern(b"(?s)(?=[%s].)" % _opcodes(RiscvOpcode.JAL))
 _JAL_REACH = 1 << 20
-_BRANCH = re.compile(b"(?s)(?=%s|[%s].)" % (_NEAR, _opcodes(RiscvOpcode.JAL)))
+_BRANCH = lazy_pattern(b"(?s)(?=%s|[%s].)" % (_NEAR, _opcodes(RiscvOpcode.JAL)))
 """Regular expression that finds the first two bytes of a branch, jal, c.j, c.beqz or c.bnez."""

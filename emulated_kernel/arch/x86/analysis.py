@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from functools import cached_property
-from typing import NamedTuple
 
 from emulated_kernel.arch.analysis.function import Function, TextLayout
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
 from emulated_kernel.arch.x86.insn_attributes import ControlTransfer, DecodeCache, InsnAttributes
 from emulated_kernel.arch.x86.liveness import Liveness
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 NOP5 = bytes.fromhex("0f1f440000")
 """The 5-byte nop at a disabled fentry site."""

@@ -24,22 +24,23 @@ from emulated_kernel.arch.program.asm_source import (
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.encoder import is_signed, signed
 from emulated_kernel.arch.x86.liveness import register_numbers
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
-_NAME = re.compile(r"(?<![\w.$])[A-Za-z_.$][\w.$]*")
-_NUMBER = re.compile(r"(?<![\w.$])(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)(?![\w.$])")
-_MEMORY = re.compile(r"(?:\b\w\w\s*:\s*)?\[([^][]*)\]")
-_CELL = re.compile(r"\s*([A-Za-z_.$][\w.$]*)\s*(?:([-+])\s*(\w+)\s*)?")
-_BRANCH = re.compile(r"(\w+)\s+([A-Za-z_.$][\w.$]*)")
-_LAST_NUMBER = re.compile(r",\s*(-?)\s*(0x[0-9a-f]+)$")
-_TERM = re.compile(r"([-+]?)([^-+]+)")
-_HEXADECIMAL = re.compile(r"0x[0-9a-fA-F]+")
-_REGISTER = re.compile(
+_NAME = lazy_pattern(r"(?<![\w.$])[A-Za-z_.$][\w.$]*")
+_NUMBER = lazy_pattern(r"(?<![\w.$])(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)(?![\w.$])")
+_MEMORY = lazy_pattern(r"(?:\b\w\w\s*:\s*)?\[([^][]*)\]")
+_CELL = lazy_pattern(r"\s*([A-Za-z_.$][\w.$]*)\s*(?:([-+])\s*(\w+)\s*)?")
+_BRANCH = lazy_pattern(r"(\w+)\s+([A-Za-z_.$][\w.$]*)")
+_LAST_NUMBER = lazy_pattern(r",\s*(-?)\s*(0x[0-9a-f]+)$")
+_TERM = lazy_pattern(r"([-+]?)([^-+]+)")
+_HEXADECIMAL = lazy_pattern(r"0x[0-9a-fA-F]+")
+_REGISTER = lazy_pattern(
     r"[re]?([abcd]x|[sd]i|[sb]p|ip)|[abcd][hl]|(si|di|sp|bp)l|r\d+[dwb]?|[c-gs]s|[cd]r\d+|st|[xyz]?mm\d+"
 )
-_SIZE = re.compile(r"(?i)\b([a-z]+)\s+ptr\b")
+_SIZE = lazy_pattern(r"(?i)\b([a-z]+)\s+ptr\b")
 _SIZES = {"byte": 1, "word": 2, "dword": 4, "qword": 8, "mmword": 8, "xmmword": 16}
 """Operand size keyword -> size in bytes."""
-_IP = re.compile(r"(?i)\b[re]?ip\b")
+_IP = lazy_pattern(r"(?i)\b[re]?ip\b")
 _FEATURES = (
     "INTEL8086", "INTEL186", "INTEL286", "INTEL386", "INTEL486", "X64", "CX8", "CMPXCHG16B", "CMOV", "POPCNT",
     "MULTIBYTENOP", "PAUSE",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from errno import EOPNOTSUPP
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from emulated_kernel.arch.analysis.probe_rules import ProbeRule, ProbeRules
 from emulated_kernel.arch.analysis.reject_reason import RejectReason
@@ -23,6 +23,7 @@ from emulated_kernel.arch.x86.insn import (
     opcodes,
 )
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 _RELATIVE_JUMPS = opcodes("70-7f e0-e3 e9 eb")
 _CALL = 0xE8

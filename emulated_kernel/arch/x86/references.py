@@ -8,12 +8,13 @@ from functools import cache
 
 from emulated_kernel.arch.analysis.byte_search import displacements_into, positions
 from emulated_kernel.arch.analysis.xrefs import Reference
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
-_BRANCH = re.compile(rb"(?s)(?=([\x70-\x7f\xe0-\xe3\xeb].|[\xe8\xe9]....|\x0f[\x80-\x8f]....))")
-_SHORT_BRANCH = re.compile(rb"(?s)(?=([\x70-\x7f\xe0-\xe3\xeb].))")
+_BRANCH = lazy_pattern(rb"(?s)(?=([\x70-\x7f\xe0-\xe3\xeb].|[\xe8\xe9]....|\x0f[\x80-\x8f]....))")
+_SHORT_BRANCH = lazy_pattern(rb"(?s)(?=([\x70-\x7f\xe0-\xe3\xeb].))")
 _SHORT_SIZE = 2
 """Size in bytes of a branch with a displacement of one byte."""
-_LEA = re.compile(rb"(?s)(?=(\x8d[\x05\x0d\x15\x1d\x25\x2d\x35\x3d]....))")
+_LEA = lazy_pattern(rb"(?s)(?=(\x8d[\x05\x0d\x15\x1d\x25\x2d\x35\x3d]....))")
 _DISPLACEMENT_SIZE = 4
 
 

@@ -7,9 +7,9 @@ parent is certain.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple
 
 from emulated_kernel.guests.common.proc import read
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 _CLIENTS = 8
 """Maximum number of clients whose families are kept, those with the latest requests.

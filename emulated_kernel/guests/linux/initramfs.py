@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import stat
 import struct
-from typing import NamedTuple
 
 from emulated_kernel.util.code_listing import machine_code
 from emulated_kernel.util.config import ElfMachine
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 _BASE = 0x400000
 _START = _BASE + 0x1000

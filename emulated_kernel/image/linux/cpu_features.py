@@ -5,10 +5,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection, Iterator, Mapping
 from copy import copy
-from typing import NamedTuple
 
 from emulated_kernel.image.alternatives import nops
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 _FLAGS = "x86_cap_flags"
 _BUGS = "x86_bug_flags"

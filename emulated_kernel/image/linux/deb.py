@@ -13,13 +13,14 @@ from typing import BinaryIO
 from emulated_kernel.image.linux.compression import PIECE, Pieces, Readable, unpack
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.xz_blocks import XZ_HEADER, xz_blocks
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 AR_MAGIC = b"!<arch>\n"
 FILE_LIMIT = 256 << 20
 """Maximum size in bytes of a kernel or module in a package."""
 _UNPACKED_LIMIT = 1 << 30
 """Maximum number of unpacked bytes of a package that are searched."""
-_DEPENDS = re.compile(r"^Depends:(.*)$", re.MULTILINE)
+_DEPENDS = lazy_pattern(r"^Depends:(.*)$", re.MULTILINE)
 _AR_HEADER = 60
 _AR_END = b"`\n"
 

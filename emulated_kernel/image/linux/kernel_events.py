@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from errno import ENOENT
 
@@ -12,10 +11,11 @@ from emulated_kernel.image.linux.vmlinux import LinkedMemory
 from emulated_kernel.image.trace_events import FieldDefinition, SyscallDefinition
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 _MAX_FIELDS = 256
-_ARRAY = re.compile(r"\[(\d+)\]$")
-_TEXT_OR_NAME = re.compile(r'"(?:\\.|[^"\\])*"|sizeof\([^()]*\)|[A-Za-z_]\w*')
+_ARRAY = lazy_pattern(r"\[(\d+)\]$")
+_TEXT_OR_NAME = lazy_pattern(r'"(?:\\.|[^"\\])*"|sizeof\([^()]*\)|[A-Za-z_]\w*')
 _SYSCALL_PREFIXES = ("__x64_sys_", "__arm64_sys_", "__riscv_sys_", "__do_sys_", "__se_sys_", "sys_")
 _MAX_SYSCALLS = 4096
 _MAX_TEXT = 64 << 20

@@ -8,7 +8,7 @@ from enum import Enum
 from errno import ENODATA
 from functools import cached_property
 from itertools import islice
-from typing import NamedTuple, Self
+from typing import Self
 
 from emulated_kernel.image import text_tables
 from emulated_kernel.image.address_set import AddressSet
@@ -38,6 +38,7 @@ from emulated_kernel.image.text_tables import (
 )
 from emulated_kernel.image.trace_events import SyscallDefinition
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 _BANNER_LIMIT = 512
 _NOTES_LIMIT = 1 << 16

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterator, Sequence, Set
 from errno import ENOENT
 from glob import escape
@@ -17,6 +16,7 @@ from emulated_kernel.image.linux.deb import PackageTar
 from emulated_kernel.image.linux.packages import MAGIC_SIZE, is_package, open_package
 from emulated_kernel.image.linux.unusable import read_as, unusable
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 from emulated_kernel.util.safe_read import PATIENCE, BoundedFileReader, identity, open_regular, read_regular
 
 _LIMIT = 64 << 20
@@ -26,7 +26,7 @@ _CACHE_BYTES = 8 << 20
 _MAX_MODULES = 1 << 16
 """Maximum number of modules in a package."""
 _ELF = b"\x7fELF"
-_FILE = re.compile(r"(?:.*/)?([^/]+)\.ko(?:\.(?:xz|zst|gz))?")
+_FILE = lazy_pattern(r"(?:.*/)?([^/]+)\.ko(?:\.(?:xz|zst|gz))?")
 _MODULE_PACKAGES = "linux-modules-", "linux-modules-extra-"
 """Beginnings of the names of packages with modules, to which the kernel's release is added."""
 _PACKAGES = "linux-modules-{}_*.deb", "linux-modules-extra-{}_*.deb", "kernel-modules*-{}.rpm"

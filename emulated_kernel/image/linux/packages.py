@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from os import SEEK_END
 from typing import BinaryIO
 
@@ -11,10 +10,11 @@ from emulated_kernel.image.linux.deb import AR_MAGIC, PackageTar, deb_depends, d
 from emulated_kernel.image.linux.rpm import RPM_MAGIC, RpmPackage
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 MAGIC_SIZE = max(len(magic) for magic in (AR_MAGIC, RPM_MAGIC, *MAGICS))
-_KERNEL = re.compile(r"(\.?/)?(boot/vmlinu[xz]-[^/]+|(usr/)?lib/modules/[^/]+/vmlinuz)")
-_PART_OF_KERNEL = re.compile(r"linux-(binary|image|modules)-")
+_KERNEL = lazy_pattern(r"(\.?/)?(boot/vmlinu[xz]-[^/]+|(usr/)?lib/modules/[^/]+/vmlinuz)")
+_PART_OF_KERNEL = lazy_pattern(r"linux-(binary|image|modules)-")
 
 
 def is_package(start: bytes) -> bool:

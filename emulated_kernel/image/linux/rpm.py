@@ -5,7 +5,6 @@ Source: the format of RPM packages, version 3 of the file format (https://rpm-so
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Iterator
 from os import SEEK_END
@@ -13,6 +12,7 @@ from typing import BinaryIO
 
 from emulated_kernel.image.linux.deb import PackageTar
 from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 RPM_MAGIC = b"\xed\xab\xee\xdb"
 _LEAD = 96
@@ -20,7 +20,7 @@ _HEADER = struct.Struct(">4s4xII")
 _HEADER_MAGIC = b"\x8e\xad\xe8\x01"
 _ENTRY = 16
 """Size in bytes of an entry of a header's index."""
-_CPIO = re.compile(rb"07070[12][0-9a-fA-F]{104}")
+_CPIO = lazy_pattern(rb"07070[12][0-9a-fA-F]{104}")
 _CPIO_SIZE = 110
 _ALIGNMENT = 4
 _TRAILER = "TRAILER!!!"

@@ -6,11 +6,11 @@ import os
 import struct
 from collections.abc import Iterable, Iterator
 from errno import ENXIO
-from typing import NamedTuple
 
 from emulated_kernel.image.elf import elf_notes
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import UnusableFile
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 from emulated_kernel.util.safe_read import identity
 
 _HEADER = struct.Struct("<4sBBB9xHHIQQQIHHHHHH")

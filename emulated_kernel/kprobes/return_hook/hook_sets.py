@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 
@@ -16,11 +15,12 @@ from emulated_kernel.kprobes.return_hook.return_hooks import ReturnHooks
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.task_events import TaskObserver
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 RETHOOK_TRAMPOLINE = "arch_rethook_trampoline"
 GRAPH_TRAMPOLINE = "return_to_handler"
 _COLD = r"\.cold(\.\d+)?"
-COLD_PART = re.compile(f"{_COLD}$")
+COLD_PART = lazy_pattern(f"{_COLD}$")
 
 
 class HookSets(TaskObserver):

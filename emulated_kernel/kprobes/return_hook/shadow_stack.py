@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from emulated_kernel.kprobes.return_hook.guest_heap import RETHOOKS, GuestHeap, TaskFields
 from emulated_kernel.machine.memory.guest_reader import DamageReports
 from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 HANDLER = 1
 """Index of the word in struct rethook with the address of the handler in guest code; 0 for Python."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 
 class RegisterSet(NamedTuple):

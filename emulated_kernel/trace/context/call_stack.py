@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import chain, dropwhile, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from emulated_kernel.arch.analysis.stack_frames import ALIGNED, CFA, IP, Frame, FunctionFrames
 from emulated_kernel.arch.arch_hooks import Arch
@@ -15,6 +15,7 @@ from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.trace.context.function_frames import FrameTables
 from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 MAX_CALLERS = 1024
 """Maximum number of addresses in a call chain.

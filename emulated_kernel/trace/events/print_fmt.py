@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 from emulated_kernel.trace.symbols import KernelSymbols
@@ -15,6 +14,8 @@ from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.printf import Value, compile_format, signed, unsigned
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_named_tuple import NamedTuple
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class _Pointer:
         return self.value(context)
 
 
-_TOKEN = re.compile(
+_TOKEN = lazy_pattern(
     r'\s*(?:(?P<string>"(?:[^"\\]|\\.)*")|(?P<number>0[xX][0-9a-fA-F]+|\d+)[uUlL]*'
     r"|'(?P<char>[^'\\]|\\.)'"
     r"|(?P<name>[A-Za-z_]\w*)|(?P<op>->|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^~!<>?:;=,(){}\[\]]))"

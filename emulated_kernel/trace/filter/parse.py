@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -29,6 +28,7 @@ from emulated_kernel.trace.text.chars import ALNUM, SPACES
 from emulated_kernel.trace.text.numbers import is_digit, kstrtol, kstrtoul
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 FindField = Callable[[str], FilterField | None]
 
@@ -40,11 +40,11 @@ _QUOTES = "'\""
 _NUMBER_SIZES = (1, 2, 4, 8)
 _CPU_SIZE = 4
 _OPERATORS = "|".join(op.value for op in FilterOp)
-_FIELD_AND_OP = re.compile(
+_FIELD_AND_OP = lazy_pattern(
     rf"(?P<field>[_{ALNUM}]*)(?P<user>\.ustring)?(?P<function>\.function)?[{SPACES}]*(?P<op>{_OPERATORS})?[{SPACES}]*"
 )
-_NUMBER = re.compile(f"-?[{ALNUM}]*")
-_WORD = re.compile(f"[^{SPACES}]*")
+_NUMBER = lazy_pattern(f"-?[{ALNUM}]*")
+_WORD = lazy_pattern(f"[^{SPACES}]*")
 _CPUS = "CPUS"
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 from emulated_kernel.trace.interface import LINUX_6_1, Interface, InterfaceRule
 from emulated_kernel.util.fast_dataclass import dataclass, field
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 from emulated_kernel.util.limits import Limit, Limits, MemoryBudget
 
-_REGION = re.compile(r"\s*(?:all|(?P<first>\d+|N)(?:-(?P<last>\d+|N))?)(?::(?P<used>\d+)/(?P<group>\d+))?\s*")
+_REGION = lazy_pattern(
+    r"\s*(?:all|(?P<first>\d+|N)(?:-(?P<last>\d+|N))?)(?::(?P<used>\d+)/(?P<group>\d+))?\s*"
+)
 
 
 def _no_limit() -> MemoryBudget:

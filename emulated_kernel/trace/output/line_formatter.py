@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from struct import Struct
-from typing import NamedTuple
 
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.output.event_fields import fields_text
@@ -30,6 +29,7 @@ from emulated_kernel.trace.ring.trace_entry import (
 from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.cmdlines import TaskNames
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 SEQ_SIZE = 4095
 """Maximum size in bytes of a line, and of a read of trace_pipe."""

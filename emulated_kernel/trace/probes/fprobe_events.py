@@ -30,10 +30,11 @@ from emulated_kernel.trace.probes.trace_kprobe import EventKprobe, ProbeEngine, 
 from emulated_kernel.trace.text.chars import ALNUM
 from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 FPROBE_EVENT_SYSTEM = "fprobes"
 TRACEPOINT_EVENT_SYSTEM = "tracepoints"
-_RETURN_VALUE = re.compile(rf"\$retval(?![_{ALNUM}])")
+_RETURN_VALUE = lazy_pattern(rf"\$retval(?![_{ALNUM}])")
 
 
 class TraceFprobe(TraceKprobe):

@@ -8,7 +8,6 @@ Mirrors: kernel/trace/ring_buffer.c (v6.1)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from emulated_kernel.trace.ring.buffer_page import (
     DELTA_BITS,
@@ -32,6 +31,7 @@ from emulated_kernel.trace.ring.ring_layout import (
 )
 from emulated_kernel.trace.ring.writer import RingWriter
 from emulated_kernel.util.fast_dataclass import dataclass, replace
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 _DISABLED = RingFlag.DISABLED.value
 _MISSED_COUNT_SIZE = 8

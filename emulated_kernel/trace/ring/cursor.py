@@ -7,9 +7,9 @@ Deviates: Linux's iterator also yields events that are written after it was crea
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from emulated_kernel.trace.ring.buffer import RingBuffer
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 
 class CursorEvent(NamedTuple):

@@ -32,11 +32,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from ctypes import LittleEndianStructure, c_uint64, sizeof
 from enum import IntFlag
-from typing import NamedTuple
 
 from emulated_kernel.trace.ring.buffer_page import capacity
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import dataclass, replace
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 MIN_PAGES = 2
 """Minimum number of sub-buffers in a ring."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import struct
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
 from emulated_kernel.trace.symbols import KernelSymbols, sprint_symbol
@@ -13,6 +13,7 @@ from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.numbers import kstrtoul
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 STRING_MAX = 256
 """Maximum size in bytes of a string with its NUL.

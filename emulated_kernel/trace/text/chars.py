@@ -6,7 +6,7 @@ be decoded. Text for readers of a file is UTF-8 with surrogate escapes, and is e
 
 from __future__ import annotations
 
-import re
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 SPACES = "\t\n\v\f\r \xa0"
 """White space as in Linux: with 0xa0, without 0x1c-0x1f and 0x85. Mirrors: include/linux/ctype.h:isspace."""
@@ -16,9 +16,9 @@ ALNUM = "0-9A-Za-z\xc0-\xd6\xd8-\xf6\xf8-\xff"
 
 Mirrors: include/linux/ctype.h:isalnum (v6.1).
 """
-_WORD = re.compile(f"[^{SPACES}]+")
-_NAME = re.compile(f"(?![0-9])[_{ALNUM}]+")
-_SYSTEM_NAME = re.compile(f"(?![0-9])[-_{ALNUM}]+")
+_WORD = lazy_pattern(f"[^{SPACES}]+")
+_NAME = lazy_pattern(f"(?![0-9])[_{ALNUM}]+")
+_SYSTEM_NAME = lazy_pattern(f"(?![0-9])[-_{ALNUM}]+")
 
 
 def decode_command(data: bytes) -> str:

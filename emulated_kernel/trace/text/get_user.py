@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-import re
 
 from emulated_kernel.trace.text.chars import SPACES
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 WORD_MAX = 127
 """Maximum length of a word in bytes.
@@ -19,8 +19,8 @@ FUNCTION_WORD_MAX = 670
 Mirrors: kernel/trace/ftrace.c:FTRACE_BUFF_MAX (v6.1).
 """
 _BLANKS = SPACES.encode("latin-1")
-_WORD = re.compile(rb"[%b]*([^\0%b]*)" % (_BLANKS, _BLANKS))
-_REST = re.compile(rb"([^\0%b]*)" % _BLANKS)
+_WORD = lazy_pattern(rb"[%b]*([^\0%b]*)" % (_BLANKS, _BLANKS))
+_REST = lazy_pattern(rb"([^\0%b]*)" % _BLANKS)
 
 
 class WordParser:

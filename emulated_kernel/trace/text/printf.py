@@ -9,11 +9,12 @@ from functools import partial
 
 from emulated_kernel.trace.symbols import KernelSymbols, sprint_symbol, sprint_symbol_no_offset
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 Value = int | str
 Conversion = Callable[[Value, KernelSymbols], str]
 
-_CONVERSION = re.compile(
+_CONVERSION = lazy_pattern(
     r"%(?P<flags>[-+ #0]*)(?P<width>\d*|\*)(?:\.(?P<precision>\d+|\*))?"
     r"(?P<length>hh|h|ll|l|z|L)?(?P<kind>p[0-9A-Za-z]*|[diuxXocs%])"
 )
@@ -22,7 +23,7 @@ _AF_INET6 = 10
 _V4_MAPPED = bytes(10) + b"\xff\xff"
 _ISATAP = (b"\0\0\x5e\xfe", b"\2\0\x5e\xfe")
 """The possible bytes before the IPv4 address in an ISATAP interface identifier."""
-_ZERO_WORDS = re.compile(r"\b0(?::0)+\b")
+_ZERO_WORDS = lazy_pattern(r"\b0(?::0)+\b")
 _LENGTHS = {"hh": 8, "h": 16, "": 32, "ll": 64, "L": 64}
 """Length modifier -> size of the number in bits. Other modifiers mean a long."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from emulated_kernel.kprobes.return_hook.return_hook import RethookNode
 from emulated_kernel.trace.array.services import Tracer
@@ -19,6 +19,7 @@ from emulated_kernel.trace.ring.trace_entry import EntryFlag, EntryType
 from emulated_kernel.trace.tracers.available_functions import Functions, FunctionWatcher
 from emulated_kernel.trace.tracers.fgraph import FunctionGraph, GraphUser
 from emulated_kernel.trace.tracers.function_filter import GraphSet
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 
 class PendingCall(NamedTuple):

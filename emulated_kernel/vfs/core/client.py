@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import NamedTuple
 
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 STATUS_FLAGS = os.O_APPEND | os.O_NONBLOCK
 """Status flags of an open file that take effect when a client changes them with fcntl(F_SETFL)."""

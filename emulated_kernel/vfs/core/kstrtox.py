@@ -6,15 +6,16 @@ import errno
 import re
 
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
-_UNSIGNED = re.compile(rb"\+?([0-9]+)\n?")
-_INTEGER = re.compile(rb"(-?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)(?=[ \t\n]|\Z)")
+_UNSIGNED = lazy_pattern(rb"\+?([0-9]+)\n?")
+_INTEGER = lazy_pattern(rb"(-?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)(?=[ \t\n]|\Z)")
 _INTEGER_LIMIT = 20
 """Maximum number of characters of a number, including sign and leading zeros.
 
 Mirrors: proc_get_long (v6.1).
 """
-_HEXADECIMAL = re.compile(rb"[0-9a-fA-F]+")
+_HEXADECIMAL = lazy_pattern(rb"[0-9a-fA-F]+")
 _CHUNK_DIGITS = 8
 _NUMBER_BUFFER = 31
 _SWITCHES = {b"y": True, b"t": True, b"1": True, b"n": False, b"f": False, b"0": False}

@@ -8,10 +8,11 @@ import select
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from enum import Enum, auto
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from emulated_kernel.util.abi import HostfsWriter
 from emulated_kernel.util.errors import KernelError, YieldLock
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Node
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from emulated_kernel.arch.program.ir_builder import EntryKind
 from emulated_kernel.components.records import KernelComponents
@@ -21,6 +20,8 @@ from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.probes.trace_kprobe import EventProbe, KprobeTraceEvent, TraceKprobe
 from emulated_kernel.trace.symbols import sprint_symbol
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.fast_named_tuple import NamedTuple
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.kstrtox import kstrtoul, switch
 from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Node, Objects, Owner
@@ -38,7 +39,7 @@ from emulated_kernel.vfs.core.seq_file import (
 _DIRECTORY = 0o755
 _READ_WRITE = 0o644
 _READ_ONLY = 0o444
-_ADDRESS = re.compile(r"0x([0-9a-f]{8,})")
+_ADDRESS = lazy_pattern(r"0x([0-9a-f]{8,})")
 """Pattern for addresses in a text: hexadecimal numbers with at least eight digits."""
 
 

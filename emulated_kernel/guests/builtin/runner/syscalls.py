@@ -11,7 +11,6 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import NamedTuple
 
 from emulated_kernel.guests.builtin.builtin_kernel import BUFFER_SIZE, BuiltinKernel
 from emulated_kernel.guests.builtin.runner.guest_runner import GuestRunner, GuestTask, HostfsHandler
@@ -20,6 +19,7 @@ from emulated_kernel.image.kallsyms import address_of
 from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault
 from emulated_kernel.util.errors import KernelError, checked_count
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 PATH_MAX = 4096
 AT_FDCWD = -100 & 0xFFFFFFFF

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 from collections.abc import Callable
 from functools import partial
 
@@ -11,9 +10,10 @@ from emulated_kernel.guests.builtin.kernel_components import BuiltinKernelCompon
 from emulated_kernel.machine.guest_clock import KINDS
 from emulated_kernel.util.config import MAX_SEED
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 NSEC_PER_SEC = 1_000_000_000
-NUMBER = re.compile("0|[1-9][0-9]{0,19}|0x[0-9a-fA-F]{1,16}")
+NUMBER = lazy_pattern("0|[1-9][0-9]{0,19}|0x[0-9a-fA-F]{1,16}")
 
 
 def clock_text(kernel: BuiltinKernelComponents) -> str:

@@ -12,8 +12,9 @@ import re
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 from emulated_kernel.util.safe_read import identity, open_regular, replace_file
 
 SUFFIX = ".read"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, TypeVar
 
 from emulated_kernel.guests.linux.boot import arm64_boot, boot_protocol, riscv_boot
 from emulated_kernel.guests.linux.boot.digest_cache import (
@@ -45,6 +45,7 @@ from emulated_kernel.util.cache_directory import cache_directory
 from emulated_kernel.util.config import DEFAULT_SEED
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import asdict, dataclass
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 from emulated_kernel.util.safe_read import identity, is_word, open_regular, replace_file
 
 _MAGIC = b"kprobefs booted kernel 35\n"

@@ -6,7 +6,8 @@ Source: arch/x86/include/asm/cpufeatures.h (v6.1.176).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 AX, BX, CX, DX = range(4)
 """Indexes of the registers that CPUID fills."""

@@ -8,9 +8,9 @@ Source: arch/x86/kernel/cpu/common.c:cpu_set_bug_bits and bugs.c (v6.1.176).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import NamedTuple
 
 from emulated_kernel.guests.linux.cpu.production_cpu import AMD, HYGON, HYPERVISOR, INTEL
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 IMMUNE = "Not affected"
 _IBRS_ALL = 1 << 1

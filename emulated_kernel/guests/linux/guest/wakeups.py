@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
 
 from emulated_kernel.arch.riscv.encoder import (
     jalr,
@@ -24,6 +23,7 @@ from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from emulated_kernel.guests.linux.pc.riscv_machine import RiscvMachine
 from emulated_kernel.util.code_listing import machine_code
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 RESCHEDULE = """
     48 bf imm64:run_queue   | movabs rdi, run_queue

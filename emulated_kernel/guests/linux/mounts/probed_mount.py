@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 
@@ -23,6 +22,7 @@ from emulated_kernel.guests.linux.mounts.linux_guest import LinuxGuest
 from emulated_kernel.guests.linux.mounts.probed_tree import engine_tree
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.module_files import ModuleFiles
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 from emulated_kernel.vfs.control_fs import ControlFs
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Directory, Owner
@@ -40,7 +40,7 @@ from emulated_kernel.vfs.filesystem import FileSystem
 from emulated_kernel.vfs.mount import Mount
 from emulated_kernel.vfs.trees.call_file import Calls
 
-_ADDRESS = re.compile("0x[0-9a-f]{16}")
+_ADDRESS = lazy_pattern("0x[0-9a-f]{16}")
 _PROBING = frozenset({
     "register_kprobe", "register_kprobes", "register_kretprobe", "register_kretprobes",
     "__kprobe_event_gen_cmd_start", "register_fprobe", "register_fprobe_ips", "register_fprobe_syms",

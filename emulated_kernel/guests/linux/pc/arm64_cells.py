@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from typing import Final, NamedTuple
+from typing import Final
 
 from emulated_kernel.guests.linux.pc.exception_cells import cpu_state
 from emulated_kernel.machine.cpu import arm64
@@ -16,6 +16,7 @@ from emulated_kernel.machine.cpu.arm64 import Arm64Cpu, read_system_register, wr
 from emulated_kernel.machine.quirks.harness import own_memory
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.machine.unicorn_engine import HOOK_INTR, INTR_CALLBACK, Engine
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 CPU_MODEL: Final = 2
 """Unicorn's id of the CPU model Cortex-A72: Armv8.0 without pointer authentication and large atomics."""

@@ -12,7 +12,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from emulated_kernel.guests.linux.pc.ram import FRAME, LinuxMemory
 from emulated_kernel.machine.cpu import x86
@@ -21,6 +21,7 @@ from emulated_kernel.machine.native.trap_words import TrapWords
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault, Trap, TrapKind
 from emulated_kernel.machine.unicorn_engine import Engine
 from emulated_kernel.util.abi import Vector
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 KERNEL_CS = 0x10
 KERNEL_DS = 0x18

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from typing import Final, NamedTuple
+from typing import Final
 
 from emulated_kernel.guests.linux.pc.exception_cells import cpu_state
 from emulated_kernel.machine.cpu import riscv
@@ -22,6 +22,7 @@ from emulated_kernel.machine.unicorn_engine import (
     INTR_CALLBACK,
     Engine,
 )
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 CPU_MODEL: Final = 3
 """Unicorn's id of the CPU model SiFive U54, an RV64GC."""

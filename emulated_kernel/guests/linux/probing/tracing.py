@@ -32,6 +32,7 @@ from emulated_kernel.trace.interface import InterfaceRule, interface_named
 from emulated_kernel.trace.output.tracer_options import TRACERS
 from emulated_kernel.trace.ring.trace_entry import MARKER_SYMBOL
 from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 from emulated_kernel.util.limits import Limits
 
 
@@ -110,7 +111,7 @@ def linux_tracing(
     return build_trace(traced, engine, arch), points
 
 
-_LEA_RIP = re.compile(rb"[\x48\x4c]\x8d[\x05\x0d\x15\x1d\x25\x2d\x35\x3d](.{4})", re.DOTALL)
+_LEA_RIP = lazy_pattern(rb"[\x48\x4c]\x8d[\x05\x0d\x15\x1d\x25\x2d\x35\x3d](.{4})", re.DOTALL)
 """Matches a `lea` that loads an address relative to the instruction pointer into any register."""
 _S32 = Struct("<i")
 _PAIR = Struct("<2I")
