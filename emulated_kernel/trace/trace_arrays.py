@@ -12,6 +12,7 @@ from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.array_events import ArrayEvents
 from emulated_kernel.trace.events.event_filters import EventFilters
 from emulated_kernel.trace.events.event_pids import EventPids
+from emulated_kernel.trace.hist.services import RemovedHists
 from emulated_kernel.trace.hist.trigger import HistCommand
 from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.output.options import INHERITED_OPTIONS, TraceOption
@@ -124,6 +125,11 @@ class TraceArrays(TaskObserver):
     def find(self, name: str) -> Tracing | None:
         """Return the instance with the name `name`, or None if there is no such instance."""
         return self._instances.get(name)
+
+    @property
+    def removed_hists(self) -> RemovedHists:
+        """Durations in histograms that were removed."""
+        return self._hists.system.removed
 
     @property
     def has_recorded(self) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from emulated_kernel.util.lazy_pattern import lazy_pattern
+from kprobefs.cli.nothing_hint import Past
 from kprobefs.common.daemon_registry import running
 from kprobefs.common.errors import CliError
 from kprobefs.definitions.tracefs_files import HostFiles, control_root
@@ -39,25 +40,33 @@ def follows_virtual_clock(directory: str) -> bool:
     return daemon is not None and daemon.clock == CLOCKS[0]
 
 
-def virtual_durations(directory: str, *, is_builtin: bool = True) -> Iterator[str]:
+def virtual_durations(directory: str, past: Past, *, is_builtin: bool = True) -> Iterator[str]:
     """Yield one hint if a histogram of the mount at `directory` has durations of the virtual clock.
 
     In kprobefs's own kernel (`is_builtin`) such durations are nearly all in one bucket. A distribution's
     kernel reads its clock for other reasons, too, and its virtual clock advances by random steps.
 
-    Only histograms of synthetic events are examined, and only if a trigger in the mount computes with
-    `common_timestamp`. The caller must have disarmed all probes, because they would be hit by the requests
-    of this function. So the mount must be about to end.
+    Only histograms of synthetic events are examined, and only if a trigger computes with `common_timestamp`.
+    `past` has removed histograms and triggers. The caller must have disarmed all probes, because
+    they would be hit by the requests of this function. So the mount must be about to end.
     """
     with suppress(OSError, CliError):
         tracefs = Path(directory, HostFiles(directory).tracefs())
-        events = [line.split()[0] for line in (tracefs / "synthetic_events").read_text().splitlines()]
-        for event in events:
-            found = _entries(tracefs / "events" / "synthetic" / event / "hist")
+        for event, (most, hits) in _histograms(tracefs, past):
             share = SHARE if is_builtin else 0.0
-            if sum(found) >= FEWEST and max(found) >= share * sum(found) and any(_measures(tracefs)):
+            reads_clock = past.reads_clock or any(_measures(tracefs))
+            if hits >= FEWEST and most >= share * hits and reads_clock:
                 yield HINT.format(where=f"of {event}")
                 return
+
+
+def _histograms(tracefs: Path, past: Past) -> Iterator[tuple[str, Sequence[int]]]:
+    """Yield (event, (hits of the largest entry, all hits)) of present and removed synthetic events."""
+    for line in (tracefs / "synthetic_events").read_text().splitlines():
+        event = line.split()[0]
+        found = _entries(tracefs / "events" / "synthetic" / event / "hist")
+        yield event, (max(found, default=0), sum(found))
+    yield from past.removed_hists.items()
 
 
 def _entries(hist: Path) -> list[int]:

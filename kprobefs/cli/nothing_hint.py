@@ -6,11 +6,11 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 from emulated_kernel.util.lazy_pattern import lazy_pattern
 from kprobefs.common.errors import escape_for_terminal
 from kprobefs.definitions.tracefs_files import HostFiles, control_root
@@ -69,6 +69,10 @@ class Past:
     """Number of hits of events that `events` does not have any more."""
     is_partial: bool = False
     """Whether the mount's kernel keeps no history of events; see present_events()."""
+    reads_clock: bool = False
+    """Whether a removed trigger of a probe's event has read common_timestamp."""
+    removed_hists: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Name of a synthetic event -> hits of a removed histogram's largest entry, and all its hits."""
 
 
 class History:

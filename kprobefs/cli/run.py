@@ -121,7 +121,7 @@ def _print_hints(options: MountOptions, ended: EndedCommand, past: Past) -> None
     if options.machine.clock == CLOCKS[0]:
         from kprobefs.cli.duration_hint import virtual_durations
 
-        hints += virtual_durations(directory, is_builtin=options.machine.image is None)
+        hints += virtual_durations(directory, past, is_builtin=options.machine.image is None)
     for hint in hints:
         print(f"kprobefs: {escape_for_terminal(hint)}", file=sys.stderr)
 

@@ -18,6 +18,11 @@ echo 'hist:keys=ns.log2' > events/synthetic/lat/trigger
 for n in 1 2 3 4 5 6 7 8 9 10; do head -c 8 ../dev/zero > /dev/null; done
 """
 DURATION = MEASURED.replace("VALUE", "common_timestamp-$t")
+REMOVED = """\
+echo '!hist:keys=ns.log2' > events/synthetic/lat/trigger
+echo '!hist:keys=common_pid:d=common_timestamp-$t:onmatch(kprobes.in).lat($d)' > events/kprobes/out/trigger
+echo '!hist:keys=common_pid:t=common_timestamp' > events/kprobes/in/trigger
+"""
 
 
 @needs_fuse
@@ -28,9 +33,20 @@ DURATION = MEASURED.replace("VALUE", "common_timestamp-$t")
         (DURATION, True),
         (DURATION.replace(" 6 7 8 9 10", ""), False),
         (MEASURED.replace("VALUE", "common_pid").replace("common_timestamp", "common_pid"), False),
-        (f"{DURATION}echo '!hist:keys=ns.log2' > events/synthetic/lat/trigger", False),
+        (f"{DURATION}{REMOVED}", True),
+        (f"{DURATION}{REMOVED}echo > synthetic_events; echo > kprobe_events", True),
+        (DURATION.replace(" 6 7 8 9 10", "") + REMOVED, False),
+        (MEASURED.replace("VALUE", "common_pid").replace("common_timestamp", "common_pid") + REMOVED, False),
     ],
-    ids=["durations", "too few", "no durations", "removed"],
+    ids=[
+        "durations",
+        "too few",
+        "no durations",
+        "removed",
+        "all removed",
+        "too few removed",
+        "others removed",
+    ],
 )
 def test_equal_durations(script: str, is_given: bool) -> None:
     done = kprobefs("run", "--", "sh", "-c", script, program=REAL_PROGRAM)

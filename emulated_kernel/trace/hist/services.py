@@ -14,6 +14,9 @@ from emulated_kernel.trace.synth.synth_event import SYSTEM, SyntheticEvent
 from emulated_kernel.util.fast_dataclass import dataclass, field
 from emulated_kernel.util.limits import Limit, Limits, MemoryBudget
 
+MAX_REMOVED = 100
+"""Maximum number of synthetic events whose removed histograms are recorded."""
+
 
 class HistHolder(Trigger):
     """A trigger that counts hits in a histogram."""
@@ -36,6 +39,32 @@ def hists_of(file: EventFile) -> Iterator[Histogram]:
     return (holder.data for holder in holders_of(file))
 
 
+class RemovedHists:
+    """Durations in histograms that were removed, for a hint about the clock. Linux keeps no such data."""
+
+    def __init__(self) -> None:
+        self.reads_clock = False
+        """Whether a removed trigger of an event other than a synthetic one has read common_timestamp."""
+        self.synthetic: dict[str, tuple[int, int]] = {}
+        """Name of a synthetic event -> hits of the largest entry of a removed histogram, and all its hits.
+
+        There is one histogram for each event, that with the most hits.
+        """
+
+    def note(self, holder: HistHolder, event: SyntheticEvent | None) -> None:
+        """Record a histogram before its removal. `event`: its event if this is synthetic, or None."""
+        data = holder.data
+        if event is None:
+            self.reads_clock = self.reads_clock or data.uses_time
+            return
+        hits = data.map.hits
+        if hits > self.synthetic.get(event.name, (0, 0))[1]:
+            self.synthetic.pop(event.name, None)
+            self.synthetic[event.name] = data.map.most_hits, hits
+            if len(self.synthetic) > MAX_REMOVED:
+                del self.synthetic[next(iter(self.synthetic))]
+
+
 @dataclass
 class HistServices:
     """Objects that all histograms of a kernel share: events, memory budget, and histograms with variables."""
@@ -51,6 +80,7 @@ class HistServices:
     )
     """The memory budget of all histograms of the kernel."""
     interface: Interface = LINUX_6_1
+    removed: RemovedHists = field(default_factory=RemovedHists)
     _with_variables: dict[Recorder, list[Histogram]] = field(default_factory=dict)
 
     def find_synthetic(self, name: str) -> SyntheticEvent | None:

@@ -72,6 +72,7 @@ class HistTrigger(HistHolder):
         return f"{_PREFIX}{name}{command_text(self.data)}{self.filter_text()}{state}"
 
     def released(self) -> None:
+        self._command.system.removed.note(self, self.synthetic)
         if self.synthetic is not None:
             self.synthetic.hist_references -= 1
         self._command.release(self)

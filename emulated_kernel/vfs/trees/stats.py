@@ -125,8 +125,9 @@ def probes_file(kernel: KernelComponents) -> SeqFile:
 class HistoryFile(StreamFile):
     """The file machine/history, with JSON lines about all kprobe events that were enabled.
 
-    The first line is about all trace arrays. Linux has no such file. One iterator makes all lines that a
-    reader gets, so that no event is missing if others are removed between two reads.
+    The first line is about all trace arrays, and about histograms that were removed. Linux has no such file.
+    One iterator makes all lines that a reader gets, so that no event is missing if others are removed between
+    two reads.
     """
 
     is_unseen: ClassVar[bool] = True
@@ -136,7 +137,13 @@ class HistoryFile(StreamFile):
         def lines() -> Iterator[str]:
             tracing = kernel.tracing
             history = tracing.kprobe_events.history
-            first = {"recorded": tracing.arrays.has_recorded, "forgotten_hits": history.forgotten_hits}
+            removed = tracing.arrays.removed_hists
+            first = {
+                "recorded": tracing.arrays.has_recorded,
+                "forgotten_hits": history.forgotten_hits,
+                "reads_clock": removed.reads_clock,
+                "removed_hists": removed.synthetic,
+            }
             yield f"{json.dumps(first)}\n"
             yield from (f"{json.dumps(event)}\n" for event in history.events())
 
