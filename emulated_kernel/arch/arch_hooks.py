@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
@@ -17,6 +18,7 @@ from emulated_kernel.arch.probe_checks import OptimizationPolicy, ProbeChecker
 from emulated_kernel.arch.program.asm_source import Assembler
 from emulated_kernel.arch.program.ir import HandlerCode, Program
 from emulated_kernel.image.text_tables import ProbedTables
+from emulated_kernel.machine.interrupts.trap_handlers import LinkedJump
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.fast_named_tuple import NamedTuple
 
@@ -100,6 +102,17 @@ class OriginalPlace(NamedTuple):
     """Number of bytes that the relocated instruction has pushed before it reached the address."""
     is_calling: bool = False
     """Whether only the jump to the called function remains of a relocated call."""
+
+
+class StubEnd(NamedTuple):
+    """Code at the end of a stub that has the effect of an emulated instruction."""
+
+    code: bytes
+    leads: Mapping[int, int | LinkedJump] = MappingProxyType({})
+    """Address of a breakpoint in the code -> address or jump at which the guest continues after it.
+
+    A hit runs at most one of the breakpoints, and one if there are any.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,12 +494,19 @@ class Arch(ABC):
         Raises: KernelError EINVAL, ERANGE.
         """
 
-    def emulated_region(self, code: bytes, addr: int) -> Region | None:  # noqa: ARG002 - x86 has regions
+    @abstractmethod
+    def emulated_region(self, code: bytes, addr: int) -> Region | None:
         """Return the region that consists only of the emulated instruction `code` at `addr`.
 
-        Return None if relocated() would not have the effect of the instruction in all cases.
+        Return None if stub_end() would not have the effect of the instruction in all cases.
         """
-        return None
+
+    def stub_end(self, region: Region, to: int) -> StubEnd:
+        """Return the end of a stub, for the address `to`, that runs the instruction of an emulated_region().
+
+        Raises: KernelError EINVAL, ERANGE.
+        """
+        return StubEnd(self.relocated(region, to))
 
     @abstractmethod
     def original_place(self, region: Region, copied: int, address: int) -> OriginalPlace:

@@ -106,7 +106,7 @@ class ProbeText:
         end = code.address + code.size
         rest: tuple[CodePart, ...] = (CodePart("go on", code.copied),)
         if code.region is not None:
-            rest = self._arch.copied_parts(code.copied, end)
+            rest = (CodePart("relocated instruction", code.copied),)
         return self._parts((*_handler(code, "breakpoint"), *rest), end, head)
 
     def _copy(self, kprobe: Kprobe) -> Iterator[str]:

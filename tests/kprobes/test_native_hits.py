@@ -15,6 +15,7 @@ import pytest
 
 from emulated_kernel.arch.program.ir_builder import EntryKind
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.hit.handling import stub_traps
 from emulated_kernel.kprobes.kinds.hit_ring import HitRing
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import Profile, Stepper, TrampolineForm
@@ -119,29 +120,46 @@ def test_no_hit_of_a_million_enters_python(
         assert kernel.machine.hooks.native_traps - native == traps * MILLION
 
 
-@pytest.mark.parametrize("arch", ["x86_64", "i386"])
-def test_a_hit_on_an_emulated_instruction_is_one_trap(arch: str) -> None:
-    """The function has a conditional jump and a return, which follow the handler in another form."""
-    with booted(arch, "stepped") as kernel:
-        operations = []
+EMULATED = {"x86_64": [1, 1], "i386": [1, 1], "riscv64": [2, 2, 2, 2, 1], "riscv64i": [2, 2, 2, 2, 1]}
+"""Architecture -> traps of a hit on each emulated instruction of FUNCTION.
+
+On x86 these are a conditional jump and a return. On RISC-V these are auipc and jalr of a call, two branches,
+and a return.
+"""
+
+
+@pytest.mark.parametrize("cpus", [1, 2])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_no_hit_on_an_emulated_instruction_enters_python(arch: str, cpus: int) -> None:
+    """The instruction follows the handler in another form; a jump that needs a register is a second trap."""
+    turns = 100_000 // cpus
+    with booted(arch, "stepped", cpus=cpus) as kernel:
+        traps = []
         for offset in boundaries(kernel, FUNCTION):
             ring = kernel.hit_ring(kernel.arch.registers.sp)
             probe = ring.probe(symbol_name=FUNCTION, offset=offset)
             kernel.register_kprobe(probe)
             head = kernel.kprobes.table.valid(probe)
             assert head is not None
-            assert head.insn is not None
-            if head.insn.slot is None:
-                caller(kernel, 5)()
+            if head.insn is not None and head.insn.slot is None:
+                on_each_cpu(kernel, caller(kernel, 5))
                 before, native = ring.hits, kernel.machine.hooks.native_traps
-                run = caller(kernel, 1000)
+                run = caller(kernel, turns)
                 with counted_entries(kernel) as entered:
-                    run()
+                    on_each_cpu(kernel, run)
                 assert entered == []
-                assert ring.hits - before == kernel.machine.hooks.native_traps - native == 1000
-                operations.append(kernel.machine.text.original(probe.address, 1))
+                hits = ring.hits - before
+                assert hits % turns == 0
+                assert hits >= turns * cpus
+                assert head.stub is not None
+                assert (kernel.machine.hooks.native_traps - native) % hits == 0
+                traps.append((kernel.machine.hooks.native_traps - native) // hits)
+                assert stub_traps(head, head.stub) == traps[-1]
             kernel.unregister_kprobe(probe)
-        assert len(set(operations)) == 2
+        assert traps == EMULATED[arch]
+        settle(kernel)
+        kernel.kprobes.garbage.collect()
+        assert not kernel.kprobes.compiler.codes
 
 
 @pytest.mark.parametrize("arch", ["x86_64", "i386"])

@@ -9,6 +9,8 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import unicorn
@@ -20,12 +22,17 @@ from emulated_kernel.guests.linux.pc.devices import Pc
 from emulated_kernel.image.builtin_image import load_image
 from emulated_kernel.machine.cpu.arm64 import BRK_EXCEPTION
 from emulated_kernel.machine.cpu.registers import Regs
-from emulated_kernel.machine.interrupts.trap_handlers import Redirect, TrapHandlers
+from emulated_kernel.machine.interrupts.trap_handlers import (
+    LinkedJump,
+    LinkedRedirect,
+    Redirect,
+    TrapHandlers,
+)
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.native import assemble, host_code
 from emulated_kernel.machine.native.copy_words import LONGEST_COPY, CopyRange, CopyWords
 from emulated_kernel.machine.native.routines import ROUTINES
-from emulated_kernel.machine.native.trap_words import FACTOR, TrapTable, TrapWords
+from emulated_kernel.machine.native.trap_words import FACTOR, LINKED, LinkWords, TrapTable, TrapWords
 from emulated_kernel.machine.traps.trap import TrapKind
 from emulated_kernel.util.abi import Vector
 from emulated_kernel.util.config import MachineConfig
@@ -134,7 +141,9 @@ def test_the_routine_does_what_the_tables_say(
 ) -> None:
     uc = host.uc
     native = TrapWords()
-    targets = [{at: at if to is None else to for at, to in table.items()} for table in tables]
+    # An odd entry is the address of LinkWords, except on x86; another test has those.
+    odd = 0 if family == "x86" else LINKED
+    targets = [{at: (at if to is None else to) & ~odd or 2 for at, to in table.items()} for table in tables]
     breakpoints, debug_traps = targets
     for words, table in ((native.breakpoints, breakpoints), (native.debug_traps, debug_traps)):
         made = TrapTable(words)
@@ -190,6 +199,66 @@ def test_the_routine_does_what_the_tables_say(
     assert (bytes(after[:8]), int.from_bytes(after[8:16], "little"), after[16]) == expected
     if family == "riscv":
         assert uc.reg_read(host.result) & 0xFF == 1
+
+
+LINK_WORDS_AT, FIRST_AT, SECOND_AT = (DATA_AT + 0x100 * number for number in (2, 3, 4))
+
+
+@pytest.mark.parametrize("family", ["riscv", "arm64"])
+@given(
+    registers=st.tuples(TARGETS, TARGETS),
+    offset=st.integers(-2048, 2047),
+    kept_bits=st.sampled_from([2**64 - 1, 2**64 - 2]),
+    link=TARGETS,
+    to_itself=st.booleans(),
+)
+def test_a_jump_with_a_return_address(
+    host: X86Host | ArmHost,
+    family: str,
+    registers: tuple[int, int],
+    offset: int,
+    kept_bits: int,
+    link: int,
+    to_itself: bool,
+) -> None:
+    uc = host.uc
+    native = TrapWords()
+    table = TrapTable(native.breakpoints)
+    address = 0xFFFFFFFF81000000
+    table.put(address, LINK_WORDS_AT | LINKED)
+    uc.mem_write(TABLES_AT, bytes(table._entries))
+    native.breakpoints.entries = TABLES_AT
+    native.ip, native.callback, native.error = IP_AT, CALLBACK, ERROR_AT
+    uc.mem_write(DATA_AT, struct.pack("<3Q", address, 0, 21))
+    link_at = FIRST_AT if to_itself else SECOND_AT
+    words = LinkWords(FIRST_AT, offset & 2**64 - 1, kept_bits, link_at, link)
+    uc.mem_write(LINK_WORDS_AT, bytes(words))
+    for at, value in zip((FIRST_AT, SECOND_AT), registers, strict=True):
+        uc.mem_write(at, struct.pack("<Q", value))
+    uc.mem_write(WORDS_AT, bytes(native))
+    code = ROUTINES[host.name, family]
+    uc.mem_write(CODE_AT, code)
+    uc.ctl_remove_cache(CODE_AT, CODE_AT + len(code))
+    given_ = (7, WORDS_AT) if family == "riscv" else (7, BRK_EXCEPTION, WORDS_AT)
+    for number, value in zip(host.arguments, given_, strict=False):
+        uc.reg_write(number, value)
+    for number in host.kept:
+        uc.reg_write(number, number)
+    host.enter()
+    uc.ctl_exits_enabled(True)
+    uc.ctl_set_exits([RETURNED, CALLBACK])
+    uc.emu_start(CODE_AT, 0, count=5000)
+    assert uc.reg_read(host.pc) == RETURNED
+    assert [uc.reg_read(number) for number in host.kept] == [*host.kept]
+    error = 0 if family == "riscv" else 21
+    assert struct.unpack("<3Q", uc.mem_read(DATA_AT, 24)) == (registers[0] + offset & kept_bits, 0, error)
+    found = [struct.unpack("<Q", uc.mem_read(at, 8))[0] for at in (FIRST_AT, SECOND_AT)]
+    assert found == [
+        link if at == link_at else value for at, value in zip((FIRST_AT, SECOND_AT), registers, strict=True)
+    ]
+    assert bytes(uc.mem_read(LINK_WORDS_AT, ctypes.sizeof(words))) == bytes(words)
+    native.hits = 1
+    assert bytes(uc.mem_read(WORDS_AT, ctypes.sizeof(native))) == bytes(native)
 
 
 CHARGES = (("charge_intr", "trap_ns", 2), ("charge_invalid", "trap_ns", 1), ("handler_intr", "handler_ns", 2),
@@ -529,6 +598,26 @@ def test_native_entries_follow_the_handlers() -> None:
     assert dict(table.items()) == {32: 320}
     handlers.clear()
     assert (dict(table.items()), len(handlers)) == ({}, 0)
+
+
+def test_a_linked_redirect_changes_the_registers_in_both_ways() -> None:
+    regs = SimpleNamespace(x1=0x1003, x30=5, ip=0)
+    regs.get, regs.set = partial(getattr, regs), partial(setattr, regs)
+    cells = {name: ctypes.c_uint64(0) for name in ("x1", "x30")}
+    handlers = TrapHandlers()
+    table = TrapTable(TrapWords().breakpoints)
+    handlers.use(table, lambda name: ctypes.addressof(cells[name]))
+    handlers[8] = route = LinkedRedirect(LinkedJump("x1", -2, 2**64 - 2, "x30", 0x2000))
+    [(address, entry)] = table.items()
+    words = LinkWords.from_address(entry - LINKED)
+    assert address == 8
+    assert words.target_register == ctypes.addressof(cells["x1"])
+    assert words.link_register == ctypes.addressof(cells["x30"])
+    assert (words.added, words.kept_bits, words.link) == (2**64 - 2, 2**64 - 2, 0x2000)
+    route(regs)
+    assert (regs.x1, regs.x30, regs.ip) == (0x1003, 0x2000, 0x1000)
+    del handlers[8]
+    assert len(table) == 0
 
 
 # The machine

@@ -26,7 +26,7 @@ from emulated_kernel.arch.arm64.handler_code import (
     handler_code,
     return_trampoline,
 )
-from emulated_kernel.arch.arm64.insn import LINK, REGISTER_NAMES, SIZE, Handling, handling_of
+from emulated_kernel.arch.arm64.insn import LINK, REGISTER_NAMES, SIZE, Handling, called_register, handling_of
 from emulated_kernel.arch.arm64.probe_checks import STRATEGIES, Arm64ProbeChecker
 from emulated_kernel.arch.arm64.pt_regs import PT_REGS
 from emulated_kernel.arch.arm64.pt_regs import SIZE as FRAME_SIZE
@@ -179,7 +179,10 @@ class Arm64(Arch):
 
     def emulated_region(self, code: bytes, addr: int) -> Region | None:
         word = int.from_bytes(code, "little")
-        return None if relocation_of(word) is Relocation.REFUSED else Region(addr, code)
+        is_moved = relocation_of(word) is not Relocation.REFUSED or called_register(word) is not None
+        return Region(addr, code) if is_moved else None
+
+    stub_end = staticmethod(detours.stub_end)
 
     def probe_checker(
         self,

@@ -6,9 +6,10 @@ Linux has no jump optimization on arm64.
 from __future__ import annotations
 
 from emulated_kernel.arch.analysis.detour_region import Region
-from emulated_kernel.arch.arch_hooks import OriginalPlace
+from emulated_kernel.arch.arch_hooks import OriginalPlace, StubEnd
 from emulated_kernel.arch.arm64 import pt_regs
 from emulated_kernel.arch.arm64.encoder import (
+    BRK,
     SP,
     WORD,
     add_immediate,
@@ -20,8 +21,9 @@ from emulated_kernel.arch.arm64.encoder import (
     set_register,
     store,
 )
-from emulated_kernel.arch.arm64.insn import LINK, SIZE
+from emulated_kernel.arch.arm64.insn import LINK, REGISTER_NAMES, SIZE, called_register
 from emulated_kernel.arch.arm64.relocate import MAX_RELOCATED, Relocation, relocate, relocation_of
+from emulated_kernel.machine.interrupts.trap_handlers import LinkedJump
 
 MAX_COPIED = MAX_RELOCATED + SIZE
 MAX_DETOUR = 256
@@ -61,12 +63,27 @@ def relocated(region: Region, to: int) -> bytes:
     return code + branch(to + len(code), region.end)
 
 
+def stub_end(region: Region, to: int) -> StubEnd:
+    """Implement Arch.stub_end: as relocated(), but a breakpoint takes the place of a blr.
+
+    A br cannot replace the blr, because with branch target identification it does not reach landing pads for
+    calls.
+    """
+    register = called_register(_word(region))
+    if register is None:
+        return StubEnd(relocated(region, to))
+    jump = LinkedJump(REGISTER_NAMES[register], 0, (1 << 64) - 1, REGISTER_NAMES[LINK], region.end)
+    return StubEnd(BRK, {to: jump})
+
+
 def original_place(region: Region, copied: int, address: int) -> OriginalPlace:
     """Implement Arch.original_place: map an address in the relocated instruction to the original one.
 
     No relocated instruction pushes, so `pushed` of the result is 0.
     """
     word = _word(region)
+    if called_register(word) is not None:
+        return OriginalPlace(region.addr)
     jump_back = copied + len(relocate(word, region.addr, copied))
     if address >= jump_back:
         return OriginalPlace(region.end)

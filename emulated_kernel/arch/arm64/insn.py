@@ -137,6 +137,15 @@ def branch_offset(word: int) -> int | None:
     return signed(word >> 5, 14) * SIZE if TBZ.fits(word) else None
 
 
+def called_register(word: int) -> int | None:
+    """Return the number of the register with the address that a blr calls; None for other instructions.
+
+    Return None also for the register that is always 0.
+    """
+    register = word >> 5 & 31
+    return register if BLR.fits(word) and register != SP_OR_ZERO else None
+
+
 def literal_offset(word: int) -> int:
     """Return the distance in bytes from a load of a literal to its data; `word` is the instruction."""
     return signed(word >> 5, 19) * SIZE

@@ -17,6 +17,7 @@ from emulated_kernel.arch.arch_hooks import (
     MemoryLoad,
     OriginalPlace,
     Registers,
+    StubEnd,
 )
 from emulated_kernel.arch.probe_checks import OptimizationPolicy
 from emulated_kernel.arch.program.ir import HandlerCode, Program
@@ -26,8 +27,9 @@ from emulated_kernel.arch.riscv import encoder, stack_frames
 from emulated_kernel.arch.riscv import pt_regs as frame
 from emulated_kernel.arch.riscv.asm_parser import RiscvAssembler
 from emulated_kernel.arch.riscv.handler_code import RiscvReturnCode, handler_code
-from emulated_kernel.arch.riscv.insn import RVI_SIZE, T0, ZERO, attributes_of_all
+from emulated_kernel.arch.riscv.insn import RVI_SIZE, T0, ZERO, attributes_of_all, decode_insn
 from emulated_kernel.arch.riscv.probe_checks import STRATEGIES, RiscvProbeChecker
+from emulated_kernel.arch.riscv.relocate import Relocation, relocation_of
 from emulated_kernel.image.text_tables import ProbedTables
 
 
@@ -122,7 +124,14 @@ class Riscv(Arch):
         return detours.relocated(region, to, compressed=self.compressed)
 
     def original_place(self, region: Region, copied: int, address: int) -> OriginalPlace:
-        return detours.original_place(region, copied, address, compressed=self.compressed)
+        return detours.original_place(region, copied, address, self.breakpoint, compressed=self.compressed)
+
+    def emulated_region(self, code: bytes, addr: int) -> Region | None:
+        insn = decode_insn(code, compressed=self.compressed)
+        return None if relocation_of(insn) is Relocation.REFUSED else Region(addr, code)
+
+    def stub_end(self, region: Region, to: int) -> StubEnd:
+        return detours.stub_end(region, to, self.breakpoint, compressed=self.compressed)
 
     def probe_checker(
         self,

@@ -6,10 +6,11 @@ the handler. After that, it loads the registers from the struct pt_regs, which t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 
 from emulated_kernel.arch.analysis.detour_region import Region, ScratchRegisters
-from emulated_kernel.arch.arch_hooks import HandlerStub, OriginalPlace
+from emulated_kernel.arch.arch_hooks import HandlerStub, OriginalPlace, StubEnd
 from emulated_kernel.arch.riscv.encoder import (
     C_NOP,
     LONG_JUMP_SIZE,
@@ -27,16 +28,18 @@ from emulated_kernel.arch.riscv.encoder import (
 from emulated_kernel.arch.riscv.insn import (
     RA,
     REGISTER_NAMES,
-    RVI_SIZE,
     SP,
     T0,
     T1,
     ZERO,
     RiscvInsn,
+    attributes_of_all,
     decode_all,
+    decode_insn,
 )
 from emulated_kernel.arch.riscv.pt_regs import OFFSETS, SIZE, WORD, complete, load_general, save_general
-from emulated_kernel.arch.riscv.relocate import RELOCATED_CALLS, relocate, relocation_of
+from emulated_kernel.arch.riscv.relocate import LEAVES, RELOCATED_CALLS, relocate, relocation_of
+from emulated_kernel.machine.interrupts.trap_handlers import LinkedJump
 
 MAX_REGION = 10
 """Maximum size in bytes of a region: three compressed instructions and one of 4 bytes."""
@@ -49,6 +52,8 @@ MAX_COPIED = MAX_REGION + _MAX_GROWTH + LONG_JUMP_SIZE
 MAX_DETOUR = 384
 RETURN_ROOM = SIZE + 2 * WORD
 """Size in bytes of a return trampoline's stack frame: pt_regs and the return address, 16-byte aligned."""
+_EVEN = (1 << 64) - 2
+"""Mask of the bits of an address to which a jalr jumps."""
 _NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
 
 
@@ -79,24 +84,74 @@ def _relocated_insns(region: Region, to: int, *, compressed: bool) -> Iterator[t
     `to`: address of the first copy. `compressed`: the kernel uses RVC.
     """
     scratch = _NUMBERS[_scratch(region).exit]
+    jump = partial(long_jump, ZERO, scratch)
     copied = region.code[: region.length - region.padding]
     for at, insn in decode_all(copied, region.addr, compressed=compressed):
         original = region.code[at - region.addr : at - region.addr + insn.length]
-        code = relocate(insn, original, at, to, scratch)
+        code = relocate(insn, original, at, to, jump, partial(_linked_call, scratch))
         yield at, insn, code
         to += len(code)
 
 
-def original_place(region: Region, copied: int, address: int, *, compressed: bool) -> OriginalPlace:
+def _linked_call(scratch: int, source: int, register: int, offset: int, following: int) -> bytes:
+    """Encode a jalr through its own link register for a detour; it overwrites the register `scratch`."""
+    target = addi(scratch, register, offset)
+    return target + set_to_address(register, source + len(target), following) + jump_register(scratch)
+
+
+def stub_end(region: Region, to: int, breakpoint_: bytes, *, compressed: bool) -> StubEnd:
+    """Implement Arch.stub_end: relocate the region's only instruction without a free register.
+
+    A breakpoint takes the place of each jump that would need a register.
+    """
+    insn, code, leads = _stub_insn(region, to, breakpoint_, compressed=compressed)
+    if relocation_of(insn) not in (*LEAVES, *RELOCATED_CALLS):
+        leads[to + len(code)] = region.end
+        code += breakpoint_
+    return StubEnd(code, leads)
+
+
+def _stub_insn(
+    region: Region, to: int, breakpoint_: bytes, *, compressed: bool
+) -> tuple[RiscvInsn, bytes, dict[int, int | LinkedJump]]:
+    """Return the region's only instruction, and its form at `to` without a jump back.
+
+    The third item maps breakpoints of the form, as in StubEnd.leads.
+    """
+    leads: dict[int, int | LinkedJump] = {}
+
+    def jump(source: int, target: int) -> bytes:
+        leads[source] = target
+        return breakpoint_
+
+    def linked_call(source: int, register: int, offset: int, following: int) -> bytes:
+        name = REGISTER_NAMES[register]
+        leads[source] = LinkedJump(name, offset, _EVEN, name, following)
+        return breakpoint_
+
+    insn = decode_insn(region.code, compressed=compressed)
+    return insn, relocate(insn, region.code, region.addr, to, jump, linked_call), leads
+
+
+def original_place(
+    region: Region, copied: int, address: int, breakpoint_: bytes, *, compressed: bool
+) -> OriginalPlace:
     """Implement Arch.original_place: map an address in the relocated instructions to the original one.
 
-    No relocated RISC-V instruction pushes, so `pushed` of the result is 0.
+    `breakpoint_`: as in stub_end(). No relocated RISC-V instruction pushes, so `pushed` of the result is 0.
     """
     at = copied
-    for original, insn, code in _relocated_insns(region, copied, compressed=compressed):
+    insns: Iterable[tuple[int, RiscvInsn, bytes]]
+    if region.scratch is None:
+        insn, code, _ = _stub_insn(region, copied, breakpoint_, compressed=compressed)
+        insns = ((region.addr, insn, code),)
+    else:
+        insns = _relocated_insns(region, copied, compressed=compressed)
+    for original, insn, code in insns:
         if address < at + len(code):
-            is_last = address == at + len(code) - RVI_SIZE
-            return OriginalPlace(original, is_calling=is_last and relocation_of(insn) in RELOCATED_CALLS)
+            is_call = relocation_of(insn) in RELOCATED_CALLS and insn.rd == RA
+            *before, last = attributes_of_all(code, at, compressed=True)
+            return OriginalPlace(original, is_calling=is_call and bool(before) and address == last)
         at += len(code)
     return OriginalPlace(region.end)
 

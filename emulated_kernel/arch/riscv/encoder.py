@@ -111,7 +111,7 @@ def move(rd: int, rs: int) -> bytes:
 def set_to_address(rd: int, source: int, target: int) -> bytes:
     """Encode 8 bytes of code that set rd to the address `target`.
 
-    `source`: address of the code, which must be within 2 GiB of the target.
+    `source`: address of the code, which must be within 2 GiB of the target; see check_reach().
     """
     high, low = halves(target - source)
     return auipc(rd, high) + addi(rd, rd, low)
@@ -244,8 +244,15 @@ def long_jump(link: int, scratch: int, source: int, target: int) -> bytes:
     Raises: KernelError ERANGE (farther than 2 GiB).
     Mirrors: opt.c:in_auipc_jalr_range (optprobes v6, 2023).
     """
-    distance = target - source
-    if not -(1 << 31) - (1 << 11) <= distance < _LONG_LIMIT:
-        raise KernelError(ERANGE, f"jump from {source:#x} to {target:#x} is longer than 2 GiB")
-    high, low = halves(distance)
+    check_reach(source, target)
+    high, low = halves(target - source)
     return auipc(scratch, high) + jalr(link, scratch, low)
+
+
+def check_reach(source: int, target: int) -> None:
+    """Check that an auipc and a 12-bit immediate lead from `source` to `target`.
+
+    Raises: KernelError ERANGE (farther than 2 GiB).
+    """
+    if not -(1 << 31) - (1 << 11) <= target - source < _LONG_LIMIT:
+        raise KernelError(ERANGE, f"{target:#x} is farther than 2 GiB from {source:#x}")

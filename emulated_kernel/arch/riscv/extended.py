@@ -18,6 +18,7 @@ from emulated_kernel.arch.riscv.encoder import C_NOP, LONG_JUMP_SIZE, NOP
 from emulated_kernel.arch.riscv.free_registers import preferred_register
 from emulated_kernel.arch.riscv.insn import (
     ALL_REGISTERS,
+    RA,
     REGISTER_NAMES,
     RVC_SIZE,
     RVI_SIZE,
@@ -25,11 +26,10 @@ from emulated_kernel.arch.riscv.insn import (
     RiscvInsn,
     RiscvOpcode,
 )
-from emulated_kernel.arch.riscv.relocate import RELOCATED_CALLS, Relocation, relocation_of
+from emulated_kernel.arch.riscv.relocate import LEAVES, RELOCATED_CALLS, Relocation, relocation_of
 
 _NO_REGISTER = RejectReason.NO_FREE_REGISTER_AFTER
 _COPIES = frozenset((Relocation.COPY, Relocation.BEYOND_TABLE))
-_LEAVES = (Relocation.LEAVE, Relocation.JUMP)
 
 
 class _Replaced:
@@ -45,7 +45,7 @@ class _Replaced:
     @property
     def leaves(self) -> bool:
         """Whether control never continues after the last copied instruction. No jump back is needed then."""
-        return self.relocations[-1] in (*_LEAVES, *RELOCATED_CALLS)
+        return self.relocations[-1] in (*LEAVES, *RELOCATED_CALLS)
 
 
 def region(analysis: RiscvFunctionAnalysis, addr: int) -> Region | Rejection:
@@ -97,7 +97,7 @@ def _instructions(analysis: RiscvFunctionAnalysis, addr: int) -> _Replaced | Rej
             return Rejection(RejectReason.EXCEPTION_ENTRY, at)
         insn = analysis.insn_at(at)
         kind = relocation_of(insn)
-        if kind is Relocation.REFUSED:
+        if kind is Relocation.REFUSED or (kind in RELOCATED_CALLS and insn.rd != RA):
             return Rejection(RejectReason.NOT_BOOSTABLE, at)
         following = at + insn.length
         if kind in RELOCATED_CALLS and following < addr + LONG_JUMP_SIZE:
@@ -107,7 +107,7 @@ def _instructions(analysis: RiscvFunctionAnalysis, addr: int) -> _Replaced | Rej
             return refused
         found.relocations.append(kind)
         at = following
-        if kind in _LEAVES:
+        if kind in LEAVES:
             break
     found.end = at
     return found

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum, auto
 from errno import EINVAL
 from functools import lru_cache
 
 from emulated_kernel.arch.riscv.encoder import (
     BranchFunct3,
-    addi,
     branch,
+    check_reach,
     jalr,
-    jump_register,
-    long_jump,
     set_to_address,
 )
-from emulated_kernel.arch.riscv.insn import RA, RVI_SIZE, ZERO, Handling, RiscvInsn, RiscvOpcode
+from emulated_kernel.arch.riscv.insn import RVI_SIZE, ZERO, Handling, RiscvInsn, RiscvOpcode
 from emulated_kernel.util.errors import KernelError
 
 _INVERT = 1
@@ -25,8 +24,6 @@ _CSR = 3
 
 The bits are 0 unless the instruction accesses a control register.
 """
-_LONG_BRANCH = 12
-"""Size in bytes of an inverted branch and the long jump that it skips."""
 
 
 class Relocation(Enum):
@@ -43,12 +40,14 @@ class Relocation(Enum):
     LEAVE = auto()
     """A return or an indirect jump, which is copied."""
     CALL = auto()
-    """A jal that links to ra."""
+    """A jal that links to a register."""
     REGISTER_CALL = auto()
-    """A jalr that links to ra."""
+    """A jalr that links to a register."""
     REFUSED = auto()
 
 
+LEAVES = (Relocation.LEAVE, Relocation.JUMP)
+"""Relocations after which control never reaches the next instruction."""
 RELOCATED_CALLS = (Relocation.CALL, Relocation.REGISTER_CALL)
 
 
@@ -56,9 +55,9 @@ RELOCATED_CALLS = (Relocation.CALL, Relocation.REGISTER_CALL)
 def relocation_of(insn: RiscvInsn) -> Relocation:
     """Return the way in which the extended strategy relocates an instruction."""
     if insn.opcode == RiscvOpcode.JAL:
-        return {ZERO: Relocation.JUMP, RA: Relocation.CALL}.get(insn.rd, Relocation.REFUSED)
+        return Relocation.JUMP if insn.rd == ZERO else Relocation.CALL
     if insn.opcode == RiscvOpcode.JALR:
-        return {ZERO: Relocation.LEAVE, RA: Relocation.REGISTER_CALL}.get(insn.rd, Relocation.REFUSED)
+        return Relocation.LEAVE if insn.rd == ZERO else Relocation.REGISTER_CALL
     if insn.handling is Handling.COPIED:
         return Relocation.COPY
     is_csr = insn.opcode == RiscvOpcode.SYSTEM and insn.funct3 & _CSR
@@ -69,11 +68,16 @@ def relocation_of(insn: RiscvInsn) -> Relocation:
     return Relocation.BRANCH if insn.opcode == RiscvOpcode.BRANCH else Relocation.REFUSED
 
 
-def relocate(insn: RiscvInsn, code: bytes, addr: int, to: int, scratch: int) -> bytes:
+Jump = Callable[[int, int], bytes]
+"""Function that encodes a jump from a source address to a target address."""
+LinkedCall = Callable[[int, int, int, int], bytes]
+"""Function that encodes a jalr through its own link register: source, register, offset, return address."""
+
+
+def relocate(insn: RiscvInsn, code: bytes, addr: int, to: int, jump: Jump, linked_call: LinkedCall) -> bytes:
     """Return code at `to` with the effect of `insn` at `addr`, whose bytes are `code`.
 
-    Long jumps overwrite the register `scratch`.
-
+    `jump` and `linked_call` encode the jumps that need a register, or something else in its place.
     Raises: KernelError EINVAL (the instruction can't be moved), ERANGE (out of reach).
     """
     kind = relocation_of(insn)
@@ -81,19 +85,19 @@ def relocate(insn: RiscvInsn, code: bytes, addr: int, to: int, scratch: int) -> 
         raise KernelError(EINVAL, "an instruction that can't be moved")
     following = addr + insn.length
     if kind is Relocation.ADDRESS:
+        check_reach(to, addr + insn.upper_immediate)
         return set_to_address(insn.rd, to, addr + insn.upper_immediate)
     if kind is Relocation.BRANCH:
         inverted = BranchFunct3(insn.funct3 ^ _INVERT)
-        skip = branch(inverted, insn.rs1, insn.rs2, _LONG_BRANCH)
-        return skip + long_jump(ZERO, scratch, to + RVI_SIZE, addr + insn.branch_offset)
+        taken = jump(to + RVI_SIZE, addr + insn.branch_offset)
+        return branch(inverted, insn.rs1, insn.rs2, RVI_SIZE + len(taken)) + taken
     if kind is Relocation.JUMP:
-        return long_jump(ZERO, scratch, to, addr + insn.jump_offset)
+        return jump(to, addr + insn.jump_offset)
     if kind is Relocation.CALL:
-        link = set_to_address(RA, to, following)
-        return link + long_jump(ZERO, scratch, to + len(link), addr + insn.jump_offset)
-    if kind is Relocation.REGISTER_CALL and insn.rs1 == RA:
-        target = addi(scratch, RA, insn.immediate)
-        return target + set_to_address(RA, to + len(target), following) + jump_register(scratch)
+        link = set_to_address(insn.rd, to, following)
+        return link + jump(to + len(link), addr + insn.jump_offset)
+    if kind is Relocation.REGISTER_CALL and insn.rs1 == insn.rd:
+        return linked_call(to, insn.rd, insn.immediate, following)
     if kind is Relocation.REGISTER_CALL:
-        return set_to_address(RA, to, following) + jalr(ZERO, insn.rs1, insn.immediate)
+        return set_to_address(insn.rd, to, following) + jalr(ZERO, insn.rs1, insn.immediate)
     return code

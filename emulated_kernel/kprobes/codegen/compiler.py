@@ -14,7 +14,7 @@ from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
-from emulated_kernel.arch.arch_hooks import Arch
+from emulated_kernel.arch.arch_hooks import Arch, StubEnd
 from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.arch.program.ir import HandlerCode
 from emulated_kernel.arch.program.ir_builder import EntryKind, HostAction, ProgramBuilder
@@ -22,7 +22,7 @@ from emulated_kernel.kprobes.aggr_kprobe import MAX_HANDLERS, AggrKprobe
 from emulated_kernel.kprobes.codegen.deferred_free import DeferredFree
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving
-from emulated_kernel.machine.interrupts.trap_handlers import Redirect
+from emulated_kernel.machine.interrupts.trap_handlers import LinkedJump, LinkedRedirect, Redirect
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.util.control_lock import ControlLock
@@ -169,14 +169,13 @@ class Compiler:
         """
         arch = self._arch
         breakpoint_ = self._arch.breakpoint
-        relocated: list[Region] = []
+        ends: list[StubEnd] = []
 
         def rest(at: int) -> bytes:
             if region is not None:
                 with suppress(KernelError):
-                    code = arch.relocated(region, at)
-                    relocated.append(region)
-                    return code
+                    ends.append(arch.stub_end(region, at))
+                    return ends[0].code
             return arch.relative_jump(at, at + arch.jump_size if target is None else target) + breakpoint_
 
         near = None if target is None else self._text.around(target)
@@ -185,9 +184,12 @@ class Compiler:
         if code is None:
             return None
         code.target = target
-        if relocated:
+        if ends:
             code.region = region
+            code.leads = tuple(ends[0].leads)
             self.relocated[code.copied] = head.address
+            for at, leads_to in ends[0].leads.items():
+                self._breakpoints[at] = _redirect(leads_to)
         else:
             code.tail = code.address + code.size - len(breakpoint_)
         return code
@@ -228,7 +230,7 @@ class Compiler:
         code = self._thunk((owner, target), emit, size, rest)
         if code is not None and ends:
             code.tail = ends[0]
-            self._breakpoints[code.tail] = Redirect(target, _go_to, target)
+            self._breakpoints[code.tail] = _redirect(target)
         return code
 
     def existing_post_code(self, owner: AggrKprobe, target: int) -> CompiledCode | None:
@@ -477,13 +479,18 @@ class Compiler:
 
     def _free(self, code: CompiledCode) -> None:
         del self.codes[code]
-        for trap in code.traps:
+        for trap in (*code.traps, *code.leads):
             del self._breakpoints[trap]
         self._breakpoints.pop(code.tail, None)
         self.relocated.pop(code.copied, None)
         for access in code.accesses:
             del self.fixups[access]
         self._text.free_text(code.address)
+
+
+def _redirect(target: int | LinkedJump) -> Redirect:
+    """Return the handler of a breakpoint after which the guest continues at `target`."""
+    return LinkedRedirect(target) if isinstance(target, LinkedJump) else Redirect(target, _go_to, target)
 
 
 def _go_to(address: int, regs: Any) -> None:

@@ -328,7 +328,7 @@ class HitHandling:
         """Return True if Python handles the instruction or its end at hits that go to a stub."""
         insn = head.insn
         assert insn is not None
-        if stub_traps(head, stub) == 1:
+        if stub.region is not None or stub_traps(head, stub) == 1:
             return False
         if stub.target is None:
             return True
@@ -544,5 +544,5 @@ def stub_traps(head: AggrKprobe, stub: CompiledCode) -> int:
     insn = head.insn
     assert insn is not None
     if stub.region is not None:
-        return 1
+        return 2 if stub.leads else 1
     return 2 if stub.target is None or (stub.target == insn.entry and not insn.boosted) else 1

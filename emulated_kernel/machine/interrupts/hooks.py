@@ -121,7 +121,7 @@ class TrapHooks:
         words.beyond = routine
         self._native = kind
         self._call_natively(kind, routine, callback)
-        self.breakpoints.use(TrapTable(words.breakpoints))
+        self.breakpoints.use(TrapTable(words.breakpoints), regs.address_of)
         self.debug_traps.use(TrapTable(words.debug_traps))
 
     def _call_natively(self, kind: int, routine: int, *keep: object) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
-from typing import Self
+from typing import NamedTuple, Self
 
 from emulated_kernel.machine.cpu.registers import Regs
-from emulated_kernel.machine.native.trap_words import TrapTable
+from emulated_kernel.machine.native.trap_words import LINKED, LinkWords, TrapTable
 
 TrapHandler = Callable[[Regs], object]
+_WORD = (1 << 64) - 1
 
 
 class Redirect(partial[object]):
@@ -29,6 +31,46 @@ class Redirect(partial[object]):
         return self
 
 
+class LinkedJump(NamedTuple):
+    """Jump to the address in a register that stores a return address: jalr (RISC-V) or blr (arm64)."""
+
+    register: str
+    offset: int
+    """Number that is added to the register's value."""
+    kept_bits: int
+    """Mask of the sum's bits that are the address."""
+    link_register: str
+    """Register that then contains the return address; it may be `register`."""
+    link: int
+    """The return address."""
+
+
+class LinkedRedirect(Redirect):
+    """Handler of a trap after which the guest continues as after a LinkedJump."""
+
+    __slots__ = ("_jump", "_words")
+    _jump: LinkedJump
+    _words: LinkWords
+
+    def __new__(cls, jump: LinkedJump) -> Self:
+        self = super().__new__(cls, 0, _jump_and_link, jump)
+        self._jump = jump
+        return self
+
+    def bind(self, address_of: Callable[[str], int]) -> None:
+        """Set `target` for the host's routine. `address_of` returns the host address of a register."""
+        register, offset, kept_bits, link_register, link = self._jump
+        added = offset & _WORD
+        self._words = LinkWords(address_of(register), added, kept_bits, address_of(link_register), link)
+        self.target = ctypes.addressof(self._words) | LINKED
+
+
+def _jump_and_link(jump: LinkedJump, regs: Regs) -> None:
+    target = regs.get(jump.register) + jump.offset & jump.kept_bits
+    regs.set(jump.link_register, jump.link)
+    regs.ip = target
+
+
 class TrapHandlers(MutableMapping[int, TrapHandler]):
     """The handlers of one kind of trap.
 
@@ -41,10 +83,15 @@ class TrapHandlers(MutableMapping[int, TrapHandler]):
         self.find = self._handlers.get
         """Function that returns the handler of an address, or None. For speed, it is a method of a dict."""
         self._native: TrapTable | None = None
+        self._address_of: Callable[[str], int] | None = None
 
-    def use(self, native: TrapTable) -> None:
-        """Keep `native`, the table of the host's routine, up to date from now on."""
+    def use(self, native: TrapTable, address_of: Callable[[str], int] | None = None) -> None:
+        """Keep `native`, the table of the host's routine, up to date from now on.
+
+        `address_of` returns the host address of a register; only LinkedRedirects need it.
+        """
         self._native = native
+        self._address_of = address_of
         for address, handler in self._handlers.items():
             self._follow(native, address, handler)
 
@@ -67,8 +114,10 @@ class TrapHandlers(MutableMapping[int, TrapHandler]):
     def __len__(self) -> int:
         return len(self._handlers)
 
-    @staticmethod
-    def _follow(native: TrapTable, address: int, handler: TrapHandler) -> None:
+    def _follow(self, native: TrapTable, address: int, handler: TrapHandler) -> None:
+        if isinstance(handler, LinkedRedirect):
+            assert self._address_of is not None, "the routine needs the register's address"
+            handler.bind(self._address_of)
         if isinstance(handler, Redirect) and address:
             native.put(address, handler.target)
         elif address in native:

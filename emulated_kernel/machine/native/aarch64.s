@@ -137,10 +137,26 @@ found:
     ldr x6, [x1, #{hits}]
     add x6, x6, #1
     str x6, [x1, #{hits}]
+    tst x7, #{linked}
+    b.ne linked
+leave:
     str x7, [x3]
     str wzr, [x9]
     movz w0, #1
     ret
+linked:
+    sub x7, x7, #{linked}
+    ldr x4, [x7, #{target_register}]
+    ldr x4, [x4]
+    ldr x5, [x7, #{added}]
+    add x4, x4, x5
+    ldr x5, [x7, #{kept_bits}]
+    and x4, x4, x5
+    ldr x5, [x7, #{link_register}]
+    ldr x6, [x7, #{link}]
+    str x6, [x5]
+    mov x7, x4
+    b leave
 python:
     ldr x16, [x1, #{callback}]
     br x16
@@ -177,8 +193,24 @@ found:
     ldr x6, [x2, #{hits}]
     add x6, x6, #1
     str x6, [x2, #{hits}]
+    tst x7, #{linked}
+    b.ne linked
+leave:
     str x7, [x3]
     ret
+linked:
+    sub x7, x7, #{linked}
+    ldr x4, [x7, #{target_register}]
+    ldr x4, [x4]
+    ldr x5, [x7, #{added}]
+    add x4, x4, x5
+    ldr x5, [x7, #{kept_bits}]
+    and x4, x4, x5
+    ldr x5, [x7, #{link_register}]
+    ldr x6, [x7, #{link}]
+    str x6, [x5]
+    mov x7, x4
+    b leave
 python:
     ldr x16, [x2, #{callback}]
     br x16

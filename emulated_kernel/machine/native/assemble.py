@@ -14,7 +14,7 @@ from typing import Any, cast
 from emulated_kernel.machine.cpu.arm64 import BRK_EXCEPTION
 from emulated_kernel.machine.cpu.x86 import FLAG_NT, FLAG_RF, FLAG_TF
 from emulated_kernel.machine.native.copy_words import LONGEST_COPY, CopyRange, CopyWords
-from emulated_kernel.machine.native.trap_words import FACTOR, TableWords, TrapWords
+from emulated_kernel.machine.native.trap_words import FACTOR, LINKED, LinkWords, TableWords, TrapWords
 from emulated_kernel.machine.native.tsc_words import (
     SHORTEST_STEP,
     STEP_ADDEND,
@@ -52,9 +52,11 @@ def constants() -> dict[str, int]:
     return {
         **dict(offsets(TrapWords)),
         **dict(offsets(TableWords)),
+        **dict(offsets(LinkWords)),
         **dict(offsets(TscWords)),
         **dict(offsets(CopyWords)),
         **dict(offsets(CopyRange)),
+        "linked": LINKED,
         "range_size": ctypes.sizeof(CopyRange),
         "breakpoints_shift": TrapWords.breakpoints.offset + TableWords.shift.offset,
         "breakpoint_vector": int(Vector.BREAKPOINT),

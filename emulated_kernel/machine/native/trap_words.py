@@ -78,6 +78,27 @@ class TrapWords(ctypes.Structure):
     )
 
 
+class LinkWords(ctypes.Structure):
+    """Host memory that describes a LinkedRedirect. The routine for traps reads it."""
+
+    _fields_ = (
+        # Address in Unicorn's memory of the register that holds the target; number to add; bits to keep.
+        ("target_register", ctypes.c_uint64),
+        ("added", ctypes.c_uint64),
+        ("kept_bits", ctypes.c_uint64),
+        # Address of the register that then holds the return address; the return address.
+        ("link_register", ctypes.c_uint64),
+        ("link", ctypes.c_uint64),
+    )
+
+
+LINKED = 1
+"""Bit of a table's entry: the rest of the entry is the address of LinkWords, instead of one in the guest.
+
+Guests have such entries whose instructions are at even addresses: RISC-V and arm64.
+"""
+
+
 class TrapTable:
     """Hash table from the address of a trap to the instruction pointer at which the guest continues.
 

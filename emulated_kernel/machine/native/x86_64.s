@@ -119,10 +119,24 @@ found:
     test rcx, rcx
     je python
     inc qword ptr [rsi + {hits}]
+    test cl, {linked}
+    jne linked
+leave:
     mov [r8], rcx
     mov dword ptr [r9], 0
     mov eax, 1
     ret
+linked:                                 # a jump to the address in a register, with a return address
+    xor rcx, {linked}
+    mov rax, [rcx + {target_register}]
+    mov rax, [rax]
+    add rax, [rcx + {added}]
+    and rax, [rcx + {kept_bits}]
+    mov r10, [rcx + {link_register}]
+    mov r11, [rcx + {link}]
+    mov [r10], r11
+    mov rcx, rax
+    jmp leave
 python:
     jmp qword ptr [rsi + {callback}]
 
@@ -154,8 +168,22 @@ found:
     test rcx, rcx
     je python
     inc qword ptr [rdx + {hits}]
+    test cl, {linked}
+    jne linked
+leave:
     mov [r8], rcx
     ret
+linked:
+    xor rcx, {linked}
+    mov rax, [rcx + {target_register}]
+    mov rax, [rax]
+    add rax, [rcx + {added}]
+    and rax, [rcx + {kept_bits}]
+    mov r10, [rcx + {link_register}]
+    mov r11, [rcx + {link}]
+    mov [r10], r11
+    mov rcx, rax
+    jmp leave
 python:
     jmp qword ptr [rdx + {callback}]
 

@@ -12,11 +12,12 @@ import pytest
 from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.arm64.insn import SIZE
 from emulated_kernel.arch.arm64.relocate import Relocation, relocation_of
+from emulated_kernel.machine.interrupts.trap_handlers import LinkedJump
 from emulated_kernel.util.errors import KernelError
 from tests.arch.arm64.moved import ARCH, BUFFER, CODE, Mover, mover
 from tests.arch.arm64.test_emulate import words
 
-NOP = 0xD503201F
+NOP, BLR_X1 = 0xD503201F, 0xD63F0020
 COPIED = (
     *(NOP, 0xD503233F, 0xD5033FDF, 0xD5033BBF),  # nop, paciasp, isb, dmb ish
     *(0xF9400020, 0xF81F0FFE, 0xA9BF7BFD, 0xA8C17BFD),  # ldr, str with writeback, stp, ldp
@@ -48,7 +49,7 @@ def test_in_place_and_relocated(moving: Mover) -> None:
 @pytest.mark.parametrize(
     "word",
     [
-        0xD63F0020,  # blr x1
+        BLR_X1,
         0xD65F0BFF,  # retaa
         0x5800001F,  # ldr xzr, .
         0x54000010,  # bc.eq .
@@ -62,7 +63,24 @@ def test_what_is_not_moved(word: int) -> None:
     with pytest.raises(KernelError) as refused:
         ARCH.detour(Region(CODE, struct.pack("<I", word)), BUFFER)
     assert refused.value.errno == EINVAL
-    assert ARCH.emulated_region(struct.pack("<I", word), CODE) is None
+    is_call = word == BLR_X1
+    assert (ARCH.emulated_region(struct.pack("<I", word), CODE) is None) is not is_call
+
+
+@pytest.mark.parametrize("register", range(32))
+def test_a_blr_at_the_end_of_a_stub(register: int) -> None:
+    """A breakpoint leads to the address in the register, and x30 then contains the return address."""
+    region = ARCH.emulated_region(struct.pack("<I", 0xD63F0000 | register << 5), CODE)
+    if register == 31:
+        assert region is None
+        return
+    assert region is not None
+    end = ARCH.stub_end(region, BUFFER)
+    assert end.code == ARCH.breakpoint
+    jump = LinkedJump(f"x{register}", 0, (1 << 64) - 1, "x30", CODE + SIZE)
+    assert end.leads == {BUFFER: jump}
+    place = ARCH.original_place(region, BUFFER, BUFFER)
+    assert (place.address, place.is_calling) == (CODE, False)
 
 
 def test_what_is_out_of_reach() -> None:

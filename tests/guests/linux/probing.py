@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import islice
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from emulated_kernel.arch.analysis.detour_region import Region
@@ -18,6 +21,7 @@ from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.tasks import LinuxTask
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
+from emulated_kernel.kprobes.hit.handling import HitHandling
 from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe
 from emulated_kernel.kprobes.profile import (
     DEFAULT,
@@ -262,6 +266,8 @@ class Probed(NamedTuple):
     """Number of probes with a breakpoint."""
     native_traps: int
     """Number of traps that did not enter Python."""
+    python_calls: Counter[str]
+    """Name of a function of emulated_kernel.kprobes.hit -> number of calls during the workload."""
 
 
 def probed(
@@ -278,14 +284,38 @@ def probed(
     counters = GuestCounters(engine, addresses) if is_compiled else None
     probes, hits = armed(engine, addresses, may_lack_detours=may_lack_detours, counters=counters)
     before = engine.machine.hooks.native_traps
-    with engine.lock:
+    with engine.lock, calls_of_hits() as calls:
         answers = workload(engine)
     native = engine.machine.hooks.native_traps - before
     breakpoints = len(unpatched(engine, probes))
     disarmed(engine, probes)
     if counters is not None:
         hits += counters.hits()
-    return Probed(answers, hits, breakpoints, native)
+    return Probed(answers, hits, breakpoints, native, calls)
+
+
+@contextmanager
+def calls_of_hits() -> Iterator[Counter[str]]:
+    """Count the calls of the functions in Python that handle breakpoints and the ends of steps."""
+    calls: Counter[str] = Counter()
+    codes = {each.__code__ for each in (HitHandling.emulate, HitHandling.on_step_end, HitHandling.singlestep)}
+    makers = (HitHandling.by_breakpoint, HitHandling.by_stub, HitHandling.by_detour)
+    codes.update(
+        constant
+        for maker in makers
+        for constant in maker.__code__.co_consts
+        if isinstance(constant, CodeType)
+    )
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and frame.f_code in codes:
+            calls[frame.f_code.co_qualname] += 1
+
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
 
 
 def ram(engine: LinuxEngine) -> bytes:

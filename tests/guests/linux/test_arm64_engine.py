@@ -367,6 +367,7 @@ def test_the_kernel_does_not_notice() -> None:
             assert not differing(memory, ram(probing))
         if is_compiled and routine_address("arm64") is not None:
             assert found.native_traps > found.hits.total()
+            assert not found.python_calls
         hits.append(found.hits)
         probing.tasks.machine.close()
     stepped, in_guest, jumped = hits
