@@ -32,6 +32,7 @@ from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.native import assemble, host_code
 from emulated_kernel.machine.native.copy_words import LONGEST_COPY, CopyRange, CopyWords
 from emulated_kernel.machine.native.routines import ROUTINES
+from emulated_kernel.machine.native.sum_words import ENTRY_SIZE, SUM, VICTIMS, SumWords
 from emulated_kernel.machine.native.trap_words import FACTOR, LINKED, LinkWords, TrapTable, TrapWords
 from emulated_kernel.machine.traps.trap import TrapKind
 from emulated_kernel.util.abi import Vector
@@ -387,6 +388,81 @@ def test_rdtsc_advances_the_time_as_python_does(
     now = pc.read_tsc()
     assert words == bytes(pc.words)
     assert result == b"".join((half & 0xFFFFFFFF).to_bytes(8, "little") for half in (now, now >> 32))
+
+
+SUM_AT, TLB_AT, VICTIMS_AT, NONE = WORDS_AT + 0x200, TABLES_AT, TABLES_AT + 0x8000, 2**64 - 1
+PAGE_ADDRESSES = st.sampled_from([NONE, NONE, 0xFFFFFFFF80000000, 0xFFFFFFD600000400, 0, 0x600000, 0x600400])
+ENTRIES = st.tuples(*[PAGE_ADDRESSES] * 3)
+
+
+@given(
+    routine=st.sampled_from(["set_sum", "clear_sum", "clear_sum"]),
+    table=st.lists(ENTRIES, min_size=1, max_size=40),
+    victims=st.lists(ENTRIES, min_size=VICTIMS, max_size=VICTIMS),
+    patched=st.sampled_from([False] * 4 + [True]),
+    operand=st.sampled_from([SUM, SUM | 2, 2, 0]),
+    mstatus=st.sampled_from([0x8000000A00000000, 0x8000000A00000000 | SUM]),
+)
+def test_sum_is_changed_and_user_pages_are_dropped(
+    host: X86Host | ArmHost,
+    routine: str,
+    table: list[tuple[int, int, int]],
+    victims: list[tuple[int, int, int]],
+    patched: bool,
+    operand: int,
+    mstatus: int,
+) -> None:
+    uc = host.uc
+
+    def packed(entries: list[tuple[int, int, int]]) -> bytes:
+        return b"".join(struct.pack("<8Q", *entry, 1, 2, 3, 4, 5) for entry in entries)
+
+    words = SumWords(
+        site=DATA_AT + 2,
+        insn=0x100FA073,
+        operand=DATA_AT + 8,
+        mstatus=DATA_AT + 16,
+        tlb=DATA_AT + 24,
+        victims=VICTIMS_AT,
+        used=DATA_AT + 40,
+        spared=41,
+    )
+    insn = 0x9002FA73 if patched else 0x100FA073
+    last = ENTRY_SIZE * (len(table) - 1)
+    uc.mem_write(DATA_AT, struct.pack("<HIH5Q", 7, insn, 8, operand, mstatus, last, TLB_AT, 1000))
+    uc.mem_write(TLB_AT, packed(table) + packed([(1, 1, 1)]))
+    uc.mem_write(VICTIMS_AT, packed(victims) + packed([(1, 1, 1)]))
+    uc.mem_write(SUM_AT, bytes(words))
+    code = ROUTINES[host.name, routine]
+    uc.mem_write(CODE_AT, code)
+    uc.ctl_remove_cache(CODE_AT, CODE_AT + len(code))
+    for register, value in zip(host.arguments, (7, 8, 4, SUM_AT), strict=True):
+        uc.reg_write(register, value)
+    for register in host.kept:
+        uc.reg_write(register, register)
+    host.enter()
+    uc.ctl_exits_enabled(True)
+    uc.ctl_set_exits([RETURNED])
+    uc.emu_start(CODE_AT, 0, count=5000)
+    assert uc.reg_read(host.pc) == RETURNED
+    assert [uc.reg_read(register) for register in host.kept] == [*host.kept]
+    clears = routine == "clear_sum"
+    used = 1000
+    if not patched and operand & SUM and bool(mstatus & SUM) == clears:
+        words.spared = 42
+        mstatus ^= SUM
+        if clears:
+            used -= sum(min(entry) < 2**63 for entry in table)
+            table, victims = (
+                [(NONE, NONE, NONE) if min(entry) < 2**63 else entry for entry in each]
+                for each in (table, victims)
+            )
+    after = struct.pack("<HIH5Q", 7, insn, 8, operand, mstatus, last, TLB_AT, used)
+    assert bytes(uc.mem_read(DATA_AT, len(after))) == after
+    assert bytes(uc.mem_read(SUM_AT, ctypes.sizeof(words))) == bytes(words)
+    for at, entries in ((TLB_AT, table), (VICTIMS_AT, victims)):
+        expected = packed([*entries, (1, 1, 1)])
+        assert bytes(uc.mem_read(at, len(expected))) == expected
 
 
 REGISTERS_AT, MAP_AT, PAGES = DATA_AT + 0x200, DATA_AT + 0x300, 6

@@ -77,6 +77,8 @@ class GuestAbi:
     A pattern is the last three of an instruction's four bytes in memory. Only arm64 has such instructions:
     accesses to the registers of the generic timer.
     """
+    user_access: tuple[str, ...] = ()
+    """Functions in which the kernel allows and forbids its accesses to user memory by SUM, on riscv64."""
 
 
 _O_DIRECTORY = 0o200000
@@ -170,6 +172,10 @@ RISCV64 = GuestAbi(
     saved_sp="task_struct.thread.sp",
     host_code=0xFFFFFFFF60000000,
     is_word_hashed=False,
+    # Since v6.8, fallback_scalar_usercopy() has the code that both __asm_copy_*_user() had before.
+    user_access=(
+        "strncpy_from_user", "strnlen_user", "fallback_scalar_usercopy", "__asm_copy_to_user", "__clear_user",
+    ),
 )  # fmt: skip
 ARM64 = GuestAbi(
     name="arm64",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping
 from errno import ENOENT
 from typing import Any
@@ -109,6 +110,11 @@ _BEFORE_TIMEKEEPER = "seqcount_raw_spinlock"
 With CONFIG_PREEMPT_RT, it contains the address of a lock after the sequence count.
 """
 _ALIGNMENT = 8
+_LONGEST_USER_ACCESS = 0x200
+"""Number of bytes in which a function of GuestAbi.user_access has all its instructions for sstatus."""
+_CHANGES_OF_SSTATUS = 0x10002073, 0x10003073
+"""Code of csrs and csrc of sstatus with the operand x0."""
+_OPERAND = 31 << 15
 ORDERS = "zone.free_area[]"
 """Key in KernelOffsets.offsets of the number of free areas of a zone, one for each order."""
 _DENTRY_FLAGS = {
@@ -145,6 +151,11 @@ class KernelOffsets:
     """Address of an instruction that the host executes in place of the CPU -> the instruction's code.
 
     The address is a hexadecimal number without a prefix, because JSON keys are strings.
+    """
+    user_access: dict[str, int] = field(default_factory=dict)
+    """Address of an instruction that allows or forbids user accesses -> its code, as in `executed`.
+
+    These are instructions in the functions GuestAbi.user_access.
     """
     syscall_trace: int = 0
     """Bit of TIF_SYSCALL_TRACEPOINT in thread_info.flags; 0 if the kernel has syscall_work in place of it."""
@@ -189,7 +200,24 @@ def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
         per_cpu,
         dentry_slow_path_flags(kernel.btf),
         executed={f"{at:x}": code for at, code in _instructions_ending(kernel, abi.executed)},
+        user_access={f"{at:x}": code for at, code in _user_access(kernel, abi.user_access)},
     )
+
+
+def _user_access(kernel: LinuxKernel, functions: tuple[str, ...]) -> Iterator[tuple[int, int]]:
+    """Yield (address, code) of each csrs and csrc of sstatus with a register operand in `functions`."""
+    for name in functions:
+        start = kernel.kallsyms.lookup_name(name)
+        if start is None:
+            continue
+        code = kernel.read(start, _LONGEST_USER_ACCESS)
+        for at in range(0, len(code) - 3, 2):
+            (word,) = struct.unpack_from("<I", code, at)
+            if word & ~_OPERAND not in _CHANGES_OF_SSTATUS or not word & _OPERAND:
+                continue
+            found = kernel.kallsyms.lookup(start + at)
+            if found is not None and found.symbol.address == start:
+                yield start + at, word
 
 
 def _instructions_ending(kernel: LinuxKernel, ends: tuple[bytes, ...]) -> Iterator[tuple[int, int]]:

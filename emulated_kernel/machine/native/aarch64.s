@@ -378,6 +378,93 @@ word:
 leave:
     ret
 
+@routine set_sum
+// void (uc x0, address x1, size w2, words x3)
+    ldr x4, [x3, #{site}]
+    ldr w4, [x4]
+    ldr w5, [x3, #{insn}]
+    cmp w4, w5
+    b.ne leave
+    ldr x4, [x3, #{operand}]
+    ldr w4, [x4]
+    movz w6, #{sum_1}, lsl #16
+    tst w4, w6
+    b.eq leave
+    ldr x4, [x3, #{mstatus}]
+    ldr w5, [x4]
+    tst w5, w6
+    b.ne leave
+    orr w5, w5, w6
+    str w5, [x4]
+    ldr x4, [x3, #{spared}]
+    add x4, x4, #1
+    str x4, [x3, #{spared}]
+leave:
+    ret
+
+@routine clear_sum
+// void (uc x0, address x1, size w2, words x3)
+    ldr x4, [x3, #{site}]
+    ldr w4, [x4]
+    ldr w5, [x3, #{insn}]
+    cmp w4, w5
+    b.ne leave
+    ldr x4, [x3, #{operand}]
+    ldr w4, [x4]
+    movz w6, #{sum_1}, lsl #16
+    tst w4, w6
+    b.eq leave
+    ldr x4, [x3, #{mstatus}]
+    ldr w5, [x4]
+    tst w5, w6
+    b.eq leave
+    bic w5, w5, w6
+    str w5, [x4]
+    ldr x4, [x3, #{spared}]
+    add x4, x4, #1
+    str x4, [x3, #{spared}]
+    ldr x4, [x3, #{tlb}]
+    ldr x5, [x4, #8]
+    ldr x6, [x4]
+    add x6, x6, x5
+    ldr x7, [x3, #{used}]
+    movn x8, #0
+entry:
+    ldr x9, [x5]
+    ldr x10, [x5, #8]
+    and x9, x9, x10
+    ldr x10, [x5, #16]
+    tst x9, x10
+    b.mi kept
+    str x8, [x5]
+    str x8, [x5, #8]
+    str x8, [x5, #16]
+    ldr x9, [x7]
+    sub x9, x9, #1
+    str x9, [x7]
+kept:
+    add x5, x5, #{entry_size}
+    cmp x5, x6
+    b.ls entry
+    ldr x5, [x3, #{victims}]
+    add x6, x5, #{victims_size}
+victim:
+    ldr x9, [x5]
+    ldr x10, [x5, #8]
+    and x9, x9, x10
+    ldr x10, [x5, #16]
+    tst x9, x10
+    b.mi past
+    str x8, [x5]
+    str x8, [x5, #8]
+    str x8, [x5, #16]
+past:
+    add x5, x5, #{entry_size}
+    cmp x5, x6
+    b.lo victim
+leave:
+    ret
+
 @routine count
 // void (uc x0, address x1, size w2, time x3)
     ldr x4, [x3]

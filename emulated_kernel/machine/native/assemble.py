@@ -14,6 +14,7 @@ from typing import Any, cast
 from emulated_kernel.machine.cpu.arm64 import BRK_EXCEPTION
 from emulated_kernel.machine.cpu.x86 import FLAG_NT, FLAG_RF, FLAG_TF
 from emulated_kernel.machine.native.copy_words import LONGEST_COPY, CopyRange, CopyWords
+from emulated_kernel.machine.native.sum_words import ENTRY_SIZE, SUM, VICTIMS, SumWords
 from emulated_kernel.machine.native.trap_words import FACTOR, LINKED, LinkWords, TableWords, TrapWords
 from emulated_kernel.machine.native.tsc_words import (
     SHORTEST_STEP,
@@ -35,6 +36,8 @@ from __future__ import annotations
 _ROUTINE = "@routine "
 _SHORT = 28
 """Maximum size in bytes of a routine that is written on the line of its name in routines.py."""
+_LINE = 50
+"""Maximum size in bytes of a routine that is written on one further line."""
 DELIVERED_FLAGS = FLAG_TF | FLAG_NT | FLAG_RF
 """Flags, except the interrupt flag, that the delivery of an exception clears."""
 
@@ -57,6 +60,12 @@ def constants() -> dict[str, int]:
         **dict(offsets(CopyWords)),
         **dict(offsets(CopyRange)),
         "linked": LINKED,
+        **dict(offsets(SumWords)),
+        "sum": SUM,
+        "sum_1": SUM >> 16,
+        "not_sum": ~SUM & 0xFFFFFFFF,
+        "entry_size": ENTRY_SIZE,
+        "victims_size": VICTIMS * ENTRY_SIZE,
         "range_size": ctypes.sizeof(CopyRange),
         "breakpoints_shift": TrapWords.breakpoints.offset + TableWords.shift.offset,
         "breakpoint_vector": int(Vector.BREAKPOINT),
@@ -115,7 +124,8 @@ def module_text() -> str:
 def _hex(code: bytes) -> str:
     if len(code) <= _SHORT:
         return f'bytes.fromhex("{code.hex()}")'
-    rows = [code[at : at + 32].hex() for at in range(0, len(code), 32)]
+    size = len(code) if len(code) <= _LINE else 32
+    rows = [code[at : at + size].hex() for at in range(0, len(code), size)]
     return "bytes.fromhex(\n" + "\n".join(f'        "{row}"' for row in rows) + "\n    )"
 
 

@@ -308,6 +308,73 @@ target:
 leave:
     ret
 
+@routine set_sum
+# void (uc rdi, address rsi, size edx, words rcx), as Unicorn's UC_HOOK_CODE before a csrs of sstatus.
+    mov rax, [rcx + {site}]
+    mov eax, [rax]
+    cmp eax, [rcx + {insn}]
+    jne leave                           # the text is patched
+    mov rax, [rcx + {operand}]
+    test dword ptr [rax], {sum}
+    je leave
+    mov rax, [rcx + {mstatus}]
+    test dword ptr [rax], {sum}
+    jne leave
+    or dword ptr [rax], {sum}           # no page that only SUM allows is cached, so none is wrong
+    inc qword ptr [rcx + {spared}]
+leave:
+    ret
+
+@routine clear_sum
+# The same before a csrc of sstatus: drops the pages of user memory only.
+    mov rax, [rcx + {site}]
+    mov eax, [rax]
+    cmp eax, [rcx + {insn}]
+    jne leave
+    mov rax, [rcx + {operand}]
+    test dword ptr [rax], {sum}
+    je leave
+    mov rax, [rcx + {mstatus}]
+    test dword ptr [rax], {sum}
+    je leave
+    and dword ptr [rax], {not_sum}
+    inc qword ptr [rcx + {spared}]
+    mov rdx, [rcx + {tlb}]
+    mov r8, [rdx + 8]
+    mov r9, [rdx]
+    add r9, r8                          # the last entry
+    mov r10, [rcx + {used}]
+    mov r11, -1
+entry:
+    mov rax, [r8]
+    and rax, [r8 + 8]
+    and rax, [r8 + 16]
+    js kept                             # no address in the lower half
+    mov [r8], r11
+    mov [r8 + 8], r11
+    mov [r8 + 16], r11
+    dec qword ptr [r10]
+kept:
+    add r8, {entry_size}
+    cmp r8, r9
+    jbe entry
+    mov r8, [rcx + {victims}]
+    lea r9, [r8 + {victims_size}]
+victim:
+    mov rax, [r8]
+    and rax, [r8 + 8]
+    and rax, [r8 + 16]
+    js past
+    mov [r8], r11
+    mov [r8 + 8], r11
+    mov [r8 + 16], r11
+past:
+    add r8, {entry_size}
+    cmp r8, r9
+    jb victim
+leave:
+    ret
+
 @routine count
 # void (uc rdi, address rsi, size edx, time rcx), as Unicorn's UC_HOOK_CODE; `time` is the address of a u64.
     inc qword ptr [rcx]

@@ -67,6 +67,7 @@ class LinuxTasks(RunningLinux):
         self._thunk = wakeup(machine, facts, structs)
         self.host_room = self._thunk.host_room
         machine.watch_reset(facts.symbols["emergency_restart"])
+        machine.ease_user_access(facts.user_access)
 
         scheduler = ClientScheduler(machine, table, self._thunk, self.init, facts.need_resched)
         self._scheduler = scheduler

@@ -363,6 +363,12 @@ class LinuxMachine(ABC):
         `sites`: the map KernelOffsets.executed of these instructions.
         """
 
+    def ease_user_access(self, sites: Mapping[str, int]) -> None:  # noqa: B027 - only riscv64 needs it
+        """Make the kernel's accesses to user memory cheap; kernel memory must be mapped.
+
+        `sites`: the map KernelOffsets.user_access.
+        """
+
     def run_to_stub(self) -> None:
         """Run until a process waits at the stub; while the guest is idle, advance the time.
 

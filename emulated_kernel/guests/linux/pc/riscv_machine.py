@@ -11,6 +11,7 @@ from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.pc.riscv_board import SbiBoard
 from emulated_kernel.guests.linux.pc.riscv_cells import CPU_MODEL, RiscvCells
 from emulated_kernel.guests.linux.pc.riscv_cpu import ECALL_FROM_USER, RiscvLinuxCpu
+from emulated_kernel.guests.linux.pc.riscv_user_access import UserAccess
 from emulated_kernel.guests.linux.pc.sv39_memory import Sv39Memory
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.machine.cpu.riscv import CAUSE_ILLEGAL, Riscv64Cpu
@@ -56,6 +57,7 @@ class RiscvMachine(LinuxMachine):
         hooks.end_runs_at(RISCV64.stub.start, CAUSE_ILLEGAL)
         self.hooks = hooks
         self._all = memoryview(ram)
+        self.user_access = UserAccess(engine, self.regs, self._state, self._state + found.mstatus)
 
     def _exception(self, trap: Trap) -> None:
         """Handle an exception that Unicorn reports.
@@ -117,6 +119,10 @@ class RiscvMachine(LinuxMachine):
 
         The change of the mapping makes Unicorn drop translated code.
         """
+
+    def ease_user_access(self, sites: Mapping[str, int]) -> None:
+        """Change SUM without dropping cached address translations; see LinuxMachine."""
+        self.user_access.take_over(sites, self.memory, self.cpu.root, self._ram_address)
 
     def running_task(self, facts: KernelOffsets) -> Callable[[], int]:  # noqa: ARG002 - x86 needs it
         """Return a function that returns the address of the running task's task_struct; see LinuxMachine.
