@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from collections.abc import Iterator
 
@@ -72,12 +74,18 @@ def print_images(*, as_json: bool) -> None:
         for image in images()
     ]
     if not rows:
+        remedy = "fetch one with kprobefs images fetch debian:bookworm/cloud"
+        print(f"kprobefs: images: no kernels; {remedy}", file=sys.stderr)
         return
     table = [("RELEASE", "ARCH", "KEPT", "SIZE", "AGE", "BOOT", "FILE"), *rows]
-    *widths, _ = [max(map(len, column)) for column in zip(*table, strict=True)]
+    *widths, longest = [max(map(len, column)) for column in zip(*table, strict=True)]
+    width = sum(widths) + 2 * len(widths) + longest
+    # In a pipe, a kernel has one line. On a narrow terminal, its file is below its other properties.
+    is_narrow = sys.stdout.isatty() and width > shutil.get_terminal_size().columns
     for *words, source in table:
         begin = "  ".join(word.ljust(width) for word, width in zip(words, widths, strict=True))
-        print(escape_for_terminal(f"{begin}  {source}"))
+        line = f"{begin.rstrip()}\n    {source}" if is_narrow else f"{begin}  {source}"
+        print("\n".join(map(escape_for_terminal, line.split("\n"))))
 
 
 def _age(seconds: float) -> str:

@@ -133,14 +133,14 @@ def _complain(message: str, status: ExitStatus) -> ExitStatus:
     return status
 
 
-def _print_error(message: str) -> None:
+def _print_error(message: str, colour: str = "31") -> None:
     try:
         from kprobefs.common.terminal import wrap
     except MemoryError:
         os.write(2, f"kprobefs: {message}\n".encode(errors="surrogateescape"))
         return
     head, _, rest = wrap(f"kprobefs: {message}", sys.stderr).partition(":")
-    print(f"{_coloured(f'{head}:', '31', sys.stderr)}{rest}", file=sys.stderr)
+    print(f"{_coloured(f'{head}:', colour, sys.stderr)}{rest}", file=sys.stderr)
 
 
 def _mount(parsed: argparse.Namespace) -> int:
@@ -184,12 +184,19 @@ def _mount(parsed: argparse.Namespace) -> int:
 
 def _images(parsed: argparse.Namespace) -> int:
     if parsed.action == "fetch":
-        from kprobefs.common.kernel_packages import USAGE, fetch
+        from kprobefs.common.kernel_packages import USAGE, fetch, suite_and_flavour
+        from kprobefs.common.progress import Progress
 
         if not parsed.names:
             raise CliError(f"images fetch: no kernel given; use {USAGE}", ExitStatus.USAGE)
         for name in parsed.names:
-            print(escape_for_terminal(str(fetch(name))), flush=True)
+            suite_and_flavour(name)
+        with Progress("fetching kernels", len(parsed.names)) as progress:
+            for name in parsed.names:
+                file = fetch(name)
+                progress.end()
+                print(escape_for_terminal(str(file)), flush=True)
+                progress.add(1)
         return ExitStatus.OK
     if parsed.clear:
         from emulated_kernel.guests.linux.boot import snapshot
@@ -430,7 +437,8 @@ def _matrix(parsed: argparse.Namespace) -> int:
     cases = matrix.cases(images, parsed.arch, parsed.profile, parsed.kprobes, parsed.clock, parsed.cpu)
 
     def report(result: matrix.Result) -> None:
-        _print_error(f"matrix: {escape_for_terminal(result.case.name)}: {result.verdict}")
+        colour = "31" if result.status else "32"
+        _print_error(f"matrix: {escape_for_terminal(result.case.name)}: {result.verdict}", colour)
 
     logs = Path(parsed.logs)
     if parsed.scheduler:

@@ -19,7 +19,7 @@ from typing import IO
 from xml.etree import ElementTree
 
 from emulated_kernel.util.fast_dataclass import dataclass
-from kprobefs.cli import duration_hint, nothing_hint
+from kprobefs.cli import duration_hint, nothing_hint, refusal_hint
 from kprobefs.cli.run import end_with_parent
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 
@@ -33,7 +33,9 @@ LOG_BYTES = 1 << 20
 """Number of bytes at the end of a log that are searched for the reason, and copied to the JUnit report."""
 _OUTPUT_BYTES = 64 << 20
 """Maximum number of bytes of a command's output that a worker of a cluster returns."""
-HINT_LINES = (duration_hint.HINT_LINE, nothing_hint.HINT_LINE)
+ADVICE_LINES = (duration_hint.HINT_LINE, nothing_hint.HINT_LINE)
+"""Patterns for the lines with hints that the table repeats below its rows."""
+HINT_LINES = (*ADVICE_LINES, refusal_hint.HINT_LINE)
 """Patterns for the lines with hints that `kprobefs run` adds to the command's output."""
 MOUNT = re.compile(r"/[^\s'\":]*/kprobefs-[a-z0-9_]{8}/mnt")
 """Pattern for the path of a mount that `run` has made."""
@@ -219,7 +221,15 @@ def result(case: Case, status: int, seconds: float, log: Path) -> Result:
     """Return the result of a run with this exit status and log. Raises: OSError."""
     text = _text(log)
     line = _blamed(text) or f"status {status}" if status else ""
+    if status and (refusal := _refusal(text)):
+        line = f"{line}; {refusal}"
     return Result(case, status, seconds, log, line, _hint(text))
+
+
+def _refusal(text: str) -> str:
+    """Return the hint of `run` about the last definition that the kernel refused; "" if there is none."""
+    found = map(refusal_hint.HINT_LINE.fullmatch, text.splitlines())
+    return next((hint[1] for hint in found if hint), "")
 
 
 def _text(log: Path) -> str:
@@ -234,9 +244,10 @@ def _is_hint(line: str) -> bool:
 
 
 def _hint(text: str) -> str:
-    """Return the first hint that `run` has added to a log, without its prefix; "" if there is none."""
+    """Return the first advice that `run` has added to a log, without its prefix; "" if there is none."""
     lines = (line.strip() for line in text.splitlines())
-    return next((line.removeprefix("kprobefs: ") for line in lines if _is_hint(line)), "")
+    advice = (line for line in lines if any(hint.fullmatch(line) for hint in ADVICE_LINES))
+    return next((line.removeprefix("kprobefs: ") for line in advice), "")
 
 
 def _blamed(text: str) -> str:
@@ -254,17 +265,21 @@ def _blamed(text: str) -> str:
 def table(results: Sequence[Result]) -> Iterator[str]:
     """Yield the lines of a table with kernel, result, time and the first line of the failure's output.
 
-    If a kernel has not passed, a line after the table names the directory of the logs. If a run gave a hint,
-    a last line says on how many kernels, with the first hint.
+    A line that has no room in its column is below its row. If a kernel has not passed, a line after the table
+    names the directory of the logs. If a run gave a hint, a last line says on how many kernels, with the
+    first hint.
     """
     width = max(len("kernel"), *(len(escape_for_terminal(result.case.name)) for result in results))
     room = max(COLUMNS - width - len("  result   seconds  "), MIN_SHOWN)
     yield f"{'kernel':<{width}}  result   seconds  first line of what failed"
     for result in results:
         line = escape_for_terminal(result.line)
-        shown = line if len(line) <= room else f"{line[: room - 3]}..."
+        has_room = len(line) <= room
         name = escape_for_terminal(result.case.name)
+        shown = line if has_room else ""
         yield f"{name:<{width}}  {result.verdict:<7}{result.seconds:>9.1f}  {shown}".rstrip()
+        if not has_room:
+            yield from wrap(line, COLUMNS, initial_indent="    ", subsequent_indent="    ")
     if failed := [result for result in results if result.status]:
         yield f"logs: {escape_for_terminal(str(failed[0].log.parent))}"
     if hints := [result.hint for result in results if result.hint]:

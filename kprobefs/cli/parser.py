@@ -222,7 +222,8 @@ def program_parser() -> argparse.ArgumentParser:
         "names",
         metavar="NAME",
         nargs="*",
-        help="(fetch) kernels: debian:SUITE[/FLAVOUR], for example debian:bookworm/cloud",
+        help="(fetch) kernels: debian:SUITE[/FLAVOUR], for example debian:bookworm/cloud; "
+        "flavours: amd64 (default), cloud, rt, arm64, riscv64",
     )
     form = command.add_mutually_exclusive_group()
     form.add_argument("--clear", action="store_true", help="remove the cached ones")

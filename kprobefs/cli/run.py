@@ -108,8 +108,8 @@ def _import_hints() -> None:
 def _print_hints(options: MountOptions, ended: EndedCommand, past: Past) -> None:
     """Disarm all probes, and print hints for the user on standard error.
 
-    The hints explain why no probe was hit, why no hit was recorded, or why durations are those of the virtual
-    clock. `past`: the history of the mount's events.
+    The hints explain why no probe was hit, why no hit was recorded, why durations are those of the virtual
+    clock, or why the kernel refused the last definition. `past`: the history of the mount's events.
     """
     from kprobefs.cli.nothing_hint import disarm, nothing_hints, present_events
 
@@ -118,6 +118,10 @@ def _print_hints(options: MountOptions, ended: EndedCommand, past: Past) -> None
         past = present_events(directory)
     disarm(directory)
     hints = list(nothing_hints(ended, past))
+    if ended.status:
+        from kprobefs.cli.refusal_hint import refusals
+
+        hints += refusals(directory)
     if options.machine.clock == CLOCKS[0]:
         from kprobefs.cli.duration_hint import virtual_durations
 

@@ -48,25 +48,35 @@ def directory() -> Path:
     return (Path(home) if home and home.startswith("/") else Path.home() / ".cache") / "kprobefs" / "fetched"
 
 
-def fetch(name: str) -> Path:
-    """Fetch a kernel with apt, and return the path of its package.
+def suite_and_flavour(name: str) -> tuple[str, str]:
+    """Return the parts of a kernel's name, DISTRIBUTION:SUITE[/FLAVOUR].
 
-    `name`: DISTRIBUTION:SUITE[/FLAVOUR]. If the package was fetched before, nothing is downloaded.
-    Raises: CliError (the name is malformed, the flavour is unknown, or apt is missing or fails).
+    Raises: CliError (the name is malformed, or the flavour is unknown).
     """
     found = NAME.match(name)
     if found is None:
-        raise CliError(f"{name}: not a kernel's name; use {USAGE}", ExitStatus.USAGE)
+        known = f"the flavours are {', '.join(FLAVOURS)}"
+        raise CliError(f"{name}: not a kernel's name; use {USAGE}; {known}", ExitStatus.USAGE)
     flavour = found["flavour"] or "amd64"
     if flavour not in FLAVOURS:
         raise CliError(f"{name}: no such flavour; use {', '.join(FLAVOURS)}", ExitStatus.USAGE)
+    return found["suite"], flavour
+
+
+def fetch(name: str) -> Path:
+    """Fetch a kernel with apt, and return the path of its package.
+
+    `name`: see suite_and_flavour(). If the package was fetched before, nothing is downloaded.
+    Raises: CliError (the name is wrong, or apt is missing or fails).
+    """
+    suite, flavour = suite_and_flavour(name)
     if shutil.which("apt-get") is None:
         raise CliError(f"{name}: no apt-get on this host; download the package and use --image FILE")
     directory().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory()) as work:
         meta, architecture = FLAVOURS[flavour]
-        apt = _Apt(Path(work), found["suite"], name, architecture)
-        place = directory() / found["suite"]
+        apt = _Apt(Path(work), suite, name, architecture)
+        place = directory() / suite
         place.mkdir(exist_ok=True)
         package = apt.dependency(meta, "linux-image-")
         # Since 6.19 the kernel and its modules have packages of their own.

@@ -126,6 +126,27 @@ def test_a_script_passes_on_some(tmp_path: Path) -> None:
 
 @needs_fuse
 @pytest.mark.mounted
+def test_the_kernels_refusal_is_in_the_table(tmp_path: Path) -> None:
+    """dash reports an I/O error for each errno; the reason is in the kernel's error_log."""
+    script = 'echo "p:oops vfs_read %nosuch" >> "$KPROBEFS/kprobe_events"'
+    done = subprocess.run(
+        [*REAL_PROGRAM, "matrix", "--junit", "report.xml", "--", "dash", "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    refusal = 'error_log ends with "trace_kprobe: error: Invalid register name" for "p:oops vfs_read %nosuch"'
+    assert refusal in " ".join(done.stdout.split())
+    assert all(len(line) <= matrix.COLUMNS for line in done.stdout.splitlines())
+    failure = ElementTree.parse(tmp_path / "report.xml").getroot().find("testcase/failure")
+    assert failure is not None
+    assert refusal in str(failure.get("message"))
+
+
+@needs_fuse
+@pytest.mark.mounted
 def test_a_killed_matrix_leaves_no_command(tmp_path: Path) -> None:
     script = "echo $$ $KPROBEFS > made; mv made pid; exec sleep 600"
     killed = subprocess.Popen(
@@ -143,13 +164,15 @@ def test_a_table_shows_what_failed() -> None:
     case = matrix.Case("6.1", ())
     results = [
         matrix.Result(case, 0, 1.25, Path("log"), ""),
-        matrix.Result(matrix.Case("a longer name", ()), 3, 12, Path("log"), "x" * 99),
+        matrix.Result(matrix.Case("a longer name", ()), 3, 12, Path("log"), "word " * 18),
         matrix.Result(case, 125, 0.5, Path("log"), "no kernel"),
     ]
     assert list(matrix.table(results)) == [
         "kernel         result   seconds  first line of what failed",
         "6.1            passed       1.2",
-        f"a longer name  failed      12.0  {'x' * 44}...",
+        "a longer name  failed      12.0",
+        f"    {'word ' * 15}".rstrip(),
+        "    word word word",
         "6.1            error        0.5  no kernel",
         "logs: .",
     ]

@@ -15,7 +15,7 @@ import pytest
 from emulated_kernel.util.config import ARCHITECTURES
 from kprobefs.cli.main import main
 from kprobefs.common.errors import ExitStatus
-from kprobefs.common.kernel_packages import find
+from kprobefs.common.kernel_packages import FLAVOURS, find
 from tests.fuse.harness import needs_fuse
 from tests.image.linux.debian import package
 
@@ -202,6 +202,12 @@ def test_images_lists_kernels_at_hand(
     assert ["6.12.0-1-riscv64", "riscv64", "-", "3", "MiB", "-", "-", str(kernel)] in lines
 
 
+def test_each_flavour_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["images", "--help"]) == ExitStatus.OK
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(flavour in shown for flavour in FLAVOURS)
+
+
 @needs_fuse
 @pytest.mark.mounted
 def test_a_mount_takes_a_kernel_a_clock_and_a_profile(kprobefs_mount: Callable[..., Path]) -> None:
@@ -220,8 +226,12 @@ def test_a_mount_takes_a_kernel_a_clock_and_a_profile(kprobefs_mount: Callable[.
         ("debian:bookworm/big", "no such flavour; use amd64, cloud, rt"),
     ],
 )
-def test_a_kernel_that_cannot_be_fetched(name: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["images", "fetch", name]) == ExitStatus.USAGE
+def test_a_kernel_that_cannot_be_fetched(
+    name: str, why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No kernel is fetched if one of the names is wrong."""
+    monkeypatch.setattr("kprobefs.common.kernel_packages.fetch", pytest.fail)
+    assert main(["images", "fetch", "debian:bookworm/cloud", name]) == ExitStatus.USAGE
     assert capsys.readouterr().err.startswith(f"kprobefs: {name}: {why}")
 
 

@@ -81,5 +81,6 @@ def test_no_images_yet(
 ) -> None:
     monkeypatch.setattr("kprobefs.cli.images.at_hand", tuple)
     assert main(["images"]) == 0
+    assert "images fetch debian:bookworm/cloud" in capsys.readouterr().err
     assert main(["images", "--clear"]) == 0
     assert capsys.readouterr().out == f"0 images removed from {cache}/kprobefs/kernels\n"
