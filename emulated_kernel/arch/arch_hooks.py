@@ -113,6 +113,8 @@ class StubEnd(NamedTuple):
 
     A hit runs at most one of the breakpoints, and one if there are any.
     """
+    by_python: int | None = None
+    """Address of a breakpoint at which Python must emulate the instruction; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)

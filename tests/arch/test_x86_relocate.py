@@ -10,6 +10,8 @@ import pytest
 import unicorn
 from unicorn import x86_const as const
 
+from emulated_kernel.arch.x86.arch import I386, X86_64
+from emulated_kernel.arch.x86.emulate import TF
 from emulated_kernel.arch.x86.relocate import relocate
 from emulated_kernel.util.errors import KernelError
 from tests.arch import engines
@@ -20,17 +22,24 @@ SIZE = 0x10_0000
 DATA, DETOUR = 0x8000, 0x9_0000
 """Offsets of data that branches read, and of the copy."""
 MAX_STEPS = 3
+POPF = b"\x9d"
 NAMES = ("AX", "CX", "DX", "BX", "BP", "SI", "DI")
 
 
-def run(code: bytes, at: int, bits: int, values: Mapping[str, int], flags: int) -> tuple[object, ...]:
-    """Run code until it is left, and return where it goes, the registers, the flags and the memory."""
+def run(
+    code: bytes, at: int, bits: int, values: Mapping[str, int], flags: int, top: int = 0
+) -> tuple[object, ...]:
+    """Run code until it is left, and return where it goes, the registers, the flags and the memory.
+
+    `top`: word at the top of the stack.
+    """
     prefix = "R" if bits == 64 else "E"
     with engines.lent(unicorn.UC_ARCH_X86, MODES[bits]) as uc:
         uc.mem_map(BASE, SIZE)
         for where in range(BASE + DATA, BASE + DATA + 64, bits // 8):
             uc.mem_write(where, (BASE + 0x4321).to_bytes(bits // 8, "little"))
         uc.mem_write(at, code)
+        uc.mem_write(BASE + SIZE // 2, top.to_bytes(bits // 8, "little"))
         numbers = {name: getattr(const, f"UC_X86_REG_{prefix}{name}") for name in (*NAMES, "SP")}
         for name, number in numbers.items():
             uc.reg_write(number, {"SP": BASE + SIZE // 2, **values}[name])
@@ -72,6 +81,37 @@ def test_as_the_original(code: str, bits: int) -> None:
         values |= {"AX": BASE + DATA, "BX": BASE + DATA + 8, "SI": BASE + DATA + 16}
         flags = dice.getrandbits(12) & 0x8D5 | 2
         assert run(copy, to, bits, values, flags) == run(insn, at, bits, values, flags)
+
+
+@pytest.mark.parametrize("bits", [64, 32])
+def test_a_popf_at_the_end_of_a_stub(bits: int) -> None:
+    """Python gets it if it sets the trap flag, with the same stack; otherwise it is as the original."""
+    arch = X86_64() if bits == 64 else I386()
+    dice = random.Random(bits)
+    at, to = BASE + 0x2000, BASE + DETOUR
+    region = arch.emulated_region(POPF, at)
+    assert region is not None
+    end = arch.stub_end(region, to)
+    assert end.by_python is not None
+    assert len(end.code) <= arch.max_copied
+    jump_back = end.code.index(arch.relative_jump(end.by_python - arch.jump_size, at + len(POPF)))
+    seen = set()
+    for _ in range(60):
+        values = {name: dice.getrandbits(bits) for name in NAMES}
+        flags = dice.getrandbits(12) & 0x8D5 | 2
+        top = dice.getrandbits(bits)
+        found = run(end.code[:jump_back], to, bits, values, flags, top)
+        goes_to, registers, _, stack = found
+        seen.add(goes_to)
+        if top & TF:
+            assert goes_to == end.by_python
+            assert registers == {**values, "SP": BASE + SIZE // 2}
+        else:
+            assert found == run(POPF, at, bits, values, flags, top)
+        assert bytes(stack)[64:].startswith(top.to_bytes(bits // 8, "little"))
+    assert len(seen) == 2
+    places = [arch.original_place(region, to, where).address for where in (to, to + jump_back, end.by_python)]
+    assert places == [at, at + len(POPF), at]
 
 
 def test_an_address_that_cannot_be_pushed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from random import Random
 from types import SimpleNamespace
 
@@ -10,12 +11,15 @@ import pytest
 
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol
+from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.registry import Kprobes
+from emulated_kernel.machine.cpu.registers import RegisterSet
 from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.control_lock import ControlLock
 from tests.kprobes.conftest import BREAKPOINTS
 from tests.kprobes.scripted import ScriptedGracePeriod
-from tests.kprobes.states import build_arena, generate, image_and_arena
+from tests.kprobes.states import TF, build_arena, generate, image_and_arena
 from tests.kprobes.transparency import Stepper, differences
 from tests.machine import guests
 from tests.machine.guests import CODE
@@ -132,3 +136,62 @@ def test_a_probe_is_not_noticed(machine: Machine, name: str) -> None:
     found = [differences(a, b) for a, b in zip(unprobed, probed, strict=True)]
     assert [(hex(s.flags), hex(s.sp), d) for s, d in zip(starts, found, strict=True) if d] == []
     assert kprobes.hits.may_interrupt()
+
+
+EMULATED = tuple(INSTRUCTIONS)[: tuple(INSTRUCTIONS).index("push rsp")]
+REX_W = 0x48
+FAR_RETURNS = {"lret": "cb", "lret, 64 bits": "48 cb", "lret 8, 64 bits": "48 ca 08 00"}
+BY_PYTHON = ("pushf, 16 bits", "popf, 16 bits", "call rsp")
+"""Emulated instructions that Python executes at each hit; no compiler makes them."""
+
+
+@pytest.mark.parametrize("name", [*EMULATED, *FAR_RETURNS])
+def test_an_emulated_instruction_follows_the_handler(machine: Machine, name: str) -> None:
+    """Each hit is one trap without Python, and the effect is that of the processor."""
+    code = bytes.fromhex({**INSTRUCTIONS, **FAR_RETURNS}[name])
+    kprobes = _kprobes(machine, code)
+    rng = Random(name)
+    arena = build_arena(machine, rng)
+    starts = [generate(arena, rng, CODE) for _ in range(STATES)]
+    if name in FAR_RETURNS:
+        starts = [_far_returning(machine, start, code) if rng.random() < 0.5 else start for start in starts]
+    stepper = Stepper(machine, image_and_arena(machine, arena))
+    if name in SHOW_TRAP_FLAG:
+        unprobed = [stepper.up_to(start, CODE + len(code)) for start in starts]
+    else:
+        unprobed = [stepper.unprobed(start) for start in starts]
+    unprobed = [
+        effect.without_trap_flag() if effect.fault or name not in LOAD_TRAP_FLAG else effect
+        for effect in unprobed
+    ]
+    probe = Kprobe(addr=CODE, pre_handler=lambda *_: None, program=lambda _builder, _way: True)
+    kprobes.register_kprobe(probe)
+    head = kprobes.table.valid(probe)
+    assert head is not None
+    assert head.insn is not None
+    assert kprobes.routes.compile_stub(head)
+    assert head.insn.slot is None
+    assert head.stub is not None
+    assert (head.stub.region is None) is (name in BY_PYTHON)
+    if name in BY_PYTHON:
+        return
+    native = machine.hooks.native_traps
+    probed = [stepper.led_to(start, effect) for start, effect in zip(starts, unprobed, strict=True)]
+    assert machine.hooks.native_traps - native == STATES or not machine.hooks.is_native
+    kprobes.unregister_kprobe(probe)
+    found = [differences(a, b) for a, b in zip(unprobed, probed, strict=True)]
+    assert [(hex(s.flags), hex(s.sp), d) for s, d in zip(starts, found, strict=True) if d] == []
+    if name.startswith("lret") and code[0] == REX_W:
+        assert len({effect.fault is None for effect in unprobed}) == 2
+    if name == "popf":
+        flags = [effect.end.flags & TF for effect in unprobed if effect.fault is None]
+        assert len(set(flags)) == 2
+
+
+def _far_returning(machine: Machine, start: RegisterSet, code: bytes) -> RegisterSet:
+    """Store a return address in the kernel's code segment at the stack pointer, and return the state."""
+    size = 8 if code[0] == REX_W else 4
+    target = (CODE + 40).to_bytes(8, "little")[:size]
+    with suppress(MemoryFault):
+        machine.memory.write(start.sp, target + machine.regs.cs.to_bytes(size, "little"))
+    return start

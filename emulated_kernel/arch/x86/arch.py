@@ -10,7 +10,14 @@ from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.probe_rules import ProbeRules
 from emulated_kernel.arch.analysis.stack_frames import Frame, FrameInsn
-from emulated_kernel.arch.arch_hooks import Arch, ArchSpecificInsn, HandlerStub, OriginalPlace, Registers
+from emulated_kernel.arch.arch_hooks import (
+    Arch,
+    ArchSpecificInsn,
+    HandlerStub,
+    OriginalPlace,
+    Registers,
+    StubEnd,
+)
 from emulated_kernel.arch.probe_checks import OptimizationPolicy
 from emulated_kernel.arch.program.ir import HandlerCode, Program
 from emulated_kernel.arch.x86 import copy_insn as out_of_line
@@ -114,6 +121,9 @@ class X86(Arch):
 
     def emulated_region(self, code: bytes, addr: int) -> Region | None:
         return Region(addr, code) if is_exact(code, self.bits) else None
+
+    def stub_end(self, region: Region, to: int) -> StubEnd:
+        return detours.stub_end(region, to, self.bits)
 
     def original_place(self, region: Region, copied: int, address: int) -> OriginalPlace:
         return detours.original_place(region, copied, address, self.bits)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from emulated_kernel.arch.analysis.detour_region import Region
-from emulated_kernel.arch.arch_hooks import HandlerStub, OriginalPlace
+from emulated_kernel.arch.arch_hooks import HandlerStub, OriginalPlace, StubEnd
 from emulated_kernel.arch.x86.copy_insn import DISP32_SIZE, JMP32_SIZE, relative_jump
 from emulated_kernel.arch.x86.encoder import AX, CX, INT3, SP
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
 from emulated_kernel.arch.x86.pt_regs import POPF, RegsFrame, push_address
-from emulated_kernel.arch.x86.relocate import is_relocated_call, relocate
+from emulated_kernel.arch.x86.relocate import guarded_popf, is_popf, is_relocated_call, relocate
 
 RET = b"\xc3"
 MAX_DETOUR = 160
@@ -89,12 +89,24 @@ def _relocated_insns(region: Region, to: int, bits: int) -> Iterator[tuple[int, 
         to += len(code)
 
 
+def stub_end(region: Region, to: int, bits: int) -> StubEnd:
+    """Implement Arch.stub_end: as relocated(), but Python executes a popf that sets the trap flag."""
+    if not is_popf(region.code, bits):
+        return StubEnd(relocated(region, to, bits))
+    code = guarded_popf(region.code, bits)
+    code += relative_jump(to + len(code), region.end)
+    return StubEnd(code + INT3, by_python=to + len(code))
+
+
 def original_place(region: Region, copied: int, address: int, bits: int) -> OriginalPlace:
     """Implement Arch.original_place: map an address in the relocated instructions to the original one.
 
     A relocated call is a push and a jump. Between the two, the place is still the call, with `pushed` bytes.
     """
     at = copied
+    if is_popf(region.code, bits):
+        jump_back = at + len(guarded_popf(region.code, bits))
+        return OriginalPlace(region.end if address == jump_back else region.addr)
     for original, code in _relocated_insns(region, copied, bits):
         if address < at + len(code):
             has_pushed = address > at and is_relocated_call(region.code[original - region.addr :], bits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from errno import ERANGE
 
-from emulated_kernel.arch.x86.copy_insn import DISP32_SIZE, copy_instruction, relative_jump
+from emulated_kernel.arch.x86.copy_insn import DISP32_SIZE, JMP32_SIZE, copy_instruction, relative_jump
 from emulated_kernel.arch.x86.encoder import SP, is_signed
 from emulated_kernel.arch.x86.insn import OPERAND_SIZE_PREFIX, X86Insn, decode_insn
 from emulated_kernel.arch.x86.pt_regs import push_address
@@ -22,11 +22,10 @@ _JCC_SHORT = range(0x70, 0x80)
 _LOOPS = range(0xE0, 0xE4)
 _SHORT_JUMP_SIZE = 2
 _ADDRESS_SIZE_PREFIX = 0x67
-_INEXACT = (0x9D, 0xCA, 0xCB)
-"""Opcodes of popf and lret, which cannot be relocated exactly.
-
-popf may set the trap flag. Then the trap would occur at the jump after the copy, one instruction too early.
-"""
+_POPF = 0x9D
+_TEST_TOP = bytes.fromhex("f7042400010000")
+"""test dword ptr [esp], 0x100: the trap flag in the word that a popf pops; with REX.W, of a quadword."""
+_JNZ = 0x75
 
 
 def relocate(code: bytes, addr: int, to: int, bits: int) -> tuple[bytes, int]:
@@ -68,11 +67,28 @@ def is_exact(code: bytes, bits: int) -> bool:
 
     The instruction must be one that kprobes emulate. Return False for a branch with a 16-bit operand, because
     the CPU truncates its target, and relocate() does not. Also return False for a call through sp, because
-    relocate() reads sp after the push.
+    relocate() reads sp after the push. The code of popf is that of guarded_popf().
     """
     insn = decode_insn(code, bits)
     calls_sp = insn.opcode[0] == _GROUP_5 and insn.reg == _CALL_NEAR and insn.rm == SP
-    return OPERAND_SIZE_PREFIX not in insn.prefixes and insn.opcode[0] not in _INEXACT and not calls_sp
+    return OPERAND_SIZE_PREFIX not in insn.prefixes and not calls_sp
+
+
+def is_popf(code: bytes, bits: int) -> bool:
+    """Return True if `code` is only a popf."""
+    insn = decode_insn(code, bits)
+    return insn.opcode[0] == _POPF and insn.length == len(code)
+
+
+def guarded_popf(code: bytes, bits: int) -> bytes:
+    """Return the popf `code` and a branch before it, which skips the popf and a jump after it.
+
+    The branch is taken if the popf would set the trap flag, because the trap would occur at the jump after
+    the popf, one instruction too early. The guard reads what the popf reads, so that it faults in its place,
+    and changes only flags that the popf overwrites.
+    """
+    wide = b"\x48" if bits == 64 else b""
+    return wide + _TEST_TOP + bytes((_JNZ, len(code) + JMP32_SIZE)) + code
 
 
 def _push_return(address: int, bits: int) -> bytes:

@@ -164,8 +164,8 @@ class Compiler:
 
         `target`: address at which the guest continues after the handler, or None. `region`: an emulated
         instruction, or None. The relocated form of the instruction follows the handler if it can be compiled.
-        If there is neither a target nor a relocated form, the guest continues at a breakpoint at
-        `CompiledCode.tail`. The caller sets the handler of this breakpoint.
+        If there is neither a target nor a relocated form, or if the form leaves a case to Python, the guest
+        continues at a breakpoint at `CompiledCode.tail`. The caller sets the handler of this breakpoint.
         """
         arch = self._arch
         breakpoint_ = self._arch.breakpoint
@@ -187,6 +187,7 @@ class Compiler:
         if ends:
             code.region = region
             code.leads = tuple(ends[0].leads)
+            code.tail = ends[0].by_python or 0
             self.relocated[code.copied] = head.address
             for at, leads_to in ends[0].leads.items():
                 self._breakpoints[at] = _redirect(leads_to)

@@ -35,7 +35,7 @@ class CompiledCode:
     leads: tuple[int, ...] = field(default=(), init=False, metadata=ADDRESS)
     """Addresses of the breakpoints in the relocated form. A hit runs one of them, if there are any."""
     tail: int = field(default=0, init=False, metadata=ADDRESS)
-    """Address of the breakpoint in which the code ends; 0 if the code ends otherwise."""
+    """Address of the breakpoint in which the code ends, at least in some cases; 0 if there is none."""
     retired: bool = field(default=False, init=False)
 
     def contains(self, address: int) -> bool:

@@ -201,8 +201,9 @@ class BreakpointDispatch:
             hits.compile_post_code(head, head.address + insn.prepared.length)
         self._install_step_end(head, insn)
         self.breakpoints[head.address] = hits.by_stub(head, stub)
-        if leads_to is None and stub.region is None:
-            self.breakpoints[stub.tail] = partial(hits.emulate, head, insn)
+        if leads_to is None and stub.tail:
+            emulate = partial(hits.emulate, head) if stub.region is None else hits.emulate_apart
+            self.breakpoints[stub.tail] = partial(emulate, insn)
 
     def _first_by_detour(self, head: AggrKprobe, trap: int, regs: Regs) -> None:
         if not head.may_compile:

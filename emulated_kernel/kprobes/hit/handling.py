@@ -210,6 +210,15 @@ class HitHandling:
             return
         self._post_process(head, regs)
 
+    def emulate_apart(self, insn: OutOfLine, regs: Regs) -> None:
+        """Emulate the probed instruction after a hit that was guest code so far, and thus has no state.
+
+        The guest has read the memory that the instruction reads, so that the emulation does not fault.
+        """
+        emulation = insn.prepared.emulate
+        assert emulation is not None
+        emulation.run(regs, self._machine.memory)
+
     def on_step_end(self, head: AggrKprobe, next_ip: int, regs: Regs) -> None:
         """End a step in the slot: continue the guest after the probed instruction, whose end is `next_ip`."""
         regs.ip = next_ip
