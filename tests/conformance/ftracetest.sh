@@ -230,16 +230,18 @@ narrow() {
     cat >>"$work/selftests/test.d/functions" <<END
 
 named_files() {
-    for place in $(echo "$named" "$calls" | tr '\n' ' '); do
-        ls -d events/\$place/"\$1" 2>/dev/null || :
-    done
+    ls -d \$(
+        for place in $(echo "$named" "$calls" | tr '\n' ' '); do
+            echo "events/\$place/\$1"
+        done
+    ) 2>/dev/null || :
 }
 reset_trigger() {
     reset_trigger_file \$(named_files trigger)
 }
 reset_events_filter() {
-    for file in \$(named_files filter); do
-        [ "\$(cat "\$file")" = none ] || echo 0 >"\$file"
+    for file in \$(grep -lv ^none \$(named_files filter)); do
+        echo 0 >"\$file"
     done
 }
 END

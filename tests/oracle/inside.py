@@ -286,7 +286,7 @@ ATTRIBUTES = (
 LISTED = (
     ("", r"[.](percent|graph)", "Invalid field modifier"),
     ("", r"[$]arg0\b", "No BTF entry|This variable is not found"),
-    ("", r"[$]arg[*]", r"(?s)BTF is not available.*Invalid ([$]-variable specified|fetch argument)"),
+    ("", r"[$]arg[*]", r"(?s)BTF is not available.*: error: "),
     (r"5[.]10[.]", r"^p\S* ([+]8|0)\b", "Failed to register probe event"),
     (r"5[.]10[.]", r"^-:\S+/ ", "^$"),
     (r"6[.]1[.]", r"trace[(]asked_chain,pid,stack[)]", "^$"),
