@@ -29,6 +29,7 @@ _PT_LOAD = 1
 _IDENT = b"\x7fELF%c\x01\x01" + bytes(9)
 _STB_GLOBAL = 1
 _PAGE = 4096
+NOTES_SECTION = ".notes"
 BUILD_ID_SECTION = ".note.gnu.build-id"
 
 
@@ -94,7 +95,7 @@ def debug_elf(
     sections = [_Section("", 0, 0, 0, b"", 0, align=0)]
     starts = []
     for each in memory:
-        kind = _SHT_NOTE if each.name == ".notes" else _SHT_PROGBITS if len(each.data) else SHT_NOBITS
+        kind = _SHT_NOTE if each.name == NOTES_SECTION else _SHT_PROGBITS if len(each.data) else SHT_NOBITS
         flags = each.flags & (SHF_WRITE | SHF_ALLOC | SHF_EXECINSTR)
         starts.append((each.address, each.address + each.size, len(sections)))
         sections.append(_Section(each.name, kind, flags, each.address, each.data, each.size, align=16))

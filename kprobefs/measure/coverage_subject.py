@@ -103,17 +103,20 @@ class Subject:
         return self._has("arch_prepare_optimized_kprobe")
 
     def own_kprobes(self, *, has_jumps: bool) -> str:
-        """Return a clause that names what a RISC-V kernel's own kprobes lack in comparison with kprobefs's.
+        """Return a clause that names what a kernel's own kprobes lack in comparison with kprobefs's.
 
-        Return "" if nothing is missing, if the kernel's symbols do not say so, or on other architectures.
+        Return "" if nothing is missing, if the kernel's symbols do not say so, or on x86.
         `has_jumps`: whether kprobefs's kprobes are optimized.
         """
-        if not self.arch.startswith("riscv"):
+        if self.arch in WITH_OPTPROBES:
+            # kprobefs obeys the kernel's configuration there.
             return ""
         missing = []
         if has_jumps and self._has("arch_prepare_optimized_kprobe") is False:
             missing.append("have no jumps")
-        if self.tables.mcount and self._has("kprobe_ftrace_handler") is False:
+        # On arm64, kprobefs refuses ftrace sites, too.
+        refuses_sites = self.arch.startswith("riscv") and self._has("kprobe_ftrace_handler") is False
+        if self.tables.mcount and refuses_sites:
             missing.append("refuse function entries, which are ftrace sites")
         if not missing:
             return ""

@@ -148,7 +148,8 @@ def _jumps(explained: Explanation) -> Iterator[str]:
     if not kernel.profile.optimizer:
         yield f"never: the kernel of profile {kernel.profile.name} has no jump optimization"
         return
-    built = {True: "CONFIG_OPTPROBES is set", False: "never: built without CONFIG_OPTPROBES", None: ""}
+    own = "" if kernel.arch in WITH_OPTPROBES else f"no release of Linux has jumps on {kernel.arch}"
+    built = {True: "CONFIG_OPTPROBES is set", False: "never: built without CONFIG_OPTPROBES", None: own}
     allowed = {
         True: "sysctl debug.kprobes-optimization is 1",
         False: "now off: sysctl debug.kprobes-optimization is 0",

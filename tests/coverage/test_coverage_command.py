@@ -17,7 +17,6 @@ from xml.etree import ElementTree
 import pytest
 
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol
-from emulated_kernel.kprobes.profile import profile_named
 from kprobefs.cli.main import main
 from kprobefs.measure.coverage import FunctionCounter, coverage
 from kprobefs.measure.coverage_subject import Subject, own_image
@@ -96,6 +95,8 @@ ENTRIES = "refuse function entries, which are ftrace sites"
         ("riscv64", ["kprobe_ftrace_handler"], "riscv-optprobes-2023", [f"{OWN}have no jumps"]),
         ("riscv64", [], "linux-6.1", [f"{OWN}{ENTRIES}"]),
         ("riscv64", ["kprobe_ftrace_handler"], "linux-6.1", []),
+        ("arm64", [], "arm64-6.12", [f"{OWN}have no jumps"]),
+        ("arm64", ["arch_prepare_optimized_kprobe"], "arm64-6.12", []),
         ("x86_64", ["kprobe_ftrace_handler"], "linux-6.1", []),
         # kprobefs's own kernel.
         ("riscv64", ["__guest_abi"], "riscv-optprobes-2023", []),
@@ -106,7 +107,7 @@ def test_it_is_told_where_the_kernels_own_kprobes_differ(
 ) -> None:
     symbols = [Symbol(name, 16 * at, "T", 16) for at, name in enumerate(["f", "register_kprobe", *names], 1)]
     tables: Any = SimpleNamespace(kallsyms=Kallsyms(symbols), mcount=[16], text_ranges=[])
-    has_jumps = profile_named(profile).optimizer and arch.startswith(profile[:5])
+    has_jumps = arch.startswith(profile[:5])
     subject = Subject("", arch, tables)
     own = subject.own_kprobes(has_jumps=has_jumps)
     assert [own] * bool(own) == remarks

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from types import MappingProxyType
 
 from emulated_kernel.image.builtin_image import KernelImage
-from emulated_kernel.image.debug_elf import MemorySection, NamedAddress, build_id, debug_elf
+from emulated_kernel.image.debug_elf import NOTES_SECTION, MemorySection, NamedAddress, build_id, debug_elf
 from emulated_kernel.image.elf import SHF_ALLOC, SHF_EXECINSTR, SHF_WRITE
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.btf import Btf
@@ -83,7 +83,12 @@ def linux_debug_file(kernel: LinuxKernel) -> bytes:
     """
     symbols = kernel.kallsyms.symbols
     debug = _debug(kernel.btf, 8, symbols)
-    return debug_elf(ELF_MACHINES[kernel.architecture], 64, _linux_memory(kernel), _named(symbols), debug)
+    memory = list(_linux_memory(kernel))
+    # The flat images of arm64 and RISC-V have their notes in the middle of data, without a section.
+    has_notes = any(section.name == NOTES_SECTION for section in memory)
+    identity = b"" if has_notes else bytes.fromhex(kernel.build_id)
+    machine = ELF_MACHINES[kernel.architecture]
+    return debug_elf(machine, 64, memory, _named(symbols), debug, identity)
 
 
 def _linux_memory(kernel: LinuxKernel) -> Iterator[MemorySection]:

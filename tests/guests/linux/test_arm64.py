@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from errno import ENOEXEC, ENOTDIR
 from pathlib import Path
 
 import pytest
+from elftools.elf.elffile import ELFFile
 
 from emulated_kernel.arch.arm64.insn import B_COND, words_of
 from emulated_kernel.guests.common.host_processes import ProcessWatch
@@ -27,7 +29,9 @@ from emulated_kernel.guests.linux.pc.gic_board import (
     TIMER_ON,
     GicBoard,
 )
+from emulated_kernel.image.debug_files import build_id
 from emulated_kernel.image.linux.arm64_image import Arm64Image
+from emulated_kernel.image.linux.debug_file import linux_debug_file
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
 from emulated_kernel.image.linux.open_image import is_linux, open_vmlinux
 from emulated_kernel.machine.traps.trap import GuestFault
@@ -231,6 +235,12 @@ def test_a_core_of_the_machine(mount: Mount) -> None:
 
 
 # Answers without a running kernel
+
+
+def test_the_file_for_debuggers_has_the_build_id(kernel: LinuxKernel) -> None:
+    """The core has it in VMCOREINFO, by which drgn finds out whether both belong together."""
+    assert kernel.build_id
+    assert build_id(ELFFile(io.BytesIO(linux_debug_file(kernel)))) == kernel.build_id
 
 
 def test_coverage(image: Path) -> None:

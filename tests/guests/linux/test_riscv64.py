@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import struct
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from elftools.elf.elffile import ELFFile
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.boot_cache import kernel_as_booted, started
@@ -26,6 +28,8 @@ from emulated_kernel.guests.linux.pc.riscv_board import (
     TIMER_INTERRUPT,
     SbiBoard,
 )
+from emulated_kernel.image.debug_files import build_id
+from emulated_kernel.image.linux.debug_file import linux_debug_file
 from emulated_kernel.image.linux.linked_module import link_modules
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
 from emulated_kernel.image.linux.open_image import is_linux, open_vmlinux
@@ -180,6 +184,12 @@ def test_an_image_that_is_cut_off(image: Path, tmp_path: Path) -> None:
     with pytest.raises(KernelError, match="truncated") as refused:
         open_kernel(str(cut))
     assert refused.value.errno == ENOEXEC
+
+
+def test_the_file_for_debuggers_has_the_build_id(kernel: LinuxKernel) -> None:
+    """The core has it in VMCOREINFO, by which drgn finds out whether both belong together."""
+    assert kernel.build_id
+    assert build_id(ELFFile(io.BytesIO(linux_debug_file(kernel)))) == kernel.build_id
 
 
 def test_coverage(image: Path) -> None:
