@@ -26,6 +26,7 @@ from emulated_kernel.util.fast_named_tuple import NamedTuple
 from emulated_kernel.vfs.core.client import Stat
 from kprobefs.common.errors import CliError
 from kprobefs.fuse.known_nodes import BLOCK_SIZE, KnownNodes, attr_bytes
+from kprobefs.fuse.own_paths import CHANGES, OwnPaths
 from kprobefs.fuse.protocol import (
     ATTR_OUT,
     ATTR_REPLY_SIZE,
@@ -517,6 +518,8 @@ class ReplyChannels:
         self._clients_own = frozenset(name.encode() + b"\0" for name in clients_own)
         self._own_nodes: set[int] = set()
         """Node ids of the directories `clients_own` and of the directories below them."""
+        self.own_paths = OwnPaths()
+        """Paths of the directories in `_own_nodes`, and of files in them."""
         self._linked_nodes: set[int] = set()
         """Node ids of files to which clients have made further links."""
         self._rename_window_end = 0.0
@@ -546,14 +549,18 @@ class ReplyChannels:
         if self._walks is None:
             return self.channel
         if opcode == FUSE_LOOKUP:
-            if node in self._own_nodes:
-                return self._for_own
             name = bytes(request[IN_HEADER.size : size])
+            if node in self._own_nodes:
+                self.own_paths.expect(node, name[:-1])
+                return self._for_own
             lasts = node == FUSE_ROOT_ID and name in self._lasting
             is_control = self._expect(node, name[:-1], may_last=not lasts)
             if lasts:
                 self._walks()
-                return self._for_own if name in self._clients_own else self._for_lasting
+                if name not in self._clients_own:
+                    return self._for_lasting
+                self.own_paths.expect(node, name[:-1])
+                return self._for_own
             if is_control:
                 return self._for_control
         elif opcode in HANDLE_FLAGS:
@@ -620,6 +627,7 @@ class ReplyChannels:
         self._lasting_nodes.discard(node)
         self._own_nodes.discard(node)
         self._linked_nodes.discard(node)
+        self.own_paths.forget(node)
 
     def _share(self, node: int) -> None:
         """Record that the node with the id `node` gets another link.
@@ -645,6 +653,9 @@ class ReplyChannels:
                 change(reply)
                 self._send(reply)
             except OSError as error:
+                # libfuse forgets a lookup whose reply was not sent.
+                if len(reply) == ENTRY_REPLY_SIZE:
+                    self.own_paths.forget(ENTRY_NODE.unpack(reply)[0])
                 return -(error.errno or errno.EIO)
             # Hazard: for an exception that reached libfuse, ctypes would return an arbitrary number.
             except BaseException:
@@ -690,6 +701,7 @@ class ReplyChannels:
                 self._own_nodes.add(node)
             elif links > 1:
                 return
+            self.own_paths.learn(node, mode)
             reply[ENTRY_VALID] = _NAME_LASTS
 
 
@@ -796,7 +808,8 @@ class SessionLoop:
     """The loop that reads requests from /dev/fuse; several threads may run it.
 
     The loop itself answers READ, RELEASE, and WRITE of files whose writes read no host files. It also answers
-    LOOKUP, GETATTR and OPEN of control files with known nodes. It passes all other requests to libfuse.
+    LOOKUP, GETATTR and OPEN of control files with known nodes, and OPEN of files in `OwnPaths`. It passes all
+    other requests to libfuse.
 
     close(2) returns when its RELEASE is in the queue of /dev/fuse, and no program waits for the reply. So a
     later request could be answered before the close has had its effect. While the close of an open file would
@@ -910,7 +923,10 @@ class SessionLoop:
         # libfuse answers a read that has to wait, because libfuse notices an interrupt of the client.
         if found is None:
             channel = self._replies.select(opcode, node, request, size)
-            _libfuse.fuse_session_process(self._session, address, size, channel)
+            if opcode in CHANGES:
+                self._change_names(opcode, node, request, address, size, channel)
+            else:
+                _libfuse.fuse_session_process(self._session, address, size, channel)
             return channel == self._replies.channel
         error, data = (found, b"") if isinstance(found, int) else (0, found)
         try:
@@ -920,6 +936,15 @@ class SessionLoop:
             if opcode == FUSE_OPEN and data:
                 self._release(*OPEN_OUT.unpack(data)[:1])
         return True
+
+    def _change_names(
+        self, opcode: int, directory: int, request: bytearray, address: int, size: int, channel: int
+    ) -> None:
+        """Make libfuse execute a request that removes or changes a name in `directory`."""
+        # A RENAME has other fields before its names, and concerns all paths.
+        name = bytes(request[IN_HEADER.size : size - 1])
+        with self._replies.own_paths.changing(opcode, directory, name):
+            _libfuse.fuse_session_process(self._session, address, size, channel)
 
     def _look_up(self, nodes: KnownNodes, request: bytearray, size: int) -> bytes | int | None:
         """Answer the LOOKUP of a known control file. Results: see `_answers`.
@@ -958,16 +983,26 @@ class SessionLoop:
         return ATTR_OUT.pack(0, validity) + attr_bytes(found)
 
     def _open(self, nodes: KnownNodes, request: bytearray, _size: int) -> bytes | int | None:
-        """Open a known control file, and return the reply. Other results: see `_answers`.
+        """Open a known control file or a file with a path of its own, and return the reply.
 
-        An open(2) that truncates can take long, so libfuse answers it.
+        Other results: see `_answers`. An open(2) that truncates can take long, so libfuse answers it.
         """
         _, _, number, uid, gid, pid = IN_HEADER.unpack_from(request)
-        node = nodes.by_id.get(number)
         (flags,) = FIRST_WORD.unpack_from(request, IN_HEADER.size)
-        if node is None or flags & os.O_TRUNC:
+        if flags & os.O_TRUNC:
             return None
-        found = self._operations.open(uid, gid, pid, node.path, flags)
+        node = nodes.by_id.get(number)
+        if node is not None:
+            found = self._operations.open(uid, gid, pid, node.path, flags)
+        else:
+            own = self._replies.own_paths
+            opened = own.begin_open(number)
+            if opened is None:
+                return None
+            try:
+                found = self._operations.open(uid, gid, pid, opened[1], flags)
+            finally:
+                own.end_open(opened[0])
         if isinstance(found, int):
             return found
         handle, is_stream = found

@@ -375,13 +375,16 @@ class _Operations:
         return self._mount.fgetattr(handle, partial(_cached_client, pid, uid, gid))
 
     def open_at_once(self, uid: int, gid: int, pid: int, path: str, flags: int) -> tuple[int, bool]:
-        """Open a control file for SessionLoop; return (handle, whether the file is a stream).
+        """Open a file for SessionLoop; return (handle, whether the file is a stream).
 
         The parameters are those of AtOnce.open.
         """
         if self.reserve.is_spent:
             self._needs_reserve()
-        handle = self._mount.open(_cached_client(pid, uid, gid), path, flags)
+        try:
+            handle = self._mount.open(_cached_client(pid, uid, gid), path, flags)
+        except KernelError as error:
+            raise self._retry_error(path, error) from error
         if status := flags & STATUS_FLAGS:
             self._status[handle] = status
         return handle, self._mount.is_stream(handle)

@@ -1,0 +1,122 @@
+"""OwnPaths: paths of the files in directories where clients change names, so that OPEN needs no libfuse.
+
+While a request removes or changes a name, no path is recorded. Such a request begins when each open by a path
+that it drops has ended. So the path of an open is that of its node.
+"""
+
+from __future__ import annotations
+
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from time import sleep
+
+from kprobefs.fuse.protocol import FUSE_RENAME, FUSE_RENAME2, FUSE_RMDIR, FUSE_ROOT_ID, FUSE_UNLINK
+
+CHANGES = frozenset({FUSE_RENAME, FUSE_RENAME2, FUSE_RMDIR, FUSE_UNLINK})
+"""Opcodes of the requests that remove or change names."""
+_PAUSE = 0.0001
+"""Seconds between two checks whether opens have ended."""
+
+
+class OwnPaths:
+    """Paths of regular files and directories by node id. libfuse opens the nodes without a path."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        """Lock around each change of names, and around each new path."""
+        self._paths: dict[int, str] = {}
+        self._roots: dict[int, str] = {}
+        """Paths of directories in the root, which no client can rename or remove."""
+        self._changing = 0
+        """Number of requests that change names now."""
+        self._changes = 0
+        """Number of requests that have begun to change names."""
+        self._numbers = count()
+        self._opening: set[int] = set()
+        """Numbers of the opens in progress."""
+        self._looked_up = threading.local()
+        """Arguments of learn() while libfuse looks up a name in this thread."""
+
+    def expect(self, directory: int, name: bytes) -> None:
+        """Record that the calling thread looks up `name` in the directory with the node id `directory`."""
+        above = "" if directory == FUSE_ROOT_ID else self._path(directory)
+        self._looked_up.arguments = above, name, self._changes
+
+    def learn(self, number: int, mode: int) -> None:
+        """Record the node that libfuse has found for the name of the last expect().
+
+        Record no file if names have changed since then, nor if its directory has no path.
+        """
+        above, name, changes = getattr(self._looked_up, "arguments", (None, b"", 0))
+        if above is None or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            return
+        path = _joined(above, name)
+        with self._lock:
+            if not above:
+                self._roots[number] = path
+            elif self._changes == changes and not self._changing:
+                self._paths[number] = path
+
+    def forget(self, number: int) -> None:
+        """Drop the path of a node that the host's kernel has forgotten."""
+        self._paths.pop(number, None)
+        self._roots.pop(number, None)
+
+    def _path(self, number: int) -> str | None:
+        return self._paths.get(number) or self._roots.get(number)
+
+    def begin_open(self, number: int) -> tuple[int, str] | None:
+        """Return the number of a new open and the path of a node; None if the node has no path.
+
+        The path is right until end_open() is called with the number.
+        """
+        if number not in self._paths:
+            return None
+        opened = next(self._numbers)
+        # Order matters, as in changing(): either the path is gone, or that method sees the open.
+        self._opening.add(opened)
+        path = self._paths.get(number)
+        if path is None:
+            self._opening.discard(opened)
+            return None
+        return opened, path
+
+    def end_open(self, opened: int) -> None:
+        """End the open that has the number `opened`."""
+        self._opening.discard(opened)
+
+    @contextmanager
+    def changing(self, opcode: int, directory: int, name: bytes) -> Iterator[None]:
+        """Drop the paths that a request may change, and record none in the block, which executes the request.
+
+        `opcode` is that of the request. `name` is the name that it removes from `directory`.
+        """
+        with self._lock:
+            self._changing += 1
+            self._changes += 1
+            self._drop(opcode, directory, name)
+        try:
+            opened = self._opening.copy()
+            while not opened.isdisjoint(self._opening):
+                sleep(_PAUSE)
+            yield
+        finally:
+            with self._lock:
+                self._changing -= 1
+
+    def _drop(self, opcode: int, directory: int, name: bytes) -> None:
+        above = self._path(directory)
+        if opcode in (FUSE_RENAME, FUSE_RENAME2) or above is None:
+            self._paths.clear()
+            return
+        gone = _joined(above, name)
+        for number, path in list(self._paths.items()):
+            if path == gone or path.startswith(f"{gone}/"):
+                del self._paths[number]
+
+
+def _joined(directory: str, name: bytes) -> str:
+    return f"{directory}/{name.decode('utf-8', 'surrogateescape')}"
