@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,7 +59,11 @@ class FtraceSites:
         self.return_at = self.trampoline + self.trampoline_size - arch.return_size
         """Address of a return instruction, at which compiled handlers continue."""
         self._calls: dict[int, Called] = {}
-        """Address of an fentry site -> handler of calls from the site."""
+        """Address of an fentry site -> handler of calls from the site.
+
+        A site has an item from its first call after a change of its users on. So the map is small if a tracer
+        hooks tens of thousands of sites.
+        """
         self._breakpoints[self.trampoline + stub.trap] = self._make_on_call()
         self._callers: dict[int, AggrKprobe] = {}
         """Address of a call site -> AggrKprobe of the probes that handle the calls from the site."""
@@ -85,7 +89,7 @@ class FtraceSites:
         """Number of calls from sites that Python handled."""
         self._ops = FtraceOpsList()
         self._lists: dict[tuple[FtraceOps, ...], Called] = {}
-        """Several users, newest first -> handler of the sites that have these users."""
+        """Users, newest first -> handler of the sites that have these users. A change of users empties it."""
         self._of_kprobes = tuple(
             FtraceOps(self._hit_probe, lambda: "kprobe_ftrace_handler", saves_regs=True, modifies_ip=modifies)
             for modifies in (False, True)
@@ -112,7 +116,7 @@ class FtraceSites:
             self.calls += 1
             frame = frames[regs.sp]
             site = frame.ip - call_size
-            hit = find(site)
+            hit = find(site) or self._find_handler(site)
             if hit is not None:
                 hit(site, frame)
 
@@ -124,36 +128,33 @@ class FtraceSites:
             self._route({head.address})
 
     def _route(self, sites: set[int]) -> SiteGroups:
-        """Set the handlers of the calls from the sites that have users. Return the sites by their users."""
+        """Let the calls from `sites` find their handlers again. Return the sites by their users."""
         groups = self._ops.groups(sites)
         self._lists.clear()
+        for site in self._calls.keys() & sites:
+            del self._calls[site]
         for ops, members in groups.single.items():
-            self._calls.update(dict.fromkeys(members, self._handler_for([ops])))
-            if ops in self._of_kprobes:
-                heads = self._heads(members)
-                self._calls.update({head.address: partial(self._first_by_call, head) for head in heads})
-            else:
+            if ops not in self._of_kprobes:
                 self._drop_codes(members)
         self._drop_codes(groups.several)
-        self._calls.update(dict.fromkeys(groups.several, self._first_of_several))
         return groups
-
-    def _heads(self, sites: set[int]) -> list[AggrKprobe]:
-        return [self._callers[site] for site in sites & self._callers.keys()]
 
     def _drop_codes(self, sites: set[int]) -> None:
         """Drop compiled handlers that sites call directly, which would hide the calls from other users."""
-        for head in self._heads(sites):
-            self.drop_code(head)
+        for site in self._callers.keys() & sites:
+            self.drop_code(self._callers[site])
 
-    def _first_of_several(self, site: int, frame: Any) -> None:
-        """Handle a call from a site with several users, the first one after a change of the users."""
+    def _find_handler(self, site: int) -> Called | None:
+        """Return the handler of the calls from a site, and keep it in `_calls`; None if it has no users."""
         users = tuple(self._ops.users(site))
-        handler = self._lists.get(users)
-        if handler is None:
-            handler = self._lists[users] = self._handler_for(users)
+        if not users:
+            return None
+        if len(users) == 1 and users[0] in self._of_kprobes:
+            handler: Called = partial(self._first_by_call, self._callers[site])
+        else:
+            handler = self._lists.get(users) or self._lists.setdefault(users, self._handler_for(users))
         self._calls[site] = handler
-        handler(site, frame)
+        return handler
 
     def _handler_for(self, users: Sequence[FtraceOps]) -> Called:
         """Return a handler of calls from a site. `users`: all users (FtraceOps) of the site, newest first.
@@ -404,46 +405,50 @@ class FtraceSites:
     def _update(self, sites: Iterable[int]) -> None:
         """Write at sites the calls or nops that their users require.
 
-        The handler of a site's calls is set before the text calls, and removed after the text has stopped
-        calling.
+        The handler of a site's calls is removed after the text has stopped calling. All sets may have tens of
+        thousands of members, so there are as few copies as possible.
         """
-        sites = set(sites)
-        routed = len(self._calls)
-        calling = len(self._calling)
+        if not isinstance(sites, set):
+            sites = set(sites)
+        calling = self._calling
+        sizes = len(self._calls), len(calling)
         groups = self._route(sites)
-        used = sites - groups.unused
         self._with_regs -= groups.unused
-        calls = used if self.enabled else set()
         busy = set(filter(self._poker.is_patching, sites)) if self._poker.is_busy else set()
         self._deferred_sites |= busy
-        # A site with several users calls the trampoline. A probe's site does so until its first hit.
-        targets = dict.fromkeys(groups.several, self.trampoline)
-        for ops, members in groups.single.items():
-            for site in members:
-                targets[site] = ops.code_of(site) or self.trampoline
         starting = {
             site: target
-            for site, target in targets.items()
-            if site in calls and site not in busy and self._calling.get(site) != target
+            for site, target in (self._targets(groups) if self.enabled else ())
+            if site not in busy and calling.get(site) != target
         }
-        stopping = (sites - calls - busy) & self._calling.keys()
-        if self.keeps_history:
+        not_calling = groups.unused if self.enabled else sites
+        stopping = {site for site in not_calling if site in calling and site not in busy}
+        if self.keeps_history and self.enabled:
             for ops in self._of_kprobes:
                 if ops.modifies_ip:
-                    self.modified |= ops.sites & calls
+                    self.modified |= ops.sites & sites
         self._start_and_stop(starting, stopping)
-        for site in self._route(stopping).unused & self._calls.keys():
-            del self._calls[site]
-        shrink_dict(self._calls, routed)
-        shrink_dict(self._calling, calling)
+        self._route(stopping)
+        shrink_dict(self._calls, sizes[0])
+        shrink_dict(calling, sizes[1])
+
+    def _targets(self, groups: SiteGroups) -> Iterator[tuple[int, int]]:
+        """Yield each site that has a user, and the address that the site calls.
+
+        A site with several users calls the trampoline. A probe's site does so until its first hit.
+        """
+        for site in groups.several:
+            yield site, self.trampoline
+        for ops, members in groups.single.items():
+            for site in members:
+                yield site, ops.code_of(site) or self.trampoline
 
     def _start_and_stop(self, starting: Mapping[int, int], stopping: Collection[int] = ()) -> None:
         """Write calls at some fentry sites, and nops at others.
 
         `starting`: site -> target of the call. `stopping`: sites that get nops.
         """
-        encode = self._arch.relative_call
-        insns = {site: encode(site, target) for site, target in starting.items()}
+        insns = _CallInsns(starting, self._arch.relative_call)
         breakpoints: dict[int, Callable[[Any], None]] = {}
         if not self._poker.takes_one_step(len(insns) + len(stopping)):
             breakpoints.update(dict.fromkeys(starting, self._call(starting)))
@@ -453,7 +458,7 @@ class FtraceSites:
             del self._calling[site]
         if self.keeps_history:
             self.touched.update(starting)
-        self._split_jumps.start_again([*(starting.keys() & self._calling.keys()), *stopping])
+        self._split_jumps.start_again([*(site for site in starting if site in self._calling), *stopping])
         self._calling.update(starting)
         if insns or stopping:
             self._poker.replace_all(insns, stopping, self._arch.call_size)
@@ -492,6 +497,23 @@ class FtraceSites:
 
     def _skip(self, regs: Any) -> None:
         regs.ip += self._arch.call_size - len(self._arch.breakpoint)
+
+
+class _CallInsns(Mapping[int, bytes]):
+    """Address of a site -> the call instruction to write there; each lookup makes the instruction again."""
+
+    def __init__(self, targets: Mapping[int, int], encode: Callable[[int, int], bytes]) -> None:
+        self._targets = targets
+        self._encode = encode
+
+    def __getitem__(self, site: int) -> bytes:
+        return self._encode(site, self._targets[site])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._targets)
+
+    def __len__(self) -> int:
+        return len(self._targets)
 
 
 def _each(calls: Sequence[Called]) -> Called:

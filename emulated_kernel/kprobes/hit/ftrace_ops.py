@@ -166,6 +166,9 @@ class FtraceOpsList:
                 found.several |= shared
                 found.single = {user: its - shared for user, its in found.single.items()}
             alone = inside - shared if shared else inside
-            found.single.setdefault(ops, set()).update(alone)
+            if ops in found.single:
+                found.single[ops] |= alone
+            else:
+                found.single[ops] = alone
             found.unused = found.unused - alone
         return found

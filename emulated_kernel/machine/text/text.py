@@ -34,6 +34,7 @@ _NUMBER = WORD_SIZE.bit_length() - 1
 _PLACE = WORD_SIZE - 1
 """`address & _PLACE` is an address's offset in its word."""
 _BITS = 8 * WORD_SIZE
+_MAX_SHARED = 4096
 _DIFFERS = b"\0" + b"\xff" * 255
 
 
@@ -68,7 +69,7 @@ class OriginalBytes(Mapping[int, int]):
     The bytes of a word share one entry of the ledger.
     """
 
-    __slots__ = ("changes", "words")
+    __slots__ = ("_shared", "changes", "words")
 
     def __init__(self) -> None:
         self.changes = 0
@@ -78,6 +79,8 @@ class OriginalBytes(Mapping[int, int]):
 
         The upper half of the integer is a mask, which has 0xFF for each byte that differs.
         """
+        self._shared: dict[int, int] = {}
+        """Integers in `words`. Equal ones are one object: the nops of all fentry sites have few values."""
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -116,7 +119,9 @@ class OriginalBytes(Mapping[int, int]):
             differs = int.from_bytes(changed.to_bytes(len(data), "little").translate(_DIFFERS), "little")
             kept |= (differs << _BITS | original & differs) << shift
         if kept:
-            words[word] = kept
+            if len(self._shared) > _MAX_SHARED:
+                self._shared.clear()
+            words[word] = self._shared.setdefault(kept, kept)
         else:
             words.pop(word, None)
         self.changes += 1

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
-from itertools import chain
 
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.util.control_lock import ControlLock
@@ -36,7 +35,8 @@ class TextPoker:
         self._text = text
         self._breakpoint = breakpoint_
         self._lock = lock
-        self._patched: frozenset[int] = frozenset()
+        self._patched: tuple[Collection[int], ...] = ()
+        """Addresses of the instructions that are being replaced, for each nested call that replaces some."""
 
     @property
     def is_busy(self) -> bool:
@@ -53,7 +53,7 @@ class TextPoker:
         The guest may hit a probe between two steps of the replacement. The handling of such a hit must not
         change this instruction.
         """
-        return va in self._patched
+        return any(va in places for places in self._patched)
 
     def has_tail(self, insn: bytes) -> bool:
         """Return True if the instruction `insn` is longer than the breakpoint, so that it has a tail."""
@@ -69,7 +69,7 @@ class TextPoker:
         `insns`: address -> new bytes. `restored`: addresses of instructions that get their original bytes,
         `size` bytes each.
         """
-        with self._patching(chain(insns, restored)):
+        with self._patching(insns, restored):
             if self.takes_one_step(len(insns) + len(restored)):
                 self._text.poke_batch((va, insns[va]) for va in sorted(insns))
                 self._text.restore_batch(sorted(restored), size)
@@ -107,11 +107,11 @@ class TextPoker:
         self._write(PokeStep.TAIL, insns)
 
     @contextmanager
-    def _patching(self, places: Iterable[int]) -> Iterator[None]:
+    def _patching(self, *places: Collection[int]) -> Iterator[None]:
         self._lock.assert_held()
         # Nested calls are possible: a hit at another address may remove a probe's code.
         before = self._patched
-        self._patched = self._patched.union(places)
+        self._patched = (*before, *places)
         try:
             yield
         finally:

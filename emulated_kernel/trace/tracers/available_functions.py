@@ -54,6 +54,10 @@ class FunctionWatcher(ABC):
         """
 
 
+_Entry = str | TraceableFunction
+"""A function in the table of Functions; only the name of a function of the kernel itself, to save memory."""
+
+
 class Functions(Collection[TraceableFunction]):
     """All traceable functions: the kernel's in order of address, then each module's in the order of loading.
 
@@ -71,21 +75,23 @@ class Functions(Collection[TraceableFunction]):
         self._watchers: list[FunctionWatcher] = []
 
     @cached_property
-    def _functions(self) -> dict[int, TraceableFunction]:
+    def _functions(self) -> dict[int, _Entry]:
         """Cached map: fentry site -> function.
 
         The map is built when it is first used, because finding the names takes a tenth of a boot's time.
         """
-        return {function.site: function for function in self._at_boot} | self._of_modules
+        return {function.site: _entry(function) for function in self._at_boot} | self._of_modules
 
     def __iter__(self) -> Iterator[TraceableFunction]:
-        return iter(self._functions.values())
+        return (_function(site, entry) for site, entry in self._functions.items())
 
     def __len__(self) -> int:
         return len(self._functions)
 
     def __contains__(self, function: object) -> bool:
-        return isinstance(function, TraceableFunction) and self._functions.get(function.site) == function
+        if not isinstance(function, TraceableFunction) or function.site not in self._functions:
+            return False
+        return self.at(function.site) == function
 
     @property
     def sites(self) -> list[int]:
@@ -96,11 +102,12 @@ class Functions(Collection[TraceableFunction]):
     @cached_property
     def dropped(self) -> frozenset[int]:
         """Cached set of the fentry sites of disabled functions."""
-        return frozenset(site for site, function in self._functions.items() if function.is_dropped)
+        entries = self._functions.items()
+        return frozenset(site for site, entry in entries if not isinstance(entry, str) and entry.is_dropped)
 
     def at(self, site: int) -> TraceableFunction:
         """Return the function that has the fentry site `site`."""
-        return self._functions[site]
+        return _function(site, self._functions[site])
 
     def existing(self, sites: Iterable[int]) -> frozenset[int]:
         """Return the members of `sites` that are fentry sites of existing functions."""
@@ -111,15 +118,23 @@ class Functions(Collection[TraceableFunction]):
         return list(sites) if len(sites) < 2 else [site for site in self._functions if site in sites]
 
     @cached_property
-    def _by_name(self) -> dict[bytes, list[TraceableFunction]]:
-        """Cached map: name -> functions, for patterns without a wildcard.
+    def _by_name(self) -> dict[str, tuple[int, ...] | int]:
+        """Cached map: name -> the fentry site, or several, for patterns without a wildcard.
 
         Clients write a name for each of thousands of functions, so a linear search would be too slow.
         """
-        found: dict[bytes, list[TraceableFunction]] = {}
-        for function in self._functions.values():
-            found.setdefault(function.name.encode(), []).append(function)
+        found: dict[str, tuple[int, ...] | int] = {}
+        for site, entry in self._functions.items():
+            name = _name(entry)
+            before = found.setdefault(name, site)
+            if before is not site:
+                found[name] = (*(before if isinstance(before, tuple) else (before,)), site)
         return found
+
+    def _named(self, name: bytes) -> Iterable[tuple[int, _Entry]]:
+        """Return the functions with a name, as (fentry site, entry of `_functions`)."""
+        sites = self._by_name.get(name.decode("utf-8", "surrogateescape"), ())
+        return [(site, self._functions[site]) for site in (sites if isinstance(sites, tuple) else (sites,))]
 
     def watch(self, watcher: FunctionWatcher) -> None:
         """Call the methods of `watcher` when functions are added or removed from now on."""
@@ -170,20 +185,34 @@ class Functions(Collection[TraceableFunction]):
             return frozenset(islice(self._functions, index, index + 1) if 0 <= index < len(self) else ())
         wanted = classify_pattern(pattern)
         matches_all = module is not None and not wanted.text
-        functions: Iterable[TraceableFunction] = self._functions.values()
+        functions: Iterable[tuple[int, _Entry]] = self._functions.items()
         if wanted.type is MatchType.FULL and not matches_all:
-            functions = self._by_name.get(wanted.text, ())
-        chosen = [each for each in functions if not each.is_dropped]
+            functions = self._named(wanted.text)
+        dropped = self.dropped
+        chosen = [(site, entry) for site, entry in functions if site not in dropped]
         if module is not None:
             module_pattern, is_excluded = parse_pattern(module)
-            chosen = [each for each in chosen if _belongs(each, module_pattern) is not is_excluded]
-        return frozenset(each.site for each in chosen if matches_all or _matches(wanted, each.name))
+            chosen = [each for each in chosen if _belongs(each[1], module_pattern) is not is_excluded]
+        return frozenset(site for site, entry in chosen if matches_all or _matches(wanted, _name(entry)))
 
 
-def _belongs(function: TraceableFunction, pattern: StringPattern) -> bool:
+def _entry(function: TraceableFunction) -> _Entry:
+    return function if function.module is not None or function.is_dropped else function.name
+
+
+def _function(site: int, entry: _Entry) -> TraceableFunction:
+    return TraceableFunction(site, entry) if isinstance(entry, str) else entry
+
+
+def _name(entry: _Entry) -> str:
+    return entry if isinstance(entry, str) else entry.name
+
+
+def _belongs(entry: _Entry, pattern: StringPattern) -> bool:
+    module = None if isinstance(entry, str) else entry.module
     if not pattern.text:
-        return function.module is not None
-    return function.module is not None and _matches(pattern, function.module)
+        return module is not None
+    return module is not None and _matches(pattern, module)
 
 
 def _matches(pattern: StringPattern, text: str) -> bool:
