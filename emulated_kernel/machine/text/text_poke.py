@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
-from itertools import chain
 
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.util.control_lock import ControlLock
@@ -69,9 +68,10 @@ class TextPoker:
         `insns`: address -> new bytes. `restored`: addresses of instructions that get their original bytes,
         `size` bytes each.
         """
-        with self._patching(chain(insns, restored)):
+        with self._patching(insns, restored):
             if self.takes_one_step(len(insns) + len(restored)):
-                self._text.poke_batch((va, insns[va]) for va in sorted(insns))
+                places = sorted(insns)
+                self._text.poke_batch(zip(places, map(insns.__getitem__, places), strict=True))
                 self._text.restore_batch(sorted(restored), size)
                 return
             insns = {**insns, **{va: self._text.original(va, size) for va in restored}}
@@ -107,11 +107,11 @@ class TextPoker:
         self._write(PokeStep.TAIL, insns)
 
     @contextmanager
-    def _patching(self, places: Iterable[int]) -> Iterator[None]:
+    def _patching(self, *places: Iterable[int]) -> Iterator[None]:
         self._lock.assert_held()
         # Nested calls are possible: a hit at another address may remove a probe's code.
         before = self._patched
-        self._patched = self._patched.union(places)
+        self._patched = self._patched.union(*places)
         try:
             yield
         finally:
