@@ -619,7 +619,18 @@ class ControlFs(FileSystem):
             return self.tree.readlink(client, path)
 
     def open(self, client: Client, path: str, flags: int) -> ControlFile:
-        """Open a file by GuestCalls.open(), and report O_TRUNC to the watcher; see FileSystem."""
+        """Open a file by GuestCalls.open(), and report O_TRUNC to the watcher; see FileSystem.
+
+        Raises: KernelError EINVAL (O_DIRECT), and the errors of GuestCalls.open().
+        Mirrors: fs/open.c:do_dentry_open (v6.1), which refuses O_DIRECT after the file's own open().
+        """
+        file = self._open_for(client, path, flags)
+        if flags & os.O_DIRECT:
+            file.release()
+            raise KernelError(errno.EINVAL, f"{path}: control files have no direct I/O")
+        return file
+
+    def _open_for(self, client: Client, path: str, flags: int) -> ControlFile:
         if not flags & os.O_TRUNC:
             with self.lock_for(path, flags):
                 if self.lock.is_lent:

@@ -180,6 +180,15 @@ def test_relative_jump() -> None:
     assert caught.value.errno == ERANGE
 
 
+def test_relative_calls_are_encoded_like_single_ones() -> None:
+    targets = {ADDR: ADDR + 5, ADDR + 16: ADDR, ADDR + 32: ADDR + (1 << 31) - 1}
+    calls = ARCH.relative_calls(targets)
+    assert calls == {source: ARCH.relative_call(source, target) for source, target in targets.items()}
+    with pytest.raises(KernelError) as caught:
+        ARCH.relative_calls({**targets, ADDR + 48: ADDR + 53 + (1 << 31)})
+    assert caught.value.errno == ERANGE
+
+
 def test_disassembly_names_address_bytes_and_operands() -> None:
     lines = ARCH.disassemble(bytes.fromhex("4889e5c3"), ADDR)
     assert [" ".join(line.split()) for line in lines] == [

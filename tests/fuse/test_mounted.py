@@ -86,6 +86,17 @@ def test_o_trunc_belongs_to_open(mounted: Daemon) -> None:
     assert Path(events).read_text() == ""
 
 
+def test_direct_io_is_refused_after_the_file_was_opened(mounted: Daemon) -> None:
+    events = mounted.path("kprobe_events")
+    write(events, b"p:a vfs_read\n")
+    for name in ("kprobe_events", "tracing/trace", "machine/version"):
+        with assert_errno(errno.EINVAL):
+            os.open(mounted.path(name), os.O_RDONLY | os.O_DIRECT)
+    with assert_errno(errno.EINVAL):
+        os.open(events, os.O_WRONLY | os.O_TRUNC | os.O_DIRECT)
+    assert Path(events).read_text() == ""
+
+
 def test_errno_reaches_the_writer(mounted: Daemon) -> None:
     with assert_errno(errno.ENOENT):
         write(mounted.path("kprobe_events"), b"p:a nosuch\n")

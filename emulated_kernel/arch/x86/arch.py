@@ -67,6 +67,7 @@ class X86(Arch):
     no_return_hook = ("__switch_to",)
     relative_jump = staticmethod(out_of_line.relative_jump)
     relative_call = staticmethod(detours.relative_call)
+    relative_calls = staticmethod(detours.relative_calls)
     returns: X86ReturnCode
     _frame: RegsFrame
 

@@ -6,7 +6,7 @@ the handler. After that, it loads the registers from the struct pt_regs, which t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.arch_hooks import HandlerStub, OriginalPlace, StubEnd
@@ -118,3 +118,19 @@ def original_place(region: Region, copied: int, address: int, bits: int) -> Orig
 def relative_call(source: int, target: int) -> bytes:
     """Encode a `call rel32` from `source` to `target`. Raises: KernelError ERANGE (32 bits don't reach)."""
     return b"\xe8" + relative_jump(source, target)[1:]
+
+
+def relative_calls(targets: Mapping[int, int]) -> dict[int, bytes]:
+    """Encode a `call rel32` for each item of a map source -> target, tens of thousands in few operations.
+
+    Raises: KernelError ERANGE (32 bits don't reach).
+    """
+    size = DISP32_SIZE
+    end = JMP32_SIZE
+    try:
+        return {
+            source: b"\xe8" + (target - source - end).to_bytes(size, "little", signed=True)
+            for source, target in targets.items()
+        }
+    except OverflowError:
+        return {source: relative_call(source, target) for source, target in targets.items()}

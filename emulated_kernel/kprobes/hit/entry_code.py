@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Generic, TypeVar
 
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
@@ -13,6 +14,8 @@ from emulated_kernel.kprobes.hit.ftrace_ops import FtraceOps, no_code
 from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
 
 KindT = TypeVar("KindT")
+ByKind = Callable[[AbstractSet[int]], Mapping[KindT, AbstractSet[int]]]
+"""Function that divides fentry sites by the kind of their functions: kind -> sites."""
 
 
 class EntryCode(Generic[KindT]):
@@ -39,42 +42,42 @@ class EntryCode(Generic[KindT]):
         """Whether make() can be called now, and the current settings need it."""
         return not self.is_settled and self._split_jumps.may_patch()
 
-    def prepare(self, kinds: Iterable[KindT], kind_of: Callable[[int], KindT]) -> None:
-        """Make sites call the jump of their kind, when they are attached later. Create missing jumps.
+    def prepare(self, sites: AbstractSet[int], by_kind: ByKind[KindT]) -> None:
+        """Make `sites` call the jump of their kind, when they are attached later. Create missing jumps.
 
-        `kind_of`: returns the kind of the function with a site. If there is no memory for the jump of a kind,
+        `by_kind`: divides sites by the kind of their functions. If there is no memory for the jump of a kind,
         the sites of this kind call the trampoline.
         """
         jumps = self._jumps
-        for kind in kinds:
+        for kind in by_kind(sites):
             if kind not in jumps:
                 jump = self._compiler.jump(self._sites.trampoline)
                 if jump is not None:
                     jumps[kind] = jump
 
-        def code_of(site: int) -> int | None:
-            jump = jumps.get(kind_of(site))
-            return None if jump is None else jump.entry
+        def codes_of(sites: AbstractSet[int]) -> Iterable[tuple[int | None, AbstractSet[int]]]:
+            for kind, members in by_kind(sites).items():
+                jump = jumps.get(kind)
+                yield None if jump is None else jump.entry, members
 
-        self._ops.code_of = code_of
+        self._ops.codes_of = codes_of
 
     def make(
         self,
-        kinds: Iterable[KindT],
-        kind_of: Callable[[int], KindT],
+        sites: AbstractSet[int],
+        by_kind: ByKind[KindT],
         emit: Callable[[ProgramBuilder, KindT], object],
     ) -> bool:
-        """Compile guest code for the functions of `kinds`; all sites of the ftrace_ops call it from now on.
+        """Compile guest code for the functions with `sites`, which call it from now on.
 
-        `kind_of`: see prepare(). `emit` adds the handling of a call to a program. If there is no memory for
+        `by_kind`: see prepare(). `emit` adds the handling of a call to a program. If there is no memory for
         the code, Python continues to handle the calls, and the result is False.
         """
-        kinds = list(kinds)
         self.is_settled = True
         try:
-            self.prepare(kinds, kind_of)
-            self._sites.set_code(self._ops, self._ops.code_of)
-            for kind in kinds:
+            self.prepare(sites, by_kind)
+            self._sites.set_code(self._ops, self._ops.codes_of)
+            for kind in by_kind(sites):
                 if kind in self._jumps:
                     self._lead(self._jumps[kind], kind, emit)
         except SHORTAGES as error:
@@ -108,4 +111,4 @@ class EntryCode(Generic[KindT]):
         for jump in self._jumps.values():
             self._compiler.retire(jump)
         self._jumps.clear()
-        self._ops.code_of = no_code
+        self._ops.codes_of = no_code

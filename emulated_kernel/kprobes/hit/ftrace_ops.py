@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from itertools import count, islice
 from typing import Any
 
@@ -11,8 +12,11 @@ from emulated_kernel.util.fast_dataclass import dataclass, field
 
 Called = Callable[[int, Any], object]
 """Handler of a call; it takes the site's address and the saved registers. The saved ip is after the site."""
-CodeOf = Callable[[int], int | None]
-"""Function that returns the address of the guest code for calls from a site; None: Python handles them."""
+CodesOf = Callable[[AbstractSet[int]], Iterable[tuple[int | None, AbstractSet[int]]]]
+"""Function that divides sites by the guest code that they call, because there may be tens of thousands.
+
+Each item has the address of the code, or None if Python handles the calls, and the sites.
+"""
 
 _FEW = 16
 """Maximum number of sites of an ftrace_ops that is found by its sites.
@@ -21,8 +25,14 @@ A tracer hooks tens of thousands of sites, and an index of them would take megab
 """
 
 
-def no_code(_site: int) -> None:
-    """Return None: Python handles the calls from all sites. It is a CodeOf."""
+def no_code(sites: AbstractSet[int]) -> Iterable[tuple[int | None, AbstractSet[int]]]:
+    """Let Python handle the calls from all sites. It is a CodesOf."""
+    return ((None, sites),)
+
+
+def one_code(address: int) -> CodesOf:
+    """Return a CodesOf for one piece of guest code that handles the calls from all sites."""
+    return lambda sites: ((address, sites),)
 
 
 @dataclass(eq=False)
@@ -51,10 +61,10 @@ class FtraceOps:
     subops.
     Mirrors: include/linux/ftrace.h:struct ftrace_ops, subop_list (v7.2).
     """
-    code_of: CodeOf = no_code
-    """Function that returns the address of guest code that does the same as `func` for an fentry site.
+    codes_of: CodesOf = no_code
+    """Function that divides fentry sites by their guest code, which does the same as `func`.
 
-    The site calls this code if no other ftrace_ops hooks the site.
+    A site calls this code if no other ftrace_ops hooks the site.
     """
     assembly: AssemblyOwner | None = field(default=None, init=False)
     """Owner of handlers in assembly, or None. The handlers run before the `func` of each user of a site."""

@@ -27,7 +27,7 @@ from emulated_kernel.kprobes.codegen.asm_handlers import (
 from emulated_kernel.kprobes.codegen.call_site import get_called
 from emulated_kernel.kprobes.codegen.compiler import SHORTAGES
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
-from emulated_kernel.kprobes.hit.ftrace_ops import Called, FtraceOps
+from emulated_kernel.kprobes.hit.ftrace_ops import Called, CodesOf, FtraceOps, no_code, one_code
 from emulated_kernel.kprobes.kprobe import CompileHandler, RegsT
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.return_hook import RethookNode, ReturnHook
@@ -307,15 +307,15 @@ class Fprobes:
             self._attach_assembly(fp, registered)
             self._kprobes.compiler.drop_asm_thunks(registered)
 
-    def _set_code(self, registered: _FprobeOps, codes: Mapping[int, int]) -> None:
+    def _set_code(self, registered: _FprobeOps, codes_of: CodesOf) -> None:
         assert self._kprobes.sites is not None
-        self._kprobes.sites.set_code(registered.ops, codes.get)
+        self._kprobes.sites.set_code(registered.ops, codes_of)
         self._kprobes.compiler.drop_asm_thunks(registered)
 
     def _drop_code(self, registered: _FprobeOps) -> None:
         registered.is_python = False
         if registered.code is not None:
-            self._set_code(registered, {})
+            self._set_code(registered, no_code)
             self._kprobes.compiler.retire(registered.code)
             registered.code = None
 
@@ -396,7 +396,7 @@ class Fprobes:
             if self._kprobes.compiler.may_compile and self._emit_entry(fp, builder):
                 registered.code = self._kprobes.compiler.entries(builder, sites.return_at)
             if registered.code is not None:
-                self._set_code(registered, dict.fromkeys(fp.functions, registered.code.entry))
+                self._set_code(registered, one_code(registered.code.entry))
         except SHORTAGES as error:
             self._kprobes.compiler.log_failure(error)
             self._drop_code(registered)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
 from typing import Any, Protocol
 
 from emulated_kernel.machine.cpu.model import CpuModel
@@ -69,7 +70,7 @@ class OriginalBytes(Mapping[int, int]):
     The bytes of a word share one entry of the ledger.
     """
 
-    __slots__ = ("_shared", "changes", "words")
+    __slots__ = ("changes", "shared", "words")
 
     def __init__(self) -> None:
         self.changes = 0
@@ -79,7 +80,7 @@ class OriginalBytes(Mapping[int, int]):
 
         The upper half of the integer is a mask, which has 0xFF for each byte that differs.
         """
-        self._shared: dict[int, int] = {}
+        self.shared: dict[int, int] = {}
         """Integers in `words`. Equal ones are one object: the nops of all fentry sites have few values."""
 
     def __len__(self) -> int:
@@ -119,9 +120,9 @@ class OriginalBytes(Mapping[int, int]):
             differs = int.from_bytes(changed.to_bytes(len(data), "little").translate(_DIFFERS), "little")
             kept |= (differs << _BITS | original & differs) << shift
         if kept:
-            if len(self._shared) > _MAX_SHARED:
-                self._shared.clear()
-            words[word] = self._shared.setdefault(kept, kept)
+            if len(self.shared) > _MAX_SHARED:
+                self.shared.clear()
+            words[word] = self.shared.setdefault(kept, kept)
         else:
             words.pop(word, None)
         self.changes += 1
@@ -226,14 +227,17 @@ class Text:
         """
         words = self.ledger.words
         write_in_word = self.ledger.write_in_word
+        shared = self.ledger.shared
+        from_bytes = int.from_bytes
         before_change = self.before_change
         ram = self._ram
         start, end, offset = _NO_PAGE
-        done: list[tuple[int, int]] = []
+        left = iter(pokes)
+        first = [*islice(left, _FLUSH_FROM)]
         pages = set[int]()
         before = len(words)
         try:
-            for va, data in pokes:
+            for va, data in chain(first, left):
                 size = len(data)
                 if not words:
                     start, end, offset = _NO_PAGE
@@ -241,20 +245,30 @@ class Text:
                 if before_change is not None and self.is_original(va):
                     start, end, offset = _NO_PAGE
                     before_change(va, size)
-                if len(done) < _FLUSH_FROM:
-                    done.append((va, size))
                 if not start <= va <= end - size:
                     start, end, offset = self._adopted_page(va)
                     pages.add(va & -PAGE_SIZE)
-                if (va & _PLACE) + size > WORD_SIZE or not start <= va <= end - size:
+                    if not start <= va <= end - size:
+                        self._write(va, data)
+                        continue
+                if (va & _PLACE) + size > WORD_SIZE:
                     self._write(va, data)
                     continue
                 pa = va + offset
                 stop = pa + size
-                write_in_word(va, data, ram[pa:stop])
+                word = va >> _NUMBER
+                if word in words:
+                    write_in_word(va, data, ram[pa:stop])
+                else:
+                    # The same for a word without an entry. Tens of thousands of calls would take 10 ms.
+                    original = from_bytes(ram[pa:stop], "little")
+                    if changed := original ^ from_bytes(data, "little"):
+                        differs = from_bytes(changed.to_bytes(size, "little").translate(_DIFFERS), "little")
+                        kept = (differs << _BITS | original & differs) << ((va & _PLACE) << 3)
+                        words[word] = shared.setdefault(kept, kept)
                 ram[pa:stop] = data
         finally:
-            self._end_batch(done, pages, before)
+            self._end_batch([(va, len(data)) for va, data in first], pages, before)
 
     def restore_batch(self, places: Sequence[int], size: int) -> None:
         """Restore the instructions at the addresses `places`, of `size` bytes each, from the ledger.
@@ -273,16 +287,14 @@ class Text:
         # ledger. 0 if the instruction extends to the next word.
         bits = (1 << 8 * size) - 1
         spans = [(bits << _BITS | bits) << 8 * at if at + size <= WORD_SIZE else 0 for at in range(WORD_SIZE)]
-        done: list[tuple[int, int]] = []
         pages = set[int]()
         before = len(words)
+        from_bytes = int.from_bytes
         try:
             for va in places:
                 if not start <= va <= end - size:
                     start, end, offset = self._adopted_page(va)
                     pages.add(va & -PAGE_SIZE)
-                if len(done) < _FLUSH_FROM:
-                    done.append((va, size))
                 at = va & _PLACE
                 span = spans[at]
                 if not span or not start <= va <= end - size:
@@ -300,28 +312,28 @@ class Text:
                 mine >>= at << 3
                 pa = va + offset
                 stop = pa + size
-                now = int.from_bytes(ram[pa:stop], "little")
-                ram[pa:stop] = (now & ~(mine >> _BITS) | mine & bits).to_bytes(size, "little")
+                now = from_bytes(ram[pa:stop], "little")
+                ram[pa:stop] = (now ^ (now ^ mine) & mine >> _BITS).to_bytes(size, "little")
         finally:
-            self._end_batch(done, pages, before)
+            self._end_batch([(va, size) for va in places[:_FLUSH_FROM]], pages, before)
 
-    def _end_batch(self, done: list[tuple[int, int]], pages: set[int], before: int) -> None:
+    def _end_batch(self, first: list[tuple[int, int]], pages: set[int], before: int) -> None:
         """Drop the translated code after pokes; after many pokes, also free unused memory.
 
-        `done`: (address, size) of the first _FLUSH_FROM pokes. If the list has that many items, there were
+        `first`: (address, size) of the first _FLUSH_FROM pokes. If the list has that many items, there were
         many pokes. `pages`: addresses of the pages of all pokes. `before`: number of words in the ledger
         before the pokes.
         """
         words = self.ledger.words
         self.ledger.changes += 1
-        if len(done) >= _FLUSH_FROM:
+        if len(first) >= _FLUSH_FROM:
             self._engine.flush_code()
             if shrink_dict(words, before):
                 # shrink_dict() empties the dict for a moment, in which another thread may have read it.
                 self.ledger.changes += 1
                 self._memory.give_back(pages - {word * WORD_SIZE & -PAGE_SIZE for word in words})
         else:
-            for va, size in done:
+            for va, size in first:
                 self._engine.remove_code(va, size)
 
     @property

@@ -71,7 +71,8 @@ class TextPoker:
         """
         with self._patching(insns, restored):
             if self.takes_one_step(len(insns) + len(restored)):
-                self._text.poke_batch((va, insns[va]) for va in sorted(insns))
+                places = sorted(insns)
+                self._text.poke_batch(zip(places, map(insns.__getitem__, places), strict=True))
                 self._text.restore_batch(sorted(restored), size)
                 return
             insns = {**insns, **{va: self._text.original(va, size) for va in restored}}

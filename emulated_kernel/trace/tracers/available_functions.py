@@ -94,10 +94,10 @@ class Functions(Collection[TraceableFunction]):
         return self.at(function.site) == function
 
     @property
-    def sites(self) -> list[int]:
+    def sites(self) -> frozenset[int]:
         """The fentry sites of all functions that are not disabled."""
-        dropped = self.dropped
-        return [site for site in self._functions if site not in dropped]
+        sites = frozenset(self._functions)
+        return sites - self.dropped if self.dropped else sites
 
     @cached_property
     def dropped(self) -> frozenset[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -126,7 +127,7 @@ class KernelFunctions:
         """Whether guest code can be compiled."""
         return self._kprobes.compiler.may_compile
 
-    def attach(self, user: FtraceOps, sites: Collection[int]) -> None:
+    def attach(self, user: FtraceOps, sites: AbstractSet[int]) -> None:
         """Call the ftrace_ops `user` from the fentry sites `sites`, and stop calling it from all other sites.
 
         Sites of disabled functions (TraceableFunction.is_dropped) are ignored. See FtraceSites.attach.
@@ -134,7 +135,7 @@ class KernelFunctions:
         if self._sites is not None:
             # Linux: a number in a filter also selects disabled functions, whose calls are not traced.
             dropped = self.functions.dropped
-            self._sites.attach(user, [site for site in sites if site not in dropped])
+            self._sites.attach(user, sites - dropped if dropped else sites)
 
     def detach(self, user: FtraceOps) -> None:
         """Stop calling the ftrace_ops `user` from all fentry sites; see FtraceSites.detach."""

@@ -165,7 +165,7 @@ class FunctionGraph:
             if settings is not None:
                 # New sites call the right jump at once, because writing all sites again takes long.
                 # Old sites still call the jumps of the previous settings.
-                running.code.prepare(settings.kinds(selected), settings.kind_of)
+                running.code.prepare(selected, settings.by_kind)
             self._sites.attach(running.ops, selected)
 
     # Calls
@@ -235,7 +235,7 @@ class FunctionGraph:
         def emit(builder: ProgramBuilder, kind: CallKind) -> None:
             self._emitter(running, compiled, builder).entry(kind)
 
-        if not running.code.make(compiled.kinds(running.ops.sites), compiled.kind_of, emit):
+        if not running.code.make(running.ops.sites, compiled.by_kind, emit):
             self._drop_code(running)
             running.code.is_settled = True
 

@@ -101,11 +101,10 @@ class FunctionTracer(Tracer, FunctionWatcher):
         self.probes.functions_removed(sites)
         self._update()
 
-    def selected(self) -> list[int]:
+    def selected(self) -> frozenset[int]:
         """Return the fentry sites of the functions that set_ftrace_filter and set_ftrace_notrace select."""
         chosen = self._hooks.functions.sites if self.filter.is_empty else self.filter.sites
-        left_out = self.notrace.sites
-        return [site for site in chosen if site not in left_out]
+        return chosen - self.notrace.sites if self.notrace.sites else chosen
 
     def _update(self) -> None:
         """Attach to the selected functions if the tracer is current. Call the functions of `on_selection`.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 
 from emulated_kernel.trace.compiled.calls import CompiledCalls
 from emulated_kernel.trace.context.probe_hit import ProbeHit
@@ -19,11 +20,11 @@ class TracedCalls:
         self._ops = functions.user(self._called, symbol)
         self._code = functions.entry_code(self._ops)
 
-    def attach(self, sites: Collection[int]) -> None:
+    def attach(self, sites: AbstractSet[int]) -> None:
         """Record the calls from `sites`, and no others."""
         if self._code is not None and self._settings() is not None:
             # New sites call the jump at once, because writing all sites again takes long.
-            self._code.prepare((None,), _kind_of)
+            self._code.prepare(sites, _of_one_kind)
         self._functions.attach(self._ops, sites)
 
     def detach(self) -> None:
@@ -50,11 +51,12 @@ class TracedCalls:
             else:
                 functions = self._functions
                 code.make(
-                    (None,),
-                    _kind_of,
+                    self._ops.sites,
+                    _of_one_kind,
                     lambda builder, _: settings.emit(builder, functions.arch, functions.places),
                 )
 
 
-def _kind_of(_site: int) -> None:
-    """Return the only kind of functions."""
+def _of_one_kind(sites: AbstractSet[int]) -> dict[None, AbstractSet[int]]:
+    """Return a map kind -> sites, with the only kind of functions."""
+    return {None: sites}
