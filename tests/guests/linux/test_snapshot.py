@@ -231,11 +231,14 @@ def test_what_was_found_whole_is_not_read_again(saved: Path, monkeypatch: pytest
 def test_what_has_just_been_written_is_read_again(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another change may leave it with the same times."""
     monkeypatch.setattr(digest_cache, "_SETTLED", 3600.0)
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fdatasync", synced.append)
     for _ in range(2):
         found = snapshot.load(saved)
         assert found is not None
         found.machine.close()
         assert not digest_cache.notes(saved.parent)
+    assert not synced
 
 
 def test_times_that_are_set_together_are_not_believed(

@@ -14,6 +14,7 @@ from emulated_kernel.guests.linux.initramfs import initramfs
 from emulated_kernel.guests.linux.pc.devices import TSC_KHZ
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
+from emulated_kernel.guests.linux.pc.ram import LARGE_PAGE
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import LinkedMemory
@@ -45,7 +46,6 @@ Mirrors: arch/x86/include/uapi/asm/bootparam.h:SETUP_RNG_SEED (v6.1).
 """
 _TABLES = 0x70000
 _GDT = 0x73000
-_LARGE_PAGE = 2 << 20
 _GDT_ENTRIES = struct.pack("<4Q", 0, 0, 0x00AF9B000000FFFF, 0x00CF93000000FFFF)
 _LOW_RAM = 0x9FC00
 _HIGH_RAM = 0x100000
@@ -93,7 +93,7 @@ def load(
     ram[_PARAMETERS : _PARAMETERS + 4096] = bytes(page)
     struct.pack_into("<Q", ram, _TABLES, _TABLES + 0x1000 | 3)
     struct.pack_into("<Q", ram, _TABLES + 0x1000, _TABLES + 0x2000 | 3)
-    pages = (_LARGE_PAGE * number | 0x83 for number in range(512))
+    pages = (LARGE_PAGE * number | 0x83 for number in range(512))
     struct.pack_into("<512Q", ram, _TABLES + 0x2000, *pages)
     ram[_GDT : _GDT + len(_GDT_ENTRIES)] = _GDT_ENTRIES
     machine.cpu.power_on(vmlinux.entry, _STACK, _TABLES, (_GDT, len(_GDT_ENTRIES)))
@@ -131,6 +131,24 @@ def _clear_bss_in_host(machine: PcMachine, kernel: LinuxKernel) -> None:
                 machine.store_in_host(start + match.start())
 
 
+def _protect_data(machine: PcMachine, kernel: LinuxKernel) -> None:
+    """Make the kernel's data, which has its first stack, not executable when start_kernel() begins.
+
+    The kernel itself does so at the end of its boot, so the page tables are the same afterwards. Unicorn
+    looks for translated code at each store to an executable page, which took a quarter of a boot.
+    Mirrors: arch/x86/mm/init_64.c:mark_rodata_ro (v6.1).
+    """
+    start = kernel.kallsyms.lookup_name("start_kernel")
+    data = range(*kernel.between("_sdata", "__init_begin"))
+
+    def protect() -> None:
+        machine.memory.forbid_execution(machine.cpu.root, data)
+        machine.engine.flush_tlb()
+
+    if start is not None:
+        machine.call_at(start, protect)
+
+
 def boot(machine: LinuxMachine, kernel: LinuxKernel, progress: Callable[[int, int], None]) -> None:
     """Run the kernel from its first instruction until init waits at its stub.
 
@@ -144,6 +162,7 @@ def boot(machine: LinuxMachine, kernel: LinuxKernel, progress: Callable[[int, in
     initcall = kernel.kallsyms.lookup_name("do_one_initcall")
     if isinstance(machine, PcMachine):
         _clear_bss_in_host(machine, kernel)
+        _protect_data(machine, kernel)
     if initcall is not None:
         machine.call_at(initcall, lambda: progress(min(next(begun), total), total))
     try:

@@ -370,7 +370,8 @@ def _read(source: Path, file: int, *, with_parts: bool) -> SnapshotContents | No
         return None
     reading = about_to_read(source.parent, file, _WHOLE)
     found = read(file, with_parts=with_parts, is_checked=reading.stored is None)
-    if found is not None and reading.stored is None:
+    # A file that has just been written is read whole next time, too, and need not be on the disk yet.
+    if found is not None and reading.stored is None and reading.is_settled:
         # After a power failure the note might exist while the content is lost.
         os.fdatasync(file)
         remember(reading, _WHOLE)

@@ -9,6 +9,8 @@ from emulated_kernel.machine.memory.paging import PageTables, X86PageTables
 from emulated_kernel.machine.traps.trap import MemoryFault
 
 PAGE = 4096
+LARGE_PAGE = 2 << 20
+"""Size in bytes of the page that an entry of the second-lowest page table maps."""
 FRAME = 0x000FFFFFFFFFF000
 PRESENT = 1
 WRITABLE = 2
@@ -85,6 +87,16 @@ class LinuxMemory:
     def is_executable(self, entry: int) -> bool:
         """Return True if the code in the page of a page table entry can be executed."""
         return not entry & _NO_EXECUTE
+
+    def forbid_execution(self, root: int, data: range) -> None:
+        """Make the large pages that are completely in `data` not executable.
+
+        The caller drops translated addresses.
+        """
+        for va in range(-(-data.start // LARGE_PAGE) * LARGE_PAGE, data.stop - LARGE_PAGE + 1, LARGE_PAGE):
+            slot, size = self.last(root, va)
+            if size == LARGE_PAGE and self.words[slot] & PRESENT:
+                self.words[slot] |= _NO_EXECUTE
 
     def maps_kernel_data(self, root: int) -> bool:
         """Return True if the page tables at `root` map the kernel's data."""
