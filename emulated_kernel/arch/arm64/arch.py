@@ -5,10 +5,10 @@ A probed instruction is executed in an insn slot, simulated by the host, or repl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from errno import EINVAL, EOPNOTSUPP
+from collections.abc import Iterator
+from errno import EINVAL
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
 from emulated_kernel.arch.analysis.disassembly import Disassembler
@@ -17,6 +17,7 @@ from emulated_kernel.arch.analysis.stack_frames import IP, Frame, FrameInsn
 from emulated_kernel.arch.arch_hooks import Arch, ArchSpecificInsn, HandlerStub, Registers
 from emulated_kernel.arch.arm64 import detour as detours
 from emulated_kernel.arch.arm64 import encoder, stack_frames
+from emulated_kernel.arch.arm64.asm_parser import Arm64Assembler
 from emulated_kernel.arch.arm64.emulate import emulation_of
 from emulated_kernel.arch.arm64.handler_code import (
     CALLER,
@@ -32,24 +33,9 @@ from emulated_kernel.arch.arm64.pt_regs import PT_REGS
 from emulated_kernel.arch.arm64.pt_regs import SIZE as FRAME_SIZE
 from emulated_kernel.arch.arm64.relocate import Relocation, relocation_of
 from emulated_kernel.arch.probe_checks import OptimizationPolicy
-from emulated_kernel.arch.program.asm_source import Assembler, Assembly, SourceText
 from emulated_kernel.arch.program.ir import HandlerCode, Program
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.util.errors import KernelError
-
-
-class _NoAssembler(Assembler):
-    """Refuses all handlers in assembly with KernelError EOPNOTSUPP."""
-
-    def cells(self, source: SourceText) -> tuple[str, ...]:  # noqa: ARG002 - it refuses
-        _refuse_code()
-
-    def assemble(self, source: SourceText, cells: Mapping[str, int]) -> Assembly:  # noqa: ARG002
-        _refuse_code()
-
-
-def _refuse_code() -> NoReturn:
-    raise KernelError(EOPNOTSUPP, "arm64 has no handlers in assembly")
 
 
 class Arm64(Arch):
@@ -72,7 +58,7 @@ class Arm64(Arch):
     current_register = "sp_el0"
     strategies = MappingProxyType(STRATEGIES)
     disassembler = Disassembler("CS_ARCH_ARM64", "CS_MODE_ARM", width=12)
-    assembler = _NoAssembler()
+    assembler = Arm64Assembler()
     return_size = SIZE
     routine_return = encoder.return_to(LINK)
     max_repetition = detours.MAX_REPETITION

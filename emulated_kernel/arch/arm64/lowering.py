@@ -29,6 +29,7 @@ from emulated_kernel.arch.program.base_lowering import (
     Assignment,
     Lowering,
     cost,
+    overwritten_by_assembly,
     registers_read,
 )
 from emulated_kernel.arch.program.code_layout import Block, Encoding
@@ -131,6 +132,7 @@ class Arm64Lowering(Lowering):
         written = {NUMBERS[op.name] for op in program if type(op) is ir.SetRegister}
         order = tuple(number for number in order if number not in written)
         super().__init__(Assignment(order, set()), constants, asm.BRK, before_host)
+        self._by_assembly = frozenset(NUMBERS[name] for name in overwritten_by_assembly(program))
         self._in_frame = live is None
         self.overwrites_flags = False
         """Whether the program overwrites the condition flags."""
@@ -186,8 +188,11 @@ class Arm64Lowering(Lowering):
                 self._code += read_state(dst, self._real[_SPARE])
 
     def _restore_for_assembly(self, name: str) -> None:
-        """Fail: no program has ir.RunAssembly, because Arm64.assembler refuses each text (EOPNOTSUPP)."""
-        raise AssertionError(f"{name} is read by assembly, which Arm64.assembler refuses")
+        self._read_slot(NUMBERS[name], NUMBERS[name])
+
+    def _run_assembly(self, op: ir.RunAssembly) -> None:
+        super()._run_assembly(op)
+        self.overwrites_flags |= op.assembly.writes_flags
 
     def _set_register(self, op: ir.SetRegister) -> None:
         """Emit code that sets a register of the probed code.

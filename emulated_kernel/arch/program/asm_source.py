@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from errno import EINVAL
+from typing import ClassVar
 
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
@@ -12,7 +14,7 @@ from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 CELL_SIZE = 8
 """Size in bytes of a cell: a variable of per-CPU data that an assembly handler refers to by name."""
-_COMMENT = lazy_pattern(r"#.*|//.*")
+COMMENT = lazy_pattern(r"#.*|//.*")
 _LABEL = lazy_pattern(r"\s*([A-Za-z_.$][\w.$]*)\s*:")
 _STATEMENT = lazy_pattern(r"[^;]+")
 
@@ -62,15 +64,15 @@ class SourceText:
     """
 
     @classmethod
-    def parse(cls, text: str, name: str = "code") -> SourceText:
+    def parse(cls, text: str, name: str = "code", comment: re.Pattern[str] = COMMENT) -> SourceText:
         """Parse a handler's text; error messages refer to it as `name`.
 
-        Statements end at `;` or at the end of the line, comments begin with `#` or `//`.
+        Statements end at `;` or at the end of the line. `comment`: pattern for a comment.
         Raises: KernelError EINVAL (duplicate label).
         """
         statements: list[Statement] = []
         labels: dict[str, int] = {}
-        for statement in _pieces(text, name):
+        for statement in _pieces(text, name, comment):
             rest = statement.text
             column = statement.column
             while found := _LABEL.match(rest):
@@ -85,9 +87,9 @@ class SourceText:
         return cls(tuple(statements), labels)
 
 
-def _pieces(text: str, name: str) -> Iterator[Statement]:
+def _pieces(text: str, name: str, comment: re.Pattern[str]) -> Iterator[Statement]:
     for number, line in enumerate(text.splitlines(), 1):
-        for piece in _STATEMENT.finditer(_COMMENT.sub("", line)):
+        for piece in _STATEMENT.finditer(comment.sub("", line)):
             stripped = piece[0].lstrip()
             if stripped:
                 start = piece.start() + len(piece[0]) - len(stripped)
@@ -126,6 +128,9 @@ class Assembler(ABC):
 
     A name in place of an address means a cell: 8 bytes of per-CPU data. Jumps lead to labels of the text.
     """
+
+    comment: ClassVar[re.Pattern[str]] = COMMENT
+    """Pattern for a comment in a text; see SourceText.parse()."""
 
     @abstractmethod
     def cells(self, source: SourceText) -> tuple[str, ...]:

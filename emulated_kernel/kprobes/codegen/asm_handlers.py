@@ -105,7 +105,9 @@ class AssembledHandlers:
         access to the cells afterwards.
         Raises: KernelError EINVAL (an error in a text, with its position), ENOMEM (no room for cells).
         """
-        sources = {moment: SourceText.parse(text, moment.value) for moment, text in texts.items()}
+        sources = {
+            moment: SourceText.parse(text, moment.value, assembler.comment) for moment, text in texts.items()
+        }
         names = dict.fromkeys(name for source in sources.values() for name in assembler.cells(source))
         try:
             offset = records.alloc_percpu(CELL_SIZE * (1 + len(names)))

@@ -18,6 +18,8 @@ from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.detect_interface import profile_of
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.module_files import ModuleFiles
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
+from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.native.host_code import routine_address
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
@@ -27,7 +29,7 @@ from tests.guests.linux.debian_kernel import SEED, own_cache
 from tests.guests.linux.ended_tasks import check_ended_tasks
 from tests.guests.linux.files import Files
 from tests.guests.linux.model_clock import check_model_clock
-from tests.guests.linux.probing import chosen, differing, probed, ram, workload
+from tests.guests.linux.probing import chosen, differing, disarmed, probed, ram, workload
 from tests.guests.linux.test_arm64 import META, SUITE, read, write
 from tests.image.linux.debian import package
 from tests.kernel.gdb_client import GdbClient, Request
@@ -289,6 +291,51 @@ def test_tracers_are_guest_code(tracer: str) -> None:
     assert found == expected
     assert by_python > 500
     assert (calls, traps) == (1, 0)
+
+
+COUNT = "ldr x9, calls; add x9, x9, #1; str x9, calls, x10; ldr x9, sum; add x9, x9, x2; str x9, sum, x10"
+OVERWRITE = "; ".join([*(f"mov x{number}, #-1" for number in range(30) if number != 18), "cmp x0, #1"])
+COUNT_ATOMICALLY = "adr x4, rets; again: ldxr x5, [x4]; add x5, x5, #1; stxr w6, x5, [x4]; cbnz w6, again"
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_handlers_in_assembly(optimizer: bool) -> None:
+    """They count in cells, and end at a fault; the kernel sees no change of its registers."""
+    plain = new_engine()
+    with plain.lock:
+        expected = workload(plain)
+    guest = new_engine(optimizer=optimizer)
+    probes = guest.kprobes
+    entry = guest.kernel.required("vfs_write")
+    clobbering = Kprobe(addr=entry + 8, code=f"{COUNT}; {OVERWRITE}; ldr x0, [x0, #3]; str x9, behind, x10")
+    two = Kprobe(
+        addr=entry + 12,
+        code="ldr w9, before; add w9, w9, #1; str w9, before, x11",
+        post_code="mov x20, #1; ldr x9, after; add x9, x9, x20; str x9, after, x10",
+    )
+    returning = Kretprobe(
+        addr=guest.kernel.required("ksys_write"),
+        maxactive=20,
+        return_code=f"ldr x9, got; add x9, x9, x0; str x9, got, x10; {COUNT_ATOMICALLY}",
+    )
+    with guest.lock:
+        probes.register_kprobe(clobbering)
+        probes.register_kprobe(two)
+        guest.components.engine.kretprobes.register_kretprobe(returning)
+        if probes.optimizer is not None:
+            probes.optimizer.work.flush()
+        assert probes.table.is_patched(clobbering) is optimizer
+        assert workload(guest) == expected
+        written = clobbering.cells["sum"]
+        assert dict(clobbering.cells) == {"calls": 12, "sum": written, "behind": 0}
+        assert dict(two.cells) == {"before": 12, "after": 12}
+        assert dict(returning.cells) == {"got": written, "rets": 12}
+        assert written == 700 * sum(range(12))
+        assert (clobbering.failures, two.failures, returning.failures) == (12, 0, 0)
+        probes.unregister_kprobe(clobbering)
+        probes.unregister_kprobe(two)
+        guest.components.engine.kretprobes.unregister_kretprobe(returning)
+    disarmed(guest, ())
 
 
 def test_nothing_is_left_of_tasks_that_end() -> None:
