@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import shutil
@@ -144,6 +145,50 @@ def test_a_step_over_an_armed_probe_ends_after_it(guest: Guest) -> None:
     assert client.ip == place + 3
     client.close()
     assert request.done() == b"hello"
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
+def test_a_step_over_an_emulated_instruction_ends_after_it(arch: str) -> None:
+    """The instruction is at the end of the handler's code, in another form."""
+    guest = Guest(arch)
+    with guest.kernel as kernel:
+        start = guest.address("vfs_read")
+        steps = steps_from(guest, start, 40)
+        seen = set()
+        for place, following in itertools.pairwise(steps):
+            if kernel.machine.text.original(place, 1) in seen or not start < place < start + 100:
+                continue
+            try:
+                guest.define(f"p:here vfs_read+{place - start}")
+            except KernelError:
+                continue
+            head = kernel.kprobes.table.get(place)
+            if head is None or head.insn is None or head.insn.slot is not None:
+                continue
+            for _ in range(2):
+                assert guest.read() == b"hello"
+            assert head.stub is not None
+            assert head.stub.region is not None
+            assert steps_from(guest, place, 1) == [place, following]
+            seen.add(kernel.machine.text.original(place, 1))
+        assert len(seen) >= 2
+
+
+def steps_from(guest: Guest, place: int, steps: int) -> list[int]:
+    """Stop a read at `place`, and return the addresses at which a debugger's steps from there end."""
+    client = GdbClient(guest.path, guest.arch)
+    assert client.ask(f"Z0,{place:x},1") == "OK"
+    client.send("c")
+    request = Request(guest.read)
+    client.answer()
+    found = [client.ip]
+    for _ in range(steps):
+        client.send("s")
+        client.answer()
+        found.append(client.ip)
+    client.close()
+    assert request.done() == b"hello"
+    return found
 
 
 def test_machine_is_served_while_gdb_holds_the_guest(guest: Guest, gdb: GdbClient) -> None:

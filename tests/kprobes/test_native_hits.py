@@ -162,6 +162,25 @@ def test_no_hit_on_an_emulated_instruction_enters_python(arch: str, cpus: int) -
         assert not kernel.kprobes.compiler.codes
 
 
+@pytest.mark.parametrize("arch", ["riscv64", "riscv64i"])
+def test_a_breakpoint_leads_to_a_slot_that_no_jump_reaches(arch: str) -> None:
+    """A jal reaches 1 MiB. The third trap of a hit needs no Python either, and the hit is not measured."""
+    with booted(arch, "stepped") as kernel:
+        files = Files(kernel)
+        files.write("/kprobe_events", f"p:ev {FUNCTION}+{kernel.arch.call_size}")
+        files.write("/tracing/events/kprobes/ev/enable", "1")
+        filled = kernel.machine.text.alloc_text(1 << 20)
+        caller(kernel, 5)()
+        native, run = kernel.machine.hooks.native_traps, caller(kernel, 1000)
+        with counted_entries(kernel) as entered:
+            run()
+        assert len(entered) <= 1, "the first page is Python's"
+        assert kernel.machine.hooks.native_traps - native == 3000
+        assert files.read("/kprobes/stats/kprobes/ev/cost") == "hits 1005, 3 traps\n"
+        files.write("/tracing/events/kprobes/ev/enable", "0")
+        kernel.machine.text.free_text(filled)
+
+
 @pytest.mark.parametrize("arch", ["x86_64", "i386"])
 def test_a_task_in_a_relocated_call_has_called(arch: str) -> None:
     """Its call chain then has the return address that the first of the two instructions has pushed."""

@@ -159,6 +159,7 @@ class Compiler:
         self._left -= handlers
         return True
 
+    @_or_none
     def stub(self, head: AggrKprobe, target: int | None, region: Region | None = None) -> CompiledCode | None:
         """Compile a handler for breakpoint hits, or return None if Python must handle the hits.
 
@@ -166,34 +167,46 @@ class Compiler:
         instruction, or None. The relocated form of the instruction follows the handler if it can be compiled.
         If there is neither a target nor a relocated form, or if the form leaves a case to Python, the guest
         continues at a breakpoint at `CompiledCode.tail`. The caller sets the handler of this breakpoint.
+        If no jump reaches the target, a breakpoint leads there.
         """
         arch = self._arch
-        breakpoint_ = self._arch.breakpoint
         ends: list[StubEnd] = []
 
         def rest(at: int) -> bytes:
-            if region is not None:
-                with suppress(KernelError):
-                    ends.append(arch.stub_end(region, at))
-                    return ends[0].code
-            return arch.relative_jump(at, at + arch.jump_size if target is None else target) + breakpoint_
+            ends.append(self._stub_end(at, target, region))
+            return ends[-1].code
 
         near = None if target is None else self._text.around(target)
-        size = arch.jump_size + len(breakpoint_) if region is None else arch.max_copied
+        # The size of a relocated form does not depend on its address.
+        size = max(
+            arch.jump_size, len(arch.breakpoint), len(self._stub_end(head.address, target, region).code)
+        )
         code = self._make(head, EntryKind.BREAKPOINT, size, rest, near)
         if code is None:
             return None
+        end = ends[-1]
         code.target = target
-        if ends:
+        code.leads = tuple(end.leads)
+        code.tail = end.by_python or 0
+        if target is None and code.tail != code.copied:
             code.region = region
-            code.leads = tuple(ends[0].leads)
-            code.tail = ends[0].by_python or 0
             self.relocated[code.copied] = head.address
-            for at, leads_to in ends[0].leads.items():
-                self._breakpoints[at] = _redirect(leads_to)
-        else:
-            code.tail = code.address + code.size - len(breakpoint_)
+        for at, leads_to in end.leads.items():
+            self._breakpoints[at] = _redirect(leads_to)
         return code
+
+    def _stub_end(self, at: int, target: int | None, region: Region | None) -> StubEnd:
+        """Return the end of a stub, for the address `at`; `target` and `region` are as in stub()."""
+        arch = self._arch
+        if target is None:
+            if region is not None:
+                with suppress(KernelError):
+                    return arch.stub_end(region, at)
+            return StubEnd(arch.breakpoint, by_python=at)
+        try:
+            return StubEnd(arch.relative_jump(at, target))
+        except KernelError:
+            return StubEnd(arch.breakpoint, {at: target})
 
     @_or_none
     def asm_thunk(self, owners: tuple[object, ...], emit: EmitAll, *, in_frame: bool) -> CompiledCode | None:

@@ -33,7 +33,7 @@ class CompiledCode:
     region: Region | None = field(default=None, init=False)
     """The emulated instruction whose relocated form follows the handler of a stub, or None."""
     leads: tuple[int, ...] = field(default=(), init=False, metadata=ADDRESS)
-    """Addresses of the breakpoints in the relocated form. A hit runs one of them, if there are any."""
+    """Addresses of the breakpoints at the end of a stub that lead on. A hit runs one, if there are any."""
     tail: int = field(default=0, init=False, metadata=ADDRESS)
     """Address of the breakpoint in which the code ends, at least in some cases; 0 if there is none."""
     retired: bool = field(default=False, init=False)

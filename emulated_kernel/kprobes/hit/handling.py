@@ -337,10 +337,10 @@ class HitHandling:
         """Return True if Python handles the instruction or its end at hits that go to a stub."""
         insn = head.insn
         assert insn is not None
-        if stub.region is not None or stub_traps(head, stub) == 1:
-            return False
         if stub.target is None:
-            return True
+            return stub.region is None
+        if not _is_stepped(head, stub):
+            return False
         return self.after_step(head, head.address + insn.prepared.length) is None
 
     # By a jump
@@ -550,8 +550,12 @@ def _hit_again(
 
 def stub_traps(head: AggrKprobe, stub: CompiledCode) -> int:
     """Return the number of traps at each hit of a probe whose handlers are compiled into `stub`."""
+    is_emulated = stub.target is None and stub.region is None
+    return 1 + bool(stub.leads) + (is_emulated or _is_stepped(head, stub))
+
+
+def _is_stepped(head: AggrKprobe, stub: CompiledCode) -> bool:
+    """Return True if `stub` leads to a copied instruction after which the CPU traps."""
     insn = head.insn
     assert insn is not None
-    if stub.region is not None:
-        return 2 if stub.leads else 1
-    return 2 if stub.target is None or (stub.target == insn.entry and not insn.boosted) else 1
+    return stub.target is not None and stub.target == insn.entry and not insn.boosted

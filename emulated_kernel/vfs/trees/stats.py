@@ -17,6 +17,7 @@ from emulated_kernel.kprobes.probe_text import ProbeText
 from emulated_kernel.kprobes.return_hook.return_hook import ReturnHook
 from emulated_kernel.kprobes.table import ProbeTable
 from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.probes.handler_cost import MOST_TRAPS
 from emulated_kernel.trace.probes.trace_kprobe import EventProbe, KprobeTraceEvent, TraceKprobe
 from emulated_kernel.trace.symbols import sprint_symbol
 from emulated_kernel.util.errors import KernelError
@@ -331,7 +332,7 @@ class _EventStats:
             entry = EntryKind.CALL
         else:
             entry = EntryKind.JUMP
-        costs = self._kernel.tracing.handler_costs
+        costs = None if traps > MOST_TRAPS else self._kernel.tracing.handler_costs
         cost = None if costs is None else costs.median_ns(probe, head, entry, steps=traps > 1)
         text = f"hits {probe.hits}" + ("" if cost is None else f" median {cost:.1f} ns")
         return f"{text}, {traps} trap{'s' * (traps > 1)}" if traps else f"{text} in guest code"
