@@ -31,14 +31,14 @@ EVERYTHING = 1800
 LEEWAY = 30
 """Seconds from the time limit of a test until the worker is ended, if the limit has not stopped the test."""
 
-YOUNG = 20_000
+YOUNG = 2_000_000
 """Allocations between two collections of young garbage.
 
 The number is high, because most objects of a boot and of the tables of a kernel's functions stay.
 """
 FEW_DESCRIPTORS = 256
 """Open descriptors of a worker; if there are more, uncollected garbage holds them."""
-MUCH_MEMORY = 300 << 20
+MUCH_MEMORY = 600 << 20
 """Bytes by which a worker may grow until garbage is collected; the RAM of a kernel may be garbage."""
 
 # Variables of the user's terminal, CI or journal would change the output of programs under test.

@@ -17,7 +17,7 @@ from stress.fuzz.report import Finding, Violation
 from stress.fuzz.session import TRACING, Session
 from tests.sample import fewer
 
-INPUTS = fewer(2000, 8)
+INPUTS = fewer(2000, 16)
 PARSER_INPUTS = fewer(500, 2)
 SLOW, SLOW_INPUTS = ("image", "module"), fewer(30, 2)
 

@@ -78,7 +78,7 @@ def test_registry_and_optimizer_agree_with_it(profile: str, image: str) -> None:
         known = list(functions(kernel))
         special = [s for s in known if "." in s.name or is_blacklisted(kernel, s.address)]
         part, parts = PROFILES.index((profile, image)), len(PROFILES)
-        chosen = {s.address: s for s in [*share(special, part, parts), *share(known, part, 2 * parts)]}
+        chosen = {s.address: s for s in [*share(special, part, parts), *share(known, part, 4 * parts)]}
         assert agree(kernel, list(chosen.values())) > 30_000 * len(chosen) / len(known) / 2
 
 

@@ -28,7 +28,7 @@ STATES = int(os.environ.get("KPROBEFS_STATES", "4"))
 SEED = 61
 RAM = 23 << 20
 ARCHS = ("x86_64", "i386")
-PARTS = 32
+PARTS = 64
 
 
 @pytest.fixture(scope="module", params=ARCHS)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.fuse.harness import needs_fuse
+from tests.guests.linux.debian_kernel import lasting_cache
 from tests.mounted.debian_files import unpacked
 from tests.mounted.linux_source import source
 from tests.mounted.system import SOURCES, as_root, as_system, needs
@@ -37,21 +41,28 @@ pytestmark = [pytest.mark.mounted, needs_fuse, as_root]
 
 
 @pytest.fixture(scope="module")
-def surftrace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package and what it needs."""
-    place = tmp_path_factory.mktemp("surftrace")
-    words = [sys.executable, "-m", "pip", "install", "-q", "--target", place, SURFTRACE]
-    try:
-        subprocess.run(words, capture_output=True, check=True, timeout=50)
-    except (subprocess.SubprocessError, OSError) as error:
-        pytest.skip(f"{SURFTRACE} can't be had: {error}")
+def surftrace() -> Path:
+    """The package and what it needs, which stay on this machine."""
+    place = lasting_cache("surftrace") / f"{SURFTRACE}-{sys.version_info.major}.{sys.version_info.minor}"
+    if not place.exists():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        new = Path(tempfile.mkdtemp(dir=place.parent))
+        words = [sys.executable, "-m", "pip", "install", "-q", "--target", new, SURFTRACE]
+        try:
+            subprocess.run(words, capture_output=True, check=True, timeout=50)
+        except (subprocess.SubprocessError, OSError) as error:
+            shutil.rmtree(new)
+            pytest.skip(f"{SURFTRACE} can't be had: {error}")
+        # Another worker may have installed it meanwhile.
+        with suppress(OSError):
+            new.rename(place)
     return place
 
 
 @pytest.fixture(scope="module")
-def go_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache for Go's standard library, which takes seconds to build."""
-    return tmp_path_factory.mktemp("go")
+def go_cache() -> Path:
+    """A cache for Go's standard library, which takes seconds to build; it stays on this machine."""
+    return lasting_cache("go")
 
 
 def test_one_built_with_address_sanitizer(tmp_path: Path) -> None:

@@ -61,11 +61,36 @@ def ours(kernel: Kernel) -> Iterator[Mount]:
     found.close()
 
 
-@pytest.fixture
-def mount(kernel: Kernel) -> Iterator[Mount]:
+@pytest.fixture(scope="module")
+def native(kernel: Kernel) -> Iterator[Mount]:
     found = debian_kernel.mount(meta=kernel.meta, suite=kernel.suite)
     yield found
     found.close()
+
+
+SETTINGS = "kprobe_events", "set_event", "events/enable", "tracing_on", "current_tracer", "trace_options"
+DIRECTORIES = "/scratch", "/tracing/instances", "/tracing/events"
+
+
+def state(mount: Mount) -> dict[str, object]:
+    """Return what a test could leave for the next one: settings, and names in directories."""
+    shell = Files(mount, SHELL)
+    names = {path: sorted(entry.name for entry in mount.readdir(path)) for path in DIRECTORIES}
+    return {name: shell.read(f"/tracing/{name}") for name in SETTINGS} | names
+
+
+@pytest.fixture
+def mount(native: Mount) -> Iterator[Mount]:
+    """Yield the mount with the kernel's own kprobes, and check that it is left as it was."""
+    before = state(native)
+    yield native
+    for entry in native.readdir("/scratch"):
+        if entry.name not in before["/scratch"]:
+            remove = native.rmdir if entry.kind == stat.S_IFDIR else native.unlink
+            remove(SHELL, f"/scratch/{entry.name}")
+    for name in ("trace", "error_log"):
+        Files(native, SHELL).write(f"/tracing/{name}", "\n", os.O_WRONLY | os.O_TRUNC)
+    assert state(native) == before
 
 
 def test_a_walk(kernel: Kernel, mount: Mount) -> None:

@@ -27,9 +27,9 @@ from tests.sample import fewer
 
 Where = tuple[str, int, int]
 RISCV_OPTPROBES = "riscv-optprobes-2023"
-SAMPLE = fewer(40, 13)
-COMPILED_SAMPLE = fewer(10, 5)
-SITES_SAMPLE = fewer(5, 3)
+SAMPLE = fewer(40, 20)
+COMPILED_SAMPLE = fewer(10, 10)
+SITES_SAMPLE = fewer(5, 5)
 BROKEN = {"x86_64": ("linux-6.1", 12), "riscv64": (RISCV_OPTPROBES, 4)}
 """Where protocols are broken: the profile, and how many places have to do."""
 

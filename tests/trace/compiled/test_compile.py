@@ -30,7 +30,7 @@ def defined(text: str, arch: str = "x86_64") -> tuple[Kernel, KprobeTraceEvent]:
 
 
 @both
-@settings(max_examples=fewer(400, 8))
+@settings(max_examples=fewer(400, 16))
 @given(data=st.data())
 def test_records_are_equal(arch: str, data: st.DataObject) -> None:
     drawn = Drawn(arch)

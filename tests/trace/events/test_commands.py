@@ -162,7 +162,7 @@ _COMMANDS = st.one_of(
 )
 
 
-@settings(max_examples=fewer(500, 5))
+@settings(max_examples=fewer(500, 10))
 @given(st.lists(_COMMANDS, max_size=3))
 def test_any_bytes_succeed_or_fail_with_an_errno(commands: list[bytes]) -> None:
     kernel = make_kernel()
