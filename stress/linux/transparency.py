@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 
 import tests.own_thread  # noqa: F401 - for kernels in this process
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
-from emulated_kernel.guests.linux.pc.riscv_cpu import ECALL_FROM_USER
 from emulated_kernel.guests.linux.probing.linux_context import linux_abi
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
-from emulated_kernel.machine.cpu.riscv import CAUSE_ILLEGAL
+from emulated_kernel.machine.cpu.riscv import CAUSE_ECALL, CAUSE_ILLEGAL
 from emulated_kernel.machine.cpu.x86 import FLAG_FIXED, FLAG_IF
 from emulated_kernel.machine.traps.trap import GuestFault, Trap
 from emulated_kernel.util.abi import Prot
@@ -300,7 +299,7 @@ class Caller:
 
     def _is_executed(self, trap: Trap) -> bool:
         """Return True if the host executes the instruction of the trap: a firmware call, or rdtime."""
-        if not IS_RISCV or trap.error_code not in (CAUSE_ILLEGAL, ECALL_FROM_USER):
+        if not IS_RISCV or trap.error_code not in (CAUSE_ILLEGAL, CAUSE_ECALL):
             return False
         code = int.from_bytes(self.engine.machine.text.original(trap.address, 4), "little")
         return code == _ECALL or code & _CSR == _RDTIME

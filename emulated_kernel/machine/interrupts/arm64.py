@@ -14,6 +14,8 @@ from emulated_kernel.machine.unicorn_engine import HOOK_INTR, INTR_CALLBACK, Eng
 
 _ABORTS = 3, 4
 """Unicorn's numbers of an instruction abort and of a data abort."""
+_SVC = 2
+"""Unicorn's number of the exception of svc."""
 _SIZE = 4
 
 
@@ -65,7 +67,8 @@ class Arm64TrapHooks(TrapHooks):
                 ip = regs.ip
                 handler = find(ip) if vector == BRK_EXCEPTION else None
                 if handler is None:
-                    self._exception(vector)
+                    if vector != _SVC or not self.call_from_user():
+                        self._exception(vector)
                     return
                 regs.ip = ip + _SIZE
                 if guest_callers:

@@ -9,6 +9,7 @@ from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.cpu.riscv import (
     CAUSE_BREAKPOINT,
+    CAUSE_ECALL,
     CAUSE_LOAD_FAULT,
     INTERRUPT,
     REPORTED_AHEAD,
@@ -127,7 +128,11 @@ class RiscvTrapHooks(TrapHooks):
         self._broke_off = False
 
     def _make_interrupt_callback(self) -> Callable[..., object]:
-        return self._guarded(self._exception)
+        return self._guarded(self._call_or_exception)
+
+    def _call_or_exception(self, cause: int) -> None:
+        if cause != CAUSE_ECALL or not self.call_from_user():
+            self._exception(cause)
 
     def _make_invalid_callback(self) -> Callable[..., object]:
         handler_time = self.handler_time

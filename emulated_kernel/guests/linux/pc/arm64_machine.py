@@ -76,6 +76,7 @@ class Arm64Machine(LinuxMachine):
         state = Syndrome(cpu.syndrome, cpu.bad_address)
         hooks = Arm64TrapHooks(engine, self.model, self.regs, state, self._handler_time)
         hooks.dispatch = self._exception
+        hooks.call_from_user = self._call_from_user
         hooks.end_runs_at(ARM64.stub.start, arm64.BRK_EXCEPTION)
         self.hooks = hooks
         self._map_devices()
@@ -165,6 +166,14 @@ class Arm64Machine(LinuxMachine):
         return msr
 
     # Exceptions
+
+    def _call_from_user(self) -> bool:
+        """Enter the kernel's handler of system calls; see TrapHooks.call_from_user."""
+        if not self.cpu.privilege:
+            return False
+        # Unicorn reports the address after the svc.
+        self.cpu.syscall(self.regs.ip - _SIZE)
+        return True
 
     def _exception(self, trap: Trap) -> None:
         """Handle an exception that Unicorn reports.

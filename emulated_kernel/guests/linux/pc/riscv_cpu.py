@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar, Final
+from typing import ClassVar
 
 from emulated_kernel.guests.linux.guest_abi import RISCV64
 from emulated_kernel.guests.linux.pc.linux_cpu import LinuxCpu
@@ -19,8 +19,6 @@ from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.traps.trap import Trap
 from emulated_kernel.machine.unicorn_engine import Engine
 
-ECALL_FROM_USER: Final = 8
-"""Value of scause for a system call."""
 _SUPERVISOR = 1
 _MIDELEG = 119
 _MIP = 131
@@ -112,7 +110,7 @@ class RiscvLinuxCpu(LinuxCpu):
         """Execute the ecall instruction at `ip`; see LinuxCpu."""
         if values is not None:
             self.set_call(values)
-        self._enter(ECALL_FROM_USER, ip, 0)
+        self._enter(riscv.CAUSE_ECALL, ip, 0)
 
     def is_exception_entry(self, address: int) -> bool:
         """Return True if `address` is the kernel's one entry for exceptions, in stvec; see LinuxCpu."""

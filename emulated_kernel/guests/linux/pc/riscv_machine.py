@@ -10,11 +10,11 @@ from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.pc.riscv_board import SbiBoard
 from emulated_kernel.guests.linux.pc.riscv_cells import CPU_MODEL, RiscvCells
-from emulated_kernel.guests.linux.pc.riscv_cpu import ECALL_FROM_USER, RiscvLinuxCpu
+from emulated_kernel.guests.linux.pc.riscv_cpu import RiscvLinuxCpu
 from emulated_kernel.guests.linux.pc.riscv_user_access import UserAccess
 from emulated_kernel.guests.linux.pc.sv39_memory import Sv39Memory
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
-from emulated_kernel.machine.cpu.riscv import CAUSE_ILLEGAL, Riscv64Cpu
+from emulated_kernel.machine.cpu.riscv import CAUSE_ECALL, CAUSE_ILLEGAL, REPORTED_AHEAD, Riscv64Cpu
 from emulated_kernel.machine.interrupts.riscv import RiscvTrapHooks
 from emulated_kernel.machine.quirks.riscv import LiveBadAddress
 from emulated_kernel.machine.traps.trap import MemoryFault, Trap
@@ -54,10 +54,18 @@ class RiscvMachine(LinuxMachine):
         hooks = RiscvTrapHooks(engine, self.model, self.regs, bad_address, self._handler_time)
         hooks.use_error_cell(engine.address + found.error)
         hooks.dispatch = self._exception
+        hooks.call_from_user = self._call_from_user
         hooks.end_runs_at(RISCV64.stub.start, CAUSE_ILLEGAL)
         self.hooks = hooks
         self._all = memoryview(ram)
         self.user_access = UserAccess(engine, self.regs, self._state, self._state + found.mstatus)
+
+    def _call_from_user(self) -> bool:
+        """Enter the kernel's handler of system calls; see TrapHooks.call_from_user."""
+        if self.cpu.mode[0]:
+            return False
+        self.cpu.syscall(self.regs.ip - REPORTED_AHEAD)
+        return True
 
     def _exception(self, trap: Trap) -> None:
         """Handle an exception that Unicorn reports.
@@ -67,7 +75,7 @@ class RiscvMachine(LinuxMachine):
         """
         cause = trap.error_code
         in_kernel = self.cpu.mode[0]
-        if cause == ECALL_FROM_USER and in_kernel:
+        if cause == CAUSE_ECALL and in_kernel:
             self._call_firmware()
             self.regs.ip = trap.address + _SIZE
         elif cause == CAUSE_ILLEGAL and not in_kernel and trap.address == self.abi.stub.start:

@@ -179,8 +179,10 @@ class KernelEngine:
 
     def request_begins(self) -> None:
         """Notify the observers that a request of a host process begins; they do delayed work that is due."""
-        self.call_begins()
-        for notify in self.guest.events.request_begins:
+        events = self.guest.events
+        for notify in events.call_begins:
+            notify()
+        for notify in events.request_begins:
             notify()
 
 
