@@ -133,8 +133,10 @@ class AggrKprobe(AssemblyOwner):
     detour: DetourBuffer | None = field(default=None, init=False, repr=False)
     """The detour, or None if the address has none.
 
-    If the probe was registered disabled, the detour is created when the probe is enabled or examined.
+    If the probes were registered disabled, the detour is created when one is enabled or examined.
     """
+    awaits_detour: bool = field(default=False, init=False, repr=False)
+    """Whether several disabled probes were registered, and the detour was not yet tried."""
     has_used_detour: bool = field(default=False, init=False, repr=False)
     """Whether the detour has been in use since it was created, so that a CPU may be executing its code."""
     is_patched: bool = field(default=False, init=False)

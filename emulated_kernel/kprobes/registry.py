@@ -258,13 +258,18 @@ class Kprobes:
             self._try_to_optimize(head, kprobe)
 
     def _finish_registration(self, head: AggrKprobe, kprobe: Kprobe) -> None:
-        """Create the detour of a probe that was registered disabled, if its address can have one.
+        """Create the detour of probes that were registered disabled, if their address can have one.
 
         Linux creates the detour at the registration. Deviates: the detour is created when a user asks for
         the probe's state, or before the probe is enabled. Many events are never enabled, and a detour takes
         memory and time.
         """
-        if not (head.is_aggregated or head.rejection or head.is_gone):
+        if head.awaits_detour:
+            head.awaits_detour = False
+            if self.optimizer is not None and not head.is_gone:
+                self.optimizer.prepare(head)
+                self._refresh(head)
+        elif not (head.is_aggregated or head.rejection or head.is_gone):
             self._try_to_optimize(head, kprobe)
 
     def _try_to_optimize(self, head: AggrKprobe, kprobe: Kprobe) -> None:
@@ -329,6 +334,8 @@ class Kprobes:
         """
         if not head.is_aggregated:
             self._aggregate(head)
+        if not (head.is_disabled and kprobe.is_disabled):
+            self._finish_registration(head, kprobe)
         goes_elsewhere = is_jprobe(kprobe)
         if goes_elsewhere and head.jprobe is not None:
             raise KernelError(errno.EEXIST, f"{head.address:#x} has a jprobe already")
@@ -351,13 +358,14 @@ class Kprobes:
                 self._arming.arm(head)
 
     def _aggregate(self, head: AggrKprobe) -> None:
-        """Prepare a singly probed address for further probes: mark it as aggregated, and make its detour."""
+        """Prepare a singly probed address for further probes: mark it as aggregated, without a detour."""
         head.is_aggregated = True
         head.rejection = ""
         optimizer = self.optimizer
         [first] = head.members
-        if optimizer is not None and not (head.is_gone or head.is_ftrace) and optimizer.wants(first):
-            optimizer.prepare(head)
+        head.awaits_detour = (
+            optimizer is not None and not (head.is_gone or head.is_ftrace) and optimizer.wants(first)
+        )
 
     def _refresh(self, head: AggrKprobe) -> None:
         """Update the handling of hits after a change of the probes at an address or of their flags."""

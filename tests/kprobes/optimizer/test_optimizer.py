@@ -265,18 +265,32 @@ class TestWhoIsOptimized:
         assert probed.kernel.machine.text.ledger == {}
         assert probed.gcd() == []
 
-    def test_a_disabled_probe_gets_its_detour_when_it_is_enabled_or_asked_for(self, probed: Probed) -> None:
+    @pytest.mark.parametrize("number", [1, 2])
+    def test_disabled_probes_get_their_detour_when_one_is_enabled_or_asked_for(
+        self, probed: Probed, number: int
+    ) -> None:
         kprobes = probed.kernel.kprobes
-        asked = probed.probe("gcd", GCD_HEAD, disabled=True)
-        head = kprobes.table.valid(asked)
+        probes = [probed.probe("gcd", GCD_HEAD, disabled=True) for _ in range(number)]
+        head = kprobes.table.valid(probes[0])
         assert head is not None
         assert head.detour is None
-        assert kprobes.detour(asked) is head.detour is not None
-        probed.kernel.unregister_kprobe(asked)
-        enabled = probed.probe("gcd", GCD_HEAD, disabled=True)
-        probed.kernel.enable_kprobe(enabled)
+        assert kprobes.detour(probes[-1]) is head.detour is not None
+        for probe in probes:
+            probed.kernel.unregister_kprobe(probe)
+        probes = [probed.probe("gcd", GCD_HEAD, disabled=True) for _ in range(number)]
+        probed.kernel.enable_kprobe(probes[0])
         probed.settle()
-        assert (kprobes.mode(enabled), probed.gcd()) == ("optimized", [HIT])
+        assert (kprobes.mode(probes[0]), probed.gcd()) == ("optimized", [HIT])
+
+    def test_a_probe_that_joins_disabled_ones_is_optimized(self, probed: Probed) -> None:
+        others = [probed.probe("gcd", GCD_HEAD, disabled=True) for _ in range(2)]
+        enabled = probed.probe("gcd", GCD_HEAD)
+        probed.settle()
+        assert (probed.kernel.kprobes.mode(enabled), probed.gcd()) == ("optimized", [HIT])
+        for probe in (enabled, *others):
+            probed.kernel.unregister_kprobe(probe)
+        probed.settle()
+        assert probed.kernel.machine.text.ledger == {}
 
     def test_an_armed_probe_inside_prevents_it(self, probed: Probed) -> None:
         probed.probe("gcd", GCD_TAIL)
