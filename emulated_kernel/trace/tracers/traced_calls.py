@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
+from emulated_kernel.kprobes.hit.entry_code import EntryCode
 from emulated_kernel.trace.compiled.calls import CompiledCalls
 from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.tracers.call_sites import CallRecorder, KernelFunctions
@@ -45,16 +46,20 @@ class TracedCalls:
         self._recorder.record(site, hit)
         code = self._code
         if code is not None and code.may_make:
-            settings = self._settings()
-            if settings is None:
-                code.is_settled = True
-            else:
-                functions = self._functions
-                code.make(
-                    self._ops.sites,
-                    _of_one_kind,
-                    lambda builder, _: settings.emit(builder, functions.arch, functions.places),
-                )
+            self._compile(code)
+
+    def _compile(self, code: EntryCode[None]) -> None:
+        """Compile guest code, if the settings allow it. Otherwise Python continues to handle the calls."""
+        settings = self._settings()
+        if settings is None:
+            code.is_settled = True
+            return
+        functions = self._functions
+        code.make(
+            self._ops.sites,
+            _of_one_kind,
+            lambda builder, _: settings.emit(builder, functions.arch, functions.places),
+        )
 
 
 def _of_one_kind(sites: AbstractSet[int]) -> dict[None, AbstractSet[int]]:

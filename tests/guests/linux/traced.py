@@ -165,12 +165,15 @@ class WholeProfile(Traced):
 
 
 class WholeFunctions(Traced):
-    """The function tracer on all functions."""
+    """The function tracer on all functions, in guest code from the first call on."""
 
     def __init__(self, engine: LinuxEngine) -> None:
         super().__init__(engine)
-        with engine.lock:
+        calls = self.tracing.arrays.top.functions._calls
+        assert calls._code is not None
+        with engine.lock, time_stands():
             self.array.set_tracer("function")
+            calls._compile(calls._code)
         self._before = 0
 
     def on(self, starts: Sequence[int]) -> None:
