@@ -12,7 +12,7 @@ from typing import Any
 
 from emulated_kernel.image.builtin_image import KernelImage, load_image
 from emulated_kernel.image.debug_elf import build_id as image_build_id
-from emulated_kernel.image.debug_files import build_id, find_build
+from emulated_kernel.image.debug_files import build_id, find_build, open_debug_elf
 from emulated_kernel.image.line_table import LineTables, nearest_lines
 from emulated_kernel.image.linux.bzimage import ELF_MAGIC
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
@@ -120,10 +120,8 @@ class SourceLines:
 
     def _opened(self, path: Path) -> LineTables:
         """Open the debug information, and check that it belongs to the kernel's build. Raises: CliError."""
-        from elftools.elf.elffile import ELFFile
-
         with explained(str(path)), open_regular(path) as file:
-            elf = ELFFile(file)
+            elf = open_debug_elf(file)
             tables = LineTables(elf)
             self._shift = _shift(self._kernel, elf, path)
             return tables
