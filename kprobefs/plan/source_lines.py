@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import replace
 from emulated_kernel.util.safe_read import open_regular
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, explained
+from kprobefs.common.progress import counted
 from kprobefs.plan import debuginfod
 from kprobefs.plan.place import Place, find_place
 from kprobefs.plan.planned_kernel import PlannedKernel
@@ -61,7 +63,7 @@ class SourceLines:
         with _damage_explained(self._path):
             if self._tables is None:
                 self._tables = self._opened(Path(self._path))
-            found = self._tables.lines(file)
+            found = self._tables.lines(file, partial(counted, "reading line numbers"))
         path = self._only_path(text, file, list(found))
         lines = found[path]
         if line not in lines:
