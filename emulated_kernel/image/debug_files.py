@@ -7,8 +7,12 @@ import zlib
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from emulated_kernel.image.linux.bzimage import ELF_MAGIC
+from emulated_kernel.image.linux.deb import AR_MAGIC
+from emulated_kernel.image.linux.packages import MAGIC_SIZE, is_package
+from emulated_kernel.image.linux.rpm import RPM_MAGIC
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.safe_read import open_regular
 
@@ -17,6 +21,30 @@ DEBUG_ROOT = Path("/usr/lib/debug")
 MODULES_ROOT = Path("/lib/modules")
 _PART = 1 << 20
 _ADVICE = "install the package that contains it, or give its file by --debug-info"
+
+
+def open_debug_elf(file: BinaryIO) -> Any:
+    """Return a user's file with debug information as an ELF file of pyelftools.
+
+    Raises: KernelError EINVAL (not an ELF file), elftools' ELFError (damaged).
+    """
+    from elftools.elf.elffile import ELFFile
+
+    file.seek(0)
+    start = file.read(MAGIC_SIZE)
+    file.seek(0)
+    if start.startswith(AR_MAGIC):
+        unpack = "dpkg-deb --extract FILE DIRECTORY"
+    elif start.startswith(RPM_MAGIC):
+        unpack = "rpm2cpio FILE | cpio -id"
+    elif is_package(start):
+        unpack = "tar -xf FILE"
+    elif not start.startswith(ELF_MAGIC):
+        raise KernelError(errno.EINVAL, "not an ELF file; give a vmlinux with debug information")
+    else:
+        return ELFFile(file)
+    remedy = f"unpack it with {unpack}, and give the vmlinux in its usr/lib/debug"
+    raise KernelError(errno.EINVAL, f"a package or an archive; {remedy}")
 
 
 def build_id(elf: Any) -> str:

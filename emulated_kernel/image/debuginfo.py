@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from emulated_kernel.image.debug_files import build_id, find_debug_file
+from emulated_kernel.image.debug_files import build_id, find_debug_file, open_debug_elf
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.safe_read import open_regular
@@ -166,7 +166,7 @@ def open_debuginfo(file: BinaryIO, path: Path, debug_path: Path | None = None) -
             yield DebugInfo(code, code)
         else:
             with open_regular(debug_path) as debug:
-                yield DebugInfo(code, ELFFile(debug))
+                yield DebugInfo(code, open_debug_elf(debug))
     except ELFError as error:
         raise KernelError(errno.EINVAL, f"damaged ELF file: {error}") from error
 

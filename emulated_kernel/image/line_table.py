@@ -3,14 +3,51 @@
 from __future__ import annotations
 
 import errno
+import io
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
+_NUMBER = rb"[\x80-\xff]*[\0-\x7f]"
+"""Regular expression for an unsigned or signed LEB128 number."""
+_DECLARATION = lazy_pattern(
+    rb"(?s)(%b)%b.(?:(?!\0\0)%b(?:\x21%b|(?!\x21)%b))*\0\0" % (_NUMBER, _NUMBER, _NUMBER, _NUMBER, _NUMBER)
+)
+"""Regular expression for a declaration in .debug_abbrev: code, tag, children, pairs of attribute and form.
+
+A number follows the form DW_FORM_implicit_const (0x21). Source: DWARF 5, section 7.5.3.
+"""
 Lines = dict[int, list[int]]
 """Number of a source line -> sorted addresses at which code of the line begins."""
+
+
+class Declarations:
+    """A unit's table in .debug_abbrev. A declaration is parsed when it is needed."""
+
+    def __init__(self, data: bytes, start: int, structs: Any) -> None:
+        """Use the table that begins at offset `start` of the section's content `data`."""
+        self._data = data
+        self._start = start
+        self._structs = structs
+
+    def get_abbrev(self, code: int) -> Any:
+        """Return the declaration with a code, as an AbbrevDecl of pyelftools. Raises: KeyError."""
+        from elftools.dwarf.abbrevtable import AbbrevDecl
+
+        at = self._start
+        while (found := _DECLARATION.match(self._data, at)) is not None and found[1] != b"\0":
+            if _leb128(found[1]) == code:
+                stream = io.BytesIO(found[0][len(found[1]) :])
+                return AbbrevDecl(code, self._structs.Dwarf_abbrev_declaration.parse_stream(stream))
+            at = found.end()
+        raise KeyError(code)
+
+
+def _leb128(number: bytes) -> int:
+    return sum((byte & 0x7F) << 7 * place for place, byte in enumerate(number))
 
 
 class LineTables:
@@ -23,26 +60,38 @@ class LineTables:
             self._dwarf = elf.get_dwarf_info(relocate_dwarf_sections=False)
         if self._dwarf is None or not self._dwarf.has_debug_info or self._dwarf.debug_line_sec is None:
             raise KernelError(errno.EINVAL, "it has no line numbers (no .debug_line)")
+        self._abbreviations = self._dwarf.debug_abbrev_sec.stream.getvalue()
         self.names: set[str] = set()
         """Names, without directories, of all source files in the tables that were read."""
 
-    def lines(self, file: str) -> Mapping[str, Lines]:
+    def lines(
+        self, file: str, counted: Callable[[Sequence[Any]], Iterable[Any]] = iter
+    ) -> Mapping[str, Lines]:
         """Return path -> lines, for each source file with code that `file` names.
 
         `file` is a path, or the end of a path. If units were compiled from a file that `file` names, only
         the tables of these units are read. Otherwise all tables are read, because units that include the
-        file have its lines.
+        file have its lines. `counted`: iterates over the units whose tables are read, and shows the progress.
         """
-        units = [(unit, unit.get_top_DIE()) for unit in self._dwarf.iter_CUs()]
+        units = [(unit, self._top(unit)) for unit in self._dwarf.iter_CUs()]
         own = [(unit, top) for unit, top in units if _is_named(_source(top), file)]
         found: dict[str, dict[int, set[int]]] = {}
-        for unit, top in own or units:
+        for unit, top in counted(own or units):
             for path, line, address in self._rows(unit, top, file):
                 found.setdefault(path, {}).setdefault(line, set()).add(address)
         return {
             path: {line: sorted(addresses) for line, addresses in sorted(lines.items())}
             for path, lines in found.items()
         }
+
+    def _top(self, unit: Any) -> Any:
+        """Return the top DIE of a unit. Only its own declaration is parsed.
+
+        pyelftools parses all declarations of a unit, which takes most of the time for a kernel.
+        """
+        table = Declarations(self._abbreviations, unit["debug_abbrev_offset"], unit.structs)
+        unit.get_abbrev_table = lambda: table
+        return unit.get_top_DIE()
 
     def _rows(self, unit: Any, top: Any, file: str) -> Iterator[tuple[str, int, int]]:
         """Yield (path, line, address) for each start of a statement of `file` in one unit."""

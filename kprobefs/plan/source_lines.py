@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from emulated_kernel.image.builtin_image import KernelImage, load_image
 from emulated_kernel.image.debug_elf import build_id as image_build_id
-from emulated_kernel.image.debug_files import build_id, find_build
+from emulated_kernel.image.debug_files import build_id, find_build, open_debug_elf
 from emulated_kernel.image.line_table import LineTables, nearest_lines
 from emulated_kernel.image.linux.bzimage import ELF_MAGIC
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
@@ -21,6 +22,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import replace
 from emulated_kernel.util.safe_read import open_regular
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, explained
+from kprobefs.common.progress import counted
 from kprobefs.plan import debuginfod
 from kprobefs.plan.place import Place, find_place
 from kprobefs.plan.planned_kernel import PlannedKernel
@@ -61,7 +63,7 @@ class SourceLines:
         with _damage_explained(self._path):
             if self._tables is None:
                 self._tables = self._opened(Path(self._path))
-            found = self._tables.lines(file)
+            found = self._tables.lines(file, partial(counted, "reading line numbers"))
         path = self._only_path(text, file, list(found))
         lines = found[path]
         if line not in lines:
@@ -120,10 +122,8 @@ class SourceLines:
 
     def _opened(self, path: Path) -> LineTables:
         """Open the debug information, and check that it belongs to the kernel's build. Raises: CliError."""
-        from elftools.elf.elffile import ELFFile
-
         with explained(str(path)), open_regular(path) as file:
-            elf = ELFFile(file)
+            elf = open_debug_elf(file)
             tables = LineTables(elf)
             self._shift = _shift(self._kernel, elf, path)
             return tables

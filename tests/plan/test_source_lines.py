@@ -164,6 +164,16 @@ def test_missing_debug_information_names_the_remedy(
     for name, content in (("text", b"int main"), ("elf", debug_elf(X86_64, 64, [], [], {}))):
         (tmp_path / name).write_bytes(content)
         assert name in refused(capsys, "--debug-info", str(tmp_path / name), "read_write.c:300")
+    for name, content, remedy in (
+        ("linux-image-dbg.deb", b"!<arch>\ndebian-binary", "dpkg-deb --extract"),
+        ("kernel-debuginfo.rpm", b"\xed\xab\xee\xdb\x03\0", "rpm2cpio"),
+        ("linux-debug.pkg.tar.zst", bytes.fromhex("28b52ffd"), "tar -xf"),
+        ("vmlinuz", b"MZ", "give a vmlinux"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        shown = refused(capsys, "--debug-info", str(tmp_path / name), "read_write.c:300")
+        assert name in shown
+        assert remedy in shown
     for path in ("/nowhere", str(tmp_path), "/dev/zero"):
         assert path in refused(capsys, "--debug-info", path, "read_write.c:300")
 

@@ -108,12 +108,13 @@ class ReturnHooks:
     def select_return_hook(self, name: str) -> None:
         """Use the shadow stack called `name`, a key of SHADOW_STACKS, from now on.
 
-        Raises: KernelError EINVAL (unknown), EBUSY (a function is hooked, or a hooked call has not returned).
+        Raises: KernelError EINVAL (unknown), EBUSY (see `is_used`).
         """
         self._lock.assert_held()
         stack = self._make_stack(name)
         if any(hooks.is_used for hooks in self._sets):
-            raise KernelError(errno.EBUSY, "there are return hooks")
+            told = "in use; remove all return probes, also disabled ones, and switch fprobes and graphs off"
+            raise KernelError(errno.EBUSY, told)
         if self.native is not None:
             self.native.close()
         self.stack.close()
@@ -189,7 +190,10 @@ class ReturnHooks:
 
     @property
     def is_used(self) -> bool:
-        """Whether a function is hooked, or a hooked call has not returned yet."""
+        """Whether a probe has a hook, or a hooked call has not returned yet.
+
+        A disabled return probe has a hook, too: its registration allocates the nodes of the hook.
+        """
         return bool(self.stack.hooks)
 
     def newest(self, hook: ReturnHook, before: int | None = None) -> RethookNode | None:

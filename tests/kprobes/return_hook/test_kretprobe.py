@@ -349,7 +349,7 @@ def test_a_call_given_up_leaves_nothing_pending(kernel: Kernel) -> None:
 # The choice of the shadow stack
 
 
-def test_switched_only_while_nothing_is_hooked(kernel: Kernel, stack: str) -> None:
+def test_switched_only_while_no_probe_has_a_hook(kernel: Kernel, stack: str) -> None:
     hooks = kernel.kretprobes.hooks
     rp = Kretprobe(symbol_name="gcd", disabled=True)
     kernel.register_kretprobe(rp)
