@@ -27,6 +27,7 @@ from emulated_kernel.image.text_tables import (
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, replace
 from emulated_kernel.util.safe_read import read_named
+from kprobefs.common.errors import escape_for_terminal
 from kprobefs.common.progress import Progress
 from kprobefs.mount_options import chosen_cpu
 
@@ -163,7 +164,7 @@ def booted_kernel(source: str, cpu: str) -> tuple[LinuxKernel, CpuReport]:
 
     def progress(done: int, total: int) -> None:
         nonlocal bar, shown
-        bar = bar or Progress("booting", total)
+        bar = bar or Progress(f"booting {escape_for_terminal(Path(source).name)}", total)
         bar.add(done - shown)
         shown = done
 

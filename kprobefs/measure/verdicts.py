@@ -15,6 +15,7 @@ from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.text_tables import ProbedTables
+from emulated_kernel.kprobes.codegen.guest_code import BreakpointKind, breakpoint_kind
 from emulated_kernel.kprobes.profile import (
     RISCV_PROFILE,
     RISCV_PROFILES,
@@ -45,6 +46,10 @@ class ProbeOutcome(Enum):
     BREAKPOINT = "breakpoint"
     FTRACE = "ftrace"
     REFUSED = "refused"
+
+
+WITH_BREAKPOINT = (ProbeOutcome.BREAKPOINT, ProbeOutcome.OPTIMIZED)
+"""Outcomes of probes with a breakpoint; that of an optimized probe takes hits before the jump is written."""
 
 
 def outcome_of(reason: RejectReason | Tactics | None) -> ProbeOutcome:
@@ -107,9 +112,9 @@ class Judge:
         names = (LINUX_RULES.get(name, name) for name in profile.strategies)
         builds_jumps = profile.optimizer and subject.has_optprobes is not False
         self.strategy = self.arch.strategy(names) if builds_jumps else None
-        rules = probe_rules_named(profile.probe_rules)
+        self._rules = probe_rules_named(profile.probe_rules)
         self.checker = self.arch.probe_checker(
-            subject.tables, self.strategy, ftrace=profile.ftrace, rules=rules
+            subject.tables, self.strategy, ftrace=profile.ftrace, rules=self._rules
         )
         self._others = dict[str, Judge]()
         self._is_x86 = subject.arch in ("x86_64", "i386")
@@ -208,6 +213,21 @@ class Judge:
             return Verdict(refused, None)
         region = checker.optimized_region(addr)
         return Verdict(region, None) if isinstance(region, Rejection) else Verdict(None, region)
+
+    def breakpoint_kind(self, where: Location) -> BreakpointKind | None:
+        """Return what a breakpoint at a place does about the probed instruction.
+
+        Return None if a probe at the place is refused or has no breakpoint.
+        """
+        if self.verdict(where).outcome not in WITH_BREAKPOINT:
+            return None
+        where = self.place(where)
+        addr = where.symbol.address + where.offset
+        code = self.checker.unpatched_code(where.symbol)[where.offset :][: self.arch.max_insn_size]
+        may_fault = addr in self.checker.may_fault
+        # The kind does not depend on the address of the copy.
+        prepared = self.arch.prepare(code, addr, addr, rules=self._rules, may_fault=may_fault)
+        return breakpoint_kind(prepared, self.profile)
 
     def is_notrace(self, symbol: Symbol) -> bool:
         """Return True if kprobe events refuse the function because it is notrace.

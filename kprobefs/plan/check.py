@@ -98,6 +98,8 @@ class Answer:
     findings: list[Finding] = field(default_factory=list)
     region: range = range(0)
     """Addresses that the probe's jump replaces; empty if there is no jump."""
+    breakpoint_kind: str | None = None
+    """Value of BreakpointKind, also for an optimized probe; None if there is no breakpoint."""
     address: int = 0
     """The probed address; 0 if there is no probe."""
     probe: TraceKprobe | None = None
@@ -233,7 +235,9 @@ def _created(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Answer:
         found.append(Finding("never-returns", False, message, _word_column(line.text, 1)))
     replaced = explained.region
     region = range(0) if replaced is None else range(replaced.addr, replaced.end)
-    answer = Answer(line, verdict.outcome.value, explained.reason, found, region, probe.address, probe)
+    kind = explained.breakpoint_kind
+    shown = None if kind is None else kind.value
+    answer = Answer(line, verdict.outcome.value, explained.reason, found, region, shown, probe.address, probe)
     if explained.extended is not None:
         answer.extended = explained.extended.outcome.value
         answer.extended_reason = explained.extended_reason

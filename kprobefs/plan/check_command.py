@@ -158,8 +158,11 @@ def _details(path: str, answer: Answer, number: int) -> Iterator[str]:
         for each in answer.findings
     ]
     is_told = any(finding.message == answer.reason for finding in answer.findings)
-    if answer.outcome in (ProbeOutcome.BREAKPOINT.value, PENDING) and not is_told:
-        found.append((f"{answer.outcome}: {answer.reason}", None))
+    reason = "" if is_told else f": {answer.reason}"
+    if answer.outcome == ProbeOutcome.BREAKPOINT.value:
+        found.append((f"{answer.outcome}, {answer.breakpoint_kind}{reason}", None))
+    elif answer.outcome == PENDING:
+        found.append((f"{answer.outcome}{reason}", None))
     if answer.extended is not None and answer.outcome == ProbeOutcome.BREAKPOINT.value:
         found.append((f"extended: {answer.extended}: {answer.extended_reason}", None))
     for message, column in found:
@@ -204,6 +207,7 @@ def _line_as_dict(text: str, answer: Answer) -> dict[str, Any]:
         "definition": answer.line.text,
         "outcome": answer.outcome,
         "reason": answer.reason,
+        "breakpoint": answer.breakpoint_kind,
         "extended": None
         if answer.extended is None
         else {"outcome": answer.extended, "reason": answer.extended_reason},

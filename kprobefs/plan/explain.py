@@ -117,6 +117,7 @@ def as_dict(explained: Explanation) -> dict[str, Any]:
         "section": explained.section,
         "verdict": explained.verdict.outcome.value,
         "reason": explained.reason,
+        "breakpoint": None if explained.breakpoint_kind is None else explained.breakpoint_kind.value,
         "extended": _extended(explained),
         "optprobes": kernel.has_optprobes,
         "optimization": kernel.allows_jumps,

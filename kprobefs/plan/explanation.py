@@ -15,6 +15,7 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.entry_values import EntryValues
 from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.image.linux.btf_declaration import Parameter, Prototype, prototype
+from emulated_kernel.kprobes.codegen.guest_code import BreakpointKind
 from emulated_kernel.kprobes.return_hook.hook_sets import COLD_PART
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
@@ -128,6 +129,14 @@ class Explanation:
     def verdict(self) -> Verdict:
         """Verdict on a probe at the place."""
         return self.judge.verdict(self.place.where)
+
+    @cached_property
+    def breakpoint_kind(self) -> BreakpointKind | None:
+        """What a breakpoint at the place does about the probed instruction; None if there is none.
+
+        An optimized probe has one while its jump is not written.
+        """
+        return self.judge.breakpoint_kind(self.place.where)
 
     @property
     def reason(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from textwrap import wrap
 
+from emulated_kernel.kprobes.codegen.guest_code import BreakpointKind
 from kprobefs.measure.coverage_subject import WITH_OPTPROBES
 from kprobefs.measure.verdicts import ProbeOutcome, profile_text
 from kprobefs.plan.arguments import Argument
@@ -100,6 +101,8 @@ def _continued(arrow: str) -> str:
 def answers(explained: Explanation) -> Iterator[tuple[str, list[str]]]:
     """Yield the answers about the explained address, each as a label and the text lines that follow it."""
     yield "verdict", [*_verdict(explained)]
+    if explained.verdict.outcome is not ProbeOutcome.REFUSED:
+        yield "hit", [_hit(explained)]
     if explained.extended is not None:
         yield "extended", [*_extended(explained)]
     yield "jumps", [*_jumps(explained)]
@@ -125,14 +128,35 @@ def _verdict(explained: Explanation) -> Iterator[str]:
     yield f"{explained.verdict.outcome.value}{because}"
     if explained.is_moved:
         yield f"Linux puts the probe at +{explained.probed.offset:#x}, after the landing pad"
-    yield f"for {explained.kernel.cpu_description}"
-    yield from explained.kernel.remarks
     answered: dict[tuple[ProbeOutcome, str], list[str]] = {}
     for other in explained.others:
         answered.setdefault((other.outcome, other.reason), []).append(other.returns)
+    if [*answered] == [(explained.verdict.outcome, explained.reason)]:
+        answered.clear()
+        yield "for any CPU, however boot writes the returns"
+    else:
+        yield f"for {explained.kernel.cpu_description}"
+    yield from explained.kernel.remarks
     for (outcome, reason), returns in answered.items():
         because = f": {reason}" if reason else ""
         yield f"with {', or '.join(returns)}: {outcome.value}{because}"
+
+
+_HITS = {
+    BreakpointKind.STEPPED: "stepped: two traps, one before and one after the instruction's copy",
+    BreakpointKind.BOOSTED: "boosted: one trap, and a jump back after the instruction's copy",
+    BreakpointKind.EMULATED: "emulated: one trap, whose handler does the instruction's work",
+}
+
+
+def _hit(explained: Explanation) -> str:
+    """Return a text about a hit: the way to the handler, and how the probed instruction is executed."""
+    kind = explained.breakpoint_kind
+    if kind is None:
+        return "ftrace: a call from the function's entry, no trap"
+    if explained.verdict.outcome is ProbeOutcome.OPTIMIZED:
+        return f"a jump, no trap; {kind.value} while the jump is not written"
+    return _HITS[kind]
 
 
 def _extended(explained: Explanation) -> Iterator[str]:

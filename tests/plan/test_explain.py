@@ -26,6 +26,7 @@ from emulated_kernel.image.linux.btf_members import members_at, size_of
 from emulated_kernel.image.linux.deb import PackageTar
 from emulated_kernel.image.linux.packages import open_package
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import PROFILES, RISCV_PROFILE, RISCV_PROFILES, profile_named
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError, UnusableFile
@@ -181,6 +182,36 @@ def test_a_mount_agrees_with_the_offline_answer(arch: str, profile: str) -> None
             else:
                 assert rejection.reason.value in refusal
     assert agreed > 5
+
+
+@pytest.mark.parametrize(
+    ("arch", "profile", "kinds"),
+    [
+        ("x86_64", "linux-6.1", {"stepped", "emulated"}),
+        ("x86_64", "linux-6.1-nopreempt", {"stepped", "boosted", "emulated"}),
+        ("riscv64", "linux-6.1", {"stepped", "emulated"}),
+    ],
+)
+def test_the_engine_makes_the_kind_of_breakpoint(arch: str, profile: str, kinds: set[str]) -> None:
+    planned = planned_kernel(arch, None, None, profile)
+    seen = set()
+    with Kernel(MachineConfig(arch=arch, profile=profile)) as kernel:
+        for found in explanations(planned, 300):
+            kind = found.breakpoint_kind
+            assert (kind is None) == (found.verdict.outcome in (ProbeOutcome.REFUSED, ProbeOutcome.FTRACE))
+            if kind is None:
+                continue
+            kprobe = Kprobe(addr=found.address)
+            kernel.register_kprobe(kprobe)
+            head = kernel.kprobes.table.valid(kprobe)
+            assert head is not None
+            insn = head.insn
+            assert insn is not None
+            made = "boosted" if insn.boosted else "stepped" if insn.slot is not None else "emulated"
+            assert kind.value == made, found.title
+            kernel.unregister_kprobe(kprobe)
+            seen.add(made)
+    assert seen == kinds
 
 
 # The detour

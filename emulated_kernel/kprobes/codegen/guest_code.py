@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.arch_hooks import ArchSpecificInsn
+from emulated_kernel.kprobes.profile import Profile
 from emulated_kernel.util.abi import GuestAddr
 from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
@@ -40,6 +43,32 @@ class CompiledCode:
 
     def contains(self, address: int) -> bool:
         return self.address <= address < self.address + self.size
+
+
+class BreakpointKind(Enum):
+    """What a breakpoint's handler does about the probed instruction. The values are the names in output."""
+
+    STEPPED = "stepped"
+    """It runs the copy, and a second trap ends the step."""
+    BOOSTED = "boosted"
+    """It runs the copy, which ends in a jump back."""
+    EMULATED = "emulated"
+    """It does the work of the instruction itself."""
+
+
+def breakpoint_kind(
+    prepared: ArchSpecificInsn, profile: Profile, *, has_post_handler: bool = False
+) -> BreakpointKind:
+    """Return what the breakpoint on a prepared instruction does about the instruction.
+
+    Linux: a probe stays boosted, so that a post_handler added later never runs. Deviates: such a
+    post_handler runs.
+    Mirrors: arch/x86/kernel/kprobes/core.c:setup_singlestep (v6.1).
+    """
+    if prepared.emulate is not None:
+        return BreakpointKind.EMULATED
+    boosts = prepared.boostable and not profile.preemption and not has_post_handler
+    return BreakpointKind.BOOSTED if boosts else BreakpointKind.STEPPED
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.codegen.deferred_free import DeferredFree
-from emulated_kernel.kprobes.codegen.guest_code import OutOfLine
+from emulated_kernel.kprobes.codegen.guest_code import BreakpointKind, OutOfLine, breakpoint_kind
 from emulated_kernel.kprobes.hit.breakpoint_dispatch import BreakpointDispatch
 from emulated_kernel.kprobes.hit.insn_slots import InsnSlots
 from emulated_kernel.kprobes.profile import Profile, Stepper
@@ -81,7 +81,7 @@ class InsnCopier:
         self._verdict = verdict
         self._arch = arch
         self._routes = routes
-        self._boosts = not profile.preemption
+        self._profile = profile
         lead = arch.trap_flag_lead if profile.stepper is Stepper.TRAP_FLAG else b""
         self._lead = len(lead)
         self.slots = InsnSlots(text, arch.max_insn_size, arch.breakpoint, garbage, lead)
@@ -126,15 +126,12 @@ class InsnCopier:
             raise KernelError(errno.EINVAL, f"{addr:#x}: another debugger has patched the instruction")
 
     def boost_or_step(self, head: AggrKprobe) -> None:
-        """Put a jump back after the copy if the probe can be boosted, else the breakpoint that ends the step.
-
-        Linux: a probe stays boosted, so that a post_handler added later never runs. Deviates: such a
-        post_handler runs.
-        """
+        """Put a jump back after the copy of a boosted probe, else the breakpoint that ends the step."""
         insn = head.insn
         if insn is None or insn.slot is None:
             return
-        boosted = self._boosts and insn.prepared.boostable and not head.has_post_handler
+        kind = breakpoint_kind(insn.prepared, self._profile, has_post_handler=head.has_post_handler)
+        boosted = kind is BreakpointKind.BOOSTED
         if boosted == insn.boosted:
             return
         if self._routes.hits.is_underway:

@@ -40,7 +40,13 @@ def profile_of(kernel: LinuxKernel, riscv: str = RISCV_PROFILE) -> Profile:
         return arm64_profile(series, rules)
     if kernel.architecture != "x86_64":
         return replace(PROFILES[riscv], interface=KERNEL_INTERFACE, probe_rules=rules)
-    return Profile(f"linux-{series}", interface=KERNEL_INTERFACE, probe_rules=rules)
+    return Profile(
+        f"linux-{series}",
+        # Mirrors: kernel/sched/core.c:preempt_schedule, with CONFIG_PREEMPTION (v6.1).
+        preemption=kernel.kallsyms.lookup_name("preempt_schedule") is not None,
+        interface=KERNEL_INTERFACE,
+        probe_rules=rules,
+    )
 
 
 def interface_with(kernel: LinuxKernel, profile: Profile) -> Interface:
