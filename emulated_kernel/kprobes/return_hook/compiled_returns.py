@@ -1,8 +1,9 @@
 """NativeReturns: emits guest code that hooks calls and handles their returns without the host.
 
 A call whose hook has a handler in guest code returns to the native trampoline. Calls that Python hooks return
-to the trampoline for Python, which saves all registers. If two hooks share a stack slot, the trampoline for
-Python handles both.
+to the trampoline for Python, which saves all registers. If two hooks share a stack slot, because one function
+jumps to another, their calls return to the native trampoline one after the other. If their handlers would not
+find the right return address then, the trampoline for Python handles both.
 """
 
 from __future__ import annotations
@@ -62,8 +63,20 @@ class NativeReturns:
     """Emits the guest code of the hooks on one shadow stack."""
 
     def __init__(
-        self, stack: ShadowStack, code: StackCode[Any], trampoline: Trampoline, compiler: Compiler, arch: Arch
+        self,
+        stack: ShadowStack,
+        code: StackCode[Any],
+        trampoline: Trampoline,
+        compiler: Compiler,
+        arch: Arch,
+        *,
+        returns_in_turn: bool,
     ) -> None:
+        """Prepare to emit code.
+
+        `returns_in_turn`: whether calls that share a stack slot may return to the trampoline one after the
+        other, so that only the handler of the oldest call finds the real return address.
+        """
         self._stack = stack
         self._code = code
         self._word = code.word
@@ -72,6 +85,7 @@ class NativeReturns:
         self._sp = arch.registers.sp
         self._link = arch.registers.link
         self._arch = arch
+        self._returns_in_turn = returns_in_turn
         assert arch.returns is not None, "the caller checks it"
         self._kept = arch.returns.live.registers
         self._preserves_all = compiler.saves_all or arch.returns.preserves_all
@@ -150,8 +164,9 @@ class NativeReturns:
         with builder.out_of_line() as hooked_before:
             self._return_to(builder, trampoline.address)
             builder.emit(Jump(replaced))
-        for address in (trampoline.native, trampoline.address):
-            builder.emit(BranchImmediate(Condition.EQ, RET, _signed(address), hooked_before))
+        by_native = replaced if self._returns_in_turn else hooked_before
+        for address, label in ((trampoline.native, by_native), (trampoline.address, hooked_before)):
+            builder.emit(BranchImmediate(Condition.EQ, RET, _signed(address), label))
         self._return_to(builder, trampoline.native)
         builder.place(replaced)
 

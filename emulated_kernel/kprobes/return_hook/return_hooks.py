@@ -131,7 +131,8 @@ class ReturnHooks:
         if kind.needs_field and not offsets.field(self.stack.field):
             return None
         code = kind(offsets, self.stack, arch.returned_at)
-        return NativeReturns(self.stack, code, self.trampoline, self._compiler, arch)
+        in_turn = not self._shows_caller
+        return NativeReturns(self.stack, code, self.trampoline, self._compiler, arch, returns_in_turn=in_turn)
 
     # Users
 

@@ -21,6 +21,7 @@ from tests.guests.linux import debian_kernel
 from tests.guests.linux.ended_tasks import check_ended_tasks
 from tests.guests.linux.files import Files
 from tests.guests.linux.probing import engine, workload
+from tests.guests.linux.test_handlers import counting
 
 CLIENT = Client(4242, 0, 0)
 IN_PYTHON = replace(PROFILES[DEFAULT], compiled=False, optimizer=False)
@@ -119,6 +120,28 @@ def test_calls_are_as_many_as_breakpoints_count(profile: Profile, expected: list
     shell.write("/tracing/current_tracer", "nop")
     shell.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
     assert not guest.machine.text.ledger
+
+
+def test_calls_and_returns_stay_in_the_guest() -> None:
+    """Also where a function jumps to another, so that two calls share a return address."""
+    guest, shell = mounted()
+    shell.write("/tracing/buffer_size_kb", "8000")
+    shell.write("/tracing/current_tracer", "function_graph")
+    worked(guest)
+    taken: Counter[int] = Counter()
+    breakpoints = guest.machine.breakpoints
+    for address, handler in [*breakpoints.items()]:
+        breakpoints[address] = counting(address, handler, taken)
+    shell.write("/tracing/trace", "\n", os.O_WRONLY | os.O_TRUNC)
+    with guest.lock:
+        workload(guest)
+    entries = re.match(r"entries: (\d+)\n", shell.read("/tracing/per_cpu/cpu0/stats"))
+    assert entries is not None
+    assert int(entries[1]) > 10_000
+    trampolines = [each for _, each in guest.components.engine.hook_sets.trampolines()]
+    by_python = [at for at in taken if any(each.locate(at) is not None for each in trampolines)]
+    assert not by_python
+    shell.write("/tracing/current_tracer", "nop")
 
 
 def test_trees_are_the_kernel_s_own_tracer_s() -> None:
