@@ -345,13 +345,12 @@ class Arch(ABC):
     def relative_call(self, source: int, target: int) -> bytes:
         """Encode a call of `target` for the fentry site at `source`. Raises: KernelError ERANGE (too far)."""
 
-    def relative_calls(self, targets: Mapping[int, int]) -> dict[int, bytes]:
-        """Return a map fentry site -> encoded call, for a map fentry site -> target of the call.
+    def relative_calls(self, targets: Mapping[int, int]) -> Iterator[tuple[int, bytes]]:
+        """Yield (fentry site, encoded call) for a map fentry site -> target of the call.
 
         Raises: KernelError ERANGE (too far).
         """
-        encode = self.relative_call
-        return {site: encode(site, target) for site, target in targets.items()}
+        return ((site, self.relative_call(site, target)) for site, target in targets.items())
 
     def detour_jump(self, region: Region, target: int) -> bytes:
         """Encode the jump to `target` that replaces a region. Raises: KernelError ERANGE (too far)."""

@@ -120,17 +120,15 @@ def relative_call(source: int, target: int) -> bytes:
     return b"\xe8" + relative_jump(source, target)[1:]
 
 
-def relative_calls(targets: Mapping[int, int]) -> dict[int, bytes]:
-    """Encode a `call rel32` for each item of a map source -> target, tens of thousands in few operations.
+def relative_calls(targets: Mapping[int, int]) -> Iterator[tuple[int, bytes]]:
+    """Yield (source, encoded `call rel32`) for a map source -> target, which may have tens of thousands.
 
     Raises: KernelError ERANGE (32 bits don't reach).
     """
     size = DISP32_SIZE
     end = JMP32_SIZE
-    try:
-        return {
-            source: b"\xe8" + (target - source - end).to_bytes(size, "little", signed=True)
-            for source, target in targets.items()
-        }
-    except OverflowError:
-        return {source: relative_call(source, target) for source, target in targets.items()}
+    for source, target in targets.items():
+        try:
+            yield source, b"\xe8" + (target - source - end).to_bytes(size, "little", signed=True)
+        except OverflowError:
+            yield source, relative_call(source, target)

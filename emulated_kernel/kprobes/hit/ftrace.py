@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -464,7 +464,7 @@ class FtraceSites:
 
         `starting`: site -> target of the call. `stopping`: sites that get nops.
         """
-        insns = self._arch.relative_calls(starting)
+        insns = _CallInsns(starting, self._arch)
         breakpoints: dict[int, Callable[[Any], None]] = {}
         if not self._poker.takes_one_step(len(insns) + len(stopping)):
             breakpoints.update(dict.fromkeys(starting, self._call(starting)))
@@ -513,6 +513,37 @@ class FtraceSites:
 
     def _skip(self, regs: Any) -> None:
         regs.ip += self._arch.call_size - len(self._arch.breakpoint)
+
+
+class _CallInsns(Mapping[int, bytes]):
+    """Address of a site -> the call instruction to write there; each lookup makes the instruction again."""
+
+    def __init__(self, targets: Mapping[int, int], arch: Arch) -> None:
+        self._targets = targets
+        self._arch = arch
+
+    def __getitem__(self, site: int) -> bytes:
+        return self._arch.relative_call(site, self._targets[site])
+
+    def items(self) -> ItemsView[int, bytes]:
+        return _CallItems(self, self._arch.relative_calls(self._targets))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._targets)
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+
+class _CallItems(ItemsView[int, bytes]):
+    """The items of a _CallInsns, which an architecture encodes together."""
+
+    def __init__(self, insns: _CallInsns, encoded: Iterable[tuple[int, bytes]]) -> None:
+        super().__init__(insns)
+        self._encoded = encoded
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        return iter(self._encoded)
 
 
 def _each(calls: Sequence[Called]) -> Called:

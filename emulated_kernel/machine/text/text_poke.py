@@ -72,7 +72,8 @@ class TextPoker:
         with self._patching(insns, restored):
             if self.takes_one_step(len(insns) + len(restored)):
                 places = sorted(insns)
-                self._text.poke_batch(zip(places, map(insns.__getitem__, places), strict=True))
+                in_order = places == [*insns]
+                self._text.poke_batch(insns.items() if in_order else ((va, insns[va]) for va in places))
                 self._text.restore_batch(sorted(restored), size)
                 return
             insns = {**insns, **{va: self._text.original(va, size) for va in restored}}
