@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from emulated_kernel.guests.linux.boot.boot_protocol import COMMAND_LINE
+from emulated_kernel.guests.linux.boot.command_lines import X86_COMMAND_LINE
 from emulated_kernel.guests.linux.boot_cache import kernel_as_booted
 from emulated_kernel.guests.linux.cpu.cpu_archive import production_cpu
 from emulated_kernel.guests.linux.cpu.cpuid_bits import AX, BX, CX, DX
@@ -116,7 +116,7 @@ def memory_constants(kernel: LinuxKernel) -> Iterator[range]:
 def compare_with_qemu(image: Path, model: str, directory: Path) -> int:
     """Boot a kernel in QEMU on a CPU model, and compare its text; return the number of bytes that differ."""
     kernel = open_kernel(str(image))
-    line = f"{COMMAND_LINE.replace('quiet', 'loglevel=7')} noreplace-smp"
+    line = f"{X86_COMMAND_LINE.replace('quiet', 'loglevel=7')} noreplace-smp"
     kind = Kind(model, model, 1, line, MEMORY)
     own = directory / model
     own.mkdir()

@@ -73,6 +73,16 @@ def test_a_mount_imports_what_it_may_need() -> None:
     assert [name for name in loaded if name.startswith(ELSEWHERE)] == []
 
 
+def test_a_mount_of_a_distribution_s_kernel_imports_no_other_processor() -> None:
+    """Except the formats of kernel files, which are recognized by their contents."""
+    script = (
+        "import emulated_kernel.guests.linux.boot_cache, emulated_kernel.guests.linux.mounts.probed_mount"
+    )
+    loaded = told(f"import sys\n{script}\nprint(*sys.modules)").split()
+    found = [name for name in loaded if "arm64" in name or "riscv" in name]
+    assert [name for name in found if not name.startswith("emulated_kernel.image.linux.")] == []
+
+
 def test_a_running_daemon_has_all_that_it_runs() -> None:
     """Its files may be replaced by those of another version, which it must not mix with its own."""
     assert told(BOOT + USE) == "[]\n"

@@ -11,7 +11,7 @@ from errno import EIO, ENOEXEC, EOPNOTSUPP
 from pathlib import Path
 from time import process_time
 
-from emulated_kernel.guests.linux.boot import arm64_boot, riscv_boot, snapshot
+from emulated_kernel.guests.linux.boot import snapshot
 from emulated_kernel.guests.linux.boot.boot_protocol import RAM_SIZE, boot, load
 from emulated_kernel.guests.linux.boot.snapshot import ShownCpu
 from emulated_kernel.guests.linux.cpu.production_cpu import ProductionCpu
@@ -25,14 +25,12 @@ from emulated_kernel.guests.linux.guest.cpu_report import (
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
 from emulated_kernel.guests.linux.guest.thread_flags import with_thread_flags
-from emulated_kernel.guests.linux.guest_abi import X86_64, abi_named
+from emulated_kernel.guests.linux.guest_abi import ARM64, X86_64, abi_named
 from emulated_kernel.guests.linux.initramfs import DEBUGFS, PROC, ROOTS, TMPFS, TRACEFS
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets, kernel_offsets
-from emulated_kernel.guests.linux.pc.arm64_machine import Arm64Machine
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.pc.machines import find_cells, new_machine
 from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
-from emulated_kernel.guests.linux.pc.riscv_machine import RiscvMachine
 from emulated_kernel.guests.linux.table_cache import kernel_from_file
 from emulated_kernel.image.linux.cached_tables import CachedKernelTables, cached_parts, decode_tables
 from emulated_kernel.image.linux.cpu_features import with_features
@@ -230,13 +228,9 @@ def _load(machine: LinuxMachine, kernel: LinuxKernel, cpu: ProductionCpu | None)
     `cpu`: production CPU that an x86 guest sees in place of the emulated CPU. If it is None, or the guest is
     not an x86 guest, return ().
     """
-    if isinstance(machine, RiscvMachine):
-        riscv_boot.load(machine, kernel)
+    if not isinstance(machine, PcMachine):
+        _load_with_device_tree(machine, kernel)
         return ()
-    if isinstance(machine, Arm64Machine):
-        arm64_boot.load(machine, kernel)
-        return ()
-    assert isinstance(machine, PcMachine)
     if cpu is None:
         load(machine, kernel.vmlinux)
         return ()
@@ -247,6 +241,17 @@ def _load(machine: LinuxMachine, kernel: LinuxKernel, cpu: ProductionCpu | None)
     random_seed = _RANDOM_SEED if "rdrand" in cpu.flags else b""
     load(machine, kernel.vmlinux, (*_PRODUCTION_PARAMETERS, *cpu.parameters), random_seed)
     return sites
+
+
+def _load_with_device_tree(machine: LinuxMachine, kernel: LinuxKernel) -> None:
+    if machine.abi is ARM64:
+        from emulated_kernel.guests.linux.boot import arm64_boot
+
+        arm64_boot.load(machine, kernel)
+    else:
+        from emulated_kernel.guests.linux.boot import riscv_boot
+
+        riscv_boot.load(machine, kernel)
 
 
 def _failed_boot(release: str, cpu: ProductionCpu | None, fault: GuestFault) -> str:

@@ -9,8 +9,8 @@ import keystone
 import pytest
 
 from emulated_kernel.guests.linux import initramfs
-from emulated_kernel.guests.linux.guest import breakpoint_stub, irq_work_wakeup, wakeup_thunk, wakeups
-from emulated_kernel.guests.linux.mounts import control_calls, control_stubs
+from emulated_kernel.guests.linux.guest import breakpoint_stub, irq_work_wakeup, wakeup_thunk
+from emulated_kernel.guests.linux.mounts import arm64_control_stubs, control_calls
 from emulated_kernel.guests.linux.probing import arm64_calls, kernel_calls
 from emulated_kernel.guests.linux.vmcore import vmcore_files
 from emulated_kernel.util.code_listing import machine_code
@@ -28,13 +28,13 @@ LISTINGS = {
 }
 ARM64_LISTINGS = {
     "wakeup": irq_work_wakeup.ARM64_WAKEUP,
-    "reschedule": wakeups.ARM64_RESCHEDULE,
-    "trace": wakeups.ARM64_TRACE,
+    "reschedule": irq_work_wakeup.ARM64_RESCHEDULE,
+    "trace": irq_work_wakeup.ARM64_TRACE,
     "stub": initramfs.ARM_LISTING,
     "interrupt": arm64_calls.INTERRUPT,
     "maker": arm64_calls.MAKER,
     "thread": arm64_calls.THREAD,
-    **control_stubs.ARM64_LISTINGS,
+    **arm64_control_stubs.ARM64_LISTINGS,
 }
 X86 = keystone.KS_ARCH_X86, keystone.KS_MODE_64
 ARM64 = keystone.KS_ARCH_ARM64, keystone.KS_MODE_LITTLE_ENDIAN

@@ -6,8 +6,8 @@ Source: Documentation/arch/arm64/booting.rst (v6.12).
 from __future__ import annotations
 
 import struct
-from typing import Final
 
+from emulated_kernel.guests.linux.boot.command_lines import ARM64_COMMAND_LINE
 from emulated_kernel.guests.linux.boot.device_tree import (
     LOAD_ADDRESS,
     DeviceTree,
@@ -17,24 +17,14 @@ from emulated_kernel.guests.linux.boot.device_tree import (
 )
 from emulated_kernel.guests.linux.pc.arm64_machine import Arm64Machine
 from emulated_kernel.guests.linux.pc.gic_board import (
-    CONSOLE,
     CPU_INTERFACE,
     DISTRIBUTOR,
     TIMER_INTERRUPT,
     GicBoard,
 )
+from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 
-COMMAND_LINE: Final = (
-    f"earlycon=pl011,{CONSOLE:#x} keep_bootcon quiet nokaslr panic=-1 cma=0 cryptomgr.notests "
-    "initcall_blacklist=jent_mod_init randomize_kstack_offset=off"
-)
-"""Kernel command line.
-
-It disables the self-tests of crypto algorithms, which take most of a boot, and jent_mod_init, which measures
-the jitter of a real CPU's time. It also disables the reservation of memory for devices (cma), and random
-stack offsets.
-"""
 _CONTROLLER = 1
 """The phandle by which nodes of the device tree refer to the interrupt controller's node."""
 _PRIVATE = 1
@@ -49,7 +39,7 @@ def device_tree(ram_size: int, initrd: range) -> bytes:
     """Return the machine's device tree. `ram_size`: in bytes. `initrd`: physical addresses of the initrd."""
     tree = DeviceTree()
     tree.begin_root("arm64")
-    tree.add_start(COMMAND_LINE, ram_size, initrd)
+    tree.add_start(ARM64_COMMAND_LINE, ram_size, initrd)
     tree.begin("psci", {"compatible": "arm,psci-1.0", "method": "hvc"})
     tree.end()
     tree.begin("cpus", {"#address-cells": 1, "#size-cells": 0})
@@ -77,9 +67,10 @@ def device_tree(ram_size: int, initrd: range) -> bytes:
     return tree.blob()
 
 
-def load(machine: Arm64Machine, kernel: LinuxKernel) -> None:
+def load(machine: LinuxMachine, kernel: LinuxKernel) -> None:
     """Load the kernel, the initramfs and the device tree, and point the CPU to the kernel's entry.
 
     Raises: KernelError ENOEXEC (the kernel does not fit into RAM).
     """
+    assert isinstance(machine, Arm64Machine)
     machine.cpu.power_on(LOAD_ADDRESS, load_image(machine, kernel, device_tree))

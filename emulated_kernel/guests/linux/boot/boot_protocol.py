@@ -10,29 +10,19 @@ import struct
 from collections.abc import Callable, Sequence
 from itertools import count
 
+from emulated_kernel.guests.linux.boot.command_lines import X86_COMMAND_LINE
 from emulated_kernel.guests.linux.initramfs import initramfs
-from emulated_kernel.guests.linux.pc.devices import TSC_KHZ
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
-from emulated_kernel.guests.linux.pc.ram import LARGE_PAGE
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import LinkedMemory
+from emulated_kernel.machine.memory.paging import LARGE_PAGE_SIZE
 from emulated_kernel.machine.traps.trap import GuestFault
 
 HOST_SIZE = 64 << 20
 """Size in bytes of the end of RAM, which belongs to the host and is not in the guest's memory map."""
 RAM_SIZE = (128 << 20) + HOST_SIZE
-COMMAND_LINE = (
-    f"console=ttyS0 quiet nokaslr acpi=off nolapic noapic nosmp tsc_early_khz={TSC_KHZ} tsc=reliable "
-    "no_timer_check panic=-1 cryptomgr.notests initcall_blacklist=jent_mod_init randomize_kstack_offset=off"
-)
-"""Kernel command line.
-
-It disables the self-tests of crypto algorithms, which take a tenth of a boot, and jent_mod_init, which
-measures the jitter of a real CPU's time. It also disables random stack offsets, which would slow down each
-system call.
-"""
 _LONGEST_LINE = 2048
 """Size in bytes of the kernel's buffer for the command line. Mirrors: COMMAND_LINE_SIZE (v6.1)."""
 _STACK = 0x60000
@@ -83,7 +73,7 @@ def load(
             )
         ram[segment.pa : segment.pa + len(segment.data)] = segment.data
     ram[initrd : initrd + len(files)] = files
-    line = " ".join((COMMAND_LINE, *parameters)).encode()[: _LONGEST_LINE - 1] + b"\0"
+    line = " ".join((X86_COMMAND_LINE, *parameters)).encode()[: _LONGEST_LINE - 1] + b"\0"
     ram[_COMMAND_LINE : _COMMAND_LINE + len(line)] = line
     page = _boot_parameters(top, initrd, len(files))
     if random_seed:
@@ -93,7 +83,7 @@ def load(
     ram[_PARAMETERS : _PARAMETERS + 4096] = bytes(page)
     struct.pack_into("<Q", ram, _TABLES, _TABLES + 0x1000 | 3)
     struct.pack_into("<Q", ram, _TABLES + 0x1000, _TABLES + 0x2000 | 3)
-    pages = (LARGE_PAGE * number | 0x83 for number in range(512))
+    pages = (LARGE_PAGE_SIZE * number | 0x83 for number in range(512))
     struct.pack_into("<512Q", ram, _TABLES + 0x2000, *pages)
     ram[_GDT : _GDT + len(_GDT_ENTRIES)] = _GDT_ENTRIES
     machine.cpu.power_on(vmlinux.entry, _STACK, _TABLES, (_GDT, len(_GDT_ENTRIES)))

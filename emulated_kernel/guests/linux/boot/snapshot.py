@@ -18,7 +18,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from emulated_kernel.guests.linux.boot import arm64_boot, boot_protocol, riscv_boot
+from emulated_kernel.guests.linux.boot.boot_protocol import RAM_SIZE
+from emulated_kernel.guests.linux.boot.command_lines import (
+    ARM64_COMMAND_LINE,
+    RISCV_COMMAND_LINE,
+    X86_COMMAND_LINE,
+)
 from emulated_kernel.guests.linux.boot.digest_cache import (
     MAKING,
     Reading,
@@ -54,7 +59,7 @@ HEADER = 256 << 10
 _PIECE = 64 << 10
 _SOURCE_LIMIT = 4 << 30
 """Maximum size of a kernel's file in bytes; with debug information, a kernel has about 1 GiB."""
-_COMMAND_LINES = boot_protocol.COMMAND_LINE, riscv_boot.COMMAND_LINE, arm64_boot.COMMAND_LINE
+_COMMAND_LINES = X86_COMMAND_LINE, RISCV_COMMAND_LINE, ARM64_COMMAND_LINE
 NORESERVE = 0x4000
 """MAP_NORESERVE, a flag of mmap(2): a guest may have more memory than the host has available."""
 LIMIT = 600 << 20
@@ -110,7 +115,7 @@ def place(source: Path, seed: int, cpu: ProductionCpu | None = None) -> Path:
     """
     reading, whole = _digest(source, *identity(source))
     digest = hashlib.sha256(whole.encode())
-    digest.update(repr((_MAGIC, seed, library_release(), boot_protocol.RAM_SIZE, *_COMMAND_LINES)).encode())
+    digest.update(repr((_MAGIC, seed, library_release(), RAM_SIZE, *_COMMAND_LINES)).encode())
     # The file's hash implies its processor.
     for abi in ABIS:
         digest.update(initramfs(abi.stub))

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import struct
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from emulated_kernel.arch.riscv.encoder import (
     BranchFunct3,
     branch,
+    jalr,
     jump_register,
     load,
     long_jump,
+    move_stack_pointer,
+    set_register,
     set_to_address,
+    store,
 )
-from emulated_kernel.arch.riscv.insn import A0, RA, T0, T1, ZERO
+from emulated_kernel.arch.riscv.insn import A0, RA, SP, T0, T1, ZERO
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
 from emulated_kernel.guests.linux.guest.kernel_structs import KernelStructs
-from emulated_kernel.guests.linux.guest.wakeup_thunk import THUNK_SIZE, Wakeup
+from emulated_kernel.guests.linux.guest.wakeup_thunk import THUNK_SIZE, FlagCode, Wakeup
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
 from emulated_kernel.guests.linux.pc.arm64_machine import Arm64Machine
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
@@ -44,6 +49,29 @@ ARM64_WAKEUP = """
     imm64:task            | task_at: .quad task
     imm64:wake_up_process | function_at: .quad wake_up_process
 """
+_RISCV_RET_SIZE = 4
+ARM64_RESCHEDULE = """
+    fd 7b bf a9   | stp x29, x30, [sp, #-16]!
+    a0 00 00 58   | ldr x0, queue_at
+    d0 00 00 58   | ldr x16, function_at
+    00 02 3f d6   | blr x16
+    fd 7b c1 a8   | ldp x29, x30, [sp], #16
+    c0 03 5f d6   | ret
+    imm64:run_queue    | queue_at: .quad run_queue
+    imm64:resched_curr | function_at: .quad resched_curr
+"""
+ARM64_TRACE = """
+    fd 7b bf a9   | stp x29, x30, [sp, #-16]!
+    b0 00 00 58   | ldr x16, first_at
+    00 02 3f d6   | blr x16
+    fd 7b c1 a8   | ldp x29, x30, [sp], #16
+    90 00 00 58   | ldr x16, second_at
+    00 02 1f d6   | br x16
+    imm64:syscall_regfunc   | first_at: .quad syscall_regfunc
+    imm64:syscall_unregfunc | second_at: .quad syscall_unregfunc
+"""
+_ARM64_TAIL = 20
+"""Size in bytes of the last instruction of an arm64 code and the two 8-byte constants after it."""
 _WORK = 0x40
 """Offset in bytes of the irq_work in the data page.
 
@@ -66,6 +94,15 @@ _CLAIMED = 3
 _MASK = (1 << 64) - 1
 _TABLES_AT = 2 * PAGE
 """Offset in bytes of the page tables from the code page. The data page is between them."""
+
+
+def _riscv_reschedule(_at: int, symbols: Mapping[str, int]) -> bytes:
+    """Return the code of an irq_work: resched_curr(run_queue)."""
+    return b"".join((
+        move_stack_pointer(-16), store(SP, 8, RA, 8),
+        set_register(A0, symbols["run_queue"]), set_register(T1, symbols["resched_curr"]), jalr(RA, T1, 0),
+        load(RA, SP, 8, 8), move_stack_pointer(16), jump_register(RA),
+    ))  # fmt: skip
 
 
 class IrqWorkWakeup(Wakeup):
@@ -142,6 +179,8 @@ class IrqWorkWakeup(Wakeup):
 class RiscvWakeup(IrqWorkWakeup):
     """Wakes tasks of a RISC-V guest, whose IPIs are all delivered by the one software interrupt."""
 
+    flag_codes = FlagCode(_riscv_reschedule, _RISCV_RET_SIZE), None
+
     def __init__(self, machine: RiscvMachine, facts: KernelOffsets, structs: KernelStructs) -> None:
         super().__init__(machine, facts, structs)
         self._cpu = machine.cpu
@@ -176,6 +215,11 @@ class RiscvWakeup(IrqWorkWakeup):
 class Arm64Wakeup(IrqWorkWakeup):
     """Wakes tasks of an arm64 guest, whose interprocessor interrupts are software interrupts of the GIC."""
 
+    flag_codes = (
+        FlagCode(partial(machine_code, ARM64_RESCHEDULE), _ARM64_TAIL),
+        FlagCode(partial(machine_code, ARM64_TRACE), _ARM64_TAIL),
+    )
+
     def __init__(self, machine: Arm64Machine, facts: KernelOffsets, structs: KernelStructs) -> None:
         super().__init__(machine, facts, structs)
         self._board = machine.pc
@@ -194,3 +238,11 @@ class Arm64Wakeup(IrqWorkWakeup):
     def _raise(self) -> None:
         self._board.pending |= 1 << self._interrupt
         self._update()
+
+
+def irq_work_wakeup(machine: LinuxMachine, facts: KernelOffsets, structs: KernelStructs) -> Wakeup:
+    """Return the object that wakes tasks of an arm64 or RISC-V kernel; see wakeup()."""
+    if isinstance(machine, RiscvMachine):
+        return RiscvWakeup(machine, facts, structs)
+    assert isinstance(machine, Arm64Machine)
+    return Arm64Wakeup(machine, facts, structs)

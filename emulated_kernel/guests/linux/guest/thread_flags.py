@@ -6,7 +6,8 @@ The numbers are macros, which neither symbols nor BTF contain. So the kernel set
 from __future__ import annotations
 
 from emulated_kernel.guests.linux.guest.kernel_structs import KernelStructs
-from emulated_kernel.guests.linux.guest.wakeups import FlagCode, flag_codes, wakeup
+from emulated_kernel.guests.linux.guest.wakeup_thunk import FlagCode
+from emulated_kernel.guests.linux.guest.wakeups import wakeup
 from emulated_kernel.guests.linux.kernel_offsets import (
     RUN_QUEUES,
     THREAD_FLAGS,
@@ -28,7 +29,7 @@ def with_thread_flags(machine: LinuxMachine, facts: KernelOffsets) -> KernelOffs
     Raises: GuestFault (the kernel set no flag, or several).
     """
     interrupt = _Interrupt(machine, facts)
-    reschedule, trace = flag_codes(machine)
+    reschedule, trace = interrupt.flag_codes
     need_resched = interrupt.flag_set_by(reschedule)
     syscall_trace = 0
     if trace is not None and facts.symbols.keys() >= set(TRACE_SYSCALLS):
@@ -44,6 +45,7 @@ class _Interrupt:
         self._structs = structs = KernelStructs(machine, facts.offsets)
         self._thunk = wakeup(machine, facts, structs)
         self._thunk.install()
+        self.flag_codes = self._thunk.flag_codes
         per_cpu = structs.word(facts.symbols["__per_cpu_offset"])
         task = machine.running_task(facts)()
         self._flags = structs.member(task, THREAD_FLAGS)

@@ -7,8 +7,9 @@ calls `x86_platform_ipi_callback`, which calls wake_up_process() for that task.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
 from emulated_kernel.guests.linux.guest.kernel_structs import KernelStructs
@@ -17,6 +18,7 @@ from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
 from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from emulated_kernel.guests.linux.pc.ram import PAGE, PRESENT, WRITABLE
 from emulated_kernel.util.code_listing import machine_code
+from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 THUNK_SIZE = 64 << 10
 """Size in bytes of the first part of the host's memory, which is reserved for wakeup code.
@@ -30,6 +32,22 @@ WAKEUP = """
     e9 rel32:wake_up_process | jmp wake_up_process
     c3                      | done: ret
 """
+RESCHEDULE = """
+    48 bf imm64:run_queue   | movabs rdi, run_queue
+    e8 rel32:resched_curr   | call resched_curr
+    c3                      | ret
+"""
+"""Code that an interrupt runs to set TIF_NEED_RESCHED of init: resched_curr(run_queue)."""
+TRACE = """
+    e8 rel32:syscall_regfunc   | call syscall_regfunc
+    e9 rel32:syscall_unregfunc | jmp syscall_unregfunc
+"""
+"""Code that an interrupt runs to set the flag of traced system calls in all tasks, and clear it again.
+
+The code calls syscall_regfunc(), then syscall_unregfunc().
+"""
+_RET_SIZE = 1
+_JMP_SIZE = 5
 _PLATFORM_IPI = 0xF7
 """Vector of the platform interrupt.
 
@@ -61,6 +79,15 @@ def thunks(abi: GuestAbi) -> range:
     return range(abi.host_code, abi.host_code + PAGE)
 
 
+class FlagCode(NamedTuple):
+    """Code in which the kernel sets a flag of the running task."""
+
+    made: Callable[[int, Mapping[str, int]], bytes]
+    """Function that returns the code; it takes the code's address and a map: symbol -> address."""
+    tail: int
+    """Number of bytes from the start of the code's last instruction to the end of the code."""
+
+
 class Wakeup(ABC):
     """Interface of the host's code in the kernel that an interrupt calls to wake a task."""
 
@@ -68,6 +95,11 @@ class Wakeup(ABC):
     """Physical and virtual address of the free part of a page of data."""
     stub_text: tuple[int, int]
     """Physical and virtual address of the free part of a page of code."""
+    flag_codes: tuple[FlagCode, FlagCode | None]
+    """Two codes: one sets TIF_NEED_RESCHED, the other sets the flag of traced system calls.
+
+    The second code is None if no kernel for the processor needs it.
+    """
 
     @abstractmethod
     def install(self) -> None:
@@ -90,6 +122,11 @@ class WakeupThunk(Wakeup):
 
     A code page, a data page and two pages of page tables are at the start of host memory, the end of RAM.
     """
+
+    flag_codes = (
+        FlagCode(partial(machine_code, RESCHEDULE), _RET_SIZE),
+        FlagCode(partial(machine_code, TRACE), _JMP_SIZE),
+    )
 
     def __init__(self, machine: PcMachine, facts: KernelOffsets, structs: KernelStructs) -> None:
         self._machine = machine

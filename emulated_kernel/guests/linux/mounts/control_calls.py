@@ -17,8 +17,9 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 from emulated_kernel.guests.linux.guest.tasks import Blocked, LinuxTask, Service
+from emulated_kernel.guests.linux.guest_abi import ARM64, RISCV64, GuestAbi
 from emulated_kernel.guests.linux.initramfs import TRACEFS
-from emulated_kernel.guests.linux.mounts.control_stubs import ARM64_STUBS, RISCV_STUBS, ControlStubs
+from emulated_kernel.guests.linux.mounts.control_stubs import ControlStubs
 from emulated_kernel.guests.linux.mounts.linux_guest import LinuxGuest
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.machine.memory.guest_reader import GuestReader
@@ -97,8 +98,6 @@ X86_STUBS = ControlStubs(
     woken=0x65,
     returns=0x66,
 )
-_STUBS = {"arm64": ARM64_STUBS, "riscv64": RISCV_STUBS}
-"""Architecture -> stubs of control files for it; other architectures use X86_STUBS."""
 _STREAMS = ("trace_marker", "trace_marker_raw")
 """Names of control files without a position. Mirrors: kernel/trace/trace.c:tracing_mark_open (v6.1)"""
 _LONGEST_PATH = 16 << 10
@@ -115,6 +114,19 @@ _TOPS = {
 }
 """Path in the guest of a control file or a directory of control files -> True if it is a directory."""
 _MASK = (1 << 64) - 1
+
+
+def _stubs(abi: GuestAbi) -> ControlStubs:
+    """Return the stubs of control files; a processor's module is imported only for a kernel of it."""
+    if abi is ARM64:
+        from emulated_kernel.guests.linux.mounts.arm64_control_stubs import ARM64_STUBS
+
+        return ARM64_STUBS
+    if abi is RISCV64:
+        from emulated_kernel.guests.linux.mounts.riscv_control_stubs import RISCV_STUBS
+
+        return RISCV_STUBS
+    return X86_STUBS
 
 
 class LinuxControlCalls(GuestCalls):
@@ -147,7 +159,7 @@ class LinuxControlCalls(GuestCalls):
         self._memory = engine.machine.memory
         self._kernel = engine.kernel
         self._calls = engine.replaced_calls
-        self._stubs = _STUBS.get(guest.tasks.machine.abi.name, X86_STUBS)
+        self._stubs = _stubs(guest.tasks.machine.abi)
         self._syscalls = guest.syscalls
         self._root = TRACEFS if is_tracefs else ""
         self._inodes: dict[bool, int] = {}

@@ -5,12 +5,10 @@ from __future__ import annotations
 import mmap
 import struct
 
-from emulated_kernel.machine.memory.paging import PageTables, X86PageTables
+from emulated_kernel.machine.memory.paging import LARGE_PAGE_SIZE, PageTables, X86PageTables
 from emulated_kernel.machine.traps.trap import MemoryFault
 
 PAGE = 4096
-LARGE_PAGE = 2 << 20
-"""Size in bytes of the page that an entry of the second-lowest page table maps."""
 FRAME = 0x000FFFFFFFFFF000
 PRESENT = 1
 WRITABLE = 2
@@ -93,9 +91,10 @@ class LinuxMemory:
 
         The caller drops translated addresses.
         """
-        for va in range(-(-data.start // LARGE_PAGE) * LARGE_PAGE, data.stop - LARGE_PAGE + 1, LARGE_PAGE):
+        start = -(-data.start // LARGE_PAGE_SIZE) * LARGE_PAGE_SIZE
+        for va in range(start, data.stop - LARGE_PAGE_SIZE + 1, LARGE_PAGE_SIZE):
             slot, size = self.last(root, va)
-            if size == LARGE_PAGE and self.words[slot] & PRESENT:
+            if size == LARGE_PAGE_SIZE and self.words[slot] & PRESENT:
                 self.words[slot] |= _NO_EXECUTE
 
     def maps_kernel_data(self, root: int) -> bool:

@@ -12,7 +12,6 @@ from errno import EFAULT, ENOMEM, ETIMEDOUT
 from emulated_kernel.guests.linux.guest.call_arguments import REGISTERS, CallArguments
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
 from emulated_kernel.guests.linux.guest_abi import ARM64, X86_64, GuestAbi
-from emulated_kernel.guests.linux.probing import arm64_calls, riscv_calls
 from emulated_kernel.guests.linux.probing.probed_linux import ProbedLinux
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
@@ -138,7 +137,10 @@ def work_queues(kernel: LinuxKernel) -> tuple[dict[str, int], tuple[int, ...], d
 
 
 def _code(abi: GuestAbi, symbols: Mapping[str, int]) -> tuple[tuple[int, bytes], ...]:
-    """Return (offset in the page, bytes) of the code of the interrupt, of the work and of the thread."""
+    """Return (offset in the page, bytes) of the code of the interrupt, of the work and of the thread.
+
+    The module of a processor is imported only when a kernel of that processor is used.
+    """
     if abi is X86_64:
         return (
             (0, machine_code(INTERRUPT, symbols=symbols)),
@@ -146,11 +148,15 @@ def _code(abi: GuestAbi, symbols: Mapping[str, int]) -> tuple[tuple[int, bytes],
             (_THREAD, machine_code(THREAD)),
         )
     if abi is ARM64:
+        from emulated_kernel.guests.linux.probing import arm64_calls
+
         return (
             (0, machine_code(arm64_calls.INTERRUPT, symbols=symbols)),
             (_MAKER, machine_code(arm64_calls.MAKER, symbols=symbols)),
             (_THREAD, machine_code(arm64_calls.THREAD)),
         )
+    from emulated_kernel.guests.linux.probing import riscv_calls
+
     return (
         (0, riscv_calls.interrupt(symbols)),
         (_MAKER, riscv_calls.maker(symbols, _WORK, _RESULT, _STATE, _TASK, _NO_THREAD)),

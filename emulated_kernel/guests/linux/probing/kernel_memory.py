@@ -14,6 +14,10 @@ from emulated_kernel.machine.memory.pool import UnitPool
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
+RECORDS_SIZE = 32 << 20
+"""Size in bytes of host-owned memory for pages of records; the memory below it is for code."""
+RISCV_CELLS = 0xFFFFFFFFA0000000
+"""Virtual address of the cells on RISC-V: after the kernel, where all code can reach them by `lui`."""
 _ENTRIES = 512
 _WORD = (1 << 64) - 1
 _MAX_RUN = 16 * PAGE_SIZE

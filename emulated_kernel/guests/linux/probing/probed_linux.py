@@ -7,17 +7,13 @@ from collections.abc import Callable
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
 from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
 from emulated_kernel.guests.linux.guest.wakeup_thunk import THUNK_SIZE
-from emulated_kernel.guests.linux.guest_abi import ARM64
-from emulated_kernel.guests.linux.pc.arm64_machine import Arm64Machine
+from emulated_kernel.guests.linux.guest_abi import ARM64, RISCV64
 from emulated_kernel.guests.linux.pc.linux_clock import LinuxClock, linux_clock
 from emulated_kernel.guests.linux.pc.linux_cpu import LinuxCpu
-from emulated_kernel.guests.linux.pc.riscv_machine import RiscvMachine
-from emulated_kernel.guests.linux.probing.kernel_memory import KernelMemory
+from emulated_kernel.guests.linux.probing.kernel_memory import RECORDS_SIZE, RISCV_CELLS, KernelMemory
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
-from emulated_kernel.machine.cpu.arm64 import Arm64Cpu
 from emulated_kernel.machine.cpu.model import CpuModel
-from emulated_kernel.machine.cpu.riscv import Riscv64Cpu
 from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.memory.record_memory import CELL_UNIT, RecordMemory
 from emulated_kernel.machine.memory_layout import TEXT_SPACE_SIZE, MemoryLayout
@@ -27,21 +23,11 @@ from emulated_kernel.machine.unicorn_engine import CodeCache, Engine
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 from emulated_kernel.util.fast_dataclass import replace
 
-_RECORDS_SIZE = 32 << 20
-"""Size in bytes of host-owned memory for pages of records; the memory below it is for code."""
 _X86_RECORDS = 0xFFFFFF9000000000
 """Virtual address of pages of records, in a hole that Documentation/x86/x86_64/mm.rst calls unused."""
 _CELLS_SIZE = 64 << 10
 _OTHER_TEXT = 0xFFFFFFFF81000000
 """Virtual address of host code if the kernel occupies the usual address of host code."""
-_RISCV_TEXT = 0xFFFFFFFF64000000
-"""Virtual address of host code for RISC-V, in a part of module space that Linux does not use.
-
-Linux allocates the page tables of module space at boot, and allocates modules from its start on.
-"""
-_RISCV_CELLS = 0xFFFFFFFFA0000000
-"""Virtual address of the cells on RISC-V: after the kernel, where all code can reach them by `lui`."""
-_RISCV_RECORDS = 0xFFFFFFFFA0200000
 
 
 class LinuxX86Model(X86_64Cpu):
@@ -51,30 +37,7 @@ class LinuxX86Model(X86_64Cpu):
     32-bit displacements reach the kernel's text and per-CPU variables, whatever the variables' offsets are.
     """
 
-    layout = replace(X86_64Cpu.layout, record_pages=_X86_RECORDS, record_pages_size=_RECORDS_SIZE)
-
-    def __init__(self, layout: MemoryLayout) -> None:
-        super().__init__()
-        self.layout = layout
-
-
-class LinuxRiscvModel(Riscv64Cpu):
-    """CPU model of a riscv64 Linux, with addresses for the host's own pages; see LinuxX86Model."""
-
-    layout = replace(
-        Riscv64Cpu.layout,
-        text_space=_RISCV_TEXT,
-        record_pages=_RISCV_RECORDS,
-        record_pages_size=_RECORDS_SIZE,
-    )
-
-    def __init__(self, layout: MemoryLayout) -> None:
-        super().__init__()
-        self.layout = layout
-
-
-class LinuxArm64Model(Arm64Cpu):
-    """CPU model of an arm64 Linux, with addresses for the host's own pages that Linux does not use."""
+    layout = replace(X86_64Cpu.layout, record_pages=_X86_RECORDS, record_pages_size=RECORDS_SIZE)
 
     def __init__(self, layout: MemoryLayout) -> None:
         super().__init__()
@@ -108,13 +71,14 @@ def _model(tasks: RunningLinux, kernel: LinuxKernel) -> CpuModel:
     """
     memory = tasks.machine.memory
     end = kernel.kallsyms.lookup_name("_end") or kernel.text.end
-    if isinstance(tasks.machine, RiscvMachine):
-        if end > _RISCV_CELLS:
-            raise unusable("it is so large that kprobefs's memory has no room after it")
-        direct = tasks.machine.direct_map_of(kernel)
-        return LinuxRiscvModel(replace(LinuxRiscvModel.layout, direct_map=direct))
-    if isinstance(tasks.machine, Arm64Machine):
-        return LinuxArm64Model(replace(Arm64Cpu.layout, text_space=ARM64.modules.stop))
+    if tasks.machine.abi is ARM64:
+        from emulated_kernel.guests.linux.probing.arm64_model import linux_arm64_model
+
+        return linux_arm64_model()
+    if tasks.machine.abi is RISCV64:
+        from emulated_kernel.guests.linux.probing.riscv_model import linux_riscv_model
+
+        return linux_riscv_model(tasks.machine, kernel, end)
     layout = LinuxX86Model.layout
     places = layout.text_space, _OTHER_TEXT
     text = next(place for place in places if not kernel.text.start - TEXT_SPACE_SIZE < place < end)
@@ -122,7 +86,7 @@ def _model(tasks: RunningLinux, kernel: LinuxKernel) -> CpuModel:
     if memory.walk(tasks.root, records) is not None:
         # The dump is of a mount. Its handlers stay where they are, because text may lead to them.
         text += TEXT_SPACE_SIZE
-        records += _RECORDS_SIZE
+        records += RECORDS_SIZE
         if memory.walk(tasks.root, records) is not None:
             raise unusable("it is the core of a mount of a core; use the first core")
     direct = memory.read_word(tasks.root, kernel.required("page_offset_base"))
@@ -145,6 +109,7 @@ class ProbedLinux(ProbedMachine):
         machine = tasks.machine
         machine.take_breakpoints()
         self._linux_engine = machine.engine
+        self._abi = machine.abi
         self._at_close = machine.before_close.append
         self.damage = machine.damage
         self.model = _model(tasks, kernel)
@@ -155,7 +120,7 @@ class ProbedLinux(ProbedMachine):
         base = tasks.per_cpu if tasks.current_cell else 0
         self.per_cpu_bases = [base]
         end = len(machine.memory.ram)
-        host = range(end - HOST_SIZE + THUNK_SIZE, end - _RECORDS_SIZE)
+        host = range(end - HOST_SIZE + THUNK_SIZE, end - RECORDS_SIZE)
         memory = KernelMemory(machine.memory, machine.cpu, tasks.root, host, machine.engine.flush_tlb)
         self.memory = memory
         memory.map(self.model.layout.direct_map + host.start, host.start, len(host), Prot.READ | Prot.WRITE)
@@ -174,13 +139,13 @@ class ProbedLinux(ProbedMachine):
         """Allocate memory for the variables of handlers (cells); return its virtual address.
 
         x86, arm64: the address is in the direct map. On x86, a 32-bit offset from the per-CPU area must reach
-        it. RISC-V: the address is _RISCV_CELLS, which all code can reach.
+        it. RISC-V: the address is RISCV_CELLS, which all code can reach.
         """
         cells = self.alloc_pages(_CELLS_SIZE)
-        if not isinstance(self.model, LinuxRiscvModel):
+        if self._abi is not RISCV64:
             return cells
-        self.memory.map(_RISCV_CELLS, self.memory.translate(cells), _CELLS_SIZE, Prot.READ | Prot.WRITE)
-        return _RISCV_CELLS
+        self.memory.map(RISCV_CELLS, self.memory.translate(cells), _CELLS_SIZE, Prot.READ | Prot.WRITE)
+        return RISCV_CELLS
 
     def at_close(self, action: Callable[[], object], /) -> None:
         self._at_close(action)

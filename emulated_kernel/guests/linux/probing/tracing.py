@@ -8,8 +8,6 @@ from functools import cache, partial
 from struct import Struct
 
 from emulated_kernel.arch.arch_hooks import Arch
-from emulated_kernel.arch.riscv.encoder import addi
-from emulated_kernel.arch.riscv.insn import RiscvOpcode, sign_extend
 from emulated_kernel.components.records import ProbeRegistries, TracingComponents
 from emulated_kernel.components.tracing import TracedKernel, build_trace
 from emulated_kernel.guests.linux.guest.running_linux import RunningLinux
@@ -114,7 +112,6 @@ def linux_tracing(
 _LEA_RIP = lazy_pattern(rb"[\x48\x4c]\x8d[\x05\x0d\x15\x1d\x25\x2d\x35\x3d](.{4})", re.DOTALL)
 """Matches a `lea` that loads an address relative to the instruction pointer into any register."""
 _S32 = Struct("<i")
-_PAIR = Struct("<2I")
 _U64 = (1 << 64) - 1
 
 
@@ -138,19 +135,12 @@ def _marker_ip(kernel: LinuxKernel) -> int | None:
 def _addresses_in(architecture: str, text: bytes, start: int) -> Iterator[int]:
     """Yield the addresses that the code `text` at `start` may load."""
     if architecture == "riscv64":
-        for at in range(0, len(text) - _PAIR.size + 1, 2):
-            high, low = _PAIR.unpack_from(text, at)
-            register = high >> 7 & 31
-            if high & 0x7F == RiscvOpcode.AUIPC and low & 0xFFFFF == _addi(register):
-                yield start + at + sign_extend(high & ~0xFFF, 32) + sign_extend(low >> 20, 12)
+        from emulated_kernel.guests.linux.probing.riscv_addresses import riscv_addresses_in
+
+        yield from riscv_addresses_in(text, start)
         return
     yield from (start + lea.end() + _S32.unpack(lea[1])[0] for lea in _LEA_RIP.finditer(text))
     yield from (_S32.unpack_from(text, at)[0] & _U64 for at in range(len(text) - _S32.size + 1))
-
-
-def _addi(register: int) -> int:
-    """Return the low 20 bits of an addi that adds a constant to `register`."""
-    return int.from_bytes(addi(register, register, 0), "little")
 
 
 _FORMATS = ("trace_bprintk_fmt", "tracepoint_str")

@@ -1,0 +1,21 @@
+"""LinuxArm64Model: the CPU model of an arm64 Linux, with addresses for the host's own pages."""
+
+from __future__ import annotations
+
+from emulated_kernel.guests.linux.guest_abi import ARM64
+from emulated_kernel.machine.cpu.arm64 import Arm64Cpu
+from emulated_kernel.machine.memory_layout import MemoryLayout
+from emulated_kernel.util.fast_dataclass import replace
+
+
+class LinuxArm64Model(Arm64Cpu):
+    """CPU model of an arm64 Linux, with addresses for the host's own pages that Linux does not use."""
+
+    def __init__(self, layout: MemoryLayout) -> None:
+        super().__init__()
+        self.layout = layout
+
+
+def linux_arm64_model() -> LinuxArm64Model:
+    """Return the model whose host code is after the modules."""
+    return LinuxArm64Model(replace(Arm64Cpu.layout, text_space=ARM64.modules.stop))
