@@ -37,7 +37,15 @@ POKED = f"{TEXT_POKE}(addr)", f"{TEXT_POKE}(len)"
 """Keys in KernelOffsets.offsets of the numbers of the function's parameters; absent if BTF lacks them."""
 FREES_TEXT = "module_memfree", "execmem_free"
 """Symbols of the function that frees memory for code; the second exists since Linux 6.10."""
-_OPTIONAL = (TEXT_POKE, *FREES_TEXT, "no_llseek", "do_open_execat", "unshare_files", "set_cred_ucounts")
+_OPTIONAL = (
+    TEXT_POKE,
+    *FREES_TEXT,
+    "no_llseek",
+    "do_open_execat",
+    "unshare_files",
+    "set_cred_ucounts",
+    "tomoyo_realpath_nofollow",
+)
 KEEPING = "init_on_free", "_page_poisoning_enabled"
 """Symbols of kernel switches. If one is set, a free page must keep the pattern written when it was freed."""
 _OF_NODES = ("node_data", "contig_page_data", "vmemmap_base", *KEEPING)

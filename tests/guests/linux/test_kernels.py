@@ -160,6 +160,15 @@ def _directories(shell: Files) -> list[str]:
     return found
 
 
+def test_a_program_that_a_client_executes(mount: Mount) -> None:
+    """Security modules look at its path, which exists on the host only."""
+    shell, guest = Files(mount, SHELL), guest_of(mount)
+    shell.write("/tracing/events/sched/sched_process_exec/enable", "1")
+    task = guest.tasks.fork(guest.tasks.init, 4103)
+    guest.clients._executions.execute(task, "/usr/bin/program", "program")
+    assert " sched_process_exec: filename=/usr/bin/program pid=4103 " in shell.read("/tracing/trace")
+
+
 def test_news_of_a_histogram_reach_a_client_that_polls() -> None:
     """The kernel reports POLLPRI once, to the poll that finds out whether to wake the client."""
     mount = debian_kernel.mount(meta=KERNELS[-1].meta, suite=KERNELS[-1].suite)

@@ -20,6 +20,7 @@ _ARGUMENTS = BUFFER + 8192
 _OPENS = "do_open_execat"
 _UNSHARES = "unshare_files"
 _COUNTS = "set_cred_ucounts"
+_RESOLVES = "tomoyo_realpath_nofollow"
 _NAME = 128
 """Offset in bytes of the path from the start of the struct filename that the host writes."""
 
@@ -53,6 +54,8 @@ class ExecObserver:
             self._machine.call_at(symbols[_UNSHARES], self._unsharing)
         if self._can_execute and _COUNTS in symbols:
             self._machine.call_at(symbols[_COUNTS], self._counting)
+        if self._can_execute and _RESOLVES in symbols:
+            self._machine.call_at(symbols[_RESOLVES], self._resolving)
 
     def execute(self, task: LinuxTask, path: str, comm: str) -> None:
         """Repeat the execve of a program by a task's process.
@@ -94,6 +97,11 @@ class ExecObserver:
         ram[name : name + 8] = struct.pack("<Q", virtual + _NAME)
         ram[text : text + len(PROGRAM) + 1] = PROGRAM + b"\0"
         self._machine.set_argument(1, virtual)
+
+    def _resolving(self) -> None:
+        """Make TOMOYO look up init's program, which _opening() has named: the client's does not exist."""
+        if self._is_executing():
+            self._machine.set_argument(0, self._tasks.host_room[1] + _NAME)
 
     def _unsharing(self) -> None:
         """Hide the other users of the file table from unshare_files(), which then does not copy the table.
