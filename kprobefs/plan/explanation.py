@@ -208,6 +208,24 @@ class Explanation:
         return tuple(found)
 
     @property
+    def detoured(self) -> Sequence[ListedInsn]:
+        """The jumps of optimized kprobes that are in the function's text in a dump.
+
+        No symbol is at their targets. The instructions that they replace are not known.
+        """
+        if not self.kernel.is_dump:
+            return ()
+        text = [range(*each) for each in self.kernel.tables.text_ranges]
+        targets = {addr: insn.target for addr, insn in self._frame_insns.items()}
+        return [
+            insn
+            for insn in self.insns
+            if insn.text.startswith("jmp")
+            and (target := targets.get(insn.address)) is not None
+            and not any(target in part for part in text)
+        ]
+
+    @property
     def size(self) -> int:
         """Size of the function in bytes, as kallsyms has it: filler at the end counts."""
         return self.symbol.size

@@ -101,6 +101,10 @@ def _continued(arrow: str) -> str:
 def answers(explained: Explanation) -> Iterator[tuple[str, list[str]]]:
     """Yield the answers about the explained address, each as a label and the text lines that follow it."""
     yield "verdict", [*_verdict(explained)]
+    if explained.detoured:
+        places = ", ".join(f"+{insn.offset:#x}" for insn in explained.detoured)
+        why = "the verdicts on this function may differ without it; take the dump while no probe is armed"
+        yield "probed", [f"the dump has the jump of a kprobe at {places}: {why}"]
     if explained.verdict.outcome is not ProbeOutcome.REFUSED:
         yield "hit", [_hit(explained)]
     if explained.extended is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from elftools.elf.elffile import ELFFile
 
+from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.common.vmcore_file import write_core
 from emulated_kernel.guests.linux.boot import snapshot
@@ -27,6 +28,9 @@ from emulated_kernel.kprobes.profile import DEFAULT, PROFILES
 from emulated_kernel.machine.core_dump import RAM_OFFSET, register_names
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
+from kprobefs.plan.explanation import Explanation
+from kprobefs.plan.place import find_place
+from kprobefs.plan.planned_kernel import planned_kernel
 from tests.guests.linux.probing import engine, kernel
 from tests.kernel.gdb_client import GdbClient, Request
 from tests.oracle.inside import read, write
@@ -84,6 +88,45 @@ def test_a_mount_shows_the_kernel_of_a_core(
     assert read(mount, "/machine/call") == "int_sqrt = 0xc (12)\n"
     assert read(mount, "/kprobes/stats/kprobes/reads/hits") == "1\n"
     mount.close()
+
+
+def test_explain_finds_jumps_of_probes(guest: LinuxEngine, tmp_path: Path) -> None:
+    """The dump has the jump also after the probe has been disabled, until the optimizer removes it."""
+    mount = probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    checker = guest.kprobes.probe_checker
+    optimizer = guest.kprobes.optimizer
+    assert optimizer is not None
+    where = guest.kernel.kallsyms.lookup(guest.kernel.required("tcp_sendmsg"))
+    assert where is not None
+    start = where.symbol.address
+    places = checker.boundaries(where.symbol)
+    place = next(
+        at for at in places if not checker.may_probe(at) and isinstance(checker.optimized_region(at), Region)
+    )
+    write(mount, "/tracing/kprobe_events", f"p:jump tcp_sendmsg+{place - start}\n")
+    write(mount, "/tracing/events/kprobes/jump/enable", "1\n")
+    found = []
+    for enabled in ("1", "0"):
+        write(mount, "/tracing/events/kprobes/jump/enable", f"{enabled}\n")
+        if enabled == "1":
+            with guest.lock:
+                optimizer.work.flush()
+        found.append(detoured(guest, tmp_path / enabled))
+    with guest.lock:
+        optimizer.work.flush()
+    write(mount, "/tracing/kprobe_events", "-:jump\n")
+    found.append(detoured(guest, tmp_path / "removed"))
+    assert found == [[place - start], [place - start], []]
+
+
+def detoured(guest: LinuxEngine, path: Path) -> list[int]:
+    """Write a core, and return the offsets in tcp_sendmsg at which `explain` finds a jump."""
+    with guest.lock, write_core(guest.machine, vmcoreinfo(guest)) as file:
+        copy = ("cp", "--sparse=always", f"/proc/self/fd/{file.fileno()}", str(path))
+        subprocess.run(copy, pass_fds=(file.fileno(),), check=True)
+    planned = planned_kernel(None, None, str(path), None)
+    found = Explanation(planned, find_place("tcp_sendmsg", planned.tables))
+    return [insn.offset for insn in found.detoured]
 
 
 def test_memory_and_registers(guest: LinuxEngine) -> None:
