@@ -21,6 +21,8 @@ from kprobefs.common.mountpoints import STATE_LINK, MountState
 from kprobefs.fuse import libfuse
 from kprobefs.fuse.known_nodes import PAGED_SIZE, KnownNodes
 from kprobefs.fuse.memory_reserve import MemoryReserve
+from kprobefs.fuse.reply_channels import ReplyChannels
+from kprobefs.fuse.session_loop import AtOnce, SessionLoop
 from kprobefs.fuse.worker_threads import FREE_LOOPS, WorkerThreads
 
 if TYPE_CHECKING:
@@ -155,7 +157,7 @@ class Server:
         operations = self._operations
         nodes: KnownNodes | None = None
         if self._options.is_ordered:
-            replies = libfuse.ReplyChannels(session)
+            replies = ReplyChannels(session)
             # No client waits for the reply to a RELEASE. Two threads could answer it and the next OPEN in any
             # order.
             free_loops = 1
@@ -164,9 +166,9 @@ class Server:
             # with a validity then save no request.
             nodes = KnownNodes(self._mount, may_last=not self._checks_modes)
             walks = operations.attributes.skip_client
-            replies = libfuse.ReplyChannels(session, walks, operations.lasting, operations.clients_own, nodes)
+            replies = ReplyChannels(session, walks, operations.lasting, operations.clients_own, nodes)
             free_loops = FREE_LOOPS
-        loop = libfuse.SessionLoop(session, replies, operations.at_once(), nodes, operations.acting)
+        loop = SessionLoop(session, replies, operations.at_once(), nodes, operations.acting)
         workers = WorkerThreads(loop.run, free_loops)
         operations.blocking = workers.blocking
         if nodes is not None:
@@ -352,10 +354,10 @@ class _Operations:
         self.attributes.skip_client()
         return self._opened(info, handle)
 
-    def at_once(self) -> libfuse.AtOnce:
+    def at_once(self) -> AtOnce:
         """Return the operations that SessionLoop calls without libfuse."""
         guarded = partial(libfuse.guarded, self)
-        return libfuse.AtOnce(
+        return AtOnce(
             read=partial(guarded, self.read_at_once),
             release=partial(guarded, self.close),
             getattr=partial(guarded, self.getattr_at_once),

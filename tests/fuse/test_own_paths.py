@@ -14,10 +14,11 @@ from types import SimpleNamespace
 import pytest
 
 from emulated_kernel.util.errors import KernelError
-from kprobefs.fuse import libfuse
+from kprobefs.fuse import session_loop
 from kprobefs.fuse.known_nodes import KnownNodes
 from kprobefs.fuse.own_paths import OwnPaths
 from kprobefs.fuse.protocol import (
+    FOPEN_DIRECT_IO,
     FUSE_OPEN,
     FUSE_RENAME,
     FUSE_RENAME2,
@@ -171,13 +172,13 @@ def test_an_open_needs_no_libfuse(paths: OwnPaths, tmp_path: Path, monkeypatch: 
         calls.append(call)
         return 42, False
 
-    monkeypatch.setattr(libfuse, "_libfuse", SimpleNamespace(fuse_session_process=process))
+    monkeypatch.setattr(session_loop, "library", SimpleNamespace(fuse_session_process=process))
     device = os.open(tmp_path / "device", os.O_RDWR | os.O_CREAT)
     replies = SimpleNamespace(device=device, own_paths=paths, channel=1, select=lambda *_: 1)
     operations = SimpleNamespace(open=open_, read=None, release=None)
     names = SimpleNamespace(is_control=lambda _: False)
     nodes = KnownNodes(names, may_last=True)  # type: ignore[arg-type]
-    loop = libfuse.SessionLoop(0, replies, operations, nodes)  # type: ignore[arg-type]
+    loop = session_loop.SessionLoop(0, replies, operations, nodes)  # type: ignore[arg-type]
     for flags, node in ((os.O_RDWR | os.O_APPEND, FILE), (os.O_WRONLY | os.O_TRUNC, FILE), (0, 99)):
         request = opened(flags, node)
         assert loop._process(request, 0, len(request))
@@ -185,7 +186,7 @@ def test_an_open_needs_no_libfuse(paths: OwnPaths, tmp_path: Path, monkeypatch: 
     assert by_libfuse == [48, 48]
     reply = os.pread(device, 100, 0)
     assert OUT_HEADER.unpack_from(reply) == (len(reply), 0, 7)
-    assert OPEN_OUT.unpack_from(reply, OUT_HEADER.size) == (42, libfuse.FOPEN_DIRECT_IO)
+    assert OPEN_OUT.unpack_from(reply, OUT_HEADER.size) == (42, FOPEN_DIRECT_IO)
     assert not paths._opening
     os.close(device)
 
@@ -195,10 +196,10 @@ def test_a_request_that_removes_a_name_drops_its_path(
 ) -> None:
     seen: list[str | None] = []
     process = SimpleNamespace(fuse_session_process=lambda *_: seen.append(path_of(paths, FILE)))
-    monkeypatch.setattr(libfuse, "_libfuse", process)
+    monkeypatch.setattr(session_loop, "library", process)
     replies = SimpleNamespace(device=-1, own_paths=paths, channel=1, select=lambda *_: 1)
     operations = SimpleNamespace(open=None, read=None, release=None)
-    loop = libfuse.SessionLoop(0, replies, operations)  # type: ignore[arg-type]
+    loop = session_loop.SessionLoop(0, replies, operations)  # type: ignore[arg-type]
     body = b"file\0"
     header = struct.pack("=IIQQIIII", IN_HEADER.size + len(body), FUSE_UNLINK, 7, SCRATCH, 0, 0, 3, 0)
     assert loop._process(bytearray(header + body), 0, IN_HEADER.size + len(body))
