@@ -14,11 +14,13 @@ from emulated_kernel.guests.linux.probing.detect_interface import (
     profile_of,
 )
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
+from emulated_kernel.image.linux.linux_kernel import open_kernel
 from emulated_kernel.trace.interface import INTERFACES, Interface, InterfaceRule
 from emulated_kernel.util.fast_dataclass import replace
 from emulated_kernel.util.linux_rule import series_of
 from emulated_kernel.vfs.core.node import Owner
 from tests.guests.linux import debian_kernel
+from tests.image.linux.debian import package
 from tests.oracle import inside
 
 DEFINITIONS = 60
@@ -33,6 +35,13 @@ SUITES = (debian_kernel.SUITE, "trixie", "bullseye", "sid")
 @pytest.mark.parametrize(("release", "series"), [("6.12.117+deb13-cloud-amd64", "6.12"), ("none", "5.10")])
 def test_the_series_of_a_release(release: str, series: str) -> None:
     assert series_of(release) == series
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_hits_are_boosted_in_kernels_without_preemption(suite: str) -> None:
+    """The banner says so, too: it has PREEMPT with CONFIG_PREEMPTION."""
+    kernel = open_kernel(str(package(META, "" if suite == debian_kernel.SUITE else suite)))
+    assert profile_of(kernel).preemption == ("PREEMPT" in kernel.version)
 
 
 @pytest.mark.parametrize("suite", SUITES)
