@@ -166,6 +166,8 @@ def test_a_program_that_a_client_executes(mount: Mount) -> None:
     shell.write("/tracing/events/sched/sched_process_exec/enable", "1")
     task = guest.tasks.fork(guest.tasks.init, 4103)
     guest.clients._executions.execute(task, "/usr/bin/program", "program")
+    guest.tasks.exit(task)
+    shell.write("/tracing/events/sched/sched_process_exec/enable", "0")
     assert " sched_process_exec: filename=/usr/bin/program pid=4103 " in shell.read("/tracing/trace")
 
 
