@@ -38,7 +38,7 @@ The number is high, because most objects of a boot and of the tables of a kernel
 """
 FEW_DESCRIPTORS = 256
 """Open descriptors of a worker; if there are more, uncollected garbage holds them."""
-MUCH_MEMORY = 600 << 20
+MUCH_MEMORY = 300 << 20
 """Bytes by which a worker may grow until garbage is collected; the RAM of a kernel may be garbage."""
 
 # Variables of the user's terminal, CI or journal would change the output of programs under test.
