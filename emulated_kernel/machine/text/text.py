@@ -225,9 +225,10 @@ class Text:
         Pokes in the order of their addresses take less time, because each page is then looked up only once.
         Raises: MemoryFault (as `poke`; the pokes before the bad one are done).
         """
-        words = self.ledger.words
-        write_in_word = self.ledger.write_in_word
-        shared = self.ledger.shared
+        ledger = self.ledger
+        words = ledger.words
+        write_in_word = ledger.write_in_word
+        shared = ledger.shared
         from_bytes = int.from_bytes
         before_change = self.before_change
         ram = self._ram
@@ -266,6 +267,7 @@ class Text:
                         differs = from_bytes(changed.to_bytes(size, "little").translate(_DIFFERS), "little")
                         kept = (differs << _BITS | original & differs) << ((va & _PLACE) << 3)
                         words[word] = shared.setdefault(kept, kept)
+                    ledger.changes += 1
                 ram[pa:stop] = data
         finally:
             self._end_batch([(va, len(data)) for va, data in first], pages, before)
