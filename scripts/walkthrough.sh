@@ -83,12 +83,12 @@ show 'echo 1 > kprobes/enabled'
 explain "A probe inside a function is a breakpoint, and a hit costs two traps:"
 show 'echo 0 > kprobes/optimization'
 show 'echo p:deep ksys_read+5 >> kprobe_events'
-show 'echo 1 > kprobes/stats/kprobes/deep/enabled'
+show 'echo 1 > tracing/events/kprobes/deep/enable'
 show 'for i in 1 2 3 4 5 6 7 8 9; do cat scratch/greeting; done > /dev/null'
 show 'cd kprobes/stats/kprobes/deep && cat mode bytes cost; tail -n 2 detour'
 expect 'int3' "the probe at ksys_read+5 isn't armed by a breakpoint"
 
-explain "The optimizer replaces the breakpoint by a jump to a detour buffer:"
+explain "The optimizer replaces the breakpoint by a jump. A hit then needs no trap:"
 show 'echo 1 > kprobes/optimization; sleep 0.2'
 show 'for i in 1 2 3 4 5 6 7 8 9 0; do cat scratch/greeting; done > /dev/null'
 show 'for i in 1 2 3 4 5 6 7 8 9 0; do cat scratch/greeting; done > /dev/null'
@@ -98,7 +98,7 @@ show 'grep ksys_read kprobes/list'
 expect '[OPTIMIZED]' "kprobes/list doesn't show the probe as optimized"
 
 explain "Remove the probes:"
-show 'echo 0 > tracing/events/kprobes/reads/enable'
+show 'echo 0 > tracing/events/enable'
 show 'echo > kprobe_events'
 show 'cat kprobe_events kprobes/list'
 [ -z "$output" ] || fail "the probe is still there after it was removed"

@@ -29,6 +29,7 @@ from emulated_kernel.guests.linux.pc.gic_board import (
     TIMER_ON,
     GicBoard,
 )
+from emulated_kernel.guests.linux.probing.tracing import printk_formats
 from emulated_kernel.image.debug_files import build_id
 from emulated_kernel.image.linux.arm64_image import Arm64Image
 from emulated_kernel.image.linux.debug_file import linux_debug_file
@@ -206,6 +207,19 @@ def test_its_function_tracer(mount: Mount) -> None:
     assert read(mount, client, "/tracing/trace").count(b": vfs_write <-ksys_") == 3
     write(mount, client, "/tracing/current_tracer", b"nop\n")
     write(mount, client, "/tracing/set_ftrace_filter", b"\n")
+
+
+def test_formats_are_those_of_its_own_tracefs(mount: Mount, kernel: LinuxKernel) -> None:
+    """This kernel has no trace_printk() formats, but strings in its records."""
+    client = Client(5004, 0, 0)
+    file = mount.open(client, "/tracing/printk_formats", os.O_RDONLY)
+    lines = b""
+    # Linux returns at most a page at a time.
+    while data := mount.read(client, file, 1 << 20, len(lines)):
+        lines += data
+    mount.release(file)
+    assert lines.count(b"\n") > 100
+    assert "".join(printk_formats(kernel)).encode() == lines
 
 
 def test_the_same_requests_give_the_same_trace(image: Path) -> None:

@@ -154,7 +154,7 @@ def printk_formats(kernel: LinuxKernel) -> Iterator[str]:
     """
     for place in _FORMATS:
         start, end = kernel.between(f"__start___{place}", f"__stop___{place}")
-        for at in words(kernel.read(start, end - start)):
+        for at in words(kernel.read(start, end - start)) if start < end else ():
             if at:
                 yield f'{at:#x} : "{kernel.vmlinux.string(at).translate(_SHOWN)}"\n'
 
