@@ -215,7 +215,7 @@ class Judge:
         return Verdict(region, None) if isinstance(region, Rejection) else Verdict(None, region)
 
     def breakpoint_kind(self, where: Location) -> BreakpointKind | None:
-        """Return what a breakpoint at a place does about the probed instruction.
+        """Return how a breakpoint at a place executes the probed instruction.
 
         Return None if a probe at the place is refused or has no breakpoint.
         """

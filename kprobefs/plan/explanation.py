@@ -132,7 +132,7 @@ class Explanation:
 
     @cached_property
     def breakpoint_kind(self) -> BreakpointKind | None:
-        """What a breakpoint at the place does about the probed instruction; None if there is none.
+        """How a breakpoint at the place executes the probed instruction; None if there is no breakpoint.
 
         An optimized probe has one while its jump is not written.
         """

@@ -25,6 +25,7 @@ import pytest
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client, Stat, StatFs
+from kprobefs.fuse import reply_channels
 from kprobefs.fuse.known_nodes import KnownNodes
 from kprobefs.fuse.operations import FuseOptions, Server
 from kprobefs.fuse.protocol import IN_HEADER
@@ -460,7 +461,7 @@ def test_nothing_is_kept_of_directories_that_are_forgotten(
         fuse_chan_new=lambda *_: next(numbers),
     )
     numbers = count(2)
-    monkeypatch.setattr("kprobefs.fuse.reply_channels.library", fake)
+    monkeypatch.setattr(reply_channels, "library", fake)
     replies = ReplyChannels(0, lambda: None, ("scratch",), ("scratch",))
     entry = bytearray(144)
     struct.pack_into("=Q", entry, 16, 17)

@@ -46,7 +46,7 @@ class CompiledCode:
 
 
 class BreakpointKind(Enum):
-    """What a breakpoint's handler does about the probed instruction. The values are the names in output."""
+    """How a breakpoint's handler executes the probed instruction. The values are the names in output."""
 
     STEPPED = "stepped"
     """It runs the copy, and a second trap ends the step."""
@@ -59,7 +59,7 @@ class BreakpointKind(Enum):
 def breakpoint_kind(
     prepared: ArchSpecificInsn, profile: Profile, *, has_post_handler: bool = False
 ) -> BreakpointKind:
-    """Return what the breakpoint on a prepared instruction does about the instruction.
+    """Return how the breakpoint on a prepared instruction executes the instruction.
 
     Linux: a probe stays boosted, so that a post_handler added later never runs. Deviates: such a
     post_handler runs.

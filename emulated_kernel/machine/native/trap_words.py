@@ -64,8 +64,8 @@ class TrapWords(ctypes.Structure):
         ("handler_ns", ctypes.c_uint64),
         ("routine", ctypes.c_uint64),
         ("handler", ctypes.c_uint64),
-        # Where the routine `arrive` ends a run: instruction pointer that Unicorn reports, the one of the
-        # instruction, and the number of the exception. Then the number of runs that it has ended.
+        # The routine `arrive` ends a run at one instruction. These are the instruction pointer that Unicorn
+        # reports there, that of the instruction, the number of the exception, and the number of ended runs.
         ("arrival", ctypes.c_uint64),
         ("arrival_ip", ctypes.c_uint64),
         ("arrival_vector", ctypes.c_uint64),

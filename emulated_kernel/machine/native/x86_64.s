@@ -326,7 +326,7 @@ leave:
     ret
 
 @routine clear_sum
-# The same before a csrc of sstatus: drops the pages of user memory only.
+# Before a csrc of sstatus: clears SUM, and drops the cached translations of user pages only.
     mov rax, [rcx + {site}]
     mov eax, [rax]
     cmp eax, [rcx + {insn}]
