@@ -546,3 +546,20 @@ def test_an_exit_reaches_a_client_that_waits_for_records(mount: Mount, shell: Fi
     assert woken == [True]
     assert f"sched_process_exit: comm=cat pid={OTHER.pid} " in mount.read(SHELL, pipe, 4096, 0).decode()
     mount.release(pipe)
+
+
+def test_a_name_reaches_the_task_before_its_exit(mount: Mount, shell: Files, host: Host) -> None:
+    """A child that executes a program ends with the program's name, also if no request comes meanwhile."""
+    shell.write("/tracing/events/sched/sched_process_exit/enable", "1")
+    pipe = mount.open(SHELL, "/tracing/trace_pipe", os.O_RDONLY | os.O_NONBLOCK)
+    assert mount.poll(pipe, lambda: None) == 0
+    host.names[4003] = "sh"
+    host.forked.append(Fork(4003, SHELL.pid, "sh", 0, 0, alive=True))
+    mount.follow_processes()
+    host.names[4003] = "sleep"
+    mount.follow_processes()
+    del host.names[4003]
+    host.ended.append(4003)
+    mount.follow_processes()
+    assert "sched_process_exit: comm=sleep pid=4003 " in mount.read(SHELL, pipe, 4096, 0).decode()
+    mount.release(pipe)

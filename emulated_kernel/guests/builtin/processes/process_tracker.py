@@ -188,9 +188,16 @@ class ProcessTracker(TaskObserver):
             self._look_for_execs()
 
     def has_news(self) -> bool:
-        """Return True if forks or exits of the host's processes must be replayed. Lock: needs."""
+        """Return True if forks, names or exits of the host's processes must be replayed. Lock: needs."""
         self._look(0)
-        return bool(self._forked or self._ended)
+        return bool(self._forked or self._ended) or self._has_new_name()
+
+    def _has_new_name(self) -> bool:
+        """Return True if a recently forked process has executed a program, so that its name has changed."""
+        if monotonic() > self._unnamed_until:
+            return False
+        names = ((task.comm, self._watch.comm(task.pid)) for task in self._unnamed)
+        return any(comm and comm != known for known, comm in names)
 
     def _look(self, client: int) -> None:
         """Take new forks and exits from the watch, and queue them for replay.

@@ -64,8 +64,6 @@ class LinuxClients:
         self._ended: list[int] = []
         """Pids of ended processes whose tasks must still end in the guest."""
         self._is_closed = False
-        self._is_quiet = False
-        """Whether informed() has just found no news of processes, so that task_of() need not look again."""
         self._unnamed: dict[int, float] = {}
         """Pid of a recently forked process -> monotonic time until which its name is checked."""
 
@@ -79,8 +77,7 @@ class LinuxClients:
         watch = self._watch
         # Only the first request after an execve needs the lock for this.
         is_same = task is not None and not task.has_executed and (watch.known_comm(pid) or "") == task.comm
-        self._is_quiet = is_same and not watch.has_events()
-        if self._is_quiet:
+        if is_same and not watch.has_events():
             return client
         with self._lock.observing():
             unshown = self._unshown_program(pid)
@@ -109,9 +106,7 @@ class LinuxClients:
         A shared task (see is_shared()) must not sleep, because calls of other clients wait for it.
         """
         pid = client.pid
-        is_quiet = self._is_quiet
-        self._is_quiet = False
-        if self._unnamed or self._forked or self._ended or (not is_quiet and self._watch.has_events()):
+        if self._unnamed or self._forked or self._ended or self._watch.has_events():
             self._look(pid)
             self.catch_up()
         task = self._by_pid.get(pid)
@@ -198,9 +193,18 @@ class LinuxClients:
         return task
 
     def has_news(self) -> bool:
-        """Return True if forks or exits of client processes must be repeated. Lock: needs."""
+        """Return True if forks, names or exits of client processes must be repeated. Lock: needs."""
         self._look(0)
-        return bool(self._forked or self._ended)
+        return bool(self._forked or self._ended) or self._has_new_name()
+
+    def _has_new_name(self) -> bool:
+        """Return True if a recently forked process has executed a program, so that its name has changed."""
+        for pid in self._unnamed:
+            task = self._by_pid.get(pid)
+            comm = self._watch.comm(pid)
+            if task is not None and comm and comm != task.comm:
+                return True
+        return False
 
     def _look(self, client: int) -> None:
         """Take new forks and exits from the watch and queue them. `client`: pid of the requesting process."""
