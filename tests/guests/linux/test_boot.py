@@ -1,4 +1,4 @@
-"""What the host does for a boot leaves no trace in the booted kernel."""
+"""The host helps a kernel to boot faster. These tests show that the booted kernel is the same."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_no_array_of_the_kernel_s_own_graph() -> None:
 
 
 def test_return_probes_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a kernel without the fields: all calls are kept in Python."""
+    """Python handles all calls, as in a kernel that lacks the fields."""
     tasks, kernel = debian_kernel.with_kernel()
     has = kernel.btf.has
     missing = {f"task_struct.{name}" for name in ("rethooks", "kretprobe_instances", "ret_stack")}
