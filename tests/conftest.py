@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
 from emulated_kernel.machine.native.host_code import PYTHON_TRAPS
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.control_lock import ControlLock
+from kprobefs.common.mountpoints import detach, our_mounts
 from tests import own_thread
 from tests.kept_images import keep_images
 from tests.sample import WHOLE, fewer
@@ -96,6 +97,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # If unshare(2) is not permitted, only tests that run at the same time can see each other's mounts.
     if hasattr(config, "workerinput") and os.geteuid() == 0 and libc.unshare(CLONE_NEWNS) == 0:
         assert libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0, "mounts would be the host's"
+        # The copies of the host's mounts of kprobefs would keep them alive, and be stale after their ends.
+        for point in reversed(our_mounts()):
+            detach(point.directory)
         RECORDS.mkdir(exist_ok=True)
         libc.mount(b"none", bytes(RECORDS), b"tmpfs", 0, b"mode=755")
 

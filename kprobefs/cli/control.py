@@ -62,14 +62,18 @@ class MountStatus:
 
 
 def states(directory: str | None = None) -> list[MountStatus]:
-    """Return the status of all mounts of kprobefs, or of the mount on `directory`, within two seconds."""
-    found: dict[str, str] = {}
+    """Return the status of all mounts of kprobefs, or of the mount on `directory`, within two seconds.
+
+    A mount that ends in the meantime is left out: its daemon may no longer answer, although it does not fail.
+    """
+    directories: dict[str, str] = {}
     for point in mountpoints.our_mounts():
         # A bind mount of a mount is reported only if `directory` names it.
         if directory in (None, point.directory):
-            found.setdefault(point.device, point.directory)
-    conditions = mountpoints.conditions(dict.fromkeys(found.values()))
-    return [MountStatus(each, condition, running(each)) for each, condition in conditions.items()]
+            directories.setdefault(point.device, point.directory)
+    conditions = mountpoints.conditions(dict.fromkeys(directories.values()))
+    left = {point.directory for point in mountpoints.our_mounts()}
+    return [MountStatus(each, found, running(each)) for each, found in conditions.items() if each in left]
 
 
 def unmount(directory: str, *, force: bool = False) -> None:

@@ -8,13 +8,14 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from kprobefs.cli import control
 from kprobefs.common import mountpoints
 from kprobefs.common.daemon_registry import log_path, running, runtime_directory
 from kprobefs.common.errors import ExitStatus
@@ -177,6 +178,30 @@ def test_a_stale_mount(directory: Path) -> None:
         assert kprobefs("status").returncode >= ExitStatus.STALE
         assert kprobefs("umount", "--stale", str(directory)).returncode == 0
         assert not is_mounted(directory)
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_mount_that_ends_around_the_question_is_gone(
+    is_named: bool, is_before: bool, mounted: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = str(mounted.directory)
+    conditions = mountpoints.conditions
+    asked = []
+
+    def conditions_as_it_ends(directories: Iterable[str]) -> dict[str, MountState]:
+        asked.extend(directories)
+        if is_before:
+            assert mounted.stop(signal.SIGTERM) == 0
+        found = conditions(asked)
+        if not is_before:
+            assert mounted.stop(signal.SIGTERM) == 0
+        return found
+
+    monkeypatch.setattr(mountpoints, "conditions", conditions_as_it_ends)
+    listed = control.states(directory if is_named else None)
+    assert directory in asked
+    assert directory not in [state.directory for state in listed]
 
 
 @pytest.mark.parametrize("how", [(), ("--stale",)])

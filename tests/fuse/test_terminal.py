@@ -979,7 +979,7 @@ def test_on_a_terminal(directory: Path) -> None:
         assert top.end() == 0
         assert "\033[?1049h" in top.said
         for more, coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
-            status = Terminal(60, 24, "status", **more)
+            status = Terminal(60, 24, "status", str(directory), **more)
             status.until("serving")
             assert status.end() == 0
             assert ("\033[32m" in status.said) == coloured
