@@ -171,6 +171,7 @@ class Service:
         neither of them was killed.
         """
         mountpoints.check_proc()
+        share_heap()
         # Hazard: libfuse handles signals that have the default action, so install handlers before it starts.
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
@@ -207,7 +208,6 @@ class Service:
     ) -> None:
         from kprobefs.fuse.operations import FuseOptions, Server
 
-        share_heap()
         # The kernel's objects live as long as the mount. Frozen, they do not slow down full collections.
         gc.disable()
         served = self._build(self._options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import inspect
 import mmap
@@ -11,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +22,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from kprobefs.fuse import memory_reserve as reserve_module
 from kprobefs.fuse.memory_reserve import RESERVE, MemoryReserve
-from tests.fuse.harness import ROOT, environment
+from tests.fuse.harness import ROOT, environment, needs_fuse
 
 _STARVED = """
 import resource, time
@@ -50,6 +52,34 @@ reserve.check()
 assert reserve.allows(b"1") and not reserve.is_scarce
 """
 
+_HEAPS = """
+import ctypes, sys, threading
+from emulated_kernel.util.config import MachineConfig
+from kprobefs.daemon.service import Service
+from kprobefs.mount_options import MountOptions
+libc = ctypes.CDLL(None)
+libc.open_memstream.restype = ctypes.c_void_p
+class Built(Exception):
+    pass
+def build(_options):
+    text, size = ctypes.c_char_p(), ctypes.c_size_t()
+    stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(size)))
+    assert libc.malloc_info(0, stream) == libc.fclose(stream) == 0
+    print(text.value.count(b"<heap nr="))
+    raise Built
+def start_thread():
+    thread = threading.Thread(target=bytes, args=(60_000,))
+    thread.start()
+    thread.join()
+if sys.argv[2] == "early":
+    start_thread()
+service = Service(MountOptions(sys.argv[1], MachineConfig()), build, applies_definitions=False)
+try:
+    service.run(start_thread, lambda: None, lambda: None)
+except Built:
+    pass
+"""
+
 
 class _Reached(Exception):
     """The mount was asked."""
@@ -60,7 +90,9 @@ class _Mount:
         def reached(*_args: object) -> object:
             raise _Reached
 
-        return (lambda _handle: False) if name == "reads_host" else reached
+        # The thread "pollers" calls follow_processes().
+        usual = {"reads_host": lambda _handle: False, "follow_processes": lambda: None}
+        return usual.get(name, reached)
 
 
 def is_answered(adapter: Any, name: str, **given: object) -> bool:
@@ -128,6 +160,22 @@ def test_what_is_kept_is_there_when_nothing_else_is() -> None:
     before, after = map(int, done.stdout.split())
     assert before < 1 << 20
     assert after > 11 << 20
+
+
+@pytest.mark.parametrize(("when", "heaps"), [("prepared", 1), ("early", 2)])
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="the C library has one heap")
+@needs_fuse
+def test_threads_of_a_daemon_share_a_heap(when: str, heaps: int, directory: Path) -> None:
+    """A second heap could hold the reserve, while malloc(3) looks for memory in the first one."""
+    done = subprocess.run(
+        [sys.executable, "-c", _HEAPS, str(directory), when],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert int(done.stdout) == heaps
 
 
 @pytest.mark.parametrize(
