@@ -81,8 +81,8 @@ ARM_LISTING = """
     fe ff ff 17 | b stub
     08 00 00 39 | touch: strb w8, [x0]
     00 04 40 91 | add x0, x0, #1, lsl #12
-    e7 04 00 71 | subs w7, w7, #1
-    a1 ff ff 54 | b.ne touch
+    e7 04 00 51 | sub w7, w7, #1
+    a7 ff ff 35 | cbnz w7, touch
     f9 ff ff 17 | b stub
     01 00 00 d4 | two_calls: svc #0
     e0 03 13 aa | mov x0, x19
@@ -92,6 +92,7 @@ ARM_LISTING = """
 ARM_STUB = UserStub(
     ElfMachine.AARCH64, machine_code(ARM_LISTING), _START + 4, touch=_START + 12, two_calls=_START + 32
 )
+"""The stub of arm64. Its code changes no flags; see Arm64LinuxCpu.syscall()."""
 BUFFER = 0x600000
 """Virtual address of each task's own buffer for paths and for data that is read and written."""
 BUFFER_SIZE = 1 << 20

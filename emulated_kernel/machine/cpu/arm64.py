@@ -36,6 +36,8 @@ LEVEL = 0xC
 DAIF = 0x3C0
 """Mask of the four bits of PSTATE that mask debug exceptions, SErrors, IRQs and FIQs."""
 IRQ_MASKED = 0x80
+STATE_BITS = 0xF03003DF
+"""Mask of the bits of PSTATE that an Armv8.0 CPU has: N, Z, C, V, SS, IL, D, A, I, F and M."""
 _CLASS_SHIFT = 26
 CLASS_UNKNOWN = 0
 CLASS_SVC = 0x15

@@ -22,6 +22,7 @@ from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
 from emulated_kernel.guests.linux.initramfs import BOOTED
 from emulated_kernel.guests.linux.mounts.native_mount import native_mount
+from emulated_kernel.guests.linux.pc.arm64_cpu import Arm64LinuxCpu
 from emulated_kernel.guests.linux.pc.gic_board import (
     TIMER_FIRED,
     TIMER_INTERRUPT,
@@ -35,6 +36,7 @@ from emulated_kernel.image.linux.arm64_image import Arm64Image
 from emulated_kernel.image.linux.debug_file import linux_debug_file
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
 from emulated_kernel.image.linux.open_image import is_linux, open_vmlinux
+from emulated_kernel.machine.cpu import arm64
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
@@ -116,6 +118,34 @@ def test_clients_take_turns(tasks: LinuxTasks) -> None:
         tasks.exit(client)
         assert not client.alive
     assert b"aarch64-linux-gnu" in calls.read_all("/proc/version")
+
+
+def test_a_call_saves_the_state_of_the_processor(tasks: LinuxTasks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state that calls of tasks save is the CPU's own: also after stores to pages, turns, and sleeps."""
+    cpu = tasks.machine.cpu
+    assert isinstance(cpu, Arm64LinuxCpu)
+    call, engine = cpu.syscall, tasks.machine.engine
+    saved = []
+
+    def checked(ip: int, values: tuple[int, ...] | None = None) -> None:
+        before = engine.reg_read(arm64.PSTATE)
+        call(ip, values)
+        saved.append((values is not None, before, arm64.read_system_register(engine, arm64.SPSR_EL1)))
+
+    monkeypatch.setattr(cpu, "syscall", checked)
+    calls = LinuxSyscalls(tasks)
+    clients = [tasks.fork(tasks.init, pid) for pid in (4004, 4005)]
+    for size in (1, 5 * 4096):
+        for client in clients:
+            fd = calls.open(client, "/scratch/state", os.O_RDWR | os.O_CREAT, 0o600)
+            calls.write(client, fd, bytes(size), 0)
+            calls.open(client, "/scratch/state", os.O_RDONLY, closed=fd)
+            tasks.copy_to_user(client, 0x600000, struct.pack("<2q", 0, 10_000_000))
+            tasks.call(client, tasks.machine.abi.syscalls["nanosleep"], 0x600000, 0)
+    for client in clients:
+        tasks.exit(client)
+    assert {begins for begins, *_ in saved} == {True, False}
+    assert [before for _, before, _ in saved] == [state for *_, state in saved]
 
 
 def test_the_memory_of_ended_tasks_is_freed(tasks: LinuxTasks) -> None:

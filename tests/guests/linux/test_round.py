@@ -30,7 +30,7 @@ KERNELS = (
     ("linux-image-cloud-arm64", "trixie"),
     ("linux-image-riscv64", "trixie"),
 )
-CALLS, STARTS, CALLBACKS = 118, 2, 2
+CALLS, STARTS, CALLBACKS = 114, 2, 2
 """At most so many calls of Python, runs of the emulator, and calls of Python by the emulator.
 
 Lower them when it takes less.

@@ -100,13 +100,16 @@ class LinuxClients:
         comm = self._watch.comm(pid)
         return comm if task is None or task.has_executed or comm != task.comm else None
 
-    def task_of(self, client: Client) -> LinuxTask:
+    def task_of(self, client: Client, *, is_informed: bool = False) -> LinuxTask:
         """Repeat earlier forks and exits in the guest; return the task that makes a client's request.
+
+        `is_informed`: informed() has looked for events at this request. Events since then are not earlier
+        than the request, so the next request handles them.
 
         A shared task (see is_shared()) must not sleep, because calls of other clients wait for it.
         """
         pid = client.pid
-        if self._unnamed or self._forked or self._ended or self._watch.has_events():
+        if self._unnamed or self._forked or self._ended or (not is_informed and self._watch.has_events()):
             self._look(pid)
             self.catch_up()
         task = self._by_pid.get(pid)

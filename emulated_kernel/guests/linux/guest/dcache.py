@@ -123,7 +123,7 @@ class DcacheReader:
 
     def is_seekable(self, fd: int) -> bool:
         """Return True if lseek(2) works on a descriptor. Mirrors: fs/read_write.c:vfs_llseek (v6.1)."""
-        file = self._file(fd)
+        file = self._follow(self._task, *self._files_at, 8 * fd)
         if not self._ram[self._at(file + self._mode_at)] & _FMODE_LSEEK:
             return False
         return self._follow(file, *self._llseek_at) not in self._no_llseek

@@ -283,6 +283,7 @@ class LinuxGuest:
     def begin(self, client: Client, opens: bool) -> LinuxTask:
         """Make the deferred closes in the guest, and return the client's task. Lock: needs.
 
+        `client`: a result of LinuxClients.informed() at this request.
         `opens`: see Request. If it is True, one file may remain in `closes.taken`.
         """
         closes = self.closes
@@ -294,7 +295,7 @@ class LinuxGuest:
             closes.take()
         elif closes.deferred or closes.taken is not None:
             closes.flush()
-        task = self.clients.task_of(client)
+        task = self.clients.task_of(client, is_informed=True)
         taken = closes.taken
         if taken is not None and (taken.task is not task or task.pending):
             closes.flush()

@@ -10,9 +10,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from emulated_kernel.guests.linux.guest_abi import ARM64
 from emulated_kernel.guests.linux.pc.arm64_cells import Arm64Cells, become_aarch64
 from emulated_kernel.guests.linux.pc.linux_cpu import LinuxCpu
 from emulated_kernel.machine.cpu import arm64
@@ -25,6 +24,7 @@ _SVC_SIZE = 4
 _FROM_USER = 0x400
 """Offset in bytes in the vector table of the handler of synchronous exceptions from user mode."""
 _FROM_KERNEL = 0x200
+"""Offset in bytes in the vector table of the handler of synchronous exceptions from the kernel."""
 _VECTORS = range(0, 0x800, 0x80)
 """Offsets in bytes of all handlers in the vector table."""
 _TABLE = 0x0000FFFFFFFFF000
@@ -33,13 +33,14 @@ _TABLE = 0x0000FFFFFFFFF000
 class Arm64LinuxCpu(LinuxCpu):
     """The state of the CPU of an arm64 machine. Use it only while the guest is stopped, or inside a hook."""
 
-    call_registers: ClassVar[tuple[str, ...]] = (*ARM64.call, "ip", ARM64.counter, *ARM64.kept)
     exception_return: ClassVar[bytes] = bytes.fromhex("e0039fd6")
     """Code of eret."""
 
     def __init__(self, engine: Engine, regs: Regs, state: int, cells: Arm64Cells) -> None:
         self._engine = engine
         self.regs = regs
+        self._general: Any = regs
+        """The registers with the names of this processor, of which Regs declares none."""
 
         def word(offset: int) -> memoryview:
             return memoryview(ctypes.c_uint64.from_address(state + offset)).cast("B").cast("Q")
@@ -119,14 +120,22 @@ class Arm64LinuxCpu(LinuxCpu):
             value = arm64.HCR_64_BITS | arm64.HCR_IRQ_ROUTED | (arm64.HCR_IRQ_PENDING if is_pending else 0)
             arm64.write_system_register(self._engine, arm64.HCR_EL2, value)
 
-    def syscall(self, ip: int, values: tuple[int, ...] | None = None) -> None:
-        """Execute the svc instruction at `ip`: enter the kernel's handler of system calls.
+    def set_call(self, values: tuple[int, ...]) -> None:
+        """Set the registers of a system call; see LinuxCpu."""
+        regs = self._general
+        regs.x0, regs.x1, regs.x2, regs.x3, regs.x4, regs.x5, regs.x8, *rest = values
+        regs.ip, regs.x7, regs.x19, regs.x20 = rest
 
-        `values`: values for set_call(), or None if the registers are set already.
+    def syscall(self, ip: int, values: tuple[int, ...] | None = None) -> None:
+        """Execute the svc instruction at `ip` of the stub; see LinuxCpu.
+
+        spsr_el1 contains the stub's processor state already. The kernel has entered user mode with that
+        state, and no instruction of the stub changes it. The CPU drops the bits that it does not have.
         """
         if values is not None:
             self.set_call(values)
-        self._enter(_SVC_SYNDROME, ip + _SVC_SIZE)
+        self._spsr[0] &= arm64.STATE_BITS
+        self._enter(_FROM_USER, _SVC_SYNDROME, ip + _SVC_SIZE)
 
     def is_exception_entry(self, address: int) -> bool:
         """Return True at the vectors; see LinuxCpu."""
@@ -134,8 +143,10 @@ class Arm64LinuxCpu(LinuxCpu):
 
     def raise_exception(self, trap: Trap) -> None:
         """Enter the kernel's handler of the exception `trap`."""
+        state = self._engine.reg_read(arm64.PSTATE)
+        self._spsr[0] = state
         self._far[0] = trap.cr2
-        self._enter(trap.error_code, trap.address)
+        self._enter(_FROM_KERNEL if state & arm64.LEVEL else _FROM_USER, trap.error_code, trap.address)
 
     def note_kernel(self) -> None:
         """Store the translator's flags for kernel mode, for later entries into the kernel.
@@ -146,20 +157,15 @@ class Arm64LinuxCpu(LinuxCpu):
         """
         self._kernel_hflags[0] = self._hflags[0]
 
-    def _enter(self, syndrome: int, ip: int) -> None:
-        state = self._engine.reg_read(arm64.PSTATE)
-        vector = self._vbar[0]
-        if state & arm64.LEVEL:
-            vector += _FROM_KERNEL
-        else:
-            vector += _FROM_USER
-            regs = self.regs
+    def _enter(self, handler: int, syndrome: int, ip: int) -> None:
+        """Take an exception: enter the kernel at the offset `handler` in the vector table."""
+        regs = self.regs
+        if handler == _FROM_USER:
             self.user_stack[0] = regs.sp
             regs.sp = self._kernel_stack[0]
             self._hflags[0] = self._kernel_hflags[0]
-        self._spsr[0] = state
         self._elr[0] = ip
         self._esr[0] = syndrome
         self.pstate[0] = arm64.EL1H
         self._daif[0] = arm64.DAIF
-        self.regs.ip = vector
+        regs.ip = self._vbar[0] + handler

@@ -9,9 +9,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from emulated_kernel.guests.linux.guest_abi import RISCV64
 from emulated_kernel.guests.linux.pc.linux_cpu import LinuxCpu
 from emulated_kernel.guests.linux.pc.riscv_cells import MACHINE_MODE, RiscvCells
 from emulated_kernel.machine.cpu import riscv
@@ -31,13 +30,14 @@ _PAGE_NUMBER = (1 << 44) - 1
 class RiscvLinuxCpu(LinuxCpu):
     """The live CPU of a RISC-V machine. Use it only while the guest is stopped, or inside a hook."""
 
-    call_registers: ClassVar[tuple[str, ...]] = (*RISCV64.call, "ip", RISCV64.counter, *RISCV64.kept)
     exception_return: ClassVar[bytes] = bytes.fromhex("73002010")
     """Code of sret."""
 
     def __init__(self, engine: Engine, regs: Regs, state: int, cells: RiscvCells) -> None:
         self._engine = engine
         self.regs = regs
+        self._general: Any = regs
+        """The registers with the names of this processor, of which Regs declares none."""
 
         def word(offset: int) -> memoryview:
             return memoryview(ctypes.c_uint64.from_address(state + offset)).cast("B").cast("Q")
@@ -105,6 +105,12 @@ class RiscvLinuxCpu(LinuxCpu):
         self.mode[0] = MACHINE_MODE
         engine.reg_write(_MIP, engine.reg_read(_MIP) & ~cleared | interrupts)
         self.mode[0] = kept
+
+    def set_call(self, values: tuple[int, ...]) -> None:
+        """Set the registers of a system call; see LinuxCpu."""
+        regs = self._general
+        regs.a0, regs.a1, regs.a2, regs.a3, regs.a4, regs.a5, regs.a7, *rest = values
+        regs.ip, regs.a6, regs.s1, regs.s0 = rest
 
     def syscall(self, ip: int, values: tuple[int, ...] | None = None) -> None:
         """Execute the ecall instruction at `ip`; see LinuxCpu."""
