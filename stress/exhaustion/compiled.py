@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from emulated_kernel.arch.analysis.detour_region import LiveRegisters
 from emulated_kernel.arch.program import ir
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.kprobes.codegen.compiler import Compiler
@@ -60,12 +59,10 @@ class CompiledProof(Proof):
         """Return the place at an address, which runs all stages of the proof."""
         return CompiledPlace(self, address, cpus)
 
-    def live_at(self, addr: int) -> LiveRegisters:
-        """Return the registers and flags that must be equal at an address with and without the probe."""
-        kprobes = self.probed.kernel.kprobes
-        if kprobes.profile.saving is RegisterSaving.ALL:
-            return super().live_at(addr)
-        return self.probed.verdict.live_at(addr)
+    @property
+    def only_live(self) -> bool:
+        """Whether a hit preserves only the registers that may be read after it."""
+        return self.probed.kernel.kprobes.profile.saving is not RegisterSaving.ALL
 
     def emit(self, builder: ProgramBuilder, _way: EntryKind) -> bool:
         """Emit the handler."""

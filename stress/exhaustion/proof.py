@@ -18,7 +18,7 @@ from emulated_kernel.machine.text.stale_fetch import Prefetch
 from stress.exhaustion.standing import CpuState, OtherCpu
 from tests.arch.decoding import starts_with_breakpoint
 from tests.kprobes.optimizer.conftest import Probed
-from tests.kprobes.optimizer.regions import Bench, Pieces, State, exits, loose_flags, piece_size
+from tests.kprobes.optimizer.regions import Bench, Pieces, State, exits, live_at_exit, loose_flags, piece_size
 from tests.kprobes.scripted import script
 
 Spans = Sequence[tuple[int, int]]
@@ -88,9 +88,14 @@ class Proof:
         """Return the place at an address, which runs all stages of the proof."""
         return Place(self, address, cpus)
 
-    def live_at(self, _addr: int) -> LiveRegisters:
-        """Return the registers and flags that must be equal at an address with and without the probe."""
-        return self.bench.all_live
+    @property
+    def only_live(self) -> bool:
+        """Whether a hit preserves only the registers that may be read after it."""
+        return False
+
+    def live_at(self, addr: int) -> LiveRegisters:
+        """Return the registers and flags that a hit at an address preserves."""
+        return self.probed.verdict.live_at(addr) if self.only_live else self.bench.all_live
 
     def live_after(self, address: int, end: int | None) -> LiveRegisters:
         """Return the registers and flags that must have the same values at an exit of a region.
@@ -98,12 +103,14 @@ class Proof:
         `end`: address of the exit, or None for a return. The scratch registers of the jumps may differ if no
         instruction reads them after the region. Registers that are dead before a return are dead after it.
         """
-        live = self.bench.all_live if end is None else self.live_at(end)
-        region = self.probed.verdict.optimized_region(address)
+        verdict = self.probed.verdict
+        behind = verdict.live_at(address) if end is None else live_at_exit(self.probed, address, end)
+        live = behind if self.only_live and end is not None else self.bench.all_live
+        region = verdict.optimized_region(address)
         if isinstance(region, Rejection) or region.scratch is None or not self.has_jumps:
             return live
-        needed = self.probed.verdict.live_at(address if end is None else end).registers
-        if end in self.probed.verdict.mcount:
+        needed = behind.registers
+        if end in verdict.mcount:
             # The fentry site overwrites this register while its function is traced.
             needed -= {self.probed.kernel.arch.call_link}
         free = {region.scratch.entry, region.scratch.exit} - needed

@@ -12,15 +12,18 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import tests.own_thread  # noqa: F401 - for kernels in this process
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
+from emulated_kernel.guests.linux.guest.linux_task import THREAD_SIZE
 from emulated_kernel.guests.linux.probing.linux_context import linux_abi
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.machine.cpu.riscv import CAUSE_ECALL, CAUSE_ILLEGAL
 from emulated_kernel.machine.cpu.x86 import FLAG_FIXED, FLAG_IF
-from emulated_kernel.machine.traps.trap import GuestFault, Trap
+from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault, Trap
+from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_BLOCK
 from emulated_kernel.util.abi import Prot
 from emulated_kernel.util.errors import KernelError
 from stress.linux.everywhere import functions
@@ -93,8 +96,12 @@ COPIES = "arch_dup_task_struct"
 """Function that copies the task_struct of a task that forks, to the address in its first argument."""
 PENDING = ("task_struct.rethooks", "task_struct.ret_stack")
 """Names of the fields in which shadow stacks keep the pending calls of a task."""
+SWITCH = "__switch_to"
+"""Function that switches from a task to another one."""
 DUMPS = ("show_trace_log_lvl", "show_regs_print_info")
 """Functions that print unused words of the stack. Tracers leave different values in these words."""
+OVERWRITTEN = b"\xa5" * 1024
+"""Bytes that overwrite the memory below the stack pointer; they take more space than the frame of a hit."""
 SHORT = 0.02
 """Maximum time of an unprobed call in seconds."""
 LONG = 20.0
@@ -122,6 +129,8 @@ class Effect:
     """Physical address -> contents of changed pages."""
     pending: frozenset[int] = frozenset()
     """Physical addresses of the shadow stacks' words in the task_structs that the call has copied."""
+    remains: frozenset[int] = frozenset()
+    """Physical addresses of words on the stacks of tasks that no function has written since it was called."""
 
     def difference(self, other: Effect, loose_flags: int) -> str:
         """Return a description of the differences to another effect, or "" if there are none.
@@ -146,6 +155,23 @@ class Effect:
         pairs = zip(REGISTERS, self.registers, like.registers, strict=True)
         registers = tuple(two if may_differ(name, one) else one for name, one, two in pairs)
         return replace(self, registers=registers)
+
+    def with_remains(self, like: Effect, initial: Callable[[int], bytes]) -> Effect:
+        """Return the effect with the words `like.remains` taken from the effect `like`.
+
+        `initial` returns the contents of a page before the call.
+        """
+        memory = dict(self.memory)
+        for page in {word & -PAGE for word in like.remains}:
+            before = initial(page)
+            found = bytearray(memory.pop(page, before))
+            expected = like.memory.get(page, before)
+            for at in range(0, PAGE, 8):
+                if page + at in like.remains:
+                    found[at : at + 8] = expected[at : at + 8]
+            if found != before:
+                memory[page] = bytes(found)
+        return replace(self, memory=memory)
 
     def without(self, names: Sequence[str], own: Callable[[int, int], int], like: Effect) -> Effect:
         """Return the effect without its permitted differences from the effect `like`.
@@ -219,6 +245,12 @@ class Caller:
         """Whether the last call wrote to text or to the host's memory."""
         self.has_tables = True
         """Whether the page tables still map the guest after the last call; if not, it cannot continue."""
+        self.has_switched = False
+        """Whether the guest has switched to another task in the last call; see note_switches()."""
+        self._stacks = frozenset(self._stack_pages())
+        self._entries = frozenset(
+            symbol.address for symbol in kernel().kallsyms.symbols if start <= symbol.address < end
+        )
         self._rewind = Rewind(
             self.machine.memory.ram,
             lambda page: (
@@ -228,6 +260,18 @@ class Caller:
             lambda page: traced is not None and self._outside(page),
         )
         self._rewind.keep()
+
+    def note_switches(self) -> None:
+        """Note in `has_switched` whether further calls switch to another task."""
+
+        def note() -> None:
+            self.has_switched = True
+
+        self.machine.call_at(kernel().required(SWITCH), note)
+
+    def initial(self, page: int) -> bytes:
+        """Return the contents of a page of the guest's RAM between two calls."""
+        return self.machine.memory.ram[page : page + PAGE]
 
     def begin(self) -> None:
         """Make all further calls begin with the current text, and otherwise with the initial state."""
@@ -255,6 +299,7 @@ class Caller:
         else:
             memory.write(self._stack, RETURN.to_bytes(8, "little"))
             regs.flags = FLAG_FIXED | FLAG_IF
+        self.has_switched = False
         if self._traced is not None:
             self._traced.before()
         end = self._ran()
@@ -268,6 +313,45 @@ class Caller:
             machine.engine.flush_code()
         self._reset()
         return None if end is None else Effect(end, self._registers, memory_now)
+
+    def remains(self, call: Call, effect: Effect) -> frozenset[int]:
+        """Return the physical addresses of words on tasks' stacks that hold remains of calls that have ended.
+
+        A function need not write all words of its frame. Such a word, and each word below the stack pointer,
+        has what an earlier call has left there, and detours and the trampolines of tracers leave something
+        else. So the call, whose effect was `effect`, is made again while each function's entry overwrites
+        the memory below the stack pointer. The words on stacks that differ then are the remains.
+        """
+        machine, watchdog = self.machine, self.machine._watchdog
+        hook = machine.engine.add_hook(HOOK_BLOCK, CODE_CALLBACK(self._overwrite), at=range(*kernel().text))
+        budget, watchdog.budget = watchdog.budget, LONG
+        machine.engine.flush_code()
+        try:
+            other = self.call(call)
+        finally:
+            machine.engine.remove_hook(hook)
+            machine.engine.flush_code()
+            watchdog.budget = budget
+        if other is None or other.end != effect.end:
+            return frozenset()
+        found = set[int]()
+        for page in self._stacks & (effect.memory.keys() | other.memory.keys()):
+            one, two = (_words(each.memory.get(page) or self.initial(page)) for each in (effect, other))
+            found.update(page + 8 * number for number in range(PAGE // 8) if one[number] != two[number])
+        return frozenset(found)
+
+    def _overwrite(self, _engine: int, address: int, _size: int, _data: int) -> None:
+        """Overwrite the memory below the stack pointer if the basic block at `address` begins a function."""
+        if address in self._entries:
+            with suppress(MemoryFault):
+                sp = self.machine.regs.sp
+                self.engine.machine.memory.write(sp - len(OVERWRITTEN), OVERWRITTEN)
+
+    def _stack_pages(self) -> Iterator[int]:
+        """Yield the physical addresses of the pages of all tasks' stacks."""
+        stacks, memory = self.engine._stacks, self.engine.machine.memory
+        for _, end, _ in stacks._stacks(stacks._reader()):
+            yield from (memory.translate(at) for at in range(end - THREAD_SIZE, end, PAGE))
 
     def _place(self, page: int) -> int:
         """Return a page's address; for pages of the objects, return the virtual address.
@@ -409,6 +493,7 @@ class Comparison:
         for address in dumps:
             self._plain.machine.call_at(address, self._dumped)
         self._plain.machine.call_at(kernel().required(COPIES), self._copied)
+        self._plain.note_switches()
         self._probed = {mode: Caller(engine(MODES[mode]), LONG) for mode in PROBED if mode in modes}
         self._traced: dict[str, tuple[Traced, Caller]] = {}
         for mode in TRACED:
@@ -453,6 +538,8 @@ class Comparison:
                     # Other calls of the function would take too long too.
                     break
                 effect = replace(effect, pending=frozenset(self._copies))
+                if self._plain.has_switched:
+                    effect = replace(effect, remains=self._plain.remains(call, effect))
                 expected.append((call, effect))
                 if self._has_dumped or self._plain.has_strayed:
                     self.ends["not traced"] += 1
@@ -507,6 +594,8 @@ class Comparison:
         assert where is not None
         code = self._plain.engine.machine.text.original(call.function, where.symbol.size)
         loose = 0 if IS_RISCV or IS_ARM else undefined_flags(code, call.function, 64)
+        if found is not None:
+            found = found.with_remains(expected, self._plain.initial)
         if found is not None and mode in self._traced:
             traced, _ = self._traced[mode]
             kept = KEPT if expected.end == RETURNED or not traced.is_at_entries else RESTORED

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +99,44 @@ def test_pending_calls_in_a_copied_task_may_differ(at: int, wrong: str) -> None:
     page[at] = 2
     found = effect(bytes(page)).without(KEPT, lambda one, _two: one, expected)
     assert found.difference(expected, 0) == wrong
+
+
+def test_remains_on_stacks_may_differ(caller: Caller) -> None:
+    """A worker wakes the caller, and a probe leaves a frame below the stack pointer of the worker."""
+    memory = caller.engine.machine.memory
+    left = random.Random(3).randbytes(256)
+
+    def leave(_kprobe: Kprobe, regs: Any) -> None:
+        memory.write(regs.sp - len(left), left)
+
+    call = Call(address_of("lru_add_drain_all"), (), ())
+    caller.note_switches()
+    caller.begin()
+    plain = caller.call(call)
+    assert plain is not None
+    assert caller.has_switched
+    expected = replace(plain, remains=caller.remains(call, plain))
+    assert expected.remains
+    probe = Kprobe(addr=address_of("update_rq_clock"), pre_handler=leave)
+    with caller.engine.lock:
+        caller.engine.kprobes.register_kprobe(probe)
+    caller.begin()
+    found = caller.call(call)
+    with caller.engine.lock:
+        caller.engine.kprobes.unregister_kprobe(probe)
+    assert found is not None
+    assert "page" in found.difference(expected, 0)
+    assert found.with_remains(expected, caller.initial).difference(expected, 0) == ""
+
+
+@pytest.mark.parametrize(("at", "wrong"), [(8, ""), (16, "page 0x4000")])
+def test_only_remains_may_differ(at: int, wrong: str) -> None:
+    initial = bytes(4096)
+    expected = Effect(RETURNED, (0,) * len(REGISTERS), {}, remains=frozenset([0x4008]))
+    page = bytearray(initial)
+    page[at] = 2
+    found = replace(expected, memory={0x4000: bytes(page)})
+    assert found.with_remains(expected, lambda _page: initial).difference(expected, 0) == wrong
 
 
 def test_memory_is_as_before() -> None:

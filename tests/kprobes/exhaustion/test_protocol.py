@@ -9,6 +9,8 @@ from itertools import islice
 import pytest
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters
+from emulated_kernel.arch.analysis.tactic import Tactic
+from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, decode_all
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.codegen.deferred_free import DeferredFree
 from emulated_kernel.kprobes.hit.insn_slots import InsnSlots
@@ -22,7 +24,7 @@ from stress.exhaustion.proof import Place, Proof
 from stress.exhaustion.sites import SiteProof, fentry_sites
 from tests.arch.decoding import insn_length
 from tests.kprobes.optimizer.conftest import Boot, Probed
-from tests.kprobes.optimizer.regions import instructions, is_optimizable
+from tests.kprobes.optimizer.regions import exits, instructions, is_optimizable, live_at_exit
 from tests.sample import fewer
 
 Where = tuple[str, int, int]
@@ -96,6 +98,48 @@ def test_where_linux_refuses(arch: str, save_regs: str | None) -> None:
         assert proof.problems == []
         assert proof.runs > COMPILED_SAMPLE * 200
         assert kernel.machine.text.ledger == {}
+
+
+@pytest.fixture
+def riscv_calls() -> Iterator[CompiledProof]:
+    """Return the proof of a kernel in which a detour may contain a relocated call."""
+    with Kernel(MachineConfig(arch="riscv64", strategy="extended", save_regs="live")) as kernel:
+        yield CompiledProof(Probed(kernel))
+
+
+def test_a_call_of_a_function_that_names_another_temporary(riscv_calls: CompiledProof) -> None:
+    """Only the caller decides on its temporaries at a call, although the function may return at once."""
+    proof = riscv_calls
+    probed = proof.probed
+    verdict = probed.verdict
+
+    def is_one(place: Where) -> bool:
+        address = place[2]
+        if not is_optimizable(probed, place) or Tactic.RELOCATED_BRANCH not in probed.region(address).tactics:
+            return False
+        leads_to = exits(probed, address, proof.length(address))
+        return any(
+            verdict.live_at(end).registers - live_at_exit(probed, address, end).registers for end in leads_to
+        )
+
+    [place] = sample(instructions(probed), 1, is_one)
+    proof.check(place)
+    assert proof.problems == []
+    assert proof.runs > 1000
+
+
+def test_a_temporary_that_the_called_function_reads(riscv_calls: CompiledProof) -> None:
+    """A register that an instruction of the other function reads counts."""
+    probed = riscv_calls.probed
+    image = probed.kernel.image
+    symbols = {symbol.name: symbol for symbol in image.kallsyms.symbols}
+    caller, called = symbols["ksys_read"].address, symbols["mutex_unlock"].address
+    code = image.read(called, symbols["mutex_unlock"].size)
+    insns = decode_all(code, called, compressed=True)
+    [(tail, register)] = [(at, REGISTER_NAMES[insn.rs1]) for at, insn in insns if insn.is_indirect_jump]
+    assert register in probed.verdict.live_at(called).registers
+    assert register not in live_at_exit(probed, caller, called).registers
+    assert register in live_at_exit(probed, caller, tail).registers
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from operator import and_
 from typing import Any, NamedTuple
 
 from iced_x86 import Register, RflagsBits
 
+from emulated_kernel.arch.analysis.dataflow import solve
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters, Region
-from emulated_kernel.arch.riscv.insn import RiscvOpcode, decode_all
+from emulated_kernel.arch.riscv.analysis import RiscvFunctionAnalysis, as_live
+from emulated_kernel.arch.riscv.insn import ALL_REGISTERS, RiscvOpcode, decode_all
 from emulated_kernel.arch.x86.insn import iced_decoder
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.machine.cpu.registers import Regs
@@ -160,6 +162,31 @@ def _riscv_targets(code: bytes, address: int, *, compressed: bool) -> Iterator[i
             upper[insn.rd] = at + insn.upper_immediate
         elif insn.opcode == RiscvOpcode.JALR and insn.rs1 in upper:
             yield upper[insn.rs1] + insn.immediate
+
+
+def live_at_exit(probed: Probed, address: int, end: int) -> LiveRegisters:
+    """Return the registers that code may read after the exit `end` of a region at `address`.
+
+    On RISC-V a temporary register that a function does not name is free in all of it, also at its calls
+    (RiscvFunctionAnalysis.live_mask). If the exit leads to another function, such a register counts as live
+    only if the other function has an instruction that names and reads it. The other function's returns,
+    calls and breakpoints, which the analysis regards as reading all registers, do not count.
+    """
+    verdict, symbols = probed.verdict, probed.kernel.image.kallsyms
+    left, entered = symbols.lookup(address), symbols.lookup(end)
+    live = verdict.live_at(end)
+    if left is None or entered is None or left.symbol == entered.symbol:
+        return live
+    before, behind = verdict._analysis(address), verdict._analysis(end)
+    if not isinstance(before, RiscvFunctionAnalysis) or not isinstance(behind, RiscvFunctionAnalysis):
+        return live
+    relevant = ALL_REGISTERS & before._relevant
+    effects = {
+        at: effect._replace(reads=effect.reads & (relevant | behind.insns[at].mentioned))
+        for at, effect in behind._effects.items()
+    }
+    read = solve(effects, relevant).get(end, ALL_REGISTERS)
+    return replace(live, registers=live.registers & as_live(read).registers)
 
 
 @cache
