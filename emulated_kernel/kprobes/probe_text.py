@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from emulated_kernel.arch.analysis.disassembly import AddressName, address_names
+from emulated_kernel.arch.analysis.disassembly import AddressName, address_names, data_text
 from emulated_kernel.arch.arch_hooks import Arch, CodePart
 from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
@@ -50,7 +50,7 @@ class ProbeText:
     def replaced_text(self, kprobe: Kprobe) -> str:
         """Return two lines, the original and the current bytes that a probe may replace, with instructions.
 
-        Bytes after a breakpoint or a jump are not executed, so they have no instruction.
+        Bytes after a breakpoint, a jump or a call are not executed, so they have no instruction.
         """
         if kprobe.is_gone:
             return GONE
@@ -62,6 +62,8 @@ class ProbeText:
             shown = insns
         elif head is not None and head.detour is not None and head.is_patched:
             shown = self._jump_insns(kprobe.address, current, len(head.detour.jump), name)
+        elif head is None or head.is_ftrace:
+            shown = self._jump_insns(kprobe.address, current, self._arch.call_size, name)
         else:
             shown = self._insns(current, kprobe.address, name)[:1]
         lines = (("original", original, insns), ("current ", current, shown))
@@ -70,8 +72,8 @@ class ProbeText:
     def _jump_insns(self, addr: int, current: bytes, size: int, name: AddressName) -> list[str]:
         """Return the instructions of a jump of `size` bytes, and the bytes of its region that follow it."""
         insns = self._insns(self._text.current(addr, size), addr, name)
-        rest = ", ".join(f"{byte:#04x}" for byte in current[size:])
-        return [*insns, f".byte {rest}"] if rest else insns
+        rest = current[size:]
+        return [*insns, data_text(rest)] if rest else insns
 
     def _insns(self, code: bytes, addr: int, name: AddressName) -> list[str]:
         return [text for _, _, text in self._arch.disassembler.insns(code, addr, name)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 
+from emulated_kernel.image.original_text import OWNER, pack_original_text
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.memory.guest_memory import MappedRange
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
@@ -43,11 +44,13 @@ def core_headers(
     ranges: Iterable[MappedRange],
     cpus: Sequence[Mapping[str, int]],
     vmcoreinfo: bytes,
+    original_text: Iterable[tuple[int, bytes]] = (),
 ) -> bytes:
     """Return the first bytes of an ELF core, in which physical address n is at offset RAM_OFFSET + n.
 
     `ranges`: mapped memory. `cpus`: registers of each CPU, by name. `vmcoreinfo`: text of the note
-    VMCOREINFO; if it is b"", the core has no such note. If the program headers of all ranges do not fit
+    VMCOREINFO; if it is b"", the core has no such note. `original_text`: addresses with the text that probes
+    have replaced there, for a note that kprobefs reads. If the program headers of all ranges do not fit
     before RAM_OFFSET, the smallest ranges get no program header.
     """
     is_64 = model.bits == 64
@@ -55,6 +58,7 @@ def core_headers(
     notes = b"".join(_prstatus(model, number, values) for number, values in enumerate(cpus))
     if vmcoreinfo:
         notes += _note(b"VMCOREINFO", 0, vmcoreinfo)
+    notes += _original_text(original_text)
     room = (RAM_OFFSET - header_size - len(notes)) // program_size - 1
     loads = list(ranges)
     if len(loads) > room:
@@ -92,6 +96,13 @@ def _note(name: bytes, kind: int, data: bytes) -> bytes:
         return part + bytes(-len(part) % 4)
 
     return _NOTE.pack(len(name) + 1, len(data), kind) + padded(name + b"\0") + padded(data)
+
+
+def _original_text(pieces: Iterable[tuple[int, bytes]]) -> bytes:
+    """Return the note with original text; b"" if there is none, or if it needs half of the headers' space."""
+    contents = pack_original_text(pieces)
+    has_any = contents != pack_original_text(())
+    return _note(OWNER, 0, contents) if has_any and len(contents) < RAM_OFFSET // 2 else b""
 
 
 def _prstatus(model: CpuModel, number: int, values: Mapping[str, int]) -> bytes:

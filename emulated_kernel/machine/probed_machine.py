@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import Regs
@@ -54,6 +54,10 @@ class ProbedMachine(ABC):
         """Functions that must all return True for the current CPU to take an interrupt at its ip."""
         self.in_handler: list[Callable[[int], bool]] = []
         """Functions that return True for an ip in a compiled handler, where a record may be half-written."""
+
+    def original_text(self) -> Iterator[tuple[int, bytes]]:
+        """Yield (address, original bytes) of each piece of text that a probe has patched."""
+        yield from self.text.ledger.pieces()
 
     def in_clock_loop(self, address: int) -> bool:
         """Return True if an address is in one of `clock_loops`; handlers must not advance the clock there."""

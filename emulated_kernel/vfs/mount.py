@@ -79,6 +79,8 @@ class Mount:
                 self._below.setdefault(posixpath.dirname(prefix), []).append(prefix)
         self.filesystem_at: Callable[[str], FileSystem] = lru_cache(_CACHE_SIZE)(self._find)
         """Cached version of _find(): returns the file system that a path belongs to."""
+        self.used: set[str] = set()
+        """Prefixes of the file systems that had to answer a request at a path."""
         self._roots: dict[str, DirEntry] = {}
         """Cache: mount prefix -> entry in the parent directory, for listings after the guest has died."""
         self._handles: dict[int, FileDescription] = {}
@@ -97,6 +99,7 @@ class Mount:
     def _find(self, path: str) -> FileSystem:
         while path not in self._table:
             path = path.rpartition("/")[0] or "/"
+        self.used.add(path)
         return self._table[path]
 
     # Names

@@ -20,7 +20,11 @@ NAMES = 5
 NO_HIT = "no hit of {names}: {why}"
 UNARMED = "{reason}, so the probes were not armed"
 NO_RECORD = "{name} has {hits} and no record in the trace; {why}"
-HINT_LINE = lazy_pattern(r"kprobefs: (?:no hit of .*: |\w+ has \d+ hits? and no record in the trace; ).*")
+NOT_BY_SCRATCH = "{name} has {hits}, none of them by a file in scratch/; {why}"
+HINT_LINE = lazy_pattern(
+    r"kprobefs: (?:no hit of .*: |\w+ has \d+ hits?"
+    r"(?: and no record in the trace|, none of them by a file in scratch/); ).*"
+)
 """Pattern for a line of the output of `kprobefs run` that has a hint of this module."""
 OTHER_WAYS = {"load": "machine/load (fork, tcp, timers...)", "call": "machine/call"}
 """File in machine/ by which the kernel runs code without a file in scratch/ -> its name for a hint."""
@@ -73,6 +77,8 @@ class Past:
     """Whether a removed trigger of a probe's event has read common_timestamp."""
     removed_hists: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Name of a synthetic event -> hits of a removed histogram's largest entry, and all its hits."""
+    used: Sequence[str] | None = None
+    """Directories of the mount that had requests, as "/" and "/scratch"; None if they are unknown."""
 
 
 class History:
@@ -145,15 +151,22 @@ def why_no_hit(ended: EndedCommand, places: Sequence[str], unarmed: str = "") ->
         return f"the command ended with status {ended.status} before a probe was hit"
     if not Path(ended.directory, "scratch").is_dir():
         return "this mount has no scratch/; only files there belong to its kernel"
-    for file in _files_outside(ended):
-        outside = f"files outside of scratch/, such as {escape_for_terminal(file)}, hit no probe"
-        return outside + _other_ways(ended.directory)
+    if outside := _why_not_outside(ended):
+        return outside
     named = escape_for_terminal(", ".join(map(_with_hex_offset, places[:NAMES])))
     if unarmed:
         reason = escape_for_terminal(unarmed)
         return f"the command never came to {named} while the probes were armed ({reason} for a time)"
     why = f"the command never came to {named}; files outside of scratch/ hit no probe"
     return why + _other_ways(ended.directory)
+
+
+def _why_not_outside(ended: EndedCommand) -> str:
+    """Return the sentence that a file of the command's words hits no probe; "" if they name no such file."""
+    for file in _files_outside(ended):
+        outside = f"files outside of scratch/, such as {escape_for_terminal(file)}, hit no probe"
+        return outside + _other_ways(ended.directory)
+    return ""
 
 
 def _other_ways(directory: str) -> str:
@@ -184,6 +197,27 @@ def nothing_hints(ended: EndedCommand, past: Past) -> Iterator[str]:
         for event in past.events:
             if event.hits and event.recording and (why := _why_no_record(event)):
                 yield NO_RECORD.format(name=event.name, hits=counted(event.hits), why=why)
+        yield from _not_by_scratch(ended, past)
+
+
+def _not_by_scratch(ended: EndedCommand, past: Past) -> Iterator[str]:
+    """Yield hints about events that only pass hits to triggers, if no hit came from the command's files.
+
+    The hits of such events are those of control files, or of the guest's own work.
+    """
+    if past.used is None or "/scratch" in past.used or _has_other_work(ended.directory):
+        return
+    why = _why_not_outside(ended)
+    for event in past.events:
+        if why and event.hits and not event.recording:
+            yield NOT_BY_SCRATCH.format(name=event.name, hits=counted(event.hits), why=why)
+
+
+def _has_other_work(directory: str) -> bool:
+    """Return True if the kernel has run code for machine/load or machine/call."""
+    machine = control_root(directory) / "machine"
+    files = [machine / file for file in OTHER_WAYS]
+    return any(file.exists() and file.read_text().strip() for file in files)
 
 
 def _without_hits(ended: EndedCommand, events: Sequence[PastEvent]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.seq_file import SeqReader
 from emulated_kernel.vfs.trees.stats import HistoryFile
 from kprobefs.cli.nothing_hint import (
+    HINT_LINE,
     EndedCommand,
     History,
     Past,
@@ -251,6 +252,31 @@ def test_why_nothing_was_hit(directory: Path, tmp_path: Path) -> None:
             hint = "".join(nothing_hints(ended, past))
             assert hint.startswith(expected), script
             assert bool(hint) is bool(expected), script
+
+
+SHELL_COUNTS = (
+    "echo 'p:reads vfs_read' > kprobe_events\necho hist:keys=common_pid > events/kprobes/reads/trigger\n"
+)
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize("use", ["cat ../scratch/file", "echo gcd 12 18 > ../machine/call"])
+def test_a_histogram_has_only_hits_of_control_files(directory: Path, use: str) -> None:
+    """A request in scratch/ or a call of the kernel's code is what the user wanted to see."""
+    with daemon(directory, program=REAL_PROGRAM) as running:
+        environment = {**os.environ, "KPROBEFS": running.path()}
+        for line, expected in (("cat README", "reads has "), (use, "")):
+            script = f'cd "$KPROBEFS/tracing"\n{SHELL_COUNTS}cat /etc/passwd\n{line}'
+            command = ("sh", "-c", f"{script}\n:")
+            with closing(History(Path(running.path()))) as history:
+                subprocess.run(command, env=environment, capture_output=True, check=True)
+                ended = EndedCommand(command, 0, running.path(), "/")
+                hint = "".join(nothing_hints(ended, history.read()))
+            assert hint.startswith(expected), line
+            assert ("/etc/passwd" in hint) is bool(expected), line
+            assert bool(HINT_LINE.fullmatch(f"kprobefs: {hint}")) is bool(expected), line
+            Path(running.path("tracing/events/kprobes/reads/trigger")).write_text("!hist:keys=common_pid")
 
 
 @needs_fuse

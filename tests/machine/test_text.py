@@ -103,6 +103,10 @@ def test_ledger_is_exactly_the_difference(patched, steps: list[tuple[int, bytes 
         assert text.current(start, 80) == model
         assert text.original(start, 80) == pristine
         assert text.ledger == {start + i: pristine[i] for i in range(80) if model[i] != pristine[i]}
+        pieces = [*text.ledger.pieces()]
+        assert [(va + i, piece[i]) for va, piece in pieces for i in range(len(piece))] == [
+            (address, text.ledger[address]) for address in sorted(text.ledger)
+        ]
         assert ledger_mismatches(text) == []
 
 

@@ -16,10 +16,12 @@ AddressName = Callable[[int], str | None]
 _NUMBER = lazy_pattern(r"(?<![\w%.])(-?(?:0x[0-9a-f]+|[0-9]+))(\(%[re]ip\))?(?![\w.])")
 """Pattern for a number in AT&T syntax. A number before `(%rip)` or `(%eip)` is a displacement from ip."""
 _MAX_DECIMAL = 9
+_UNKNOWN = ".byte"
+"""Mnemonic that capstone prints for bytes that it does not know as an instruction."""
 _UPPER_HALF = 1 << 63
 _ADDRESS = lazy_pattern(r"#(0x[89a-f][0-9a-f]{15})\b")
 """Pattern for a kernel address in the text of an AArch64 instruction."""
-_DISTANCE = lazy_pattern(r"(?:c\.)?(?:b[a-z]+|j|jal) (?:.*, )?(-?0x[0-9a-f]+|-?[0-9]+)")
+_DISTANCE = lazy_pattern(r"(?:c\.)?(?:b(?:eq|ne|lt|ge|gt|le)[uz]?|j|jal) (?:.*, )?(-?0x[0-9a-f]+|-?[0-9]+)")
 """Pattern for a RISC-V branch or jump, whose last operand is the distance to the target in bytes."""
 _UPPER = lazy_pattern(r"auipc (?P<register>\w+), (?P<pages>0x[0-9a-f]+|[0-9]+)")
 _LOWER = lazy_pattern(
@@ -49,17 +51,30 @@ def unnamed(_addr: int) -> None:
     """Return None for each address: a listing with this function shows only numbers."""
 
 
+def data_text(code: bytes) -> str:
+    """Return the text of bytes that are shown without an instruction."""
+    return f"{_UNKNOWN} {', '.join(f'{byte:#04x}' for byte in code)}"
+
+
 class Disassembler:
     """Disassembler of one instruction set, which uses capstone.
 
     Capstone is loaded on first use, because loading it takes a quarter of a second.
     """
 
-    def __init__(self, arch: str, *modes: str, width: int) -> None:
+    def __init__(
+        self,
+        arch: str,
+        *modes: str,
+        width: int,
+        missing: Callable[[int], str | None] = unnamed,
+    ) -> None:
         """Store the names of capstone's constants: `arch` for the architecture, and `modes`.
 
-        `width` is the number of columns that lines() reserves for the bytes of an instruction.
+        `width` is the number of columns that lines() reserves for the bytes of an instruction. `missing`
+        returns the text of a 32-bit RISC-V instruction that capstone lacks, or None if it is unknown.
         """
+        self._missing = missing
         self._arch = arch
         self._modes = modes
         self._width = width
@@ -80,15 +95,12 @@ class Disassembler:
 
         The text has names instead of the addresses that `name` knows; other numbers are hexadecimal.
         """
-        insns = [
-            (at, size, f"{mnemonic} {operands}".rstrip())
-            for at, size, mnemonic, operands in self._engine.disasm_lite(code, addr)
-        ]
+        insns = self._decoded(code, addr)
         if self._arch == "CS_ARCH_X86":
             return ((at, size, self._named(text, at, size, name)) for at, size, text in insns)
         if self._arch == "CS_ARCH_ARM64":
             return ((at, size, _with_address(text, name)) for at, size, text in insns)
-        return _riscv_named(insns, name)
+        return _riscv_named([*insns], name)
 
     def lines(self, code: bytes, addr: int, name: AddressName = unnamed) -> list[str]:
         """Return one line per instruction of `code`: address, bytes, mnemonic and operands.
@@ -99,6 +111,26 @@ class Disassembler:
             f"{at:#x}: {code[at - addr : at - addr + size].hex(' '):<{self._width}} {text}"
             for at, size, text in self.insns(code, addr, name)
         ]
+
+    def _decoded(self, code: bytes, addr: int) -> Iterator[tuple[int, int, str]]:
+        """Yield the instructions of `code` at `addr` without names: address, size in bytes, and text."""
+        rest = code
+        while rest:
+            start = addr + len(code) - len(rest)
+            for at, size, mnemonic, operands in self._engine.disasm_lite(rest, start):
+                rest = code[at - addr :]
+                if mnemonic == _UNKNOWN and self._arch == "CS_ARCH_RISCV" and rest[0] & 3 == 3:
+                    # Capstone would skip 16 bits, and decode the other half as another instruction.
+                    word, rest = rest[:4], rest[4:]
+                    yield at, len(word), self._missing(int.from_bytes(word, "little")) or data_text(word)
+                    break
+                rest = rest[size:]
+                yield at, size, f"{mnemonic} {operands}".rstrip()
+            else:
+                # The end of the code may cut an instruction.
+                if rest:
+                    yield addr + len(code) - len(rest), len(rest), data_text(rest)
+                return
 
     def _named(self, text: str, addr: int, size: int, name: AddressName) -> str:
         """Return the text of an x86 instruction with names and hexadecimal numbers.

@@ -26,6 +26,7 @@ from emulated_kernel.arch.riscv import detour as detours
 from emulated_kernel.arch.riscv import encoder, stack_frames
 from emulated_kernel.arch.riscv import pt_regs as frame
 from emulated_kernel.arch.riscv.asm_parser import RiscvAssembler
+from emulated_kernel.arch.riscv.extension_text import extension_text
 from emulated_kernel.arch.riscv.handler_code import RiscvReturnCode, handler_code
 from emulated_kernel.arch.riscv.insn import RVI_SIZE, T0, ZERO, attributes_of_all, decode_insn
 from emulated_kernel.arch.riscv.probe_checks import STRATEGIES, RiscvProbeChecker
@@ -154,7 +155,9 @@ class RISCV64(Riscv):
     compressed = True
     breakpoint = encoder.C_EBREAK
     returns = RiscvReturnCode(breakpoint)
-    disassembler = Disassembler("CS_ARCH_RISCV", "CS_MODE_RISCV64", "CS_MODE_RISCVC", width=12)
+    disassembler = Disassembler(
+        "CS_ARCH_RISCV", "CS_MODE_RISCV64", "CS_MODE_RISCVC", width=12, missing=extension_text
+    )
 
 
 class LinuxRISCV64(RISCV64):
@@ -183,4 +186,4 @@ class RISCV64I(Riscv):
     compressed = False
     breakpoint = encoder.EBREAK
     returns = RiscvReturnCode(breakpoint)
-    disassembler = Disassembler("CS_ARCH_RISCV", "CS_MODE_RISCV64", width=12)
+    disassembler = Disassembler("CS_ARCH_RISCV", "CS_MODE_RISCV64", width=12, missing=extension_text)

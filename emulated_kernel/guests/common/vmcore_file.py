@@ -47,6 +47,8 @@ class CoreSource(Protocol):
 
     def all_registers(self) -> list[dict[str, int]]: ...
 
+    def original_text(self) -> Iterator[tuple[int, bytes]]: ...
+
 
 def write_core(machine: CoreSource, vmcoreinfo: bytes) -> IO[bytes]:
     """Return an unnamed file with an ELF core of a stopped machine.
@@ -55,7 +57,9 @@ def write_core(machine: CoreSource, vmcoreinfo: bytes) -> IO[bytes]:
     """
     memory = machine.memory
     used = [*memory.data_ranges()]
-    headers = core_headers(machine.model, memory.mapped_ranges(), machine.all_registers(), vmcoreinfo)
+    headers = core_headers(
+        machine.model, memory.mapped_ranges(), machine.all_registers(), vmcoreinfo, machine.original_text()
+    )
 
     def write(file: IO[bytes]) -> None:
         with memoryview(memory.ram) as ram:

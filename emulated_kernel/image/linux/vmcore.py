@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from errno import ENXIO
 
 from emulated_kernel.image.elf import elf_notes
+from emulated_kernel.image.original_text import OWNER, unpack_original_text
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import UnusableFile
 from emulated_kernel.util.fast_named_tuple import NamedTuple
@@ -104,11 +105,18 @@ class CoreFile:
         self._check()
         # One is usual. The limit is for hostile files, in which each header can claim the whole file.
         notes = [where[1:] for kind, *where in programs if kind == _PT_NOTE][:_MAX_NOTES]
-        noted = (text for where in notes for text in self._infos(*where))
+        noted = (text.decode("latin1") for where in notes for text in self._noted(b"VMCOREINFO", *where))
         self.vmcoreinfo = self._first_info(noted) or self._first_info(self._scanned())
         """VMCOREINFO: name -> value. Source: Documentation/admin-guide/kdump/vmcoreinfo.rst."""
+        self.original_text: Sequence[tuple[int, bytes]]
+        """Addresses with the text there before kprobefs's probes were armed; empty in cores of others."""
         if not self.vmcoreinfo:
             raise unusable_core("no VMCOREINFO is in it: a kernel with CONFIG_CRASH_CORE has that")
+        packed = next((text for where in notes for text in self._noted(OWNER, *where)), None)
+        try:
+            self.original_text = () if packed is None else tuple(unpack_original_text(packed))
+        except ValueError:
+            raise unusable_core("its note with the original text is damaged") from None
 
     def _programs(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield type, physical address, file offset and file size of each program header."""
@@ -198,10 +206,11 @@ class CoreFile:
         if identity(self._file) != self._identity:
             raise unusable_core("it changed while it was read")
 
-    def _infos(self, offset: int, size: int) -> Iterator[str]:
+    def _noted(self, owner: bytes, offset: int, size: int) -> Iterator[bytes]:
+        """Yield the contents of the notes of `owner` in a segment of the file."""
         for name, _, text in elf_notes(self.read(offset, min(size, _NOTES_LIMIT))):
-            if name == b"VMCOREINFO":
-                yield text.decode("latin1")
+            if name == owner:
+                yield text
 
     def _scanned(self) -> Iterator[str]:
         """Search RAM for the page in which the kernel keeps VMCOREINFO, and yield its text."""

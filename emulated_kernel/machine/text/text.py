@@ -96,6 +96,18 @@ class OriginalBytes(Mapping[int, int]):
             raise KeyError(address)
         return kept & 0xFF
 
+    def pieces(self) -> Iterator[tuple[int, bytes]]:
+        """Yield (address, original bytes) of neighbouring bytes in a word, in order of their addresses."""
+        for word in sorted(self.words):
+            kept = self.words[word]
+            differs = (kept >> _BITS).to_bytes(WORD_SIZE, "little")
+            original = kept.to_bytes(2 * WORD_SIZE, "little")
+            at = differs.find(0xFF)
+            while at >= 0:
+                end = differs.find(0, at) % (WORD_SIZE + 1)
+                yield word * WORD_SIZE + at, original[at:end]
+                at = differs.find(0xFF, end)
+
     def write(self, va: int, data: bytes, before: bytes) -> None:
         """Update the ledger for a change of the text at `va` from `before` to `data`."""
         done = 0

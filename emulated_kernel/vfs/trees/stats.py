@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import ClassVar
 
@@ -134,7 +134,9 @@ class HistoryFile(StreamFile):
     is_unseen: ClassVar[bool] = True
     __slots__ = ()
 
-    def __init__(self, kernel: KernelComponents) -> None:
+    def __init__(self, kernel: KernelComponents, used: Callable[[], Iterable[str]] = tuple) -> None:
+        """Describe the file for `kernel`. `used`: returns the mount's prefixes that had requests."""
+
         def lines() -> Iterator[str]:
             tracing = kernel.tracing
             history = tracing.kprobe_events.history
@@ -144,6 +146,7 @@ class HistoryFile(StreamFile):
                 "forgotten_hits": history.forgotten_hits,
                 "reads_clock": removed.reads_clock,
                 "removed_hists": removed.synthetic,
+                "used": sorted(used()),
             }
             yield f"{json.dumps(first)}\n"
             yield from (f"{json.dumps(event)}\n" for event in history.events())

@@ -386,7 +386,7 @@ def test_ftraces_pages_in_a_circle(dumped: Path, mount: Mount) -> None:
     memory, root = core(mount).guest.machine.memory, core(mount).guest.root
     with dumped.open("rb") as file:
         info = vmcore.CoreFile(file.fileno()).vmcoreinfo
-    kernel, _ = vmcore_image._kernel_in(memory.ram, info)
+    kernel, _ = vmcore_image._kernel_in(memory.ram, *vmcore_image._located(memory.ram, info))
     page = memory.read_word(root, lookup(mount, "ftrace_pages_start"))
     at = page + kernel.btf.offset("ftrace_page.next")
     before = memory.read(root, at, 8)

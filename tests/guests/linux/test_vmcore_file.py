@@ -8,6 +8,7 @@ import re
 import shutil
 import struct
 import subprocess
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,10 +25,12 @@ from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine, Linu
 from emulated_kernel.guests.linux.vmcore.vmcore_guest import started_core
 from emulated_kernel.guests.linux.vmcore.vmcore_mount import vmcore_mount
 from emulated_kernel.image.linux.debug_file import linux_debug_file
+from emulated_kernel.image.original_text import pack_original_text, unpack_original_text
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES
 from emulated_kernel.machine.core_dump import RAM_OFFSET, register_names
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
+from kprobefs.common.errors import CliError
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.place import find_place
 from kprobefs.plan.planned_kernel import planned_kernel
@@ -81,6 +84,10 @@ def test_a_mount_shows_the_kernel_of_a_core(
     # Nothing is kept of it.
     monkeypatch.setattr(snapshot, "LIMIT", 0)
     found, symbols = started_core(str(path))
+    probed = guest.kernel.required("vfs_read")
+    original = guest.machine.text.original(probed, 16)
+    assert guest.machine.text.current(probed, 16) != original
+    assert found.machine.memory.read(found.root, probed, 16) == original
     mount = vmcore_mount(found, KernelEngine(found, symbols), Owner(0, 0), is_tracefs=False)
     write(mount, "/tracing/kprobe_events", "p:reads int_sqrt\n")
     write(mount, "/tracing/events/kprobes/reads/enable", "1\n")
@@ -90,8 +97,17 @@ def test_a_mount_shows_the_kernel_of_a_core(
     mount.close()
 
 
-def test_explain_finds_jumps_of_probes(guest: LinuxEngine, tmp_path: Path) -> None:
-    """The dump has the jump also after the probe has been disabled, until the optimizer removes it."""
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_explain_finds_jumps_of_probes(
+    guest: LinuxEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
+) -> None:
+    """The dump has the jump also after the probe has been disabled, until the optimizer removes it.
+
+    A dump by kprobefs has the text without probes in a note, so the verdicts are those without probes. The
+    dump of another program has no note.
+    """
+    if not is_ours:
+        monkeypatch.setattr(guest.machine, "original_text", lambda: ())
     mount = probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     checker = guest.kprobes.probe_checker
     optimizer = guest.kprobes.optimizer
@@ -111,22 +127,50 @@ def test_explain_finds_jumps_of_probes(guest: LinuxEngine, tmp_path: Path) -> No
         if enabled == "1":
             with guest.lock:
                 optimizer.work.flush()
-        found.append(detoured(guest, tmp_path / enabled))
+        assert guest.machine.text.current(place, 1) == b"\xe9"
+        found.append(explained(guest, tmp_path / enabled))
     with guest.lock:
         optimizer.work.flush()
     write(mount, "/tracing/kprobe_events", "-:jump\n")
-    found.append(detoured(guest, tmp_path / "removed"))
-    assert found == [[place - start], [place - start], []]
+    without = explained(guest, tmp_path / "removed")
+    assert not without.detoured
+    for each in found:
+        assert [insn.offset for insn in each.detoured] == ([] if is_ours else [place - start])
+        assert (each.insns == without.insns) is is_ours
 
 
-def detoured(guest: LinuxEngine, path: Path) -> list[int]:
-    """Write a core, and return the offsets in tcp_sendmsg at which `explain` finds a jump."""
+def test_a_note_leads_to_no_other_memory(guest: LinuxEngine, tmp_path: Path) -> None:
+    """The note of a hostile dump may name any address and any size."""
+    last = guest.kernel.required("vfs_read") | 0xFFF
+    for number, piece in enumerate([(last, b"12"), (0x1000, b"1"), (1 << 63, b"1"), (2**64 - 1, b"12")]):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(guest.machine, "original_text", [piece].__iter__)
+            with pytest.raises(CliError, match="original text is damaged"):
+                explained(guest, tmp_path / f"{number}")
+
+
+def test_a_damaged_note_is_refused() -> None:
+    packed = pack_original_text([(0x1000, b"123"), (0x2000, b"4")])
+    assert [*unpack_original_text(packed)] == [(0x1000, b"123"), (0x2000, b"4")]
+    for damaged in (
+        b"",
+        packed[:-1],
+        packed[:5],
+        b"x" * 20,
+        zlib.compress(b"1234567"),
+        zlib.compress(bytes(9) + b"1"),
+    ):
+        with pytest.raises(ValueError, match=r"."):
+            list(unpack_original_text(damaged))
+
+
+def explained(guest: LinuxEngine, path: Path) -> Explanation:
+    """Write a core, and return the explanation of tcp_sendmsg in it."""
     with guest.lock, write_core(guest.machine, vmcoreinfo(guest)) as file:
         copy = ("cp", "--sparse=always", f"/proc/self/fd/{file.fileno()}", str(path))
         subprocess.run(copy, pass_fds=(file.fileno(),), check=True)
     planned = planned_kernel(None, None, str(path), None)
-    found = Explanation(planned, find_place("tcp_sendmsg", planned.tables))
-    return [insn.offset for insn in found.detoured]
+    return Explanation(planned, find_place("tcp_sendmsg", planned.tables))
 
 
 def test_memory_and_registers(guest: LinuxEngine) -> None:

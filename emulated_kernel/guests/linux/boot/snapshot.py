@@ -163,7 +163,7 @@ def core_place(source: Path) -> Path:
     """
     with open_regular(source) as file:
         digest = hashlib.sha256(file.read(_PIECE))
-    facts = (_MAGIC, "core", library_release(), os.path.realpath(source))
+    facts = (_MAGIC, "core with original text", library_release(), os.path.realpath(source))
     digest.update(repr((*facts, *identity(source))).encode())
     return _named(digest.hexdigest())
 

@@ -137,6 +137,10 @@ class NativeCore:
         """Return a list with one map for the CPU: name of a register -> value."""
         return [{name: self.engine.reg_read(number) for name, number in self.model.all_registers.items()}]
 
+    def original_text(self) -> Iterator[tuple[int, bytes]]:
+        """Yield nothing: only the guest's own kernel has patched its text."""
+        yield from ()
+
     def vmcoreinfo(self) -> bytes:
         """Return the kernel's VMCOREINFO, which is at the start of a page; b"" if there is none."""
         at = self.ram.find(INFO_START)

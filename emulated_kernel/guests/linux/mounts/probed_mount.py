@@ -39,6 +39,7 @@ from emulated_kernel.vfs.core.seq_file import (
 from emulated_kernel.vfs.filesystem import FileSystem
 from emulated_kernel.vfs.mount import Mount
 from emulated_kernel.vfs.trees.call_file import Calls
+from emulated_kernel.vfs.trees.stats import HistoryFile
 
 _ADDRESS = lazy_pattern("0x[0-9a-f]{16}")
 _PROBING = frozenset({
@@ -102,6 +103,7 @@ def probed_mount(
         ),
         "modules": HostReadingFile(0o644, partial(_module_lines, guest), partial(_prepare_modules, guest)),
         "meminfo": SeqFile(0o444, single(partial(_meminfo, guest))),
+        "history": HistoryFile(engine.components, lambda: mount.used),
     }
     # Mount points for the guest's own directories.
     further = {name: Directory(mode, {}) for name, mode in _MODES.items()}

@@ -15,7 +15,7 @@ from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.trees.limits_file import limits_file
 from emulated_kernel.vfs.trees.root import machine_files, root_tree
-from emulated_kernel.vfs.trees.stats import HistoryFile, probes_file
+from emulated_kernel.vfs.trees.stats import probes_file
 
 _log = logging.getLogger("kprobefs.linux")
 
@@ -61,7 +61,6 @@ def engine_tree(
     files |= {
         "limits": limits_file(engine.components, engine.limits, _log.info),
         "probes": probes_file(engine.components),
-        "history": HistoryFile(engine.components),
         "gdb": gdb_file(engine.machine, engine.lock),
         "vmcore": VmcoreFile(engine.machine, partial(vmcoreinfo, engine)),
         **machine,

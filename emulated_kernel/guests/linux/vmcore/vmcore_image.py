@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from errno import EIO, ENODATA, ENOENT, ENOEXEC
 from functools import partial
@@ -26,7 +26,7 @@ from emulated_kernel.guests.linux.probing.running_kernel import RunningKernel, R
 from emulated_kernel.image.linux.cached_tables import cached_parts
 from emulated_kernel.image.linux.vmcore import CoreFile, unusable_core
 from emulated_kernel.image.linux.vmlinux import LoadSegment
-from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.util.errors import KernelError, UnusableFile
 from emulated_kernel.util.fast_dataclass import asdict, dataclass
 
@@ -74,6 +74,7 @@ def ram_size(core: CoreFile) -> int:
 def convert(core: CoreFile, source: str, target: IO[bytes], *, is_checksummed: bool) -> None:
     """Write a dump as a snapshot to `target`. `source`: path of the dump.
 
+    If kprobefs has written the dump, take the breakpoints, jumps and calls of its probes out of the text.
     `is_checksummed`: as for snapshot.finish().
 
     Raises: OSError, KernelError ENOEXEC, EIO.
@@ -87,7 +88,10 @@ def convert(core: CoreFile, source: str, target: IO[bytes], *, is_checksummed: b
     flags = mmap.MAP_PRIVATE
     access = mmap.PROT_READ
     ram = mmap.mmap(target.fileno(), size, flags=flags, prot=access, offset=snapshot.HEADER)
-    kernel, facts = _kernel_in(ram, core.vmcoreinfo)
+    image, root = _located(ram, core.vmcoreinfo)
+    for pa, text in [*_physical(LinuxMemory(ram), root, core.original_text)]:
+        snapshot.write_at(target, snapshot.HEADER + pa, text)
+    kernel, facts = _kernel_in(ram, image, root)
     parts = _tables(kernel)
     try:
         cells = find_exception_cells()
@@ -97,10 +101,28 @@ def convert(core: CoreFile, source: str, target: IO[bytes], *, is_checksummed: b
     snapshot.finish(target, about, size, parts, is_checksummed=is_checksummed)
 
 
-def _kernel_in(ram: mmap.mmap, info: Mapping[str, str]) -> tuple[RunningKernel, VmcoreOffsets]:
-    """Return the kernel in a dump's RAM, and its offsets. `info`: the dump's VMCOREINFO.
+def _physical(
+    memory: LinuxMemory, root: int, pieces: Iterable[tuple[int, bytes]]
+) -> Iterator[tuple[int, bytes]]:
+    """Yield pieces of text with their physical addresses. `pieces`: pieces with virtual addresses.
 
     Raises: KernelError ENOEXEC.
+    """
+    try:
+        for va, text in pieces:
+            pa = memory.translate(root, va)
+            # kprobefs writes only pieces within an aligned word.
+            if va % PAGE + len(text) > PAGE or pa >= len(memory.ram) - HOST_SIZE:
+                raise MemoryFault(va)
+            yield pa, text
+    except MemoryFault as fault:
+        raise unusable_core(f"its note with the original text is damaged: {fault}") from None
+
+
+def _located(ram: mmap.mmap, info: Mapping[str, str]) -> tuple[LoadSegment, int]:
+    """Return the kernel's image in a dump's RAM, and the physical address of its page tables.
+
+    `info`: the dump's VMCOREINFO. Raises: KernelError ENOEXEC.
     """
     if _number(info, "NUMBER(pgtable_l5_enabled)"):
         raise unusable_core("its kernel has page tables of five levels; boot it with no5lvl")
@@ -116,12 +138,15 @@ def _kernel_in(ram: mmap.mmap, info: Mapping[str, str]) -> tuple[RunningKernel, 
     size = min(_IMAGE_LIMIT, len(ram) - HOST_SIZE - pa)
     if pa < 0 or pa % PAGE or size <= 0:
         raise unusable_core(f"its kernel isn't in its memory, at {pa:#x}")
-    memory = LinuxMemory(ram)
     root = tables + offset
     if not 0 < root < len(ram) - HOST_SIZE or root % PAGE:
         raise unusable_core("its page tables aren't in its memory")
+    return LoadSegment(start, pa, memoryview(ram)[pa : pa + size], size, 7), root
 
-    image = LoadSegment(start, pa, memoryview(ram)[pa : pa + size], size, 7)
+
+def _kernel_in(ram: mmap.mmap, image: LoadSegment, root: int) -> tuple[RunningKernel, VmcoreOffsets]:
+    """Return the kernel in a dump's RAM, and its offsets. Raises: KernelError ENOEXEC."""
+    memory = LinuxMemory(ram)
     with _read_as_dump():
         kernel = RunningKernel(RunningMemory(image, partial(memory.read, root)))
         return kernel, _facts(kernel, root)

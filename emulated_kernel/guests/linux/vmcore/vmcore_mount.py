@@ -21,6 +21,7 @@ from emulated_kernel.vfs.core.seq_file import GuestSteppedFile, single
 from emulated_kernel.vfs.filesystem import FileSystem
 from emulated_kernel.vfs.mount import Mount
 from emulated_kernel.vfs.trees.call_file import Calls
+from emulated_kernel.vfs.trees.stats import HistoryFile
 
 _ITERATOR = struct.Struct("<QQQ")
 """Layout of struct kmsg_dump_iter (v6.1), followed by the length of the copied text."""
@@ -112,7 +113,10 @@ def vmcore_mount(guest: VmcoreGuest, engine: KernelEngine, owner: Owner, *, is_t
         engine,
         owner,
         strategy.log,
-        {"call": GuestSteppedFile(0o600, single(lambda: calls.result), calls.execute)},
+        {
+            "call": GuestSteppedFile(0o600, single(lambda: calls.result), calls.execute),
+            "history": HistoryFile(engine.components),
+        },
         {FILES[1:]: Directory(0o555, {})},
         is_tracefs=is_tracefs,
     )
