@@ -349,11 +349,16 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
     def is_traced(self, symbol: Symbol) -> bool:
         """Return True if ftrace can trace the function, or the function that it was split off from."""
-        if self._fentry_sites(symbol):
+        if self._has_fentry_site(symbol):
             return True
         whole = self._split_from(symbol)
         found = None if whole is None else self._symbols.lookup(whole)
-        return found is not None and bool(self._fentry_sites(found.symbol))
+        return found is not None and self._has_fentry_site(found.symbol)
+
+    def _has_fentry_site(self, symbol: Symbol) -> bool:
+        sites = self._mcount
+        first = bisect_left(sites, symbol.address)
+        return first < len(sites) and sites[first] < symbol.address + symbol.size
 
     def _fentry_sites(self, symbol: Symbol) -> Sequence[int]:
         """Return the addresses of all fentry sites inside a function."""

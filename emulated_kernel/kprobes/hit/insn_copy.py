@@ -104,7 +104,7 @@ class InsnCopier:
             prepared = self._arch.prepare(
                 code, addr, slot, rules=self._rules, may_fault=addr in self._verdict.may_fault
             )
-            self.check_unpatched(addr, prepared.length)
+            self.check_unpatched(addr, prepared.length, code[: prepared.length])
         except KernelError:
             self.slots.free(slot)
             raise
@@ -116,13 +116,14 @@ class InsnCopier:
             head.insn = OutOfLine(prepared, slot, self._lead)
         self.boost_or_step(head)
 
-    def check_unpatched(self, addr: int, size: int) -> None:
+    def check_unpatched(self, addr: int, size: int, code: bytes | None = None) -> None:
         """Check that no other debugger has patched the `size` bytes of text at `addr`.
 
-        If a probe were armed there, disarming it would restore the other debugger's bytes.
+        If a probe were armed there, disarming it would restore the other debugger's bytes. `code`: these
+        bytes without kprobefs's own patches, if the caller has read them.
         Raises: KernelError EINVAL (the text is patched).
         """
-        if self._text.is_foreign(addr, size):
+        if self._text.is_foreign(addr, size, code):
             raise KernelError(errno.EINVAL, f"{addr:#x}: another debugger has patched the instruction")
 
     def boost_or_step(self, head: AggrKprobe) -> None:

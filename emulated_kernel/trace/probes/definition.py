@@ -238,10 +238,21 @@ def split_symbol_offset(text: str, bits: int) -> tuple[str, int]:
     Raises: KernelError EINVAL, ERANGE (the offset is not a valid number).
     Mirrors: traceprobe_split_symbol_offset (v6.1).
     """
-    signs = [index for index in (text.find("+"), text.find("-")) if index >= 0]
-    if not signs:
-        return text, 0
-    return text[: min(signs)], kstrtol(text[min(signs) :], 0, bits)
+    symbol = text.partition("+")[0].partition("-")[0]
+    offset = text[len(symbol) :]
+    return symbol, kstrtol(offset, 0, bits) if offset else 0
+
+
+def resolve_symbols(args: tuple[ProbeArg, ...], symbols: KernelSymbols, bits: int) -> tuple[ProbeArg, ...]:
+    """Return arguments with each `@symbol` replaced by an address.
+
+    If no argument has a symbol, return `args` itself, which many events may share. Raises: as
+    resolve_symbol().
+    """
+    for arg in args:
+        if arg.stages.load.op is FetchOp.SYMBOL:
+            return tuple([resolve_symbol(each, symbols, bits) for each in args])
+    return args
 
 
 def resolve_symbol(arg: ProbeArg, symbols: KernelSymbols, bits: int) -> ProbeArg:

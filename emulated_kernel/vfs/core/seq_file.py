@@ -453,7 +453,7 @@ class _OpenLines(OpenCommand):
 
     @property
     def acts_on_close(self) -> bool:
-        return self.is_between_parts
+        return bool(self._unfinished)
 
     def _write(self, data: bytes) -> int:
         before = self._unfinished
