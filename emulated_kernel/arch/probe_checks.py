@@ -185,6 +185,13 @@ class ProbeChecker(ABC, Generic[Analysis]):
         Mirrors: arch_prepare_kprobe (v6.1).
         """
 
+    def insn_size(self, where: Location) -> int:
+        """Return the size in bytes of the instruction at `where`, or an upper limit within its function.
+
+        check_prepare() must have allowed the instruction.
+        """
+        return min(self.max_insn_size, where.symbol.size - where.offset)
+
     @abstractmethod
     def live_in(self, analysis: Analysis, addr: int) -> LiveRegisters:
         """Return the registers that the function may still read from `addr` on."""

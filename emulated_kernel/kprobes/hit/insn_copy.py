@@ -97,8 +97,7 @@ class InsnCopier:
             raise KernelError(refused.errno, refused.text)
         where = self._image.kallsyms.lookup(addr)
         assert where is not None
-        size = min(self._arch.max_insn_size, where.symbol.size - where.offset)
-        code = self._text.original(addr, size)
+        code = self._text.original(addr, self._verdict.insn_size(where))
         slot = self.slots.get()
         try:
             prepared = self._arch.prepare(
