@@ -26,6 +26,8 @@ from emulated_kernel.util.fast_dataclass import dataclass, replace
 
 PAD_SAMPLE = 8
 """Number of fentry sites that are examined to find out whether the kernel has landing pads."""
+_BEYOND = 1 << 64
+"""Number above all addresses."""
 MAX_KNOWN = 512
 """Maximum number of functions whose analyses are cached; the least recently used one is dropped."""
 Analysis = TypeVar("Analysis")
@@ -264,7 +266,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         where = self._symbols.lookup(addr)
         if where is None:
             return Rejection(RejectReason.NO_SYMBOL, addr)
-        return self.check_address_safe(where, addr) or self.check_prepare(addr)
+        return self.check_address_safe(where, addr) or self.check_prepare(where, addr)
 
     def function_entry(self, where: Location, addr: int) -> int | None:
         """Return the address of a function entry probe: after the landing pad, if the function has one.
@@ -332,14 +334,14 @@ class ProbeChecker(ABC, Generic[Analysis]):
         reason = self._function(where.symbol).reserved.get(addr)
         return None if reason is None else self._named(Rejection(reason, addr))
 
-    def check_prepare(self, addr: int) -> Rejection | None:
+    def check_prepare(self, where: Location, addr: int) -> Rejection | None:
         """Return the reason why the instruction at `addr` can't be probed, or None if it can.
 
-        check_address_safe() must have allowed `addr`.
+        `where` is the symbol that contains `addr`. check_address_safe() must have allowed `addr`.
         """
         if addr in self.fentry:
             return None
-        found = self.check_insn(self._analysis(addr), addr)
+        found = self.check_insn(self._function(where.symbol).analysis, addr)
         return found and self._named(found)
 
     def check_traced(self, addr: int) -> Rejection | None:
@@ -640,5 +642,6 @@ def _span(spans: Sequence[tuple[int, int] | tuple[int, int, str]], addr: int) ->
 
     The ranges are sorted and disjoint.
     """
-    at = bisect_right(spans, addr, key=itemgetter(0)) - 1
+    # Without a key function, the ranges are compared in C.
+    at = bisect_right(spans, (addr, _BEYOND)) - 1
     return spans[at][0] if at >= 0 and addr < spans[at][1] else None

@@ -92,11 +92,11 @@ class InsnCopier:
         Raises: KernelError EILSEQ, ENOMEM, EINVAL, EOPNOTSUPP, ENOSPC (the instruction can't be copied).
         """
         addr = head.address
-        refused = self._verdict.check_prepare(addr)
+        where = self._image.kallsyms.lookup(addr)
+        assert where is not None, "a registration has looked for the symbol"
+        refused = self._verdict.check_prepare(where, addr)
         if refused is not None:
             raise KernelError(refused.errno, refused.text)
-        where = self._image.kallsyms.lookup(addr)
-        assert where is not None
         code = self._text.original(addr, self._verdict.insn_size(where))
         slot = self.slots.get()
         try:

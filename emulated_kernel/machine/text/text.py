@@ -444,7 +444,7 @@ class Text:
 
     def is_generated(self, va: int) -> bool:
         """Return True if an address is in a page for generated code."""
-        return va in self._slots.mapped or va in self._puns
+        return va in self._slots or va in self._puns
 
     def free_text(self, va: int) -> None:
         """Free memory from `alloc_text`, and fill it with breakpoints, so that late jumps to it trap.
