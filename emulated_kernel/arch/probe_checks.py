@@ -26,6 +26,8 @@ from emulated_kernel.util.fast_dataclass import dataclass, replace
 
 PAD_SAMPLE = 8
 """Number of fentry sites that are examined to find out whether the kernel has landing pads."""
+_BEYOND = 1 << 64
+"""Number above all addresses."""
 MAX_KNOWN = 512
 """Maximum number of functions whose analyses are cached; the least recently used one is dropped."""
 Analysis = TypeVar("Analysis")
@@ -185,6 +187,13 @@ class ProbeChecker(ABC, Generic[Analysis]):
         Mirrors: arch_prepare_kprobe (v6.1).
         """
 
+    def insn_size(self, where: Location) -> int:
+        """Return the size in bytes of the instruction at `where`, or an upper limit within its function.
+
+        check_prepare() must have allowed the instruction.
+        """
+        return min(self.max_insn_size, where.symbol.size - where.offset)
+
     @abstractmethod
     def live_in(self, analysis: Analysis, addr: int) -> LiveRegisters:
         """Return the registers that the function may still read from `addr` on."""
@@ -257,7 +266,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         where = self._symbols.lookup(addr)
         if where is None:
             return Rejection(RejectReason.NO_SYMBOL, addr)
-        return self.check_address_safe(where, addr) or self.check_prepare(addr)
+        return self.check_address_safe(where, addr) or self.check_prepare(where, addr)
 
     def function_entry(self, where: Location, addr: int) -> int | None:
         """Return the address of a function entry probe: after the landing pad, if the function has one.
@@ -325,14 +334,14 @@ class ProbeChecker(ABC, Generic[Analysis]):
         reason = self._function(where.symbol).reserved.get(addr)
         return None if reason is None else self._named(Rejection(reason, addr))
 
-    def check_prepare(self, addr: int) -> Rejection | None:
+    def check_prepare(self, where: Location, addr: int) -> Rejection | None:
         """Return the reason why the instruction at `addr` can't be probed, or None if it can.
 
-        check_address_safe() must have allowed `addr`.
+        `where` is the symbol that contains `addr`. check_address_safe() must have allowed `addr`.
         """
         if addr in self.fentry:
             return None
-        found = self.check_insn(self._analysis(addr), addr)
+        found = self.check_insn(self._function(where.symbol).analysis, addr)
         return found and self._named(found)
 
     def check_traced(self, addr: int) -> Rejection | None:
@@ -349,11 +358,16 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
     def is_traced(self, symbol: Symbol) -> bool:
         """Return True if ftrace can trace the function, or the function that it was split off from."""
-        if self._fentry_sites(symbol):
+        if self._has_fentry_site(symbol):
             return True
         whole = self._split_from(symbol)
         found = None if whole is None else self._symbols.lookup(whole)
-        return found is not None and bool(self._fentry_sites(found.symbol))
+        return found is not None and self._has_fentry_site(found.symbol)
+
+    def _has_fentry_site(self, symbol: Symbol) -> bool:
+        sites = self._mcount
+        first = bisect_left(sites, symbol.address)
+        return first < len(sites) and sites[first] < symbol.address + symbol.size
 
     def _fentry_sites(self, symbol: Symbol) -> Sequence[int]:
         """Return the addresses of all fentry sites inside a function."""
@@ -628,5 +642,6 @@ def _span(spans: Sequence[tuple[int, int] | tuple[int, int, str]], addr: int) ->
 
     The ranges are sorted and disjoint.
     """
-    at = bisect_right(spans, addr, key=itemgetter(0)) - 1
+    # Without a key function, the ranges are compared in C.
+    at = bisect_right(spans, (addr, _BEYOND)) - 1
     return spans[at][0] if at >= 0 and addr < spans[at][1] else None

@@ -152,6 +152,8 @@ class LiveKallsyms(Kallsyms):
 
         Mirrors: module_kallsyms_lookup_name (v6.1).
         """
+        if not self._modules:
+            return ()
         wanted, colon, symbol = name.partition(":")
         modules = [each for each in self._modules if not colon or each.module.name == wanted]
         return tuple(found for each in modules for found in each.by_name(symbol if colon else name))

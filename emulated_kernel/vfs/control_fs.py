@@ -33,6 +33,10 @@ _ALWAYS_OPEN = ("/machine", f"/{CONTROL}/machine")
 """
 
 
+_SETTLED = nullcontext()
+"""Context manager of a change that nobody saves."""
+
+
 class _Gated(Exception):
     """Raised if a change must wait for the event `gate`, because another kernel is built to replace this one.
 
@@ -261,15 +265,15 @@ class PendingWrite:
     """
 
     __slots__ = (
+        "_chunks",
         "_has_begun",
+        "_kept",
         "_prepared",
         "_steps",
-        "by_piece",
         "client",
         "data",
         "file",
         "inner",
-        "kept",
         "plan",
     )
 
@@ -296,22 +300,33 @@ class PendingWrite:
         self._has_begun = False
         self._steps: Steps | None = None
         """The steps of the current piece, or None before the piece has begun."""
-        self.by_piece = ChunkedWrite(inner, data, offset, self._write)
-        """Function that does the next step of the write without the guest.
-
-        After the last step, it returns the number of bytes written. Raises: YieldLock (more steps follow),
-        KernelError.
-        """
+        self._chunks = ChunkedWrite(inner, data, offset)
         self.plan: Callable[[], int] | None = None
-        """Function that does the next step of the write for GuestCalls.write(); None before the first step.
+        """Function that does the next step of the write for GuestCalls.write().
+
+        It is None before the first step and after the write.
         """
-        self.kept = ExitStack()
-        """Resources of the guest's call, which are released when the write has ended."""
+        self._kept: ExitStack | None = None
 
     @property
     def is_prepared(self) -> bool:
         """Whether files of the host were read for this write."""
         return self._prepared is not None
+
+    @property
+    def kept(self) -> ExitStack:
+        """Resources of the guest's call, which are released when the write has ended."""
+        if self._kept is None:
+            self._kept = ExitStack()
+        return self._kept
+
+    def by_piece(self) -> int:
+        """Do the next step of the write without the guest.
+
+        After the last step, return the number of bytes written.
+        Raises: YieldLock (more steps follow), KernelError.
+        """
+        return self._chunks.step(self._write)
 
     def __enter__(self) -> Self:
         return self
@@ -321,7 +336,10 @@ class PendingWrite:
     ) -> None:
         if self._steps is not None:
             self._steps.close()
-        self.kept.__exit__(kind, error, traceback)
+        # The plan refers to this object. Both would stay until Python collects garbage.
+        self.plan = None
+        if self._kept is not None:
+            self._kept.__exit__(kind, error, traceback)
 
     def step(self) -> int:
         """Do the next step of the write. After the last step, return the number of bytes written.
@@ -862,7 +880,7 @@ class ControlFs(FileSystem):
 
         If there is no watcher, the context manager does not wait. Lock: leaves.
         """
-        return nullcontext() if self.watcher is None else _settled(self.watcher)
+        return _SETTLED if self.watcher is None else _settled(self.watcher)
 
     def close(self) -> None:
         """Release all open files, because the mount ends; see FileSystem.

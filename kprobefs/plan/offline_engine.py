@@ -44,7 +44,7 @@ class OfflineKprobes:
         """
         addr, where, _ = self.places.locate(kprobe)
         self.places.check(where, addr)
-        refused = self._checker.check_prepare(addr)
+        refused = self._checker.check_prepare(where, addr)
         if refused is not None:
             raise KernelError(refused.errno, refused.text)
         kprobe.addr = addr

@@ -313,5 +313,5 @@ def test_few_functions_are_remembered_and_those_asked_about_last(monkeypatch: py
 
     monkeypatch.setattr(known, "analyse", analysed)
     for at in (one, two, one, three, one, three, two, three, one):
-        assert known.check_prepare(at + 5) is None
+        assert known.may_probe(at + 5) is None
     assert decoded == [one, two, three, two, one]

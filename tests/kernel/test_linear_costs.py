@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -124,3 +125,27 @@ def test_checked_lines_are_proportional_work() -> None:
         for number in (FEW, MANY)
     )
     assert many < 1.1 * MANY / FEW * few
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_requests_leave_no_garbage(is_watched: bool) -> None:
+    """All objects of a request are freed at its end, without a collection of reference cycles."""
+    with Kernel() as kernel:
+        shell = Shell(kernel)
+        if is_watched:
+            shell.write(DYNAMIC, "p:watching vfs_write\np:reading vfs_read\n")
+            shell.write(f"{KPROBES}/enable", "1")
+        steps = (
+            one_by_one(shell, FEW, "/kprobe_events", lambda each: f"p:e{each} int_sqrt\n"),
+            lambda: [shell.read("/kprobe_events") for _ in range(FEW)],
+        )
+        steps[-1]()
+        for step in steps:
+            gc.collect()
+            gc.disable()
+            try:
+                step()
+                # A few objects may be those of a cache that is filled at the first use.
+                assert gc.collect() < FEW
+            finally:
+                gc.enable()

@@ -125,24 +125,35 @@ def prepare(
     Raises: KernelError EINVAL, EOPNOTSUPP, ENOSPC (the instruction has 15 bytes).
     Mirrors: arch/x86/kernel/kprobes/core.c:arch_copy_kprobe (v6.1)
     """
+    found = _prepare_anywhere(code, bits, rules, may_fault)
+    if found is not None:
+        return found
     copied, insn = copy_instruction(code, addr, slot_addr, bits)
     emulation = prepare_emulation(insn, addr, bits)
-    if insn.length + INT3_SIZE > MAX_INSN_SIZE:
-        raise KernelError(ENOSPC, "no room for the breakpoint after the copy")
-    room = MAX_INSN_SIZE - insn.length >= JMP32_SIZE
-    boostable = room and can_boost(insn, rules, may_fault=may_fault)
-    if insn.rip_relative or emulation is not None:
-        return ArchSpecificInsn(insn.length, copied + INT3, boostable, emulation)
-    return _shared(copied, boostable)
+    return ArchSpecificInsn(insn.length, copied + INT3, _is_boostable(insn, rules, may_fault), emulation)
 
 
 @lru_cache(1024)
-def _shared(copied: bytes, boostable: bool) -> ArchSpecificInsn:
-    """Return the prepared form of an instruction whose copy works at any address.
+def _prepare_anywhere(code: bytes, bits: int, rules: ProbeRules, may_fault: bool) -> ArchSpecificInsn | None:
+    """Prepare an instruction whose copy works at any address; return None for all other instructions.
 
-    Cached: instructions with the same copy and `boostable` share one object.
+    Cached: equal instructions share one object.
+    Raises: as prepare().
     """
-    return ArchSpecificInsn(len(copied), copied + INT3, boostable, None)
+    insn = decode_insn(code, bits)
+    check_copyable(insn)
+    is_emulated = prepare_emulation(insn, 0, bits) is not None
+    if insn.length + INT3_SIZE > MAX_INSN_SIZE:
+        raise KernelError(ENOSPC, "no room for the breakpoint after the copy")
+    if insn.rip_relative or is_emulated:
+        return None
+    boostable = _is_boostable(insn, rules, may_fault)
+    return ArchSpecificInsn(insn.length, code[: insn.length] + INT3, boostable, None)
+
+
+def _is_boostable(insn: X86Insn, rules: ProbeRules, may_fault: bool) -> bool:
+    has_room = MAX_INSN_SIZE - insn.length >= JMP32_SIZE
+    return has_room and can_boost(insn, rules, may_fault=may_fault)
 
 
 def prepare_emulation(insn: X86Insn, addr: int, bits: int = 64) -> X86Emulation | None:

@@ -18,7 +18,7 @@ from emulated_kernel.arch.x86.copy_insn import INT3_SIZE, JMP32_SIZE
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
 from emulated_kernel.arch.x86.insn_attributes import ControlTransfer, DecodeCache
 from emulated_kernel.arch.x86.liveness import ALL_LIVE
-from emulated_kernel.image.kallsyms import Symbol
+from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.util.fast_dataclass import replace
 
@@ -277,6 +277,11 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
         facts = analysis.flow.facts.get(addr)
         reason = RejectReason.NOT_A_BOUNDARY if facts is None else facts.refusal
         return None if reason is None else Rejection(reason, addr)
+
+    def insn_size(self, where: Location) -> int:
+        """Return the size of the instruction, so that equal instructions are prepared once."""
+        facts = self._function(where.symbol).analysis.flow.facts
+        return facts[where.symbol.address + where.offset].length
 
     def live_in(self, analysis: X86FunctionAnalysis, addr: int) -> LiveRegisters:
         return analysis.liveness.at(addr)

@@ -200,6 +200,9 @@ class AssemblyOwner(ABC):
 
 def handler_texts(probe: object) -> dict[HandlerPoint, str]:
     """Return a map: time at which a handler in assembly runs -> its text, for the handlers of a probe."""
-    return {
-        point: text for point, name in _ATTRIBUTES.items() if (text := getattr(probe, name, None)) is not None
-    }
+    found = {}
+    for point, name in _ATTRIBUTES.items():
+        text = getattr(probe, name, None)
+        if text is not None:
+            found[point] = text
+    return found

@@ -92,19 +92,18 @@ class InsnCopier:
         Raises: KernelError EILSEQ, ENOMEM, EINVAL, EOPNOTSUPP, ENOSPC (the instruction can't be copied).
         """
         addr = head.address
-        refused = self._verdict.check_prepare(addr)
+        where = self._image.kallsyms.lookup(addr)
+        assert where is not None, "a registration has looked for the symbol"
+        refused = self._verdict.check_prepare(where, addr)
         if refused is not None:
             raise KernelError(refused.errno, refused.text)
-        where = self._image.kallsyms.lookup(addr)
-        assert where is not None
-        size = min(self._arch.max_insn_size, where.symbol.size - where.offset)
-        code = self._text.original(addr, size)
+        code = self._text.original(addr, self._verdict.insn_size(where))
         slot = self.slots.get()
         try:
             prepared = self._arch.prepare(
                 code, addr, slot, rules=self._rules, may_fault=addr in self._verdict.may_fault
             )
-            self.check_unpatched(addr, prepared.length)
+            self.check_unpatched(addr, prepared.length, code[: prepared.length])
         except KernelError:
             self.slots.free(slot)
             raise
@@ -116,13 +115,14 @@ class InsnCopier:
             head.insn = OutOfLine(prepared, slot, self._lead)
         self.boost_or_step(head)
 
-    def check_unpatched(self, addr: int, size: int) -> None:
+    def check_unpatched(self, addr: int, size: int, code: bytes | None = None) -> None:
         """Check that no other debugger has patched the `size` bytes of text at `addr`.
 
-        If a probe were armed there, disarming it would restore the other debugger's bytes.
+        If a probe were armed there, disarming it would restore the other debugger's bytes. `code`: these
+        bytes without kprobefs's own patches, if the caller has read them.
         Raises: KernelError EINVAL (the text is patched).
         """
-        if self._text.is_foreign(addr, size):
+        if self._text.is_foreign(addr, size, code):
             raise KernelError(errno.EINVAL, f"{addr:#x}: another debugger has patched the instruction")
 
     def boost_or_step(self, head: AggrKprobe) -> None:

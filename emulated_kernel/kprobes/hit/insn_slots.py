@@ -91,7 +91,10 @@ class InsnSlots:
         self._reclaim(slot, on_free)
 
     def _page_with_free_slot(self) -> int | None:
-        return next((page for page, clean in reversed(self._pages.items()) if clean), None)
+        for page, clean in reversed(self._pages.items()):
+            if clean:
+                return page
+        return None
 
     def _new_page(self) -> int:
         try:

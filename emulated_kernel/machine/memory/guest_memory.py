@@ -206,6 +206,9 @@ class GuestPool:
         """Address range of the mapped part of the window from which the pool allocates memory."""
         return range(self._pool.base, self._mapped)
 
+    def __contains__(self, va: int) -> bool:
+        return self._pool.base <= va < self._mapped
+
     def _extend(self, missing: int) -> None:
         size = -(-missing // _CHUNK) * _CHUNK
         pa = self._memory.host_pages.alloc(size)

@@ -425,13 +425,16 @@ class Text:
         data = self._memory.read(va, size)
         return self.ledger.originals(va, data) if self.ledger.words else data
 
-    def is_foreign(self, va: int, size: int) -> bool:
-        """Return True if adopted text has changes that Text did not make, such as the guest's own kprobes."""
+    def is_foreign(self, va: int, size: int, code: bytes | None = None) -> bool:
+        """Return True if adopted text has changes that Text did not make, such as the guest's own kprobes.
+
+        `code`: the result of original() for the same bytes, if the caller has it.
+        """
         at = bisect_right(self._starts, va) - 1
         if at < 0 or va + size > self._originals[at][1]:
             return False
         start, _, original = self._originals[at]
-        return self.original(va, size) != original[va - start : va - start + size]
+        return (code or self.original(va, size)) != original[va - start : va - start + size]
 
     def alloc_text(self, size: int, starts: range | None = None) -> int:
         """Allocate executable host memory that is filled with breakpoints; `poke` writes it.
@@ -453,7 +456,7 @@ class Text:
 
     def is_generated(self, va: int) -> bool:
         """Return True if an address is in a page for generated code."""
-        return va in self._slots.mapped or va in self._puns
+        return va in self._slots or va in self._puns
 
     def free_text(self, va: int) -> None:
         """Free memory from `alloc_text`, and fill it with breakpoints, so that late jumps to it trap.

@@ -136,7 +136,7 @@ def parse_definition(
     found = locate(place, kernel.symbols)
     at_entry = found is not None and kernel.is_entry(found)
     if place.symbol is not None:
-        checks_first = InterfaceRule.MODULE_SYMBOLS_CHECKED in interface
+        checks_first = InterfaceRule.MODULE_SYMBOLS_CHECKED in interface.rules
         if checks_first:
             check_symbol(place.symbol, kernel, log)
         if place.is_return and found is not None and not at_entry:
@@ -214,17 +214,16 @@ def check_symbol(symbol: str, kernel: ProbedSymbols, log: TraceProbeLog) -> None
     Raises: KernelError EINVAL, EADDRNOTAVAIL, ENOENT (logged).
     Mirrors: kernel/trace/trace_kprobe.c:validate_probe_symbol (v6.12).
     """
-    interface = kernel.interface
-    if InterfaceRule.SYMBOLS_COUNTED not in interface:
+    rules = kernel.interface.rules
+    if InterfaceRule.SYMBOLS_COUNTED not in rules:
         return
     symbols = kernel.symbols
     module, colon, _ = symbol.partition(":")
-    checks_modules = InterfaceRule.MODULE_SYMBOLS_CHECKED in interface
-    if colon and not (checks_modules and symbols.has_module(module)):
+    if colon and not (InterfaceRule.MODULE_SYMBOLS_CHECKED in rules and symbols.has_module(module)):
         return
-    count = symbols.count_in_kernel(symbol) if InterfaceRule.SYMBOLS_OF_KERNEL_FIRST in interface else 0
+    count = symbols.count_in_kernel(symbol) if InterfaceRule.SYMBOLS_OF_KERNEL_FIRST in rules else 0
     count = count or symbols.count_name(symbol)
-    is_einval = InterfaceRule.SYMBOL_EINVAL in interface
+    is_einval = InterfaceRule.SYMBOL_EINVAL in rules
     if count > 1:
         code = errno.EINVAL if is_einval else errno.EADDRNOTAVAIL
         raise log.error(0, ProbeError.NON_UNIQ_SYMBOL, code)
@@ -238,10 +237,21 @@ def split_symbol_offset(text: str, bits: int) -> tuple[str, int]:
     Raises: KernelError EINVAL, ERANGE (the offset is not a valid number).
     Mirrors: traceprobe_split_symbol_offset (v6.1).
     """
-    signs = [index for index in (text.find("+"), text.find("-")) if index >= 0]
-    if not signs:
-        return text, 0
-    return text[: min(signs)], kstrtol(text[min(signs) :], 0, bits)
+    symbol = text.partition("+")[0].partition("-")[0]
+    offset = text[len(symbol) :]
+    return symbol, kstrtol(offset, 0, bits) if offset else 0
+
+
+def resolve_symbols(args: tuple[ProbeArg, ...], symbols: KernelSymbols, bits: int) -> tuple[ProbeArg, ...]:
+    """Return arguments with each `@symbol` replaced by an address.
+
+    If no argument has a symbol, return `args` itself, which many events may share. Raises: as
+    resolve_symbol().
+    """
+    for arg in args:
+        if arg.stages.load.op is FetchOp.SYMBOL:
+            return tuple([resolve_symbol(each, symbols, bits) for each in args])
+    return args
 
 
 def resolve_symbol(arg: ProbeArg, symbols: KernelSymbols, bits: int) -> ProbeArg:
@@ -271,16 +281,17 @@ def parse_event_name(
     Mirrors: kernel/trace/trace_probe.c:traceprobe_parse_event_name (v5.10, v6.1).
     """
     event = text
-    slash = "." if InterfaceRule.EVENT_NAME_DOT in interface and "/" not in text else "/"
+    rules = interface.rules
+    slash = "." if InterfaceRule.EVENT_NAME_DOT in rules and "/" not in text else "/"
     if slash in text:
         group, _, event = text.partition(slash)
         _check_group(group, offset, log, interface)
         offset += len(group) + 1
-        if not event and InterfaceRule.EVENT_NAME_OPTIONAL in interface:
+        if not event and InterfaceRule.EVENT_NAME_OPTIONAL in rules:
             return group, ""
     if not event:
         raise log.error(offset, ProbeError.NO_EVENT_NAME)
-    if len(event) + (InterfaceRule.NAMES_WITH_NUL in interface) > MAX_EVENT_NAME_LEN:
+    if len(event) + (InterfaceRule.NAMES_WITH_NUL in rules) > MAX_EVENT_NAME_LEN:
         raise log.error(offset, ProbeError.EVENT_TOO_LONG)
     if not is_good_name(event):
         raise log.error(offset, ProbeError.BAD_EVENT_NAME)
@@ -292,6 +303,6 @@ def _check_group(group: str, offset: int, log: TraceProbeLog, interface: Interfa
         raise log.error(offset, ProbeError.NO_GROUP_NAME)
     if len(group) >= MAX_EVENT_NAME_LEN:
         raise log.error(offset, ProbeError.GROUP_TOO_LONG)
-    is_good = is_good_system_name if InterfaceRule.GROUP_DASHES in interface else is_good_name
+    is_good = is_good_system_name if InterfaceRule.GROUP_DASHES in interface.rules else is_good_name
     if not is_good(group):
         raise log.error(offset, ProbeError.BAD_GROUP_NAME)

@@ -22,7 +22,7 @@ from emulated_kernel.trace.probes.definition import (
     default_name,
     parse_event_name,
     parse_maxactive,
-    resolve_symbol,
+    resolve_symbols,
 )
 from emulated_kernel.trace.probes.dynamic_events import EventCommands
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
@@ -101,8 +101,7 @@ class TraceFprobe(TraceKprobe):
 
     def _resolve_symbols(self) -> None:
         engine = self.engine
-        args = tuple(resolve_symbol(arg, engine.symbols, engine.arch.bits) for arg in self.args)
-        self.args = self.args if args == self.args else args
+        self.args = resolve_symbols(self.args, engine.symbols, engine.arch.bits)
 
     def _attach(self) -> None:
         self._resolve_symbols()
@@ -227,7 +226,7 @@ class TraceTprobe(TraceKprobe):
         Raises: KernelError ENOENT (an argument has an unknown symbol), errors of register_kprobe().
         """
         symbols = self.engine.symbols
-        self.args = tuple(resolve_symbol(arg, symbols, self.engine.arch.bits) for arg in self.args)
+        self.args = resolve_symbols(self.args, symbols, self.engine.arch.bits)
         if self.event.is_enabled:
             self.enable()
 

@@ -32,6 +32,11 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
     def __init__(self, engine: ProbeEngine, commands: EventCommands) -> None:
         super().__init__(commands)
         self._engine = engine
+        self._symbols = ProbedSymbols(
+            engine.arch, engine.symbols, self.interface, engine.types, engine.is_entry
+        )
+        self._letters = "prj" if engine.has_jprobes else "pr"
+        """First letters of the commands that define events of this kind."""
         self.history = ProbeHistory()
 
     def note_switched(self, event: ProbeTraceEvent) -> None:
@@ -88,13 +93,7 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
         return failure
 
     def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> ProbeDefinition | None:
-        engine = self._engine
-        letters = "prj" if engine.has_jprobes else "pr"
-        return parse_definition(argv, self._probed_symbols(), log, letters)
-
-    def _probed_symbols(self) -> ProbedSymbols:
-        engine = self._engine
-        return ProbedSymbols(engine.arch, engine.symbols, self.interface, engine.types, engine.is_entry)
+        return parse_definition(argv, self._symbols, log, self._letters)
 
     @staticmethod
     def _log_failure(failure: KernelError, log: TraceProbeLog) -> None:

@@ -26,7 +26,7 @@ from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN
 from emulated_kernel.trace.fetch.memory import FetchEnvironment
 from emulated_kernel.trace.fetch.probe_arg import sight_of
 from emulated_kernel.trace.fetch.store_args import store
-from emulated_kernel.trace.probes.definition import ProbeDefinition, resolve_symbol
+from emulated_kernel.trace.probes.definition import ProbeDefinition, resolve_symbols
 from emulated_kernel.trace.probes.trace_probe import (
     ENTRY_ADDRESSES,
     RETURN_ADDRESSES,
@@ -276,9 +276,7 @@ class TraceKprobe(TraceProbe):
         if refused:
             self.kind.printk(f"trace_kprobe: Could not probe notrace function {self.symbol}")
             raise KernelError(errno.EINVAL, refused)
-        args = tuple(resolve_symbol(arg, symbols, self.engine.arch.bits) for arg in self.args)
-        # If no argument has changed, keep the tuple that other events may share.
-        self.args = self.args if args == self.args else args
+        self.args = resolve_symbols(self.args, symbols, self.engine.arch.bits)
         if self.place.symbol is not None and found is None:
             raise KernelError(errno.ENOENT, f"no symbol named {self.place.symbol}")
         self._hook(address)

@@ -31,9 +31,6 @@ def _radix(text: str, base: int) -> tuple[int, int]:
 
 def _digits(text: str, start: int, base: int) -> tuple[int, int]:
     """Return the number at index `start`, of any size, and the index of the first character after it."""
-    if base == 10 and start == 0 and text.isascii() and text.isdecimal() and len(text) <= _MAX_DECIMAL:
-        # A fast path for most numbers, such as the offsets of thousands of probes.
-        return int(text), len(text)
     value = 0
     index = start
     while index < len(text) and _DIGITS.get(text[index], base) < base:
@@ -43,6 +40,15 @@ def _digits(text: str, start: int, base: int) -> tuple[int, int]:
 
 
 def _unsigned(text: str, base: int) -> int:
+    if (
+        base in (0, 10)
+        and text.isdecimal()
+        and text[0] != "0"
+        and text.isascii()
+        and len(text) < _MAX_DECIMAL
+    ):
+        # A fast path for most numbers, such as the offsets of thousands of probes.
+        return int(text)
     base, start = _radix(text, base)
     value, end = _digits(text, start, base)
     if value > _ULLONG_MAX:

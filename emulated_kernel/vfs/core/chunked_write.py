@@ -62,20 +62,22 @@ class ChunkedWrite:
     As in Linux, an error does not undo the effects of earlier data.
     """
 
-    def __init__(self, opened: OpenFile, data: bytes, offset: int, write: WritePiece) -> None:
+    __slots__ = ("_done", "_offset", "_pieces", "_taken")
+
+    def __init__(self, opened: OpenFile, data: bytes, offset: int) -> None:
         self._pieces = opened.pieces(data)
         self._offset = offset
-        self._write = write
         self._done = 0
         self._taken = 0
 
-    def __call__(self) -> int:
+    def step(self, write: WritePiece) -> int:
         """Do the next step of the current piece. After the last step, return the number of bytes taken.
 
-        The number is that of all pieces together. Raises: YieldLock (more steps follow), KernelError.
+        `write` does the step. The number is that of all pieces together.
+        Raises: YieldLock (more steps follow), KernelError.
         """
         piece = self._pieces[self._done]
-        taken = self._write(piece, self._offset + self._taken)
+        taken = write(piece, self._offset + self._taken)
         self._done += 1
         self._taken += taken
         # If only a part of a piece is taken, the write ends: the client must write the rest again.

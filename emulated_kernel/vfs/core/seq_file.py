@@ -285,7 +285,7 @@ class OpenSeq(OpenFile):
     def __init__(self, node: SeqFile, flags: int, client: Client) -> None:
         super().__init__(node, flags, client)
         records = node.records_for(client)
-        self._reader = None if records is None else SeqReader(records)
+        self._reader = None if records is None or not self.readable else SeqReader(records)
 
     def _read(self, size: int, position: int) -> bytes:
         if self._reader is None:
@@ -453,7 +453,7 @@ class _OpenLines(OpenCommand):
 
     @property
     def acts_on_close(self) -> bool:
-        return self.is_between_parts
+        return bool(self._unfinished)
 
     def _write(self, data: bytes) -> int:
         before = self._unfinished
