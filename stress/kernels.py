@@ -41,18 +41,12 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
 from stress.kernel_selftests import Selftests
-from tests.oracle.inside import (
-    Tally,
-    compare_definitions,
-    compare_filters,
-    compare_histograms,
-    compare_places,
-    compare_records,
-    kernel_places,
-    recorded_definitions,
-    refused_sites,
-    refuses_entries,
-)
+from tests.oracle.inside.definitions import compare_definitions
+from tests.oracle.inside.filters import compare_filters
+from tests.oracle.inside.histograms import compare_histograms
+from tests.oracle.inside.places import compare_places, kernel_places, refused_sites, refuses_entries
+from tests.oracle.inside.records import compare_records, recorded_definitions
+from tests.oracle.inside.tally import Tally
 
 SEED = 1
 CLIENT = Client(4001, 0, 0)

@@ -30,10 +30,10 @@ from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.command_file import HostReadingFile
 from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.core.open_file import OpenFile, Steps, finish
-from emulated_kernel.vfs.core.seq_file import HostReadingFile
 from emulated_kernel.vfs.mount import Mount
 
 _ROOT = Client(pid=0, uid=0, gid=0)

@@ -48,9 +48,10 @@ class ProbeText:
         return self._text.original(kprobe.address, size), self._text.current(kprobe.address, size)
 
     def replaced_text(self, kprobe: Kprobe) -> str:
-        """Return two lines, the original and the current bytes that a probe may replace, with instructions.
+        """Return a line with the original bytes that a probe may replace, and one with the current bytes.
 
-        Bytes after a breakpoint, a jump or a call are not executed, so they have no instruction.
+        Each line also has the instructions in the bytes. Bytes after a breakpoint, a jump or a call are not
+        executed, so they have no instruction.
         """
         if kprobe.is_gone:
             return GONE

@@ -19,11 +19,12 @@ from emulated_kernel.util.control_lock import PAUSE
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import replace
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.command_file import SteppedFile, explained_steps
 from emulated_kernel.vfs.core.kstrtox import ascii_lines
 from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.core.open_file import Steps
-from emulated_kernel.vfs.core.seq_file import SeqFile, SteppedFile, StreamFile, explained_steps, listing
+from emulated_kernel.vfs.core.seq_file import SeqFile, StreamFile, listing
 from emulated_kernel.vfs.trees.stats import HistoryFile, probe_switches, probes_file
 from kprobefs.daemon.state import previous_boot
 from kprobefs.daemon.state.hit_counters import counts, set_counts

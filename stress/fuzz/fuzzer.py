@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.vfs.core.seq_file import SPLIT_SIZE
+from emulated_kernel.vfs.core.command_file import SPLIT_SIZE
 from stress.fuzz.grammar import Mutator
 from stress.fuzz.report import Findings, Violation
 from stress.fuzz.rules import GRAMMAR, RULES, TOKENS

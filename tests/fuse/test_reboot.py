@@ -22,10 +22,10 @@ from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.command_file import HostReadingFile
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.core.open_file import OpenFile
-from emulated_kernel.vfs.core.seq_file import HostReadingFile
 from emulated_kernel.vfs.mount import Mount
 from kprobefs.common.errors import ExitStatus
 from kprobefs.common.mountpoints import MountState, condition

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
-from emulated_kernel.vfs.core.seq_file import SPLIT_SIZE
+from emulated_kernel.vfs.core.command_file import SPLIT_SIZE
 from emulated_kernel.vfs.mount import Mount
 from tests.vfs.files import ROOT
 

@@ -30,10 +30,10 @@ from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.limits import Limit, Limits
 from emulated_kernel.vfs.control_fs import ControlFs
+from emulated_kernel.vfs.core.attribute_file import AttributeFile
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 from emulated_kernel.vfs.core.node import Directory, Owner
 from emulated_kernel.vfs.core.node_tree import NodeTree
-from emulated_kernel.vfs.core.seq_file import AttributeFile
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem
 from emulated_kernel.vfs.mount import Mount
 from kprobefs.daemon.reboot import RebootableKernel

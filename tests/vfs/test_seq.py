@@ -15,19 +15,12 @@ from hypothesis import strategies as st
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.array.trace_pipe import TracePipe
 from emulated_kernel.util.errors import KernelError, WouldBlock, YieldLock
+from emulated_kernel.vfs.core.attribute_file import AttributeFile, OneReadFile
+from emulated_kernel.vfs.core.command_file import CommandFile, LinesFile
 from emulated_kernel.vfs.core.node import Directory
 from emulated_kernel.vfs.core.open_file import ALWAYS_READY, Cursor, File, OpenFile, finish
-from emulated_kernel.vfs.core.seq_file import (
-    AttributeFile,
-    CommandFile,
-    LinesFile,
-    OneReadFile,
-    PipeFile,
-    SeqFile,
-    SeqReader,
-    listing,
-    single,
-)
+from emulated_kernel.vfs.core.pipe_file import PipeFile
+from emulated_kernel.vfs.core.seq_file import SeqFile, SeqReader, listing, single
 from tests.vfs.files import ROOT, assert_errno
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
 
@@ -16,11 +15,17 @@ from emulated_kernel.arch.program.asm_source import (
     Statement,
     cell_offset,
     needed,
+    register_names,
+)
+from emulated_kernel.arch.program.keystone_asm import (
+    NUMBER,
+    assemble_one,
+    hexadecimal_numbers,
+    keystone_engine,
 )
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.lazy_pattern import lazy_pattern
 
-_NUMBER = lazy_pattern(r"(?<![\w.$])(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)(?![\w.$])")
 _IMMEDIATE = lazy_pattern(r"=\s*(-?)\s*(0x[0-9a-f]+)")
 _CELL = lazy_pattern(r"([A-Za-z_.$][\w.$]*)\s*(?:([-+])\s*#?\s*(0x[0-9a-f]+))?")
 _REGISTER = lazy_pattern(r"[xw](\d|[12]\d|30|zr)|w?sp|lr|fp")
@@ -70,7 +75,6 @@ class Arm64Assembler(Assembler):
     `ldr x9, name` reads a cell, and `adr x9, name` loads its address. `str x9, name, x10` writes a cell and
     overwrites x10. `ldr x9, =number` loads any number.
     A `#` directly before a number begins no comment.
-    Keystone reads numbers without a prefix as hexadecimal. It is therefore given no decimal numbers.
     """
 
     comment = lazy_pattern(r"#(?![-+]?\d).*|//.*")
@@ -99,30 +103,22 @@ class Arm64Assembler(Assembler):
                 writes_flags |= effect.writes_flags
                 effects.append((effect.reads, effect.writes, effect.jumps))
         starts = tuple(range(0, len(code), SIZE))
-        return Assembly(code, _names(needed(effects)), _names(writes), writes_flags, starts)
+        reads = register_names(needed(effects), REGISTER_NAMES)
+        return Assembly(code, reads, register_names(writes, REGISTER_NAMES), writes_flags, starts)
 
     def _encoded(self, line: _Line, at: int, labels: Mapping[str, int]) -> bytes:
         """Return the instruction of a statement for the address `at`. Raises: KernelError EINVAL."""
-        from keystone.keystone import KsError
-
         text = line.text
         if line.label is not None:
             text = f"{text[: -len(line.label)]}#{labels[line.label]:#x}"
-        try:
-            encoding, _ = self._engine.asm(text, at, True)
-        except KsError as error:
-            raise line.statement.refused(f"keystone: {error.message}") from error
-        if encoding is None or len(encoding) != SIZE:
+        encoding = assemble_one(self._engine, line.statement, text, at)
+        if len(encoding) != SIZE:
             raise line.statement.refused("isn't one instruction")
-        return bytes(encoding)
+        return encoding
 
     @cached_property
     def _engine(self) -> Any:
-        import keystone
-
-        engine = cast("Any", keystone).Ks(keystone.KS_ARCH_ARM64, keystone.KS_MODE_LITTLE_ENDIAN)
-        engine.sym_resolver = lambda _symbol, _value: False
-        return engine
+        return keystone_engine("ARM64", "LITTLE_ENDIAN")
 
     @cached_property
     def _decoder(self) -> Any:
@@ -150,7 +146,7 @@ class _Line:
     @classmethod
     def of(cls, statement: Statement, labels: Mapping[str, int]) -> _Line:
         """Parse a statement. Raises: KernelError EINVAL (a jump without a label)."""
-        text = _NUMBER.sub(_hexadecimal, statement.text)
+        text = hexadecimal_numbers(statement.text)
         name, *more = text.split(None, 1)
         name = name.lower()
         operands = [operand.strip() for operand in more[0].split(",")] if more else []
@@ -258,7 +254,7 @@ class _Effect:
     def _check_numbers(line: _Line, insn: Any) -> None:
         """Refuse a number of more than 32 bits in an instruction on w registers; keystone truncates it."""
         if line.cell is None and insn.op_str.startswith("w"):
-            for number in _NUMBER.findall(line.text):
+            for number in NUMBER.findall(line.text):
                 if int(number, 16) >= 1 << 32:
                     raise line.statement.refused(f"{number} doesn't fit")
 
@@ -275,15 +271,3 @@ def _mask(line: _Line, name: str) -> int:
             raise line.statement.refused(f"{name} is no general register")
         number = int(name[1:])
     return 1 << number
-
-
-def _hexadecimal(number: re.Match[str]) -> str:
-    return hex(int(number[0], 0 if number[0][1:2].isalpha() else 10))
-
-
-def _numbers(mask: int) -> Iterator[int]:
-    return (number for number in range(len(REGISTER_NAMES)) if mask >> number & 1)
-
-
-def _names(mask: int) -> frozenset[str]:
-    return frozenset(REGISTER_NAMES[number] for number in _numbers(mask))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters
 from emulated_kernel.arch.arm64 import encoder as asm
@@ -26,9 +25,13 @@ from emulated_kernel.arch.arm64.pt_regs import FLAGS, read_state
 from emulated_kernel.arch.program import ir
 from emulated_kernel.arch.program.base_lowering import (
     BIT_TESTS,
+    FOURTH,
+    SECOND,
+    SPARE,
+    THIRD,
     Assignment,
     Lowering,
-    cost,
+    by_cost,
     overwritten_by_assembly,
     registers_read,
 )
@@ -69,25 +72,8 @@ _CONDITIONS = {
 _IS_ZERO = (Condition.EQ, Condition.NO_BIT)
 """Conditions that hold if a result is 0, as opposed to NE and ANY_BIT."""
 
-_SPARE = -1
-"""Pseudo virtual register: its real register is a scratch register for the code of one op."""
-_SECOND = -2
-"""Pseudo virtual register for the second scratch register of one op."""
-_THIRD = -3
-"""Pseudo virtual register for the third scratch register of one op."""
-_FOURTH = -4
-"""Pseudo virtual register for the fourth scratch register of one op."""
 _HOLE = asm.branch(0, 0)
 _IMMEDIATE_19 = 0x7FFFF << 5
-
-
-@lru_cache(1024)
-def _preference(live: frozenset[str], reads: frozenset[str]) -> tuple[int, ...]:
-    """Return the registers that a program may use, cheapest first.
-
-    The cheapest are dead registers that the program doesn't read.
-    """
-    return tuple(sorted(_ORDER, key=lambda number: cost(REGISTER_NAMES[number], live, reads)))
 
 
 def _patch_slot(code: bytearray, at: int, word: int) -> None:
@@ -111,6 +97,7 @@ def _patch_jump(code: bytearray, at: int, target: int) -> None:
 class Arm64Lowering(Lowering):
     """Lowers ops to A64 instructions. Offsets of per-CPU data are addresses: the kernel has one CPU."""
 
+    zero = ZERO
     encoding = Encoding(_HOLE, 0, _patch_jump, _patch_slot)
 
     def __init__(
@@ -128,7 +115,7 @@ class Arm64Lowering(Lowering):
         before each host call.
         """
         registers = frozenset() if live is None else live.registers
-        order = _preference(registers, registers_read(program))
+        order = by_cost(_ORDER, REGISTER_NAMES, registers, registers_read(program))
         written = {NUMBERS[op.name] for op in program if type(op) is ir.SetRegister}
         order = tuple(number for number in order if number not in written)
         super().__init__(Assignment(order, set()), constants, asm.BRK, before_host)
@@ -151,14 +138,6 @@ class Arm64Lowering(Lowering):
         `register` contains the result. The condition is whether the result is 0.
         """
         self._branch_on(asm.branch_if_zero(register, 0, inverted=condition not in _IS_ZERO), label)
-
-    def _number(self, value: int, spare: int) -> int:
-        """Return a register that holds a constant; load the constant into `spare` unless it is 0."""
-        if value == 0:
-            return ZERO
-        register = self._real[spare]
-        self._code += set_register(register, value)
-        return register
 
     # Registers
 
@@ -185,7 +164,7 @@ class Arm64Lowering(Lowering):
         else:
             self._read_slot(dst, FLAGS)
             if not self._in_frame:
-                self._code += read_state(dst, self._real[_SPARE])
+                self._code += read_state(dst, self._real[SPARE])
 
     def _restore_for_assembly(self, name: str) -> None:
         self._read_slot(NUMBERS[name], NUMBERS[name])
@@ -217,7 +196,7 @@ class Arm64Lowering(Lowering):
         elif op.op in (Arithmetic.ADD, Arithmetic.SUB) and fits_add(value):
             self._code += asm.add_immediate(dst, dst, value if op.op is Arithmetic.ADD else -value)
         else:
-            number = self._number(value, _SPARE)
+            number = self._number(value, SPARE)
             self._code += compute(_PLAIN[op.op], dst, dst, number)
 
     def _multiply(self, op: ir.Multiply) -> None:
@@ -239,7 +218,7 @@ class Arm64Lowering(Lowering):
         """Emit code that adds `offset` to `base`; return the register with the sum."""
         if not offset:
             return base
-        spare = self._real[_SPARE]
+        spare = self._real[SPARE]
         self._code += set_register(spare, offset) + compute(RegisterOp.ADD, spare, base, spare)
         return spare
 
@@ -256,11 +235,11 @@ class Arm64Lowering(Lowering):
 
     def _store_immediate(self, op: ir.StoreImmediate) -> None:
         base, offset = self._operand(self._real[op.base], op.offset, op.size)
-        self._code += store(base, offset, self._number(op.value, _SECOND), op.size)
+        self._code += store(base, offset, self._number(op.value, SECOND), op.size)
 
     def _cell(self, address: int) -> int:
         """Emit code that loads an absolute address into a spare register; return the register."""
-        spare = self._real[_SPARE]
+        spare = self._real[SPARE]
         self._code += set_register(spare, address)
         return spare
 
@@ -277,19 +256,19 @@ class Arm64Lowering(Lowering):
 
     def _add_to_per_cpu(self, op: ir.AddToPerCpu) -> None:
         cell = self._cell(op.offset)
-        value = self._real[_SECOND]
+        value = self._real[SECOND]
         self._code += load(value, cell, 0, op.size) + asm.add_immediate(value, value, op.value)
         self._code += store(cell, 0, value, op.size)
 
     def _increase_per_cpu(self, op: ir.IncreasePerCpu) -> None:
         cell = self._cell(op.offset)
-        value = self._real[_SECOND]
+        value = self._real[SECOND]
         self._code += load(value, cell, 0, WORD) + compute(RegisterOp.ADD, value, value, self._real[op.src])
         self._code += store(cell, 0, value, WORD)
 
     def _compute_per_cpu(self, op: ir.ComputePerCpu) -> None:
         dst = self._real[op.dst]
-        value = self._real[_SECOND]
+        value = self._real[SECOND]
         self._code += load(value, self._cell(op.offset), 0, WORD) + compute(_PLAIN[op.op], dst, dst, value)
 
     # Atomic accesses
@@ -297,14 +276,14 @@ class Arm64Lowering(Lowering):
     def _add_atomically(self, address: int, dst: int, value: int) -> None:
         """Emit an atomic addition of `value` to the word at `address`; `dst` receives the sum."""
         cell = self._cell(address)
-        failed = self._real[_THIRD]
+        failed = self._real[THIRD]
         again = len(self._code)
         self._code += asm.load_exclusive(dst, cell) + asm.add_immediate(dst, dst, value)
         self._code += asm.store_exclusive(failed, cell, dst)
         self._code += asm.branch_if_zero(failed, again - len(self._code), inverted=True)
 
     def _add_to_absolute(self, op: ir.AddToAbsolute) -> None:
-        self._add_atomically(op.address, self._real[_SECOND], op.value)
+        self._add_atomically(op.address, self._real[SECOND], op.value)
 
     def _add_and_fetch(self, op: ir.AddAndFetch) -> None:
         self._add_atomically(op.address, self._real[op.dst], op.value)
@@ -314,8 +293,8 @@ class Arm64Lowering(Lowering):
         at = self._sum(real[op.base], op.offset)
         expected = real[op.expected]
         new = real[op.new]
-        found = real[_SECOND]
-        failed = real[_THIRD]
+        found = real[SECOND]
+        failed = real[THIRD]
         differs = asm.CLEAR_EXCLUSIVE + asm.move(expected, found)
         again = len(self._code)
         self._code += asm.load_exclusive(found, at) + compute(RegisterOp.EOR, failed, found, expected)
@@ -328,9 +307,9 @@ class Arm64Lowering(Lowering):
         real = self._real
         at = self._sum(real[op.base], op.offset)
         addend = real[op.addend]
-        found = real[_SECOND]
-        failed = real[_THIRD]
-        total = real[_FOURTH]
+        found = real[SECOND]
+        failed = real[THIRD]
+        total = real[FOURTH]
         again = len(self._code)
         self._code += asm.load_exclusive(found, at) + compute(RegisterOp.ADD, total, found, addend)
         self._code += asm.store_exclusive(failed, at, total)
@@ -356,14 +335,14 @@ class Arm64Lowering(Lowering):
 
     def _branch_immediate(self, op: ir.BranchImmediate) -> None:
         left = self._real[op.left]
-        self._compare(op.condition, left, self._number(op.value, _SPARE), op.label)
+        self._compare(op.condition, left, self._number(op.value, SPARE), op.label)
 
     def _branch_per_cpu(self, op: ir.BranchPerCpu) -> None:
-        left = self._real[_SECOND]
+        left = self._real[SECOND]
         # Sign extension preserves the order of unsigned numbers.
         self._code += load(left, self._cell(op.offset), 0, op.size, sign=True)
         value = insn.signed(op.value, 8 * op.size)
-        self._compare(op.condition, left, self._number(value, _SPARE), op.label)
+        self._compare(op.condition, left, self._number(value, SPARE), op.label)
 
     def _compare(self, condition: Condition, left: int, right: int, label: ir.Label) -> None:
         """Emit a branch to `label`, taken if `condition` holds for two registers; `right` may be ZERO."""
@@ -374,7 +353,7 @@ class Arm64Lowering(Lowering):
         elif right == ZERO and condition not in BIT_TESTS:
             self._branch_if_zero(condition, left, label)
         else:
-            spare = self._real[_SPARE]
+            spare = self._real[SPARE]
             kind = RegisterOp.AND if condition in BIT_TESTS else RegisterOp.EOR
             self._code += compute(kind, spare, left, right)
             self._branch_if_zero(condition, spare, label)

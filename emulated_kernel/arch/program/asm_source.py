@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from errno import EINVAL
 from typing import ClassVar
 
@@ -121,6 +121,11 @@ def needed(effects: Iterable[tuple[int, int, bool]]) -> int:
         if straight:
             written |= overwrites
     return found
+
+
+def register_names(mask: int, names: Sequence[str]) -> frozenset[str]:
+    """Return the names of the registers in a mask. `names`: the pt_regs names, ordered by number."""
+    return frozenset(name for number, name in enumerate(names) if mask >> number & 1)
 
 
 class Assembler(ABC):

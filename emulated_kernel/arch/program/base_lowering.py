@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from emulated_kernel.arch.program import ir
@@ -12,6 +13,14 @@ from emulated_kernel.arch.program.code_layout import Block, Encoding, Layout
 from emulated_kernel.arch.program.ir import Condition, HandlerCode, Program
 
 BIT_TESTS = (Condition.ANY_BIT, Condition.NO_BIT)
+SPARE = -1
+"""Pseudo virtual register: its real register is a scratch register for the code of one op."""
+SECOND = -2
+"""Pseudo virtual register for the second scratch register of one op."""
+THIRD = -3
+"""Pseudo virtual register for the third scratch register of one op."""
+FOURTH = -4
+"""Pseudo virtual register for the fourth scratch register of one op."""
 
 
 def registers_read(program: Program) -> frozenset[str]:
@@ -33,6 +42,17 @@ def cost(name: str, live: Collection[str], reads: Collection[str]) -> int:
     `live`: registers that the probed code may still read. `reads`: registers that the program reads.
     """
     return 4 * (name in reads) + 2 * (name in live)
+
+
+@lru_cache(1024)
+def by_cost(
+    order: tuple[int, ...], names: tuple[str, ...], live: frozenset[str], reads: frozenset[str]
+) -> tuple[int, ...]:
+    """Return the registers that a program may use, cheapest first; see cost().
+
+    `order`: numbers of the registers, in the order for equal costs. `names`: number -> pt_regs name.
+    """
+    return tuple(sorted(order, key=lambda number: cost(names[number], live, reads)))
 
 
 class Assignment(dict[int, int]):
@@ -60,6 +80,8 @@ class Lowering(ABC):
     """
 
     encoding: ClassVar[Encoding]
+    zero: ClassVar[int]
+    """Number of the register that always contains 0, if the architecture has one."""
     _methods: ClassVar[Mapping[type, Callable[[Any, Any], None]]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -120,6 +142,14 @@ class Lowering(ABC):
         start = len(self._code)
         self._block.accesses += [(start + at, op.on_fault.number) for at in op.assembly.starts]
         self._code += op.assembly.code
+
+    def _number(self, value: int, spare: int) -> int:
+        """Return a register that holds a constant; load the constant into `spare` unless it is 0."""
+        if value == 0:
+            return self.zero
+        register = self._real[spare]
+        self._load_immediate(register, value)
+        return register
 
     def _set_immediate(self, op: ir.SetImmediate) -> None:
         self._load_immediate(self._real[op.dst], op.value)

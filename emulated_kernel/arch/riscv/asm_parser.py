@@ -11,6 +11,7 @@ from emulated_kernel.arch.program.asm_source import (
     Statement,
     cell_offset,
     needed,
+    register_names,
 )
 from emulated_kernel.arch.riscv.encoder import (
     NOP,
@@ -349,4 +350,5 @@ def _word(word: int) -> bytes:
 
 
 def _names(mask: int) -> frozenset[str]:
-    return frozenset(name for number, name in enumerate(REGISTER_NAMES) if number and mask >> number & 1)
+    """Return the names of the registers in a mask, without the zero register."""
+    return register_names(mask & ~(1 << ZERO), REGISTER_NAMES)

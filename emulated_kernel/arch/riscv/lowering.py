@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 
 from emulated_kernel.arch.analysis.detour_region import LiveRegisters
 from emulated_kernel.arch.program import ir
 from emulated_kernel.arch.program.base_lowering import (
     BIT_TESTS,
+    SECOND,
+    SPARE,
+    THIRD,
     Assignment,
     Lowering,
-    cost,
+    by_cost,
     overwritten_by_assembly,
     registers_read,
 )
@@ -81,12 +83,6 @@ _CONDITIONS = {
 }
 """Condition -> funct3 of the branch, and whether the operands must be swapped."""
 
-_SPARE = -1
-"""Pseudo virtual register: its real register is a scratch register for the code of one op."""
-_SECOND = -2
-"""Pseudo virtual register for the second scratch register of one op."""
-_THIRD = -3
-"""Pseudo virtual register for the third scratch register of one op."""
 _BRANCH_RANGE = range(-0x1000, 0x1000)
 _HOLE = asm.jal(ZERO, 0, 0)
 _FAR_BRANCH_SIZE = 8
@@ -94,15 +90,6 @@ _FAR_BRANCH_SIZE = 8
 
 class BranchOutOfReachError(Exception):
     """The code is too long for conditional branches, which reach 4 KiB."""
-
-
-@lru_cache(1024)
-def _preference(live: frozenset[str], reads: frozenset[str]) -> tuple[int, ...]:
-    """Return the registers that a program may use, cheapest first.
-
-    The cheapest are dead registers that the program doesn't read.
-    """
-    return tuple(sorted(_ORDER, key=lambda number: cost(REGISTER_NAMES[number], live, reads)))
 
 
 def _patch_slot(code: bytearray, at: int, word: int) -> None:
@@ -128,6 +115,7 @@ def _patch_jump(code: bytearray, at: int, target: int) -> None:
 class RiscvLowering(Lowering):
     """Lowers ops to RISC-V instructions. lay_out() of the code may raise BranchOutOfReachError."""
 
+    zero = ZERO
     encoding = Encoding(_HOLE, 0, _patch_jump, _patch_slot)
 
     def __init__(
@@ -150,7 +138,7 @@ class RiscvLowering(Lowering):
         are absolute addresses.
         """
         registers = frozenset() if live is None else live.registers
-        order = _preference(registers, registers_read(program))
+        order = by_cost(_ORDER, REGISTER_NAMES, registers, registers_read(program))
         written = {NUMBERS[op.name] for op in program if type(op) is ir.SetRegister}
         order = tuple(number for number in order if number not in written)
         super().__init__(Assignment(order, set()), constants, breakpoint_, before_host)
@@ -172,14 +160,6 @@ class RiscvLowering(Lowering):
             code += asm.branch(BranchFunct3(funct3 ^ 1), left, right, _FAR_BRANCH_SIZE)
         self._block.jumps.append((len(code), label.number))
         code += _HOLE if self._far else asm.branch(funct3, left, right, 0)
-
-    def _number(self, value: int, spare: int) -> int:
-        """Return a register that holds a constant; load the constant into `spare` unless it is 0."""
-        if value == 0:
-            return ZERO
-        register = self._real[spare]
-        self._code += set_register(register, value)
-        return register
 
     # Registers
 
@@ -225,7 +205,7 @@ class RiscvLowering(Lowering):
         if kind in _SHIFTS or fits_12(value):
             self._code += asm.arithmetic_immediate(_PLAIN[kind], dst, dst, value)
         else:
-            self._code += asm.arithmetic(_PLAIN[kind], dst, dst, self._number(value, _SPARE))
+            self._code += asm.arithmetic(_PLAIN[kind], dst, dst, self._number(value, SPARE))
 
     # Memory
 
@@ -237,7 +217,7 @@ class RiscvLowering(Lowering):
         """
         if fits_12(offset):
             return base, offset
-        spare = self._real[_SPARE]
+        spare = self._real[SPARE]
         low = sign_extend(offset, 12)
         self._code += set_register(spare, offset - low)
         self._code += asm.arithmetic(asm.ArithmeticFunct3.ADD, spare, spare, base)
@@ -257,7 +237,7 @@ class RiscvLowering(Lowering):
     def _store_immediate(self, op: ir.StoreImmediate) -> None:
         base, offset = self._operand(self._real[op.base], op.offset)
         value = sign_extend(op.value, 8 * op.size)
-        self._code += store(base, offset, self._number(value, _SECOND), op.size)
+        self._code += store(base, offset, self._number(value, SECOND), op.size)
 
     def _cell(self, address: int, register: int) -> tuple[int, int]:
         """Return base register and offset for an absolute address, and emit code that loads its upper part.
@@ -276,14 +256,14 @@ class RiscvLowering(Lowering):
         self._code += load(dst, *self._cell(op.address, dst), op.size)
 
     def _add_to_absolute(self, op: ir.AddToAbsolute) -> None:
-        address = self._real[_SPARE]
-        value = self._real[_SECOND]
+        address = self._real[SPARE]
+        value = self._real[SECOND]
         self._code += set_register(address, op.address) + asm.addi(value, ZERO, op.value)
         self._code += asm.atomic_add(ZERO, address, value)
 
     def _add_and_fetch(self, op: ir.AddAndFetch) -> None:
-        address = self._real[_SPARE]
-        value = self._real[_SECOND]
+        address = self._real[SPARE]
+        value = self._real[SECOND]
         dst = self._real[op.dst]
         self._code += set_register(address, op.address) + asm.addi(value, ZERO, op.value)
         self._code += asm.atomic_add(dst, address, value) + asm.addi(dst, dst, op.value)
@@ -291,7 +271,7 @@ class RiscvLowering(Lowering):
     def _per_cpu_operand(self, offset: int) -> tuple[int, int]:
         """Return base register and offset of per-CPU data; the base may be a spare register."""
         if self._per_cpu is None:
-            return self._cell(offset, self._real[_SPARE])
+            return self._cell(offset, self._real[SPARE])
         return self._operand(self._per_cpu, offset)
 
     def _load_per_cpu(self, op: ir.LoadPerCpu) -> None:
@@ -305,13 +285,13 @@ class RiscvLowering(Lowering):
 
     def _add_to_per_cpu(self, op: ir.AddToPerCpu) -> None:
         base, offset = self._per_cpu_operand(op.offset)
-        value = self._real[_SECOND]
+        value = self._real[SECOND]
         self._code += load(value, base, offset, op.size) + asm.addi(value, value, op.value)
         self._code += store(base, offset, value, op.size)
 
     def _increase_per_cpu(self, op: ir.IncreasePerCpu) -> None:
         src = self._real[op.src]
-        value = self._real[_SECOND]
+        value = self._real[SECOND]
         base, offset = self._per_cpu_operand(op.offset)
         self._code += load(value, base, offset, WORD)
         self._code += asm.arithmetic(asm.ArithmeticFunct3.ADD, value, value, src) + store(
@@ -320,7 +300,7 @@ class RiscvLowering(Lowering):
 
     def _compute_per_cpu(self, op: ir.ComputePerCpu) -> None:
         dst = self._real[op.dst]
-        value = self._real[_SECOND]
+        value = self._real[SECOND]
         base, offset = self._per_cpu_operand(op.offset)
         self._code += load(value, base, offset, WORD) + asm.arithmetic(_PLAIN[op.op], dst, dst, value)
 
@@ -332,7 +312,7 @@ class RiscvLowering(Lowering):
         """Return a register that contains base + offset, for an atomic access; emit code that computes it."""
         if not offset:
             return base
-        spare = self._real[_SPARE]
+        spare = self._real[SPARE]
         if fits_12(offset):
             self._code += asm.addi(spare, base, offset)
         else:
@@ -345,8 +325,8 @@ class RiscvLowering(Lowering):
         at = self._atomic_place(real[op.base], op.offset)
         expected = real[op.expected]
         new = real[op.new]
-        found = real[_SECOND]
-        failed = real[_THIRD]
+        found = real[SECOND]
+        failed = real[THIRD]
         # Interrupts don't clear a reservation: give it back, or other code's store could succeed on it.
         differs = asm.store_conditional(failed, at, found) + asm.move(expected, found)
         again = len(self._code)
@@ -381,7 +361,7 @@ class RiscvLowering(Lowering):
         left = self._real[op.left]
         right = self._real[op.right]
         if op.condition in BIT_TESTS:
-            spare = self._real[_SPARE]
+            spare = self._real[SPARE]
             self._code += asm.arithmetic(asm.ArithmeticFunct3.AND, spare, left, right)
             left = spare
             right = ZERO
@@ -391,7 +371,7 @@ class RiscvLowering(Lowering):
         self._compare(op.condition, self._real[op.left], op.value, op.label)
 
     def _branch_per_cpu(self, op: ir.BranchPerCpu) -> None:
-        left = self._real[_SECOND]
+        left = self._real[SECOND]
         base, offset = self._per_cpu_operand(op.offset)
         # Sign extension preserves the order of unsigned numbers.
         self._code += load(left, base, offset, op.size, sign=True)
@@ -399,9 +379,9 @@ class RiscvLowering(Lowering):
 
     def _compare(self, condition: Condition, left: int, value: int, label: ir.Label) -> None:
         if condition not in BIT_TESTS:
-            self._branch_if(condition, left, self._number(value, _SPARE), label)
+            self._branch_if(condition, left, self._number(value, SPARE), label)
             return
-        spare = self._real[_SPARE]
+        spare = self._real[SPARE]
         if fits_12(value):
             self._code += asm.arithmetic_immediate(asm.ArithmeticFunct3.AND, spare, left, value)
         else:

@@ -8,10 +8,9 @@ checked.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 from emulated_kernel.arch.program.asm_source import (
     Assembler,
@@ -20,14 +19,15 @@ from emulated_kernel.arch.program.asm_source import (
     Statement,
     cell_offset,
     needed,
+    register_names,
 )
+from emulated_kernel.arch.program.keystone_asm import assemble_one, hexadecimal_numbers, keystone_engine
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.encoder import is_signed, signed
 from emulated_kernel.arch.x86.liveness import register_numbers
 from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 _NAME = lazy_pattern(r"(?<![\w.$])[A-Za-z_.$][\w.$]*")
-_NUMBER = lazy_pattern(r"(?<![\w.$])(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)(?![\w.$])")
 _MEMORY = lazy_pattern(r"(?:\b\w\w\s*:\s*)?\[([^][]*)\]")
 _CELL = lazy_pattern(r"\s*([A-Za-z_.$][\w.$]*)\s*(?:([-+])\s*(\w+)\s*)?")
 _BRANCH = lazy_pattern(r"(\w+)\s+([A-Za-z_.$][\w.$]*)")
@@ -77,16 +77,19 @@ class X86Assembler(Assembler):
         encoder.add_many([*insns, _nop(end)])
         code = encoder.encode(_BASE)[:-1]
         effects = [_effect(*pair) for pair in zip(source.statements, insns, strict=True)]
+        writes = 0
+        for written, _ in effects:
+            writes |= written
         return Assembly(
             code,
-            reads=_names([needed(effect for _, effect in effects)]),
-            writes=_names(writes for writes, _ in effects),
+            reads=register_names(needed(effect for _, effect in effects), REGISTER_NAMES),
+            writes=register_names(writes, REGISTER_NAMES),
             writes_flags=any(insn.rflags_modified for insn in insns),
             starts=tuple(insn.ip - _BASE for insn in self._decoder(code, _BASE)),
         )
 
     def _insn(self, statement: Statement, at: int, source: SourceText, cells: Mapping[str, int]) -> Any:
-        text = _NUMBER.sub(_hexadecimal, statement.text)
+        text = hexadecimal_numbers(statement.text)
         place = _PLACE
         cell = None
         memory = _MEMORY.search(text)
@@ -121,25 +124,14 @@ class X86Assembler(Assembler):
 
         Raises: KernelError EINVAL (the text isn't exactly one instruction).
         """
-        from keystone.keystone import KsError
-
-        try:
-            encoding, _ = self._engine.asm(text, at, True)
-        except KsError as error:
-            raise statement.refused(f"keystone: {error.message}") from error
-        insns = list(self._decoder(encoding or b"", at))
+        insns = list(self._decoder(assemble_one(self._engine, statement, text, at), at))
         if len(insns) != 1 or not insns[0]:
             raise statement.refused("isn't one instruction")
         return insns[0]
 
     @cached_property
     def _engine(self) -> Any:
-        import keystone
-
-        mode = keystone.KS_MODE_64 if self._bits == 64 else keystone.KS_MODE_32
-        engine = cast("Any", keystone).Ks(keystone.KS_ARCH_X86, mode)
-        engine.sym_resolver = lambda _symbol, _value: False
-        return engine
+        return keystone_engine("X86", str(self._bits))
 
     def _decoder(self, code: bytes, at: int) -> Any:
         from iced_x86 import Decoder
@@ -225,14 +217,10 @@ def _cell(statement: Statement, inner: str) -> tuple[str, int] | None:
     if cell is None or cell[1] != unknown[0]:
         raise statement.refused(f"{unknown[0]} is no register, and a cell's address is its name alone")
     try:
-        offset = int(_NUMBER.sub(_hexadecimal, cell[3] or "0"), 16)
+        offset = int(hexadecimal_numbers(cell[3] or "0"), 16)
     except ValueError:
         raise statement.refused(f"{cell[3]} is no number") from None
     return unknown[0], -offset if cell[2] == "-" else offset
-
-
-def _hexadecimal(number: re.Match[str]) -> str:
-    return hex(int(number[0], 0 if number[0][1:2].isalpha() else 10))
 
 
 def _set_address(insn: Any, address: int) -> None:
@@ -308,10 +296,3 @@ def _check_kind(statement: Statement, insn: Any) -> None:
         raise statement.refused(
             "isn't an instruction on general registers, which are all that handlers may use"
         )
-
-
-def _names(masks: Iterable[int]) -> frozenset[str]:
-    together = 0
-    for mask in masks:
-        together |= mask
-    return frozenset(name for number, name in enumerate(REGISTER_NAMES) if together >> number & 1)

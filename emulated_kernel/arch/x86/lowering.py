@@ -10,6 +10,7 @@ from emulated_kernel.arch.analysis.detour_region import LiveRegisters
 from emulated_kernel.arch.program import ir
 from emulated_kernel.arch.program.base_lowering import (
     BIT_TESTS,
+    SPARE,
     Assignment,
     Lowering,
     cost,
@@ -128,8 +129,6 @@ The register must not be live in the probed code.
 """
 
 _DISPLACEMENT = Struct("<i")
-_SPARE = -1
-"""Pseudo virtual register: an additional register for a single op."""
 _NONE: frozenset[str] = frozenset()
 
 SLOT_FLAGS = -1
@@ -355,7 +354,7 @@ class X86Lowering(Lowering):
         """
         if self._encoder.reaches(address):
             return asm.ABSOLUTE, address
-        spare = self._real[_SPARE]
+        spare = self._real[SPARE]
         self._code += self._encoder.set_register(spare, address)
         return spare, 0
 
@@ -389,7 +388,7 @@ class X86Lowering(Lowering):
         encoder = self._encoder
         value = op.value
         if self._keeps_flags:
-            spare = self._real[_SPARE]
+            spare = self._real[SPARE]
             self._code += encoder.load(spare, PER_CPU, op.offset, op.size)
             self._code += encoder.lea(spare, spare, value)
             self._store_at(PER_CPU, op.offset, spare, op.size)

@@ -1,5 +1,114 @@
 // Dispatch of a guest's traps and its rdtsc on an AArch64 host; x86_64.s has the same routines with more comments.
 
+// Macros, as in x86_64.s.
+
+.macro count_hit words
+    ldr x6, [\words, #{hits}]
+    add x6, x6, #1
+    str x6, [\words, #{hits}]
+.endm
+
+// The address is in x4. The target is left in x7.
+.macro search words, table, shift, entries
+    ldr x6, [\words, #{python}]
+    ldr x7, [\words, #{callers}]
+    orr x6, x6, x7
+    cbnz x6, python
+    movz x6, #{factor_0}
+    movk x6, #{factor_1}, lsl #16
+    movk x6, #{factor_2}, lsl #32
+    movk x6, #{factor_3}, lsl #48
+    mul x6, x6, x4
+    ldr w7, [\table, #\shift]
+    lsr x6, x6, x7
+    ldr x7, [\table, #\entries]
+    add x6, x7, x6, lsl #4
+next:
+    ldr x7, [x6]
+    cmp x7, x4
+    b.eq found
+    add x6, x6, #16
+    cbnz x7, next
+    b python
+found:
+    ldr x7, [x6, #8]
+    cbz x7, python
+    count_hit \words
+.endm
+
+// The address of the LinkWords is in x7. The target is left in x7.
+.macro follow_link
+    sub x7, x7, #{linked}
+    ldr x4, [x7, #{target_register}]
+    ldr x4, [x4]
+    ldr x5, [x7, #{added}]
+    add x4, x4, x5
+    ldr x5, [x7, #{kept_bits}]
+    and x4, x4, x5
+    ldr x5, [x7, #{link_register}]
+    ldr x6, [x7, #{link}]
+    str x6, [x5]
+    mov x7, x4
+.endm
+
+.macro charge words, ns, next
+    ldr x3, [\words, #{time}]
+    ldr x4, [\words, #\ns]
+    ldr x5, [x3]
+    add x5, x5, x4
+    str x5, [x3]
+    ldr x5, [\words, #\next]
+    br x5
+.endm
+
+// The address of mstatus is left in x4, its value in w5, and SUM in w6.
+.macro test_sum
+    ldr x4, [x3, #{site}]
+    ldr w4, [x4]
+    ldr w5, [x3, #{insn}]
+    cmp w4, w5
+    b.ne leave
+    ldr x4, [x3, #{operand}]
+    ldr w4, [x4]
+    movz w6, #{sum_1}, lsl #16
+    tst w4, w6
+    b.eq leave
+    ldr x4, [x3, #{mstatus}]
+    ldr w5, [x4]
+    tst w5, w6
+.endm
+
+// The address of the entry is in x5.
+.macro drop_unless_kernel kept
+    ldr x9, [x5]
+    ldr x10, [x5, #8]
+    and x9, x9, x10
+    ldr x10, [x5, #16]
+    tst x9, x10
+    b.mi \kept
+    str x8, [x5]
+    str x8, [x5, #8]
+    str x8, [x5, #16]
+.endm
+
+// The number of bytes is in x6.
+.macro find_range again, address, end
+    ldr x4, [x3, #{map}]
+    sub x4, x4, #{range_size}
+\again:
+    add x4, x4, #{range_size}
+    ldr x7, [x4, #{past}]
+    cbz x7, leave
+    ldr x10, [x4, #{first}]
+    cmp \address, x10
+    b.lo \again
+    cmp \address, x7
+    b.hs \again
+    add \end, \address, x6
+    cmp \end, x7
+    b.hi leave
+.endm
+
 @routine x86
 // void (uc x0, vector w1, words x2)
     ldr x3, [x2, #{ip}]
@@ -12,32 +121,7 @@
     sub x4, x4, #1
     add x5, x2, #{breakpoints}
 look:
-    ldr x6, [x2, #{python}]
-    ldr x7, [x2, #{callers}]
-    orr x6, x6, x7
-    cbnz x6, python
-    movz x6, #{factor_0}
-    movk x6, #{factor_1}, lsl #16
-    movk x6, #{factor_2}, lsl #32
-    movk x6, #{factor_3}, lsl #48
-    mul x6, x6, x4
-    ldr w7, [x5, #{shift}]
-    lsr x6, x6, x7
-    ldr x7, [x5, #{entries}]
-    add x6, x7, x6, lsl #4
-next:
-    ldr x7, [x6]
-    cmp x7, x4
-    b.eq found
-    add x6, x6, #16
-    cbnz x7, next
-    b python
-found:
-    ldr x7, [x6, #8]
-    cbz x7, python
-    ldr x6, [x2, #{hits}]
-    add x6, x6, #1
-    str x6, [x2, #{hits}]
+    search x2, x5, {shift}, {entries}
     cmp w1, #{debug_vector}
     b.eq stepped
     str x7, [x3]
@@ -97,9 +181,7 @@ python:
     str x7, [x6, #8]
     and x7, x7, #0xfffffffffffffff0
     str x7, [x3]
-    ldr x6, [x2, #{hits}]
-    add x6, x6, #1
-    str x6, [x2, #{hits}]
+    count_hit x2
     ret
 callback:
     ldr x16, [x2, #{callback}]
@@ -111,32 +193,7 @@ callback:
     cbz x9, python
     ldr x3, [x1, #{ip}]
     ldr x4, [x3]
-    ldr x6, [x1, #{python}]
-    ldr x7, [x1, #{callers}]
-    orr x6, x6, x7
-    cbnz x6, python
-    movz x6, #{factor_0}
-    movk x6, #{factor_1}, lsl #16
-    movk x6, #{factor_2}, lsl #32
-    movk x6, #{factor_3}, lsl #48
-    mul x6, x6, x4
-    ldr w7, [x1, #{breakpoints_shift}]
-    lsr x6, x6, x7
-    ldr x7, [x1, #{breakpoints}]
-    add x6, x7, x6, lsl #4
-next:
-    ldr x7, [x6]
-    cmp x7, x4
-    b.eq found
-    add x6, x6, #16
-    cbnz x7, next
-    b python
-found:
-    ldr x7, [x6, #8]
-    cbz x7, python
-    ldr x6, [x1, #{hits}]
-    add x6, x6, #1
-    str x6, [x1, #{hits}]
+    search x1, x1, {breakpoints_shift}, {breakpoints}
     tst x7, #{linked}
     b.ne linked
 leave:
@@ -145,17 +202,7 @@ leave:
     movz w0, #1
     ret
 linked:
-    sub x7, x7, #{linked}
-    ldr x4, [x7, #{target_register}]
-    ldr x4, [x4]
-    ldr x5, [x7, #{added}]
-    add x4, x4, x5
-    ldr x5, [x7, #{kept_bits}]
-    and x4, x4, x5
-    ldr x5, [x7, #{link_register}]
-    ldr x6, [x7, #{link}]
-    str x6, [x5]
-    mov x7, x4
+    follow_link
     b leave
 python:
     ldr x16, [x1, #{callback}]
@@ -167,49 +214,14 @@ python:
     b.ne python
     ldr x3, [x2, #{ip}]
     ldr x4, [x3]
-    ldr x6, [x2, #{python}]
-    ldr x7, [x2, #{callers}]
-    orr x6, x6, x7
-    cbnz x6, python
-    movz x6, #{factor_0}
-    movk x6, #{factor_1}, lsl #16
-    movk x6, #{factor_2}, lsl #32
-    movk x6, #{factor_3}, lsl #48
-    mul x6, x6, x4
-    ldr w7, [x2, #{breakpoints_shift}]
-    lsr x6, x6, x7
-    ldr x7, [x2, #{breakpoints}]
-    add x6, x7, x6, lsl #4
-next:
-    ldr x7, [x6]
-    cmp x7, x4
-    b.eq found
-    add x6, x6, #16
-    cbnz x7, next
-    b python
-found:
-    ldr x7, [x6, #8]
-    cbz x7, python
-    ldr x6, [x2, #{hits}]
-    add x6, x6, #1
-    str x6, [x2, #{hits}]
+    search x2, x2, {breakpoints_shift}, {breakpoints}
     tst x7, #{linked}
     b.ne linked
 leave:
     str x7, [x3]
     ret
 linked:
-    sub x7, x7, #{linked}
-    ldr x4, [x7, #{target_register}]
-    ldr x4, [x4]
-    ldr x5, [x7, #{added}]
-    add x4, x4, x5
-    ldr x5, [x7, #{kept_bits}]
-    and x4, x4, x5
-    ldr x5, [x7, #{link_register}]
-    ldr x6, [x7, #{link}]
-    str x6, [x5]
-    mov x7, x4
+    follow_link
     b leave
 python:
     ldr x16, [x2, #{callback}]
@@ -311,36 +323,10 @@ python:
     ldr x4, [x3, #{destination}]
     ldr x9, [x4]
     and x9, x9, x5
-    ldr x4, [x3, #{map}]
-    sub x4, x4, #{range_size}
-source:
-    add x4, x4, #{range_size}
-    ldr x7, [x4, #{past}]
-    cbz x7, leave
-    ldr x10, [x4, #{first}]
-    cmp x8, x10
-    b.lo source
-    cmp x8, x7
-    b.hs source
-    add x11, x8, x6
-    cmp x11, x7
-    b.hi leave
+    find_range source, x8, x11
     ldr x12, [x4, #{displacement}]
     add x12, x12, x8
-    ldr x4, [x3, #{map}]
-    sub x4, x4, #{range_size}
-target:
-    add x4, x4, #{range_size}
-    ldr x7, [x4, #{past}]
-    cbz x7, leave
-    ldr x10, [x4, #{first}]
-    cmp x9, x10
-    b.lo target
-    cmp x9, x7
-    b.hs target
-    add x13, x9, x6
-    cmp x13, x7
-    b.hi leave
+    find_range target, x9, x13
     ldr x10, [x4, #{is_writable}]
     cbz x10, leave
     ldr x10, [x4, #{displacement}]
@@ -380,19 +366,7 @@ leave:
 
 @routine set_sum
 // void (uc x0, address x1, size w2, words x3)
-    ldr x4, [x3, #{site}]
-    ldr w4, [x4]
-    ldr w5, [x3, #{insn}]
-    cmp w4, w5
-    b.ne leave
-    ldr x4, [x3, #{operand}]
-    ldr w4, [x4]
-    movz w6, #{sum_1}, lsl #16
-    tst w4, w6
-    b.eq leave
-    ldr x4, [x3, #{mstatus}]
-    ldr w5, [x4]
-    tst w5, w6
+    test_sum
     b.ne leave
     orr w5, w5, w6
     str w5, [x4]
@@ -404,19 +378,7 @@ leave:
 
 @routine clear_sum
 // void (uc x0, address x1, size w2, words x3)
-    ldr x4, [x3, #{site}]
-    ldr w4, [x4]
-    ldr w5, [x3, #{insn}]
-    cmp w4, w5
-    b.ne leave
-    ldr x4, [x3, #{operand}]
-    ldr w4, [x4]
-    movz w6, #{sum_1}, lsl #16
-    tst w4, w6
-    b.eq leave
-    ldr x4, [x3, #{mstatus}]
-    ldr w5, [x4]
-    tst w5, w6
+    test_sum
     b.eq leave
     bic w5, w5, w6
     str w5, [x4]
@@ -430,15 +392,7 @@ leave:
     ldr x7, [x3, #{used}]
     movn x8, #0
 entry:
-    ldr x9, [x5]
-    ldr x10, [x5, #8]
-    and x9, x9, x10
-    ldr x10, [x5, #16]
-    tst x9, x10
-    b.mi kept
-    str x8, [x5]
-    str x8, [x5, #8]
-    str x8, [x5, #16]
+    drop_unless_kernel kept
     ldr x9, [x7]
     sub x9, x9, #1
     str x9, [x7]
@@ -449,15 +403,7 @@ kept:
     ldr x5, [x3, #{victims}]
     add x6, x5, #{victims_size}
 victim:
-    ldr x9, [x5]
-    ldr x10, [x5, #8]
-    and x9, x9, x10
-    ldr x10, [x5, #16]
-    tst x9, x10
-    b.mi past
-    str x8, [x5]
-    str x8, [x5, #8]
-    str x8, [x5, #16]
+    drop_unless_kernel past
 past:
     add x5, x5, #{entry_size}
     cmp x5, x6
@@ -474,40 +420,16 @@ leave:
 
 @routine charge_intr
 // A trap takes time; then the routine for traps, as Unicorn's UC_HOOK_INTR.
-    ldr x3, [x2, #{time}]
-    ldr x4, [x2, #{trap_ns}]
-    ldr x5, [x3]
-    add x5, x5, x4
-    str x5, [x3]
-    ldr x5, [x2, #{routine}]
-    br x5
+    charge x2, {trap_ns}, {routine}
 
 @routine charge_invalid
 // A trap takes time; then the routine for traps, as Unicorn's UC_HOOK_INSN_INVALID.
-    ldr x3, [x1, #{time}]
-    ldr x4, [x1, #{trap_ns}]
-    ldr x5, [x3]
-    add x5, x5, x4
-    str x5, [x3]
-    ldr x5, [x1, #{routine}]
-    br x5
+    charge x1, {trap_ns}, {routine}
 
 @routine handler_intr
 // The Python callback takes more time.
-    ldr x3, [x2, #{time}]
-    ldr x4, [x2, #{handler_ns}]
-    ldr x5, [x3]
-    add x5, x5, x4
-    str x5, [x3]
-    ldr x5, [x2, #{handler}]
-    br x5
+    charge x2, {handler_ns}, {handler}
 
 @routine handler_invalid
 // The Python callback takes more time.
-    ldr x3, [x1, #{time}]
-    ldr x4, [x1, #{handler_ns}]
-    ldr x5, [x3]
-    add x5, x5, x4
-    str x5, [x3]
-    ldr x5, [x1, #{handler}]
-    br x5
+    charge x1, {handler_ns}, {handler}

@@ -85,17 +85,22 @@ def constants() -> dict[str, int]:
 
 
 def sources(host: str) -> dict[str, str]:
-    """Return name of a routine -> its assembler text for one kind of host, without comments."""
+    """Return name of a routine -> its assembler text for one kind of host, without comments.
+
+    The text before the first routine, which contains macros, is the beginning of each routine's text.
+    """
     marker = {"x86_64": "#", "aarch64": "//"}[host]
     text = (HERE / f"{host}.s").read_text().format(**constants())
     lines = [line.partition(marker)[0].rstrip() for line in text.splitlines()]
+    macros: list[str] = []
     found: dict[str, list[str]] = {}
+    here = macros
     for line in filter(None, lines):
         if line.startswith(_ROUTINE):
             here = found.setdefault(line.removeprefix(_ROUTINE), [])
         else:
             here.append(line)
-    return {name: "\n".join(lines) for name, lines in found.items()}
+    return {name: "\n".join(macros + lines) for name, lines in found.items()}
 
 
 def assemble(host: str) -> dict[str, bytes]:

@@ -1,27 +1,20 @@
 # Dispatch of a guest's traps and its rdtsc on an x86-64 host (System V calling convention).
 # Names in braces are offsets in TrapWords or TscWords, and constants of assemble.py. All labels belong to one routine.
 
-@routine x86
-# void (uc rdi, vector esi, words rdx), as Unicorn's UC_HOOK_INTR.
-    mov r8, [rdx + {ip}]                # address of the guest's instruction pointer
-    mov rax, [r8]
-    lea r9, [rdx + {debug_traps}]
-    cmp esi, {debug_vector}
-    je look
-    cmp esi, {breakpoint_vector}
-    jne python
-    dec rax                             # int3 is one byte long
-    lea r9, [rdx + {breakpoints}]
-look:
-    mov r10, [rdx + {python}]
-    or r10, [rdx + {callers}]
+# Macros. The labels `python` and `leave` are those of the routine that uses the macro.
+
+# Search a table for the address in rax. Count the hit, and leave the target in rcx. Without a target, or if Python is to
+# have all traps, go to `python`.
+.macro search words, table
+    mov r10, [\words + {python}]
+    or r10, [\words + {callers}]
     jne python
     movabs r11, {factor}
     imul r11, rax
-    mov ecx, [r9 + {shift}]
+    mov ecx, [\table + {shift}]
     shr r11, cl
     shl r11, 4
-    add r11, [r9 + {entries}]
+    add r11, [\table + {entries}]
 next:
     mov rcx, [r11]
     cmp rcx, rax
@@ -34,7 +27,84 @@ found:
     mov rcx, [r11 + 8]
     test rcx, rcx
     je python                           # the empty entry, for address 0
-    inc qword ptr [rdx + {hits}]
+    inc qword ptr [\words + {hits}]
+.endm
+
+# Carry out the jump that the LinkWords at rcx describe: set the return address, and leave the target in rcx.
+.macro follow_link
+    xor rcx, {linked}
+    mov rax, [rcx + {target_register}]
+    mov rax, [rax]
+    add rax, [rcx + {added}]
+    and rax, [rcx + {kept_bits}]
+    mov r10, [rcx + {link_register}]
+    mov r11, [rcx + {link}]
+    mov [r10], r11
+    mov rcx, rax
+.endm
+
+# Advance the model clock, and go on.
+.macro charge words, ns, next
+    mov r8, [\words + {time}]
+    mov r9, [\words + \ns]
+    add [r8], r9
+    jmp qword ptr [\words + \next]
+.endm
+
+# Test SUM of mstatus, whose address is left in rax. If the instruction is patched, or does not name SUM, go to `leave`.
+.macro test_sum
+    mov rax, [rcx + {site}]
+    mov eax, [rax]
+    cmp eax, [rcx + {insn}]
+    jne leave                           # the text is patched
+    mov rax, [rcx + {operand}]
+    test dword ptr [rax], {sum}
+    je leave
+    mov rax, [rcx + {mstatus}]
+    test dword ptr [rax], {sum}
+.endm
+
+# Make the entry at r8 of the cached translations empty, unless all its addresses are in the upper half.
+.macro drop_unless_kernel kept
+    mov rax, [r8]
+    and rax, [r8 + 8]
+    and rax, [r8 + 16]
+    js \kept                            # no address in the lower half
+    mov [r8], r11
+    mov [r8 + 8], r11
+    mov [r8 + 16], r11
+.endm
+
+# Find the range of memory that contains the rdx bytes from an address on; without one, go to `leave`.
+.macro find_range again, address, end
+    mov rax, [rcx + {map}]
+    sub rax, {range_size}
+\again:
+    add rax, {range_size}
+    cmp qword ptr [rax + {past}], 0
+    je leave
+    cmp \address, [rax + {first}]
+    jb \again
+    cmp \address, [rax + {past}]
+    jae \again
+    lea \end, [\address + rdx]
+    cmp \end, [rax + {past}]
+    ja leave
+.endm
+
+@routine x86
+# void (uc rdi, vector esi, words rdx), as Unicorn's UC_HOOK_INTR.
+    mov r8, [rdx + {ip}]                # address of the guest's instruction pointer
+    mov rax, [r8]
+    lea r9, [rdx + {debug_traps}]
+    cmp esi, {debug_vector}
+    je look
+    cmp esi, {breakpoint_vector}
+    jne python
+    dec rax                             # int3 is one byte long
+    lea r9, [rdx + {breakpoints}]
+look:
+    search rdx, r9
     cmp esi, {debug_vector}
     je stepped
     mov [r8], rcx
@@ -97,28 +167,7 @@ callback:
     je python
     mov r8, [rsi + {ip}]
     mov rax, [r8]
-    mov r10, [rsi + {python}]
-    or r10, [rsi + {callers}]
-    jne python
-    movabs r11, {factor}
-    imul r11, rax
-    mov ecx, [rsi + {breakpoints} + {shift}]
-    shr r11, cl
-    shl r11, 4
-    add r11, [rsi + {breakpoints} + {entries}]
-next:
-    mov rcx, [r11]
-    cmp rcx, rax
-    je found
-    add r11, 16
-    test rcx, rcx
-    jne next
-    jmp python
-found:
-    mov rcx, [r11 + 8]
-    test rcx, rcx
-    je python
-    inc qword ptr [rsi + {hits}]
+    search rsi, rsi+{breakpoints}
     test cl, {linked}
     jne linked
 leave:
@@ -126,16 +175,8 @@ leave:
     mov dword ptr [r9], 0
     mov eax, 1
     ret
-linked:                                 # a jump to the address in a register, with a return address
-    xor rcx, {linked}
-    mov rax, [rcx + {target_register}]
-    mov rax, [rax]
-    add rax, [rcx + {added}]
-    and rax, [rcx + {kept_bits}]
-    mov r10, [rcx + {link_register}]
-    mov r11, [rcx + {link}]
-    mov [r10], r11
-    mov rcx, rax
+linked:
+    follow_link
     jmp leave
 python:
     jmp qword ptr [rsi + {callback}]
@@ -146,43 +187,14 @@ python:
     jne python
     mov r8, [rdx + {ip}]
     mov rax, [r8]
-    mov r10, [rdx + {python}]
-    or r10, [rdx + {callers}]
-    jne python
-    movabs r11, {factor}
-    imul r11, rax
-    mov ecx, [rdx + {breakpoints} + {shift}]
-    shr r11, cl
-    shl r11, 4
-    add r11, [rdx + {breakpoints} + {entries}]
-next:
-    mov rcx, [r11]
-    cmp rcx, rax
-    je found
-    add r11, 16
-    test rcx, rcx
-    jne next
-    jmp python
-found:
-    mov rcx, [r11 + 8]
-    test rcx, rcx
-    je python
-    inc qword ptr [rdx + {hits}]
+    search rdx, rdx+{breakpoints}
     test cl, {linked}
     jne linked
 leave:
     mov [r8], rcx
     ret
 linked:
-    xor rcx, {linked}
-    mov rax, [rcx + {target_register}]
-    mov rax, [rax]
-    add rax, [rcx + {added}]
-    and rax, [rcx + {kept_bits}]
-    mov r10, [rcx + {link_register}]
-    mov r11, [rcx + {link}]
-    mov [r10], r11
-    mov rcx, rax
+    follow_link
     jmp leave
 python:
     jmp qword ptr [rdx + {callback}]
@@ -260,34 +272,10 @@ python:
     mov rax, [rcx + {destination}]
     mov rdi, [rax]
     and rdi, r8
-    mov rax, [rcx + {map}]
-    sub rax, {range_size}
-source:
-    add rax, {range_size}
-    cmp qword ptr [rax + {past}], 0
-    je leave
-    cmp rsi, [rax + {first}]
-    jb source
-    cmp rsi, [rax + {past}]
-    jae source
-    lea r9, [rsi + rdx]
-    cmp r9, [rax + {past}]
-    ja leave
+    find_range source, rsi, r9
     mov r10, [rax + {displacement}]
     add r10, rsi                        # the source in this process
-    mov rax, [rcx + {map}]
-    sub rax, {range_size}
-target:
-    add rax, {range_size}
-    cmp qword ptr [rax + {past}], 0
-    je leave
-    cmp rdi, [rax + {first}]
-    jb target
-    cmp rdi, [rax + {past}]
-    jae target
-    lea r11, [rdi + rdx]
-    cmp r11, [rax + {past}]
-    ja leave
+    find_range target, rdi, r11
     cmp qword ptr [rax + {is_writable}], 0
     je leave
     add rdi, [rax + {displacement}]     # the destination in this process
@@ -310,15 +298,7 @@ leave:
 
 @routine set_sum
 # void (uc rdi, address rsi, size edx, words rcx), as Unicorn's UC_HOOK_CODE before a csrs of sstatus.
-    mov rax, [rcx + {site}]
-    mov eax, [rax]
-    cmp eax, [rcx + {insn}]
-    jne leave                           # the text is patched
-    mov rax, [rcx + {operand}]
-    test dword ptr [rax], {sum}
-    je leave
-    mov rax, [rcx + {mstatus}]
-    test dword ptr [rax], {sum}
+    test_sum
     jne leave
     or dword ptr [rax], {sum}           # no page that only SUM allows is cached, so none is wrong
     inc qword ptr [rcx + {spared}]
@@ -327,15 +307,7 @@ leave:
 
 @routine clear_sum
 # Before a csrc of sstatus: clears SUM, and drops the cached translations of user pages only.
-    mov rax, [rcx + {site}]
-    mov eax, [rax]
-    cmp eax, [rcx + {insn}]
-    jne leave
-    mov rax, [rcx + {operand}]
-    test dword ptr [rax], {sum}
-    je leave
-    mov rax, [rcx + {mstatus}]
-    test dword ptr [rax], {sum}
+    test_sum
     je leave
     and dword ptr [rax], {not_sum}
     inc qword ptr [rcx + {spared}]
@@ -346,13 +318,7 @@ leave:
     mov r10, [rcx + {used}]
     mov r11, -1
 entry:
-    mov rax, [r8]
-    and rax, [r8 + 8]
-    and rax, [r8 + 16]
-    js kept                             # no address in the lower half
-    mov [r8], r11
-    mov [r8 + 8], r11
-    mov [r8 + 16], r11
+    drop_unless_kernel kept
     dec qword ptr [r10]
 kept:
     add r8, {entry_size}
@@ -361,13 +327,7 @@ kept:
     mov r8, [rcx + {victims}]
     lea r9, [r8 + {victims_size}]
 victim:
-    mov rax, [r8]
-    and rax, [r8 + 8]
-    and rax, [r8 + 16]
-    js past
-    mov [r8], r11
-    mov [r8 + 8], r11
-    mov [r8 + 16], r11
+    drop_unless_kernel past
 past:
     add r8, {entry_size}
     cmp r8, r9
@@ -382,28 +342,16 @@ leave:
 
 @routine charge_intr
 # A trap takes time; then the routine for traps, as Unicorn's UC_HOOK_INTR.
-    mov r8, [rdx + {time}]
-    mov r9, [rdx + {trap_ns}]
-    add [r8], r9
-    jmp qword ptr [rdx + {routine}]
+    charge rdx, {trap_ns}, {routine}
 
 @routine charge_invalid
 # A trap takes time; then the routine for traps, as Unicorn's UC_HOOK_INSN_INVALID.
-    mov r8, [rsi + {time}]
-    mov r9, [rsi + {trap_ns}]
-    add [r8], r9
-    jmp qword ptr [rsi + {routine}]
+    charge rsi, {trap_ns}, {routine}
 
 @routine handler_intr
 # The Python callback takes more time.
-    mov r8, [rdx + {time}]
-    mov r9, [rdx + {handler_ns}]
-    add [r8], r9
-    jmp qword ptr [rdx + {handler}]
+    charge rdx, {handler_ns}, {handler}
 
 @routine handler_invalid
 # The Python callback takes more time.
-    mov r8, [rsi + {time}]
-    mov r9, [rsi + {handler_ns}]
-    add [r8], r9
-    jmp qword ptr [rsi + {handler}]
+    charge rsi, {handler_ns}, {handler}

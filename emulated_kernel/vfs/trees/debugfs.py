@@ -10,10 +10,12 @@ from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS, ReturnHooks
 from emulated_kernel.util.abi import HZ
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.vfs.core.attribute_file import AttributeFile
+from emulated_kernel.vfs.core.command_file import CommandFile, explained
 from emulated_kernel.vfs.core.kstrtox import kstrtobool, kstrtoul
 from emulated_kernel.vfs.core.node import Directory, Node, Owner
 from emulated_kernel.vfs.core.open_file import File
-from emulated_kernel.vfs.core.seq_file import AttributeFile, CommandFile, SeqFile, explained, listing, single
+from emulated_kernel.vfs.core.seq_file import SeqFile, listing, single
 from emulated_kernel.vfs.trees.stats import stats_directory
 from emulated_kernel.vfs.trees.sysctl import kprobes_optimization
 

@@ -15,21 +15,14 @@ from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.ring.page_format import header_event_text, header_page_text
 from emulated_kernel.trace.trace_arrays import Tracing
 from emulated_kernel.trace.trigger.triggers import EventTriggers
+from emulated_kernel.vfs.core.attribute_file import AttributeFile, OneReadFile, SteppedAttribute
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.command_file import CommandFile
 from emulated_kernel.vfs.core.kstrtox import switch
 from emulated_kernel.vfs.core.modes import DIRECTORY, READ_ONLY, READ_WRITE
 from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Node, Objects
 from emulated_kernel.vfs.core.open_file import File, Moves
-from emulated_kernel.vfs.core.seq_file import (
-    AttributeFile,
-    CommandFile,
-    OneReadFile,
-    OpenSeq,
-    SeqFile,
-    SteppedAttribute,
-    StreamFile,
-    single,
-)
+from emulated_kernel.vfs.core.seq_file import OpenSeq, SeqFile, StreamFile, single
 
 
 def events_directory(tracing: Tracing) -> Directory:

@@ -11,8 +11,9 @@ from emulated_kernel.components.records import KernelComponents
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.limits import RECORD_BYTES, Limit, Limits, limit_line, parse_limit
+from emulated_kernel.vfs.core.command_file import SteppedFile, each_line
 from emulated_kernel.vfs.core.node import Node
-from emulated_kernel.vfs.core.seq_file import SteppedFile, each_line, listing
+from emulated_kernel.vfs.core.seq_file import listing
 
 
 @dataclass(frozen=True)

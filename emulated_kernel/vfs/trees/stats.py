@@ -23,19 +23,12 @@ from emulated_kernel.trace.symbols import sprint_symbol
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_named_tuple import NamedTuple
 from emulated_kernel.util.lazy_pattern import lazy_pattern
+from emulated_kernel.vfs.core.attribute_file import AttributeFile
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.kstrtox import kstrtoul, switch
 from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Node, Objects, Owner
 from emulated_kernel.vfs.core.open_file import File
-from emulated_kernel.vfs.core.seq_file import (
-    AttributeFile,
-    PerClientFile,
-    Records,
-    SeqFile,
-    StreamFile,
-    listing_of,
-    single,
-)
+from emulated_kernel.vfs.core.seq_file import PerClientFile, Records, SeqFile, StreamFile, listing_of, single
 
 _DIRECTORY = 0o755
 _READ_WRITE = 0o644

@@ -6,10 +6,10 @@ from emulated_kernel.kprobes.hit.ftrace import FtraceSites
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.trace.tracers.stack_tracer import StackTracer
+from emulated_kernel.vfs.core.attribute_file import SysctlFile
 from emulated_kernel.vfs.core.kstrtox import sysctl_int, sysctl_switch
 from emulated_kernel.vfs.core.node import Directory, Node
 from emulated_kernel.vfs.core.open_file import File
-from emulated_kernel.vfs.core.seq_file import SysctlFile
 
 
 def sysctl_directory(kprobes: Kprobes, stack: StackTracer) -> Directory:

@@ -23,31 +23,24 @@ from emulated_kernel.trace.tracers.function_tracer import FunctionTracer
 from emulated_kernel.trace.trigger.triggers import trigger_line
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.vfs.core.attribute_file import AttributeFile
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.command_file import (
+    CommandFile,
+    Execute,
+    MarkerFile,
+    OpenCommand,
+    RawMarkerFile,
+    SteppedFile,
+    WrittenList,
+)
+from emulated_kernel.vfs.core.edited_file import EditedFile, LastCloseFile
 from emulated_kernel.vfs.core.kstrtox import cpumask, kstrtoul
 from emulated_kernel.vfs.core.modes import DIRECTORY, OWNER_WRITE_ONLY, READ_ONLY, READ_WRITE, WRITE_ONLY
 from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Node, Objects
 from emulated_kernel.vfs.core.open_file import File, Moves, OpenFile
-from emulated_kernel.vfs.core.seq_file import (
-    AttributeFile,
-    CommandFile,
-    EditedFile,
-    Execute,
-    LastCloseFile,
-    MarkerFile,
-    OpenCommand,
-    OpenPipe,
-    PipeFile,
-    RawMarkerFile,
-    Records,
-    RecordStream,
-    SeqFile,
-    SteppedFile,
-    WrittenList,
-    listing,
-    listing_of,
-    single,
-)
+from emulated_kernel.vfs.core.pipe_file import OpenPipe, PipeFile
+from emulated_kernel.vfs.core.seq_file import Records, RecordStream, SeqFile, listing, listing_of, single
 from emulated_kernel.vfs.trees.events_dir import events_directory
 
 NAME_MAX = 100

@@ -16,18 +16,13 @@ from emulated_kernel.trace.tracers.call_sites import KernelFunctions
 from emulated_kernel.trace.tracers.function_profiler import FunctionProfiler
 from emulated_kernel.trace.tracers.graph_tracer import GraphTracer
 from emulated_kernel.trace.tracers.stack_tracer import StackTracer
+from emulated_kernel.vfs.core.attribute_file import AttributeFile, UnseekableAttribute
+from emulated_kernel.vfs.core.command_file import LinesFile
+from emulated_kernel.vfs.core.edited_file import EditedFile
 from emulated_kernel.vfs.core.modes import DIRECTORY, READ_ONLY, READ_WRITE, ROOT
 from emulated_kernel.vfs.core.node import Directory, Node
 from emulated_kernel.vfs.core.open_file import File, Moves
-from emulated_kernel.vfs.core.seq_file import (
-    AttributeFile,
-    EditedFile,
-    LinesFile,
-    SeqFile,
-    UnseekableAttribute,
-    listing,
-    single,
-)
+from emulated_kernel.vfs.core.seq_file import SeqFile, listing, single
 from emulated_kernel.vfs.trees.readme import readme_text
 from emulated_kernel.vfs.trees.trace_array_files import (
     instances_directory,

@@ -17,8 +17,8 @@ from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.command_file import PIECE_SIZE
 from emulated_kernel.vfs.core.node import Owner
-from emulated_kernel.vfs.core.seq_file import PIECE_SIZE
 from emulated_kernel.vfs.mount import Mount
 from kprobefs.daemon.reboot import RebootableKernel
 

@@ -17,7 +17,8 @@ from emulated_kernel.kprobes.profile import DEFAULT, PROFILES
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux.probing import PLAIN, boundaries, engine
-from tests.oracle.inside import OPTIMIZING, read, write
+from tests.oracle.inside.mount_files import read, write
+from tests.oracle.inside.places import OPTIMIZING
 
 WRITES = 9
 FUNCTIONS = ("shmem_write_begin", "shmem_write_end")

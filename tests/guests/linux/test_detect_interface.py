@@ -21,7 +21,10 @@ from emulated_kernel.util.linux_rule import series_of
 from emulated_kernel.vfs.core.node import Owner
 from tests.guests.linux import debian_kernel
 from tests.image.linux.debian import package
-from tests.oracle import inside
+from tests.oracle.inside.definitions import compare_definitions
+from tests.oracle.inside.filters import compare_filters
+from tests.oracle.inside.places import compare_places, kernel_places
+from tests.oracle.inside.records import compare_records, recorded_definitions
 
 DEFINITIONS = 60
 FILTERS = 120
@@ -58,13 +61,13 @@ def test_a_kernel_answers_as_it_does_itself(suite: str) -> None:
     assert interface.rules - BACKPORTED == INTERFACES.get(name, interface).rules - BACKPORTED
     assert interface.release == detect_interface(text).release == text.release
 
-    defined = inside.compare_definitions(linux, ours, DEFINITIONS, 3, interface)
+    defined = compare_definitions(linux, ours, DEFINITIONS, 3, interface)
     assert not defined.differences, "\n".join(defined.differences[:5])
     assert defined.compared > defined.refused > 0
-    filters = inside.compare_filters(linux, ours, FILTERS, 3)
+    filters = compare_filters(linux, ours, FILTERS, 3)
     assert not filters.differences, "\n".join(filters.differences[:5])
     assert filters.compared > filters.refused > 0
-    recorded = inside.compare_records(linux, ours, inside.recorded_definitions(engine, interface))
+    recorded = compare_records(linux, ours, recorded_definitions(engine, interface))
     assert not recorded.differences, "\n".join(recorded.differences[:5])
     assert recorded.compared > 60
     linux.close()
@@ -74,8 +77,8 @@ def test_a_kernel_answers_as_it_does_itself(suite: str) -> None:
 def test_later_kernels_judge_places_by_their_own_rules() -> None:
     tasks, kernel = debian_kernel.with_kernel(META, SUITES[1])
     linux = native_mount(tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False)
-    places = inside.kernel_places(kernel, PLACES, 4)
-    found = inside.compare_places(linux, kernel, places, PROBE_RULES[profile_of(kernel).probe_rules])
+    places = kernel_places(kernel, PLACES, 4)
+    found = compare_places(linux, kernel, places, PROBE_RULES[profile_of(kernel).probe_rules])
     linux.close()
     assert not found.differences, "\n".join(found.differences[:5])
     assert found.compared > PLACES > found.refused > 0

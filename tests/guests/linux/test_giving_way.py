@@ -12,8 +12,8 @@ from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.command_file import PIECE_SIZE
 from emulated_kernel.vfs.core.node import Owner
-from emulated_kernel.vfs.core.seq_file import PIECE_SIZE
 from tests.guests.linux.files import Files
 from tests.guests.linux.probing import PLAIN, engine
 

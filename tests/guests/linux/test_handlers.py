@@ -17,7 +17,7 @@ from emulated_kernel.kprobes.profile import DEFAULT, PROFILES
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux import debian_kernel
-from tests.oracle.inside import CLIENT, read, write
+from tests.oracle.inside.mount_files import CLIENT, read, write
 
 DEFINITIONS = (
     "p:called vfs_write count=$arg3 task=$comm",

@@ -22,7 +22,7 @@ from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux import debian_kernel
 from tests.guests.linux.files import Files
 from tests.guests.linux.parts import guest_of
-from tests.oracle.inside import read, write
+from tests.oracle.inside.mount_files import read, write
 
 SHELL, OTHER = Client(4001, 0, 0), Client(4002, 1000, 1000)
 

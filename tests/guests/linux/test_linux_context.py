@@ -15,7 +15,7 @@ from emulated_kernel.vfs.core.node import Owner
 from tests.guests.linux import debian_kernel
 from tests.guests.linux.probing import workload
 from tests.image.linux import made
-from tests.oracle.inside import read, write
+from tests.oracle.inside.mount_files import read, write
 
 
 def shadow_stacks(*, may_have_traced: bool = False, **fields: int) -> dict[str, int]:

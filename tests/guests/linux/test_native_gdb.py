@@ -15,7 +15,7 @@ from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux import debian_kernel
 from tests.kernel.gdb_client import GdbClient, Request
-from tests.oracle.inside import read, write
+from tests.oracle.inside.mount_files import read, write
 
 ROOT = Client(os.getpid(), 0, 0)
 ROUNDS = 500

@@ -16,7 +16,7 @@ from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
 from emulated_kernel.vfs.core.node import Owner
 from stress.linux.everywhere import ALWAYS
 from tests.guests.linux.probing import engine, workload
-from tests.oracle.inside import read, write
+from tests.oracle.inside.mount_files import read, write
 from tests.sample import fewer
 
 IN_PYTHON = replace(PROFILES[DEFAULT], compiled=False, optimizer=False)

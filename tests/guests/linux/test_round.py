@@ -31,7 +31,7 @@ KERNELS = (
     ("linux-image-riscv64", "trixie"),
 )
 CALLS, STARTS, CALLBACKS = 114, 2, 2
-"""At most so many calls of Python, runs of the emulator, and calls of Python by the emulator.
+"""Maximum numbers of Python's function calls, runs of the emulator, and calls from the emulator to Python.
 
 Lower them when it takes less.
 """

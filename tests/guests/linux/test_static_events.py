@@ -24,7 +24,7 @@ from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux import debian_kernel
 from tests.guests.linux.parts import guest_of
-from tests.oracle.inside import CLIENT, read, write
+from tests.oracle.inside.mount_files import CLIENT, read, write
 from tests.sample import share
 
 EVENTS = (

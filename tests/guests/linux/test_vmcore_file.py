@@ -36,7 +36,7 @@ from kprobefs.plan.place import find_place
 from kprobefs.plan.planned_kernel import planned_kernel
 from tests.guests.linux.probing import engine, kernel
 from tests.kernel.gdb_client import GdbClient, Request
-from tests.oracle.inside import read, write
+from tests.oracle.inside.mount_files import read, write
 
 ROOT = Client(os.getpid(), 0, 0)
 LISTS_TASKS = (8, 0, 6)

@@ -1,6 +1,6 @@
 """Arguments by name, `$arg*`, entry arguments of return events, %pd, and the refusals of Linux 6.12.
 
-The texts and columns are those of Debian's 6.12.117; tests/oracle/inside.py compares more of them.
+The texts and columns are those of Debian's 6.12.117; tests/oracle/inside/ compares more of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Typecasts of any value, `$current` and per-CPU variables, as Linux 7.3 has them, over the own kernel.
 
-The texts and columns are those of Debian's 7.3.4; tests/oracle/inside.py compares more of them.
+The texts and columns are those of Debian's 7.3.4; tests/oracle/inside/ compares more of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Typecasts in event probes, `(STRUCT)FIELD->FIELD` of Linux 7.2, over the own kernel.
 
-The texts and columns are those of Debian's 7.2.13; tests/oracle/inside.py compares more of them.
+The texts and columns are those of Debian's 7.2.13; tests/oracle/inside/ compares more of them.
 """
 
 from __future__ import annotations

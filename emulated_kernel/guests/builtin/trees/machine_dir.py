@@ -19,19 +19,11 @@ from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.limits import UNLIMITED, Limit
 from emulated_kernel.util.safe_read import PATIENCE
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.command_file import GuestSteppedFile, HostReadingFile, SteppedFile, each_line
 from emulated_kernel.vfs.core.kstrtox import ascii_lines
 from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.open_file import Steps
-from emulated_kernel.vfs.core.seq_file import (
-    GuestSteppedFile,
-    HostReadingFile,
-    Records,
-    SeqFile,
-    SteppedFile,
-    each_line,
-    listing,
-    single,
-)
+from emulated_kernel.vfs.core.seq_file import Records, SeqFile, listing, single
 from emulated_kernel.vfs.trees.call_file import Calls
 from emulated_kernel.vfs.trees.limits_file import GuestLimit, limits_file
 from emulated_kernel.vfs.trees.root import machine_files

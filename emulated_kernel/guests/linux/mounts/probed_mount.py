@@ -25,17 +25,10 @@ from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.util.lazy_pattern import lazy_pattern
 from emulated_kernel.vfs.control_fs import ControlFs
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.command_file import GuestSteppedFile, HostReadingFile, each_line
 from emulated_kernel.vfs.core.node import Directory, Owner
 from emulated_kernel.vfs.core.open_file import Steps, one_step
-from emulated_kernel.vfs.core.seq_file import (
-    GuestSteppedFile,
-    HostReadingFile,
-    Records,
-    SeqFile,
-    each_line,
-    listing,
-    single,
-)
+from emulated_kernel.vfs.core.seq_file import Records, SeqFile, listing, single
 from emulated_kernel.vfs.filesystem import FileSystem
 from emulated_kernel.vfs.mount import Mount
 from emulated_kernel.vfs.trees.call_file import Calls

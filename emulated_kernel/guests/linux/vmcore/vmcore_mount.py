@@ -16,8 +16,9 @@ from emulated_kernel.guests.linux.vmcore.vmcore_guest import VmcoreGuest
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.control_fs import ControlFs, GuestCalls
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.command_file import GuestSteppedFile
 from emulated_kernel.vfs.core.node import Directory, Owner
-from emulated_kernel.vfs.core.seq_file import GuestSteppedFile, single
+from emulated_kernel.vfs.core.seq_file import single
 from emulated_kernel.vfs.filesystem import FileSystem
 from emulated_kernel.vfs.mount import Mount
 from emulated_kernel.vfs.trees.call_file import Calls

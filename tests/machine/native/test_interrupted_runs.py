@@ -1,0 +1,88 @@
+"""Interrupts from the keyboard during a machine's run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from emulated_kernel.machine.cpu.registers import Regs
+from emulated_kernel.machine.interrupts.trap_handlers import Redirect
+from emulated_kernel.machine.traps.trap import TrapKind
+from tests.machine.guests import CODE, boot
+from tests.machine.native.host_cpu import NEEDS_ROUTINE
+
+pytestmark = NEEDS_ROUTINE
+
+
+def unexpected(_regs: Regs) -> None:
+    raise AssertionError("Python got the trap")
+
+
+def interrupt_after(seconds: float, times: int) -> threading.Timer:
+    """Send SIGINT to the process, as a terminal does, from another thread."""
+
+    def send() -> None:
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+
+    timer = threading.Timer(seconds, send)
+    timer.start()
+    return timer
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("native", [True, False])
+def test_a_second_interrupt_ends_a_run_without_python(native: bool) -> None:
+    """The run would take a minute. The machine goes on with the next run."""
+    machine = boot("int3; mov ebx, 7; hlt", run_budget=60, fast_registers=native)
+    machine.breakpoints[CODE] = Redirect(CODE, lambda regs: regs.set("ip", CODE))
+    started = time.monotonic()
+    timer = interrupt_after(0.2, 2)
+    with pytest.raises(KeyboardInterrupt):
+        machine.run()
+    timer.join()
+    assert time.monotonic() - started < 30
+    assert machine.hooks.native_traps > 1000 or not native
+    assert machine.regs.ip in (CODE, CODE + 1)
+    machine.breakpoints[CODE] = Redirect(CODE + 1, lambda regs: regs.set("ip", CODE + 1))
+    machine.regs.ip = CODE
+    for _ in range(3):
+        machine.regs.ip = CODE
+        machine.run()
+    assert machine.regs.bx == 7
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_one_interrupt_waits_for_the_end_of_a_run() -> None:
+    machine = boot("int3; hlt", run_budget=1)
+    machine.breakpoints[CODE] = Redirect(CODE, unexpected)
+    timer = interrupt_after(0.1, 1)
+    trap = machine.run()
+    timer.join()
+    assert trap.kind is TrapKind.BUDGET
+    assert machine.hooks.engine.is_interrupted
+    machine.hooks.engine.is_interrupted = False
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_interrupts_before_a_run_do_not_count() -> None:
+    machine = boot("int3; hlt", run_budget=1)
+    machine.breakpoints[CODE] = Redirect(CODE, unexpected)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert machine.run().kind is TrapKind.BUDGET
+    assert not machine.hooks.engine.is_interrupted
