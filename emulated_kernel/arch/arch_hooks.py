@@ -111,7 +111,7 @@ class StubEnd(NamedTuple):
     leads: Mapping[int, int | LinkedJump] = MappingProxyType({})
     """Address of a breakpoint in the code -> address or jump at which the guest continues after it.
 
-    A hit runs at most one of the breakpoints, and one if there are any.
+    If there are such breakpoints, each hit runs exactly one of them.
     """
     by_python: int | None = None
     """Address of a breakpoint at which Python must emulate the instruction; None if there is none."""

@@ -16,7 +16,10 @@ MAX_WORDS = 16
 If more words are patched, the Sight is MEMORY.
 """
 MAX_PROBES = 64
-"""Maximum number of probes that are asked, because each change of one asks all; if more, see MAX_WORDS."""
+"""Maximum number of probes that are examined. If more probes have patched the text, the Sight is MEMORY.
+
+After each change of a probe, all probes are examined again.
+"""
 _LONGEST = 16
 """Upper bound of the size in bytes of the text that a single probe has patched."""
 

@@ -91,7 +91,7 @@ def _tactics(head: AggrKprobe, place: Callable[[int], str]) -> str:
 def _passing_rule(optimizer: Optimizer | None, head: AggrKprobe, place: Callable[[int], str]) -> str:
     """Return the rule that prevents the jump now; most of these rules may cease to apply later.
 
-    `place`: returns the text of an address.
+    `place`: function that returns the text of an address.
     """
     if optimizer is None:
         return str(RejectReason.NOT_BUILT.value)

@@ -1,6 +1,6 @@
-"""NamedTuple, which creates a class in a quarter of the time that the typing module's needs.
+"""NamedTuple, which creates a class in a quarter of the time that typing.NamedTuple needs.
 
-The purpose is a faster start-up. The typing module's creates an object for each annotation, and compiles a
+The purpose is a faster start-up. typing.NamedTuple creates an object for each annotation, and compiles a
 function for each class.
 """
 
@@ -74,4 +74,4 @@ else:
         return compile(text, "<named tuple>", "eval").co_consts[0]
 
     class NamedTuple(metaclass=_Maker):
-        """Base in the declaration of a tuple whose items have names, as with the typing module's."""
+        """Base in the declaration of a tuple whose items have names, like typing.NamedTuple."""

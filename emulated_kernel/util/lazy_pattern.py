@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from typing import AnyStr
 
     def lazy_pattern(pattern: AnyStr, flags: int = 0) -> re.Pattern[AnyStr]:
-        """Return an object with the attributes of re.compile()'s.
+        """Return an object with the attributes of a compiled pattern.
 
         The functions of the module re do not accept the object.
         """

@@ -110,7 +110,7 @@ class _Condition:
         """Whether the daemon seemed alive at the last ask().
 
         False if the read of the state blocks, and either has blocked for BUSY_LIMIT seconds or the daemon
-        has used no CPU time since the ask() before.
+        has used no CPU time since the previous ask().
         """
         self._link = link
         self._stat = Path(f"/proc/{daemon}/stat")

@@ -51,8 +51,8 @@ ENDING_WORD = b"!"
 def share_heap() -> None:
     """Make all threads use one heap of malloc(3): a thread with its own heap can't use the reserve.
 
-    Call this function before another thread starts. A heap that a thread has made stays: malloc(3) then takes
-    any of the heaps for the reserve, and may look for its memory in another one.
+    Call this function before another thread starts. If a thread has already made a heap of its own, malloc(3)
+    continues to use that heap. Then the reserve may be in one heap, and a request may need the other.
     """
     libc = ctypes.PyDLL(None)
     # musl has only one heap.

@@ -49,7 +49,7 @@ class ProbeOutcome(Enum):
 
 
 WITH_BREAKPOINT = (ProbeOutcome.BREAKPOINT, ProbeOutcome.OPTIMIZED)
-"""Outcomes of probes with a breakpoint; that of an optimized probe takes hits before the jump is written."""
+"""Outcomes of probes with a breakpoint. An optimized probe has one before its jump is written."""
 
 
 def outcome_of(reason: RejectReason | Tactics | None) -> ProbeOutcome:

@@ -1,4 +1,4 @@
-"""Paths of files that clients rename and remove: an open by a path is that of its node, or libfuse's."""
+"""Paths of files that clients rename and remove: an open finds its node by its path, or by libfuse."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def opened(flags: int, node: int) -> bytearray:
 
 
 def test_an_open_needs_no_libfuse(paths: OwnPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Except one that truncates, and that of a node without a path."""
+    """libfuse serves only opens with O_TRUNC, and opens of nodes without a path."""
     by_libfuse: list[int] = []
     calls: list[tuple[object, ...]] = []
 
@@ -208,7 +208,7 @@ def test_a_request_that_removes_a_name_drops_its_path(
 
 
 def test_a_file_that_is_gone_is_looked_up_again() -> None:
-    """The host's kernel keeps its name, and must not tell its client that there is no file."""
+    """The host's kernel still has the file's name, so the answer must not be ENOENT."""
     from kprobefs.fuse.operations import _Operations
 
     def gone(*_: object) -> int:

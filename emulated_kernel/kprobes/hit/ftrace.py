@@ -89,9 +89,9 @@ class FtraceSites:
         """Number of calls from sites that Python handled."""
         self._ops = FtraceOpsList()
         self._leaving: dict[FtraceOps, set[int]] = {}
-        """User -> sites that it has left, until their text has stopped calling: it still gets their calls."""
+        """User -> sites that the user has left, but whose text still calls: the user gets these calls."""
         self._lists: dict[tuple[FtraceOps, ...], Called] = {}
-        """Users, newest first -> handler of the sites that have these users. A change of users empties it."""
+        """Users, newest first -> handler of the sites with these users. A change of users empties the map."""
         self._of_kprobes = tuple(
             FtraceOps(self._hit_probe, lambda: "kprobe_ftrace_handler", saves_regs=True, modifies_ip=modifies)
             for modifies in (False, True)

@@ -280,7 +280,10 @@ class InstancesCode(StackCode[KretprobeInstTable]):
         builder.emit(set_to(first, 0), set_to(second, 1), CompareExchange(base, offset, first, second, again))
 
     def _newest(self, builder: ProgramBuilder, none: Label) -> None:
-        """Emit code that sets NODE to TASK's first instance in the list SECOND, or goes to `none`."""
+        """Emit code that sets NODE to the first instance of TASK in the list that begins at SECOND.
+
+        If the list has no instance of TASK, the code goes to `none`.
+        """
         again = builder.label()
         found = builder.label()
         builder.emit(self.load(NODE, SECOND, 0))

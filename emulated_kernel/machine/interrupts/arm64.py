@@ -15,7 +15,7 @@ from emulated_kernel.machine.unicorn_engine import HOOK_INTR, INTR_CALLBACK, Eng
 _ABORTS = 3, 4
 """Unicorn's numbers of an instruction abort and of a data abort."""
 _SVC = 2
-"""Unicorn's number of the exception of svc."""
+"""Unicorn's number of the exception that svc raises."""
 _SIZE = 4
 
 

@@ -81,7 +81,7 @@ class OriginalBytes(Mapping[int, int]):
         The upper half of the integer is a mask, which has 0xFF for each byte that differs.
         """
         self.shared: dict[int, int] = {}
-        """Integers in `words`. Equal ones are one object: the nops of all fentry sites have few values."""
+        """Integers in `words`. Equal integers are one object, because the nops of fentry sites are alike."""
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -141,8 +141,9 @@ class ArrayEvents:
             raise failure
 
     def switchable(self, among: Iterable[TraceEvent] | None = None) -> Iterable[TraceEvent]:
-        """Return the events of `among`, or all, that can be enabled, in the order of this trace array's list.
+        """Return the events that can be enabled, in the order of this trace array's list.
 
+        `among`: the events from which to choose; None means all.
         Events that were registered after the trace array come first, newest first. The older events follow in
         order of registration.
         Mirrors: kernel/trace/trace_events.c:__trace_add_event_dirs, trace_create_new_event (v6.1).

@@ -181,7 +181,7 @@ class TraceFprobe(TraceKprobe):
         return False
 
     def _kept(self, _fp: Fprobe, _address: int, regs: Any, data: memoryview) -> None:
-        """Handle an entry in an fprobe on exits: store the function arguments that the event will record."""
+        """Store, at a function's entry, the arguments that the event will record at the function's exit."""
         self.keep_arguments(data, regs)
 
     def _called(self, _fp: Fprobe, address: int, regs: Any, data: memoryview) -> None:

@@ -49,7 +49,7 @@ class ProbeTraceEvent(TraceEvent):
         self.word_size = word_size
         self.addresses = addresses
         self._probes: tuple[TraceProbe, ...] | dict[Hashable, TraceProbe] = ()
-        """The probes in order of creation: a tuple of at most one, or a map from `sameness` of each.
+        """The probes in order of creation: a tuple of at most one, or a map `sameness` -> probe.
 
         Thousands of probes may share an event. Most events have one probe, and a tuple takes less memory.
         """
@@ -61,7 +61,7 @@ class ProbeTraceEvent(TraceEvent):
 
     @property
     def first_probe(self) -> TraceProbe:
-        """The oldest probe of the event, which is registered."""
+        """The oldest probe of the event, which must have a probe."""
         return next(iter(self.probes))
 
     @property

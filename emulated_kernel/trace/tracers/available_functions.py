@@ -55,7 +55,7 @@ class FunctionWatcher(ABC):
 
 
 _Entry = str | TraceableFunction
-"""A function in the table of Functions; only the name of a function of the kernel itself, to save memory."""
+"""A function in the table of Functions. A function of the kernel itself is only a name, to save memory."""
 
 
 class Functions(Collection[TraceableFunction]):

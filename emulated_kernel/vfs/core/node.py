@@ -246,8 +246,8 @@ class _Member(Generic[T]):
     def number(self, numbers: Iterator[int]) -> int:
         """Return the inode number of the object's subdirectory.
 
-        If it has none, take the next of `numbers` for it. This works before the node of the subdirectory
-        exists.
+        If the subdirectory has no number, give it the next of `numbers`. This works before the node of the
+        subdirectory exists.
         """
         if self.directory is not None:
             return self.directory.number(numbers)

@@ -118,7 +118,10 @@ def test_an_address_out_of_reach_is_left_to_python() -> None:
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_where_a_task_is(arch: Riscv) -> None:
-    """It is at the probed instruction until the instruction is done; it has called before the last jump."""
+    """A task is at the probed instruction until the instruction's effect is complete.
+
+    At the last jump of a call, the return address is already set.
+    """
     cases = {
         asm.auipc(10, 0x5000): [(CODE, False), (CODE, False), (CODE + 4, False)],
         asm.jal(1, CODE, CODE + 64): [(CODE, False), (CODE, False), (CODE, True)],

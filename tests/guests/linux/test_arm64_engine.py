@@ -300,7 +300,7 @@ COUNT_ATOMICALLY = "adr x4, rets; again: ldxr x5, [x4]; add x5, x5, #1; stxr w6,
 
 @pytest.mark.parametrize("optimizer", [False, True])
 def test_handlers_in_assembly(optimizer: bool) -> None:
-    """They count in cells, and end at a fault; the kernel sees no change of its registers."""
+    """The handlers count in cells, and end at a fault. The kernel's registers keep their values."""
     plain = new_engine()
     with plain.lock:
         expected = workload(plain)

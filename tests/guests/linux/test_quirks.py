@@ -101,9 +101,9 @@ ROUNDS = 9
 
 
 def rewriting(told: bytes, *, frees: bool) -> bytes:
-    """Return code that rewrites the result of FUNCTION through ALIAS, and adds up in rbx what it returns.
+    """Return code that changes FUNCTION's result through ALIAS in each round, and adds the results in rbx.
 
-    `told`: code that passes __text_poke() the address and the size. `frees`: free code in each round.
+    `told`: code that passes the address and the size to __text_poke(). `frees`: free code in each round.
     """
     code = b"\xb9" + ROUNDS.to_bytes(4, "little")  # mov ecx, ROUNDS
     start = len(code)

@@ -57,7 +57,7 @@ def test_before_and_behind_the_jump(boot: Boot) -> None:
 
 
 def test_only_whole_hits_are_measured(boot: Boot, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that counts its readings, from a hit's start to its end it is one.
+    """The clock counts its readings, so a hit takes 1 ns from its start to its end.
 
     Python emulates the probed instruction, because code in assembly follows, so that it takes part in each
     hit.

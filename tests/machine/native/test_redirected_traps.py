@@ -30,9 +30,9 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
 
 
 def counted_loop(machine: Machine, turns: int) -> tuple[int, int, int]:
-    """A loop of a breakpoint, then code that the breakpoint must skip; return its place and what is after it.
+    """Write a loop with a breakpoint and an instruction that the breakpoint's handler must skip.
 
-    The third number is the address of the end.
+    Return the addresses of the breakpoint, of the instruction after the skipped one, and of the whole code.
     """
     text = machine.text
     code = text.alloc_text(64)

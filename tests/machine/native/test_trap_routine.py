@@ -163,7 +163,7 @@ CHARGES = (("charge_intr", "trap_ns", 2), ("charge_invalid", "trap_ns", 1), ("ha
 @pytest.mark.parametrize(("name", "ns", "argument"), [("count", "", 3), *CHARGES])
 @pytest.mark.parametrize("now", [0, 2**32 - 1, 2**64 - 1])
 def test_the_model_clock_is_advanced(host: HostCpu, name: str, ns: str, argument: int, now: int) -> None:
-    """The counting routine returns, and a charge goes on with the arguments that it got."""
+    """The counting routine returns. A charge passes its own arguments to the next routine."""
     uc = host.uc
     uc.mem_write(DATA_AT, now.to_bytes(8, "little"))
     native = TrapWords(time=DATA_AT, trap_ns=200, handler_ns=500)
@@ -192,7 +192,7 @@ def test_the_model_clock_is_advanced(host: HostCpu, name: str, ns: str, argument
 def test_a_run_ends_where_a_process_waits(
     host: HostCpu, vectors: tuple[int, int], ahead: int, reported_ahead: int, in_flight: bool
 ) -> None:
-    """Another exception there, and the same one elsewhere, go on to the routine for traps as they came."""
+    """All other exceptions, and exceptions at other places, reach the routine for traps unchanged."""
     uc = host.uc
     vector, waits_for = vectors
     start = 0x401000

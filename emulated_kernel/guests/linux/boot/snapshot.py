@@ -143,8 +143,8 @@ def tables_place(source: Path) -> Path:
 def _digest(source: Path, *_unchanged: int) -> tuple[Reading, str]:
     """Return (reading, digest) of the file `source`. The digest is the file's SHA-256 in hexadecimal.
 
-    If the digest was not remembered before, the caller can pass the reading to remember(). The result is
-    also cached in this process; `_unchanged`, the file's identity, is a part of the key.
+    If `reading.stored` is empty, the caller can pass the reading to remember(), which stores the digest for
+    later processes. This process caches the result; `_unchanged`, the file's identity, is a part of the key.
     Raises: OSError (also if the file is not regular), KernelError ENOEXEC (the file is too large for a
     kernel).
     """

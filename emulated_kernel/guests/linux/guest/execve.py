@@ -99,7 +99,10 @@ class ExecObserver:
         self._machine.set_argument(1, virtual)
 
     def _resolving(self) -> None:
-        """Make TOMOYO look up init's program, which _opening() has named: the client's does not exist."""
+        """Make TOMOYO look up the program of init, because the guest does not have the client's program.
+
+        _opening() has stored the name of init's program.
+        """
         if self._is_executing():
             self._machine.set_argument(0, self._tasks.host_room[1] + _NAME)
 

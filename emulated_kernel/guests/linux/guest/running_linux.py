@@ -29,7 +29,7 @@ class RunningLinux(ABC):
     0 if a register of the CPU has this address.
     """
     may_have_traced: bool = False
-    """Whether the kernel's own function graph may have been on, and left arrays in its tasks."""
+    """Whether the kernel's own function graph may have been on. If so, tasks may still have its arrays."""
     running: Callable[[], int]
     """Function that returns the address of the task_struct of the task that the CPU runs."""
 

@@ -1,8 +1,9 @@
 """UserAccess: lets a riscv64 kernel access user memory without a loss of all cached address translations.
 
 Linux sets SUM before it copies from or to user memory, and clears SUM afterwards. Unicorn drops its whole
-TLB at both. A routine of the host, before each of these instructions, changes SUM itself. At the end it drops
-the translations of user pages only, so that kernel code without SUM faults there as on a real CPU.
+TLB at both. Before each of these instructions, a routine of the host changes SUM in place of Unicorn. When it
+clears SUM, it drops the translations of user pages only, so that kernel code without SUM faults there as on a
+real CPU.
 """
 
 from __future__ import annotations
@@ -32,9 +33,13 @@ _KERNEL = 1
 """Number of the mode in which the kernel runs."""
 _MODE_SIZE = 48 + VICTIMS * (ENTRY_SIZE + 16) + 8
 _KERNEL_AT = _TABLES_AT - (_MODES - _KERNEL) * _MODE_SIZE
-"""Offset of further words for the kernel's mode: _HEAD, and then its replaced entries."""
+"""Offset of further words for the kernel's mode: those of _HEAD, and then the mode's replaced entries."""
 _HEAD = struct.Struct("<QQqQQQ")
-"""Address and mask of large pages, start and longest use of a period, used entries, replaced entries."""
+"""Layout of the words at _KERNEL_AT.
+
+The words are the address and mask of large pages, the start of a period, the greatest use in the period, the
+number of used entries, and the number of replaced entries.
+"""
 _USED_AT = _KERNEL_AT + 32
 _VICTIMS_AT = _KERNEL_AT + _HEAD.size
 _NONE = (1 << 64) - 1
@@ -120,7 +125,10 @@ def _has_empty_tlb(state: int) -> bool:
 
 
 def _is_empty_table(last: int, table: int) -> bool:
-    """Return True if at `table` is a power of two of empty entries, of which the last is at offset `last`."""
+    """Return True if `table` is the address of empty entries, whose number is a power of two.
+
+    `last`: offset of the last entry.
+    """
     size = last + ENTRY_SIZE
     if last % ENTRY_SIZE or size & (size - 1) or size > _LARGEST_TABLE * ENTRY_SIZE:
         return False

@@ -80,7 +80,7 @@ def detect_interface(kernel: LinuxKernel) -> Interface:
 
 
 def _functions(kernel: LinuxKernel) -> list[str]:
-    """Return those of a kernel's functions that show interface rules, such as `fprobe_return()`."""
+    """Return the functions of a kernel that are signs of interface rules, such as `fprobe_return()`."""
     signs = {rule.sign for rule in InterfaceRule if rule.sign.endswith("()")}
     return [sign for sign in signs if kernel.kallsyms.lookup_name(sign.removesuffix("()")) is not None]
 

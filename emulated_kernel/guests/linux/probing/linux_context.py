@@ -81,9 +81,10 @@ def _per_cpu_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
 def _shadow_stacks(btf: Btf, *, may_have_traced: bool) -> dict[str, int]:
     """Return name -> offset of the fields of task_struct in which shadow stacks keep pending calls.
 
-    Python keeps the pending calls for which the kernel has no field. `rethooks` is that of the kernel's own
-    rethooks. `ret_stack` is a field that such a kernel only clears at fork: kretprobe_instances. If the
-    kernel has no rethooks, its kretprobes use that field, so it is the kernel's own ret_stack.
+    Python keeps the pending calls for which the kernel has no field. If the kernel has rethooks, they are in
+    the kernel's own field `rethooks`. The kernel then only clears kretprobe_instances at fork, so this field
+    serves as `ret_stack`. Otherwise, the kernel's kretprobes use kretprobe_instances, and the kernel's own
+    ret_stack serves.
     All fields are 0 when a task is created. The kernel reads them again long after the task has ended. The
     guest has no rethooks of its own, because no module that probes can be loaded.
     `may_have_traced`: see RunningLinux; then ret_stack may not be 0.
