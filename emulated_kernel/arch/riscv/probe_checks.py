@@ -244,7 +244,7 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
         return analysis.at(addr)
 
     def register_text(self, addr: int) -> str:
-        """Return text with the register that a jump prefers, and the instruction that may need its value."""
+        """Return a text that names the register that a jump prefers, and an instruction that may read it."""
         analysis = self._analysis(addr)
         register = REGISTER_PREFERENCE[0]
         at = analysis.first_need(addr, register)

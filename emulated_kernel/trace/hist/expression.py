@@ -202,8 +202,9 @@ class ExpressionParser:
         return source, flags, buckets
 
     def _source(self, name: str, flags: Flag, *, has_chains: bool) -> tuple[FilterField | None, Flag]:
-        """Return the event's field `name`, or None for a value that each hit has; and the flags.
+        """Return (field, flags) for the name of a value; the field is None if the value is in no field.
 
+        Such values are the time, the CPU, the task's name and the call chain.
         `has_chains`: whether call chains can be values.
         """
         if name == "common_timestamp":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
 import re
@@ -13,14 +12,12 @@ from errno import ENOEXEC, ENOTDIR
 from pathlib import Path
 
 import pytest
-from elftools.elf.elffile import ELFFile
 
 from emulated_kernel.arch.arm64.insn import B_COND, words_of
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.boot_cache import started
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
-from emulated_kernel.guests.linux.initramfs import BOOTED
 from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.guests.linux.pc.arm64_cpu import Arm64LinuxCpu
 from emulated_kernel.guests.linux.pc.gic_board import (
@@ -31,9 +28,7 @@ from emulated_kernel.guests.linux.pc.gic_board import (
     GicBoard,
 )
 from emulated_kernel.guests.linux.probing.tracing import printk_formats
-from emulated_kernel.image.debug_files import build_id
 from emulated_kernel.image.linux.arm64_image import Arm64Image
-from emulated_kernel.image.linux.debug_file import linux_debug_file
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
 from emulated_kernel.image.linux.open_image import is_linux, open_vmlinux
 from emulated_kernel.machine.cpu import arm64
@@ -46,6 +41,7 @@ from kprobefs.cli.main import main
 from kprobefs.measure.coverage import by_verdict, coverage
 from kprobefs.measure.coverage_subject import linux_image
 from tests.guests.linux.debian_kernel import SEED, own_cache
+from tests.guests.linux.processor_tests import KernelTests, read, write
 from tests.image.linux import made
 from tests.image.linux.debian import package
 from tests.kernel.gdb_client import GdbClient, Request
@@ -80,44 +76,13 @@ def mount(image: Path) -> Iterator[Mount]:
     served.close()
 
 
-def read(mount: Mount, client: Client, path: str) -> bytes:
-    file = mount.open(client, path, os.O_RDONLY)
-    try:
-        return mount.read(client, file, 1 << 20, 0)
-    finally:
-        mount.release(file)
-
-
-def write(mount: Mount, client: Client, path: str, text: bytes, flags: int = 0) -> None:
-    file = mount.open(client, path, os.O_WRONLY | flags)
-    try:
-        assert mount.write(client, file, text, 0) == len(text)
-    finally:
-        mount.release(file)
-
-
 # The kernel
 
 
-def test_clients_take_turns(tasks: LinuxTasks) -> None:
-    """Each task is woken in the middle of others' work, and keeps its own memory and registers."""
-    calls = LinuxSyscalls(tasks)
-    clients = [tasks.fork(tasks.init, pid) for pid in (4001, 4002)]
-    assert [client.pid for client in clients] == [4001, 4002]
-    for turn in range(3):
-        for client in clients:
-            path = f"/scratch/turn-{client.pid}"
-            fd = calls.open(client, path, os.O_RDWR | os.O_CREAT, 0o600)
-            text = f"{client.pid} {turn}".encode()
-            assert calls.write(client, fd, text, None) == len(text)
-            count = calls.begin_read(client, fd, 100, 0, may_block=False)
-            assert calls.read_data(client, count, 100) == text
-            calls.close(client, fd)
-    for client in clients:
-        calls.on_path(tasks.init, "unlinkat", f"/scratch/turn-{client.pid}", 0)
-        tasks.exit(client)
-        assert not client.alive
-    assert b"aarch64-linux-gnu" in calls.read_all("/proc/version")
+class TestKernel(KernelTests):
+    """Tests of the kernel for arm64."""
+
+    compiler = b"aarch64-linux-gnu"
 
 
 def test_a_call_saves_the_state_of_the_processor(tasks: LinuxTasks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,43 +111,6 @@ def test_a_call_saves_the_state_of_the_processor(tasks: LinuxTasks, monkeypatch:
         tasks.exit(client)
     assert {begins for begins, *_ in saved} == {True, False}
     assert [before for _, before, _ in saved] == [state for *_, state in saved]
-
-
-def test_the_memory_of_ended_tasks_is_freed(tasks: LinuxTasks) -> None:
-    """Time passes for the kernel, so that RCU frees what many short processes leave."""
-    calls = LinuxSyscalls(tasks)
-
-    def free() -> int:
-        return int(calls.read_all("/proc/meminfo").split(b"MemFree:")[1].split()[0])
-
-    before = free()
-    for pid in range(6000, 6160):
-        tasks.exit(tasks.fork(tasks.init, pid))
-    assert free() > before - 3000
-
-
-def test_a_sleep_passes_guest_time(tasks: LinuxTasks) -> None:
-    client = tasks.fork(tasks.init, 4003)
-    tasks.copy_to_user(client, 0x600000, struct.pack("<2q", 1, 0))
-    before = tasks.machine.pc.tsc
-    assert tasks.call(client, tasks.machine.abi.syscalls["nanosleep"], 0x600000, 0) == 0
-    passed = (tasks.machine.pc.tsc - before) / tasks.machine.pc.khz / 1000
-    assert 1 <= passed < 1.1
-    tasks.exit(client)
-
-
-def test_attributes_from_dentries_and_from_a_call(tasks: LinuxTasks) -> None:
-    """The host reads the same attributes from the kernel's memory as newfstatat(2) returns."""
-    calls = LinuxSyscalls(tasks)
-    fd = calls.open(tasks.init, "/scratch/a name of some length", os.O_WRONLY | os.O_CREAT, 0o640)
-    calls.write(tasks.init, fd, b"twelve bytes", None)
-    calls.close(tasks.init, fd)
-    seen = tasks.files.lstat("/scratch/a name of some length")
-    calls.on_path(tasks.init, "newfstatat", "/scratch/a name of some length", 0x602000, 0x100)
-    assert seen is not None
-    assert seen._replace(is_paged=False, rdev=0) == calls._stat()
-    assert (seen.size, seen.mode & 0o777) == (12, 0o640)
-    assert BOOTED <= seen.mtime_ns // 10**9 < BOOTED + 3600
 
 
 def test_a_flag_of_open_that_has_a_value_of_its_own(tasks: LinuxTasks) -> None:
@@ -279,12 +207,6 @@ def test_a_core_of_the_machine(mount: Mount) -> None:
 
 
 # Answers without a running kernel
-
-
-def test_the_file_for_debuggers_has_the_build_id(kernel: LinuxKernel) -> None:
-    """The core has it in VMCOREINFO, by which drgn finds out whether both belong together."""
-    assert kernel.build_id
-    assert build_id(ELFFile(io.BytesIO(linux_debug_file(kernel)))) == kernel.build_id
 
 
 def test_coverage(image: Path) -> None:

@@ -29,12 +29,20 @@ from tests.guests.linux.debian_kernel import SEED, own_cache
 from tests.guests.linux.ended_tasks import check_ended_tasks
 from tests.guests.linux.files import Files
 from tests.guests.linux.model_clock import check_model_clock
-from tests.guests.linux.probing import chosen, differing, disarmed, probed, ram, workload
-from tests.guests.linux.test_arm64 import META, SUITE, read, write
+from tests.guests.linux.probing import disarmed, workload
+from tests.guests.linux.processor_tests import (
+    CLIENT,
+    EngineTests,
+    check_unnoticed,
+    counts,
+    read,
+    records,
+    write,
+)
+from tests.guests.linux.test_arm64 import META, SUITE
 from tests.image.linux.debian import package
 from tests.kernel.gdb_client import GdbClient, Request
 
-CLIENT = Client(5001, 0, 0)
 FUNCTIONS = "vfs_read", "vfs_write", "do_sys_openat2", "dput", "do_exit", "kmem_cache_alloc_noprof"
 
 OPTIMIZATION = "/sysctl/debug/kprobes-optimization"
@@ -83,17 +91,6 @@ def native() -> Iterator[Mount]:
     write(served, CLIENT, "/scratch/greeting", b"hello\n")
     yield served
     served.close()
-
-
-def records(mount: Mount) -> list[str]:
-    """The records, without their times."""
-    lines = read(mount, CLIENT, "/tracing/trace").decode().splitlines()
-    return [re.sub(r"\s+[\d.]+: ", " ", line, count=1) for line in lines if not line.startswith("#")]
-
-
-def counts(mount: Mount) -> dict[str, tuple[int, int]]:
-    found = (line.split() for line in read(mount, CLIENT, "/kprobe_profile").decode().splitlines())
-    return {name: (int(hits), int(missed)) for name, hits, missed in found}
 
 
 def test_both_engines_record_the_same(clean: Mount, native: Mount) -> None:
@@ -197,28 +194,8 @@ def test_places_are_those_of_the_kernel(clean: Mount, native: Mount, engine: Lin
     assert found[EINVAL] > 20
 
 
-def test_a_control_file_is_seen(clean: Mount) -> None:
-    """The open, read and close of a control file are system calls of the client's task in the guest."""
-    write(
-        clean, CLIENT, "/kprobe_events", b"p:kprobes/read vfs_read\nr:kprobes/open do_sys_openat2 $retval\n"
-    )
-    write(clean, CLIENT, "/tracing/events/kprobes/enable", b"1\n")
-    before = counts(clean)
-    after = counts(clean)
-    assert {name: after[name][0] - before[name][0] for name in after} == {"read": 1, "open": 1}
-
-
-def test_returns(clean: Mount) -> None:
-    """Return probes report the result and the caller, and nested calls return to where they came from."""
-    lines = b"r:kprobes/got vfs_read $retval\nr:kprobes/sys ksys_read $retval\n"
-    write(clean, CLIENT, "/kprobe_events", lines)
-    write(clean, CLIENT, "/tracing/events/kprobes/enable", b"1\n")
-    for _ in range(20):
-        assert read(clean, CLIENT, "/scratch/greeting") == b"hello\n"
-    found = [line for line in records(clean) if line.endswith("=6")]
-    assert sum("(ksys_read+0x" in line and "<- vfs_read) arg1=6" in line for line in found) == 20
-    assert sum("<- ksys_read) arg1=6" in line for line in found) == 20
-    assert {missed for _, missed in counts(clean).values()} == {0}
+class TestEngine(EngineTests):
+    """Tests of the engine over the kernel for arm64."""
 
 
 def test_events_of_the_kernel(clean: Mount) -> None:
@@ -386,41 +363,8 @@ def test_gdb(clean: Mount, engine: LinuxEngine) -> None:
     clean.release(file)
 
 
-def places(engine: LinuxEngine) -> Iterator[int]:
-    """Addresses of all instructions of FUNCTIONS."""
-    kallsyms = engine.kernel.kallsyms
-    for start in sorted(filter(None, map(kallsyms.lookup_name, FUNCTIONS))):
-        where = kallsyms.lookup(start)
-        assert where is not None
-        code = engine.machine.text.original(start, where.symbol.size)
-        yield from engine.components.arch.instruction_boundaries(code, start)
-
-
 def test_the_kernel_does_not_notice() -> None:
-    """Answers and counts are the same in all modes. If probes are stepped in Python, so is all memory."""
-    alone = new_engine()
-    alone.machine.text.free_text(alone.machine.text.alloc_text(16))
-    answers = workload(alone)
-    memory = ram(alone)
-    alone.tasks.machine.close()
-    hits: list[Counter[int]] = []
-    for optimizer, is_compiled in ((False, False), (False, True), (True, False)):
-        probing = new_engine(optimizer=optimizer)
-        chosen_places = [*chosen(probing, places(probing))]
-        found = probed(probing, chosen_places, is_compiled=is_compiled)
-        assert len(chosen_places) > 1000
-        assert found.answers == answers
-        if not optimizer and not is_compiled:
-            assert not differing(memory, ram(probing))
-        if is_compiled and routine_address("arm64") is not None:
-            assert found.native_traps > found.hits.total()
-            assert not found.python_calls
-        hits.append(found.hits)
-        probing.tasks.machine.close()
-    stepped, in_guest, jumped = hits
-    assert in_guest == stepped
-    assert jumped.total() > 500
-    assert {place: stepped[place] for place in jumped} == jumped
+    check_unnoticed(new_engine, FUNCTIONS, "arm64", least=(1000, 1000))
 
 
 @pytest.mark.skipif(routine_address("count") is None, reason="there is no routine for this kind of host")

@@ -22,8 +22,9 @@ from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
 from tests.arch.arm64.moved import may_move, mover
-from tests.guests.linux.test_arm64 import META, SUITE, read, write
-from tests.guests.linux.test_arm64_engine import CLIENT, OPTIMIZATION, counts, new_engine, records
+from tests.guests.linux.processor_tests import CLIENT, counts, read, records, write
+from tests.guests.linux.test_arm64 import META, SUITE
+from tests.guests.linux.test_arm64_engine import OPTIMIZATION, new_engine
 from tests.image.linux.debian import package
 
 SIZE = 77

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from errno import EILSEQ
@@ -36,11 +35,18 @@ from kprobefs.daemon.backends import _linux_profile
 from kprobefs.mount_options import MountOptions, check_kprobes
 from tests.guests.linux.debian_kernel import SEED, own_cache
 from tests.guests.linux.model_clock import check_model_clock
-from tests.guests.linux.probing import chosen, differing, probed, ram, workload
-from tests.guests.linux.test_riscv64 import META, SUITE, read, write
+from tests.guests.linux.processor_tests import (
+    CLIENT,
+    EngineTests,
+    check_unnoticed,
+    counts,
+    read,
+    records,
+    write,
+)
+from tests.guests.linux.test_riscv64 import META, SUITE
 from tests.image.linux.debian import package
 
-CLIENT = Client(5001, 0, 0)
 FUNCTIONS = "vfs_read", "vfs_write", "do_sys_openat2", "dput", "do_exit", "kmem_cache_alloc_noprof"
 
 
@@ -84,17 +90,6 @@ def clean(mount: Mount) -> Iterator[Mount]:
     write(mount, CLIENT, "/tracing/events/enable", b"0\n")
     file = mount.open(CLIENT, "/kprobe_events", os.O_WRONLY | os.O_TRUNC)
     mount.release(file)
-
-
-def records(mount: Mount) -> list[str]:
-    """The records, without their times."""
-    lines = read(mount, CLIENT, "/tracing/trace").decode().splitlines()
-    return [re.sub(r"\s+[\d.]+: ", " ", line, count=1) for line in lines if not line.startswith("#")]
-
-
-def counts(mount: Mount) -> dict[str, tuple[int, int]]:
-    found = (line.split() for line in read(mount, CLIENT, "/kprobe_profile").decode().splitlines())
-    return {name: (int(hits), int(missed)) for name, hits, missed in found}
 
 
 def test_a_probe_counts_and_records(clean: Mount, engine: LinuxEngine) -> None:
@@ -145,28 +140,8 @@ def test_user_memory_is_fetched(jumps: bytes, clean: Mount, engine: LinuxEngine)
     )
 
 
-def test_a_control_file_is_seen(clean: Mount) -> None:
-    """The open, read and close of a control file are system calls of the client's task in the guest."""
-    write(
-        clean, CLIENT, "/kprobe_events", b"p:kprobes/read vfs_read\nr:kprobes/open do_sys_openat2 $retval\n"
-    )
-    write(clean, CLIENT, "/tracing/events/kprobes/enable", b"1\n")
-    before = counts(clean)
-    after = counts(clean)
-    assert {name: after[name][0] - before[name][0] for name in after} == {"read": 1, "open": 1}
-
-
-def test_returns(clean: Mount) -> None:
-    """Return probes report the result and the caller, and nested calls return to where they came from."""
-    lines = b"r:kprobes/got vfs_read $retval\nr:kprobes/sys ksys_read $retval\n"
-    write(clean, CLIENT, "/kprobe_events", lines)
-    write(clean, CLIENT, "/tracing/events/kprobes/enable", b"1\n")
-    for _ in range(20):
-        assert read(clean, CLIENT, "/scratch/greeting") == b"hello\n"
-    found = [line for line in records(clean) if line.endswith("=6")]
-    assert sum("(ksys_read+0x" in line and "<- vfs_read) arg1=6" in line for line in found) == 20
-    assert sum("<- ksys_read) arg1=6" in line for line in found) == 20
-    assert {missed for _, missed in counts(clean).values()} == {0}
+class TestEngine(EngineTests):
+    """Tests of the engine over the kernel for riscv64."""
 
 
 def test_events_of_the_kernel(clean: Mount) -> None:
@@ -321,38 +296,5 @@ def test_tracers(traced: Mount) -> None:
         write(traced, CLIENT, "/tracing/current_tracer", b"nop\n")
 
 
-def places(engine: LinuxEngine) -> Iterator[int]:
-    """Addresses of all instructions of FUNCTIONS."""
-    kallsyms = engine.kernel.kallsyms
-    for start in sorted(filter(None, map(kallsyms.lookup_name, FUNCTIONS))):
-        where = kallsyms.lookup(start)
-        assert where is not None
-        code = engine.machine.text.original(start, where.symbol.size)
-        yield from engine.components.arch.instruction_boundaries(code, start)
-
-
 def test_the_kernel_does_not_notice() -> None:
-    """Answers and counts are the same in all modes. If probes are stepped in Python, so is all memory."""
-    alone = new_engine(optimizer=False)
-    alone.machine.text.free_text(alone.machine.text.alloc_text(16))
-    answers = workload(alone)
-    memory = ram(alone)
-    alone.tasks.machine.close()
-    hits: list[Counter[int]] = []
-    for optimizer, is_compiled in ((False, False), (False, True), (True, False)):
-        probing = new_engine(optimizer=optimizer)
-        chosen_places = [*chosen(probing, places(probing))]
-        found = probed(probing, chosen_places, is_compiled=is_compiled)
-        assert len(chosen_places) > (100 if optimizer else 500)
-        assert found.answers == answers
-        if not optimizer and not is_compiled:
-            assert not differing(memory, ram(probing))
-        if is_compiled and routine_address("riscv") is not None:
-            assert found.native_traps > found.hits.total()
-            assert not found.python_calls
-        hits.append(found.hits)
-        probing.tasks.machine.close()
-    stepped, in_guest, jumped = hits
-    assert in_guest == stepped
-    assert jumped.total() > 500
-    assert {place: stepped[place] for place in jumped} == jumped
+    check_unnoticed(new_engine, FUNCTIONS, "riscv", least=(500, 100))

@@ -7,7 +7,6 @@ import mmap
 
 from emulated_kernel.guests.linux.pc.ram import PRESENT, LinuxMemory
 from emulated_kernel.machine.memory.paging import Arm64PageTables
-from emulated_kernel.machine.traps.trap import MemoryFault
 
 _READ_ONLY = 1 << 7
 _NO_KERNEL_EXEC = 1 << 53
@@ -30,6 +29,7 @@ class Arm64Memory(LinuxMemory):
     tables = Arm64PageTables
     owned = PRESENT | _OWNED
     frame = _FRAME
+    shifts = _SHIFTS
 
     def __init__(self, ram: mmap.mmap) -> None:
         super().__init__(ram)
@@ -68,18 +68,8 @@ class Arm64Memory(LinuxMemory):
                 return (pa, entry, inside + 1) if pa < len(self.ram) else None
         return None
 
-    def last(self, root: int, va: int) -> tuple[int, int]:
-        """Return the index of the last entry of a walk, and the size that it maps; see LinuxMemory."""
-        table = (self.kernel_tables[0] if va >> 63 else root) & _FRAME
-        slot = 0
-        size = 0
-        for shift in _SHIFTS:
-            slot = table + (va >> shift & 511) * 8 >> 3
-            size = 1 << shift
-            if slot >= len(self.words):
-                raise MemoryFault(va, "page tables outside of RAM")
-            entry = self.words[slot]
-            if not entry & PRESENT or not entry & _TABLE:
-                break
-            table = entry & _FRAME
-        return slot, size
+    def top_table(self, root: int, va: int) -> int:
+        return (self.kernel_tables[0] if va >> 63 else root) & _FRAME
+
+    def maps_page(self, entry: int, shift: int) -> bool:  # noqa: ARG002 - equal at all levels
+        return not entry & _TABLE

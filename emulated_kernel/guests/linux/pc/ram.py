@@ -41,6 +41,8 @@ class LinuxMemory:
     """Class that describes the form of the page tables."""
     owned = PRESENT | WRITABLE
     """Bits of the page table entry of a user page that its task does not share with other tasks."""
+    shifts: tuple[int, ...] = _SHIFTS
+    """Levels of page tables, from the top: binary logarithm of the size that an entry maps."""
     frame_shift = 0
     """Number of bits by which a page table entry is shifted left before it is masked to an address."""
     frame = FRAME
@@ -103,19 +105,27 @@ class LinuxMemory:
 
     def last(self, root: int, va: int) -> tuple[int, int]:
         """Return the index in `words` of the last entry of a walk, and the size that the entry maps."""
-        table = root & FRAME
+        table = self.top_table(root, va)
         slot = 0
         size = 0
-        for shift in _SHIFTS:
+        for shift in self.shifts:
             slot = table + (va >> shift & 511) * 8 >> 3
             size = 1 << shift
             if slot >= len(self.words):
                 raise MemoryFault(va, "page tables outside of RAM")
             entry = self.words[slot]
-            if not entry & PRESENT or (shift < _SHIFTS[0] and entry & _LARGE):
+            if not entry & PRESENT or self.maps_page(entry, shift):
                 break
-            table = entry & FRAME
+            table = entry << self.frame_shift & self.frame
         return slot, size
+
+    def top_table(self, root: int, va: int) -> int:  # noqa: ARG002 - used on arm64
+        """Return the physical address of the table in which a walk for `va` begins."""
+        return root & FRAME
+
+    def maps_page(self, entry: int, shift: int) -> bool:
+        """Return True if a present entry that covers 2**shift bytes maps a page, not a further table."""
+        return shift < _SHIFTS[0] and bool(entry & _LARGE)
 
     def translate(self, root: int, va: int) -> int:
         """Return the physical address of a virtual address."""

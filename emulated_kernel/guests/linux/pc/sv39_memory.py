@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from emulated_kernel.guests.linux.pc.ram import FRAME, PRESENT, LinuxMemory
 from emulated_kernel.machine.memory.paging import Sv39PageTables
-from emulated_kernel.machine.traps.trap import MemoryFault
 
 _WRITE = 4
 _EXECUTE = 8
@@ -20,6 +19,7 @@ class Sv39Memory(LinuxMemory):
 
     tables = Sv39PageTables
     owned = PRESENT | _WRITE
+    shifts = _SHIFTS
     frame_shift = 2
 
     def is_writable(self, entry: int) -> bool:
@@ -47,18 +47,5 @@ class Sv39Memory(LinuxMemory):
                 return (pa, entry, inside + 1) if pa < len(self.ram) else None
         return None
 
-    def last(self, root: int, va: int) -> tuple[int, int]:
-        """Return the index of the last entry of a walk, and the size that it maps; see LinuxMemory."""
-        table = root
-        slot = 0
-        size = 0
-        for shift in _SHIFTS:
-            slot = table + (va >> shift & 511) * 8 >> 3
-            size = 1 << shift
-            if slot >= len(self.words):
-                raise MemoryFault(va, "page tables outside of RAM")
-            entry = self.words[slot]
-            if not entry & PRESENT or entry & _RIGHTS:
-                break
-            table = entry << 2 & FRAME
-        return slot, size
+    def maps_page(self, entry: int, shift: int) -> bool:  # noqa: ARG002 - equal at all levels
+        return bool(entry & _RIGHTS)
