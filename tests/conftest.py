@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import gc
 import os
 from collections.abc import Generator
@@ -19,6 +18,7 @@ from kprobefs.common.mountpoints import detach, our_mounts
 from tests import own_thread
 from tests.kept_images import keep_images
 from tests.sample import WHOLE, fewer
+from tests.worker_timer import WorkerTimer
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = frozenset((ROOT / "tests/quick.txt").read_text(encoding="ascii").split())
@@ -69,8 +69,8 @@ def strict_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ControlLock, "assert_held", own_thread.assert_held)
 
 
-TERMINAL = pytest.StashKey[int]()
-"""A duplicate of the descriptor of standard error, which pytest does not capture."""
+TIMER = pytest.StashKey[WorkerTimer]()
+"""The timer that ends the worker."""
 CLONE_NEWNS = 0x20000
 MS_REC = 0x4000
 MS_PRIVATE = 1 << 18
@@ -93,7 +93,8 @@ def pytest_configure(config: pytest.Config) -> None:
     libc = ctypes.CDLL(None)
     capture = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
-        config.stash[TERMINAL] = os.dup(2)
+        # pytest does not capture what is written to a duplicate of standard error.
+        config.stash[TIMER] = WorkerTimer(os.dup(2))
     # If unshare(2) is not permitted, only tests that run at the same time can see each other's mounts.
     if hasattr(config, "workerinput") and os.geteuid() == 0 and libc.unshare(CLONE_NEWNS) == 0:
         assert libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0, "mounts would be the host's"
@@ -202,11 +203,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """
     marker = item.get_closest_marker("timeout")
     limit = float(marker.args[0] if marker else item.config.getini("timeout"))
-    faulthandler.dump_traceback_later(limit + LEEWAY, exit=True, file=item.config.stash[TERMINAL])
+    timer = item.config.stash[TIMER]
+    timer.start(limit + LEEWAY)
     try:
         return (yield)
     finally:
-        faulthandler.cancel_dump_traceback_later()
+        timer.stop()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -12,16 +12,15 @@ from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.machine.cpu.registers import RegisterSet
 from emulated_kernel.machine.machine import Machine
-from emulated_kernel.machine.traps.trap import Trap
-from emulated_kernel.util.abi import Vector
+from emulated_kernel.machine.traps.trap import Trap, TrapKind
+from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_CODE
 from tests.kprobes.boundaries import Boundary
-from tests.kprobes.states import TF
 from tests.kprobes.transparency import Changes
 from tests.sample import fewer
 from tests.snapshot import DataSnapshot
 
 MAX_STEPS = fewer(3000, 3)
-"""Maximum number of instructions of a call that are counted one by one.
+"""Number of instructions from which on a call is long.
 
 Few calls that end take more than a third of this number.
 """
@@ -45,39 +44,60 @@ class Runner:
         self._ex_table = dict(machine.image.ex_table)
         self._at = {b.addr: b for b in boundaries}
         self._mask = (1 << machine.model.bits) - 1
+        self._counts: Counter[int] = Counter()
+        self._last = 0
+        """Address of the instruction that was counted last."""
+        self._left = 0
+        """Number of instructions that may still be counted."""
+        self._is_left_out = False
 
     def call(self, start: RegisterSet) -> Outcome:
         """Run a call to its end; an exception with a fixup continues there."""
         trap, end = self._machine.trap_of(start, fixup=True)
         return Outcome(trap, end, self._memory.undo())
 
-    def count(self, start: RegisterSet) -> Counter[int] | None:
-        """Return instruction of the call -> number of times that it is executed or tried.
+    def counted(self, starts: Iterable[RegisterSet]) -> list[tuple[RegisterSet, Counter[int]]]:
+        """Return each call with a map instruction -> number of times that it is executed or tried.
 
-        Return None for a long call, and for a call that reads text, in which it finds breakpoints, as on
-        Linux.
+        Leave out long calls, and calls that read text, in which they find breakpoints, as on Linux.
         """
-        counts: Counter[int] = Counter()
-        state = start
-        for _ in range(MAX_STEPS):
-            boundary = self._at.get(state.ip)
-            counts[state.ip] += 1
-            if boundary is not None and any(
-                self._is_text(o.address(state, self._mask)) for o in boundary.operands
-            ):
-                break
-            trap, state = self._step(state, boundary)
-            if trap.vector == Vector.BREAKPOINT and not (boundary and boundary.hides_trap):
-                # One of the kernel's own, at which it calls the host: here nobody answers.
-                self._memory.restore()
-                return counts
-            if trap.vector not in (Vector.DEBUG, Vector.BREAKPOINT):
-                if trap.address not in self._ex_table:
-                    self._memory.restore()
-                    return counts
-                state = state._replace(ip=self._ex_table[trap.address])
+        engine = self._machine.hooks.engine
+        hook = engine.add_hook(HOOK_CODE, CODE_CALLBACK(self._count))
+        engine.flush_code()
+        try:
+            return [(start, counts) for start in starts if (counts := self._counts_of(start)) is not None]
+        finally:
+            engine.remove_hook(hook)
+            engine.flush_code()
+
+    def _counts_of(self, start: RegisterSet) -> Counter[int] | None:
+        self._counts = Counter()
+        self._last = 0
+        self._left = MAX_STEPS
+        self._is_left_out = False
+        self._machine.trap_of(start, fixup=True)
         self._memory.restore()
-        return None
+        return None if self._is_left_out else self._counts
+
+    def _count(self, _engine: int, address: int, _size: int, _data: int) -> None:
+        """Count an instruction that is about to be executed, with all its repetitions as one."""
+        hooks = self._machine.hooks
+        # Unicorn: a breakpoint that ends the run is followed by the hook of the next instruction.
+        if hooks.stopped_by is not None:
+            return
+        boundary = self._at.get(address)
+        if boundary is not None:
+            if boundary.repeats and address == self._last:
+                return
+            addresses = (operand.address(self._machine.regs, self._mask) for operand in boundary.operands)
+            self._is_left_out = any(map(self._is_text, addresses))
+        self._last = address
+        self._counts[address] += 1
+        self._left -= 1
+        if self._left == 0:
+            self._is_left_out = True
+        if self._is_left_out:
+            hooks.stop(Trap(TrapKind.BUDGET, address))
 
     def loses_flags(self, executed: Iterable[int]) -> bool:
         """Return True if the emulator may report wrong flags after a call that executed these instructions.
@@ -91,25 +111,6 @@ class Runner:
 
     def _is_text(self, address: int) -> bool:
         return any(start - 8 < address < end for start, end in self._machine.image.text_ranges)
-
-    def _step(self, state: RegisterSet, boundary: Boundary | None) -> tuple[Trap, RegisterSet]:
-        """Execute one instruction with all its repetitions."""
-        if boundary is not None and boundary.hides_trap:
-            return self._up_to(state, boundary.addr + boundary.size)
-        ip = state.ip
-        while True:
-            trap, state = self._machine.trap_of(state._replace(flags=state.flags | TF))
-            state = state._replace(flags=state.flags & ~TF)
-            repeats = boundary is not None and boundary.repeats and state.ip == ip
-            if trap.vector != Vector.DEBUG or not repeats:
-                return trap, state
-
-    def _up_to(self, state: RegisterSet, next_ip: int) -> tuple[Trap, RegisterSet]:
-        text = self._machine.text
-        text.poke(next_ip, b"\xcc")
-        trap, state = self._machine.trap_of(state)
-        text.poke(next_ip, text.original(next_ip, 1))
-        return trap, state._replace(ip=next_ip) if trap.address == next_ip + 1 else state
 
 
 class ProbesEverywhere:

@@ -81,9 +81,8 @@ class Bench:
         called = [generate(arena, rng, entry)._replace(sp=top) for entry in share(entries, part, PARTS)]
         self.calls = [
             Call(start, counts, plain)
-            for start in called
-            if (counts := self._runner.count(start)) is not None
-            and switch not in counts
+            for start, counts in self._runner.counted(called)
+            if switch not in counts
             and not self._runner.loses_flags(counts)
             # A function's cold part, called, leaves the stack: a probe's frame has no place there.
             and (plain := self.run(start)).end.sp <= top + machine.model.word_size

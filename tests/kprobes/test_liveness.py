@@ -106,12 +106,8 @@ class Calls:
 
     def unexplained(self, calls: list[RegisterSet]) -> list[str]:
         """Those that don't read text, where breakpoints and jumps can be read as on Linux."""
-        counted = ((start, self._runner.count(start)) for start in calls)
-        return [
-            hex(start.ip)
-            for start, counts in counted
-            if counts is not None and not self._runner.loses_flags(counts)
-        ]
+        runner = self._runner
+        return [hex(start.ip) for start, counts in runner.counted(calls) if not runner.loses_flags(counts)]
 
 
 @pytest.fixture(scope="module", params=["x86_64", "i386"])

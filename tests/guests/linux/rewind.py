@@ -7,6 +7,7 @@ import mmap
 import os
 import re
 from collections.abc import Callable
+from functools import cache
 
 PAGE = 4096
 _ENTRY = 8
@@ -30,11 +31,11 @@ class Rewind:
         """Use the mapping `ram`.
 
         The functions get a page's offset. `is_compared` returns whether changed() reports the page, and
-        `is_left` whether back() leaves it unchanged.
+        `is_left` whether back() leaves it unchanged. They are called once for each page.
         """
         self._ram = ram
-        self._is_compared = is_compared
-        self._is_left = is_left
+        self._is_compared = cache(is_compared)
+        self._is_left = cache(is_left)
         self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
         self._at = ctypes.addressof(ctypes.c_char.from_buffer(ram)) // PAGE * _ENTRY
         self._kept: dict[int, bytes] = {}

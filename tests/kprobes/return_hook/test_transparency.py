@@ -105,12 +105,8 @@ def _build_bench(kernel: Kernel, part: int, parts: int) -> Bench:
     entries = share(_entries(boundaries), part, parts)
     starts = [_call(generate(arena, rng, entry), top) for entry in entries]
     switch = kernel.image.kallsyms.lookup_name("__switch_to")
-    counted = [
-        (start, counts)
-        for start in starts
-        # Memory is put back after each call, under the feet of other tasks that ran in it.
-        if (counts := runner.count(start)) is not None and switch not in counts
-    ]
+    # Memory is put back after each call, under the feet of other tasks that ran in it.
+    counted = [(start, counts) for start, counts in runner.counted(starts) if switch not in counts]
     calls = [(start, counts, runner.call(start)) for start, counts in counted]
     # A wild call that overwrites who is current takes the shadow stack along: it belongs to the task.
     abi = kernel.image.abi

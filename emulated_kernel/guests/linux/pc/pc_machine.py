@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -252,7 +252,7 @@ class PcMachine(LinuxMachine):
             # If this hook has stopped the run, the next run begins here and calls it a second time.
             if self._is_text_stale:
                 self._is_text_stale = False
-            elif changed and len(changed) < _FLUSH_FROM and all(self._is_text(*each) for each in changed):
+            elif changed and len(changed) < _FLUSH_FROM and self._are_text(changed):
                 for each in changed:
                     self.engine.remove_code(*each)
             else:
@@ -264,12 +264,20 @@ class PcMachine(LinuxMachine):
             self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(write), at=symbols[TEXT_POKE])
             self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(free), at=frees)
 
-    def _is_text(self, va: int, size: int) -> bool:
-        """Return True if the CPU can execute the code in a range of at most one page's size."""
+    def _are_text(self, ranges: Iterable[tuple[int, int]]) -> bool:
+        """Return True if the CPU can execute the code in all ranges (address, size).
+
+        A range of more than a page's size is not text. Most ranges of a call share few pages.
+        """
+        pages = set[int]()
+        for va, size in ranges:
+            if size > PAGE_SIZE:
+                return False
+            pages.add(va & -PAGE_SIZE)
+            pages.add(va + size - 1 & -PAGE_SIZE)
         root = self.cpu.root
-        pages = (self.memory.walk(root, each) for each in (va, va + size - 1))
-        is_text = all(page is not None and self.memory.is_executable(page[1]) for page in pages)
-        return is_text and size <= PAGE_SIZE
+        walks = (self.memory.walk(root, page) for page in pages)
+        return all(walk is not None and self.memory.is_executable(walk[1]) for walk in walks)
 
     def deliver_breakpoints(self, stub: range, cells: int) -> None:
         """Make the guest continue at `stub` after a breakpoint of kernel mode; the stub delivers it.
