@@ -163,6 +163,9 @@ class ProbeChecker(ABC, Generic[Analysis]):
         """Addresses of all fentry sites."""
         self.fentry: Set[int] = frozenset()
         """Addresses of the fentry sites from which ftrace calls probes: all fentry sites, or none."""
+        self._refused_sites: Set[int] = frozenset()
+        """Addresses in fentry sites at which a probe is refused; see refuse_sites()."""
+        self._site_insn_size = self.fentry_size
         self.may_fault: frozenset[int] = frozenset()
         """Addresses of the instructions that have a fixup in __ex_table."""
         self.layout = self.text_layout(image)
@@ -245,7 +248,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         mcount = image.mcount
         self.mcount = mcount if isinstance(mcount, AddressSet) else frozenset(mcount)
         self._mcount = mcount.in_order if isinstance(mcount, AddressSet) else sorted(mcount)
-        self.fentry = self.mcount if self._ftrace else frozenset()
+        self.fentry = self.mcount if self._ftrace and not self._refused_sites else frozenset()
         self._exceptions = sorted(insn for insn, _ in image.ex_table)
         self.may_fault = frozenset(self._exceptions)
         self._bugs = sorted(image.bugs)
@@ -255,6 +258,17 @@ class ProbeChecker(ABC, Generic[Analysis]):
         core = self.layout.text
         for start in [start for start in self._known if start not in core]:
             del self._known[start]
+
+    def refuse_sites(self, sites: Set[int], insn_size: int) -> None:
+        """Refuse probes at `sites`, the addresses that ftrace changes; ftrace calls no probes any more.
+
+        `insn_size`: size in bytes of the instructions that boot writes to fentry sites. Other instructions in
+        the sites can be probed.
+        Mirrors: kernel/kprobes.c:check_ftrace_location, without CONFIG_KPROBES_ON_FTRACE (v6.12).
+        """
+        self._refused_sites = sites
+        self._site_insn_size = insn_size
+        self.tables_changed()
 
     # Registering
 
@@ -374,11 +388,13 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return _inside(self._mcount, symbol)
 
     def _forbidden(self, symbol: Symbol, addr: int) -> Rejection | None:
-        """Return the rejection if the kprobe blacklist contains `addr`, or None.
+        """Return the rejection if `addr` is a refused fentry site or in the kprobe blacklist, or None.
 
         The blacklist entry of `foo` also covers parts that the compiler split off (`foo.cold`, `foo.part.0`).
         Mirrors: kernel/kprobes.c:within_kprobe_blacklist (v6.1).
         """
+        if addr in self._refused_sites:
+            return Rejection(RejectReason.AT_FENTRY, addr)
         entry = _span(self._blacklist, addr)
         if entry is None:
             whole = self._split_from(symbol)
@@ -543,7 +559,9 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return at >= 0 and self._blacklist[at][1] >= symbol.address + symbol.size
 
     def _has_forbidden(self, symbol: Symbol) -> bool:
-        """Return True if the blacklist contains any address of the function."""
+        """Return True if an address of the function is in the blacklist or may be a refused fentry site."""
+        if self._refused_sites:
+            return True
         end = bisect_left(self._blacklist, symbol.address + symbol.size, key=itemgetter(0))
         # The spans are disjoint, so a span that reaches into the function is the last that begins before its
         # end.
@@ -580,13 +598,17 @@ class ProbeChecker(ABC, Generic[Analysis]):
             size = min(size, self.layout.text.stop - symbol.address)
         read = self._image.read
         labels = [PatchSite(code, self.label_size(read(code, 2))) for code in _inside(self._labels, symbol)]
-        fentry = self._fentry_sites(symbol) if self.fentry else ()
+        fentry = self._fentry_sites(symbol) if self._ftrace else ()
         return Function(
             name=symbol.name,
             addr=symbol.address,
             size=symbol.size,
             code=read(symbol.address, size),
-            fentry_sites=tuple(PatchSite(site, self.fentry_size) for site in fentry),
+            fentry_sites=tuple(
+                PatchSite(addr, self._site_insn_size)
+                for site in fentry
+                for addr in range(site, site + self.fentry_size, self._site_insn_size)
+            ),
             exception_entries=frozenset(_inside(self._exceptions, symbol)),
             bug_entries=frozenset(_inside(self._bugs, symbol)),
             jump_labels=tuple(labels),

@@ -527,7 +527,7 @@ def _coverage(parsed: argparse.Namespace) -> int:
 def _explain(parsed: argparse.Namespace) -> int:
     from kprobefs.plan import explain
 
-    explain.run(
+    errors = explain.run(
         parsed.places,
         arch=parsed.arch,
         image=parsed.image,
@@ -540,8 +540,11 @@ def _explain(parsed: argparse.Namespace) -> int:
         svg=parsed.svg,
         html=parsed.html,
         debug_info=parsed.debug_info,
+        kprobes=parsed.kprobes,
     )
-    return ExitStatus.OK
+    for error in errors:
+        _complain(str(error), error.status)
+    return errors[0].status if errors else ExitStatus.OK
 
 
 def _debug_info(parsed: argparse.Namespace) -> int:
@@ -561,8 +564,9 @@ def _check(parsed: argparse.Namespace) -> int:
         images=parsed.image,
         vmcore=parsed.vmcore,
         profile=parsed.profile,
-        cpu=parsed.cpu,
+        cpus=parsed.cpu,
         strategy=parsed.strategy,
+        kprobes=parsed.kprobes,
         form=form,
     )
     return ExitStatus.OK if passed else ExitStatus.FAILURE

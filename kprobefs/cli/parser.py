@@ -442,12 +442,29 @@ def _add_scheduler(command: argparse._ActionsContainer, text: str) -> None:
     command.add_argument("--scheduler", metavar="ADDRESS", help=f"{text} (needs kprobefs[cluster])")
 
 
-def _add_cpu(command: argparse._ActionsContainer) -> None:
+def _add_cpu(command: argparse._ActionsContainer, *, several: bool = False) -> None:
+    """Add option --cpu, which may be repeated if `several` is true."""
+    text = (
+        "CPU of the machine with the distribution's kernel: a model (milan, ice-lake-sp, ...), host, or an "
+        "archive of the machine's files"
+    )
+    if several:
+        command.add_argument(
+            "--cpu", metavar="C", action="append", default=[], help=f"{text}; may be repeated"
+        )
+    else:
+        command.add_argument("--cpu", metavar="C", help=text)
+
+
+def _add_planned_kprobes(command: argparse._ActionsContainer) -> None:
+    from kprobefs.mount_options import KPROBES
+
     command.add_argument(
-        "--cpu",
-        metavar="C",
-        help="CPU of the machine with the distribution's kernel: a model (milan, ice-lake-sp, ...), host, or "
-        "an archive of the machine's files",
+        "--kprobes",
+        choices=KPROBES,
+        default=KPROBES[0],
+        help="answer for kprobefs's kprobes, or for those of the kernel itself; they differ on arm64 and "
+        "RISC-V (default: %(default)s)",
     )
 
 
@@ -499,6 +516,7 @@ def _add_explain(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
         help="profile whose rules apply (default: by the kernel's version and architecture)",
     )
     _add_cpu(command)
+    _add_planned_kprobes(command)
     _add_strategy(command)
     command.add_argument(
         "--debug-info",
@@ -541,7 +559,8 @@ def _add_check(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
         metavar="P",
         help="profile whose rules apply (default: by the kernel's version and architecture)",
     )
-    _add_cpu(command)
+    _add_cpu(command, several=True)
+    _add_planned_kprobes(command)
     _add_strategy(command)
     form = command.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON array")

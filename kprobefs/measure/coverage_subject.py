@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from emulated_kernel.arch.riscv.insn import RVI_SIZE
 from emulated_kernel.image.builtin_image import load_image
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
@@ -112,16 +113,28 @@ class Subject:
         if self.arch in WITH_OPTPROBES:
             # kprobefs obeys the kernel's configuration there.
             return ""
-        missing = []
+        missing: list[str] = []
         if has_jumps and self._has("arch_prepare_optimized_kprobe") is False:
             missing.append("have no jumps")
         # On arm64, kprobefs refuses ftrace sites, too.
-        refuses_sites = self.arch.startswith("riscv") and self._has("kprobe_ftrace_handler") is False
-        if self.tables.mcount and refuses_sites:
+        if self.refused_sites & set(self.tables.mcount):
             missing.append("refuse function entries, which are ftrace sites")
         if not missing:
             return ""
         return f"with --kprobes kprobefs, the default; this kernel's own kprobes {' and '.join(missing)}"
+
+    @cached_property
+    def refused_sites(self) -> frozenset[int]:
+        """Addresses that a RISC-V kernel's own kprobes refuse, because ftrace changes the instruction there.
+
+        Since v6.16, ftrace changes only the second instruction of a site.
+        Mirrors: kernel/kprobes.c:check_ftrace_location (v6.12), arch/riscv/kernel/ftrace.c:ftrace_call_adjust
+        (v6.16)
+        """
+        if not self.arch.startswith("riscv") or self._has("kprobe_ftrace_handler") is not False:
+            return frozenset()
+        offset = RVI_SIZE if self._has("ftrace_call_adjust") else 0
+        return frozenset(site + offset for site in self.tables.mcount)
 
     def _has(self, function: str) -> bool | None:
         lookup = self.tables.kallsyms.lookup_name

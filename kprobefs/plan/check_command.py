@@ -9,11 +9,13 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from emulated_kernel.guests.linux.table_cache import kernel_from_file
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.safe_read import read_named
-from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
+from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, explained
 from kprobefs.definitions.syntax import SETTING, Line, read_lines
 from kprobefs.measure.verdicts import ProbeOutcome, profile_text
+from kprobefs.mount_options import KPROBES
 from kprobefs.plan.check import PENDING, Answer, Finding, check_lines
 from kprobefs.plan.planned_kernel import PlannedKernel, planned_kernel
 from kprobefs.plan.sarif import sarif_log
@@ -42,16 +44,21 @@ def run(
     images: Sequence[str],
     vmcore: str | None,
     profile: str | None,
-    cpu: str | None,
+    cpus: Sequence[str],
     strategy: str | None,
     form: str,
+    kprobes: str = KPROBES[0],
 ) -> bool:
     """Check the files `paths` for `kprobefs check`; return True if no kernel refuses a line.
 
-    The other arguments are the command's options, which select the kernels. `form`: text, json or sarif.
+    The other arguments are the command's options, which select the kernels. Each kernel for x86-64 is checked
+    for each of `cpus`. `form`: text, json or sarif.
     Raises: CliError (a file can't be read; no such kernel or profile).
     """
-    kernels = [planned_kernel(arch, image, vmcore, profile, strategy, cpu) for image in images or (None,)]
+    kernels = [
+        planned_kernel(arch, image, vmcore, profile, strategy, cpu, kprobes)
+        for image, cpu in _images_and_cpus(images, cpus)
+    ]
     texts = {path: _read(path) for path in paths}
     found = []
     for path, text in texts.items():
@@ -73,6 +80,23 @@ def run(
         print("\n\n".join("\n".join(_text(each)) for each in found))
     every = [answer for each in found for _, answers in each.answers for answer in answers]
     return not any(answer.is_error for answer in every)
+
+
+def _images_and_cpus(images: Sequence[str], cpus: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:
+    """Yield each combination of a kernel's file and a CPU. None means that none is given.
+
+    CPUs are those of x86-64. If one of the kernels is for x86-64, kernels for other processors are checked
+    without a CPU. Otherwise planned_kernel() refuses the combination.
+    """
+    architectures: dict[str | None, str] = {}
+    for path in images if cpus else ():
+        with explained(path):
+            architectures[path] = kernel_from_file(path).architecture
+    has_x86 = "x86_64" in architectures.values()
+    for image in images or (None,):
+        is_other = has_x86 and architectures[image] != "x86_64"
+        for cpu in (None,) if is_other or not cpus else cpus:
+            yield image, cpu
 
 
 def _checked(kernel: PlannedKernel, lines: Sequence[Line]) -> tuple[Answer, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
+from kprobefs.mount_options import KPROBES
 from kprobefs.plan.explanation import Explanation, ListedInsn
 from kprobefs.plan.place import find_place, module_of
 from kprobefs.plan.planned_kernel import PlannedKernel, planned_kernel
@@ -29,18 +30,30 @@ def run(
     svg: str | None,
     html: str | None,
     debug_info: str | None = None,
-) -> None:
+    kprobes: str = KPROBES[0],
+) -> list[CliError]:
     """Explain probes at `places` for `kprobefs explain`, and print the explanations.
+
+    Return an error for each place that can't be explained, if others can.
 
     `whole` shows whole functions. `as_json` prints JSON instead of text. `svg` and `html` are paths of files
     to write. `debug_info` is the path of a file with the kernel's debug information, for lines of source
-    files. Raises: CliError (no such place or kernel, a file that can't be written).
+    files. `kprobes` is the way of probing the kernel of `image` or `vmcore`.
+    Raises: CliError (no place exists; no such kernel; a file that can't be written).
     """
     if debug_info is not None and not any(map(is_source_line, places)):
         why = "only needed for places of the form FILE:LINE; leave it out"
         raise CliError(f"--debug-info: {why}", ExitStatus.USAGE)
-    kernel = planned_kernel(arch, image, vmcore, profile, strategy, cpu)
-    found = list(_explanations(kernel, places, debug_info))
+    kernel = planned_kernel(arch, image, vmcore, profile, strategy, cpu, kprobes)
+    found: list[Explanation] = []
+    errors: list[CliError] = []
+    for explained in _explanations(kernel, places, debug_info):
+        if isinstance(explained, Explanation):
+            found.append(explained)
+        else:
+            errors.append(explained)
+    if errors and not found:
+        raise errors[0]
     if svg is not None:
         from kprobefs.plan.picture import picture
 
@@ -54,24 +67,29 @@ def run(
     elif svg is None and html is None:
         text = "\n\n".join(as_text(each, whole=whole) for each in found)
         print("\n".join(map(escape_for_terminal, text.split("\n"))))
+    return errors
 
 
 def _explanations(
     kernel: PlannedKernel, places: Sequence[str], debug_info: str | None
-) -> Iterator[Explanation]:
+) -> Iterator[Explanation | CliError]:
+    """Yield the explanations of each place, or the error that refuses the place."""
     with_modules: dict[str, PlannedKernel] = {}
     source = SourceLines(kernel, debug_info)
     for place in places:
-        if is_source_line(place):
-            yield from (Explanation(kernel, each) for each in source.places(place))
-            continue
-        module = module_of(place)
-        chosen = kernel
-        if module is not None:
-            if module not in with_modules:
-                with_modules[module] = _with_module(kernel, module, place)
-            chosen = with_modules[module]
-        yield Explanation(chosen, find_place(place, chosen.tables))
+        try:
+            if is_source_line(place):
+                yield from (Explanation(kernel, each) for each in source.places(place))
+                continue
+            module = module_of(place)
+            chosen = kernel
+            if module is not None:
+                if module not in with_modules:
+                    with_modules[module] = _with_module(kernel, module, place)
+                chosen = with_modules[module]
+            yield Explanation(chosen, find_place(place, chosen.tables))
+        except CliError as error:
+            yield error
 
 
 def _with_module(kernel: PlannedKernel, module: str, place: str) -> PlannedKernel:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from emulated_kernel.arch.riscv.insn import RVI_SIZE
 from emulated_kernel.image.builtin_image import KernelImage, load_image
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.btf import Btf
@@ -24,10 +25,12 @@ from emulated_kernel.trace.events.ftrace_entries import ftrace_entry_events
 from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.interface import LINUX_6_1, Interface, interface_named
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, replace
+from emulated_kernel.util.linux_rule import series_of
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, explained
-from kprobefs.measure.coverage_subject import Subject, booted_kernel
+from kprobefs.measure.coverage_subject import WITH_OPTPROBES, Subject, booted_kernel
 from kprobefs.measure.verdicts import Judge, chosen_profile
+from kprobefs.mount_options import KERNEL_KPROBES, KPROBES
 
 _ALLOWED = "kprobes_allow_optimization"
 """Symbol of the variable that sysctl debug.kprobes-optimization shows and sets."""
@@ -53,6 +56,8 @@ class PlannedKernel:
         self.core = core
         """The kernel without modules."""
         self.profile = profile
+        self.has_own_kprobes = False
+        """Whether the verdicts are those of the kernel's own kprobes, and not of kprobefs's."""
         self.strategy: str | None = None
         """Optimization policy whose verdicts are given in addition to Linux's, or None for only Linux's."""
         self.image: str | None = None
@@ -120,6 +125,7 @@ class PlannedKernel:
             found.image = self.image
             found.remarks = self.remarks
             found.is_booted = self.is_booted
+            found.has_own_kprobes = self.has_own_kprobes
             found.strategy = self.strategy
             found.modules = tuple(link_modules(core, files))
             return found
@@ -127,7 +133,10 @@ class PlannedKernel:
     @cached_property
     def judge(self) -> Judge:
         """Judge of probes in the kernel. The judge sees the kernel's text as it is in the kernel's file."""
-        return Judge(Subject(self.title, self.arch, self.tables), self.profile)
+        judge = Judge(Subject(self.title, self.arch, self.tables), self.profile)
+        if self.has_own_kprobes:
+            judge.checker.refuse_sites(judge.subject.refused_sites, RVI_SIZE)
+        return judge
 
     @property
     def has_optprobes(self) -> bool | None:
@@ -230,24 +239,48 @@ def planned_kernel(
     profile_name: str | None,
     strategy: str | None = None,
     cpu: str | None = None,
+    kprobes: str = KPROBES[0],
 ) -> PlannedKernel:
-    """Return the kernel that --arch, --image, --vmcore, --profile, --strategy and --cpu name.
+    """Return the kernel that --arch, --image, --vmcore, --profile, --strategy, --cpu and --kprobes name.
 
     None means that the option is not given.
 
-    Raises: CliError (no such kernel, image, dump, profile or CPU; the profile has no optimizer).
+    Raises: CliError (no such kernel, image, dump, profile or CPU; the profile has no optimizer; options that
+    exclude each other).
     """
+    is_own = kprobes == KERNEL_KPROBES
+    if is_own and image is None and vmcore is None:
+        why = "no kernel given; add --image with a vmlinuz, a vmlinux, a .deb or host"
+        raise CliError(f"--kprobes kernel: {why}", ExitStatus.USAGE)
+    for option, value in (("--profile", profile_name), ("--strategy", strategy)):
+        if is_own and value is not None:
+            why = "not possible with --kprobes kernel, whose kernel decides; leave it out"
+            raise CliError(f"{option}: {why}", ExitStatus.USAGE)
     if cpu is not None and image is None:
         why = "only possible with a distribution's kernel; add --image, or leave it out"
         raise CliError(f"--cpu: {why}", ExitStatus.USAGE)
     made = _planned(arch, image, vmcore, profile_name, cpu)
-    made.remarks += made.judge.remarks
     made.strategy = strategy
+    if is_own:
+        _use_own_kprobes(made)
+    elif remarks := made.judge.remarks:
+        made.title += " with kprobefs's kprobes"
+        made.remarks += (*remarks[:-1], f"{remarks[-1]} (see --kprobes kernel)")
     try:
         with_strategy(made.profile, strategy)
     except KernelError as error:
         raise CliError(str(error.strerror), ExitStatus.USAGE) from error
     return made
+
+
+def _use_own_kprobes(made: PlannedKernel) -> None:
+    """Make the verdicts on a kernel those of its own kprobes. On x86, both are the same."""
+    if made.arch in WITH_OPTPROBES:
+        return
+    assert isinstance(made.core, LinuxKernel)
+    name = f"linux-{series_of(made.core.release)}"
+    made.profile = replace(made.profile, name=name, optimizer=False, ftrace=bool(made.core.mcount))
+    made.has_own_kprobes = True
 
 
 def _planned(

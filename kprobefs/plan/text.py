@@ -173,6 +173,9 @@ def _extended(explained: Explanation) -> Iterator[str]:
 
 def _jumps(explained: Explanation) -> Iterator[str]:
     kernel = explained.kernel
+    if kernel.has_own_kprobes:
+        yield f"never: no release of Linux has jumps on {kernel.arch}"
+        return
     if not kernel.profile.optimizer:
         yield f"never: the kernel of profile {kernel.profile.name} has no jump optimization"
         return

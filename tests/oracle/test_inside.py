@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from random import Random
+
+import pytest
+
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
@@ -11,8 +16,13 @@ from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.interface import LINUX_6_1
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
+from kprobefs.definitions.syntax import Line
+from kprobefs.measure.verdicts import ProbeOutcome
+from kprobefs.plan.check import check_lines
+from kprobefs.plan.planned_kernel import planned_kernel
 from tests.guests.linux import debian_kernel
 from tests.oracle.inside.definitions import compare_definitions
+from tests.oracle.inside.mount_files import write
 from tests.oracle.inside.places import (
     compare_modules,
     compare_places,
@@ -81,6 +91,30 @@ def test_a_riscv64_kernel_is_answered_alike() -> None:
         assert not found.differences, "\n".join(found.differences[:5])
         assert found.compared > found.refused > 0
     assert refuses_entries(kernel)
+
+
+@pytest.mark.parametrize(
+    "package", [("linux-image-riscv64", "trixie"), ("linux-image-cloud-arm64", "trixie")], ids=str
+)
+def test_plans_for_a_kernel_that_uses_its_own_kprobes(package: tuple[str, str]) -> None:
+    tasks, kernel = debian_kernel.with_kernel(*package)
+    linux = native_mount(tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    plan = planned_kernel(None, str(debian_kernel.image(*package)), None, None, kprobes="kernel")
+    dice = Random(1)
+    symbols = [symbol for symbol in plan.judge.subject.symbols if symbol.name.isidentifier()]
+    symbols = [symbol for symbol in symbols if kernel.kallsyms.count_name(symbol.name) == 1]
+    offsets = [0, 0, 2, 4, 6, 8, 12]
+    places = [f"{dice.choice(symbols).name}+{dice.choice(offsets)}" for _ in range(2 * PLACES)]
+    lines = [f"{kind}:x{at} {place}" for kind in "pr" for at, place in enumerate(places)]
+    answers = check_lines(plan, [Line("", number, text) for number, text in enumerate(lines, 1)])
+    refused = {}
+    for found in answers:
+        assert found.outcome not in (ProbeOutcome.OPTIMIZED.value, ProbeOutcome.FTRACE.value)
+        wanted = "" if found.outcome == ProbeOutcome.BREAKPOINT.value else found.outcome
+        refused[found.line.text] = write(linux, "/tracing/kprobe_events", found.line.text, os.O_APPEND)
+        assert refused[found.line.text] == wanted, found
+    linux.close()
+    assert {"", "EINVAL"} <= set(refused.values())
 
 
 def test_places_in_modules_are_judged_alike() -> None:

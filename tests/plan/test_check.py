@@ -365,6 +365,23 @@ def test_several_kernels_have_a_column_each(
     assert (region, result["ruleId"]) == ({"startLine": 3, "startColumn": 5}, "BAD_PROBE_ADDR")
 
 
+def test_the_kernels_own_kprobes_leave_no_choice(
+    typed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.probes"
+    file.write_text("p:x f\n")
+    own = ["check", str(file), "--kprobes", "kernel"]
+    assert main([*own, "--image", typed]) == 0
+    assert "ftrace" in capsys.readouterr().out
+    for options, message in (
+        ([], "--kprobes kernel: no kernel given; add --image"),
+        (["--image", typed, "--profile", "linux-6.12"], "--profile: not possible with --kprobes kernel"),
+        (["--image", typed, "--strategy", "extended"], "--strategy: not possible with --kprobes kernel"),
+    ):
+        assert main([*own, *options]) == 2
+        assert message in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def schema(tmp_path_factory: pytest.TempPathFactory) -> Any:
     if shutil.which("npm") is None:

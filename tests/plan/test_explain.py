@@ -446,6 +446,15 @@ def test_a_file_without_an_end_is_refused_at_once(
         assert path in line
 
 
+def test_places_that_exist_are_explained_beside_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "vfs_read", "vfs_raed", "gcd+5", "nosuch+1", "--json"]) == 2
+    captured = capsys.readouterr()
+    assert [each["place"] for each in json.loads(captured.out)] == ["vfs_read", "gcd+5"]
+    first, second = captured.err.splitlines()
+    assert "vfs_raed: this kernel has no such symbol; nearest: vfs_read" in first
+    assert "nosuch: this kernel has no such symbol" in second
+
+
 @pytest.mark.parametrize("wrong", ["vfs_raed", "do_sys_opn", "tcp_sendmgs", "kmaloc"])
 def test_a_wrong_name_names_symbols_that_exist(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, wrong)
