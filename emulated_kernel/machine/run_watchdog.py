@@ -83,6 +83,13 @@ class HandlerTime:
         return frame is not None
 
 
+class _CallingThread(threading.local):
+    """Identifier of the calling thread in the host's kernel, which get_native_id() asks at each call."""
+
+    def __init__(self) -> None:
+        self.number = get_native_id()
+
+
 class Watchdog:
     """Stops a run after `budget` seconds of CPU time.
 
@@ -109,7 +116,8 @@ class Watchdog:
         self._budget = budget
         self._allowed = budget
         self._started = 0.0
-        self._runner = get_native_id()
+        self._calling = _CallingThread()
+        self._runner = self._calling.number
         self._ident = get_ident()
         self._seen = 0.0
         self._last_cpu = 0.0
@@ -160,7 +168,7 @@ class Watchdog:
         Raises: KernelError ENOMEM (the host has no thread; a run without a watchdog isn't allowed).
         """
         self._allowed = self._budget if budget is None else budget
-        self._runner = get_native_id()
+        self._runner = self._calling.number
         self._ident = get_ident()
         self._started = monotonic()
         # Order matters: the thread sets _parked before it reads _started a second time.

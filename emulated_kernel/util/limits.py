@@ -16,6 +16,9 @@ from emulated_kernel.util.lazy_pattern import lazy_pattern
 class Limit(Enum):
     """A limited resource; the value of the member is the resource's name in machine/limits."""
 
+    # Enum's own __hash__ is Python code, and each open(2) looks up a limit.
+    __hash__ = object.__hash__
+
     PROBES = "probes"
     """Maximum number of dynamic events of all kinds."""
     INSTANCES = "instances"

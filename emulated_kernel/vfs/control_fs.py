@@ -55,7 +55,7 @@ def _go_on() -> None:
 class ControlFile(FileDescription):
     """An open control file, and the guest's descriptor for it."""
 
-    __slots__ = ("client", "fd", "inner", "number", "task")
+    __slots__ = ("client", "fd", "guard", "inner", "number", "task")
 
     fs: ControlFs
 
@@ -65,6 +65,8 @@ class ControlFile(FileDescription):
         self.flags = flags
         self.error = 0
         self.handle = 0
+        self.guard = fs.lock_for(path, flags)
+        """Context manager that holds the lock for a request about this file; see ControlFs.lock_for()."""
         self.client = client
         """The process that opened the file."""
         self.inner: OpenFile
@@ -127,7 +129,7 @@ class ControlFile(FileDescription):
 
         Lock: takes. Raises: YieldLock (more steps follow), and the errors of FileDescription.read().
         """
-        with self.fs.lock_for(self.path, self.flags):
+        with self.guard:
             if self.fs.lock.is_lent or self.inner.node.is_unseen:
                 self.check()
                 return self.inner.read_step(size, offset)
@@ -205,7 +207,7 @@ class ControlFile(FileDescription):
         Lock: takes.
         """
         fs = self.fs
-        with fs.lock_for(self.path, self.flags) if self.fd is None else fs.lock:
+        with self.guard if self.fd is None else fs.lock:
             if self.error:
                 return
             del fs.opened[self]

@@ -23,8 +23,10 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_named_tuple import NamedTuple
 from emulated_kernel.util.threads import start_thread
 from emulated_kernel.vfs.core.client import Stat
+from kprobefs.fuse.libfuse import served
 from kprobefs.fuse.protocol import (
     ATTR,
+    BLOCK_SIZE,
     ENTRY_GENERATION,
     ENTRY_INVALIDATION,
     ENTRY_NODE,
@@ -49,8 +51,6 @@ MAX_NAMES = 500
 """Maximum number of names that have a validity at the same time."""
 CACHED_ATTRIBUTES = 500
 """Maximum number of results of attr_bytes() that are cached."""
-BLOCK_SIZE = 4096
-"""Value of st_blksize for every file, in bytes."""
 PAGED_SIZE = 1 << 40
 """Value of st_size, in bytes, of files that can be spliced. The host's kernel ends a splice(2) there."""
 
@@ -59,8 +59,9 @@ _Key = tuple[int, bytes]
 _SECOND = 1_000_000_000
 _U64 = (1 << 64) - 1
 _U32 = (1 << 32) - 1
-_WITHOUT_DIRECTORY = frozenset({FUSE_OPEN, FUSE_READ, FUSE_WRITE, FUSE_RELEASE})
-"""Opcodes of requests for which the host's kernel has locked no directory."""
+_WITHOUT_DIRECTORY = frozenset({0, FUSE_OPEN, FUSE_READ, FUSE_WRITE, FUSE_RELEASE})
+"""Opcodes of requests for which the host's kernel has locked no directory; 0: the thread serves no request.
+"""
 
 
 class Names(Protocol):
@@ -152,7 +153,6 @@ class KnownNodes:
         """
         self.ends = 0
         """Number of calls of end_names() so far."""
-        self._request = threading.local()
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """Function that returns a context manager.
 
@@ -168,10 +168,6 @@ class KnownNodes:
         flags, more = INIT_IN.unpack_from(request, IN_HEADER.size)
         can_expire = bool(flags & FUSE_INIT_EXT and more & FUSE_HAS_EXPIRE_ONLY)
         self.lets_names_last = self._are_allowed and can_expire
-
-    def begin(self, opcode: int) -> None:
-        """Record the opcode of the request that the calling thread answers."""
-        self._request.opcode = opcode
 
     def path_of(self, directory: int, name: bytes) -> str | None:
         """Return the path of `name` in the directory with the node id `directory`.
@@ -334,7 +330,7 @@ class KnownNodes:
         expired = [key for key, _ in lasting] if None in ends else []
         if not may_be_gone and not expired:
             return
-        if getattr(self._request, "opcode", FUSE_WRITE) in _WITHOUT_DIRECTORY:
+        if served.opcode in _WITHOUT_DIRECTORY:
             with self.waiting():
                 self._invalidate_all(may_be_gone, expired)
         else:

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Stat
 from kprobefs.common.errors import CliError
-from kprobefs.fuse.known_nodes import BLOCK_SIZE
 from kprobefs.fuse.protocol import (
+    BLOCK_SIZE,
     MAX_ERRNO,
 )
 
@@ -113,10 +113,13 @@ def context() -> FuseContext:
 
 class _Served(threading.local):
     pid = 0
+    """Pid of the process that made the request; 0 before the first request."""
+    opcode = 0
+    """Opcode of the request; 0 before the first request."""
 
 
 served = _Served()
-"""The process whose request the calling thread serves."""
+"""The request that the calling thread serves."""
 
 
 def served_pid() -> int:

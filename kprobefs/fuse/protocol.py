@@ -25,6 +25,8 @@ FUSE_OPENDIR = 27
 FUSE_BATCH_FORGET = 42
 FUSE_RENAME2 = 45
 
+BLOCK_SIZE = 4096
+"""Value of st_blksize for every file, in bytes."""
 FUSE_ROOT_ID = 1
 """Node id of the root directory."""
 MAX_ERRNO = 511

@@ -54,6 +54,8 @@ RELEASE_PAUSE = 0.0001
 """Seconds between two checks whether another thread has replied to its RELEASE request."""
 RETRY_DELAY = 0.01
 """Seconds between two attempts to send a reply, if the first attempt failed for lack of memory."""
+JOINED = 4096
+"""Maximum size in bytes of a reply's data for which one buffer takes less time than two."""
 _INTERRUPTED = (errno.EINTR, errno.EAGAIN, errno.ENOENT)
 """Errnos of a failed read of /dev/fuse after which the thread reads the next request."""
 _NO_MEMORY = struct.pack("=Ii", OUT_HEADER.size, -errno.ENOMEM)
@@ -243,8 +245,7 @@ class SessionLoop:
         """
         opcode, unique, node, uid, gid, pid = IN_HEADER.unpack_from(request)
         served.pid = pid
-        if self._nodes is not None:
-            self._nodes.begin(opcode)
+        served.opcode = opcode
         found: bytes | int | None = None
         if opcode == FUSE_READ:
             found = self._read(uid, gid, pid, *READ_IN.unpack_from(request, IN_HEADER.size))
@@ -264,8 +265,12 @@ class SessionLoop:
                 library.fuse_session_process(self._session, address, size, channel)
             return channel == self._replies.channel
         error, data = (found, b"") if isinstance(found, int) else (0, found)
+        head = OUT_HEADER.pack(OUT_HEADER.size + len(data), error, unique)
         try:
-            os.writev(self._device, (OUT_HEADER.pack(OUT_HEADER.size + len(data), error, unique), data))
+            if len(data) <= JOINED:
+                os.write(self._device, head + data)
+            else:
+                os.writev(self._device, (head, data))
         # The client was interrupted, or the mount is gone.
         except OSError:
             if opcode == FUSE_OPEN and data:

@@ -11,6 +11,7 @@ import pytest
 from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.analysis.disassembly import address_names
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason, RejectSubject
+from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE, decode_insn
 from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.kernel.api import Kernel
@@ -107,6 +108,23 @@ def _is_taken(kernel: Kernel, head: AggrKprobe | None, outcome: Region | Rejecti
     if isinstance(outcome, Region):
         return head is not None and head.is_aggregated and head.detour is None
     return head is not None and (head.rejection == outcome or outcome.reason is RejectReason.FTRACE)
+
+
+@pytest.mark.parametrize("image", ["x86_64", "i386"])
+def test_sizes_of_instructions_are_those_that_linux_decodes(image: str) -> None:
+    """The copy of an instruction is made from these bytes alone."""
+    with booted("linux-6.1", image) as kernel:
+        verdict = kernel.kprobes.probe_checker
+        seen = 0
+        for symbol in share(list(functions(kernel)), 0, 8):
+            for addr, refused, _ in verdict.check_each_insn(symbol):
+                where = kernel.live.kallsyms.lookup(addr)
+                if refused is None and where is not None:
+                    code = kernel.machine.text.original(addr, MAX_INSN_SIZE)
+                    decoded = decode_insn(code, kernel.arch.bits)
+                    assert verdict.insn_size(where) == decoded.length
+                    seen += 1
+        assert seen > 1000
 
 
 def test_djprobes_get_the_length_of_the_region() -> None:

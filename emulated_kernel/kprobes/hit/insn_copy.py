@@ -105,10 +105,10 @@ class InsnCopier:
             )
             self.check_unpatched(addr, prepared.length, code[: prepared.length])
         except KernelError:
-            self.slots.free(slot)
+            self.slots.give_back(slot)
             raise
         if prepared.emulate is not None:
-            self.slots.free(slot)
+            self.slots.give_back(slot)
             head.insn = OutOfLine(prepared, None)
         else:
             self._text.poke(slot, prepared.slot_bytes)

@@ -71,6 +71,13 @@ class InsnSlots:
             self._text.poke(slot - len(self._lead), self._lead)
         return GuestAddr(slot)
 
+    def give_back(self, slot: int) -> None:
+        """Free a slot to which no copy was written."""
+        if self._lead:
+            self.free(slot)
+        else:
+            self._put_back(slot)
+
     def free(self, slot: int, *, dirty: bool = False, on_free: Callable[[], None] = lambda: None) -> None:
         """Free a slot. A `dirty` slot is reused only after no CPU can be in it any more.
 
@@ -107,13 +114,16 @@ class InsnSlots:
         return address
 
     def _reclaim(self, slot: int, on_free: Callable[[], None]) -> None:
-        """Make a slot available again, and free its page if the page is unused and not the last one.
+        """Empty a slot and make it available again. A page without used slots is freed, but not the last one.
 
         Mirrors: kernel/kprobes.c:collect_one_slot (v6.1).
         """
         on_free()
-        page = self._page_of.pop(slot)
         self._text.poke(slot - len(self._lead), self._empty)
+        self._put_back(slot)
+
+    def _put_back(self, slot: int) -> None:
+        page = self._page_of.pop(slot)
         clean = self._pages[page]
         clean.append(slot)
         if len(clean) == self.slots_per_page and len(self._pages) > 1:
