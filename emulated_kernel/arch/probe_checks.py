@@ -19,7 +19,7 @@ from emulated_kernel.arch.analysis.function import Function, PatchSite, TextLayo
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason, RejectSubject
 from emulated_kernel.arch.analysis.tactic import Tactics
 from emulated_kernel.arch.analysis.xrefs import CodeXrefs, Reference
-from emulated_kernel.image.address_set import AddressSet
+from emulated_kernel.image.address_set import AddressSet, firsts_in_order, in_order
 from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.util.fast_dataclass import dataclass, replace
@@ -247,13 +247,13 @@ class ProbeChecker(ABC, Generic[Analysis]):
         self._blacklist = sorted(image.blacklist)
         mcount = image.mcount
         self.mcount = mcount if isinstance(mcount, AddressSet) else frozenset(mcount)
-        self._mcount = mcount.in_order if isinstance(mcount, AddressSet) else sorted(mcount)
+        self._mcount = in_order(mcount)
         self.fentry = self.mcount if self._ftrace and not self._refused_sites else frozenset()
-        self._exceptions = sorted(insn for insn, _ in image.ex_table)
+        self._exceptions = firsts_in_order(image.ex_table)
         self.may_fault = frozenset(self._exceptions)
-        self._bugs = sorted(image.bugs)
-        self._labels = sorted(code for code, *_ in image.jump_labels)
-        self._static_calls = sorted(site for site, *_ in image.static_calls)
+        self._bugs = in_order(image.bugs)
+        self._labels = firsts_in_order(image.jump_labels)
+        self._static_calls = firsts_in_order(image.static_calls)
         self._entrances.tables_changed()
         core = self.layout.text
         for start in [start for start in self._known if start not in core]:

@@ -89,7 +89,7 @@ def _build_return_hooks(kernel: ProbedKernel, kprobes: Kprobes) -> HookSets:
 
 def _build_kretprobes(kernel: ProbedKernel, kprobes: Kprobes, hook_sets: HookSets) -> Kretprobes:
     """Build the registry of kretprobes, which refuses functions that do not return to their caller."""
-    blacklist = never_returning(kernel.image, kernel.arch)
+    blacklist = partial(never_returning, kernel.image, kernel.arch)
     return Kretprobes(kprobes, hook_sets.first, cpus=kernel.cpus, blacklist=blacklist)
 
 

@@ -11,7 +11,6 @@ from emulated_kernel.arch.program.cpu_words import CpuWords
 from emulated_kernel.components.records import ProbeRegistries, TracingComponents
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.kprobes.profile import TrampolineForm
-from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.trace.array.services import TracingServices
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses, NeedResched
@@ -59,6 +58,7 @@ from emulated_kernel.util.limits import Limit, Limits, MemoryBudget
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from emulated_kernel.image.linux.btf import Btf
+    from emulated_kernel.machine.machine import Machine
 
 
 @dataclass(frozen=True, eq=False)

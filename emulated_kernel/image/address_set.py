@@ -1,11 +1,17 @@
-"""AddressSet: an immutable set of addresses in a sorted array, which takes a tenth of a set's memory."""
+"""Tables of addresses in arrays that can be mapped from a file, and take a tenth of a set's memory.
+
+AddressSet is an immutable set of addresses, and EntryTable a table whose entries consist of addresses.
+"""
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence, Set
-from typing import Self
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from itertools import starmap
+from typing import Self, TypeVar, overload
+
+Entry = TypeVar("Entry", bound=tuple[int, ...])
 
 
 class AddressSet(Set[int]):
@@ -48,3 +54,54 @@ class AddressSet(Set[int]):
         addresses = self.in_order
         first = bisect_left(addresses, start)
         return addresses[first : bisect_left(addresses, end, first)]
+
+
+class EntryTable(Sequence[Entry]):
+    """A table whose entries consist of the same number of addresses, sorted by the first one.
+
+    An entry is created at each access.
+    """
+
+    def __init__(self, part: memoryview, width: int, entry: Callable[..., Entry]) -> None:
+        """Use the array `part`, with 8 bytes for each address.
+
+        `width`: number of addresses in an entry. `entry` is called with the addresses of an entry.
+        Raises: TypeError, ValueError (the size of `part` is wrong).
+        """
+        self._words = part.cast("Q")
+        self._width = width
+        self._entry = entry
+        if len(self._words) % width:
+            raise ValueError("table: its last entry is incomplete")
+
+    @property
+    def firsts(self) -> Sequence[int]:
+        """The first address of each entry, in ascending order."""
+        return self._words[:: self._width]
+
+    def __len__(self) -> int:
+        return len(self._words) // self._width
+
+    @overload
+    def __getitem__(self, at: int, /) -> Entry: ...
+    @overload
+    def __getitem__(self, at: slice, /) -> Sequence[Entry]: ...
+    def __getitem__(self, at: int | slice, /) -> Entry | Sequence[Entry]:
+        if isinstance(at, slice):
+            return tuple(self)[at]
+        first = range(len(self))[at] * self._width
+        return self._entry(*self._words[first : first + self._width])
+
+    def __iter__(self) -> Iterator[Entry]:
+        words = iter(self._words)
+        return starmap(self._entry, zip(*[words] * self._width, strict=True))
+
+
+def firsts_in_order(entries: Iterable[tuple[int, *tuple[object, ...]]]) -> Sequence[int]:
+    """Return the first address of each entry of a table in ascending order."""
+    return entries.firsts if isinstance(entries, EntryTable) else sorted([entry[0] for entry in entries])
+
+
+def in_order(addresses: Iterable[int]) -> Sequence[int]:
+    """Return addresses in ascending order; those of an AddressSet are not copied."""
+    return addresses.in_order if isinstance(addresses, AddressSet) else sorted(addresses)

@@ -104,7 +104,7 @@ class SymbolTable:
     """The letter that nm prints for each symbol, as one byte."""
     starts: Sequence[int]
     """Offset of each symbol's name in `names`, and as the last item the offset after the last name."""
-    names: bytes
+    names: bytes | memoryview
     """All names, each followed by a zero byte."""
     by_name: Sequence[int]
     """Indices of the symbols, sorted by name and then by address."""
@@ -132,7 +132,7 @@ class SymbolTable:
             parts["addresses"].cast("Q"),
             parts["types"],
             parts["starts"].cast("I"),
-            bytes(parts["names"]),
+            parts["names"],
             parts["by_name"].cast("I"),
         )
         count = len(found.addresses)
@@ -146,7 +146,7 @@ class SymbolTable:
 
     def name(self, index: int) -> bytes:
         """Return the name of the symbol at this index in the table."""
-        return self.names[self.starts[index] : self.starts[index + 1] - 1]
+        return bytes(self.names[self.starts[index] : self.starts[index + 1] - 1])
 
     def named(self, name: str) -> Sequence[int]:
         """Return the indices in the table of all symbols with this name, sorted by address."""

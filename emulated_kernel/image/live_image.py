@@ -185,6 +185,7 @@ class VmlinuxTables(ProbedTables, Protocol):
 
 
 Core = TypeVar("Core", bound=VmlinuxTables)
+T = TypeVar("T")
 
 
 class LiveImage(Generic[Core]):
@@ -223,8 +224,8 @@ class LiveImage(Generic[Core]):
         return (*self.core.text_ranges, *parts)
 
     @property
-    def ex_table(self) -> tuple[ExTableEntry, ...]:
-        return (*self.core.ex_table, *(e for module in self._modules.values() for e in module.ex_table))
+    def ex_table(self) -> Iterable[ExTableEntry]:
+        return _joined(self.core.ex_table, [each.ex_table for each in self._modules.values()])
 
     @property
     def blacklist(self) -> tuple[BlacklistEntry, ...]:
@@ -236,17 +237,17 @@ class LiveImage(Generic[Core]):
         return AddressSet(chain(self.core.mcount, *of_modules)) if of_modules else self.core.mcount
 
     @property
-    def jump_labels(self) -> tuple[JumpLabel, ...]:
-        return (*self.core.jump_labels, *(e for module in self._modules.values() for e in module.jump_labels))
+    def jump_labels(self) -> Iterable[JumpLabel]:
+        return _joined(self.core.jump_labels, [each.jump_labels for each in self._modules.values()])
 
     @property
-    def static_calls(self) -> tuple[StaticCall, ...]:
-        calls = (call for module in self._modules.values() for call in module.static_calls)
-        return (*self.core.static_calls, *calls)
+    def static_calls(self) -> Iterable[StaticCall]:
+        return _joined(self.core.static_calls, [each.static_calls for each in self._modules.values()])
 
     @property
     def bugs(self) -> Collection[int]:
-        return set(self.core.bugs).union(*(module.bugs for module in self._modules.values()))
+        of_modules = [module.bugs for module in self._modules.values()]
+        return AddressSet(chain(self.core.bugs, *of_modules)) if of_modules else self.core.bugs
 
     @property
     def data(self) -> Iterator[tuple[int, bytes]]:
@@ -263,3 +264,8 @@ class LiveImage(Generic[Core]):
                 if start <= va and va + size <= start + len(code):
                     return code[va - start : va - start + size]
         return self.core.read(va, size)
+
+
+def _joined(of_kernel: Iterable[T], of_modules: Sequence[Iterable[T]]) -> Iterable[T]:
+    """Return a kernel's table with those of its modules; without modules, the kernel's is not copied."""
+    return (*of_kernel, *chain.from_iterable(of_modules)) if of_modules else of_kernel

@@ -237,6 +237,9 @@ else:
         Raises: TypeError (the annotation is InitVar or KW_ONLY).
         """
         text = annotation if isinstance(annotation, str) else str(annotation)
+        # Most annotations need no closer look.
+        if "Var" not in text and "KW_ONLY" not in text:
+            return False
         kind = text.partition("[")[0].rpartition(".")[2]
         if kind in ("InitVar", "KW_ONLY"):
             raise TypeError(f"dataclass() of emulated_kernel has no {kind}")
@@ -298,18 +301,18 @@ else:
         if defaults != positional[len(positional) - len(defaults) :]:
             raise TypeError(f"{made.__name__}: a field without a default is after a field with a default")
         template = _template(kinds, hasattr(made, "__post_init__"))
-        names = {f"a{number}": each.name for number, each in enumerate(every)}
-        values = {f"v{number}": _value(each) for number, each in enumerate(every)} | {"FACTORY": _FACTORY}
+        # The template assigns the fields in their order, and calls __post_init__() last.
+        assigned = [each.name for each, kind in zip(every, kinds, strict=True) if kind != "-"]
         code = template.replace(
-            co_names=tuple(names.get(name, name) for name in template.co_names),
-            co_varnames=tuple(names.get(name, name) for name in template.co_varnames),
+            co_names=(*assigned, *template.co_names[len(assigned) :]),
+            co_varnames=("self", *[each.name for each in positional], *[each.name for each in keywords]),
         )
         init = FunctionType(
             code,
             vars(sys.modules[made.__module__]) if made.__module__ in sys.modules else {},
             "__init__",
             tuple(_default(each) for each in defaults),
-            tuple(CellType(values[name]) for name in code.co_freevars),
+            tuple(CellType(_free_variable(name, every)) for name in code.co_freevars),
         )
         init.__kwdefaults__ = {each.name: _default(each) for each in keywords if each.has_default}
         init.__annotations__ = {each.name: each.type for each in parameters} | {"return": None}
@@ -333,7 +336,11 @@ else:
             return "f"
         return "d" if slots and each.default is not _MISSING else "-"
 
-    def _value(each):
+    def _free_variable(name, every):
+        """Return the value of the variable `name` of a template: FACTORY, or v0, v1, ... for the fields."""
+        if name == "FACTORY":
+            return _FACTORY
+        each = every[int(name[1:])]
         return each.default if each.default_factory is _MISSING else each.default_factory
 
     def _default(each):

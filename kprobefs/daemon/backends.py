@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from emulated_kernel.kprobes.profile import Profile
     from emulated_kernel.vfs.core.node import Owner
     from emulated_kernel.vfs.mount import Mount
+    from kprobefs.common.progress import Progress
     from kprobefs.daemon.state.saved_state import SavedState
 
 
@@ -94,7 +95,6 @@ def _state(options: MountOptions) -> SavedState | None:
 def _boot_linux(options: MountOptions) -> None:
     """Boot the distribution's kernel, show a progress bar, and store a snapshot in the boot cache."""
     from emulated_kernel.guests.linux.boot_cache import ensure_cached
-    from kprobefs.common.progress import Progress
 
     image = str(options.machine.image)
     bar: Progress | None = None
@@ -102,7 +102,10 @@ def _boot_linux(options: MountOptions) -> None:
 
     def progress(done: int, total: int) -> None:
         nonlocal bar, shown
-        bar = bar or Progress("booting", total)
+        if bar is None:
+            from kprobefs.common.progress import Progress
+
+            bar = Progress("booting", total)
         bar.add(done - shown)
         shown = done
 

@@ -253,8 +253,8 @@ class FunctionCounter:
         for judge in self.judges:
             tables = judge.subject.tables
             parts += [judge.profile, judge.subject.symbols, tables.kallsyms.symbols, tables.text_ranges]
-            parts += [list(tables.mcount), tables.ex_table, tables.bugs, tables.jump_labels]
-            parts += [tables.static_calls, tables.blacklist, judge.subject.title]
+            parts += map(list, (tables.mcount, tables.ex_table, tables.bugs, tables.jump_labels))
+            parts += [list(tables.static_calls), list(tables.blacklist), judge.subject.title]
             parts += [tables.read(start, end - start) for start, end in tables.text_ranges]
             for start, data in tables.data:
                 parts += [start, bytes(data)]

@@ -73,12 +73,21 @@ def test_a_mount_imports_what_it_may_need() -> None:
     assert [name for name in loaded if name.startswith(ELSEWHERE)] == []
 
 
+DISTRIBUTION = (
+    "import emulated_kernel.guests.linux.boot_cache, emulated_kernel.guests.linux.mounts.probed_mount"
+)
+
+
+def test_a_mount_of_a_distribution_s_kernel_imports_nothing_of_our_own() -> None:
+    """Neither the own kernel nor the machine that runs it."""
+    loaded = told(f"import sys\n{DISTRIBUTION}\nprint(*sys.modules)").split()
+    own = ("emulated_kernel.guests.builtin", "emulated_kernel.kernel", "emulated_kernel.machine.machine")
+    assert [name for name in loaded if name.startswith(own)] == []
+
+
 def test_a_mount_of_a_distribution_s_kernel_imports_no_other_processor() -> None:
     """Except the formats of kernel files, which are recognized by their contents."""
-    script = (
-        "import emulated_kernel.guests.linux.boot_cache, emulated_kernel.guests.linux.mounts.probed_mount"
-    )
-    loaded = told(f"import sys\n{script}\nprint(*sys.modules)").split()
+    loaded = told(f"import sys\n{DISTRIBUTION}\nprint(*sys.modules)").split()
     found = [name for name in loaded if "arm64" in name or "riscv" in name]
     assert [name for name in found if not name.startswith("emulated_kernel.image.linux.")] == []
 

@@ -9,23 +9,24 @@ from collections.abc import Mapping
 from contextlib import suppress
 from errno import ENOEXEC
 from functools import cached_property
-from itertools import starmap
+from itertools import chain, starmap
 from typing import Any
 
-from emulated_kernel.image.address_set import AddressSet
+from emulated_kernel.image.address_set import AddressSet, EntryTable
 from emulated_kernel.image.kallsyms import Kallsyms, SymbolTable
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.kernel_events import KernelEvent
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.vmlinux import LinkedMemory, LoadSegment, Section
-from emulated_kernel.image.text_tables import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, StaticCall
+from emulated_kernel.image.text_tables import BlacklistEntry, ExTableEntry, JumpLabel, StaticCall
 from emulated_kernel.image.trace_events import FieldDefinition, SyscallDefinition
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import fields
 
-_ADDRESSES = ("mcount", "return_sites")
+_ADDRESSES = ("mcount", "return_sites", "bugs")
 _DEFINITIONS = ("events", "syscalls")
-_ENTRIES = ("blacklist", "ex_table", "jump_labels", "static_calls")
+_WORDS = ("ex_table", "jump_labels", "static_calls")
+"""Tables whose entries consist of addresses."""
 
 
 def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
@@ -40,10 +41,10 @@ def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
     }
     parts |= {f"segment.{number}": segment.data for number, segment in enumerate(memory.segments)}
     parts |= {name: array("Q", getattr(kernel, name)).tobytes() for name in _ADDRESSES}
+    parts |= {name: array("Q", chain.from_iterable(getattr(kernel, name))).tobytes() for name in _WORDS}
     # A mount of the kernel's own tracefs needs neither types nor events.
     with suppress(KernelError):
-        starts, names = kernel.btf.index
-        parts |= {"btf.starts": starts, "btf.names": names}
+        parts |= {f"btf.{name}": data for name, data in kernel.btf.parts().items()}
     unreadable: dict[str, tuple[int, str]] = {}
     for table in _DEFINITIONS:
         try:
@@ -56,8 +57,7 @@ def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
         "entry": memory.entry,
         "segments": [(each.va, each.pa, each.mem_size, each.flags) for each in memory.segments],
         "sections": dict(memory.sections),
-        "tables": {name: getattr(kernel, name) for name in _ENTRIES},
-        "bugs": [*kernel.bugs.values()],
+        "blacklist": kernel.blacklist,
     }
     return {"about": json.dumps(about, default=_values).encode(), **parts}
 
@@ -67,7 +67,7 @@ def decode_tables(kernel: LinuxKernel) -> None:
 
     Ignore tables that cannot be decoded.
     """
-    for name in (*_ADDRESSES, *_ENTRIES, *_DEFINITIONS, "bugs"):
+    for name in (*_ADDRESSES, *_WORDS, *_DEFINITIONS, "blacklist"):
         # Each later use of a table that cannot be decoded raises the error again.
         with suppress(KernelError):
             getattr(kernel, name)
@@ -106,19 +106,16 @@ class CachedKernelTables(LinuxKernel):
             {name: Section(*fields) for name, fields in about["sections"].items()},
         )
         self.vmlinux.architecture = str(about["architecture"])
-        kinds = {name.partition(".")[2]: part for name, part in parts.items() if name.startswith("symbols.")}
-        self._set_symbols(Kallsyms.of_table(SymbolTable.of_parts(kinds), 0, 1 << 64))
-        tables = about["tables"]
-        self.ex_table = tuple(starmap(ExTableEntry, tables["ex_table"]))
-        self.jump_labels = tuple(starmap(JumpLabel, tables["jump_labels"]))
-        self.static_calls = tuple(starmap(StaticCall, tables["static_calls"]))
-        self.blacklist = tuple(starmap(BlacklistEntry, tables["blacklist"]))
-        self.bugs = {fields[0]: BugEntry(*fields) for fields in about["bugs"]}
+        self._set_symbols(Kallsyms.of_table(SymbolTable.of_parts(_of(parts, "symbols.")), 0, 1 << 64))
+        self.ex_table = EntryTable(parts["ex_table"], 2, ExTableEntry)
+        self.jump_labels = EntryTable(parts["jump_labels"], 3, JumpLabel)
+        self.static_calls = EntryTable(parts["static_calls"], 2, StaticCall)
+        self.blacklist = tuple(starmap(BlacklistEntry, about["blacklist"]))
         self.mcount = AddressSet.of_part(parts["mcount"])
         self.return_sites = AddressSet.of_part(parts["return_sites"])
+        self.bugs = AddressSet.of_part(parts["bugs"])
         if "btf.starts" in parts:
-            index = (bytes(parts["btf.starts"]), bytes(parts["btf.names"]))
-            self.btf = Btf(self._btf_data(), index)
+            self.btf = Btf(self._btf_data(), _of(parts, "btf."))
         self._unreadable = {
             table: (int(number), str(why)) for table, (number, why) in about["unreadable"].items()
         }
@@ -153,3 +150,8 @@ class CachedKernelTables(LinuxKernel):
         if table in self._unreadable:
             raise KernelError(*self._unreadable[table])
         return json.loads(bytes(self._definitions[table]))
+
+
+def _of(parts: Mapping[str, memoryview], prefix: str) -> dict[str, memoryview]:
+    """Return the parts whose names start with `prefix`, under their names without it."""
+    return {name.removeprefix(prefix): part for name, part in parts.items() if name.startswith(prefix)}

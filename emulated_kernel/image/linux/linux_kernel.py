@@ -164,7 +164,7 @@ class LinuxKernel:
         return (self.text,)
 
     @cached_property
-    def ex_table(self) -> tuple[ExTableEntry, ...]:
+    def ex_table(self) -> Sequence[ExTableEntry]:
         """The exception table, sorted by address."""
         return tuple(sorted(text_tables.ex_table(*self._table(_EX_TABLE))))
 
@@ -214,19 +214,24 @@ class LinuxKernel:
         return _NOPS_BEFORE if starts * 2 > len(behind) else 0
 
     @cached_property
-    def jump_labels(self) -> tuple[JumpLabel, ...]:
+    def jump_labels(self) -> Sequence[JumpLabel]:
         """Branches of static keys, sorted by address."""
         return tuple(sorted(text_tables.jump_labels(*self._table(_JUMP_LABELS))))
 
     @cached_property
-    def static_calls(self) -> tuple[StaticCall, ...]:
+    def static_calls(self) -> Sequence[StaticCall]:
         """Call sites of static calls, sorted by address."""
         return tuple(sorted(text_tables.static_calls(*self._table(_STATIC_CALLS))))
 
-    @cached_property
-    def bugs(self) -> dict[int, BugEntry]:
+    @property
+    def bug_entries(self) -> dict[int, BugEntry]:
         """Address of a ud2 -> its entry in the bug table."""
         return text_tables.bugs(*self._table(_BUGS), self.vmlinux.string, has_format=self.bugs_have_format)
+
+    @cached_property
+    def bugs(self) -> AddressSet:
+        """Addresses of the trap instructions of BUG() and WARN()."""
+        return AddressSet(self.bug_entries)
 
     @property
     def bugs_have_format(self) -> bool:
@@ -424,10 +429,14 @@ class LinuxKernel:
     @property
     def has_btf(self) -> bool:
         """Whether the kernel was built with BTF, and its file still has the BTF."""
-        return any(self._table(_BTF)[1][:_BTF_MAGIC_SIZE])
+        return any(self._btf_section()[:_BTF_MAGIC_SIZE])
 
-    def _btf_data(self) -> bytes:
-        _, data = self._table(_BTF)
+    def _btf_section(self) -> bytes | memoryview:
+        address, size = self._place(_BTF)
+        return self.vmlinux.view(address, size) if size else b""
+
+    def _btf_data(self) -> bytes | memoryview:
+        data = self._btf_section()
         if not any(data[:_BTF_MAGIC_SIZE]):
             # objcopy(1) can remove the section. The addresses are zeros then.
             raise KernelError(ENODATA, "this kernel has no BTF: it was built without CONFIG_DEBUG_INFO_BTF")
@@ -461,10 +470,13 @@ class LinuxKernel:
 
     def _table(self, place: _TablePlace) -> tuple[int, bytes]:
         """Return address and contents of a table; (0, b"") if the kernel doesn't have the table."""
-        found = self.between(place.start, place.stop)
-        if found.end:
-            return found.start, self.read(found.start, found.end - found.start)
-        return self.vmlinux.section_bytes(place.section)
+        address, size = self._place(place)
+        return address, self.read(address, size) if size else b""
+
+    def _place(self, place: _TablePlace) -> tuple[int, int]:
+        """Return address and size of a table; (0, 0) if the kernel doesn't have the table."""
+        start, end = self.between(place.start, place.stop)
+        return (start, end - start) if end else self.vmlinux.section_place(place.section)
 
 
 def open_kernel(source: str) -> LinuxKernel:

@@ -89,17 +89,7 @@ class LinkedMemory:
         self._starts = [segment.va for segment in segments]
 
     def view(self, va: int, size: int) -> bytes | memoryview:
-        """Return `size` bytes at `va` from the file's data, without a copy if the file is mapped.
-
-        Raises: KernelError ENOEXEC.
-        """
-        segment = self._segment_at(va)
-        if segment is None or not 0 <= size <= segment.va + len(segment.data) - va:
-            raise unusable(f"{size} bytes at {va:#x} aren't in its file")
-        return segment.data[va - segment.va : va - segment.va + size]
-
-    def read(self, va: int, size: int) -> bytes:
-        """Return `size` bytes at `va` as they were linked.
+        """Return `size` bytes at `va` as they were linked, without a copy if the file is mapped.
 
         Raises: KernelError ENOEXEC (no segment contains the bytes).
         """
@@ -107,7 +97,12 @@ class LinkedMemory:
         if segment is None or va + size > segment.va + segment.mem_size or size < 0:
             raise unusable(f"{size} bytes at {va:#x} aren't in it")
         offset = va - segment.va
-        return bytes(segment.data[offset : offset + size]).ljust(size, b"\0")
+        found = segment.data[offset : offset + size]
+        return found if len(found) == size else bytes(found).ljust(size, b"\0")
+
+    def read(self, va: int, size: int) -> bytes:
+        """Return a copy of the result of view(). Raises: as view()."""
+        return bytes(self.view(va, size))
 
     def string(self, va: int, limit: int = 1 << 16) -> str:
         """Return the zero-terminated string at an address, of at most `limit` bytes.
@@ -147,10 +142,15 @@ class LinkedMemory:
 
     def section_bytes(self, name: str) -> tuple[int, bytes]:
         """Return a section's address and contents; (0, b"") if it doesn't exist or isn't in the file."""
+        address, size = self.section_place(name)
+        return address, self.read(address, size) if size else b""
+
+    def section_place(self, name: str) -> tuple[int, int]:
+        """Return a section's address and size; (0, 0) if it doesn't exist or isn't in the file."""
         section = self.sections.get(name)
         if section is None or not section.in_file or not self.has(section.address):
-            return 0, b""
-        return section.address, self.read(section.address, section.size)
+            return 0, 0
+        return section.address, section.size
 
     def _segment_at(self, va: int) -> LoadSegment | None:
         index = bisect_right(self._starts, va) - 1

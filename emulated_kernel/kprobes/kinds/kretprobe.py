@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Container, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 from emulated_kernel.arch.analysis.probe_rules import ProbeRule, probe_rules_named
@@ -116,18 +116,25 @@ class Kretprobes:
     Mirrors: kernel/kprobes.c, the part under CONFIG_KRETPROBES (v6.1).
     """
 
-    def __init__(self, kprobes: Kprobes, hooks: ReturnHooks, *, cpus: int, blacklist: Sequence[int]) -> None:
+    def __init__(
+        self, kprobes: Kprobes, hooks: ReturnHooks, *, cpus: int, blacklist: Callable[[], Sequence[int]]
+    ) -> None:
         """Start without probes. `cpus`: number of CPUs, from which the default of `maxactive` is computed.
 
-        `blacklist`: addresses of functions whose returns cannot be hooked.
+        `blacklist` returns the addresses of functions whose returns cannot be hooked. The first kretprobe
+        calls it.
         """
         self._kprobes = kprobes
         self._hits = kprobes.hits
         self.hooks = hooks
-        self._blacklist = frozenset(blacklist)
+        self._find_blacklist = blacklist
         profile = kprobes.profile
         has_minimum = profile.preemption or ProbeRule.MAXACTIVE_TEN in probe_rules_named(profile.probe_rules)
         self._default_maxactive = max(_MIN_MAXACTIVE, 2 * cpus) if has_minimum else cpus
+
+    @cached_property
+    def _blacklist(self) -> frozenset[int]:
+        return frozenset(self._find_blacklist())
 
     def register_kretprobe(self, rp: Kretprobe[Any]) -> None:
         """Register a probe on a function's return.

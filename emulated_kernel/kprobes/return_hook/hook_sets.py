@@ -118,5 +118,10 @@ def never_returning(image: ProbedTables, arch: Arch) -> list[int]:
     hooked cold part gets a damaged stack. Linux rejects only the functions that switch stacks.
     """
     symbols = image.kallsyms
-    named = (symbol.address for name in arch.no_return_hook for symbol in symbols.by_name(name))
+    # A module's function may have the same name.
+    named = [
+        symbol.address
+        for name in arch.no_return_hook
+        for symbol in symbols.by_name(name)[: symbols.count_in_kernel(name)]
+    ]
     return [*named, *symbols.ending(_COLD)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from emulated_kernel.arch.arch_hooks import Arch
@@ -21,16 +21,23 @@ class StaticKeys:
     def __init__(
         self, labels: Iterable[JumpLabel], machine: ProbedMachine, poker: TextPoker, arch: Arch
     ) -> None:
+        """Prepare the keys; `labels`, the branches of the kernel, are read at the first use of a key."""
         self._text = machine.text
         self._breakpoints = machine.breakpoints
         self._poker = poker
         self._arch = arch
         self._on: set[int] = set()
-        self._labels: dict[int, list[JumpLabel]] = {}
-        self.add(labels)
+        self._of_kernel = labels
+
+    @cached_property
+    def _labels(self) -> dict[int, list[JumpLabel]]:
+        found: dict[int, list[JumpLabel]] = {}
+        for label in self._of_kernel:
+            found.setdefault(label.key, []).append(label)
+        return found
 
     def add(self, labels: Iterable[JumpLabel]) -> None:
-        """Add branches of the kernel or a loaded module. Patch the branches whose keys are on into jumps.
+        """Add branches of a loaded module. Patch the branches whose keys are on into jumps.
 
         Mirrors: kernel/jump_label.c:jump_label_add_module (v6.1).
         """

@@ -10,7 +10,6 @@ from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
 from emulated_kernel.kprobes.codegen.compiler import Compiler
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.interrupts.trap_handlers import Redirect
-from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
@@ -18,6 +17,11 @@ from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.ring_layout import RecordTarget, memory_size
 from emulated_kernel.util.fast_dataclass import replace
+
+# Distributions' kernels need no Machine.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from emulated_kernel.machine.machine import Machine
 
 HITS = {EntryKind.BREAKPOINT: 2000, EntryKind.JUMP: 4000, EntryKind.CALL: 4000}
 """Entry kind -> number of hits in a round, so many that the cost of entering the guest is negligible."""

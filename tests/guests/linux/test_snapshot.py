@@ -77,7 +77,7 @@ def test_other_facts_have_another_number() -> None:
         ),
         *(abi.user_access for abi in ABIS),
     )
-    assert {snapshot._MAGIC: zlib.crc32(repr(kept).encode())} == {b"kprobefs booted kernel 38\n": 2728394383}
+    assert {snapshot._MAGIC: zlib.crc32(repr(kept).encode())} == {b"kprobefs booted kernel 39\n": 2728394383}
 
 
 def test_no_more_is_mapped_than_the_host_maps_around_a_page(cache: Path) -> None:

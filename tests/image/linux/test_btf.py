@@ -48,6 +48,34 @@ def sample() -> made.Btf:
 BTF = sample().data()
 
 
+def test_a_kept_index_finds_a_name_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    types = made.Btf()
+    for number in range(1000):
+        types.structure(f"s{number}", 8 * number)
+    btf = Btf(types.data())
+    kept = Btf(types.data(), {name: memoryview(part) for name, part in btf.parts().items()})
+    read = list[int]()
+    name = Btf._name
+    monkeypatch.setattr(Btf, "_name", lambda self, offset: [read.append(offset), name(self, offset)][1])
+    assert kept.size("s321") == 8 * 321
+    assert len(read) <= 15
+    assert kept.size("s321") == 8 * 321
+    assert len(read) <= 15
+    assert [kept.size(f"s{number}") for number in range(1000)] == [8 * number for number in range(1000)]
+
+
+def test_a_type_is_found_beside_an_enumerator_of_its_name() -> None:
+    types = made.Btf()
+    types.enum("kinds", both=7)
+    types.structure("both", 24)
+    types.enum("both", other=1)
+    types.structure("both", 32)
+    btf = Btf(types.data())
+    assert [btf.find(kind, "both") for kind in (Kind.STRUCT, Kind.ENUM)] == [2, 3]
+    assert btf.size("both") == 24
+    assert btf.constant("both") == 7
+
+
 def test_offsets_through_anonymous_members_typedefs_and_arrays() -> None:
     btf = Btf(BTF)
     assert btf.size("task_struct") == 40

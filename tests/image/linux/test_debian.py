@@ -48,7 +48,7 @@ def test_tables_point_at_what_they_are_about(kernel: LinuxKernel) -> None:
     assert labels <= {b"\x66", b"\x0f", b"\xe9", b"\xeb"}
     assert all(read(site, 1) == b"\xe9" for site in kernel.return_sites)
     assert len(kernel.ex_table) > 400
-    assert {bug.file for bug in kernel.bugs.values()} >= {"mm/slub.c", "kernel/fork.c"}
+    assert {bug.file for bug in kernel.bug_entries.values()} >= {"mm/slub.c", "kernel/fork.c"}
 
 
 def test_blacklist_has_what_the_kernel_s_own_has(kernel: LinuxKernel) -> None:

@@ -53,7 +53,7 @@ from emulated_kernel.util.fast_dataclass import asdict, dataclass
 from emulated_kernel.util.fast_named_tuple import NamedTuple
 from emulated_kernel.util.safe_read import identity, is_word, open_regular, replace_file
 
-_MAGIC = b"kprobefs booted kernel 38\n"
+_MAGIC = b"kprobefs booted kernel 39\n"
 HEADER = 256 << 10
 """Size in bytes of a snapshot's header, which precedes RAM."""
 _PIECE = 64 << 10

@@ -215,7 +215,7 @@ class KernelTracepoints:
         self._replaced = ReplacedCalls(arch, machine.memory)
         # Functions that ran at boot have been freed.
         text = range(*kernel.text)
-        labels = [label for label in kernel.jump_labels if label.code in text]
+        labels = (label for label in kernel.jump_labels if label.code in text)
         self.keys = (_ShortKeys if arch.registers.link is None else StaticKeys)(labels, machine, poker, arch)
         """Static keys with the branches of the kernel and of modules."""
         # Linux: a preemptible kernel subtracts the count that the tracepoint itself has added.
@@ -297,7 +297,7 @@ class KernelTracepoints:
         `register`: function that is called in addition to switching the event's key.
         """
         if register is None and not event.is_plain:
-            if self._call is None or not any(self._kernel.btf.has(name) for name in _REGISTERING):
+            if not self._can_register:
                 return None
             register = partial(self._register, event, batch)
         if not (event.probe and event.fields):
@@ -307,14 +307,17 @@ class KernelTracepoints:
             switch = partial(self._switch_registered, register, event, batch)
         stub = f"__probestub_{event.name}"
         has_stub = self._has_stubs and self._kernel.kallsyms.lookup_name(stub) is not None
-        return KernelStaticEvent(
-            event.system,
-            event.name,
-            layout_fields(event.fields, self._kernel.btf.size("trace_entry")),
-            event.print_fmt,
-            batch,
-            batch.add(switch, stub if has_stub else "", self._switch_stub),
-        )
+        point = batch.add(switch, stub if has_stub else "", self._switch_stub)
+        return KernelStaticEvent(event, self._common_size, batch, point)
+
+    @cached_property
+    def _common_size(self) -> int:
+        return self._kernel.btf.size("trace_entry")
+
+    @cached_property
+    def _can_register(self) -> bool:
+        """Whether the host can call the functions regfunc and unregfunc of tracepoints."""
+        return self._call is not None and any(self._kernel.btf.has(name) for name in _REGISTERING)
 
     @cached_property
     def _has_stubs(self) -> bool:
@@ -494,16 +497,18 @@ class KernelStaticEvent(StaticEvent):
     """
 
     def __init__(
-        self,
-        group: str,
-        name: str,
-        fields: Iterable[EventField],
-        print_fmt: str,
-        batch: EventBatch,
-        tracepoint: Tracepoint,
+        self, event: KernelEvent, common_size: int, batch: EventBatch, tracepoint: Tracepoint
     ) -> None:
-        super().__init__(group, name, fields, print_fmt, tracepoint, batch.names, _WORD)
+        """Create an event of a batch. `common_size`: see layout_fields()."""
+        super().__init__(event.system, event.name, (), event.print_fmt, tracepoint, batch.names, _WORD)
         self._batch = batch
+        self._definitions = event.fields
+        self._common_size = common_size
+
+    @cached_property
+    def fields(self) -> tuple[EventField, ...]:
+        """The event's own fields. A start computes those of a few events only."""
+        return tuple(layout_fields(self._definitions, self._common_size))
 
     @property
     def module(self) -> str:  # type: ignore[override]
