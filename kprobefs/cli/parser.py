@@ -14,7 +14,7 @@ from kprobefs.common.errors import CliError, ExitStatus
 # Not from typing, which takes longer to import than most modules here.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from typing import Any, NoReturn
 
     from _typeshed import SupportsWrite
@@ -75,6 +75,30 @@ class _ArgumentParser(argparse.ArgumentParser):
         (file or sys.stderr).write(message)
 
 
+class _CommandParser(_ArgumentParser):
+    """The parser of one command, which is built when it is used.
+
+    Building the parsers of all commands takes longer than most commands, which use one of them.
+    """
+
+    def __init__(self, *, add_arguments: Callable[[argparse.ArgumentParser], object], **options: Any) -> None:
+        """Store the arguments of the parser; `add_arguments` is the function that adds the command's."""
+        # The attributes of the base class are missing until __getattr__() builds the parser.
+        self._unbuilt: tuple[Callable[[argparse.ArgumentParser], object], dict[str, Any]] | None
+        self._unbuilt = add_arguments, options
+
+    def __getattr__(self, name: str) -> Any:
+        unbuilt = self.__dict__.get("_unbuilt")
+        if unbuilt is None:
+            raise AttributeError(name)
+        self._unbuilt = None
+        add_arguments, options = unbuilt
+        super().__init__(**options)
+        add_arguments(self)
+        self.set_defaults(prog=self.prog)
+        return getattr(self, name)
+
+
 class _OneKernel(argparse.Action):
     """Action of an option that names a kernel, in a command for one kernel: it refuses a second option."""
 
@@ -113,182 +137,18 @@ def terminal_columns() -> int:
 
 def program_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole program, which stores the name of the command in `chosen`."""
-    from kprobefs.mount_options import ARCHITECTURES
-
     parser = _ArgumentParser(
         prog="kprobefs",
         description="Mount Linux's kprobes control files over an emulated kernel, in any directory.",
         epilog=EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"kprobefs {__version__}")
-    commands = parser.add_subparsers(title="commands", dest="chosen", required=True, metavar="COMMAND")
-
-    command = commands.add_parser(
-        "mount", help="mount on an empty directory, and return when the mount answers"
+    commands = parser.add_subparsers(
+        title="commands", dest="chosen", required=True, metavar="COMMAND", parser_class=_CommandParser
     )
-    _add_mount_arguments(command)
-
-    command = commands.add_parser("umount", help="end the daemon of a mount, and unmount")
-    _add_directory(command, "directory of the mount")
-    command.add_argument("--force", action="store_true", help="kill a daemon that does not end")
-    command.add_argument(
-        "--stale", action="store_true", help="remove only a stale mount whose daemon is gone"
-    )
-
-    command = commands.add_parser("status", help="show the mounts and their conditions")
-    _add_directory(command, "only this mount (default: all)")
-    command.add_argument("--json", action="store_true", help="print a JSON array")
-
-    command = commands.add_parser(
-        "trace", help="run a command with probes (p:vfs_read count=$arg3), and show their records"
-    )
-    command.add_argument(
-        "probes",
-        metavar="PROBE",
-        nargs="*",
-        help="p:PLACE ARGS, r:PLACE ARGS, a line of kprobe_events, or t:GROUP:EVENT",
-    )
-    command.add_argument("--graph", metavar="FUNCTION", help="record the calls within this function")
-    command.add_argument("--stack", action="store_true", help="record the stack at each hit")
-    command.add_argument(
-        "-f", "--filter", default="", help="record only the hits that this event filter accepts"
-    )
-    command.add_argument(
-        "-m", "--mount", metavar="DIR", help="trace on this mount (default: a temporary mount)"
-    )
-    command.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="write the records to FILE: .json, .trace.json (Perfetto, Speedscope), .folded (flame graphs), "
-        ".dat (trace-cmd), or text (default: text to standard output)",
-    )
-    command.add_argument("--json", action="store_true", help="print each record as a JSON object on a line")
-    _add_machine_options(command)
-    command.usage = f"{command.prog} [OPTION...] [PROBE...] -- CMD..."
-
-    command = commands.add_parser("tour", help="walk through probing, step by step, on a temporary mount")
-    command.add_argument(
-        "chapter",
-        metavar="CHAPTER",
-        nargs="?",
-        choices=("probes", "optimized"),
-        default="probes",
-        help="probes: a first probe; optimized: the stages in which a jump is written (default: %(default)s)",
-    )
-    command.add_argument(
-        "--arch",
-        choices=ARCHITECTURES,
-        default="x86_64",
-        help="architecture of the emulated machine (default: %(default)s)",
-    )
-
-    command = commands.add_parser(
-        "top", help="watch the probes of a mount: mode, hits per second, cost, reason"
-    )
-    _add_directory(command, "mount to use (default: $KPROBEFS, or the only mount)")
-    command.add_argument(
-        "-d", "--delay", type=_seconds, default=1.0, metavar="S", help="seconds between updates (default: 1)"
-    )
-    command.add_argument("-n", "--count", type=_count, metavar="N", help="end after N updates")
-    command.add_argument("--json", action="store_true", help="print each update as a JSON array on a line")
-
-    command = commands.add_parser(
-        "reboot", help="boot the kernel of a mount again, keeping definitions and records"
-    )
-    _add_directory(command, "directory of the mount")
-
-    command = commands.add_parser("run", help="mount, run a command with the path in $KPROBEFS, and unmount")
-    command.add_argument(
-        "--as-system",
-        action="store_true",
-        help="run in namespaces with the mount at /sys/kernel/tracing and /sys/kernel/debug too",
-    )
-    command.add_argument(
-        "--real-root",
-        action="store_true",
-        help="with --as-system: keep root's rights; the host's tracefs is then within reach",
-    )
-    _add_machine_options(command)
-    command.add_argument("command", nargs=argparse.REMAINDER, metavar="[--] CMD...")
-
-    _add_matrix(commands)
-
-    command = commands.add_parser(
-        "images", help="list the distributions' kernels that can be mounted, or fetch a kernel"
-    )
-    command.add_argument("action", nargs="?", choices=("fetch",), help="fetch kernels with apt")
-    command.add_argument(
-        "names",
-        metavar="NAME",
-        nargs="*",
-        help="(fetch) kernels: debian:SUITE[/FLAVOUR], for example debian:bookworm/cloud; "
-        "flavours: amd64 (default), cloud, rt, arm64, riscv64",
-    )
-    form = command.add_mutually_exclusive_group()
-    form.add_argument("--clear", action="store_true", help="remove the cached ones")
-    form.add_argument("--json", action="store_true", help="print a JSON array, with sizes in bytes")
-
-    command = commands.add_parser("apply", help="apply probe definitions and settings from files")
-    _add_mount_option(command)
-    command.add_argument(
-        "files",
-        metavar="FILE",
-        nargs="*",
-        help="files to apply; - is standard input (default: *.probes in the probes.d directories)",
-    )
-
-    command = commands.add_parser("save", help="print the current probes and settings in `apply` format")
-    _add_mount_option(command)
-    command.add_argument(
-        "file",
-        metavar="FILE",
-        nargs="?",
-        help="write to FILE; - is standard output (default: standard output)",
-    )
-
-    command = commands.add_parser("install-service", help="install the systemd units")
-    command.add_argument("--user", action="store_true", help="install for the service manager of this user")
-    command.add_argument(
-        "--root", metavar="DIR", default="/", help="install below DIR, for packages and images (default: /)"
-    )
-
-    command = commands.add_parser("completion", help="print the completion code for a shell")
-    command.add_argument("shell", choices=("bash", "zsh", "fish"), help="shell that evaluates the code")
-
-    command = commands.add_parser(
-        "djprobe-analyze", help="print how many bytes a djprobe's jump would replace, or why it can't"
-    )
-    command.add_argument("elf", metavar="ELF", nargs="?", help="kernel or program for x86")
-    command.add_argument("place", metavar="PLACE", help="address (0x...) or SYMBOL[+OFFSET]")
-    command.add_argument(
-        "--image",
-        metavar="KERNEL",
-        help="analyze this vmlinuz, vmlinux or Debian package instead of ELF, or the host's (host)",
-    )
-    command.add_argument(
-        "--debug-info",
-        metavar="FILE",
-        help="file with the debug information (default: ELF itself, or the file that debuggers use)",
-    )
-    command.add_argument(
-        "--bug-size",
-        type=int,
-        default=2,
-        metavar="N",
-        help="bytes of a BUG(); i386 kernels before 2.6.20 need 8 (default: %(default)s)",
-    )
-    command.add_argument("--json", action="store_true", help="print a JSON object")
-
-    _add_bench(commands)
-    _add_coverage(commands)
-    _add_explain(commands)
-    _add_check(commands)
-    _add_debug_info(commands)
-    for action in commands._get_subactions():
-        commands.choices[action.dest].description = f"{str(action.help)[:1].upper()}{str(action.help)[1:]}."
-    for command in commands.choices.values():
-        command.set_defaults(prog=command.prog)
+    for name, text, add_arguments in _COMMANDS:
+        description = f"{text[:1].upper()}{text[1:]}."
+        commands.add_parser(name, help=text, description=description, add_arguments=add_arguments)
     return parser
 
 
@@ -332,6 +192,161 @@ def _add_mount_arguments(command: argparse.ArgumentParser) -> None:
     _add_machine_options(command)
 
 
+def _add_umount(command: argparse.ArgumentParser) -> None:
+    _add_directory(command, "directory of the mount")
+    command.add_argument("--force", action="store_true", help="kill a daemon that does not end")
+    command.add_argument(
+        "--stale", action="store_true", help="remove only a stale mount whose daemon is gone"
+    )
+
+
+def _add_status(command: argparse.ArgumentParser) -> None:
+    _add_directory(command, "only this mount (default: all)")
+    command.add_argument("--json", action="store_true", help="print a JSON array")
+
+
+def _add_trace(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "probes",
+        metavar="PROBE",
+        nargs="*",
+        help="p:PLACE ARGS, r:PLACE ARGS, a line of kprobe_events, or t:GROUP:EVENT",
+    )
+    command.add_argument("--graph", metavar="FUNCTION", help="record the calls within this function")
+    command.add_argument("--stack", action="store_true", help="record the stack at each hit")
+    command.add_argument(
+        "-f", "--filter", default="", help="record only the hits that this event filter accepts"
+    )
+    command.add_argument(
+        "-m", "--mount", metavar="DIR", help="trace on this mount (default: a temporary mount)"
+    )
+    command.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="write the records to FILE: .json, .trace.json (Perfetto, Speedscope), .folded (flame graphs), "
+        ".dat (trace-cmd), or text (default: text to standard output)",
+    )
+    command.add_argument("--json", action="store_true", help="print each record as a JSON object on a line")
+    _add_machine_options(command)
+    command.usage = f"{command.prog} [OPTION...] [PROBE...] -- CMD..."
+
+
+def _add_tour(command: argparse.ArgumentParser) -> None:
+    from kprobefs.mount_options import ARCHITECTURES
+
+    command.add_argument(
+        "chapter",
+        metavar="CHAPTER",
+        nargs="?",
+        choices=("probes", "optimized"),
+        default="probes",
+        help="probes: a first probe; optimized: the stages in which a jump is written (default: %(default)s)",
+    )
+    command.add_argument(
+        "--arch",
+        choices=ARCHITECTURES,
+        default="x86_64",
+        help="architecture of the emulated machine (default: %(default)s)",
+    )
+
+
+def _add_top(command: argparse.ArgumentParser) -> None:
+    _add_directory(command, "mount to use (default: $KPROBEFS, or the only mount)")
+    command.add_argument(
+        "-d", "--delay", type=_seconds, default=1.0, metavar="S", help="seconds between updates (default: 1)"
+    )
+    command.add_argument("-n", "--count", type=_count, metavar="N", help="end after N updates")
+    command.add_argument("--json", action="store_true", help="print each update as a JSON array on a line")
+
+
+def _add_reboot(command: argparse.ArgumentParser) -> None:
+    _add_directory(command, "directory of the mount")
+
+
+def _add_run(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--as-system",
+        action="store_true",
+        help="run in namespaces with the mount at /sys/kernel/tracing and /sys/kernel/debug too",
+    )
+    command.add_argument(
+        "--real-root",
+        action="store_true",
+        help="with --as-system: keep root's rights; the host's tracefs is then within reach",
+    )
+    _add_machine_options(command)
+    command.add_argument("command", nargs=argparse.REMAINDER, metavar="[--] CMD...")
+
+
+def _add_images(command: argparse.ArgumentParser) -> None:
+    command.add_argument("action", nargs="?", choices=("fetch",), help="fetch kernels with apt")
+    command.add_argument(
+        "names",
+        metavar="NAME",
+        nargs="*",
+        help="(fetch) kernels: debian:SUITE[/FLAVOUR], for example debian:bookworm/cloud; "
+        "flavours: amd64 (default), cloud, rt, arm64, riscv64",
+    )
+    form = command.add_mutually_exclusive_group()
+    form.add_argument("--clear", action="store_true", help="remove the cached ones")
+    form.add_argument("--json", action="store_true", help="print a JSON array, with sizes in bytes")
+
+
+def _add_apply(command: argparse.ArgumentParser) -> None:
+    _add_mount_option(command)
+    command.add_argument(
+        "files",
+        metavar="FILE",
+        nargs="*",
+        help="files to apply; - is standard input (default: *.probes in the probes.d directories)",
+    )
+
+
+def _add_save(command: argparse.ArgumentParser) -> None:
+    _add_mount_option(command)
+    command.add_argument(
+        "file",
+        metavar="FILE",
+        nargs="?",
+        help="write to FILE; - is standard output (default: standard output)",
+    )
+
+
+def _add_install_service(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--user", action="store_true", help="install for the service manager of this user")
+    command.add_argument(
+        "--root", metavar="DIR", default="/", help="install below DIR, for packages and images (default: /)"
+    )
+
+
+def _add_completion(command: argparse.ArgumentParser) -> None:
+    command.add_argument("shell", choices=("bash", "zsh", "fish"), help="shell that evaluates the code")
+
+
+def _add_djprobe_analyze(command: argparse.ArgumentParser) -> None:
+    command.add_argument("elf", metavar="ELF", nargs="?", help="kernel or program for x86")
+    command.add_argument("place", metavar="PLACE", help="address (0x...) or SYMBOL[+OFFSET]")
+    command.add_argument(
+        "--image",
+        metavar="KERNEL",
+        help="analyze this vmlinuz, vmlinux or Debian package instead of ELF, or the host's (host)",
+    )
+    command.add_argument(
+        "--debug-info",
+        metavar="FILE",
+        help="file with the debug information (default: ELF itself, or the file that debuggers use)",
+    )
+    command.add_argument(
+        "--bug-size",
+        type=int,
+        default=2,
+        metavar="N",
+        help="bytes of a BUG(); i386 kernels before 2.6.20 need 8 (default: %(default)s)",
+    )
+    command.add_argument("--json", action="store_true", help="print a JSON object")
+
+
 def _add_directory(command: argparse.ArgumentParser, about: str) -> None:
     """Add the mount to a command's arguments: as the argument DIR, or by option -m.
 
@@ -347,10 +362,9 @@ def _add_mount_option(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_matrix(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
+def _add_matrix(command: argparse.ArgumentParser) -> None:
     from kprobefs.mount_options import ARCHITECTURES, CLOCKS, KPROBES, PROFILES
 
-    command = commands.add_parser("matrix", help="run a command on several kernels, and report the results")
     command.add_argument(
         "--image",
         metavar="FILE",
@@ -392,10 +406,7 @@ def _add_matrix(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
     command.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD...")
 
 
-def _add_coverage(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
-    command = commands.add_parser(
-        "coverage", help="count how many instructions of a kernel can be probed and optimized"
-    )
+def _add_coverage(command: argparse.ArgumentParser) -> None:
     what = command.add_mutually_exclusive_group()
     what.add_argument(
         "--arch", metavar="A", help="the built-in kernel of this architecture (default: x86_64)"
@@ -468,10 +479,7 @@ def _add_planned_kprobes(command: argparse._ActionsContainer) -> None:
     )
 
 
-def _add_debug_info(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
-    command = commands.add_parser(
-        "debug-info", help="write a kernel's symbols and types to a file for drgn, gdb and crash"
-    )
+def _add_debug_info(command: argparse.ArgumentParser) -> None:
     what = command.add_mutually_exclusive_group()
     what.add_argument(
         "--arch", metavar="A", help="the built-in kernel of this architecture (default: x86_64)"
@@ -487,10 +495,7 @@ def _add_debug_info(commands: argparse._SubParsersAction[_ArgumentParser]) -> No
     )
 
 
-def _add_explain(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
-    command = commands.add_parser(
-        "explain", help="explain what a probe at a place of a kernel would do, without running the kernel"
-    )
+def _add_explain(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "places",
         metavar="PLACE",
@@ -532,10 +537,7 @@ def _add_explain(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
     command.add_argument("--html", metavar="FILE", help="write a page without external parts to FILE")
 
 
-def _add_check(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
-    command = commands.add_parser(
-        "check", help="check probe definitions for kernels, without running the kernels"
-    )
+def _add_check(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "files",
         metavar="FILE",
@@ -567,10 +569,9 @@ def _add_check(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
     form.add_argument("--sarif", action="store_true", help="print a SARIF 2.1.0 log, for code hosts")
 
 
-def _add_bench(commands: argparse._SubParsersAction[_ArgumentParser]) -> None:
+def _add_bench(command: argparse.ArgumentParser) -> None:
     from kprobefs.mount_options import ARCHITECTURES, PROFILES
 
-    command = commands.add_parser("bench", help="measure the cost of probes on this machine")
     command.add_argument("what", choices=tuple(BENCH_OPTIONS), metavar="WHAT", help=BENCHES)
     command.add_argument("--arch", choices=ARCHITECTURES, help="architecture to measure (default: x86_64)")
     command.add_argument(
@@ -737,3 +738,36 @@ def _between(text: str, least: int, most: int) -> int:
     if not re.fullmatch("[0-9]{1,20}", text) or not least <= int(text) <= most:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} to {most}")
     return int(text)
+
+
+_COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], object]], ...] = (
+    ("mount", "mount on an empty directory, and return when the mount answers", _add_mount_arguments),
+    ("umount", "end the daemon of a mount, and unmount", _add_umount),
+    ("status", "show the mounts and their conditions", _add_status),
+    ("trace", "run a command with probes (p:vfs_read count=$arg3), and show their records", _add_trace),
+    ("tour", "walk through probing, step by step, on a temporary mount", _add_tour),
+    ("top", "watch the probes of a mount: mode, hits per second, cost, reason", _add_top),
+    ("reboot", "boot the kernel of a mount again, keeping definitions and records", _add_reboot),
+    ("run", "mount, run a command with the path in $KPROBEFS, and unmount", _add_run),
+    ("matrix", "run a command on several kernels, and report the results", _add_matrix),
+    ("images", "list the distributions' kernels that can be mounted, or fetch a kernel", _add_images),
+    ("apply", "apply probe definitions and settings from files", _add_apply),
+    ("save", "print the current probes and settings in `apply` format", _add_save),
+    ("install-service", "install the systemd units", _add_install_service),
+    ("completion", "print the completion code for a shell", _add_completion),
+    (
+        "djprobe-analyze",
+        "print how many bytes a djprobe's jump would replace, or why it can't",
+        _add_djprobe_analyze,
+    ),
+    ("bench", "measure the cost of probes on this machine", _add_bench),
+    ("coverage", "count how many instructions of a kernel can be probed and optimized", _add_coverage),
+    (
+        "explain",
+        "explain what a probe at a place of a kernel would do, without running the kernel",
+        _add_explain,
+    ),
+    ("check", "check probe definitions for kernels, without running the kernels", _add_check),
+    ("debug-info", "write a kernel's symbols and types to a file for drgn, gdb and crash", _add_debug_info),
+)
+"""Each command: its name, its help text, and the function that adds its arguments to a parser."""

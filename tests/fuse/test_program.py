@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import time
 import tomllib
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -165,6 +167,19 @@ class TestWithoutMount:
                 is_plain = not action.option_strings and action.required
                 assert words or is_plain or action.nargs, (name, action)
                 assert "`" not in words
+
+    def test_only_the_command_that_is_given_gets_its_options(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        built = []
+        build = argparse.ArgumentParser.__init__
+
+        def note(parser: argparse.ArgumentParser, **options: Any) -> None:
+            built.append(options["prog"])
+            build(parser, **options)
+
+        monkeypatch.setattr(argparse.ArgumentParser, "__init__", note)
+        parsed = program_parser().parse_args(["status", "--json"])
+        assert (parsed.chosen, parsed.json, parsed.prog) == ("status", True, "kprobefs status")
+        assert built == ["kprobefs", "kprobefs status"]
 
     def test_a_log_or_state_in_the_mount_is_wrong_usage(self, directory: Path) -> None:
         for option in ("--log", "--state"):
