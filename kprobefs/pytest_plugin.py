@@ -28,6 +28,8 @@ END_TIMEOUT = 20.0
 """Maximum seconds that a mount may take to end."""
 # `run` ends when its command ends, and the command when its standard input does: nothing outlives pytest.
 _STAY = ("sh", "-c", 'printf "%s\\n" "$KPROBEFS"; exec cat > /dev/null')
+_mounted_now: list[str] = []
+"""Directories of the mounts of the running test."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,6 +63,32 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         why = f"no architecture: {unknown}; {known}" if unknown else "the test uses no fixture of kprobefs"
         pytest.fail(f"{metafunc.definition.nodeid}: {MARKER}: {why}", pytrace=False)
     metafunc.parametrize("kprobefs_arch", names, indirect=True)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Add the last definition that a mount of a failed test has refused to the test's report."""
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if call.when != "call" or not report.failed:
+        return
+    hints = [hint for directory in _mounted_now for hint in _refusals(directory)]
+    if hints:
+        report.sections.append(("kprobefs", "\n".join(hints)))
+
+
+def _refusals(directory: str) -> Iterator[str]:
+    """Yield the hint of `kprobefs run` about the last definition that a mount has refused, if it has one."""
+    from contextlib import closing
+
+    from kprobefs.cli.nothing_hint import History
+    from kprobefs.cli.refusal_hint import refusals
+    from kprobefs.common.errors import escape_for_terminal
+    from kprobefs.definitions.tracefs_files import control_root
+
+    with closing(History(control_root(directory))) as history:
+        unlogged = history.read().unlogged
+    yield from map(escape_for_terminal, refusals(directory, unlogged))
 
 
 def _wrong_versions(metafunc: pytest.Metafunc, versions: tuple[object, ...]) -> str:
@@ -182,13 +210,17 @@ def _mounted(options: list[str]) -> Iterator[Path]:
     )
     assert process.stdin is not None
     assert process.stdout is not None
+    directory = ""
     try:
         directory = process.stdout.readline().rstrip("\n")
         if not directory:
             # communicate() also closes the standard input.
             raise RuntimeError(process.communicate()[1].strip())
+        _mounted_now.append(directory)
         yield Path(directory)
     finally:
+        if directory in _mounted_now:
+            _mounted_now.remove(directory)
         process.stdin.close()
         process.wait(END_TIMEOUT)
         # If the mount has failed, the error was read already.

@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 from emulated_kernel.arch.analysis.probe_rules import PROBE_RULES, ProbeRule  # noqa: E402
 from emulated_kernel.arch.analysis.reject_reason import RejectReason  # noqa: E402
 from emulated_kernel.kernel.api import Kernel  # noqa: E402
+from emulated_kernel.kprobes.profile import DEFAULT, PROFILES  # noqa: E402
 from emulated_kernel.trace.filter.filter_errors import FilterError  # noqa: E402
 from emulated_kernel.trace.hist.hist_errors import HistError  # noqa: E402
 from emulated_kernel.trace.interface import INTERFACES, InterfaceRule  # noqa: E402
@@ -357,6 +358,13 @@ def versions() -> str:
         "whose sources were compared: 5.10, 6.1, 6.12, 7.2 and 7.3."
     )
     parts = [f"# Rules by version\n\n{head} {NOTE}\n"]
+    others = [name for name, profile in PROFILES.items() if profile.interface == DEFAULT and name != DEFAULT]
+    names = ", ".join(f"`{name}`" for name in others)
+    parts.append(
+        f"A set of the interface belongs to the profile of its name. The profiles {names} have the interface "
+        f"of `{DEFAULT}`, and differ in their kprobes. So a profile of an earlier year does not show which "
+        "files and definitions a kernel of that year had.\n"
+    )
     for title, kind, named in (
         ("Interface of tracefs", InterfaceRule, {each.name: each.rules for each in INTERFACES.values()}),
         ("Kprobes: places, jumps and defaults", ProbeRule, PROBE_RULES),

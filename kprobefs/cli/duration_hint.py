@@ -16,12 +16,14 @@ from kprobefs.mount_options import CLOCKS
 
 ENTRY = lazy_pattern(r"^\{ .*\} +hitcount: +(\d+)", re.MULTILINE)
 FEWEST = 10
-"""Minimum number of hits in a histogram for a hint. With fewer hits, equal durations may be an accident."""
-SHARE = 0.9
-"""Minimum share of a histogram's hits that must be in the largest bucket for a hint.
+"""Minimum number of hits in the largest bucket for a hint. Fewer equal durations may be an accident."""
+OTHERS = 4
+"""Number of a histogram's hits that may be in other buckets, however few hits the largest one has.
 
-The share is below 1: if the probed function reads files, reading the histogram adds other durations.
+If the probed function reads files, the script's reads of the histogram add other durations.
 """
+OTHER_SHARE = 0.1
+"""Maximum share of the hits in other buckets, if that is more than OTHERS."""
 HINT = (
     "the durations {where} count readings of the virtual clock, which advances with readings and not with "
     "the work done; use --clock model or real"
@@ -53,9 +55,10 @@ def virtual_durations(directory: str, past: Past, *, is_builtin: bool = True) ->
     with suppress(OSError, CliError):
         tracefs = Path(directory, HostFiles(directory).tracefs())
         for event, (most, hits) in _histograms(tracefs, past):
-            share = SHARE if is_builtin else 0.0
-            reads_clock = past.reads_clock or any(_measures(tracefs))
-            if hits >= FEWEST and most >= share * hits and reads_clock:
+            are_enough = hits >= FEWEST
+            if is_builtin:
+                are_enough = most >= FEWEST and hits - most <= max(OTHERS, OTHER_SHARE * hits)
+            if are_enough and (past.reads_clock or any(_measures(tracefs))):
                 yield HINT.format(where=f"of {event}")
                 return
 

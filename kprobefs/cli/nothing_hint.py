@@ -79,6 +79,8 @@ class Past:
     """Name of a synthetic event -> hits of a removed histogram's largest entry, and all its hits."""
     used: Sequence[str] | None = None
     """Directories of the mount that had requests, as "/" and "/scratch"; None if they are unknown."""
+    unlogged: Sequence[str] | None = None
+    """The last refused definition and the reason, if error_log has no entry for it; otherwise None."""
 
 
 class History:
@@ -157,14 +159,14 @@ def why_no_hit(ended: EndedCommand, places: Sequence[str], unarmed: str = "") ->
     if unarmed:
         reason = escape_for_terminal(unarmed)
         return f"the command never came to {named} while the probes were armed ({reason} for a time)"
-    why = f"the command never came to {named}; files outside of scratch/ hit no probe"
+    why = f"the command never came to {named}; files outside of the mount hit no probe"
     return why + _other_ways(ended.directory)
 
 
 def _why_not_outside(ended: EndedCommand) -> str:
     """Return the sentence that a file of the command's words hits no probe; "" if they name no such file."""
     for file in _files_outside(ended):
-        outside = f"files outside of scratch/, such as {escape_for_terminal(file)}, hit no probe"
+        outside = f"files outside of the mount, such as {escape_for_terminal(file)}, hit no probe"
         return outside + _other_ways(ended.directory)
     return ""
 

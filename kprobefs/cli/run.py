@@ -8,7 +8,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 from emulated_kernel.guests.common.process_memory import ProcessMemory
 from emulated_kernel.util.fast_dataclass import replace
 from kprobefs.common import mountpoints
-from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
+from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.daemon import daemon
 from kprobefs.daemon.service import SIGNALS
 from kprobefs.daemon.systemd_watchdog import PR_SET_PDEATHSIG
@@ -121,13 +120,16 @@ def _print_hints(options: MountOptions, ended: EndedCommand, past: Past) -> None
     if ended.status:
         from kprobefs.cli.refusal_hint import refusals
 
-        hints += refusals(directory)
+        hints += refusals(directory, past.unlogged)
     if options.machine.clock == CLOCKS[0]:
         from kprobefs.cli.duration_hint import virtual_durations
 
         hints += virtual_durations(directory, past, is_builtin=options.machine.image is None)
-    for hint in hints:
-        print(f"kprobefs: {escape_for_terminal(hint)}", file=sys.stderr)
+    if hints:
+        from kprobefs.common.terminal import print_message
+
+        for hint in hints:
+            print_message(hint)
 
 
 def check_host() -> None:

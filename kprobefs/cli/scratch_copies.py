@@ -6,12 +6,9 @@ import filecmp
 import os
 import shutil
 import stat
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-from kprobefs.common.errors import escape_for_terminal
 
 NAMES = 5
 """Maximum number of file names that a message lists."""
@@ -104,4 +101,6 @@ def _report(names: Sequence[str], what: str) -> None:
     more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
     if names:
         message = f"{', '.join(names[:NAMES])}{more}: {what}; use absolute paths for files to keep"
-        print(f"kprobefs: {escape_for_terminal(message)}", file=sys.stderr)
+        from kprobefs.common.terminal import print_message
+
+        print_message(message)

@@ -218,9 +218,12 @@ class AttachedProbes:
     def _advice(self, probe: AskedProbe) -> str:
         """Return advice about a probe that the kernel refused.
 
-        The advice names similar symbols. If there are none, it says how the text of the probe was
-        understood.
+        The advice says that the kernel has no such kind of events, or names similar symbols, or says how the
+        text of the probe was understood.
         """
+        unlogged = self._history.read().unlogged
+        if unlogged is not None and unlogged[0] == probe.definition:
+            return unlogged[1]
         symbol = re.split(r"[+%]", probe.place, maxsplit=1)[0]
         return self._nearest(symbol) or f"understood as {escape_for_terminal(probe.understood)}"
 
@@ -357,7 +360,7 @@ class AttachedProbes:
         if failed := loader.apply([Line(place, 0, text, typed) for place, text, typed in lines]):
             # A hidden probe has the arguments of a probe that the user has given, and fails as that one does.
             for message in dict.fromkeys(failed):
-                print(message, file=sys.stderr)
+                print(f"kprobefs: {message}", file=sys.stderr)
                 for typed, probe in (probes or {}).items():
                     if message.split("\n")[1:2] == [f"    {escape_for_terminal(typed)}"]:
                         print(f"    {self._advice(probe)}", file=sys.stderr)
@@ -371,15 +374,14 @@ class AttachedProbes:
         status = reader.finish()
         if has_failed:
             return
+        from kprobefs.common.terminal import print_message
+
         if status > UNWRITTEN:
             name = escape_for_terminal(self._session.output.name)
             why = os.strerror(status - UNWRITTEN)
-            print(f"kprobefs: {name}: {why}: records are missing", file=sys.stderr)
+            print_message(f"{name}: {why}: records are missing")
         elif status == NOTHING:
-            print(
-                f"kprobefs: nothing was recorded: {self._why_nothing(reader.pid, was_on=was_on)}",
-                file=sys.stderr,
-            )
+            print_message(f"nothing was recorded: {self._why_nothing(reader.pid, was_on=was_on)}")
         else:
             self._report()
 
@@ -388,14 +390,16 @@ class AttachedProbes:
 
         If the output has durations of the virtual clock, also print a hint.
         """
+        from kprobefs.common.terminal import print_message
+
         session = self._session
         if session.request.output is not None and sys.stderr.isatty():
-            print(f"kprobefs: wrote {escape_for_terminal(session.request.output)}", file=sys.stderr)
+            print_message(f"wrote {session.request.output}")
         if session.shows_durations:
             from kprobefs.cli.duration_hint import HINT, follows_virtual_clock
 
             if follows_virtual_clock(self._directory):
-                print(f"kprobefs: {HINT.format(where='in this trace')}", file=sys.stderr)
+                print_message(HINT.format(where="in this trace"))
 
     def _why_nothing(self, reader: int, *, was_on: bool) -> str:
         """Return a text with the reason why there are no records.

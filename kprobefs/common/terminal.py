@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
+from kprobefs.common.errors import escape_for_terminal
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -79,6 +81,11 @@ def wrap(text: str, stream: TextIO, indent: str = "", first: str = "", columns: 
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def print_message(text: str) -> None:
+    """Print a message of the program on standard error, broken between words if that is a terminal."""
+    print(wrap(escape_for_terminal(f"kprobefs: {text}"), sys.stderr), file=sys.stderr)
 
 
 def console() -> Console:

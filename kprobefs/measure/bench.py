@@ -9,6 +9,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from textwrap import wrap
 from typing import Any
 
 from emulated_kernel.arch.architectures import arch_named
@@ -140,6 +141,7 @@ LEGEND = (
     "traps, instr: traps and guest instructions of a hit",
     "",
 )
+_WIDTH = 80
 NOISE = "noise"
 NOISE_NOTE = f"{NOISE}: rounds differ by more than what is measured; take more --hits"
 
@@ -484,10 +486,12 @@ def subject(arch: str, profile: str | None, title: str) -> Iterator[str]:
 
 
 def detours(sizes: Mapping[str, int | None]) -> Iterator[str]:
-    """Yield a line with the sizes of the detour buffers, if there are any."""
-    found = [f"{mode} {size}" for mode, size in sizes.items() if size is not None]
+    """Yield lines with the sizes of the detour buffers, if there are any."""
+    found = [f"{mode}\xa0{size}" for mode, size in sizes.items() if size is not None]
     if found:
-        yield f"bytes of a detour buffer, with its handler: {', '.join(found)}"
+        text = f"bytes of a detour buffer, with its handler: {', '.join(found)}"
+        for line in wrap(text, _WIDTH, break_on_hyphens=False):
+            yield line.replace("\xa0", " ")
 
 
 def elsewhere(rows: Sequence[tuple[str, int | None, int | None, int | None]]) -> Iterator[str]:

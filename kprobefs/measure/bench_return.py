@@ -58,6 +58,13 @@ _QUICKEST = (OPTIMIZED, SAVE_ALL, FTRACE, BOOSTED, STEPPED, TRAP_FLAG)
 TASKS = (1, 100, 500)
 CPUS = (1, 2, 4, 8)
 
+LEGEND = (
+    "net ns: what the hook adds to a call, the median of all rounds, and their 10th",
+    "and 90th percentile; traps, instr: traps and guest instructions of a call;",
+    "locked: guest instructions of a call that run while a lock is held",
+    "",
+)
+
 _FIRST_PID = 10_000
 
 
@@ -264,7 +271,6 @@ def table(figures: Sequence[ReturnFigure]) -> Iterator[str]:
     title = "a return probe that records number, address and two registers"
     first = figures[0].case
     yield from subject(first.arch, first.profile, title)
-    yield "traps, guest instructions and those that are locked are of one call;"
     head = ("tasks", "cpus", "net ns", "p10", "p90", "traps", "instr", "locked")
     for backend in dict.fromkeys(figure.case.backend for figure in figures):
         yield ""
@@ -274,6 +280,7 @@ def table(figures: Sequence[ReturnFigure]) -> Iterator[str]:
         yield from detours({figure.case.mode: figure.detour for figure in rows})
     yield from notes(figure.net for figure in figures)
     yield ""
+    yield from LEGEND
     yield from elsewhere(RETURNS_ELSEWHERE)
 
 

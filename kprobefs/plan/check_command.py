@@ -24,6 +24,8 @@ _LIMIT = 16 << 20
 """Maximum size of a file of definitions in bytes."""
 _WIDTH = 80
 _OUTCOME_WIDTH = 13
+_MAX_SHOWN = 1024
+"""Maximum number of characters of a definition in the table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,7 @@ def _text(checked: CheckedFile) -> Iterator[str]:
     for row in rows:
         outcomes = "".join(f"{answer.outcome:<{_OUTCOME_WIDTH}}" for answer in row)
         room = max(_WIDTH - 6 - len(outcomes), 20)
-        first, *more = wrap(escape_for_terminal(row[0].line.text), room, break_on_hyphens=False)
+        first, *more = wrap(_shown(row[0].line.text), room, break_on_hyphens=False)
         yield f"{row[0].line.number:<6}{outcomes}{first}"
         for part in more:
             yield f"{' ' * (6 + len(outcomes))}{part}"
@@ -165,6 +167,13 @@ def _text(checked: CheckedFile) -> Iterator[str]:
     yield ""
     skipped = f"; {_counted(checked.settings, 'setting')} not checked" if checked.settings else ""
     yield f"{_counted(errors, 'error')}, {_counted(warnings, 'warning')}{skipped}"
+
+
+def _shown(definition: str) -> str:
+    """Return a definition for the table, cut if it is too long for people."""
+    size = len(definition)
+    text = escape_for_terminal(definition[:_MAX_SHOWN])
+    return f"{text}... ({size:,} characters)" if size > _MAX_SHOWN else text
 
 
 def _missing(kernel: PlannedKernel) -> str:

@@ -31,6 +31,7 @@ echo '!hist:keys=common_pid:t=common_timestamp' > events/kprobes/in/trigger
     ("script", "is_given"),
     [
         (DURATION, True),
+        (f"{DURATION}cat events/synthetic/lat/hist", True),
         (DURATION.replace(" 6 7 8 9 10", ""), False),
         (MEASURED.replace("VALUE", "common_pid").replace("common_timestamp", "common_pid"), False),
         (f"{DURATION}{REMOVED}", True),
@@ -40,6 +41,7 @@ echo '!hist:keys=common_pid:t=common_timestamp' > events/kprobes/in/trigger
     ],
     ids=[
         "durations",
+        "its own reads",
         "too few",
         "no durations",
         "removed",

@@ -32,7 +32,7 @@ from tests.vfs.files import ROOT, read, truncate, write
 
 NEWLINE = "\n"
 
-NEVER = "no hit of sent: the command never came to tcp_sendmsg; files outside of scratch/ hit no probe"
+NEVER = "no hit of sent: the command never came to tcp_sendmsg; files outside of the mount hit no probe"
 UNRECORDED = "gcds has 1 hit and no record in the trace; "
 
 # Cases without a mount: a line is a write to a file below tracing/, or `gcd`, which calls that function.
@@ -225,8 +225,8 @@ SHELL_NO_CALLS = "echo 0 > ../sysctl/kernel/ftrace_enabled\n"
 CASES = {
     SHELL_SENT: NEVER,
     f"{SHELL_SENT}exit 3": "no hit of sent: the command ended with status 3 before a probe was hit",
-    f"{SHELL_READS}cat /etc/passwd": "no hit of reads: files outside of scratch/, such as /etc/passwd, ",
-    f"{SHELL_READS}cd - > /dev/null; cat file": "no hit of reads: files outside of scratch/, such as file, ",
+    f"{SHELL_READS}cat /etc/passwd": "no hit of reads: files outside of the mount, such as /etc/passwd, ",
+    f"{SHELL_READS}cd - > /dev/null; cat file": "no hit of reads: files outside of the mount, such as file, ",
     f"{SHELL_READS}head -c 8 ../dev/zero > /dev/null": "",
 }
 """Script -> the beginning of the hint after it, and after it if it cleans up."""

@@ -570,7 +570,7 @@ class TestTrace:
             "trace", probe, "-f", "common_pid == 1", "--", "cat", str(file), program=REAL_PROGRAM
         )
         assert (result.returncode, result.stdout) == (0, "hello\n")
-        why = f"files outside of scratch/, such as {file}, hit no probe"
+        why = f"files outside of the mount, such as {file}, hit no probe"
         ways = "; other code of the kernel is run by machine/load (fork, tcp, timers...) and machine/call"
         assert result.stderr == f"kprobefs: nothing was recorded: {why}{ways}\n"
 
@@ -730,7 +730,7 @@ class TestTrace:
             )
             assert wrong.returncode == ExitStatus.FAILURE
             assert wrong.stderr.splitlines()[:3] == [
-                "trace: Invalid register name: Invalid argument",
+                "kprobefs: trace: Invalid register name: Invalid argument",
                 "    p:vfs_read %nosuch",
                 "               ^",
             ]
@@ -760,10 +760,10 @@ class TestTrace:
             wrong = kprobefs(*command, "--", "true", program=REAL_PROGRAM)
             assert wrong.returncode == ExitStatus.FAILURE
             assert wrong.stderr.splitlines()[:6] == [
-                "filter of vfs_read: Field not found: Invalid argument",
+                "kprobefs: filter of vfs_read: Field not found: Invalid argument",
                 "    foo > 1",
                 "        ^",
-                "filter of sched:sched_switch: Field not found: Invalid argument",
+                "kprobefs: filter of sched:sched_switch: Field not found: Invalid argument",
                 "    foo > 1",
                 "        ^",
             ]

@@ -347,6 +347,17 @@ def test_names_that_are_cut_ambiguous_or_only_split(
 # The command
 
 
+def test_the_table_has_the_beginning_of_a_long_definition(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.probes"
+    file.write_text(f"p:long vfs_read {'a=$arg1 ' * 100_000}\n")
+    assert main(["check", str(file)]) == 1
+    shown = capsys.readouterr().out
+    assert "p:long vfs_read a=$arg1" in shown
+    assert len(shown) < 10_000
+
+
 def test_several_kernels_have_a_column_each(
     typed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -148,6 +148,30 @@ def test_a_mount_that_fails_says_why(
     assert "\n" not in str(told.value)
 
 
+REFUSED = """\
+import pytest
+
+@pytest.mark.parametrize("line", ["p:a nosuch", "f:a vfs_read"])
+def test_refused(tracefs, line):
+    (tracefs / "dynamic_events").write_text(f"{line}\\n")
+
+def test_accepted(tracefs):
+    (tracefs / "dynamic_events").write_text("p:a vfs_read\\n")
+    assert False
+"""
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_the_report_has_the_refused_definition(tmp_path: Path) -> None:
+    """The error of the write has only an errno."""
+    (tmp_path / "test_it.py").write_text(REFUSED)
+    result = run_pytest(tmp_path)
+    assert result.stdout.count("- kprobefs -") == 2, result.stdout
+    assert 'Invalid probed address or symbol" for "p:a nosuch"' in result.stdout
+    assert 'no entry for "f:a vfs_read"; this kernel has no events of kind f' in result.stdout
+
+
 KERNELS = """\
 import pytest
 

@@ -16,8 +16,11 @@ from emulated_kernel.trace.text.chars import argv_split, decode_command, to_text
 from emulated_kernel.trace.text.error_log import ErrorLog
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, field
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 from emulated_kernel.util.limits import Limit, Limits
 
+_KIND = lazy_pattern(r"([a-z])\d*[: ]")
+"""Pattern for the beginning of a definition; its group is the letter of the kind of event."""
 WRITE_BUFSIZE = 4096
 """Size in bytes of Linux's buffer for a line with its newline and NUL."""
 
@@ -182,10 +185,8 @@ class EventKind(ABC, Generic[D]):
         if command.startswith("-"):
             release_matching(command, self._listed, self._own)
         elif not self.create(command):
-            raise KernelError(
-                errno.EINVAL,
-                "command: no definition of this file's kind of event; dynamic_events takes all kinds",
-            )
+            reason = "no definition of this file's kind of event; dynamic_events takes all kinds"
+            raise self.error_log.refuse_unlogged(command, reason)
 
     def records(self, start: int = 0) -> Iterator[str]:
         """Return the lines of the kind's file, from line `start` on."""
@@ -227,6 +228,7 @@ class DynamicEvents:
     def __init__(self, commands: EventCommands, *kinds: EventKind[Any]) -> None:
         """Create the file. A command that creates an event is offered to `kinds` in the given order."""
         self._printk = commands.printk
+        self._error_log = commands.error_log
         self._events = commands.listed
         self._kinds = kinds
 
@@ -266,7 +268,9 @@ class DynamicEvents:
         if command[:1] in ("-", "!"):
             release_matching(command, self._events)
         elif not any(kind.create(command) for kind in self._kinds):
-            raise KernelError(errno.EINVAL, "command: no kind of event has this syntax")
+            kind = _KIND.match(command)
+            reason = f"this kernel has no events of kind {kind[1]}" if kind else "it is no definition"
+            raise self._error_log.refuse_unlogged(command, reason)
 
 
 def release_matching(command: str, listed: DynEventList, own: Container[DynEvent] | None = None) -> None:

@@ -140,6 +140,7 @@ class HistoryFile(StreamFile):
                 "reads_clock": removed.reads_clock,
                 "removed_hists": removed.synthetic,
                 "used": sorted(used()),
+                "unlogged": tracing.arrays.top.errors.unlogged,
             }
             yield f"{json.dumps(first)}\n"
             yield from (f"{json.dumps(event)}\n" for event in history.events())
