@@ -33,6 +33,9 @@ def which_mount(named: str | None) -> str:
             raise CliError(f"{chosen}: kprobefs isn't mounted there", ExitStatus.NOT_MOUNTED)
     else:
         found = sorted({point.directory for point in mountpoints.our_mounts()})
+        if len(found) > 1:
+            states = mountpoints.conditions(found)
+            found = [each for each in found if states[each] is not mountpoints.MountState.STALE] or found
         if len(found) != 1:
             several = f"several mounts are active ({', '.join(found)}); select one with --mount DIR"
             none = "no mount is active; run kprobefs mount DIR"

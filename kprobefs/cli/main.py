@@ -448,6 +448,8 @@ def _matrix(parsed: argparse.Namespace) -> int:
     if parsed.junit:
         matrix.write_junit(results, command, Path(parsed.junit))
     print(matrix.as_json(results) if parsed.json else "\n".join(matrix.table(results)))
+    if any(result.verdict == "stopped" for result in results):
+        return matrix.INTERRUPTED
     return ExitStatus.FAILURE if any(result.status for result in results) else ExitStatus.OK
 
 

@@ -11,16 +11,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from signal import SIGINT, SIGTERM, signal
 from textwrap import wrap
+from types import FrameType
 from typing import IO
 from xml.etree import ElementTree
 
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.cli import duration_hint, nothing_hint, refusal_hint
-from kprobefs.cli.run import end_with_parent
+from kprobefs.cli.run import end_with_parent, in_foreground
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 
 BLAMED = re.compile(r"error|fail|not found|no such|cannot|can't|invalid|traceback|assert", re.IGNORECASE)
@@ -37,6 +40,9 @@ ADVICE_LINES = (duration_hint.HINT_LINE, nothing_hint.HINT_LINE)
 """Patterns for the lines with hints that the table repeats below its rows."""
 HINT_LINES = (*ADVICE_LINES, refusal_hint.HINT_LINE)
 """Patterns for the lines with hints that `kprobefs run` adds to the command's output."""
+INTERRUPTED = 128 + SIGINT
+"""Exit status of a command that SIGINT ends, as shells have it."""
+_STOPPED = (INTERRUPTED, 128 + SIGTERM)
 MOUNT = re.compile(r"/[^\s'\":]*/kprobefs-[a-z0-9_]{8}/mnt")
 """Pattern for the path of a mount that `run` has made."""
 NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -62,6 +68,8 @@ class Result:
     case: Case
     status: int
     """Exit status of `kprobefs run`: that of the command, or RUN_FAILED if the kernel could not be mounted.
+
+    INTERRUPTED if the run has not begun.
     """
     seconds: float
     log: Path
@@ -72,7 +80,9 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """Result in one word: passed, failed, or error if the kernel could not be mounted."""
+        """Result in one word: passed, failed, stopped by SIGINT or SIGTERM, or error if the mount failed."""
+        if self.status in _STOPPED:
+            return "stopped"
         if self.status == ExitStatus.RUN_FAILED:
             return "error"
         return "failed" if self.status else "passed"
@@ -128,18 +138,29 @@ def run_all(
 ) -> list[Result]:
     """Run the command on each kernel, `jobs` at a time; return the results in the order of the kernels.
 
-    `logs`: directory for the logs. `ended` is called after each run.
-    Raises: OSError (a log cannot be written).
+    `logs`: directory for the logs. `ended` is called after each run. SIGINT and SIGTERM end the runs that
+    have begun, and no other run begins. Raises: OSError (a log cannot be written).
     """
     logs.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(jobs) as pool:
-        futures: list[Future[Result]] = [pool.submit(_run, case, command, logs, ended) for case in found]
+    for case in found:
+        # A run that does not begin has no log.
+        (logs / case.log_name).unlink(missing_ok=True)
+    runs = _Runs()
+    with ThreadPoolExecutor(jobs) as pool, runs.stopped_by_signals():
+        futures: list[Future[Result]] = [
+            pool.submit(_run, case, command, logs, ended, runs) for case in found
+        ]
         try:
-            return [future.result() for future in futures]
-        except BaseException:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        except KeyboardInterrupt:
+            pass
+        finally:
             for future in futures:
                 future.cancel()
-            raise
+    return [
+        Result(case, INTERRUPTED, 0, logs / case.log_name, "") if future.cancelled() else future.result()
+        for case, future in zip(found, futures, strict=True)
+    ]
 
 
 def run_on_workers(
@@ -187,34 +208,72 @@ def run_on_worker(options: Sequence[str], command: Sequence[str], directory: str
         return status, time.monotonic() - start, output.read()
 
 
-def _run(case: Case, command: Sequence[str], logs: Path, ended: Callable[[Result], None]) -> Result:
+class _Runs:
+    """The processes of the runs that have begun, which signals end."""
+
+    def __init__(self) -> None:
+        self._processes: set[subprocess.Popen[bytes]] = set()
+
+    @contextmanager
+    def stopped_by_signals(self) -> Iterator[None]:
+        """End the runs and raise KeyboardInterrupt when SIGINT or SIGTERM comes, during the `with` block."""
+        before = {number: signal(number, self._stop) for number in (SIGINT, SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal(number, handler)
+
+    def _stop(self, number: int, _frame: FrameType | None) -> None:
+        # A terminal has sent its interrupt to all processes.
+        if number != SIGINT or not in_foreground():
+            for process in list(self._processes):
+                process.send_signal(number)
+        raise KeyboardInterrupt
+
+    def call(self, process: subprocess.Popen[bytes]) -> int:
+        """Wait until a process has ended, and return its exit status; meanwhile signals end it."""
+        self._processes.add(process)
+        try:
+            return process.wait()
+        finally:
+            self._processes.discard(process)
+
+
+def _run(
+    case: Case, command: Sequence[str], logs: Path, ended: Callable[[Result], None], runs: _Runs
+) -> Result:
     log = logs / case.log_name
     start = time.monotonic()
     with log.open("wb") as output:
-        status = _run_once(case.options, command, output)
+        status = _run_once(case.options, command, output, runs=runs)
     found = result(case, status, time.monotonic() - start, log)
     ended(found)
     return found
 
 
 def _run_once(
-    options: Sequence[str], command: Sequence[str], output: IO[bytes], directory: str | None = None
+    options: Sequence[str],
+    command: Sequence[str],
+    output: IO[bytes],
+    directory: str | None = None,
+    runs: _Runs | None = None,
 ) -> int:
     """Run the command on a kernel; return the exit status, or 128 + number if a signal ended the run.
 
     If this process is killed, the run ends too.
     """
     words = [sys.executable, "-m", "kprobefs", "run", *options, "--", *command]
-    done = subprocess.run(
+    process = subprocess.Popen(
         words,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
-        check=False,
         cwd=directory,
-        preexec_fn=end_with_parent,
+        preexec_fn=end_with_parent,  # noqa: PLW1509 - it makes only one system call
     )
-    return 128 - done.returncode if done.returncode < 0 else done.returncode
+    status = (runs or _Runs()).call(process)
+    return 128 - status if status < 0 else status
 
 
 def result(case: Case, status: int, seconds: float, log: Path) -> Result:
@@ -312,6 +371,7 @@ def write_junit(results: Sequence[Result], command: Sequence[str], file: Path) -
         tests=str(len(results)),
         failures=str(verdicts.count("failed")),
         errors=str(verdicts.count("error")),
+        skipped=str(verdicts.count("stopped")),
         time=f"{sum(result.seconds for result in results):.3f}",
     )
     for result in results:
@@ -322,11 +382,14 @@ def write_junit(results: Sequence[Result], command: Sequence[str], file: Path) -
             name=_for_xml(result.case.name),
             time=f"{result.seconds:.3f}",
         )
-        if result.status:
+        if result.verdict == "stopped":
+            ElementTree.SubElement(case, "skipped", message="stopped by a signal")
+        elif result.status:
             kind = "error" if result.verdict == "error" else "failure"
             problem = ElementTree.SubElement(case, kind, message=_for_xml(result.line))
             problem.text = f"status {result.status}"
-        ElementTree.SubElement(case, "system-out").text = _for_xml(_text(result.log))
+        if result.log.exists():
+            ElementTree.SubElement(case, "system-out").text = _for_xml(_text(result.log))
     ElementTree.ElementTree(suite).write(file, encoding="utf-8", xml_declaration=True)
 
 

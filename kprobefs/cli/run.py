@@ -291,7 +291,7 @@ class _Runner:
 
     def _pass_on(self, number: int) -> None:
         # A terminal has sent its interrupt to the command, too.
-        if self._process is not None and (number != signal.SIGINT or not _in_foreground()):
+        if self._process is not None and (number != signal.SIGINT or not in_foreground()):
             self._passed = signal.Signals(number)
             self._process.send_signal(number)
 
@@ -336,7 +336,8 @@ def end_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
 
 
-def _in_foreground() -> bool:
+def in_foreground() -> bool:
+    """Return True if the terminal sends its signals to this process's group."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:

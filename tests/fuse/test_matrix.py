@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from pathlib import Path
 from xml.etree import ElementTree
@@ -158,6 +159,34 @@ def test_a_killed_matrix_leaves_no_command(tmp_path: Path) -> None:
     pid, mount = (tmp_path / "pid").read_text().split()
     eventually(lambda: not Path("/proc", pid).exists())
     eventually(lambda: not os.path.lexists(mount))
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_the_results_of_ended_runs(number: signal.Signals, tmp_path: Path) -> None:
+    """A run that has passed is in the report; the one that was stopped and the one after it are skipped."""
+    script = "test -e first || { echo > first; exit 0; }; echo $$ $KPROBEFS > made; mv made pid; sleep 600"
+    archs = [word for arch in ("x86_64", "riscv64", "i386") for word in ("--arch", arch)]
+    started = subprocess.Popen(
+        [*REAL_PROGRAM, "matrix", "--junit", "report.xml", *archs, "--", "sh", "-c", script],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    eventually((tmp_path / "pid").exists, patience=60)
+    started.send_signal(number)
+    table, _ = started.communicate(timeout=60)
+    assert started.returncode == matrix.INTERRUPTED
+    rows = {line.split()[0]: line.split()[1] for line in table.splitlines()[1:4]}
+    assert rows == {"x86_64": "passed", "riscv64": "stopped", "i386": "stopped"}
+    suite = ElementTree.parse(tmp_path / "report.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("3", "0", "2")
+    pid, mount = (tmp_path / "pid").read_text().split()
+    eventually(lambda: not Path("/proc", pid).exists())
+    assert not os.path.lexists(mount)
 
 
 def test_a_table_shows_what_failed() -> None:

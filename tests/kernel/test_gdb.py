@@ -19,6 +19,7 @@ from typing import NoReturn
 import pytest
 
 from emulated_kernel import Client, Kernel, KernelError, MachineConfig, Mount
+from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.guests.common import gdb_server
 from emulated_kernel.image.linux.debug_file import builtin_debug_file
 from emulated_kernel.machine.debugger import Debugger
@@ -105,7 +106,7 @@ def instruction(code: bytes, arch: str) -> bytes:
 
 
 def test_stepping_goes_through_a_detour(guest: Guest) -> None:
-    """The jump of an optimized probe, and the detour's first instructions."""
+    """The jump of an optimized probe, all of the detour with its breakpoint, and the jump back."""
     place = guest.address("__x64_sys_pread64") + 5
     guest.define("p:reads __x64_sys_pread64+5")
     guest.kernel.wait_for_kprobe_optimizer()
@@ -117,14 +118,21 @@ def test_stepping_goes_through_a_detour(guest: Guest) -> None:
     request = Request(guest.read)
     client.answer()
     seen = [client.ip]
-    for _ in range(4):
+    codes = [b""]
+    detours = range(machine.model.layout.text_space, machine.model.layout.text_space + TEXT_SPACE_SIZE)
+    while seen[-1] == place or seen[-1] in detours:
         client.send("s")
         assert client.answer().startswith("T05")
         seen.append(client.ip)
+        codes.append(client.memory(client.ip, 5))
     assert seen[0] == place
-    detours = range(machine.model.layout.text_space, machine.model.layout.text_space + TEXT_SPACE_SIZE)
-    assert all(ip in detours for ip in seen[1:])
     assert len(set(seen)) == len(seen)
+    region = guest.kernel.kprobes.probe_checker.optimized_region(place)
+    assert isinstance(region, Region)
+    assert (region.end, codes[-2][0]) == (seen[-1], 0xE9)
+    assert any(code[0] == 0xCC for code in codes[1:])
+    copy = machine.text.original(place, region.end - place)
+    assert any(client.memory(ip, len(copy)) == copy for ip in seen[1:])
     client.close()
     assert request.done() == b"hello"
 
