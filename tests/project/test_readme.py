@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
+from tests.fuse.harness import REAL_PROGRAM, kprobefs
 from tests.guests.linux import debian_kernel
 from tests.project.readme import README, Step, blocks, normalise, of_image, steps
 
@@ -90,13 +91,8 @@ def test_the_page_of_debuggers_shows_what_they_show(monkeypatch: pytest.MonkeyPa
 def _compare_session(session: list[Step], *options: str) -> None:
     """Run the commands on one mount, and compare their outputs with those that the page shows."""
     script = "".join(f"{step.command}\nprintf '{MARK}'\n" for step in session)
-    done = subprocess.run(
-        [KPROBEFS, "run", *options, "--", "bash", "-c", f"exec 2>&1\n{script}"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    command = ("run", *options, "--", "bash", "-c", f"exec 2>&1\n{script}")
+    done = kprobefs(*command, program=REAL_PROGRAM, limit=60)
     outputs = done.stdout.split(MARK)
     assert len(outputs) == len(session) + 1, done.stdout + done.stderr
     for step, output in zip(session, outputs, strict=False):
