@@ -7,12 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
+from tests.fuse.harness import REAL_PROGRAM, kprobefs
 from tests.guests.linux import debian_kernel
+from tests.guests.linux.debian_kernel import lasting_cache
+from tests.image.test_build import inputs
 from tests.project.readme import README, Step, blocks, normalise, of_image, steps
 
 KPROBEFS = Path(sys.executable).with_name("kprobefs")
@@ -42,6 +46,8 @@ SESSIONS = [
         for number, body in enumerate(blocks("console mounted", EXAMPLES), 1)
     ),
 ]
+DAY = 86400
+"""Seconds for which the objects of other sources are kept."""
 MARK = "\x1e"
 """Ends each command's output; no file of ours shows it."""
 
@@ -90,13 +96,8 @@ def test_the_page_of_debuggers_shows_what_they_show(monkeypatch: pytest.MonkeyPa
 def _compare_session(session: list[Step], *options: str) -> None:
     """Run the commands on one mount, and compare their outputs with those that the page shows."""
     script = "".join(f"{step.command}\nprintf '{MARK}'\n" for step in session)
-    done = subprocess.run(
-        [KPROBEFS, "run", *options, "--", "bash", "-c", f"exec 2>&1\n{script}"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    command = ("run", *options, "--", "bash", "-c", f"exec 2>&1\n{script}")
+    done = kprobefs(*command, program=REAL_PROGRAM, limit=60)
     outputs = done.stdout.split(MARK)
     assert len(outputs) == len(session) + 1, done.stdout + done.stderr
     for step, output in zip(session, outputs, strict=False):
@@ -108,12 +109,13 @@ def _compare_session(session: list[Step], *options: str) -> None:
 @pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="/dev/fuse is missing")
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 def test_ones_own_module_and_image(tmp_path: Path) -> None:
+    """The same sources and compiler give the same objects, so objects of earlier runs are used again."""
     session = [step for body in blocks("console", OWN) for step in steps(body)]
     script = "".join(f"{step.command}\nprintf '{MARK}'\n" for step in session)
     done = subprocess.run(
         ["bash", "-c", f"exec 2>&1\n{script}"],
         cwd=tmp_path,
-        env={**os.environ, "PATH": f"{KPROBEFS.parent}:{os.environ['PATH']}"},
+        env={**os.environ, **_keeping_compiler(tmp_path / "bin")},
         capture_output=True,
         text=True,
         check=False,
@@ -121,6 +123,22 @@ def test_ones_own_module_and_image(tmp_path: Path) -> None:
     )
     for step, output in zip(session, done.stdout.split(MARK), strict=False):
         assert normalise(output) == normalise(step.output), step.command
+
+
+def _keeping_compiler(directory: Path) -> dict[str, str]:
+    """Create a gcc in `directory` that keeps objects; return variables with which the shell finds it."""
+    compiler = shutil.which("gcc")
+    assert compiler is not None
+    directory.mkdir()
+    (directory / "gcc").symlink_to(Path(__file__).with_name("kept_objects.sh"))
+    objects = lasting_cache("objects") / inputs("x86_64")
+    objects.mkdir(parents=True, exist_ok=True)
+    os.utime(objects)
+    for other in objects.parent.iterdir():
+        if other.stat().st_mtime < time.time() - DAY:
+            shutil.rmtree(other, ignore_errors=True)
+    path = f"{directory}:{KPROBEFS.parent}:{os.environ['PATH']}"
+    return {"PATH": path, "KEPT_OBJECTS": str(objects), "KEPT_COMPILER": compiler}
 
 
 @pytest.mark.parametrize("page", [README, FIRST, EXAMPLES], ids=lambda page: page.stem)

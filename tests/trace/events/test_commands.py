@@ -186,11 +186,23 @@ def test_any_bytes_succeed_or_fail_with_an_errno(commands: list[bytes]) -> None:
     assert len(shown.splitlines()) >= len(kernel.events.events())
 
 
+_FETCHED = st.recursive(
+    st.sampled_from(["%di", "$comm", "$stack0", "$arg1", "@jiffies", "\\1", '\\"a"']),
+    lambda inner: st.builds("{}{})".format, st.sampled_from(["+0(", "-8(", "+u0("]), inner),
+    max_leaves=3,
+)
+_TYPES = st.sampled_from(
+    ["", ":u8", ":string", ":ustring", ":symbol", ":symstr", ":b4@2/8", ":x64", ":u8[2]"]
+)
+_ARGUMENTS = st.lists(st.builds("{}{}".format, _FETCHED, _TYPES), min_size=1, max_size=3).map(" ".join)
+"""Arguments of which most are valid. Of arguments that are made of any words, one of 75 is valid."""
+
+
 @settings(max_examples=fewer(200, 4), suppress_health_check=[HealthCheck.filter_too_much])
-@given(st.lists(_WORDS, max_size=8))
-def test_what_is_shown_can_be_written_again(words: list[str]) -> None:
+@given(st.one_of(_ARGUMENTS, st.lists(_WORDS, max_size=8).map("".join)))
+def test_what_is_shown_can_be_written_again(arguments: str) -> None:
     kernel, again = make_kernel(), make_kernel()
-    command = "p:a vfs_read x=" + "".join(words)
+    command = f"p:a vfs_read x={arguments}"
     assume(not errno_of(lambda: kernel.events.write(command.encode("latin-1"))))
     shown = "".join(kernel.events.records())
     again.events.write(shown.encode("utf-8", "surrogateescape"))
