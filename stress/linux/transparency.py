@@ -98,8 +98,8 @@ PENDING = ("task_struct.rethooks", "task_struct.ret_stack")
 """Names of the fields in which shadow stacks keep the pending calls of a task."""
 SWITCH = "__switch_to"
 """Function that switches from a task to another one."""
-DUMPS = ("show_trace_log_lvl", "show_regs_print_info")
-"""Functions that print unused words of the stack. Tracers leave different values in these words."""
+DUMPS = ("show_trace_log_lvl", "show_regs_print_info", "show_stack", "dump_backtrace")
+"""Functions that print unused words of the stack, or the callers. Tracers leave different values there."""
 OVERWRITTEN = b"\xa5" * 1024
 """Bytes that overwrite the memory below the stack pointer; they take more space than the frame of a hit."""
 SHORT = 0.02

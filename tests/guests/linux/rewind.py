@@ -58,10 +58,19 @@ class Rewind:
         return [page for page in pages if not self._is_left(page)]
 
     def _changed(self) -> list[int]:
-        ram, kept = self._ram, self._kept
-        return [
-            page for page in sorted({*self.written(), *kept}) if kept.get(page) != ram[page : page + PAGE]
-        ]
+        pages = sorted({*self.written(), *self._kept})
+        return [page for page in pages if self._ram[page : page + PAGE] != self._before(page)]
+
+    def _before(self, page: int) -> bytes:
+        """Return the contents that back() restores; the page may have been written with equal contents."""
+        before = self._kept.get(page)
+        if before is None:
+            now = self._ram[page : page + PAGE]
+            self._ram.madvise(mmap.MADV_DONTNEED, page, PAGE)
+            before = self._ram[page : page + PAGE]
+            if now != before:
+                self._ram[page : page + PAGE] = now
+        return before
 
     def changed(self) -> dict[int, bytes]:
         """Return offset -> contents of the written pages whose contents differ from the kept ones."""

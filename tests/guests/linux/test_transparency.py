@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from emulated_kernel.guests.linux.probing.linux_context import linux_abi
 from emulated_kernel.kprobes.kprobe import Kprobe
 from stress.linux.everywhere import functions
 from stress.linux.transparency import (
     KEPT,
     OBJECTS,
+    PENDING,
     PROBED,
     REGISTERS,
     RETURNED,
@@ -24,7 +26,7 @@ from stress.linux.transparency import (
     Effect,
 )
 from tests.guests.linux.probing import MODES, engine, kernel
-from tests.guests.linux.rewind import Rewind
+from tests.guests.linux.rewind import PAGE, Rewind
 from tests.guests.linux.traced import TRACED
 from tests.sample import fewer, share
 
@@ -129,6 +131,25 @@ def test_remains_on_stacks_may_differ(caller: Caller) -> None:
     assert found.with_remains(expected, caller.initial).difference(expected, 0) == ""
 
 
+def test_pending_calls_of_a_task_that_sleeps_are_dropped() -> None:
+    """The hooked function waits for a worker, in which the call ends."""
+    traced = TRACED["hooks"](engine(MODES["ftrace"]))
+    caller = Caller(traced.engine, 1.0, traced)
+    memory, task = traced.engine.machine.memory, traced.engine.guest.running()
+    pending = memory.translate(task + linux_abi(kernel(), traced.engine.tasks)[PENDING[0]])
+    function = address_of("lru_add_drain_all")
+    traced.on([function])
+    caller.note_switches()
+    caller.begin()
+    effect = caller.call(Call(function, (), ()))
+    traced.off()
+    page, at = pending & -PAGE, pending % PAGE
+    assert effect is not None
+    assert (effect.end == RETURNED, caller.has_switched) == (False, True)
+    assert effect.memory[page][at : at + 8] == caller.initial(page)[at : at + 8]
+    caller.engine.tasks.machine.close()
+
+
 @pytest.mark.parametrize(("at", "wrong"), [(8, ""), (16, "page 0x4000")])
 def test_only_remains_may_differ(at: int, wrong: str) -> None:
     initial = bytes(4096)
@@ -148,6 +169,9 @@ def test_memory_is_as_before() -> None:
     before = ram[written : written + 4096], ram[clean : clean + 4096]
     ram[written : written + 4096] = ram[clean : clean + 4096] = b"z" * 4096
     assert {written, clean} <= set(rewind.changed())
+    ram[clean : clean + 4096] = before[1]
+    assert clean not in rewind.changed(), "it was written, but has the same contents"
+    ram[clean : clean + 4096] = b"z" * 4096
     rewind.back()
     assert (ram[written : written + 4096], ram[clean : clean + 4096]) == before
     assert rewind.changed() == {}

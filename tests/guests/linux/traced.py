@@ -95,11 +95,15 @@ class Traced(ABC):
                 stack.tasks.of(task, RET_STACK)[0] = self._arrays[task]
 
     def after(self) -> None:
-        """Drop all pending calls and all tasks' arrays."""
+        """Drop all tasks' pending calls and arrays; the call may have ended in another task."""
+        hook_sets = self.engine.components.engine.hook_sets
         for stack in self._stacks():
             for task in list(stack._stacks):
-                self.engine.components.engine.hook_sets.drop(task)
+                hook_sets.drop(task)
                 stack.tasks.of(task, RET_STACK)[0] = 0
+        for task in self.engine._stacks.task_structs():
+            if any(hooks.stack.tasks.of(task, hooks.stack.field)[0] for hooks in hook_sets._sets):
+                hook_sets.drop(task)
         self.engine.drop_calls()
 
     def keep_arrays(self) -> None:
