@@ -116,16 +116,15 @@ class HitFigure:
     """Size in bytes of the detour buffer, with a compiled handler; None if the probe is not optimized."""
 
     def as_dict(self) -> dict[str, object]:
-        net = sorted(self.net)
         return {
             "arch": self.case.arch,
             "probe": self.case.probe,
             "mode": self.case.mode,
             "profile": self.case.profile,
             "detour": self.detour,
-            "ns": {"median": statistics.median(self.probed), "net": measured(net)},
-            "spread": {"min": net[0], "p10": quantile(net, 1), "p90": quantile(net, 9), "max": net[-1]},
-            "samples": len(net),
+            "ns": {"median": statistics.median(self.probed), "net": measured(self.net)},
+            "spread": spread(self.net),
+            "samples": len(self.net),
             "traps": self.traps,
             "instructions": self.instructions,
         }
@@ -158,6 +157,12 @@ def notes(nets: Iterable[Sequence[float]]) -> Iterator[str]:
     """Yield the notes below a table: NOISE_NOTE, if a measurement has no result."""
     if any(measured(net) is None for net in nets):
         yield NOISE_NOTE
+
+
+def spread(samples: Sequence[float]) -> dict[str, float]:
+    """Return the least and the greatest sample, and the first and the last decile, for a JSON report."""
+    deciles = {"p10": quantile(samples, 1), "p90": quantile(samples, 9)}
+    return {"min": min(samples), **deciles, "max": max(samples)}
 
 
 def quantile(samples: Sequence[float], tenth: int) -> float:

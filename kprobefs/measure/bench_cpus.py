@@ -35,6 +35,7 @@ from kprobefs.measure.bench import (
     notes,
     place,
     quantile,
+    spread,
     subject,
 )
 from kprobefs.measure.contention import instructions_a_call
@@ -86,7 +87,6 @@ class CpusFigure:
         return statistics.median(self.net)
 
     def as_dict(self) -> dict[str, object]:
-        net = sorted(self.net)
         case = self.case
         median = measured(self.net)
         return {
@@ -96,8 +96,8 @@ class CpusFigure:
             "profile": case.profile,
             "cpus": case.cpus,
             "ns": median,
-            "spread": {"min": net[0], "p10": quantile(net, 1), "p90": quantile(net, 9), "max": net[-1]},
-            "samples": len(net),
+            "spread": spread(self.net),
+            "samples": len(self.net),
             "hits_a_second": None if median is None else 1e9 / median,
             "instructions": self.instructions,
             "detour": self.detour,

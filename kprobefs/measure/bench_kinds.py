@@ -13,7 +13,7 @@ from emulated_kernel.kprobes.profile import OUT_OF_TREE, PROFILES
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.fast_dataclass import dataclass, replace
 from kprobefs.common.progress import counted
-from kprobefs.measure.bench import FUNCTION, NOISE, caller, measured, notes, quantile
+from kprobefs.measure.bench import FUNCTION, NOISE, caller, measured, notes, spread
 
 KINDS = ("k", "j", "r", "kr", "jr", "c", "cr")
 """Kinds of probes in section 6 of "Kernel Probes" (2010), with a letter for each probe; see LEGEND.
@@ -62,15 +62,14 @@ class KindFigure:
         return statistics.median(self.net)
 
     def as_dict(self) -> dict[str, object]:
-        net = sorted(self.net)
         case = self.case
         return {
             "arch": case.arch,
             "profile": case.profile,
             "kind": TITLES.get(case.kind, case.kind),
             "us": measured(self.net),
-            "spread": {"min": net[0], "p10": quantile(net, 1), "p90": quantile(net, 9), "max": net[-1]},
-            "samples": len(net),
+            "spread": spread(self.net),
+            "samples": len(self.net),
         }
 
 

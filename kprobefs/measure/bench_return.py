@@ -38,6 +38,7 @@ from kprobefs.measure.bench import (
     notes,
     quantile,
     settle,
+    spread,
     subject,
     traps_of,
 )
@@ -108,7 +109,6 @@ class ReturnFigure:
         return statistics.median(self.net)
 
     def as_dict(self) -> dict[str, object]:
-        net = sorted(self.net)
         case = self.case
         return {
             "arch": case.arch,
@@ -119,8 +119,8 @@ class ReturnFigure:
             "tasks": case.tasks,
             "cpus": case.cpus,
             "ns": measured(self.net),
-            "spread": {"min": net[0], "p10": quantile(net, 1), "p90": quantile(net, 9), "max": net[-1]},
-            "samples": len(net),
+            "spread": spread(self.net),
+            "samples": len(self.net),
             "traps": self.traps,
             "instructions": self.instructions,
             "locked": self.locked,
