@@ -169,7 +169,7 @@ class Server:
             replies = ReplyChannels(session, walks, operations.lasting, operations.clients_own, nodes)
             free_loops = FREE_LOOPS
         loop = SessionLoop(session, replies, operations.at_once(), nodes, operations.acting)
-        workers = WorkerThreads(loop.run, free_loops)
+        workers = WorkerThreads(loop.run, free_loops, loop.give_up_turn)
         operations.blocking = workers.blocking
         if nodes is not None:
             nodes.waiting = workers.waiting

@@ -47,6 +47,7 @@ from kprobefs.fuse.protocol import (
     WRITE_IN,
     WRITE_OUT,
 )
+from kprobefs.fuse.read_turns import Reader, ReadTurns
 from kprobefs.fuse.reply_channels import ReplyChannels
 from kprobefs.fuse.worker_threads import FAILED
 
@@ -142,7 +143,7 @@ class AtOnce(NamedTuple):
 
 
 class SessionLoop:
-    """The loop that reads requests from /dev/fuse; several threads may run it.
+    """The loop that reads requests from /dev/fuse; several threads may run it, which read in turns.
 
     The loop itself answers READ, RELEASE, and WRITE of files whose writes read no host files. It also answers
     LOOKUP, GETATTR and OPEN of control files with known nodes, and OPEN of files in `OwnPaths`. It passes all
@@ -182,6 +183,7 @@ class SessionLoop:
         self._operations = operations
         self._nodes = nodes
         self._acting = acting
+        self._turns = ReadTurns()
         self._states: list[_LoopState] = []
         self._answers: dict[int, Callable[[KnownNodes, bytearray, int], bytes | int | None]] = {
             FUSE_LOOKUP: self._look_up,
@@ -215,20 +217,34 @@ class SessionLoop:
         try:
             return self._answer(buffer, address, refusal, state)
         finally:
+            self._turns.give_up()
             self._states.remove(state)
+
+    def give_up_turn(self) -> None:
+        """Let another thread read requests, because the calling thread waits for long."""
+        self._turns.give_up()
 
     def _answer(
         self, buffer: bytearray, address: int, refusal: tuple[bytes, memoryview], state: _LoopState
     ) -> int:
+        reader = Reader()
+        turns = self._turns
         while True:
             try:
                 state.clear()
+                reader.is_busy = False
+                if turns.reader is not reader:
+                    turns.await_turn(reader)
                 try:
                     size = os.readv(self._device, (buffer,))
                 except OSError as error:
                     if error.errno in _INTERRUPTED:
                         continue
                     return 0 if error.errno == errno.ENODEV else FAILED
+                reader.requests += 1
+                reader.is_busy = True
+                if turns.is_parked:
+                    turns.wake()
                 if self._acting:
                     self._await_releases(state)
                 if not self._process(buffer, address, size):

@@ -38,9 +38,16 @@ class WorkerThreads:
     thread takes 50 us. Threads of Python also keep their interpreter state from one callback to the next.
     """
 
-    def __init__(self, loop: Callable[[], object], free: int = FREE_LOOPS) -> None:
+    def __init__(
+        self,
+        loop: Callable[[], object],
+        free: int = FREE_LOOPS,
+        before_wait: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Run `loop` in `free` threads that do not wait. A thread calls `before_wait` before it waits."""
         self._loop = loop
         self._free = free
+        self._before_wait = before_wait
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         """All threads, except threads that lack memory for reading requests."""
@@ -82,6 +89,7 @@ class WorkerThreads:
             self._blocked += 1
             blocked = self._blocked
         try:
+            self._before_wait()
             yield blocked
         finally:
             with self._lock:

@@ -110,6 +110,15 @@ def test_copy_is_followed_by_a_breakpoint() -> None:
     assert prepared.emulate is None
 
 
+def test_equal_instructions_share_what_works_anywhere() -> None:
+    plain = bytes.fromhex("4889e5")
+    assert ARCH.prepare(plain, ADDR, SLOT) is ARCH.prepare(plain, ADDR + 64, SLOT + 16)
+    # A jump's target, and the operand of the other instruction, depend on the address.
+    for code in ("eb10", "488b0500000000"):
+        one, other = (ARCH.prepare(bytes.fromhex(code), ADDR + at, SLOT) for at in (0, 64))
+        assert (one.emulate, one.slot_bytes) != (other.emulate, other.slot_bytes)
+
+
 @given(
     displacement=st.integers(-(1 << 31), (1 << 31) - 1),
     distance=st.integers(-(1 << 31), (1 << 31) - 1),

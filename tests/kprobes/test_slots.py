@@ -64,6 +64,15 @@ def test_slots_share_pages(slots: InsnSlots) -> None:
     assert {slot % 16 for slot in taken} == {0}
 
 
+def test_a_slot_without_a_copy_is_given_back_as_it_is(slots: InsnSlots, text: Text) -> None:
+    slot = slots.get()
+    slots.give_back(slot)
+    assert (slots.used, text.poked) == (0, [])
+    assert slots.get() == slot
+    slots.free(slot)
+    assert text.poked == [slot]
+
+
 def test_no_memory(slots: InsnSlots) -> None:
     taken = [slots.get() for _ in range(3 * slots.slots_per_page)]
     with pytest.raises(KernelError) as caught:

@@ -1,0 +1,92 @@
+"""ReadTurns: lets one thread read requests, and another one while the first thread is busy for long."""
+
+from __future__ import annotations
+
+import threading
+
+BUSY = 0.01
+"""Seconds for which a thread may answer one request until another thread reads the next one."""
+
+
+class Reader:
+    """A thread that reads requests, when it has the turn. Only this thread changes the attributes."""
+
+    __slots__ = ("is_busy", "requests", "thread")
+
+    def __init__(self) -> None:
+        """Create the object for the calling thread."""
+        self.thread = threading.get_ident()
+        self.requests = 0
+        """Number of requests that the thread has read."""
+        self.is_busy = False
+        """Whether the thread answers a request, so that it does not read the next one."""
+
+
+class ReadTurns:
+    """The turn to read requests from /dev/fuse, which one thread has.
+
+    The thread with the turn reads the next request when it has answered the last one. Most requests take
+    less than BUSY seconds. If several threads read, the host's kernel wakes another thread for each request.
+    This thread then competes for Python's global lock with the thread that has just answered.
+
+    One of the threads without the turn is the successor. If the thread with the turn answers one request for
+    BUSY seconds, the successor takes the turn. While requests arrive, the successor wakes every BUSY seconds.
+    While none arrives, it sleeps until the next request, so that an idle daemon uses no CPU time.
+    Hazard: a thread that has lost the turn may still read one request. This has no effect on other threads.
+    """
+
+    def __init__(self, wake: threading.Event | None = None) -> None:
+        """Create the first turn, which no thread has. `wake` is an event for tests."""
+        self.reader: Reader | None = None
+        """The thread with the turn; None if that thread has given it up."""
+        self._succession = threading.Lock()
+        """Held by the successor; the other threads wait for the lock."""
+        self.is_parked = False
+        """Whether the successor sleeps until wake() is called."""
+        self._wake = wake or threading.Event()
+        """Set when the successor must not sleep any longer."""
+
+    # Before a thread reads a request, it calls await_turn() if it is not `reader`. Then it calls wake() if
+    # `is_parked` is set. Two calls for each request would take 1 % of the time of an open, read and close.
+
+    def await_turn(self, reader: Reader) -> None:
+        """Wait until the calling thread, `reader`, has the turn."""
+        with self._succession:
+            while not self._is_vacant():
+                pass
+            self.reader = reader
+
+    def wake(self) -> None:
+        """Let the successor measure the time of the request that the calling thread has read."""
+        self._wake.set()
+
+    def give_up(self) -> None:
+        """Let another thread read requests, if the calling thread has the turn.
+
+        The thread ends, or it will wait while it answers a request.
+        """
+        if self.reader is not None and self.reader.thread == threading.get_ident():
+            self.reader = None
+            self._wake.set()
+
+    def _is_vacant(self) -> bool:
+        """Return True if the successor takes the turn now.
+
+        Otherwise, return False after BUSY seconds, or after the next request if none has arrived meanwhile.
+        """
+        self._wake.clear()
+        reader = self.reader
+        if reader is None:
+            return True
+        requests = reader.requests
+        self._wake.wait(BUSY)
+        if self.reader is not reader or reader.requests != requests:
+            return False
+        if reader.is_busy:
+            return True
+        # Order matters: the other threads change their state before they look at is_parked or set _wake.
+        self.is_parked = True
+        if not reader.is_busy and self.reader is reader:
+            self._wake.wait()
+        self.is_parked = False
+        return False
