@@ -51,6 +51,8 @@ BRK: Final = bytes.fromhex("800020d4")
 """The instruction `brk #4`. Mirrors: arch/arm64/include/asm/brk-imm.h:KPROBES_BRK_IMM (v6.12)"""
 BRK_EXCEPTION: Final = 7
 """Unicorn's number of the exception that brk causes."""
+SVC_EXCEPTION: Final = 2
+"""Unicorn's number of the exception that svc causes."""
 FULL_SIZE = 1 << 25
 """Bit IL of a syndrome (esr_el1), which is set if the instruction has 32 bits."""
 

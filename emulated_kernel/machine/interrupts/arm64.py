@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from emulated_kernel.machine.cpu.arm64 import BRK_EXCEPTION, fault
+from emulated_kernel.machine.cpu.arm64 import BRK_EXCEPTION, SVC_EXCEPTION, fault
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.interrupts.exceptions import ExceptionState
@@ -14,8 +14,6 @@ from emulated_kernel.machine.unicorn_engine import HOOK_INTR, INTR_CALLBACK, Eng
 
 _ABORTS = 3, 4
 """Unicorn's numbers of an instruction abort and of a data abort."""
-_SVC = 2
-"""Unicorn's number of the exception that svc raises."""
 _SIZE = 4
 
 
@@ -67,7 +65,7 @@ class Arm64TrapHooks(TrapHooks):
                 ip = regs.ip
                 handler = find(ip) if vector == BRK_EXCEPTION else None
                 if handler is None:
-                    if vector != _SVC or not self.call_from_user():
+                    if vector != SVC_EXCEPTION or not self.call_from_user():
                         self._exception(vector)
                     return
                 regs.ip = ip + _SIZE

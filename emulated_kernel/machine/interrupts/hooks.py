@@ -10,6 +10,7 @@ from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import FastRegs, Regs
 from emulated_kernel.machine.interrupts.exceptions import ExceptionState
 from emulated_kernel.machine.interrupts.trap_handlers import TrapHandler, TrapHandlers
+from emulated_kernel.machine.native.entry_words import KernelEntry
 from emulated_kernel.machine.native.host_code import routine_address
 from emulated_kernel.machine.native.trap_words import TrapTable, TrapWords
 from emulated_kernel.machine.run_watchdog import HandlerTime
@@ -30,7 +31,7 @@ _REPORTS = {HOOK_INTR: "intr", HOOK_INSN_INVALID: "invalid"}
 The hook can call these routines, which add the time of a trap.
 """
 _NO_VECTOR = (1 << 64) - 1
-"""Value of the field `arrival_vector` of TrapWords that is the number of no exception."""
+"""Value of the fields of TrapWords for exceptions of system calls and arrivals: no exception's number."""
 
 
 class TrapHooks:
@@ -96,6 +97,8 @@ class TrapHooks:
         """View of the field `arrivals` of `words`: the number of runs that end_runs_at() has ended."""
         self._arrival: tuple[int, int] | None = None
         """Address of the routine that ends runs, and the exception's number; None without end_runs_at()."""
+        self._entry: tuple[KernelEntry, int] | None = None
+        """The table of enter_calls(), and the exception's number; None without enter_calls()."""
         self._deferred: Callable[[Regs], object] | None = None
         self.stopped_by: Trap | None = None
         self._hook_traps()
@@ -161,6 +164,22 @@ class TrapHooks:
         self._arrival = routine, vector
         self._call_natively(HOOK_INTR, routine)
 
+    def enter_calls(self, vector: int, entry: KernelEntry) -> None:
+        """Enter the guest's kernel at the exception `vector` of a system call without Python, from now on.
+
+        Call this after end_runs_at(). Python still gets the exception if a check of `entry` fails, if the
+        host has no routine, and while traps are charged.
+        """
+        routine = routine_address("enter")
+        if routine is None or self._arrival is None:
+            return
+        words = self.words
+        words.entry_vector = vector
+        entry.show(words)
+        words.refused = words.beyond
+        words.beyond = routine
+        self._entry = entry, vector
+
     def charge(self, time: int, trap_ns: int, handler_ns: int) -> None:
         """Add nanoseconds to the u64 at address `time` of this process at each trap from now on.
 
@@ -171,6 +190,7 @@ class TrapHooks:
         kind = self._native
         words = self.words
         words.arrival_vector = _NO_VECTOR
+        words.entry_vector = _NO_VECTOR
         words.time = time
         words.trap_ns = trap_ns
         words.handler_ns = handler_ns
@@ -189,6 +209,8 @@ class TrapHooks:
         if self._arrival is not None:
             routine, words.arrival_vector = self._arrival
             self._call_natively(HOOK_INTR, routine)
+        if self._entry is not None:
+            _, words.entry_vector = self._entry
 
     def _charge_callback(self) -> None:
         """Add the time of a trap that Unicorn reports to Python without the host's routine."""

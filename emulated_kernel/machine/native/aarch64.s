@@ -253,6 +253,56 @@ beyond:
     ldr x16, [x2, #{beyond}]
     br x16
 
+@routine enter
+// void (uc x0, vector w1, words x2)
+    ldr w3, [x2, #{entry_vector}]
+    cmp w1, w3
+    b.ne refuse
+    ldr x4, [x2, #{checks}]
+check:
+    ldr x5, [x4]
+    cbz x5, enter
+    ldr x5, [x5]
+    ldr x6, [x4, #{check_mask}]
+    and x5, x5, x6
+    ldr x6, [x4, #{check_value}]
+    cmp x5, x6
+    b.ne refuse
+    add x4, x4, #{check_size}
+    b check
+enter:
+    ldr x4, [x2, #{moves}]
+move:
+    ldr x5, [x4]
+    cbz x5, entered
+    ldr x6, [x4, #{move_source}]
+    ldr x6, [x6]
+    ldr x7, [x4, #{move_mask}]
+    and x6, x6, x7
+    ldr x7, [x4, #{move_factor}]
+    mul x6, x6, x7
+    ldr x7, [x4, #{move_added}]
+    add x6, x6, x7
+    ldr x7, [x5]
+    ldr x8, [x4, #{move_kept}]
+    and x7, x7, x8
+    orr x6, x6, x7
+    str x6, [x5]
+    add x4, x4, #{move_size}
+    b move
+entered:
+    ret
+refuse:
+    ldr x16, [x2, #{refused}]
+    br x16
+
+@routine enter_insn
+// void (uc x0, words x1)
+    mov x2, x1
+    movz w1, #0
+    ldr x16, [x2, #{routine}]
+    br x16
+
 @routine rdtsc
 // int (uc x0, words x1)
     ldr x2, [x1, #{followed}]

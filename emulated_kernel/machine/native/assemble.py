@@ -14,6 +14,7 @@ from typing import Any, cast
 from emulated_kernel.machine.cpu.arm64 import BRK_EXCEPTION
 from emulated_kernel.machine.cpu.x86 import FLAG_NT, FLAG_RF, FLAG_TF
 from emulated_kernel.machine.native.copy_words import LONGEST_COPY, CopyRange, CopyWords
+from emulated_kernel.machine.native.entry_words import Check, Move
 from emulated_kernel.machine.native.sum_words import ENTRY_SIZE, SUM, VICTIMS, SumWords
 from emulated_kernel.machine.native.trap_words import FACTOR, LINKED, LinkWords, TableWords, TrapWords
 from emulated_kernel.machine.native.tsc_words import (
@@ -59,6 +60,10 @@ def constants() -> dict[str, int]:
         **dict(offsets(TscWords)),
         **dict(offsets(CopyWords)),
         **dict(offsets(CopyRange)),
+        **dict(offsets(Check)),
+        **dict(offsets(Move)),
+        "check_size": ctypes.sizeof(Check),
+        "move_size": ctypes.sizeof(Move),
         "linked": LINKED,
         **dict(offsets(SumWords)),
         "sum": SUM,

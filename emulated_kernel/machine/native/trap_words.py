@@ -75,6 +75,12 @@ class TrapWords(ctypes.Structure):
         ("in_flight", ctypes.c_uint64),
         ("emu_stop", ctypes.c_uint64),
         ("beyond", ctypes.c_uint64),
+        # The routine `enter` enters the kernel at a system call. These are the number of the exception, the
+        # addresses of the Checks and Moves of a KernelEntry, and where the routine goes on if it refuses.
+        ("entry_vector", ctypes.c_uint64),
+        ("checks", ctypes.c_uint64),
+        ("moves", ctypes.c_uint64),
+        ("refused", ctypes.c_uint64),
     )
 
 

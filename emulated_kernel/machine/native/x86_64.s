@@ -219,6 +219,49 @@ stop:
 beyond:
     jmp qword ptr [rdx + {beyond}]
 
+@routine enter
+# void (uc rdi, vector esi, words rdx), as Unicorn's UC_HOOK_INTR: enters the kernel at a system call, by a table of moves.
+    cmp esi, [rdx + {entry_vector}]
+    jne refuse
+    mov r8, [rdx + {checks}]
+check:
+    mov rax, [r8]
+    test rax, rax
+    je enter
+    mov rax, [rax]
+    and rax, [r8 + {check_mask}]
+    cmp rax, [r8 + {check_value}]
+    jne refuse
+    add r8, {check_size}
+    jmp check
+enter:
+    mov r8, [rdx + {moves}]
+move:
+    mov r9, [r8]
+    test r9, r9
+    je entered
+    mov rax, [r8 + {move_source}]
+    mov rax, [rax]
+    and rax, [r8 + {move_mask}]
+    imul rax, [r8 + {move_factor}]
+    add rax, [r8 + {move_added}]
+    mov r10, [r9]
+    and r10, [r8 + {move_kept}]
+    or rax, r10
+    mov [r9], rax
+    add r8, {move_size}
+    jmp move
+entered:
+    ret
+refuse:
+    jmp qword ptr [rdx + {refused}]
+
+@routine enter_insn
+# void (uc rdi, words rsi), as Unicorn's UC_HOOK_INSN for syscall, which is no exception.
+    mov rdx, rsi
+    xor esi, esi
+    jmp qword ptr [rdx + {routine}]
+
 @routine rdtsc
 # int (uc rdi, words rsi), as Unicorn's UC_HOOK_INSN for rdtsc; 1 if the instruction is done.
     cmp qword ptr [rsi + {followed}], 0

@@ -109,7 +109,8 @@ def test_a_call_saves_the_state_of_the_processor(tasks: LinuxTasks, monkeypatch:
             tasks.call(client, tasks.machine.abi.syscalls["nanosleep"], 0x600000, 0)
     for client in clients:
         tasks.exit(client)
-    assert {begins for begins, *_ in saved} == {True, False}
+    # If the host has routines, Python makes only the first call of a run.
+    assert {begins for begins, *_ in saved} == ({True} if tasks.machine.hooks.is_native else {True, False})
     assert [before for _, before, _ in saved] == [state for *_, state in saved]
 
 

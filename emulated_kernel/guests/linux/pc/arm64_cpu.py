@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 from emulated_kernel.guests.linux.pc.arm64_cells import Arm64Cells, become_aarch64
 from emulated_kernel.guests.linux.pc.linux_cpu import LinuxCpu
 from emulated_kernel.machine.cpu import arm64
-from emulated_kernel.machine.cpu.registers import Regs
+from emulated_kernel.machine.cpu.registers import FastRegs, Regs
+from emulated_kernel.machine.native.entry_words import LOW, WORD, Check, KernelEntry, moved, stored
 from emulated_kernel.machine.traps.trap import Trap
 from emulated_kernel.machine.unicorn_engine import Engine
 
@@ -69,6 +70,8 @@ class Arm64LinuxCpu(LinuxCpu):
         self._far = word(cells.far)
         self._spsr = word(cells.spsr)
         self._has_interrupt = False
+        self._state = state
+        self._cells = cells
 
     @property
     def privilege(self) -> int:
@@ -136,6 +139,29 @@ class Arm64LinuxCpu(LinuxCpu):
             self.set_call(values)
         self._spsr[0] &= arm64.STATE_BITS
         self._enter(_FROM_USER, _SVC_SYNDROME, ip + _SVC_SIZE)
+
+    def entry(self, ip: int) -> KernelEntry:
+        """Return the table by which the host does the same as syscall(ip).
+
+        Unicorn reports the address after the svc.
+        """
+        assert isinstance(self.regs, FastRegs)
+        place = self.regs.address_of
+        at = {name: self._state + offset for name, offset in self._cells._asdict().items()}
+        return KernelEntry(
+            [Check(place("ip"), WORD, ip + _SVC_SIZE), Check(at["pstate"], arm64.LEVEL, 0)],
+            [
+                moved(at["spsr"], at["spsr"], arm64.STATE_BITS),
+                moved(at["sp_el0"], place("sp")),
+                moved(place("sp"), at["sp_el1"]),
+                moved(at["hflags"], at["spare"], LOW, kept=~LOW),
+                moved(at["elr"], place("ip")),
+                stored(at["esr"], _SVC_SYNDROME),
+                stored(at["pstate"], arm64.EL1H, kept=~LOW),
+                stored(at["daif"], arm64.DAIF),
+                moved(place("ip"), at["vbar"], added=_FROM_USER),
+            ],
+        )
 
     def is_exception_entry(self, address: int) -> bool:
         """Return True at the vectors; see LinuxCpu."""

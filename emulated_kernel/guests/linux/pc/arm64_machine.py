@@ -78,6 +78,8 @@ class Arm64Machine(LinuxMachine):
         hooks.dispatch = self._exception
         hooks.call_from_user = self._call_from_user
         hooks.end_runs_at(ARM64.stub.start, arm64.BRK_EXCEPTION)
+        if hooks.is_native:
+            hooks.enter_calls(arm64.SVC_EXCEPTION, cpu.entry(ARM64.stub.syscall))
         self.hooks = hooks
         self._map_devices()
 

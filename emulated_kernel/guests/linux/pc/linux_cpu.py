@@ -16,7 +16,8 @@ from typing import ClassVar
 
 from emulated_kernel.guests.linux.pc.ram import FRAME, LinuxMemory
 from emulated_kernel.machine.cpu import x86
-from emulated_kernel.machine.cpu.registers import Regs
+from emulated_kernel.machine.cpu.registers import FastRegs, Regs
+from emulated_kernel.machine.native.entry_words import LOW, WORD, Check, KernelEntry, moved, stored
 from emulated_kernel.machine.native.trap_words import TrapWords
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault, Trap, TrapKind
 from emulated_kernel.machine.unicorn_engine import Engine
@@ -376,6 +377,43 @@ class PcCpu(LinuxCpu):
         hidden = hidden & ~_CPL | _KERNEL_MODE
         _FLAGS.pack_into(self._flags, 0, flags, 0, flags & _ARITHMETIC, 0, _COMPUTED, direction, hidden)
         self._code_and_stack[:] = _SEGMENTS_OF_SYSCALL
+
+    def entry(self) -> KernelEntry | None:
+        """Return the table by which the host does the same as syscall(), before Unicorn advances ip.
+
+        Return None before the first system call, and if the kernel lets user mode set its direction flag.
+        """
+        if self._system_call is None or self._system_call[1] & _DIRECTION:
+            return None
+        target, kept = self._system_call
+        assert isinstance(self.regs, FastRegs)
+        start = ctypes.addressof(self._state)
+        at = {name: start + getattr(_State, name).offset for name, *_ in _State._fields_}
+        at |= {name: self.regs.address_of(name) for name in ("ip", "cx", "r11")}
+        segments = start + _CS_AND_SS_AT
+        return KernelEntry(
+            [Check(at["cc_op"], LOW, _COMPUTED)],
+            [
+                moved(at["cx"], at["ip"], added=SYSCALL_SIZE),
+                moved(at["r11"], at["eflags"]),
+                moved(at["r11"], at["cc_src"], kept=WORD),
+                moved(at["r11"], at["df"], _DIRECTION, kept=WORD),
+                moved(at["eflags"], at["r11"], kept & ~x86.FLAG_FIXED, added=x86.FLAG_FIXED),
+                moved(at["cc_src"], at["eflags"], _ARITHMETIC),
+                stored(at["cc_dst"], 0),
+                stored(at["cc_src2"], 0),
+                # The word after cc_op is the direction, 1.
+                stored(at["cc_op"], _COMPUTED | 1 << 32),
+                moved(
+                    at["hflags"], at["hflags"], LOW & ~(_CPL | _KERNEL_MODE), added=_KERNEL_MODE, kept=~LOW
+                ),
+                *(
+                    stored(segments + 8 * number, word)
+                    for number, word in enumerate(memoryview(_SEGMENTS_OF_SYSCALL).cast("Q"))
+                ),
+                stored(at["ip"], target - SYSCALL_SIZE),
+            ],
+        )
 
     def raise_exception(self, trap: Trap) -> None:
         """Deliver an exception to the guest through its IDT.

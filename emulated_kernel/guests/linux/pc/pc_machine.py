@@ -21,7 +21,9 @@ from emulated_kernel.machine.cpu.registers import FastRegs
 from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.interrupts.exceptions import LiveExceptionState
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
+from emulated_kernel.machine.native.entry_words import KernelEntry
 from emulated_kernel.machine.native.host_code import routine_address
+from emulated_kernel.machine.native.trap_words import TrapWords
 from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault, Trap, TrapKind
 from emulated_kernel.machine.unicorn_engine import (
     CODE_CALLBACK,
@@ -52,6 +54,8 @@ _OUT = 500
 """Unicorn's instruction id of `out` (x86.h)."""
 _SYSCALL = 699
 """Unicorn's instruction id of `syscall` (x86.h)."""
+_UNKNOWN_ENTRY = 1
+"""Number that the host's routine for syscall finds in no system call, so that it calls Python."""
 _RDTSC = 608
 """Unicorn's instruction id of `rdtsc` (x86.h)."""
 _RDTSCP = 609
@@ -93,6 +97,10 @@ class PcMachine(LinuxMachine):
         self.hooks.end_runs_at(X86_64.stub.start, Vector.GENERAL_PROTECTION, state + in_flight)
         self._breakpoint_stub = range(0)
         """Addresses of the guest code that delivers breakpoints."""
+        self._syscalls = TrapWords()
+        """Host memory that the routine for syscall reads."""
+        self._entry: KernelEntry | None = None
+        """The table to which `_syscalls` refers; None until a system call has shown the entry point."""
         self._hook_instructions()
 
     def _hook_instructions(self) -> None:
@@ -109,6 +117,8 @@ class PcMachine(LinuxMachine):
             self.cpu.syscall(regs.ip)
             # Unicorn advances the instruction pointer over the instruction afterwards.
             regs.ip -= SYSCALL_SIZE
+            if self._entry is None:
+                self._see_entry()
             return 0
 
         def rdtsc(_engine: int, _data: int) -> int:
@@ -124,11 +134,39 @@ class PcMachine(LinuxMachine):
         for number, callback in (
             (_IN, IN_CALLBACK(read_port)),
             (_OUT, OUT_CALLBACK(write_port)),
-            (_SYSCALL, INSN_CALLBACK(syscall)),
             (_RDTSCP, INSN_CALLBACK(rdtscp)),
         ):
             self.engine.add_hook(HOOK_INSN, callback, instruction=number)
+        self._hook_syscall(INSN_CALLBACK(syscall))
         self._hook_rdtsc(INSN_CALLBACK(rdtsc))
+
+    def _hook_syscall(self, callback: Any) -> None:
+        """Make Unicorn call the host's routine for syscall, or the Python callback if there is no routine.
+
+        The routine calls the Python callback until _see_entry() has found the kernel's entry point.
+        """
+        routine = routine_address("enter_insn")
+        if routine is None:
+            self.engine.add_hook(HOOK_INSN, callback, instruction=_SYSCALL)
+            return
+        words = self._syscalls
+        words.routine = routine_address("enter")
+        words.refused = ctypes.cast(callback, ctypes.c_void_p).value
+        words.entry_vector = _UNKNOWN_ENTRY
+        self.engine.add_hook(
+            HOOK_INSN,
+            ctypes.c_void_p(routine),
+            instruction=_SYSCALL,
+            data=ctypes.addressof(words),
+            keep=(callback, words),
+        )
+
+    def _see_entry(self) -> None:
+        """Let the host's routine execute the next system calls, if the kernel's entry point is known."""
+        self._entry = self.cpu.entry()
+        if self._entry is not None:
+            self._entry.show(self._syscalls)
+            self._syscalls.entry_vector = 0
 
     def _hook_rdtsc(self, callback: Any) -> None:
         """Make Unicorn call the host's routine for rdtsc, or the Python callback if there is no routine."""

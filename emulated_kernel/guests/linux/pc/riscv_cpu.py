@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 from emulated_kernel.guests.linux.pc.linux_cpu import LinuxCpu
 from emulated_kernel.guests.linux.pc.riscv_cells import MACHINE_MODE, RiscvCells
 from emulated_kernel.machine.cpu import riscv
-from emulated_kernel.machine.cpu.registers import Regs
+from emulated_kernel.machine.cpu.registers import FastRegs, Regs
+from emulated_kernel.machine.native.entry_words import WORD, Check, KernelEntry, moved, stored
 from emulated_kernel.machine.traps.trap import Trap
 from emulated_kernel.machine.unicorn_engine import Engine
 
@@ -52,6 +53,8 @@ class RiscvLinuxCpu(LinuxCpu):
         self._scause = word(cells.scause)
         self._stval = word(cells.stval)
         self._mstatus = word(cells.mstatus)
+        self._state = state
+        self._cells = cells
 
     @property
     def privilege(self) -> int:
@@ -117,6 +120,28 @@ class RiscvLinuxCpu(LinuxCpu):
         if values is not None:
             self.set_call(values)
         self._enter(riscv.CAUSE_ECALL, ip, 0)
+
+    def entry(self) -> KernelEntry:
+        """Return the table by which the host does the same as syscall() for each ecall of user mode.
+
+        Unicorn reports the address after the ecall.
+        """
+        assert isinstance(self.regs, FastRegs)
+        ip = self.regs.address_of("ip")
+        at = {name: self._state + offset for name, offset in self._cells._asdict().items()}
+        status = at["mstatus"]
+        enabled = riscv.SR_SPIE // riscv.SR_SIE
+        return KernelEntry(
+            [Check(at["privilege"], WORD, 0)],
+            [
+                moved(at["sepc"], ip, added=-riscv.REPORTED_AHEAD),
+                stored(at["scause"], riscv.CAUSE_ECALL),
+                stored(at["stval"], 0),
+                moved(status, status, riscv.SR_SIE, factor=enabled, kept=~_ENTRY_CLEARS),
+                stored(at["privilege"], _SUPERVISOR),
+                moved(ip, at["stvec"], ~3),
+            ],
+        )
 
     def is_exception_entry(self, address: int) -> bool:
         """Return True if `address` is the kernel's one entry for exceptions, in stvec; see LinuxCpu."""

@@ -56,6 +56,8 @@ class RiscvMachine(LinuxMachine):
         hooks.dispatch = self._exception
         hooks.call_from_user = self._call_from_user
         hooks.end_runs_at(RISCV64.stub.start, CAUSE_ILLEGAL)
+        if hooks.is_native:
+            hooks.enter_calls(CAUSE_ECALL, self.cpu.entry())
         self.hooks = hooks
         self._all = memoryview(ram)
         self.user_access = UserAccess(engine, self.regs, self._state, self._state + found.mstatus)
