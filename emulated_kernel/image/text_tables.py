@@ -20,6 +20,8 @@ _KEY_FLAGS = 3
 """Mask of the low bits of a key's address, which jump labels and static calls use as flags."""
 _LONGEST = 1 << 9
 """Maximum length in bytes of a source file's name, including its zero byte."""
+_ADDRESS = (1 << 64) - 1
+"""Mask of an address, because the sum of an address and an offset in a damaged table may have more bits."""
 
 
 class Range(NamedTuple):
@@ -129,7 +131,7 @@ def ex_table(address: int, data: bytes, layout: str = "<iii") -> Iterator[ExTabl
     Mirrors: include/asm-generic/extable.h (v5.0 to v6.12)
     """
     for at, (insn, fixup, *_) in _entries(layout, data):
-        yield ExTableEntry(address + at + insn, address + at + 4 + fixup)
+        yield ExTableEntry(address + at + insn & _ADDRESS, address + at + 4 + fixup & _ADDRESS)
 
 
 def jump_labels(address: int, data: bytes, layout: str = "<iiq") -> Iterator[JumpLabel]:
@@ -139,7 +141,8 @@ def jump_labels(address: int, data: bytes, layout: str = "<iiq") -> Iterator[Jum
     Mirrors: include/linux/jump_label.h:struct jump_entry (v6.1).
     """
     for at, (code, target, key) in _entries(layout, data):
-        yield JumpLabel(address + at + code, address + at + 4 + target, address + at + 8 + key & ~_KEY_FLAGS)
+        key_at = address + at + 8 + key & _ADDRESS & ~_KEY_FLAGS
+        yield JumpLabel(address + at + code & _ADDRESS, address + at + 4 + target & _ADDRESS, key_at)
 
 
 def static_calls(address: int, data: bytes) -> Iterator[StaticCall]:
@@ -148,7 +151,7 @@ def static_calls(address: int, data: bytes) -> Iterator[StaticCall]:
     Mirrors: include/linux/static_call_types.h:struct static_call_site (v6.1)
     """
     for at, (site, key) in _entries("<ii", data):
-        yield StaticCall(address + at + site, address + at + 4 + key & ~_KEY_FLAGS)
+        yield StaticCall(address + at + site & _ADDRESS, address + at + 4 + key & _ADDRESS & ~_KEY_FLAGS)
 
 
 def bugs(
@@ -163,7 +166,7 @@ def bugs(
     found = {}
     file_at = 8 if has_format else 4
     for at, (bug, *_, file, line, flags) in _entries("<iiiHH" if has_format else "<iiHH", data):
-        where = address + at + bug
+        where = address + at + bug & _ADDRESS
         found[where] = BugEntry(where, string(address + at + file_at + file, _LONGEST), line, flags)
     return found
 
@@ -174,7 +177,7 @@ def return_sites(address: int, data: bytes) -> Iterator[int]:
     Mirrors: arch/x86/kernel/alternative.c:apply_returns (v6.1)
     """
     for at, (site,) in _entries("<i", data):
-        yield address + at + site & (1 << 64) - 1
+        yield address + at + site & _ADDRESS
 
 
 def plain_return(code: bytes) -> bytes | None:

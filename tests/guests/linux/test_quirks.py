@@ -11,7 +11,8 @@ import pytest
 
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.kernel_offsets import FREES_TEXT, POKED, TEXT_POKE
-from emulated_kernel.guests.linux.pc.exception_cells import cpu_state, find_exception_cells
+from emulated_kernel.guests.linux.pc.cpu_state import cpu_state
+from emulated_kernel.guests.linux.pc.exception_cells import find_exception_cells
 from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kprobes.kprobe import Kprobe

@@ -38,7 +38,7 @@ from emulated_kernel.guests.linux.cpu.production_cpu import ProductionCpu, from_
 from emulated_kernel.guests.linux.guest_abi import ABIS, abi_named
 from emulated_kernel.guests.linux.initramfs import initramfs
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets, checked_offsets
-from emulated_kernel.guests.linux.pc.exception_cells import STATE_SIZE
+from emulated_kernel.guests.linux.pc.cpu_state import STATE_SIZE
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.pc.machines import new_machine
 from emulated_kernel.guests.linux.pc.pc_machine import PcMachine

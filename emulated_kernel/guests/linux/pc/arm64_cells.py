@@ -10,10 +10,9 @@ import mmap
 import struct
 from typing import Final
 
-from emulated_kernel.guests.linux.pc.exception_cells import cpu_state
+from emulated_kernel.guests.linux.pc.cpu_state import WordSearch, cpu_state, state_words
 from emulated_kernel.machine.cpu import arm64
 from emulated_kernel.machine.cpu.arm64 import Arm64Cpu, read_system_register, write_system_register
-from emulated_kernel.machine.quirks.harness import own_memory
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.machine.unicorn_engine import HOOK_INTR, INTR_CALLBACK, Engine
 from emulated_kernel.util.fast_named_tuple import NamedTuple
@@ -38,7 +37,6 @@ _SVC = 0xD4000001
 _LOAD = 0xF9400000  # ldr x0, [x0]
 _ERET = 0xD69F03E0
 _BRK = 0xD4200000
-_STATE_SIZE = 8192
 _VALUES = 0x1234567890A0, 0x0ABCDEF12340
 _REGISTERS = (
     arm64.TTBR0_EL1, arm64.TTBR1_EL1, arm64.VBAR_EL1, arm64.ELR_EL1, arm64.ELR_EL3, arm64.ESR_EL1,
@@ -104,47 +102,34 @@ def _find(engine: Engine, ram: mmap.mmap) -> Arm64Cells:
     return Arm64Cells._make((*registers, *found, *_exception(engine, ram, state)))
 
 
-def _words(state: int, code: str) -> tuple[int, ...]:
-    return struct.unpack(f"<{_STATE_SIZE // struct.calcsize(code)}{code}", own_memory(state, _STATE_SIZE))
-
-
-def _only(found: set[int], what: str) -> int:
-    if len(found) != 1:
-        raise HardwareError(f"the emulator's CPU state: {len(found)} words may be {what}")
-    return found.pop()
-
-
 def _register(engine: Engine, state: int, number: int) -> int:
     kept = engine.reg_read(number)
-    left = set(range(0, _STATE_SIZE, 8))
+    search = WordSearch(state)
     for value in _VALUES:
         engine.reg_write(number, value)
-        words = _words(state, "Q")
-        left = {at for at in left if words[at // 8] == value}
+        search.keep(value)
     engine.reg_write(number, kept)
-    return _only(left, f"register {number}")
+    return search.offset(f"register {number}")
 
 
 def _spsr(engine: Engine, state: int) -> int:
     kept = read_system_register(engine, arm64.SPSR_EL1)
-    left = set(range(0, _STATE_SIZE, 8))
+    search = WordSearch(state)
     for value in (0x12345678, 0x5432100):
         write_system_register(engine, arm64.SPSR_EL1, value)
-        words = _words(state, "Q")
-        left = {at for at in left if words[at // 8] == value}
+        search.keep(value)
     write_system_register(engine, arm64.SPSR_EL1, kept)
-    return _only(left, "spsr_el1")
+    return search.offset("spsr_el1")
 
 
 def _daif(engine: Engine, state: int) -> int:
     kept = engine.reg_read(arm64.PSTATE)
-    left = set(range(0, _STATE_SIZE, 8))
+    search = WordSearch(state)
     for value in (0x100, 0x3C0, 0x2C0):
         engine.reg_write(arm64.PSTATE, value | arm64.EL1H)
-        words = _words(state, "Q")
-        left = {at for at in left if words[at // 8] == value}
+        search.keep(value)
     engine.reg_write(arm64.PSTATE, kept)
-    return _only(left, "the masks of exceptions")
+    return search.offset("the masks of exceptions")
 
 
 def become_aarch64(engine: Engine) -> None:
@@ -172,7 +157,7 @@ def _check_level(engine: Engine, ram: mmap.mmap, state: int, ip: int) -> None:
     seen: list[tuple[int, int]] = []
 
     def interrupt(_engine: int, _number: int, _data: int) -> None:
-        words = _words(state, "I")
+        words = state_words(state, "I")
         seen.append((words[(ip + _PSTATE_AFTER_IP) // 4], words[(ip + _HFLAGS_AFTER_IP) // 4]))
         engine.stop()
 
@@ -194,24 +179,21 @@ def _exception(engine: Engine, ram: mmap.mmap, state: int) -> tuple[int, int]:
     state. Raises: HardwareError (no word or several words have the values).
     """
     hook = engine.add_hook(HOOK_INTR, INTR_CALLBACK(lambda *_: engine.stop()))
-    syndromes = set(range(0, _STATE_SIZE, 4))
+    syndromes = WordSearch(state, "I")
     for number in (0x1234, 0x4321, 0x2222):
         _run(engine, ram, _SVC | number << 5)
-        words = _words(state, "I")
-        wanted = arm64.CLASS_SVC << 26 | arm64.FULL_SIZE | number
-        syndromes = {at for at in syndromes if words[at // 4] == wanted}
+        syndromes.keep(arm64.CLASS_SVC << 26 | arm64.FULL_SIZE | number)
     become_aarch64(engine)
     struct.pack_into("<Q", ram, _ROOT, _DIRECTORY | _TABLE)
     struct.pack_into("<Q", ram, _DIRECTORY + 8, _BLOCK)
     engine.reg_write(arm64.TTBR0_EL1, _ROOT)
     write_system_register(engine, _TCR_EL1, _USE_48_BITS)
     write_system_register(engine, _SCTLR_EL1, read_system_register(engine, _SCTLR_EL1) | _MMU)
-    addresses = set(range(0, _STATE_SIZE, 8))
+    addresses = WordSearch(state)
     for address in (0x2468AC0, 0x13579B8, 0x7A5C3E8):
         engine.reg_write(Arm64Cpu.registers["x0"], address)
         _run(engine, ram, _LOAD, at=_WINDOW)
         engine.reg_write(Arm64Cpu.registers["x0"], 0)
-        found = _words(state, "Q")
-        addresses = {at for at in addresses if found[at // 8] == address}
+        addresses.keep(address)
     engine.remove_hook(hook)
-    return _only(syndromes, "a syndrome"), _only(addresses, "the address of a fault")
+    return syndromes.offset("a syndrome"), addresses.offset("the address of a fault")

@@ -10,13 +10,12 @@ import ctypes
 import mmap
 import struct
 
+from emulated_kernel.guests.linux.pc.cpu_state import STATE_SIZE, cpu_state
 from emulated_kernel.guests.linux.pc.linux_cpu import CPU_MODEL, PcCpu
 from emulated_kernel.guests.linux.pc.ram import LinuxMemory
-from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import fast_regs
 from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.interrupts.exceptions import NONE_IN_FLIGHT
-from emulated_kernel.machine.quirks.harness import find_cpu_state
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.machine.unicorn_engine import HOOK_INTR, INTR_CALLBACK, Engine
 from emulated_kernel.util.abi import Vector
@@ -29,7 +28,6 @@ _POINTERS = 0x2000
 _DIRECTORY = 0x3000
 _CODE = 0x10000
 _STACK = 0x20000
-STATE_SIZE = 8192
 _FAULTS = (
     (b"\xff\xe3", READ_ONLY_DATA, 0x11, Vector.PAGE_FAULT),  # jmp rbx
     (b"\x89\x03", READ_ONLY_DATA, 0x3, Vector.PAGE_FAULT),  # mov [rbx], eax
@@ -37,19 +35,6 @@ _FAULTS = (
     (b"\x31\xc9\xf7\xf1", 0, 0, Vector.DIVIDE_ERROR),  # xor ecx, ecx; div ecx
 )
 """Faults to raise: code, value of rbx, expected error code and vector. The rarest error code is first."""
-
-
-def cpu_state(engine: Engine, model: CpuModel) -> int:
-    """Return the host address of Unicorn's live CPU state.
-
-    Raises: HardwareError (the CPU state cannot be found).
-    """
-    state = find_cpu_state(engine, model)
-    if state is None:
-        raise HardwareError(
-            "the emulator's CPU state cannot be found: /proc/self/mem is unreadable, or the state changed"
-        )
-    return state
 
 
 def find_exception_cells() -> tuple[int, int]:

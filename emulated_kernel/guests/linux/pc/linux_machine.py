@@ -11,7 +11,7 @@ from emulated_kernel.guests.common.proc import is_dying
 from emulated_kernel.guests.linux.guest_abi import GuestAbi
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
 from emulated_kernel.guests.linux.pc.board import Board, CountedTime
-from emulated_kernel.guests.linux.pc.exception_cells import cpu_state
+from emulated_kernel.guests.linux.pc.cpu_state import cpu_state
 from emulated_kernel.guests.linux.pc.linux_cpu import LinuxCpu
 from emulated_kernel.guests.linux.pc.ram import LinuxMemory
 from emulated_kernel.machine.cpu.model import CpuModel

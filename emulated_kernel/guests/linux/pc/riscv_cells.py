@@ -10,7 +10,7 @@ import mmap
 import struct
 from typing import Final
 
-from emulated_kernel.guests.linux.pc.exception_cells import cpu_state
+from emulated_kernel.guests.linux.pc.cpu_state import WordSearch, cpu_state, only
 from emulated_kernel.machine.cpu import riscv
 from emulated_kernel.machine.cpu.riscv import Riscv64Cpu
 from emulated_kernel.machine.quirks.harness import HANDLE_SIZE, own_memory
@@ -37,7 +37,6 @@ _EBREAK = 0x100
 _LOAD = bytes.fromhex("03350500")  # ld a0, 0(a0)
 _SV39 = 8 << 60
 _GIGAPAGE = 0xCF
-_STATE_SIZE = 8192
 _EXCEPTION = 21
 """Unicorn's error number of an unhandled exception, such as that of an ebreak."""
 _VALUES = {
@@ -88,37 +87,24 @@ def find_riscv_cells() -> RiscvCells:
         engine.close()
 
 
-def _words(state: int) -> tuple[int, ...]:
-    return struct.unpack(f"<{_STATE_SIZE // 8}Q", own_memory(state, _STATE_SIZE))
-
-
-def _only(found: set[int], what: str) -> int:
-    if len(found) != 1:
-        raise HardwareError(f"the emulator's CPU state: {len(found)} words may be {what}")
-    return found.pop()
-
-
 def _register(engine: Engine, state: int, number: int) -> int:
     """Return the offset of the word with the register `number`, which is found by writes in machine mode."""
     engine.reg_write(riscv.PRIV, MACHINE_MODE)
     kept = engine.reg_read(number)
-    left = set(range(0, _STATE_SIZE, 8))
+    search = WordSearch(state)
     for value in _VALUES[number] * 2:
         engine.reg_write(number, value)
-        shown = engine.reg_read(number)
-        words = _words(state)
-        left = {at for at in left if words[at // 8] == shown}
+        search.keep(engine.reg_read(number))
     engine.reg_write(number, kept)
-    return _only(left, f"register {number}")
+    return search.offset(f"register {number}")
 
 
 def _privilege(engine: Engine, state: int) -> int:
-    left = set(range(0, _STATE_SIZE, 8))
+    search = WordSearch(state)
     for level in (1, 3, 1, 0, 3):
         engine.reg_write(riscv.PRIV, level)
-        words = _words(state)
-        left = {at for at in left if words[at // 8] == level}
-    return _only(left, "the privilege level")
+        search.keep(level)
+    return search.offset("the privilege level")
 
 
 def _bad_address(engine: Engine, ram: mmap.mmap, state: int) -> int:
@@ -134,17 +120,16 @@ def _bad_address(engine: Engine, ram: mmap.mmap, state: int) -> int:
         engine.stop()
 
     engine.add_hook(HOOK_INTR, INTR_CALLBACK(interrupt))
-    left = set(range(0, _STATE_SIZE, 8))
+    search = WordSearch(state)
     for address in (0x2468AC0, 0x13579B8, 0x7A5C3E8):
         engine.reg_write(riscv.PRIV, 1)
         engine.reg_write(model.registers["a0"], address)
         engine.start(_WINDOW)
         engine.reg_write(model.registers["a0"], 0)
-        words = _words(state)
-        left = {at for at in left if words[at // 8] == address}
+        search.keep(address)
     if causes != [riscv.CAUSE_LOAD_FAULT] * 3:
         raise HardwareError(f"the emulator raises {causes} for page faults")
-    return _only(left, "the address of a page fault")
+    return search.offset("the address of a page fault")
 
 
 def _error(engine: Engine, ram: mmap.mmap) -> int:
@@ -172,4 +157,4 @@ def _error(engine: Engine, ram: mmap.mmap) -> int:
         for at, value in enumerate(before)
         if len(seen) == 3 and not value and all(words[at] == _EXCEPTION for words in seen)
     }
-    return _only(found, "the error of an ebreak")
+    return only(found, "the error of an ebreak")

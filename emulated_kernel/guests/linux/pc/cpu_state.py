@@ -1,0 +1,59 @@
+"""Unicorn's live CPU state, and the search for words in it by the values that they get."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Set
+
+from emulated_kernel.machine.cpu.model import CpuModel
+from emulated_kernel.machine.quirks.harness import find_cpu_state, own_memory
+from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.machine.unicorn_engine import Engine
+
+STATE_SIZE = 8192
+"""Number of bytes of the CPU state, from the first register on, in which words are searched for."""
+
+
+def cpu_state(engine: Engine, model: CpuModel) -> int:
+    """Return the host address of Unicorn's live CPU state.
+
+    Raises: HardwareError (the CPU state cannot be found).
+    """
+    state = find_cpu_state(engine, model)
+    if state is None:
+        raise HardwareError(
+            "the emulator's CPU state cannot be found: /proc/self/mem is unreadable, or the state changed"
+        )
+    return state
+
+
+def state_words(state: int, code: str = "Q") -> tuple[int, ...]:
+    """Return the words of the CPU state at the host address `state`; `code`: their format in struct."""
+    return struct.unpack(f"<{STATE_SIZE // struct.calcsize(code)}{code}", own_memory(state, STATE_SIZE))
+
+
+def only(found: Set[int], what: str) -> int:
+    """Return the only offset in `found`; `what` names its word. Raises: HardwareError (none, or several)."""
+    if len(found) != 1:
+        raise HardwareError(f"the emulator's CPU state: {len(found)} words may be {what}")
+    return next(iter(found))
+
+
+class WordSearch:
+    """Search for the offset of one word in the CPU state."""
+
+    def __init__(self, state: int, code: str = "Q") -> None:
+        """Begin with all words; see state_words()."""
+        self._state = state
+        self._code = code
+        self._size = struct.calcsize(code)
+        self._left = set(range(0, STATE_SIZE, self._size))
+
+    def keep(self, value: int) -> None:
+        """Keep only the words that have `value` now."""
+        words = state_words(self._state, self._code)
+        self._left = {at for at in self._left if words[at // self._size] == value}
+
+    def offset(self, what: str) -> int:
+        """Return the offset of the word that is left. Raises: as only()."""
+        return only(self._left, what)
