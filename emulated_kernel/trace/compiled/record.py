@@ -23,6 +23,7 @@ from emulated_kernel.arch.program.ir import (
     Jump,
     Label,
     Load,
+    LoadAbsolute,
     LoadPerCpu,
     Move,
     SetImmediate,
@@ -286,9 +287,16 @@ class RecordEmitter:
         """Emit code that advances the guest's clock by a step and sets VALUE to the time.
 
         If a word has 4 bytes, the code sets HIGH to the time's upper half.
+        Hazard: the model clock's counter of instructions changes the word with the time before each
+        instruction. A loop of exclusive loads and stores of arm64 on this word would never end. So a reading
+        that takes no time is a load.
         """
         places = self._places
-        self._emit(AddAndFetch(VALUE, places.clock, places.time.step_ns, self._high))
+        step = places.time.step_ns
+        if step == 0 and self._high is None:
+            self._emit(LoadAbsolute(VALUE, places.clock, _CELL))
+        else:
+            self._emit(AddAndFetch(VALUE, places.clock, step, self._high))
 
     def reserve_then(self, pointer: int, length: int | None, target: RecordTarget, dropped: Label) -> None:
         """Emit the code of reserve(), but without reading the clock: VALUE and HIGH hold the current time."""

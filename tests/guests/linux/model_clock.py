@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
@@ -11,8 +13,13 @@ from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.machine.instruction_time import HANDLER_NS, TRAP_NS
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.mount import Mount
+from tests.guests.linux.files import Files
 
 CLIENT = Client(5001, 0, 0)
+TURNS = 6
+RECORD = re.compile(r"(?:\d: (?=entry: |end: |vfs_read <-)|\|  +)(\w+)(?:: | <-|\(\))")
+"""Its group is the name of a record's event, or of the function in a line of a function tracer or a graph."""
 
 
 def check_model_clock(counting: LinuxEngine, unit: int) -> None:
@@ -53,3 +60,48 @@ def check_model_clock(counting: LinuxEngine, unit: int) -> None:
     assert len(rest) == 1
     # The return enters Python, and the end of the entry's step may be a trap without Python.
     assert TRAP_NS + HANDLER_NS <= rest.pop() < 2 * (TRAP_NS + HANDLER_NS)
+
+
+def check_recording(counting: LinuxEngine) -> None:
+    """Check that guest code records each call with the model clock: of probes, and of function tracers.
+
+    The first calls are recorded by Python, and all later ones by guest code.
+    """
+    counting.tasks.machine.count_instructions()
+    # Its own calls on control files are not recorded.
+    served = probed_mount(counting, ProcessWatch(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True)
+    shell = Files(served, CLIENT)
+    served.release(served.create(CLIENT, "/scratch/file", 0o644, os.O_WRONLY))
+    shell.write("/kprobe_events", "p:entry vfs_read\nr:end vfs_read\n")
+    assert _recorded(served, "events/kprobes/enable", "1", "0") == Counter(entry=TURNS, end=TURNS)
+    for name in ("one", "other"):
+        served.mkdir(CLIENT, f"/tracing/instances/{name}", 0o755)
+        shell.write(f"/tracing/instances/{name}/set_ftrace_filter", "vfs_read")
+        shell.write(f"/tracing/instances/{name}/current_tracer", "function")
+    shell.write("/tracing/set_ftrace_filter", "vfs_read")
+    assert _recorded(served, "current_tracer", "function", "nop") == Counter(vfs_read=TURNS)
+    for name in ("one", "other"):
+        assert shell.read(f"/tracing/instances/{name}/trace").count(": vfs_read <-") == TURNS
+        shell.write(f"/tracing/instances/{name}/current_tracer", "nop")
+    shell.write("/tracing/set_graph_function", "vfs_read")
+    for names in ("vfs_read", "*"):
+        shell.write("/tracing/set_ftrace_filter", names, os.O_WRONLY | os.O_TRUNC)
+        found = _recorded(served, "current_tracer", "function_graph", "nop")
+        assert found["vfs_read"] == TURNS
+        assert (found.total() > TURNS) == (names == "*")
+    served.close()
+    assert not counting.tasks.machine.death
+
+
+def _recorded(served: Mount, switch: str, on: str, off: str) -> Counter[str]:
+    """Read a file TURNS times while tracing is on; return event or function -> number of records."""
+    shell = Files(served, CLIENT)
+    shell.write("/tracing/trace", "", os.O_WRONLY | os.O_TRUNC)
+    file = served.open(CLIENT, "/scratch/file", os.O_RDONLY)
+    shell.write(f"/tracing/{switch}", on)
+    for _ in range(TURNS):
+        served.read(CLIENT, file, 64, 0)
+    text = shell.read("/tracing/trace")
+    shell.write(f"/tracing/{switch}", off)
+    served.release(file)
+    return Counter(RECORD.findall(text))

@@ -28,7 +28,7 @@ from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux.debian_kernel import SEED, own_cache
 from tests.guests.linux.ended_tasks import check_ended_tasks
 from tests.guests.linux.files import Files
-from tests.guests.linux.model_clock import check_model_clock
+from tests.guests.linux.model_clock import check_model_clock, check_recording
 from tests.guests.linux.probing import disarmed, workload
 from tests.guests.linux.processor_tests import (
     CLIENT,
@@ -370,3 +370,8 @@ def test_the_kernel_does_not_notice() -> None:
 @pytest.mark.skipif(routine_address("count") is None, reason="there is no routine for this kind of host")
 def test_time_is_the_number_of_instructions() -> None:
     check_model_clock(new_engine(optimizer=False), 4)
+
+
+@pytest.mark.skipif(routine_address("count") is None, reason="there is no routine for this kind of host")
+def test_guest_code_records_with_the_model_clock() -> None:
+    check_recording(new_engine())

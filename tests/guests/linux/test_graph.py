@@ -15,11 +15,13 @@ from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
+from emulated_kernel.machine.native.host_code import routine_address
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from tests.guests.linux import debian_kernel
 from tests.guests.linux.ended_tasks import check_ended_tasks
 from tests.guests.linux.files import Files
+from tests.guests.linux.model_clock import check_recording
 from tests.guests.linux.probing import engine, workload
 from tests.guests.linux.test_handlers import counting
 
@@ -260,3 +262,11 @@ def test_a_change_of_a_setting_writes_few_places_of_the_text() -> None:
     shell.write("/tracing/current_tracer", "nop")
     assert len(written) >= sites - 1
     assert not text.ledger
+
+
+# With the model clock
+
+
+@pytest.mark.skipif(routine_address("count") is None, reason="there is no routine for this kind of host")
+def test_guest_code_records_with_the_model_clock() -> None:
+    check_recording(engine(PROFILES[DEFAULT]))

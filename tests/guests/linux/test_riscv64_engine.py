@@ -34,7 +34,7 @@ from kprobefs.common.errors import CliError
 from kprobefs.daemon.backends import _linux_profile
 from kprobefs.mount_options import MountOptions, check_kprobes
 from tests.guests.linux.debian_kernel import SEED, own_cache
-from tests.guests.linux.model_clock import check_model_clock
+from tests.guests.linux.model_clock import check_model_clock, check_recording
 from tests.guests.linux.processor_tests import (
     CLIENT,
     EngineTests,
@@ -225,6 +225,11 @@ def test_the_same_requests_give_the_same_trace(monkeypatch: pytest.MonkeyPatch) 
 def test_time_is_the_number_of_instructions() -> None:
     """Two calls of a function differ by one nanosecond for each instruction."""
     check_model_clock(new_engine(optimizer=False), 2)
+
+
+@pytest.mark.skipif(routine_address("count") is None, reason="there is no routine for this kind of host")
+def test_guest_code_records_with_the_model_clock() -> None:
+    check_recording(new_engine(RISCV_FTRACE_PROFILE))
 
 
 # With ftrace sites
