@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -37,16 +38,21 @@ ALWAYS = (
 """Functions that the workload executes. Some kernels lack a few of them."""
 
 
-def functions(count: int, seed: int) -> list[int]:
-    """Return the addresses of `count` functions whose types the BTF has, those of ALWAYS first."""
+def functions(count: int, seed: int, pattern: str = "") -> list[int]:
+    """Return the addresses of `count` functions whose types the BTF has, those of ALWAYS first.
+
+    `pattern`: a regular expression; if it is not empty, choose only functions in whose names it is found.
+    """
     symbols, (start, end) = kernel().kallsyms, kernel().text
     # Since Linux 6.10, allocation functions have the suffix _noprof, and the old names are macros.
     names = ((name, f"{name}_noprof") for name in ALWAYS)
-    found = [*filter(None, (next(filter(None, map(symbols.lookup_name, each)), 0) for each in names))]
+    always = [*filter(None, (next(filter(None, map(symbols.lookup_name, each)), 0) for each in names))]
+    found = [] if pattern else always
     others = {
         symbol.address: symbol.name
         for symbol in symbols.symbols
         if start <= symbol.address < end and symbol.size and symbol.address not in found
+        if re.search(pattern, symbol.name)
     }
     shuffled = random.Random(seed).sample(sorted(others), len(others))
     described = (address for address in shuffled if _is_described(others[address]))

@@ -628,13 +628,16 @@ def main(argv: list[str] | None = None) -> int:
     """Run the program; return 1 if a call differs."""
     parser = argparse.ArgumentParser(prog="python -m stress.linux.transparency", description=__doc__)
     parser.add_argument("--functions", type=int, default=2000)
+    parser.add_argument(
+        "--matching", metavar="PATTERN", default="", help="only functions in whose names PATTERN is found"
+    )
     parser.add_argument("--calls", type=int, default=4, help="number of calls of each function")
-
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--modes", nargs="+", choices=(*PROBED, *TRACED), default=(*PROBED, *TRACED))
     options = parser.parse_args(argv)
     comparison = Comparison(options.seed, options.modes)
-    comparison.compare(functions(options.functions, options.seed), options.calls)
+    starts = functions(options.functions, options.seed, options.matching)
+    comparison.compare(starts, options.calls)
     print(f"{comparison.functions} functions; calls end by {dict(comparison.ends)}")
     for mode in options.modes:
         places = f"{comparison.places[mode]} places, " if mode in PROBED else ""

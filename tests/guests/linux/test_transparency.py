@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,13 @@ def test_calls_are_the_same_in_all_modes() -> None:
     assert comparison.ends["its"] > comparison.functions / 2
     for mode in MODES_COMPARED:
         assert comparison.hits[mode] > comparison.functions
+
+
+def test_functions_by_name() -> None:
+    found = functions(5, 3, "^vfs_.*x")
+    places = [kernel().kallsyms.lookup(address) for address in found]
+    assert len(found) == 5
+    assert all(place is not None and re.match("vfs_.*x", place.name) for place in places)
 
 
 @pytest.fixture(scope="module")
