@@ -23,6 +23,7 @@ from emulated_kernel.arch.program.ir import (
     Jump,
     Label,
     Load,
+    LoadAbsolute,
     LoadPerCpu,
     Move,
     SetImmediate,
@@ -288,7 +289,11 @@ class RecordEmitter:
         If a word has 4 bytes, the code sets HIGH to the time's upper half.
         """
         places = self._places
-        self._emit(AddAndFetch(VALUE, places.clock, places.time.step_ns, self._high))
+        if places.time.step_ns:
+            self._emit(AddAndFetch(VALUE, places.clock, places.time.step_ns, self._high))
+        else:
+            # Hazard: the model clock advances at each instruction, so an exclusive store would always fail.
+            self._emit(LoadAbsolute(VALUE, places.clock, _CELL))
 
     def reserve_then(self, pointer: int, length: int | None, target: RecordTarget, dropped: Label) -> None:
         """Emit the code of reserve(), but without reading the clock: VALUE and HIGH hold the current time."""

@@ -370,3 +370,18 @@ def test_the_kernel_does_not_notice() -> None:
 @pytest.mark.skipif(routine_address("count") is None, reason="there is no routine for this kind of host")
 def test_time_is_the_number_of_instructions() -> None:
     check_model_clock(new_engine(optimizer=False), 4)
+
+
+@pytest.mark.skipif(routine_address("count") is None, reason="there is no routine for this kind of host")
+@pytest.mark.parametrize("tracer", ["function", "function_graph"])
+def test_tracers_read_the_clock_of_instructions(tracer: str) -> None:
+    """The clock's variable changes at each instruction, also between an exclusive load and its store."""
+    guest = new_engine()
+    guest.tasks.machine.count_instructions()
+    shell = Files(probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False), CLIENT)
+    shell.write("/tracing/set_ftrace_filter", "vfs_*")
+    shell.write("/tracing/current_tracer", tracer)
+    for _ in range(4):
+        with guest.lock:
+            workload(guest)
+    assert shell.read("/tracing/trace").count("vfs_") > 20
