@@ -173,6 +173,8 @@ class AttachedProbes:
         self._history: History
         self._own_pids: list[int] = []
         """Pids in the guest of this process and of the reader of records."""
+        daemon = running(directory)
+        self._is_isolated = daemon is not None and daemon.isolate
         self._undo = ExitStack()
 
     def __enter__(self) -> str:
@@ -198,7 +200,7 @@ class AttachedProbes:
             if self._graph is not None:
                 undo.callback(self._graph.restore)
                 self._prepare_graph(self._graph)
-            reader = RecordReader(self._tracefs / self._array, self._output())
+            reader = RecordReader(self._tracefs / self._array, self._output(), at_end=self._is_isolated)
             undo.push(lambda kind, _error, _trace: self._stop(reader, has_failed=kind is not None))
             self._own_pids = self._guest_pids(reader)
             self._switch_on()
@@ -314,8 +316,7 @@ class AttachedProbes:
         An isolated mount numbers its clients by itself. A process learns its number from the record of its
         own marker.
         """
-        daemon = running(self._directory)
-        if daemon is None or not daemon.isolate:
+        if not self._is_isolated:
             return [os.getpid(), reader.pid]
         instance = self._tracefs / "instances" / self._session.name
         (instance / MARKER).write_text("own")
@@ -470,8 +471,13 @@ class RecordReader:
     The reader is not a thread, because this process must not have threads when it forks the command.
     """
 
-    def __init__(self, array: Path, output: TraceOutput) -> None:
+    def __init__(self, array: Path, output: TraceOutput, *, at_end: bool) -> None:
+        """Fork the child process. `at_end`: read nothing before finish().
+
+        A read takes time in the guest, so reads at any moment would make each trace different.
+        """
         self._output = output
+        self._at_end = at_end
         commands, self._commands = os.pipe()
         self._ready, ready = os.pipe()
         output.output.flush()
@@ -529,7 +535,7 @@ class RecordReader:
             pipe = os.open(array / "trace_pipe", os.O_RDONLY | os.O_NONBLOCK)
             os.close(ready)
             waiting = select.poll()
-            for descriptor in (pipe, commands):
+            for descriptor in (commands,) if self._at_end else (pipe, commands):
                 waiting.register(descriptor, select.POLLIN)
             has_ended = False
             while not has_ended:
