@@ -24,6 +24,8 @@ MARKER = "architectures"
 KERNELS_MARKER = "kernels"
 KERNELS_ARCH = "x86_64"
 """Architecture of a kernel that the marker `kernels` selects, if the version does not name another one."""
+KERNELS_ARCHES = {"x86_64": "cloud", "arm64": "arm64", "riscv64": "riscv64"}
+"""Architecture that a version in the marker `kernels` may have -> flavour of Debian's kernel to fetch."""
 END_TIMEOUT = 20.0
 """Maximum seconds that a mount may take to end."""
 # `run` ends when its command ends, and the command when its standard input does: nothing outlives pytest.
@@ -99,6 +101,9 @@ def _wrong_versions(metafunc: pytest.Metafunc, versions: tuple[object, ...]) -> 
         # The number 6.10 is 6.1.
         if not isinstance(version, str):
             return f'{version!r} is not a string; write a version as "6.1"'
+        arch = version.rpartition(":")[0] or KERNELS_ARCH
+        if arch not in KERNELS_ARCHES:
+            return f"{version!r}: no architecture of a distribution's kernel; use {', '.join(KERNELS_ARCHES)}"
     if "kprobefs_image" not in metafunc.fixturenames:
         return "the test uses no mount of kprobefs"
     marker = metafunc.definition.get_closest_marker(MARKER)
@@ -136,7 +141,8 @@ def kprobefs_image(request: pytest.FixtureRequest) -> Path | None:
     except CliError as error:
         pytest.fail(f"{wanted}: {error}", pytrace=False)
     if found is None:
-        fetch = "kprobefs images fetch debian:SUITE/cloud"
+        flavour = KERNELS_ARCHES[arch or KERNELS_ARCH]
+        fetch = f"kprobefs images fetch debian:SUITE/{flavour}"
         pytest.skip(f"{wanted}: no such kernel; run {fetch}, or name its file in ${KERNELS}")
     return found
 

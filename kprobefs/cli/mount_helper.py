@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from kprobefs.cli.main import main as program
-from kprobefs.cli.parser import FLAGS, mount_parser
+from kprobefs.cli.parser import FLAGS, REFUSED_FLAGS, mount_parser
 from kprobefs.common.errors import CliError, ExitStatus
 
 USAGE = "usage: mount.fuse.kprobefs SOURCE DIR [-sfnv] [-o OPTION[=VALUE],...]"
@@ -19,12 +19,6 @@ NOT_OURS = frozenset(
     atime relatime norelatime strictatime diratime nodiratime lazytime nolazytime silent loud""".split()  # noqa: SIM905
 )
 """Options that the helper ignores: mount(8) handles them itself, or they apply to every FUSE mount."""
-REFUSED = {
-    "ro": "not possible, since the files are there to be written; restrict access by file modes",
-    "suid": "not possible, since FUSE mounts are nosuid; leave it out",
-    "dev": "not possible, since FUSE mounts are nodev; leave it out",
-}
-"""Option of mount(8) that a kprobefs mount cannot have -> reason and remedy."""
 USERSPACE = ("x-", "X-", "comment=")
 """Prefixes of options in fstab that are meant for other programs and ignored."""
 
@@ -63,8 +57,8 @@ def _options(text: str) -> list[str]:
         name, equals, value = word.partition("=")
         if word in FLAGS:
             found += ["-o", word]
-        elif name in REFUSED:
-            raise ValueError(f"-o {name}: {REFUSED[name]}")
+        elif name in REFUSED_FLAGS:
+            raise ValueError(f"-o {name}: {REFUSED_FLAGS[name]}")
         elif name and name not in NOT_OURS and not word.startswith(USERSPACE):
             option = f"--{name.replace('_', '-')}{equals}{value}"
             if _is_unknown(option):

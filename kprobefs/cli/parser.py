@@ -32,6 +32,12 @@ _MARGIN = 2
 """Number of columns at the right of help texts that stay free, as in argparse's own formatter."""
 FLAGS = ("noexec", "noatime", "sync", "dirsync")
 """Options of mount(8) that are passed to FUSE."""
+REFUSED_FLAGS = {
+    "ro": "not possible, since the files are there to be written; restrict access by file modes",
+    "suid": "not possible, since FUSE mounts are nosuid; leave it out",
+    "dev": "not possible, since FUSE mounts are nodev; leave it out",
+}
+"""Option of mount(8) that a kprobefs mount cannot have -> reason and remedy."""
 _FILES = {"DIR": "a directory", **dict.fromkeys(("ELF", "F", "FILE", "KERNEL", "PATH"), "a file")}
 """Name of an argument in help texts -> what the argument must name, if it is a path."""
 BENCH_OPTIONS = {
@@ -177,11 +183,12 @@ def _add_mount_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--mkdir", action="store_true", help="create the directory if it does not exist")
     command.add_argument(
         "-o",
-        action="append",
-        choices=FLAGS,
+        action="extend",
+        type=_flags,
         default=[],
+        metavar="OPTIONS",
         dest="flags",
-        help="mount with this option of mount(8); may be repeated",
+        help=f"mount with these options of mount(8), separated by commas: {', '.join(FLAGS)}",
     )
     command.add_argument(
         "--state",
@@ -713,6 +720,15 @@ def _add_strategy(command: argparse._ActionsContainer) -> None:
         choices=STRATEGIES,
         help="optimization policy; extended also optimizes where Linux refuses (default: Linux's)",
     )
+
+
+def _flags(text: str) -> list[str]:
+    words = text.split(",")
+    for word in words:
+        if word not in FLAGS:
+            why = REFUSED_FLAGS.get(word, f"no such option; use {', '.join(FLAGS)}")
+            raise argparse.ArgumentTypeError(f"{word}: {why}")
+    return words
 
 
 def _cpus(text: str) -> int:

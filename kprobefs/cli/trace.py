@@ -20,7 +20,7 @@ from kprobefs.cli.scratch_copies import copies_of_arguments
 from kprobefs.cli.trace_graph import SUFFIX, GraphTracer, reset
 from kprobefs.cli.trace_output import TextOutput, TraceFiles, TraceOutput, output_of
 from kprobefs.cli.trace_syntax import AskedProbe, free_name, parse_probes
-from kprobefs.common.daemon_registry import start_time
+from kprobefs.common.daemon_registry import running, start_time
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 
 if TYPE_CHECKING:
@@ -36,6 +36,11 @@ The name is own_name(), followed by SUFFIX if the session records a call graph.
 """
 NOTRACE = "set_event_notrace_pid"
 """File of a trace array with the pids whose events are not recorded."""
+MARKER = "trace_marker"
+MARKED = re.compile(r"-(\d+) +\[.*tracing_mark_write: (?:own|reader)$", re.MULTILINE)
+"""Pattern for a line of `trace` with a marker of this session; its group is the pid of the writer."""
+PATH_SIZE = 4096
+"""Maximum size in bytes of a path, with its end."""
 SYMBOL = re.compile(r"[A-Za-z_][\w.]*")
 PREFIXES = (4, 2)
 """Lengths in characters of the prefix that a similar symbol shares with a wrong name; tried in this order."""
@@ -166,6 +171,10 @@ class AttachedProbes:
         self._kallsyms = self._root / "machine" / "kallsyms"
         self._graph = GraphTracer(self._tracefs) if session.request.graph is not None else None
         self._history: History
+        self._own_pids: list[int] = []
+        """Pids in the guest of this process and of the reader of records."""
+        daemon = running(directory)
+        self._is_isolated = daemon is not None and daemon.isolate
         self._undo = ExitStack()
 
     def __enter__(self) -> str:
@@ -191,9 +200,10 @@ class AttachedProbes:
             if self._graph is not None:
                 undo.callback(self._graph.restore)
                 self._prepare_graph(self._graph)
-            reader = RecordReader(self._tracefs / self._array, self._output())
+            reader = RecordReader(self._tracefs / self._array, self._output(), at_end=self._is_isolated)
             undo.push(lambda kind, _error, _trace: self._stop(reader, has_failed=kind is not None))
-            self._switch_on(reader.pid)
+            self._own_pids = self._guest_pids(reader)
+            self._switch_on()
             reader.begin()
             self._undo = undo.pop_all()
         return self._place
@@ -300,10 +310,25 @@ class AttachedProbes:
                 return f"nearest: {', '.join(map(escape_for_terminal, found))}"
         return ""
 
-    def _switch_on(self, reader: int) -> None:
-        """Enable all events, and exclude this process and the `reader` of records from tracing."""
+    def _guest_pids(self, reader: RecordReader) -> list[int]:
+        """Return the pids in the guest of this process and of `reader`.
+
+        An isolated mount numbers its clients by itself. A process learns its number from the record of its
+        own marker.
+        """
+        if not self._is_isolated:
+            return [os.getpid(), reader.pid]
+        instance = self._tracefs / "instances" / self._session.name
+        (instance / MARKER).write_text("own")
+        reader.mark(instance / MARKER)
+        pids = [int(pid) for pid in MARKED.findall((instance / "trace").read_text())]
+        (instance / "trace").write_text("")
+        return pids
+
+    def _switch_on(self) -> None:
+        """Enable all events, and exclude this process and the reader of records from tracing."""
         session = self._session
-        pids = [os.getpid(), reader]
+        pids = self._own_pids
         (self._tracefs / "instances" / session.name / NOTRACE).write_text(" ".join(map(str, pids)))
         pids = list(dict.fromkeys([*pids, *self._exclude_from_others(*pids)]))
         lines = [f"{self._array}{NOTRACE} = {' '.join(map(str, pids))}"]
@@ -381,7 +406,7 @@ class AttachedProbes:
             why = os.strerror(status - UNWRITTEN)
             print_message(f"{name}: {why}: records are missing")
         elif status == NOTHING:
-            print_message(f"nothing was recorded: {self._why_nothing(reader.pid, was_on=was_on)}")
+            print_message(f"nothing was recorded: {self._why_nothing(was_on=was_on)}")
         else:
             self._report()
 
@@ -401,15 +426,15 @@ class AttachedProbes:
             if follows_virtual_clock(self._directory):
                 print_message(HINT.format(where="in this trace"))
 
-    def _why_nothing(self, reader: int, *, was_on: bool) -> str:
+    def _why_nothing(self, *, was_on: bool) -> str:
         """Return a text with the reason why there are no records.
 
-        `reader`: pid of the reader of records. `was_on`: whether recording was on at the command's end.
+        `was_on`: whether recording was on at the command's end.
         """
         session = self._session
         if not was_on:
             return "tracing_on was 0"
-        if session.request.filter and (hits := self._unfiltered({os.getpid(), reader})):
+        if session.request.filter and (hits := self._unfiltered({*self._own_pids})):
             return f"the filter accepted none of {counted(hits)}"
         prefix = f"{session.name}/"
         own = [event for event in self._history.read().events if event.event.startswith(prefix)]
@@ -446,8 +471,13 @@ class RecordReader:
     The reader is not a thread, because this process must not have threads when it forks the command.
     """
 
-    def __init__(self, array: Path, output: TraceOutput) -> None:
+    def __init__(self, array: Path, output: TraceOutput, *, at_end: bool) -> None:
+        """Fork the child process. `at_end`: read nothing before finish().
+
+        A read takes time in the guest, so reads at any moment would make each trace different.
+        """
         self._output = output
+        self._at_end = at_end
         commands, self._commands = os.pipe()
         self._ready, ready = os.pipe()
         output.output.flush()
@@ -458,6 +488,11 @@ class RecordReader:
             self._serve(array, commands, ready)
         os.close(commands)
         os.close(ready)
+
+    def mark(self, marker: Path) -> None:
+        """Make the child process write to `marker`, the file trace_marker of an array, before begin()."""
+        os.write(self._commands, f"{marker}\n".encode())
+        os.read(self._ready, 1)
 
     def begin(self) -> None:
         """Make the child process open trace_pipe, and wait until it has done so or has failed."""
@@ -484,7 +519,12 @@ class RecordReader:
         try:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
-            if os.read(commands, 1):
+            command = os.read(commands, PATH_SIZE)
+            if command[:1] == b"/":
+                Path(os.fsdecode(command[:-1])).write_text("reader")
+                os.write(ready, b"\n")
+                command = os.read(commands, 1)
+            if command:
                 status = self._show_all(array, commands, ready)
         finally:
             os._exit(status)
@@ -495,7 +535,7 @@ class RecordReader:
             pipe = os.open(array / "trace_pipe", os.O_RDONLY | os.O_NONBLOCK)
             os.close(ready)
             waiting = select.poll()
-            for descriptor in (pipe, commands):
+            for descriptor in (commands,) if self._at_end else (pipe, commands):
                 waiting.register(descriptor, select.POLLIN)
             has_ended = False
             while not has_ended:

@@ -75,6 +75,8 @@ class Daemon:
     """Directory that keeps the state, or "" if nothing keeps it."""
     clock: str = ""
     """Clock that the mount was started with, as `--clock` names it."""
+    isolate: bool = False
+    """Whether the guest has pids of its own for the clients (`--isolate`)."""
 
 
 def process_of(pid: int) -> Process:

@@ -78,6 +78,9 @@ def fetch(name: str) -> Path:
         apt = _Apt(Path(work), suite, name, architecture)
         place = directory() / suite
         place.mkdir(exist_ok=True)
+        if not apt.has(meta):
+            why = f"{suite} has no {meta}; name a later suite, or another flavour ({', '.join(FLAVOURS)})"
+            raise CliError(f"{name}: {why}")
         package = apt.dependency(meta, "linux-image-")
         # Since 6.19 the kernel and its modules have packages of their own.
         with suppress(CliError):
@@ -115,6 +118,10 @@ class _Apt:
         }
         self._options = [f"-o{option}={value}" for option, value in settings.items()]
         self._run("apt-get", "update", "-qq", "--error-on=any")
+
+    def has(self, package: str) -> bool:
+        """Return True if the suite has a package of this name."""
+        return package in self._run("apt-cache", "pkgnames", package).split()
 
     def dependency(self, package: str, begin: str) -> str:
         """Return the first package on which `package` depends and whose name starts with `begin`."""

@@ -334,4 +334,5 @@ class Service:
             profile=self._options.profile_name,
             state=self._options.state or "",
             clock=self._options.machine.clock,
+            isolate=self._options.isolate,
         )

@@ -36,6 +36,8 @@ SESSION = """
     echo 0 > tracing/tracing_on
     cat tracing/trace machine/tasks kprobes/list
 """
+TIME = re.compile(rb'"ts": [\d.]+|  [\d.]+(?=: )')
+"""Pattern for the time of a record in the outputs of `trace`."""
 NOISE = """
 import os, time
 while True:
@@ -88,6 +90,33 @@ def test_clients_are_numbered_as_they_come(directory: Path) -> None:
     forks = [line for line in lines if "sched_process_fork" in line]
     assert [int(line.rsplit("=", 1)[1]) for line in forks] == pids
     assert str(os.getpid()) not in "\n".join(lines)
+
+
+@pytest.mark.usefixtures("busy")
+@pytest.mark.parametrize(
+    ("output", "probes"),
+    [
+        ("x.trace.json", ("p:vfs_read n=$arg3", "r:vfs_read got=$retval")),
+        ("x.txt", ("p:vfs_read", "p:vfs_write")),
+        ("x.folded", ("--graph", "vfs_read")),
+    ],
+)
+def test_traces_have_the_same_records(tmp_path: Path, output: str, probes: tuple[str, ...]) -> None:
+    """The reader of the records is a client, too, and is not recorded.
+
+    Requests of other programs that look at all mounts of the host may shift the times, but no duration.
+    """
+    (tmp_path / "file").write_text("hello\n")
+    shown = []
+    for _ in range(fewer(6, 3)):
+        options = ("--isolate", "--clock", "model", "--seed", "1", "-o", str(tmp_path / output))
+        command = ("trace", *options, *probes, "--", "cat", "file")
+        done = kprobefs(*command, cwd=str(tmp_path), program=REAL_PROGRAM)
+        assert done.returncode == 0, done.stderr
+        shown.append(TIME.sub(b"", (tmp_path / output).read_bytes()))
+    assert b"python" not in shown[0]
+    assert b"vfs_read" in shown[0]
+    assert shown[1:] == shown[:-1]
 
 
 def test_a_kernel_of_its_own_has_its_own_pids() -> None:

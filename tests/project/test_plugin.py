@@ -105,6 +105,7 @@ def test_a_wrong_marker_is_told(marker: str, why: str, tmp_path: Path) -> None:
     [
         ("kernels(6.10)", '6.1 is not a string; write a version as "6.1"'),
         ("kernels()", "no version given"),
+        ('kernels("mips:6.12")', "'mips:6.12': no architecture of a distribution's kernel; use x86_64, "),
         (
             'kernels("5.10")|architectures("x86_64", "i386")',
             "a distribution's kernel has its own architecture; leave",
