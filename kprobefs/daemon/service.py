@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -323,13 +322,14 @@ class Service:
         self._wake.set()
 
     def _describe(self) -> Daemon:
+        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         return Daemon(
             pid=os.getpid(),
             directory=self._options.directory,
             arch=self._options.machine.arch,
             layout=self._options.layout,
             version=__version__,
-            started=datetime.now().astimezone().isoformat(timespec="seconds"),
+            started=f"{now[:-2]}:{now[-2:]}",
             kernel=self._options.kernel_name,
             profile=self._options.profile_name,
             state=self._options.state or "",

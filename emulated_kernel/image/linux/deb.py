@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import tarfile
 from bisect import bisect_right
 from collections.abc import Iterator
 from os import SEEK_END
@@ -15,12 +14,18 @@ from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.xz_blocks import XZ_HEADER, xz_blocks
 from emulated_kernel.util.lazy_pattern import lazy_pattern
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import tarfile
+
 AR_MAGIC = b"!<arch>\n"
 FILE_LIMIT = 256 << 20
 """Maximum size in bytes of a kernel or module in a package."""
 _UNPACKED_LIMIT = 1 << 30
 """Maximum number of unpacked bytes of a package that are searched."""
 _DEPENDS = lazy_pattern(r"^Depends:(.*)$", re.MULTILINE)
+_BLOCK = 512
+"""Size in bytes of a block of a tar. Mirrors: tar(5)."""
 _AR_HEADER = 60
 _AR_END = b"`\n"
 
@@ -116,8 +121,8 @@ class PackageTar:
             member = _tar_header(self)
             if member is None:
                 return
-            start = offset + tarfile.BLOCKSIZE
-            offset = start + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+            start = offset + _BLOCK
+            offset = start + -(-member.size // _BLOCK) * _BLOCK
             if member.isreg():
                 yield member.name, start, member.size, offset
 
@@ -161,9 +166,12 @@ def _ar_members(archive: BinaryIO) -> Iterator[tuple[str, int, int]]:
 
 def _tar_header(tar: Readable) -> tarfile.TarInfo | None:
     """Read and return the next header of a tar; None at its end."""
-    block = tar.read(tarfile.BLOCKSIZE)
+    block = tar.read(_BLOCK)
     if not any(block):
         return None
+    # A start from a snapshot reads no tar.
+    import tarfile
+
     try:
         member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except tarfile.HeaderError as error:
