@@ -322,7 +322,7 @@ def class_entry(name: str, source: Source, found: ast.ClassDef) -> Iterator[str]
         return
     if is_enum:
         for number, node in enumerate(found.body):
-            if isinstance(node, ast.Assign):
+            if isinstance(node, ast.Assign) and not ast.unparse(node.targets[0]).startswith("_"):
                 yield item(ast.unparse(node.targets[0]), document(found.body, number))
         return
     if any("dataclass" in ast.unparse(each) for each in found.decorator_list) and name not in NO_CONSTRUCTOR:

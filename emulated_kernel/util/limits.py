@@ -48,9 +48,6 @@ class Limit(Enum):
     RUN_BUDGET_MS = "run_budget_ms"
     """Maximum time of one run of the guest in milliseconds; see MachineConfig.run_budget."""
 
-    # Enum's own function is one of Python, and each open(2) looks up a limit.
-    __hash__ = object.__hash__
-
 
 DEFAULTS: Mapping[Limit, int | None] = MappingProxyType(
     {
