@@ -22,7 +22,7 @@ from typing import IO
 from xml.etree import ElementTree
 
 from emulated_kernel.util.fast_dataclass import dataclass
-from kprobefs.cli import duration_hint, nothing_hint, refusal_hint
+from kprobefs.cli import duration_hint, nothing_hint, panic_hint, refusal_hint
 from kprobefs.cli.run import end_with_parent, in_foreground
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 
@@ -38,7 +38,7 @@ _OUTPUT_BYTES = 64 << 20
 """Maximum number of bytes of a command's output that a worker of a cluster returns."""
 ADVICE_LINES = (duration_hint.HINT_LINE, nothing_hint.HINT_LINE)
 """Patterns for the lines with hints that the table repeats below its rows."""
-HINT_LINES = (*ADVICE_LINES, refusal_hint.HINT_LINE)
+HINT_LINES = (*ADVICE_LINES, panic_hint.HINT_LINE, refusal_hint.HINT_LINE)
 """Patterns for the lines with hints that `kprobefs run` adds to the command's output."""
 INTERRUPTED = 128 + SIGINT
 """Exit status of a command that SIGINT ends, as shells have it."""
@@ -74,7 +74,10 @@ class Result:
     seconds: float
     log: Path
     line: str
-    """The first line of the log with a reason why the command failed, or "" if the command has passed."""
+    """Why the kernel has panicked, or else the first line of the log with a reason why the command failed.
+
+    The line is "" if the command has passed and the kernel has not panicked.
+    """
     hint: str = ""
     """The first hint that `run` has added to the log, without its prefix; "" if there is none."""
 
@@ -280,14 +283,16 @@ def result(case: Case, status: int, seconds: float, log: Path) -> Result:
     """Return the result of a run with this exit status and log. Raises: OSError."""
     text = _text(log)
     line = _blamed(text) or f"status {status}" if status else ""
-    if status and (refusal := _refusal(text)):
+    if panic := _printed(panic_hint.HINT_LINE, text):
+        line = panic
+    elif status and (refusal := _printed(refusal_hint.HINT_LINE, text)):
         line = f"{line}; {refusal}"
     return Result(case, status, seconds, log, line, _hint(text))
 
 
-def _refusal(text: str) -> str:
-    """Return the hint of `run` about the last definition that the kernel refused; "" if there is none."""
-    found = map(refusal_hint.HINT_LINE.fullmatch, text.splitlines())
+def _printed(pattern: re.Pattern[str], text: str) -> str:
+    """Return the first hint of `run` that matches `pattern`, without its prefix; "" if there is none."""
+    found = map(pattern.fullmatch, text.splitlines())
     return next((hint[1] for hint in found if hint), "")
 
 

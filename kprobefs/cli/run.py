@@ -101,15 +101,29 @@ def run(
 
 def _import_hints() -> None:
     """Import the modules that this process needs after the start of the daemon."""
-    from kprobefs.cli import duration_hint, nothing_hint  # noqa: F401
+    from kprobefs.cli import duration_hint, nothing_hint, panic_hint  # noqa: F401
 
 
 def _print_hints(options: MountOptions, ended: EndedCommand, past: Past) -> None:
-    """Disarm all probes, and print hints for the user on standard error.
+    """Print hints for the user on standard error.
 
-    The hints explain why no probe was hit, why no hit was recorded, why durations are those of the virtual
-    clock, or why the kernel refused the last definition. `past`: the history of the mount's events.
+    If the kernel has panicked, the only hint is the reason. Otherwise, the hints explain why no probe was
+    hit, why no hit was recorded, why durations are those of the virtual clock, or why the kernel refused the
+    last definition. `past`: the history of the mount's events.
     """
+    from kprobefs.cli.panic_hint import panic_hint
+
+    found = panic_hint(ended.directory)
+    hints = [found] if found else _hints(options, ended, past)
+    if hints:
+        from kprobefs.common.terminal import print_message
+
+        for hint in hints:
+            print_message(hint)
+
+
+def _hints(options: MountOptions, ended: EndedCommand, past: Past) -> list[str]:
+    """Disarm all probes, and return hints about probes, durations and definitions."""
     from kprobefs.cli.nothing_hint import disarm, nothing_hints, present_events
 
     directory = ended.directory
@@ -125,11 +139,7 @@ def _print_hints(options: MountOptions, ended: EndedCommand, past: Past) -> None
         from kprobefs.cli.duration_hint import virtual_durations
 
         hints += virtual_durations(directory, past, is_builtin=options.machine.image is None)
-    if hints:
-        from kprobefs.common.terminal import print_message
-
-        for hint in hints:
-            print_message(hint)
+    return hints
 
 
 def check_host() -> None:

@@ -399,9 +399,12 @@ class AttachedProbes:
         status = reader.finish()
         if has_failed:
             return
+        from kprobefs.cli.panic_hint import panic_hint
         from kprobefs.common.terminal import print_message
 
-        if status > UNWRITTEN:
+        if panic := panic_hint(self._directory):
+            print_message(panic)
+        elif status > UNWRITTEN:
             name = escape_for_terminal(self._session.output.name)
             why = os.strerror(status - UNWRITTEN)
             print_message(f"{name}: {why}: records are missing")
