@@ -12,9 +12,12 @@ from kprobefs.cli.nothing_hint import Past
 from kprobefs.common.daemon_registry import running
 from kprobefs.common.errors import CliError
 from kprobefs.definitions.tracefs_files import HostFiles, control_root
-from kprobefs.mount_options import CLOCKS
+from kprobefs.mount_options import CLOCKS, KERNEL_KPROBES
 
 ENTRY = lazy_pattern(r"^\{ .*\} +hitcount: +(\d+)", re.MULTILINE)
+COUNTING_CLOCK = "model"
+"""Name of the clock that counts instructions, as `--clock` names it."""
+SLOW_PATCHING = "--graph: the kernel patches all its functions, which takes long with the model clock"
 FEWEST = 10
 """Minimum number of hits in the largest bucket for a hint. Fewer equal durations may be an accident."""
 OTHERS = 4
@@ -40,6 +43,15 @@ def follows_virtual_clock(directory: str) -> bool:
         return f"mode {CLOCKS[0]}" in text.splitlines()
     daemon = running(directory)
     return daemon is not None and daemon.clock == CLOCKS[0]
+
+
+def patches_slowly(directory: str) -> bool:
+    """Return True if the kernel of the mount at `directory` takes long to begin and end a call graph.
+
+    This is so if the kernel patches its functions itself while each instruction is counted.
+    """
+    daemon = running(directory)
+    return daemon is not None and (daemon.profile, daemon.clock) == (KERNEL_KPROBES, COUNTING_CLOCK)
 
 
 def virtual_durations(directory: str, past: Past, *, is_builtin: bool = True) -> Iterator[str]:

@@ -287,8 +287,14 @@ class AttachedProbes:
 
         Raises: CliError (another session uses the tracer of this mount), and as GraphTracer.prepare().
         """
+        from kprobefs.cli.duration_hint import SLOW_PATCHING, patches_slowly
+
         session = self._session
         assert session.request.graph is not None
+        if patches_slowly(self._directory):
+            from kprobefs.common.terminal import print_message
+
+            print_message(SLOW_PATCHING)
         for name in self._files.directories(f"{self._files.tracefs()}instances"):
             if name != session.name and name.endswith(SUFFIX) and NAME.fullmatch(name):
                 raise CliError(

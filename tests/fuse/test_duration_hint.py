@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.fuse.harness import REAL_PROGRAM, kprobefs, needs_fuse
+from kprobefs.cli.duration_hint import patches_slowly
+from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
 from tests.image.linux.debian import package
 
 MEASURED = """\
@@ -73,3 +76,17 @@ def test_durations_of_a_distributions_kernel(clock: str) -> None:
 def test_the_real_clock_needs_no_hint() -> None:
     done = kprobefs("run", "--clock", "real", "--", "sh", "-c", DURATION, program=REAL_PROGRAM)
     assert done.stderr == ""
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize(
+    ("clock", "kprobes"), [("model", "kernel"), ("model", "kprobefs"), ("virtual", "kernel")]
+)
+def test_the_kernels_own_call_graph_is_slow_with_the_model_clock(
+    clock: str, kprobes: str, directory: Path
+) -> None:
+    image = str(package("linux-image-cloud-amd64"))
+    words = ("--image", image, "--kprobes", kprobes, "--clock", clock)
+    with daemon(directory, *words, program=REAL_PROGRAM):
+        assert patches_slowly(str(directory)) == ((clock, kprobes) == ("model", "kernel"))
