@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from signal import SIGINT, SIGTERM, signal
+from signal import SIG_IGN, SIGINT, SIGTERM, getsignal, signal
 from textwrap import wrap
 from types import FrameType
 from typing import IO
@@ -219,8 +219,12 @@ class _Runs:
 
     @contextmanager
     def stopped_by_signals(self) -> Iterator[None]:
-        """End the runs and raise KeyboardInterrupt when SIGINT or SIGTERM comes, during the `with` block."""
-        before = {number: signal(number, self._stop) for number in (SIGINT, SIGTERM)}
+        """End the runs and raise KeyboardInterrupt when SIGINT or SIGTERM comes, during the `with` block.
+
+        An ignored signal stays ignored, as in the runs.
+        """
+        handled = [number for number in (SIGINT, SIGTERM) if getsignal(number) != SIG_IGN]
+        before = {number: signal(number, self._stop) for number in handled}
         try:
             yield
         finally:
@@ -228,10 +232,10 @@ class _Runs:
                 signal(number, handler)
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
-        # A terminal has sent its interrupt to all processes.
+        # A terminal has sent its interrupt to all processes. A shell that alone gets SIGINT waits for its child.
         if number != SIGINT or not in_foreground():
             for process in list(self._processes):
-                process.send_signal(number)
+                process.send_signal(SIGTERM)
         raise KeyboardInterrupt
 
     def call(self, process: subprocess.Popen[bytes]) -> int:
