@@ -35,8 +35,15 @@ _FAMILIES = {
 }
 
 
-def linux_arch(name: str) -> Arch:
-    """Return the hooks for a distribution's kernel on the architecture `name`."""
+def linux_arch(name: str, *, has_smap: bool = False) -> Arch:
+    """Return the hooks for a distribution's kernel on the architecture `name`.
+
+    `has_smap`: whether an x86 CPU's SMAP is on.
+    """
+    if has_smap:
+        from emulated_kernel.arch.x86.arch import SmapX86_64
+
+        return SmapX86_64()
     if ELF_MACHINES[name] is not ElfMachine.RISCV:
         return arch_named(name)
     from emulated_kernel.arch.riscv.arch import LinuxRISCV64

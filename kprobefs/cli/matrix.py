@@ -232,7 +232,8 @@ class _Runs:
                 signal(number, handler)
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
-        # A terminal has sent its interrupt to all processes. A shell that alone gets SIGINT waits for its child.
+        # A terminal has sent its interrupt to all processes. A shell that gets SIGINT alone waits for its
+        # child.
         if number != SIGINT or not in_foreground():
             for process in list(self._processes):
                 process.send_signal(SIGTERM)

@@ -495,7 +495,7 @@ class HitHandling:
         """
         arch = self._arch
         memory = self._machine.memory
-        load = arch.decode_load(memory.read(address, arch.word_size))
+        load = arch.decode_load(memory.read(address, arch.max_insn_size))
         if load is None:
             return False
         place = regs.get(load.base) + load.offset & arch.mask

@@ -41,6 +41,7 @@ INT3 = b"\xcc"
 CR0_PAGED = 0x80050033
 """Value of CR0 in the kernel: PG AM WP NE ET MP PE. WP makes read-only pages read-only for the kernel too."""
 CR4_PAE_PGE_SSE = 0x6A0
+CR4_SMAP = 1 << 21
 EFER_NX = 0x800
 _MSR_EFER = 0xC0000080
 _FIRST_INTERRUPT = 32

@@ -292,6 +292,32 @@ def test_probes_hit_in_a_kernel_with_page_table_isolation(image: Path) -> None:
     mount.close()
 
 
+@pytest.mark.usefixtures("booted")
+@pytest.mark.parametrize("place", ["vfs_write", "vfs_write+0x9"])
+def test_each_hit_reads_user_memory_in_a_kernel_with_smap(image: Path, place: str) -> None:
+    """The first hits are Python's, and later ones are guest code, whose loads from user memory fault."""
+    mount = build_kernel(
+        MountOptions("/mnt", MachineConfig(image=image, seed=debian_kernel.SEED), cpu=SERVER)
+    )
+    shell = Files(mount, Client(4713, 0, 0))
+    mount.release(mount.create(shell.client, "/scratch/a", 0o600, os.O_WRONLY))
+    shell.write(
+        "/kprobe_events",
+        f"p:kernel {place} text=+0(%si):string word=+0(%si):u32 byte=+1(%si):s8\n"
+        f"p:user {place} text=+0(%si):ustring word=+u0(%si):u32\n",
+    )
+    shell.write("/tracing/events/kprobes/enable", "1")
+    for _ in range(6):
+        shell.write("/scratch/a", "hello")
+    lines = shell.read("/tracing/trace").splitlines()
+    word = int.from_bytes(b"hell", "little")
+    for event, byte in (("kernel", f" byte={ord('e')}"), ("user", "")):
+        records = [line for line in lines if f" {event}: " in line]
+        assert len(records) == 6
+        assert all(f'text="hello" word={word}{byte}' in line for line in records), records
+    mount.close()
+
+
 def test_a_snapshot_is_of_one_cpu(image: Path) -> None:
     places = {snapshot.place(image, 1, cpu) for cpu in (None, *MODELS.values())}
     assert len(places) == len(MODELS) + 1

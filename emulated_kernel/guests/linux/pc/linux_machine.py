@@ -300,6 +300,11 @@ class LinuxMachine(ABC):
         panics = (line.partition("Kernel panic - ")[2] for line in reversed(said))
         return f"it has restarted: {next(filter(None, panics), 'unknown reason')}"
 
+    @property
+    def has_smap(self) -> bool:
+        """Whether SMAP is on: a kernel's loads from user memory fault unless it has set the flag AC."""
+        return False
+
     @abstractmethod
     def running_task(self, facts: KernelOffsets) -> Callable[[], int]:
         """Return a function without parameters that returns the address of the running task's task_struct."""

@@ -17,6 +17,7 @@ from emulated_kernel.guests.linux.pc.emulated_cpuid import emulated_cpuid
 from emulated_kernel.guests.linux.pc.linux_cpu import CPU_MODEL, PRODUCTION_MODEL, SYSCALL_SIZE, PcCpu
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.pc.ram import LinuxMemory
+from emulated_kernel.machine.cpu import x86
 from emulated_kernel.machine.cpu.registers import FastRegs
 from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.interrupts.exceptions import LiveExceptionState
@@ -345,6 +346,10 @@ class PcMachine(LinuxMachine):
             what = f"no stack for exception {Vector.BREAKPOINT}: {trap.cr2:#x} is not mapped"
             raise GuestFault(Trap(TrapKind.DOUBLE_FAULT, trap.address, Vector.BREAKPOINT), what)
         self.cpu.raise_exception(trap)
+
+    @property
+    def has_smap(self) -> bool:
+        return bool(self.engine.reg_read(x86.CR4) & x86.CR4_SMAP)
 
     def running_task(self, facts: KernelOffsets) -> Callable[[], int]:
         """Return a function that returns the address of the running task's task_struct; see LinuxMachine."""

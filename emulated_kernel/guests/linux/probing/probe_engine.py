@@ -73,7 +73,7 @@ class KernelEngine:
         self.live = LiveImage(kernel)
         self.kernel = self.live.core
         self.machine = ProbedLinux(guest, self.kernel)
-        self._arch = linux_arch(kernel.architecture)
+        self._arch = linux_arch(kernel.architecture, has_smap=guest.machine.has_smap)
         self.replaced_calls = ReplacedCalls(self._arch, self.machine.memory)
         """Reads the arguments, and sets the results, of kernel functions that the host replaces."""
         self._abi = linux_abi(self.kernel, guest) | {"host_clock": self.machine.clock.cell}
