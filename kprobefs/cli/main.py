@@ -420,6 +420,9 @@ def _matrix(parsed: argparse.Namespace) -> int:
     command = parsed.command[1:] if parsed.command[:1] == ["--"] else parsed.command
     if not command:
         raise CliError("matrix: no command given; add -- CMD...", ExitStatus.USAGE)
+    if parsed.command[0] != "--" and "--" in parsed.command:
+        why = "unexpected before --; give each kernel its own option"
+        raise CliError(f"matrix: {escape_for_terminal(parsed.command[0])}: {why}", ExitStatus.USAGE)
     for option, value in (("--kprobes", parsed.kprobes), ("--cpu", parsed.cpu)):
         if value and not parsed.image:
             why = "no distribution's kernel given; add --image"

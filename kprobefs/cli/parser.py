@@ -108,6 +108,9 @@ class _CommandParser(_ArgumentParser):
 class _OneKernel(argparse.Action):
     """Action of an option that names a kernel, in a command for one kernel: it refuses a second option."""
 
+    several = "kernel; check and coverage compare several"
+    """What the command takes only one of, and the commands that take several."""
+
     def __call__(
         self,
         parser: argparse.ArgumentParser,
@@ -118,10 +121,14 @@ class _OneKernel(argparse.Action):
         del option_string
         if getattr(namespace, self.dest) is not None:
             command = parser.prog.rpartition(" ")[2]
-            raise argparse.ArgumentError(
-                self, f"{command} takes one kernel; check and coverage compare several"
-            )
+            raise argparse.ArgumentError(self, f"{command} takes one {self.several}")
         setattr(namespace, self.dest, values)
+
+
+class _OneCpu(_OneKernel):
+    """Action of an option that names a CPU: it refuses a second option."""
+
+    several = "CPU; check compares several"
 
 
 def terminal_columns() -> int:
@@ -471,7 +478,7 @@ def _add_cpu(command: argparse._ActionsContainer, *, several: bool = False) -> N
             "--cpu", metavar="C", action="append", default=[], help=f"{text}; may be repeated"
         )
     else:
-        command.add_argument("--cpu", metavar="C", help=text)
+        command.add_argument("--cpu", metavar="C", action=_OneCpu, help=text)
 
 
 def _add_planned_kprobes(command: argparse._ActionsContainer) -> None:

@@ -244,6 +244,11 @@ def test_the_line_of_a_failure(output: str, line: str, tmp_path: Path) -> None:
         ((), "no command given; add -- CMD..."),
         (("--kprobes", "kernel", "--", "true"), "no distribution's kernel given; add --image"),
         (("--cpu", "milan", "--", "true"), "no distribution's kernel given; add --image"),
+        (("--cpu", "milan", "--cpu", "genoa", "--", "true"), "matrix takes one CPU; check compares several"),
+        (
+            ("--image", "a.deb", "b.deb", "--", "true"),
+            "b.deb: unexpected before --; give each kernel its own",
+        ),
     ],
 )
 def test_a_matrix_that_is_none(words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]) -> None:
