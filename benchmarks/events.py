@@ -17,13 +17,13 @@ from common import Distribution, Mount, arguments, mounted, report, steady
 
 MEMORY = "memory an event"
 TARGETS = {
-    1_000: {"single writes": 0.4, MEMORY: 4.0},
+    1_000: {"single writes": 0.2, MEMORY: 2.5},
     10_000: {
-        "single writes": 4.0,
+        "single writes": 1.5,
         "clearing": 0.3,
         "kprobes/list": 25.0,
         "kprobe_profile": 25.0,
-        MEMORY: 4.0,
+        MEMORY: 2.0,
     },
 }
 """Number of events -> name of a figure -> its target.
