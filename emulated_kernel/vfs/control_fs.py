@@ -34,7 +34,7 @@ _ALWAYS_OPEN = ("/machine", f"/{CONTROL}/machine")
 
 
 _SETTLED = nullcontext()
-"""Context manager of a change that nobody saves."""
+"""Context manager that does nothing: the change is not saved."""
 
 
 class _Gated(Exception):

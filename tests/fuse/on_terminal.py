@@ -63,7 +63,7 @@ class Terminal:
                     assert re.search(pattern, self.said[start:]), self.said[start:]
 
     def lines(self) -> list[str]:
-        """What was drawn last, without escape sequences."""
+        """Return the last drawing of the screen, without escape sequences."""
         picture = self.said.rpartition("\x1b[H")[2]
         return [line.rstrip() for line in re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", picture).splitlines()]
 

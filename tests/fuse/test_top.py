@@ -62,7 +62,7 @@ def test_rates_are_of_the_time_that_passed(watched: Watched) -> None:
     assert [probe.rate for probe in watched.probes.look()] == [5, None]
     watched.now = 5.0
     watched.has({"event": "g/a", "hits": 30}, {"event": "g/new", "hits": 0})
-    # The second one's count was begun anew.
+    # The second probe's count starts again from 0.
     assert [probe.rate for probe in watched.probes.look()] == [0, None]
 
 

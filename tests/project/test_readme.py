@@ -109,7 +109,7 @@ def _compare_session(session: list[Step], *options: str) -> None:
 @pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="/dev/fuse is missing")
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 def test_ones_own_module_and_image(tmp_path: Path) -> None:
-    """The same sources and compiler give the same objects, so objects of earlier runs are used again."""
+    """Keep the compiled objects for later runs: the same sources and compiler give the same objects."""
     session = [step for body in blocks("console", OWN) for step in steps(body)]
     script = "".join(f"{step.command}\nprintf '{MARK}'\n" for step in session)
     done = subprocess.run(

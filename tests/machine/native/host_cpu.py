@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -22,7 +23,7 @@ NEEDS_ROUTINE = pytest.mark.skipif(
 )
 
 
-class HostCpu:
+class HostCpu(ABC):
     """An emulated CPU as the host."""
 
     name: ClassVar[str]
@@ -42,14 +43,14 @@ class HostCpu:
         for at in (RETURNED, CALLBACK):
             uc.mem_write(at, self.nop * (64 // len(self.nop)))
 
+    @abstractmethod
     def enter(self) -> None:
         """Set the stack pointer and the return address."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def leaves(self) -> bool:
         """Whether a function that returns now returns to the caller of the routine."""
-        raise NotImplementedError
 
     def run(self, routine: str, arguments: Sequence[int]) -> None:
         """Call a routine until it returns, calls Python or stops, and check that it kept the registers."""

@@ -144,7 +144,7 @@ def compare_places(
     moved: dict[int, None] = {}
     for addr in places:
         where = kernel.kallsyms.lookup(addr)
-        # A probe on a function's landing pad is placed behind it.
+        # Linux moves a probe on a function's landing pad to the instruction after the pad.
         moved[addr if where is None else verdict.function_entry(where, addr) or addr] = None
     for addr in moved:
         if kernel.read(addr, len(LONG_CALL)) == LONG_CALL:

@@ -154,10 +154,18 @@ class PcMachine(LinuxMachine):
         words.routine = routine_address("enter")
         words.refused = ctypes.cast(callback, ctypes.c_void_p).value
         words.entry_vector = _UNKNOWN_ENTRY
+        self._hook_routine(_SYSCALL, routine, words, callback)
+
+    def _hook_routine(self, instruction: int, routine: int, words: ctypes.Structure, callback: Any) -> None:
+        """Make Unicorn call a host routine for an instruction.
+
+        `words`: the host memory that the routine reads. `callback`: the Python callback that the routine may
+        call.
+        """
         self.engine.add_hook(
             HOOK_INSN,
             ctypes.c_void_p(routine),
-            instruction=_SYSCALL,
+            instruction=instruction,
             data=ctypes.addressof(words),
             keep=(callback, words),
         )
@@ -180,13 +188,7 @@ class PcMachine(LinuxMachine):
         words.low = self.regs.address_of("ax")
         words.high = self.regs.address_of("dx")
         words.read_in_python = ctypes.cast(callback, ctypes.c_void_p).value
-        self.engine.add_hook(
-            HOOK_INSN,
-            ctypes.c_void_p(routine),
-            instruction=_RDTSC,
-            data=ctypes.addressof(words),
-            keep=(callback, words),
-        )
+        self._hook_routine(_RDTSC, routine, words, callback)
 
     def show_cpu(self, cpu: ProductionCpu, rdmsr_sites: Sequence[int]) -> None:
         """Show the guest a production CPU in place of the emulated CPU.
