@@ -226,7 +226,7 @@ class Arch(ABC):
     jump_size: int
     """Size in bytes of the code that `relative_jump` returns."""
     jump_back_size: int
-    """Size in bytes of the jump at the end of a detour."""
+    """Size in bytes of the jump to a detour, and of the jump at the end of a detour."""
     call_size: int
     """Size in bytes of the code that `relative_call` returns, and of an fentry site."""
     strategies: Mapping[str, OptimizationPolicy[Any]]

@@ -237,13 +237,17 @@ class Explanation:
 
     @cached_property
     def bracket(self) -> range:
-        """Addresses of the whole instructions that a jump at the place replaces, or would replace."""
+        """Addresses of the whole instructions that a jump at the place replaces, or would replace.
+
+        If no jumps are written in the kernel, these are the addresses of the probed instruction.
+        """
         region = self.region
         if region is not None:
             return range(region.addr, region.end)
+        size = self.judge.arch.jump_back_size if self.judge.strategy is not None else 1
         end = self.address
         for insn in self.insns:
-            if insn.address == end and end - self.address < self.judge.arch.jump_size:
+            if insn.address == end and end - self.address < size:
                 end = insn.end
         return range(self.address, end)
 

@@ -32,7 +32,7 @@ _MAX_LINES = 4096
 _BLOCK = 1 << 20
 INFO_START = b"OSRELEASE="
 """First bytes of VMCOREINFO, which begins at the start of a page."""
-_SIGNS = (b"SYMBOL(init_uts_ns)=", b"KERNELOFFSET=")
+_SIGNS = (b"SYMBOL(init_uts_ns)=", b"PAGESIZE=")
 _OTHERS = {
     b"KDUMP   ": "it is a compressed kdump: dump it again without -z, -l, -s and -R",
     b"PAGEDU64": "it is a dump for Windows",

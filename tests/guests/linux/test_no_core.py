@@ -112,7 +112,7 @@ def test_what_goes_with_no_dump(
 @pytest.mark.timeout(20)
 def test_holes_in_front_of_data(tmp_path: Path) -> None:
     """Where pages of memory begin is no page of the file: all that isn't in a hole is read, once."""
-    text = f"{INFO}SYMBOL(init_uts_ns)=ffffffff82000001\nKERNELOFFSET=0\n".encode()
+    text = f"{INFO}SYMBOL(init_uts_ns)=ffffffff82000001\nPAGESIZE=4096\n".encode()
     ram = bytes(300 * len(PAGE)) + text.ljust(len(PAGE), b"\0") + bytes(200 * len(PAGE)) + b"x" * len(PAGE)
     data, path = dump([(0, ram)]), tmp_path / "core"
     with path.open("wb") as file:

@@ -27,6 +27,7 @@ from emulated_kernel.guests.linux.pc.riscv_board import (
 from emulated_kernel.image.linux.linked_module import link_modules
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
 from emulated_kernel.image.linux.open_image import is_linux, open_vmlinux
+from emulated_kernel.machine.core_dump import RAM_OFFSET
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
@@ -102,6 +103,13 @@ def test_its_own_events_and_kprobes(mount: Mount) -> None:
     assert (name, missed) == (b"inside", b"0")
     assert int(hits) >= 2
     assert b"sched_switch: prev_comm=" in read(mount, client, "/tracing/trace")
+
+
+def test_its_core_has_vmcoreinfo(mount: Mount) -> None:
+    """Debuggers need it; that of this kernel has no KERNELOFFSET."""
+    headers = read(mount, Client(5003, 0, 0), "/machine/vmcore")[:RAM_OFFSET]
+    assert b"VMCOREINFO\0" in headers
+    assert b"SYMBOL(init_uts_ns)=" in headers
 
 
 def test_an_image_that_is_cut_off(image: Path, tmp_path: Path) -> None:
