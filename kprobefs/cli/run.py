@@ -75,6 +75,7 @@ def run(
             from kprobefs.definitions.tracefs_files import control_root
 
             directory = f"{base}/mnt"
+            runner.end_by_signals()
             if as_system:
                 runner.system = as_system_places.System(directory, base, real_root=real_root)
             with (
@@ -210,13 +211,17 @@ def _runner(command: Sequence[str], tracing: TraceSession | None) -> _Runner:
     If the records of `tracing` need standard output, the command's output goes to standard error.
     """
     runner = _Runner(command, 2 if tracing is not None and tracing.takes_output else None)
-    for number in SIGNALS:
-        signal.signal(number, runner.on_signal)
+    runner.handle_signals()
     return runner
 
 
 class _Runner:
-    """Runs the command and forwards signals to it; a signal before the command's start is kept."""
+    """Runs the command and forwards signals to it; a signal before the command's start is kept.
+
+    While this process itself uses a temporary mount, signals have their default action. A request may take
+    minutes in a slow guest, and Python would run no handler before the reply. The daemon and the temporary
+    directory end with this process; see start_as_child().
+    """
 
     def __init__(self, command: Sequence[str], stdout: int | None) -> None:
         """Prepare to run `command`.
@@ -227,6 +232,7 @@ class _Runner:
         self._process: subprocess.Popen[bytes] | None = None
         self.pending = 0
         """Number of a signal that arrived before the command was started; 0 if none did."""
+        self._ignored = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN]
         self._passed: signal.Signals | None = None
         """The latest signal that was forwarded to the command."""
         self._stdout = stdout
@@ -235,15 +241,35 @@ class _Runner:
         self.system: System | None = None
         """The mount at the system's own paths, for --as-system; None without this option."""
 
+    def handle_signals(self) -> None:
+        """Install this object's handlers of the signals that end a program."""
+        for number in SIGNALS:
+            signal.signal(number, self.on_signal)
+
+    def end_by_signals(self) -> None:
+        """Let the signals that end a program end this one, if its mount is a temporary one.
+
+        A signal that the command got before is an exception: timeout(1) sends its signal twice, and the
+        records of the command are still to be shown.
+        """
+        if self.kernel_words is None or self.pending:
+            return
+        for number in SIGNALS:
+            if number not in self._ignored and number != self._passed:
+                signal.signal(number, signal.SIG_DFL)
+
     def run(self, directory: str, tracing: TraceSession | None) -> int:
         """Run the command; return its exit status as in a shell. Raises: CliError (it can't be started)."""
         if tracing is None:
             return self._run(directory, None)
+        if self.pending:
+            return 128 + self.pending
         with tracing.attached(directory, self._command, is_shared=self.kernel_words is None) as place:
             tracing.status = self._run(directory, place)
             return tracing.status
 
     def _run(self, directory: str, place: str | None) -> int:
+        self.handle_signals()
         if self.pending:
             return 128 + self.pending
         try:
@@ -273,6 +299,7 @@ class _Runner:
         status = self._process.wait()
         if self._passed:
             signal_left(directory, os.getsid(0), self._passed)
+        self.end_by_signals()
         return 128 - status if status < 0 else status
 
     def _not_found(self) -> CliError:

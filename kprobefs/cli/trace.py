@@ -155,6 +155,8 @@ class AttachedProbes:
         from kprobefs.definitions.tracefs_files import HostFiles, control_root
 
         self._session = session
+        self._is_shared = is_shared
+        """Whether the mount outlives this session, which then must leave no trace of itself."""
         self._directory = directory
         self._command = command
         self._files: Files = HostFiles(directory)
@@ -193,12 +195,14 @@ class AttachedProbes:
             self._history = undo.enter_context(closing(History(self._root)))
             probes = [*self._hidden.values(), *session.probes]
             defined = [probe for probe in probes if probe.definition]
-            undo.callback(_remove, self._tracefs, instance, [probe.event for probe in defined])
+            if self._is_shared:
+                undo.callback(_remove, self._tracefs, instance, [probe.event for probe in defined])
             instance.mkdir()
             self._define(defined)
             self._set_filters()
             if self._graph is not None:
-                undo.callback(self._graph.restore)
+                if self._is_shared:
+                    undo.callback(self._graph.restore)
                 self._prepare_graph(self._graph)
             reader = RecordReader(self._tracefs / self._array, self._output(), at_end=self._is_isolated)
             undo.push(lambda kind, _error, _trace: self._stop(reader, has_failed=kind is not None))
@@ -211,7 +215,7 @@ class AttachedProbes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Show the remaining records, and remove the probes and the instance."""
+        """Show the remaining records, and remove the probes and the instance from a shared mount."""
         self._undo.__exit__(kind, error, trace)
 
     def _define(self, probes: Sequence[AskedProbe]) -> None:

@@ -22,6 +22,7 @@ FUSE_WRITE = 16
 FUSE_RELEASE = 18
 FUSE_INIT = 26
 FUSE_OPENDIR = 27
+FUSE_INTERRUPT = 36
 FUSE_BATCH_FORGET = 42
 FUSE_RENAME2 = 45
 
@@ -43,6 +44,8 @@ WRITE_IN = struct.Struct("=QQI12xI4x")
 """Layout of struct fuse_write_in: fh, offset, size, flags. The data follow."""
 WRITE_OUT = struct.Struct("=I4x")
 """Layout of struct fuse_write_out: size."""
+INTERRUPT_IN = struct.Struct("=Q")
+"""Layout of struct fuse_interrupt_in: the field `unique` of the interrupted request."""
 RELEASE_IN = struct.Struct("=Q")
 """Layout of the beginning of struct fuse_release_in: fh."""
 FORGET_IN = struct.Struct("=Q")

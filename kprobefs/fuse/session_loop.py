@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import signal
 import struct
 import threading
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from time import sleep
 
 from emulated_kernel.util.fast_named_tuple import NamedTuple
@@ -27,6 +29,7 @@ from kprobefs.fuse.protocol import (
     FUSE_FORGET,
     FUSE_GETATTR,
     FUSE_INIT,
+    FUSE_INTERRUPT,
     FUSE_LOOKUP,
     FUSE_OPEN,
     FUSE_READ,
@@ -36,6 +39,7 @@ from kprobefs.fuse.protocol import (
     GETATTR_IN,
     HANDLE_FLAGS,
     IN_HEADER,
+    INTERRUPT_IN,
     MAX_ERRNO,
     OPCODE,
     OPCODE_OFFSET,
@@ -81,6 +85,33 @@ class _LoopState:
     def clear(self) -> None:
         """Forget the request, because the thread has replied to it."""
         OPCODE.pack_into(self._request, OPCODE_OFFSET, 0)
+
+    @property
+    def unique(self) -> int:
+        """The field `unique` of the request."""
+        unique: int = IN_HEADER.unpack_from(self._request)[1]
+        return unique
+
+    def is_writing(self, unique: int) -> bool:
+        """Return True if the request is the WRITE with this field `unique`."""
+        return self._opcode == FUSE_WRITE and self.unique == unique
+
+    @property
+    def handle(self) -> int:
+        """The handle fh of a WRITE."""
+        handle: int = WRITE_IN.unpack_from(self._request, IN_HEADER.size)[0]
+        return handle
+
+    def has_killed_client(self) -> bool:
+        """Return True if the thread that made the request has been killed, and waits only for the reply.
+
+        Linux: a signal whose default action ends a process becomes a SIGKILL for each of its threads.
+        """
+        *_, pid = IN_HEADER.unpack_from(self._request)
+        with suppress(OSError), open(f"/proc/{pid}/status", "rb") as lines:
+            pending = next(int(line.split()[1], 16) for line in lines if line.startswith(b"SigPnd:"))
+            return bool(pending & 1 << signal.SIGKILL - 1)
+        return False
 
     @property
     def is_releasing(self) -> bool:
@@ -185,6 +216,13 @@ class SessionLoop:
         self._acting = acting
         self._turns = ReadTurns()
         self._states: list[_LoopState] = []
+        self._abandoned: dict[int, _LoopState] = {}
+        """WRITEs that were answered before their end: `unique` -> state of the thread that executes it.
+
+        Entries may be left of WRITEs that have ended.
+        """
+        self._postponed: dict[int, int] = {}
+        """`unique` of an abandoned WRITE -> handle fh that is released at the end of the WRITE."""
         self._answers: dict[int, Callable[[KnownNodes, bytearray, int], bytes | int | None]] = {
             FUSE_LOOKUP: self._look_up,
             FUSE_GETATTR: self._get_attributes,
@@ -194,6 +232,7 @@ class SessionLoop:
             FUSE_BATCH_FORGET: self._forget_batch,
             FUSE_RMDIR: self._remove,
             FUSE_INIT: self._initialise,
+            FUSE_INTERRUPT: self._interrupt,
         }
         """Opcode -> function that tries to reply to a request without libfuse.
 
@@ -249,6 +288,8 @@ class SessionLoop:
                     self._await_releases(state)
                 if not self._process(buffer, address, size):
                     self._refuse(refusal)
+                if self._postponed:
+                    self._release_postponed(state)
             # ctypes raises ArgumentError if there is no memory for an argument.
             except (MemoryError, ctypes.ArgumentError):
                 self._refuse(refusal)
@@ -266,7 +307,9 @@ class SessionLoop:
         if opcode == FUSE_READ:
             found = self._read(uid, gid, pid, *READ_IN.unpack_from(request, IN_HEADER.size))
         elif opcode == FUSE_RELEASE:
-            self._release(*RELEASE_IN.unpack_from(request, IN_HEADER.size))
+            (handle,) = RELEASE_IN.unpack_from(request, IN_HEADER.size)
+            if not self._abandoned or not self._postpones(handle):
+                self._release(handle)
             found = b""
         elif self._nodes is not None and (answer := self._answers.get(opcode)) is not None:
             found = answer(self._nodes, request, size)
@@ -377,6 +420,41 @@ class SessionLoop:
             return count
         # A damaged guest may return any number.
         return WRITE_OUT.pack(count) if 0 <= count <= INT_MAX else -errno.EIO
+
+    def _interrupt(self, _nodes: KnownNodes, request: bytearray, _size: int) -> bytes | int | None:
+        """Reply EINTR to a WRITE that goes on, if its client has been killed.
+
+        The write may take long in a slow guest, and its client could not end before the reply. Nobody sees
+        the reply. Return None for all other interrupted requests, which libfuse handles.
+        """
+        (unique,) = INTERRUPT_IN.unpack_from(request, IN_HEADER.size)
+        for state in self._states.copy():
+            if state.is_writing(unique) and state.has_killed_client():
+                self._abandoned[unique] = state
+                # If the write fails, the request was answered meanwhile.
+                with suppress(OSError):
+                    os.write(self._device, OUT_HEADER.pack(OUT_HEADER.size, -errno.EINTR, unique))
+                return _DONE
+        return None
+
+    def _postpones(self, handle: int) -> bool:
+        """Return True if another thread, which executes an abandoned WRITE to `handle`, will release it."""
+        for unique, state in self._abandoned.copy().items():
+            if state.is_writing(unique) and state.handle == handle:
+                self._postponed[unique] = handle
+                # Order matters: if the WRITE has just ended, only one of the threads gets the entry.
+                return state.is_writing(unique) or self._postponed.pop(unique, None) is None
+            if not state.is_writing(unique):
+                self._abandoned.pop(unique, None)
+        return False
+
+    def _release_postponed(self, state: _LoopState) -> None:
+        """Release the handle of the WRITE that the calling thread has executed, if it was postponed."""
+        unique = state.unique
+        state.clear()
+        handle = self._postponed.pop(unique, None)
+        if handle is not None and not self._postpones(handle):
+            self._release(handle)
 
     @staticmethod
     def _forget(nodes: KnownNodes, request: bytearray, _size: int) -> bytes | int | None:

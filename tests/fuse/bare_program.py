@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kprobefs.cli import main as cli
 from kprobefs.daemon import mount_namespace
@@ -17,6 +18,9 @@ from kprobefs.mount_options import MountOptions
 
 if TYPE_CHECKING:
     from emulated_kernel.vfs.mount import Mount
+
+
+T = TypeVar("T")
 
 
 def build(options: MountOptions) -> Mount:
@@ -34,13 +38,10 @@ def build(options: MountOptions) -> Mount:
     if options.machine.seed == 668:
         time.sleep(60)
     if options.machine.seed == 669:
-        holding = Path(os.environ["KPROBEFS_TEST_HOLDING"])
-
-        def hold(_allowed: bool) -> None:
-            while holding.exists():
-                time.sleep(0.01)
-
-        kernel.kprobes.set_optimization = hold  # type: ignore[method-assign]
+        kernel.kprobes.set_optimization = held(kernel.kprobes.set_optimization)  # type: ignore[method-assign]
+    if options.machine.seed == 672:
+        kernel.kprobes.enable_kprobe = held(kernel.kprobes.enable_kprobe)  # type: ignore[method-assign]
+        kernel.kprobes.disable_kprobe = held(kernel.kprobes.disable_kprobe)  # type: ignore[method-assign]
     if options.machine.seed == 671:
         kernel.kprobes.set_optimization = lambda _allowed: time.sleep(40)  # type: ignore[method-assign]
     owner = Owner(os.geteuid(), os.getegid())
@@ -48,6 +49,18 @@ def build(options: MountOptions) -> Mount:
     if options.machine.seed == 670:
         server.is_dead = lambda: True  # type: ignore[method-assign]
     return server
+
+
+def held(function: Callable[[T], None]) -> Callable[[T], None]:
+    """Return a function that waits for the end of the file $KPROBEFS_TEST_HOLDING, and calls `function`."""
+    holding = Path(os.environ["KPROBEFS_TEST_HOLDING"])
+
+    def wait(argument: T) -> None:
+        while holding.exists():
+            time.sleep(0.01)
+        function(argument)
+
+    return wait
 
 
 def main() -> int:

@@ -72,6 +72,11 @@ class Daemon:
         return self.process.wait(PATIENCE)
 
 
+def waits_for_mount(pid: int) -> bool:
+    """Return True if a process waits for the reply to a FUSE request."""
+    return Path(f"/proc/{pid}/wchan").read_text() == "request_wait_answer"
+
+
 def kill_with_children(pid: int) -> None:
     """Kill a daemon, and the process that would unmount after its end."""
     for each in (*Path(f"/proc/{pid}/task/{pid}/children").read_text().split(), pid):

@@ -9,6 +9,7 @@ import select
 import signal
 import stat
 import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuse.harness import Daemon, daemon, eventually, needs_fuse
+from tests.fuse.harness import PATIENCE, Daemon, daemon, eventually, needs_fuse, waits_for_mount
 from tests.vfs import oracle
 
 pytestmark = [needs_fuse, pytest.mark.mounted]
@@ -402,6 +403,34 @@ def _is_blocked(pid: int) -> bool:
             f"/proc/{pid}/stat"
         ).read_text().split()[2] in ("S", "D")
     return False
+
+
+def test_a_killed_client_does_not_wait_for_the_end_of_its_write(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write goes on, and so does the client that handles the signal."""
+    holding = tmp_path / "holding"
+    holding.touch()
+    monkeypatch.setenv("KPROBEFS_TEST_HOLDING", str(holding))
+    with daemon(directory, "--seed", "669") as mounted:
+        file = mounted.path("kprobes/optimization")
+        before = Path(mounted.path("machine/limits")).read_text()
+        echo = subprocess.Popen(["sh", "-c", 'echo 0 > "$1"', "sh", file])
+        eventually(lambda: waits_for_mount(echo.pid), "it does not wait")
+        handler = "import os, signal, sys; signal.signal(15, print); os.write(os.open(sys.argv[1], 1), b'1')"
+        with subprocess.Popen([sys.executable, "-c", handler, file], stdout=subprocess.PIPE) as other:
+            eventually(lambda: waits_for_mount(other.pid), "the other one does not wait")
+            other.terminate()
+            echo.terminate()
+            assert echo.wait(PATIENCE) == -signal.SIGTERM
+            assert waits_for_mount(other.pid)
+            holding.unlink()
+            assert b"15" in other.communicate(timeout=PATIENCE)[0]
+            assert other.returncode == 0
+        eventually(lambda: Path(mounted.path("machine/limits")).read_text() == before, "a file is open")
+        assert Path(file).read_text() == "1\n"
+        assert mounted.stop(signal.SIGTERM) == 0
+        assert "ERROR" not in mounted.log
 
 
 def test_faults_become_eio_and_are_logged(directory: Path) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 from pathlib import Path
 
@@ -16,7 +17,17 @@ from kprobefs.cli.main import main
 from kprobefs.cli.trace_syntax import parse_probes
 from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.common.mountpoints import our_mounts
-from tests.fuse.harness import REAL_PROGRAM, daemon, environment, eventually, kprobefs, needs_fuse
+from tests.fuse.harness import (
+    PATIENCE,
+    PROGRAM,
+    REAL_PROGRAM,
+    daemon,
+    environment,
+    eventually,
+    kprobefs,
+    needs_fuse,
+    waits_for_mount,
+)
 
 TRACED = ("trace", "p:vfs_read count=$arg3", "-f", "count == 131072")
 
@@ -441,3 +452,36 @@ class TestTrace:
             living.terminate()
             living.wait()
             assert left() == {foreign}
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize(("is_attaching", "number"), [(True, signal.SIGTERM), (False, signal.SIGINT)])
+def test_a_signal_ends_it_while_its_own_mount_is_slow(
+    is_attaching: bool, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel enables and disables no event until a file is removed, which happens after the end."""
+    holding = tmp_path / "holding"
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("KPROBEFS_TEST_HOLDING", str(holding))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    if is_attaching:
+        holding.touch()
+    process = subprocess.Popen(
+        [*PROGRAM, "trace", "--seed", "672", "p:vfs_read", "--", "touch", str(holding)],
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    eventually(lambda: waits_for_mount(process.pid) and holding.exists(), "it does not wait")
+    try:
+        process.send_signal(number)
+        _, told = process.communicate(timeout=PATIENCE)
+        assert (process.returncode, told) == (-number, "")
+        eventually(lambda: not any(temporary.iterdir()), "its mount is still there")
+        assert holding.exists()
+    finally:
+        holding.unlink()
+        process.kill()

@@ -11,12 +11,14 @@ import pytest
 
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.kernel_offsets import FREES_TEXT, POKED, TEXT_POKE
-from emulated_kernel.guests.linux.pc.cpu_state import cpu_state
+from emulated_kernel.guests.linux.pc import cpu_state as pc_cpu_state
+from emulated_kernel.guests.linux.pc.cpu_state import STATE_SIZE, WordSearch, cpu_state
 from emulated_kernel.guests.linux.pc.exception_cells import find_exception_cells
 from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.interrupts.exceptions import NONE_IN_FLIGHT
+from emulated_kernel.machine.quirks.harness import own_memory
 from emulated_kernel.machine.traps.trap import GuestFault
 from tests.guests.linux.probing import PLAIN, engine
 
@@ -207,3 +209,20 @@ def test_text_that_is_patched_while_a_client_stands_in_user_mode(guest: LinuxEng
             write(number + 10)
             assert not hits
     assert not guest.machine.text.ledger
+
+
+def test_a_copy_behind_the_cpu_state_is_no_second_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read of the state allocates memory, which may be free memory right behind the CPU's structure."""
+    memory = (ctypes.c_uint64 * (2 * STATE_SIZE // 8))()
+    state = ctypes.addressof(memory)
+
+    def read_behind(address: int, size: int) -> bytes:
+        ctypes.memmove(state + 2048, own_memory(address, size), size)
+        return own_memory(address, size)
+
+    monkeypatch.setattr(pc_cpu_state, "own_memory", read_behind)
+    search = WordSearch(state)
+    for value in (0x12345678, 0x87654321, 0x12345678):
+        memory[83] = value
+        search.keep(value)
+    assert search.offset("the only word that changes") == 8 * 83

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Set
 
@@ -40,19 +41,25 @@ def only(found: Set[int], what: str) -> int:
 
 
 class WordSearch:
-    """Search for the offset of one word in the CPU state."""
+    """Search for the offset of one word in the CPU state.
+
+    The words are compared in place. Hazard: Unicorn's structure is shorter than STATE_SIZE. A copy of it in
+    the memory behind would have each value that the searched word gets.
+    """
 
     def __init__(self, state: int, code: str = "Q") -> None:
-        """Begin with all words; see state_words()."""
-        self._state = state
-        self._code = code
+        """Begin with all words; see state_words(). Raises: HardwareError (the memory cannot be read)."""
+        # ctypes would crash where own_memory() returns less.
+        if len(own_memory(state, STATE_SIZE)) != STATE_SIZE:
+            raise HardwareError("the emulator's CPU state cannot be read")
         self._size = struct.calcsize(code)
+        word = ctypes.c_uint64 if code == "Q" else ctypes.c_uint32
+        self._words = (word * (STATE_SIZE // self._size)).from_address(state)
         self._left = set(range(0, STATE_SIZE, self._size))
 
     def keep(self, value: int) -> None:
         """Keep only the words that have `value` now."""
-        words = state_words(self._state, self._code)
-        self._left = {at for at in self._left if words[at // self._size] == value}
+        self._left = {at for at in self._left if self._words[at // self._size] == value}
 
     def offset(self, what: str) -> int:
         """Return the offset of the word that is left. Raises: as only()."""
