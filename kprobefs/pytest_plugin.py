@@ -69,10 +69,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Add the last definition that a mount of a failed test has refused to the test's report."""
+    """Add the last requests that a mount of a failed test or fixture has refused to the report."""
     outcome = yield
     report = outcome.get_result()  # type: ignore[attr-defined]
-    if call.when != "call" or not report.failed:
+    if call.when == "teardown" or not report.failed:
         return
     hints = [hint for directory in _mounted_now for hint in _refusals(directory)]
     if hints:
@@ -80,7 +80,7 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Iterator[None]:
 
 
 def _refusals(directory: str) -> Iterator[str]:
-    """Yield the hint of `kprobefs run` about the last definition that a mount has refused, if it has one."""
+    """Yield the hints of `kprobefs run` about the last requests that a mount has refused, if any."""
     from contextlib import closing
 
     from kprobefs.cli.nothing_hint import History
@@ -89,8 +89,8 @@ def _refusals(directory: str) -> Iterator[str]:
     from kprobefs.definitions.tracefs_files import control_root
 
     with closing(History(control_root(directory))) as history:
-        unlogged = history.read().unlogged
-    yield from map(escape_for_terminal, refusals(directory, unlogged))
+        past = history.read()
+    yield from map(escape_for_terminal, refusals(directory, past))
 
 
 def _wrong_versions(metafunc: pytest.Metafunc, versions: tuple[object, ...]) -> str:

@@ -24,6 +24,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.limits import Limit, Limits
 from emulated_kernel.vfs.core.changes import ChangeWatcher
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat, StatFs, require_path
+from emulated_kernel.vfs.core.past_requests import PastRequests
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory
 
 CLOSING = 0.05
@@ -79,8 +80,7 @@ class Mount:
                 self._below.setdefault(posixpath.dirname(prefix), []).append(prefix)
         self.filesystem_at: Callable[[str], FileSystem] = lru_cache(_CACHE_SIZE)(self._find)
         """Cached version of _find(): returns the file system that a path belongs to."""
-        self.used: set[str] = set()
-        """Prefixes of the file systems that had to answer a request at a path."""
+        self.past = PastRequests()
         self._roots: dict[str, DirEntry] = {}
         """Cache: mount prefix -> entry in the parent directory, for listings after the guest has died."""
         self._handles: dict[int, FileDescription] = {}
@@ -99,7 +99,7 @@ class Mount:
     def _find(self, path: str) -> FileSystem:
         while path not in self._table:
             path = path.rpartition("/")[0] or "/"
-        self.used.add(path)
+        self.past.used.add(path)
         return self._table[path]
 
     # Names
@@ -311,7 +311,12 @@ class Mount:
         fs = self.filesystem_at(path)
         if self._limits is not None:
             self._check_capacity(self._limits, fs, path, client)
-        return self._add(fs.create(fs.informed(client), path, mode, flags), client)
+        try:
+            opened = fs.create(fs.informed(client), path, mode, flags)
+        except KernelError as error:
+            self.past.creation_failed(path, error)
+            raise
+        return self._add(opened, client)
 
     def opendir(self, client: Client, path: str) -> int:
         """Open a directory, and return its handle for getdents(). Raises: as open()."""
@@ -416,7 +421,11 @@ class Mount:
             opened = self._handles[handle]
         except KeyError:
             raise self._no_handle(handle) from None
-        count = opened.write(opened.informed(client), data, offset)
+        try:
+            count = opened.write(opened.informed(client), data, offset)
+        except KernelError as error:
+            self.past.write_failed(opened.path, data, error)
+            raise
         if opened.acts_on_close:
             self.acting.add(handle)
         return count

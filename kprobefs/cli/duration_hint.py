@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,14 +19,7 @@ COUNTING_CLOCK = "model"
 """Name of the clock that counts instructions, as `--clock` names it."""
 SLOW_PATCHING = "--graph: the kernel patches all its functions, which takes long with the model clock"
 FEWEST = 10
-"""Minimum number of hits in the largest bucket for a hint. Fewer equal durations may be an accident."""
-OTHERS = 4
-"""Number of a histogram's hits that may be in other buckets, however few hits the largest one has.
-
-If the probed function reads files, the script's reads of the histogram add other durations.
-"""
-OTHER_SHARE = 0.1
-"""Maximum share of the hits in other buckets, if that is more than OTHERS."""
+"""Minimum number of a histogram's durations for a hint."""
 HINT = (
     "the durations {where} count readings of the virtual clock, which advances with readings and not with "
     "the work done; use --clock model or real"
@@ -54,11 +47,8 @@ def patches_slowly(directory: str) -> bool:
     return daemon is not None and (daemon.profile, daemon.clock) == (KERNEL_KPROBES, COUNTING_CLOCK)
 
 
-def virtual_durations(directory: str, past: Past, *, is_builtin: bool = True) -> Iterator[str]:
+def virtual_durations(directory: str, past: Past) -> Iterator[str]:
     """Yield one hint if a histogram of the mount at `directory` has durations of the virtual clock.
-
-    In kprobefs's own kernel (`is_builtin`) such durations are nearly all in one bucket. A distribution's
-    kernel reads its clock for other reasons, too, and its virtual clock advances by random steps.
 
     Only histograms of synthetic events are examined, and only if a trigger computes with `common_timestamp`.
     `past` has removed histograms and triggers. The caller must have disarmed all probes, because
@@ -66,21 +56,17 @@ def virtual_durations(directory: str, past: Past, *, is_builtin: bool = True) ->
     """
     with suppress(OSError, CliError):
         tracefs = Path(directory, HostFiles(directory).tracefs())
-        for event, (most, hits) in _histograms(tracefs, past):
-            are_enough = hits >= FEWEST
-            if is_builtin:
-                are_enough = most >= FEWEST and hits - most <= max(OTHERS, OTHER_SHARE * hits)
-            if are_enough and (past.reads_clock or any(_measures(tracefs))):
+        for event, hits in _histograms(tracefs, past):
+            if hits >= FEWEST and (past.reads_clock or any(_measures(tracefs))):
                 yield HINT.format(where=f"of {event}")
                 return
 
 
-def _histograms(tracefs: Path, past: Past) -> Iterator[tuple[str, Sequence[int]]]:
-    """Yield (event, (hits of the largest entry, all hits)) of present and removed synthetic events."""
+def _histograms(tracefs: Path, past: Past) -> Iterator[tuple[str, int]]:
+    """Yield (event, hits of a histogram) for present and removed histograms of synthetic events."""
     for line in (tracefs / "synthetic_events").read_text().splitlines():
         event = line.split()[0]
-        found = _entries(tracefs / "events" / "synthetic" / event / "hist")
-        yield event, (max(found, default=0), sum(found))
+        yield event, sum(_entries(tracefs / "events" / "synthetic" / event / "hist"))
     yield from past.removed_hists.items()
 
 

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
 from signal import SIG_IGN, SIGINT, SIGTERM, getsignal, signal
@@ -22,7 +22,7 @@ from typing import IO
 from xml.etree import ElementTree
 
 from emulated_kernel.util.fast_dataclass import dataclass
-from kprobefs.cli import duration_hint, nothing_hint, panic_hint, refusal_hint
+from kprobefs.cli import duration_hint, nothing_hint, panic_hint, refusal_hint, unmatched_hint
 from kprobefs.cli.run import end_with_parent, in_foreground
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 
@@ -36,7 +36,7 @@ LOG_BYTES = 1 << 20
 """Number of bytes at the end of a log that are searched for the reason, and copied to the JUnit report."""
 _OUTPUT_BYTES = 64 << 20
 """Maximum number of bytes of a command's output that a worker of a cluster returns."""
-ADVICE_LINES = (duration_hint.HINT_LINE, nothing_hint.HINT_LINE)
+ADVICE_LINES = (duration_hint.HINT_LINE, nothing_hint.HINT_LINE, unmatched_hint.HINT_LINE)
 """Patterns for the lines with hints that the table repeats below its rows."""
 HINT_LINES = (*ADVICE_LINES, panic_hint.HINT_LINE, refusal_hint.HINT_LINE)
 """Patterns for the lines with hints that `kprobefs run` adds to the command's output."""
@@ -119,10 +119,17 @@ def cases(
 
 
 def _short(image: str) -> str:
-    """Return the kernel release in the file name of `image`, or the whole file name if it has no release."""
+    """Return a name for the kernel in the file `image`: its release, after the file name if that has none."""
     name = os.path.basename(image)
     found = re.match(r"(?:linux-(?:image|binary|modules)-|vmlinuz-|kernel-(?:core-)?)(\d[^_]*)", name)
-    return found[1] if found else name
+    if found:
+        return found[1]
+    from emulated_kernel.guests.linux.table_cache import kernel_from_file
+
+    # The run reports a file that cannot be read.
+    with suppress(OSError):
+        return f"{name} ({kernel_from_file(image).release})"
+    return name
 
 
 def _distinct(found: Sequence[Case]) -> list[Case]:
@@ -335,8 +342,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
     """Yield the lines of a table with kernel, result, time and the first line of the failure's output.
 
     A line that has no room in its column is below its row. If a kernel has not passed, a line after the table
-    names the directory of the logs. If a run gave a hint, a last line says on how many kernels, with the
-    first hint.
+    names the directory of the logs. A last line has each hint of `run`, with the kernels that gave it.
     """
     width = max(len("kernel"), *(len(escape_for_terminal(result.case.name)) for result in results))
     room = max(COLUMNS - width - len("  result   seconds  "), MIN_SHOWN)
@@ -351,8 +357,13 @@ def table(results: Sequence[Result]) -> Iterator[str]:
             yield from wrap(line, COLUMNS, initial_indent="    ", subsequent_indent="    ")
     if failed := [result for result in results if result.status]:
         yield f"logs: {escape_for_terminal(str(failed[0].log.parent))}"
-    if hints := [result.hint for result in results if result.hint]:
-        yield from wrap(escape_for_terminal(f"on {len(hints)} of {len(results)}: {hints[0]}"), COLUMNS)
+    hints: dict[str, list[str]] = {}
+    for result in results:
+        if result.hint:
+            hints.setdefault(result.hint, []).append(result.case.name)
+    for hint, names in hints.items():
+        which = f"{len(names)} of {len(results)} kernels ({', '.join(names)})"
+        yield from wrap(escape_for_terminal(f"hint of {which}: {hint}"), COLUMNS, break_on_hyphens=False)
 
 
 def as_json(results: Sequence[Result]) -> str:

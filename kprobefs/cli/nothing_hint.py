@@ -75,12 +75,14 @@ class Past:
     """Whether the mount's kernel keeps no history of events; see present_events()."""
     reads_clock: bool = False
     """Whether a removed trigger of a probe's event has read common_timestamp."""
-    removed_hists: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Name of a synthetic event -> hits of a removed histogram's largest entry, and all its hits."""
+    removed_hists: Mapping[str, int] = field(default_factory=dict)
+    """Name of a synthetic event -> hits of a removed histogram."""
     used: Sequence[str] | None = None
     """Directories of the mount that had requests, as "/" and "/scratch"; None if they are unknown."""
-    unlogged: Sequence[str] | None = None
-    """The last refused definition and the reason, if error_log has no entry for it; otherwise None."""
+    missing: str | None = None
+    """Path in the mount of the last file that the kernel lacks and that a client tried to create, or None."""
+    refused: Sequence[str] | None = None
+    """The last write that the kernel refused: path in the mount, text and reason; None if there is none."""
 
 
 class History:

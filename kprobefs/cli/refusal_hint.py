@@ -1,36 +1,87 @@
-"""A hint at the end of `run`: why the kernel refused the last definition of a command that has failed."""
+"""Hints at the end of `run`: what the kernel refused to a command that has failed, and why."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
+from errno import EINVAL
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from emulated_kernel.util.lazy_pattern import lazy_pattern
+from kprobefs.definitions.syntax import DEFINITION
 from kprobefs.definitions.tracefs_files import HostFiles
 
-HINT = 'tracing/error_log ends with "{error}" for "{command}"'
-UNLOGGED = 'tracing/error_log has no entry for "{command}"; {reason}'
-HINT_LINE = lazy_pattern(r"kprobefs: (tracing/error_log (?:ends with|has no entry for) .*)")
+if TYPE_CHECKING:
+    from kprobefs.cli.nothing_hint import Past
+
+LOGGED = 'tracing/error_log ends with "{error}" for "{command}"{place}'
+UNLOGGED = '{file} has refused "{command}": {reason}'
+MISSING = "this kernel has no file {file}, and no command can create it"
+NO_SUCH_KIND = "this kernel has no events of kind "
+HINT_LINE = lazy_pattern(
+    r'kprobefs: (tracing/error_log ends with .*|\S+ has refused ".*|this kernel has no file .*)'
+)
 """Pattern of the line with a hint that `run` prints; its group is the hint."""
-_ENTRY = lazy_pattern(r"^\[ *[0-9.]+\] (.*)\n  Command: (.*)$", re.MULTILINE)
-"""Pattern for an entry of error_log; its groups are the error and the command."""
+_ENTRY = lazy_pattern(r"^\[ *[0-9.]+\] (.*)\n  Command: (.*)\n {11}( *)\^", re.MULTILINE)
+"""Pattern for an entry of error_log; its groups: the error, the command, and blanks before the caret."""
+_WORD = lazy_pattern(r"[^\s,:()=]+")
+"""Pattern for the part of a command at which a caret points."""
 
 
-def refusals(directory: str, unlogged: Sequence[str] | None = None) -> Iterator[str]:
-    """Yield a hint with the last definition that the mount at `directory` refused, if it has refused one.
+def refusals(directory: str, past: Past) -> Iterator[str]:
+    """Yield hints about the last file and the last write that the mount at `directory` refused.
 
-    `unlogged`: this definition and the reason, if error_log has no entry for it. Linux logs nothing, for
-    example, about a kind of event that it does not have. Otherwise, the hint has the last entry of error_log.
-    A shell may report only that a write failed: dash says "I/O error" for each errno.
+    `past`: history of the mount. If error_log has an entry for the write, the hint has this entry. Linux logs
+    nothing, for example, about a kind of event that it does not have. A shell may report only that a write
+    failed: dash says "I/O error" for each errno, and each shell "Permission denied" if there is no such file.
     """
-    if unlogged is not None:
-        command, reason = unlogged
-        yield UNLOGGED.format(command=command.strip(), reason=reason)
-        return
+    if past.missing is not None:
+        yield MISSING.format(file=past.missing.lstrip("/"))
+    tracefs = Path(directory, HostFiles(directory).tracefs())
+    logged = None
     with suppress(OSError):
-        log = Path(directory, HostFiles(directory).tracefs(), "error_log").read_text(errors="replace")
-        entries = [*_ENTRY.finditer(log)]
-        if entries:
-            yield HINT.format(error=entries[-1][1], command=entries[-1][2].strip())
+        for entry in _ENTRY.finditer((tracefs / "error_log").read_text(errors="replace")):
+            logged = entry
+    if past.refused is not None:
+        file, text, reason = past.refused
+        lines = text.splitlines() or [""]
+        if logged is None or logged[2].split() not in map(str.split, lines):
+            command = lines[0].strip() + "..." * (len(lines) > 1)
+            yield UNLOGGED.format(
+                file=file.lstrip("/"), command=command, reason=_no_such_kind(text, reason, tracefs) or reason
+            )
+            return
+    if logged is not None:
+        word = _WORD.match(logged[2], len(logged[3]))
+        place = f', at "{word[0]}"' if word and word[0] != logged[2] else ""
+        yield LOGGED.format(error=logged[1], command=logged[2].strip(), place=place)
+
+
+def no_such_kind(past: Past, definition: str, tracefs: Path) -> str:
+    """Return the reason that the kernel has no such kind of event, if it refused `definition` therefore.
+
+    Return "" if this is not so, or if the kernel has refused another write since.
+    """
+    if past.refused is None or past.refused[1].strip() != definition:
+        return ""
+    return _no_such_kind(definition, past.refused[2], tracefs)
+
+
+def _no_such_kind(text: str, reason: str, tracefs: Path) -> str:
+    """Return the reason that the kernel has no such kind of event, or "" if this is not the reason.
+
+    `text`: the refused write. `reason`: the kernel's reason. A kernel that answers itself has only the errno,
+    and its README lists the kinds of events.
+    """
+    found = DEFINITION.match(text)
+    if reason.startswith(NO_SUCH_KIND) or found is None:
+        return reason if reason.startswith(NO_SUCH_KIND) else ""
+    with suppress(OSError):
+        readme = (tracefs / "README").read_text()
+        kind = found["kind"]
+        if reason == os.strerror(EINVAL) and not re.search(rf"\s{kind}:?\[", readme):
+            return f"{NO_SUCH_KIND}{kind}"
+    return ""

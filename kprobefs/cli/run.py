@@ -109,8 +109,8 @@ def _print_hints(options: MountOptions, ended: EndedCommand, past: Past) -> None
     """Print hints for the user on standard error.
 
     If the kernel has panicked, the only hint is the reason. Otherwise, the hints explain why no probe was
-    hit, why no hit was recorded, why durations are those of the virtual clock, or why the kernel refused the
-    last definition. `past`: the history of the mount's events.
+    hit, why no hit was recorded, why a histogram is empty, why durations are those of the virtual clock, or
+    what the kernel refused. `past`: the history of the mount's events.
     """
     from kprobefs.cli.panic_hint import panic_hint
 
@@ -124,22 +124,26 @@ def _print_hints(options: MountOptions, ended: EndedCommand, past: Past) -> None
 
 
 def _hints(options: MountOptions, ended: EndedCommand, past: Past) -> list[str]:
-    """Disarm all probes, and return hints about probes, durations and definitions."""
+    """Disarm all probes, and return hints about refused requests, probes, histograms and durations."""
     from kprobefs.cli.nothing_hint import disarm, nothing_hints, present_events
+    from kprobefs.cli.unmatched_hint import unmatched
 
     directory = ended.directory
+    requests = past
     if past.is_partial:
         past = present_events(directory)
     disarm(directory)
-    hints = list(nothing_hints(ended, past))
+    hints: list[str] = []
     if ended.status:
         from kprobefs.cli.refusal_hint import refusals
 
-        hints += refusals(directory, past.unlogged)
+        hints += refusals(directory, requests)
+    # A command that ends because of a refused request often comes to no probe.
+    hints = hints or [*nothing_hints(ended, past), *unmatched(directory)]
     if options.machine.clock == CLOCKS[0]:
         from kprobefs.cli.duration_hint import virtual_durations
 
-        hints += virtual_durations(directory, past, is_builtin=options.machine.image is None)
+        hints += virtual_durations(directory, past)
     return hints
 
 

@@ -235,9 +235,10 @@ class AttachedProbes:
         The advice says that the kernel has no such kind of events, or names similar symbols, or says how the
         text of the probe was understood.
         """
-        unlogged = self._history.read().unlogged
-        if unlogged is not None and unlogged[0] == probe.definition:
-            return unlogged[1]
+        from kprobefs.cli.refusal_hint import no_such_kind
+
+        if reason := no_such_kind(self._history.read(), probe.definition, self._tracefs):
+            return reason
         symbol = re.split(r"[+%]", probe.place, maxsplit=1)[0]
         return self._nearest(symbol) or f"understood as {escape_for_terminal(probe.understood)}"
 

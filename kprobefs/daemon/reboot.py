@@ -142,7 +142,7 @@ class RebootableKernel:
             ),
             "definitions": StreamFile(0o400, lambda: self._definitions(kernel)),
             "probes": probes_file(kernel.components),
-            "history": HistoryFile(kernel.components, lambda: self.mount.used),
+            "history": HistoryFile(kernel.components, lambda: self.mount.past),
         }
         if self._state is not None:
             further["state"] = SeqFile(0o400, listing(self._state.text))

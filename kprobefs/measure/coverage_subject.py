@@ -161,7 +161,7 @@ def linux_image(source: str) -> Iterator[Subject]:
     for returns in kernel.returns:
         yield Subject(f"Linux {kernel.release}, {returns.value}", "x86_64", kernel.booted(returns))
     if not kernel.returns:
-        yield Subject(f"Linux {kernel.release}", kernel.architecture, kernel)
+        yield Subject(f"Linux {kernel.release}", kernel.architecture, kernel.with_ftrace_sites())
 
 
 def booted_kernel(source: str, cpu: str) -> tuple[LinuxKernel, CpuReport]:

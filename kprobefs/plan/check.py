@@ -47,6 +47,7 @@ WARNINGS = {
     "no-place": "A definition has no place, or a source line as its place.",
     "name-cut": "The event's name is cut at the kernel's limit.",
     "never-returns": "The function of a return probe never returns.",
+    "other-instruction": "The same symbol and offset is another instruction in some of the kernels.",
     "takes-jump": "A probe lies in the instructions that the jump of another probe would replace.",
 }
 """Name of each warning -> its meaning."""
@@ -64,6 +65,8 @@ _PARAMETER = re.compile(r"\$arg([0-9]+)\b")
 """Pattern for a parameter of the function in a fetch argument."""
 _STUB = "__probestub_"
 """Beginning of the name of a function that has a tracepoint's parameters."""
+_OPERAND_ADDRESS = re.compile(r"(?<=[\w.])\+0x[0-9a-f]+|\b0x[0-9a-f]{6,}\b")
+"""Pattern for the part of an instruction's text that differs between builds: an offset or an address."""
 _EXPRESSION = re.compile(
     r"(?:(?P<offset>[+-](?:0x[0-9a-fA-F]+|[0-9]+))\()?"
     r"(?P<base>\$arg[0-9]+|\$stack[0-9]+|\$retval|%[a-z0-9]+)\)?(?::(?P<type>[a-z0-9]+))?"
@@ -102,6 +105,8 @@ class Answer:
     """Value of BreakpointKind, also for an optimized probe; None if there is no breakpoint."""
     address: int = 0
     """The probed address; 0 if there is no probe."""
+    insn: str = ""
+    """The probed instruction as text; "" for a place without offset and address, or without a probe."""
     probe: TraceKprobe | None = None
     """The probe that the line has created; None if it has created none."""
     extended: str | None = None
@@ -237,7 +242,10 @@ def _created(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Answer:
     region = range(0) if replaced is None else range(replaced.addr, replaced.end)
     kind = explained.breakpoint_kind
     shown = None if kind is None else kind.value
-    answer = Answer(line, verdict.outcome.value, explained.reason, found, region, shown, probe.address, probe)
+    answer = Answer(line, verdict.outcome.value, explained.reason, found, region, shown, probe.address)
+    answer.probe = probe
+    if probe.place.offset or probe.place.symbol is None:
+        answer.insn = explained.insn_text
     if explained.extended is not None:
         answer.extended = explained.extended.outcome.value
         answer.extended_reason = explained.extended_reason
@@ -260,6 +268,30 @@ def _find_taken_jumps(answers: Sequence[Answer]) -> None:
         message = f"this probe prevents the jump of the probe of line {answer.line.number}"
         answer.findings.append(Finding("takes-jump", False, answer.reason))
         other.findings.append(Finding("takes-jump", False, message))
+
+
+def warn_of_other_insns(checked: Sequence[tuple[PlannedKernel, Sequence[Answer]]]) -> None:
+    """Add a warning to the answers of several kernels for places that are not the same instruction in them.
+
+    `checked`: each kernel with its answers to the same lines. An offset belongs to one build of a kernel, so
+    that such a probe is elsewhere in the function.
+    """
+    for row in zip(*(answers for _, answers in checked), strict=True):
+        kernels: dict[str, list[str]] = {}
+        shown: dict[str, str] = {}
+        for (kernel, _), answer in zip(checked, row, strict=True):
+            if answer.insn:
+                kind = _OPERAND_ADDRESS.sub("", answer.insn)
+                kernels.setdefault(kind, []).append(kernel.title)
+                shown.setdefault(kind, answer.insn)
+        if len(kernels) < 2:
+            continue
+        texts = (f"{shown[kind]} in {', '.join(dict.fromkeys(kernels[kind]))}" for kind in kernels)
+        message = f"not the same instruction in all kernels: {'; '.join(texts)}"
+        for answer in row:
+            if answer.insn:
+                column = _word_column(answer.line.text, 1)
+                answer.findings.append(Finding("other-instruction", False, message, column))
 
 
 # Warnings

@@ -16,7 +16,7 @@ from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, ex
 from kprobefs.definitions.syntax import SETTING, Line, read_lines
 from kprobefs.measure.verdicts import ProbeOutcome, profile_text
 from kprobefs.mount_options import KPROBES
-from kprobefs.plan.check import PENDING, Answer, Finding, check_lines
+from kprobefs.plan.check import PENDING, Answer, Finding, check_lines, warn_of_other_insns
 from kprobefs.plan.planned_kernel import PlannedKernel, planned_kernel
 from kprobefs.plan.sarif import sarif_log
 
@@ -67,6 +67,7 @@ def run(
         lines = list(read_lines(path, text))
         settings = sum(SETTING.match(line.text) is not None for line in lines)
         answers = tuple((each, _checked(each, lines)) for each in kernels)
+        warn_of_other_insns(answers)
         found.append(CheckedFile(path, text, settings, answers))
     if form == "json":
         print(json.dumps([_as_dict(each) for each in found], indent=1))
@@ -157,16 +158,13 @@ def _text(checked: CheckedFile) -> Iterator[str]:
         yield f"{row[0].line.number:<6}{outcomes}{first}"
         for part in more:
             yield f"{' ' * (6 + len(outcomes))}{part}"
-    for number, (_, answers) in enumerate(checked.answers, 1):
-        for answer in answers:
-            yield from _details(checked.path, answer, number if len(kernels) > 1 else 0)
-    errors = sum(answer.is_error for _, answers in checked.answers for answer in answers)
-    warnings = sum(
-        not finding.is_error for _, answers in checked.answers for _, finding in _findings(answers)
-    )
+    for row in rows:
+        yield from _details(checked.path, row)
+    errors = [finding.is_error for _, answers in checked.answers for _, finding in _findings(answers)]
     yield ""
     skipped = f"; {_counted(checked.settings, 'setting')} not checked" if checked.settings else ""
-    yield f"{_counted(errors, 'error')}, {_counted(warnings, 'warning')}{skipped}"
+    where = f" in {len(kernels)} kernels" if len(kernels) > 1 else ""
+    yield f"{_counted(sum(errors), 'error')}, {_counted(errors.count(False), 'warning')}{where}{skipped}"
 
 
 def _shown(definition: str) -> str:
@@ -180,33 +178,39 @@ def _missing(kernel: PlannedKernel) -> str:
     return "" if kernel.btf else "; it has no BTF, so types are not compared"
 
 
-def _details(path: str, answer: Answer, number: int) -> Iterator[str]:
-    """Yield lines of output with the findings about a line, and the reason why its probe has no jump.
+def _details(path: str, row: Sequence[Answer]) -> Iterator[str]:
+    """Yield lines of output about the answers of all kernels to a line: findings, and reasons for no jump.
 
-    `path`: path of the file. `number`: number of the line in the file, from 1 on.
+    `path`: path of the file. What holds for several kernels is printed once, with their numbers.
     """
-    where = f"{escape_for_terminal(path)}:{answer.line.number}{f' ({number})' if number else ''}"
-    found = [
-        (f"{'error' if each.is_error else 'warning'}: {each.message} [{each.rule}]", each.column)
-        for each in answer.findings
-    ]
+    line = row[0].line
+    kernels: dict[tuple[str, int | None], list[str]] = {}
+    for number, answer in enumerate(row, 1):
+        for told in _messages(answer):
+            kernels.setdefault(told, []).append(str(number))
+    text = escape_for_terminal(line.text)
+    for (message, column), numbers in kernels.items():
+        which = "" if len(row) == 1 else f" ({'all' if len(numbers) == len(row) else ', '.join(numbers)})"
+        shown = escape_for_terminal(f"{path}:{line.number}{which}: {message}")
+        yield ""
+        yield from wrap(shown, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+        if column is not None and text == line.text and len(text) <= _WIDTH - 2:
+            yield f"  {text}"
+            yield f"  {' ' * column}^"
+
+
+def _messages(answer: Answer) -> Iterator[tuple[str, int | None]]:
+    """Yield (message, column or None) of each finding, and of the reason why the probe has no jump."""
+    for each in answer.findings:
+        yield f"{'error' if each.is_error else 'warning'}: {each.message} [{each.rule}]", each.column
     is_told = any(finding.message == answer.reason for finding in answer.findings)
     reason = "" if is_told else f": {answer.reason}"
     if answer.outcome == ProbeOutcome.BREAKPOINT.value:
-        found.append((f"{answer.outcome}, {answer.breakpoint_kind}{reason}", None))
+        yield f"{answer.outcome}, {answer.breakpoint_kind}{reason}", None
     elif answer.outcome == PENDING:
-        found.append((f"{answer.outcome}{reason}", None))
+        yield f"{answer.outcome}{reason}", None
     if answer.extended is not None and answer.outcome == ProbeOutcome.BREAKPOINT.value:
-        found.append((f"extended: {answer.extended}: {answer.extended_reason}", None))
-    for message, column in found:
-        yield ""
-        yield from wrap(
-            escape_for_terminal(f"{where}: {message}"), _WIDTH, subsequent_indent="  ", break_on_hyphens=False
-        )
-        text = escape_for_terminal(answer.line.text)
-        if column is not None and text == answer.line.text and len(text) <= _WIDTH - 2:
-            yield f"  {text}"
-            yield f"  {' ' * column}^"
+        yield f"extended: {answer.extended}: {answer.extended_reason}", None
 
 
 def _counted(number: int, word: str) -> str:

@@ -354,6 +354,14 @@ class Explanation:
         return arguments_at(self.judge.arch, self.entry_values, self.address, parameters, on_entry=on_entry)
 
     @property
+    def insn_text(self) -> str:
+        """The instruction at the explained address, as the listing shows it; "" within an instruction."""
+        starts = [*self.judge.checker.boundaries(self.symbol), self.symbol.address + len(self._code)]
+        end = next((last for first, last in pairwise(starts) if first == self.address), self.address)
+        base = self.symbol.address
+        return self._text(self._code[self.address - base : end - base], self.address)
+
+    @property
     def never_returns(self) -> bool:
         """Whether no path of the function leads to a return, so that a return probe is never hit."""
         return not self.entry_values.returns

@@ -302,7 +302,7 @@ def _planned(
 def _distributed(image: str, profile_name: str | None) -> PlannedKernel:
     from emulated_kernel.guests.linux.table_cache import kernel_from_file
 
-    kernel = kernel_from_file(image)
+    kernel = kernel_from_file(image).with_ftrace_sites()
     cpu_description = "a CPU for which boot writes plain returns" if kernel.returns else "any CPU"
     made = PlannedKernel(
         f"Linux {kernel.release}",

@@ -17,6 +17,7 @@ from kprobefs.cli.main import main
 from kprobefs.cli.nothing_hint import NO_HIT, NO_RECORD
 from kprobefs.common.errors import ExitStatus
 from tests.fuse.harness import REAL_PROGRAM, eventually, needs_fuse
+from tests.image.linux import debian
 
 
 def is_hint(line: str) -> bool:
@@ -208,8 +209,20 @@ def test_a_table_shows_what_failed() -> None:
         "logs: .",
     ]
     assert list(matrix.table(results[:1]))[1:] == ["6.1     passed       1.2"]
-    results = [results[0], matrix.Result(case, 0, 2, Path("log"), "", "durations are virtual")]
-    assert list(matrix.table(results))[2:] == ["6.1     passed       2.0", "on 1 of 2: durations are virtual"]
+    hints = ("durations are virtual", "no hit", "no hit")
+    results = [results[0], *(matrix.Result(case, 0, 2, Path("log"), "", hint) for hint in hints)]
+    assert list(matrix.table(results))[5:] == [
+        "hint of 1 of 4 kernels (6.1): durations are virtual",
+        "hint of 2 of 4 kernels (6.1, 6.1): no hit",
+    ]
+
+
+def test_a_renamed_package_is_named_with_its_release(tmp_path: Path) -> None:
+    package = debian.package("linux-image-cloud-amd64")
+    (tmp_path / "mine.deb").symlink_to(package)
+    (found,) = matrix.cases([str(tmp_path / "mine.deb")], [], [], [], None)
+    release = package.name.split("_")[0].removeprefix("linux-image-")
+    assert found.name == f"mine.deb ({release})"
 
 
 @pytest.mark.parametrize(

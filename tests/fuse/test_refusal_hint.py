@@ -1,4 +1,4 @@
-"""The hint at the end of a failed `run`: the definition that the kernel refused."""
+"""The hints at the end of a failed `run`: the requests that the kernel refused."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import pytest
 
 from kprobefs.cli.refusal_hint import HINT_LINE
 from tests.fuse.harness import REAL_PROGRAM, kprobefs, needs_fuse
+from tests.image.linux.debian import package
 
-UNLOGGED = 'tracing/error_log has no entry for "f:reads vfs_read"; this kernel has no events of kind f'
+UNLOGGED = 'tracing/dynamic_events has refused "f:reads vfs_read": this kernel has no events of kind f'
 LOGGED = (
-    'tracing/error_log ends with "trace_kprobe: error: Invalid register name" for "p:oops vfs_read %nosuch"'
+    'tracing/error_log ends with "trace_kprobe: error: Invalid register name" for '
+    '"p:oops vfs_read a=%nosuch", at "%nosuch"'
 )
+MISSING = "this kernel has no file tracing/nosuch, and no command can create it"
 
 
 @needs_fuse
@@ -19,8 +22,8 @@ LOGGED = (
     ("lines", "options", "hint"),
     [
         (("f:reads vfs_read",), (), UNLOGGED),
-        (("p:oops vfs_read %nosuch", "f:reads vfs_read"), (), UNLOGGED),
-        (("f:reads vfs_read", "p:oops vfs_read %nosuch"), (), LOGGED),
+        (("p:oops vfs_read a=%nosuch", "f:reads vfs_read"), (), UNLOGGED),
+        (("f:reads vfs_read", "p:oops vfs_read a=%nosuch"), (), LOGGED),
         (("f:reads vfs_read",), ("--profile", "linux-6.12"), None),
     ],
 )
@@ -32,3 +35,34 @@ def test_the_last_refused_definition(
     done = kprobefs("run", *options, "--", "sh", "-c", f"{script}exit 1", program=REAL_PROGRAM)
     hints = [found[1] for line in done.stderr.splitlines() if (found := HINT_LINE.fullmatch(line))]
     assert hints == ([] if hint is None else [hint])
+
+
+def hints_of(script: str, *options: str) -> list[str]:
+    """Run a script in the tracefs of a mount, and return the hints on standard error."""
+    script = f'cd "$KPROBEFS/tracing"\n{script}\nexit 3'
+    done = kprobefs("run", *options, "--", "sh", "-c", script, program=REAL_PROGRAM)
+    return [line for line in done.stderr.splitlines() if line.startswith("kprobefs: ")]
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize("kprobes", ["kprobefs", "kernel"])
+def test_a_distributions_kernel(kprobes: str) -> None:
+    """The hints about the kernel's own answers are those of kprobefs's."""
+    options = ("--image", str(package("linux-image-cloud-amd64")), "--kprobes", kprobes)
+    kind, word, missing = (f"kprobefs: {hint}" for hint in (UNLOGGED, LOGGED, MISSING))
+    assert hints_of("echo 'f:reads vfs_read' >> dynamic_events", *options) == [kind]
+    assert hints_of("echo 'p:oops vfs_read a=%nosuch' >> dynamic_events", *options) == [word]
+    assert hints_of("echo x > nosuch", *options) == [missing]
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_only_what_the_kernel_refused_is_named() -> None:
+    """A probe without a hit is a consequence, and files in scratch/ are the command's own business."""
+    enabled = "echo 'p:sent tcp_sendmsg' > kprobe_events; echo 1 > events/kprobes/sent/enable"
+    assert hints_of(f"{enabled}; echo 'f:reads vfs_read' >> dynamic_events") == [f"kprobefs: {UNLOGGED}"]
+    (hint,) = hints_of(f"{enabled}; echo x > ../scratch/nosuch/file")
+    assert hint.startswith("kprobefs: no hit of sent: the command ended with status 3")
+    (hint,) = hints_of("echo 7 > tracing_on; echo nosuch > trace_clock")
+    assert hint.startswith('kprobefs: tracing/trace_clock has refused "nosuch": ')

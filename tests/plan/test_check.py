@@ -237,10 +237,10 @@ def test_a_return_probe_that_is_never_hit(function: str) -> None:
 # A kernel with types
 
 
-def kernel_with_types(tmp_path: Path) -> str:
-    """A made kernel: int f(int number, unsigned long size, struct pair *pair)."""
+def kernel_with_types(tmp_path: Path, body: bytes = BODY) -> str:
+    """A made kernel: int f(int number, unsigned long size, struct pair *pair), which consists of `body`."""
     source = made.Kernel()
-    at = source.function("f", CALL_FENTRY + BODY + b"\xc3")
+    at = source.function("f", CALL_FENTRY + body + b"\xc3")
     source.function("a_function_whose_name_is_too_long_for_an_event_of_its_own_name_1", BODY + b"\xc3")
     source.function("split.isra.0", CALL_FENTRY + BODY + b"\xc3")
     for _ in range(2):
@@ -365,7 +365,7 @@ def test_several_kernels_have_a_column_each(
     file.write_text("# comment\np:x f\np:y vfs_read\nkprobes/enabled = 0\n")
     assert main(["check", str(file), "--image", typed, "--image", typed]) == 1
     text = capsys.readouterr().out
-    assert text.splitlines()[-1] == "2 errors, 0 warnings; 1 setting not checked"
+    assert text.splitlines()[-1] == "2 errors, 0 warnings in 2 kernels; 1 setting not checked"
     rows = [line.split()[:4] for line in text.splitlines() if line[:1].isdigit() and "p:" in line]
     assert rows == [["2", "ftrace", "ftrace", "p:x"], ["3", "ENOENT", "ENOENT", "p:y"]]
     assert max(map(len, text.splitlines())) <= 80
@@ -374,6 +374,36 @@ def test_several_kernels_have_a_column_each(
     (result,) = log["runs"][0]["results"]
     region = result["locations"][0]["physicalLocation"]["region"]
     assert (region, result["ruleId"]) == ({"startLine": 3, "startColumn": 5}, "BAD_PROBE_ADDR")
+
+
+def test_a_place_that_is_another_instruction_in_one_of_the_kernels(
+    typed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other").mkdir()
+    # mov %rdi,%rbx; push %rbx: this kernel has another instruction at +5, and one at +8.
+    other = kernel_with_types(tmp_path / "other", BODY[1:4] + BODY[:1] + BODY[4:])
+    file = tmp_path / "x.probes"
+    file.write_text("p f+5\np f+8\np f+12\np f\nr f\n")
+    images = ["--image", typed, "--image", other, "--image", typed]
+    assert main(["check", str(file), *images, "--json"]) == 1
+    kernels = json.loads(capsys.readouterr().out)[0]["kernels"]
+    found = [
+        (line["line"], finding["message"])
+        for kernel in kernels
+        for line in kernel["lines"]
+        for finding in line["findings"]
+        if finding["rule"] == "other-instruction"
+    ]
+    assert len(found) == len(kernels)
+    ((number, message),) = set(found)
+    assert number == 1
+    assert message.index("pushq %rbx") < message.index("movq %rdi, %rbx")
+    assert main(["check", str(file), "--image", typed, "--image", typed]) == 1
+    assert "other-instruction" not in capsys.readouterr().out
+    assert main(["check", str(file), *images]) == 1
+    text = capsys.readouterr().out
+    assert text.count("[other-instruction]") == 1
+    assert len(re.findall(r":2\s+\(1,\s+3\):\s+error:\s+EILSEQ:", text)) == text.count("EILSEQ:") == 1
 
 
 def test_the_kernels_own_kprobes_leave_no_choice(

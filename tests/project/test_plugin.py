@@ -156,6 +156,13 @@ import pytest
 def test_refused(tracefs, line):
     (tracefs / "dynamic_events").write_text(f"{line}\\n")
 
+@pytest.fixture
+def prepared(tracefs):
+    (tracefs / "nosuch").write_text("1")
+
+def test_missing(prepared):
+    pass
+
 def test_accepted(tracefs):
     (tracefs / "dynamic_events").write_text("p:a vfs_read\\n")
     assert False
@@ -168,9 +175,10 @@ def test_the_report_has_the_refused_definition(tmp_path: Path) -> None:
     """The error of the write has only an errno."""
     (tmp_path / "test_it.py").write_text(REFUSED)
     result = run_pytest(tmp_path)
-    assert result.stdout.count("- kprobefs -") == 2, result.stdout
+    assert result.stdout.count("- kprobefs -") == 3, result.stdout
     assert 'Invalid probed address or symbol" for "p:a nosuch"' in result.stdout
-    assert 'no entry for "f:a vfs_read"; this kernel has no events of kind f' in result.stdout
+    assert 'dynamic_events has refused "f:a vfs_read": this kernel has no events of kind f' in result.stdout
+    assert "this kernel has no file tracing/nosuch" in result.stdout
 
 
 KERNELS = """\

@@ -42,6 +42,8 @@ class WorkloadKind(Enum):
     """Send a message through a new pipe."""
     TCP = "tcp"
     """Open a connection over the loopback device and send a message each way."""
+    LOSS = "loss"
+    """As TCP, but the first copies of one message are lost, so that it is retransmitted."""
     UDP = "udp"
     """Send a message from a socket to the same socket, over the loopback device."""
     TIMERS = "timers"

@@ -91,6 +91,7 @@ _GENERIC_SYSCALLS = {
     "utimensat": 88, "exit_group": 94, "nanosleep": 101, "delete_module": 106,
     "syslog": 116, "kill": 129,
     "rt_sigaction": 134, "umask": 166, "socket": 198, "bind": 200, "listen": 201, "connect": 203,
+    "setsockopt": 208,
     "clone": 220, "execve": 221, "madvise": 233, "accept4": 242, "finit_module": 273, "renameat": 276,
 }  # fmt: skip
 # Mirrors: include/uapi/asm-generic/stat.h:struct stat (v6.12).
@@ -125,12 +126,12 @@ X86_64 = GuestAbi(
     syscalls=MappingProxyType({
         "read": 0, "write": 1, "close": 3, "poll": 7, "rt_sigaction": 13, "ioctl": 16, "pread64": 17,
         "pwrite64": 18, "madvise": 28, "dup2": 33, "nanosleep": 35, "socket": 41, "connect": 42, "bind": 49,
-        "listen": 50, "clone": 56, "execve": 59, "kill": 62, "fcntl": 72, "truncate": 76, "ftruncate": 77,
-        "umask": 95, "syslog": 103, "mknod": 133, "statfs": 137, "mount": 165, "umount2": 166,
-        "delete_module": 176, "getdents64": 217, "exit_group": 231, "openat": 257, "mkdirat": 258,
-        "mknodat": 259, "fchownat": 260, "newfstatat": 262, "unlinkat": 263, "renameat": 264, "linkat": 265,
-        "symlinkat": 266, "readlinkat": 267, "fchmodat": 268, "utimensat": 280, "accept4": 288, "pipe2": 293,
-        "finit_module": 313,
+        "listen": 50, "setsockopt": 54, "clone": 56, "execve": 59, "kill": 62, "fcntl": 72, "truncate": 76,
+        "ftruncate": 77, "umask": 95, "syslog": 103, "mknod": 133, "statfs": 137, "mount": 165,
+        "umount2": 166, "delete_module": 176, "getdents64": 217, "exit_group": 231, "openat": 257,
+        "mkdirat": 258, "mknodat": 259, "fchownat": 260, "newfstatat": 262, "unlinkat": 263, "renameat": 264,
+        "linkat": 265, "symlinkat": 266, "readlinkat": 267, "fchmodat": 268, "utimensat": 280, "accept4": 288,
+        "pipe2": 293, "finit_module": 313,
     }),
     o_directory=_O_DIRECTORY,
     # Mirrors: arch/x86/include/uapi/asm/stat.h:struct stat (v6.1).

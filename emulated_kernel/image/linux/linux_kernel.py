@@ -51,6 +51,11 @@ _SAMPLE = 64
 """Number of fentry sites that are examined to find out whether there are nops before functions."""
 _BTI_C = 0xD503245F
 _ARM64_SIZE = 4
+_ARM64_NOP = bytes.fromhex("1f2003d5")
+_MOV_X9_LR = bytes.fromhex("e9031eaa")
+_RISCV_C_NOP = bytes.fromhex("0100")
+_RISCV_NOP = bytes.fromhex("13000000")
+_AUIPC_T0 = 0x297
 _SECOND_HALF = 0x20
 """Bit of an address that is set in the second half of a 64-byte cache line."""
 
@@ -393,6 +398,35 @@ class LinuxKernel:
         # A copy of the memory would take most of the time of an explanation.
         if text != self.read(start, len(text)):
             copied.vmlinux = self.vmlinux.with_bytes(start, text)
+        return copied
+
+    def with_ftrace_sites(self) -> Self:
+        """Return a copy of this arm64 or riscv64 kernel, with its fentry sites as ftrace writes them at boot.
+
+        The compiler has made nops there. Other kernels are returned unchanged. x86: see
+        ProbeChecker.unpatched_code().
+        Mirrors: arch/arm64/kernel/ftrace.c:ftrace_init_nop (v6.12)
+        Mirrors: arch/riscv/kernel/ftrace.c:ftrace_init_nop (v6.12, v6.16)
+        """
+        if self.architecture == "x86_64" or not self.mcount:
+            return self
+        start, end = self.text
+        text = bytearray(self.read(start, end - start))
+        caller = self._address("ftrace_caller")
+        is_adjusted = self._address("ftrace_call_adjust")
+        for site in self.mcount:
+            at = site - start
+            if self.architecture == ARM64:
+                # The fentry site is the second nop.
+                if 4 <= at < len(text) and text[at - 4 : at + 4] == 2 * _ARM64_NOP:
+                    text[at - 4 : at] = _MOV_X9_LR
+            elif 0 <= at <= len(text) - 8 and text[at : at + 8] in (4 * _RISCV_C_NOP, 2 * _RISCV_NOP):
+                first = _RISCV_NOP
+                if is_adjusted and caller:
+                    first = (_AUIPC_T0 | (caller - site + 0x800) & 0xFFFFF000).to_bytes(4, "little")
+                text[at : at + 8] = first + _RISCV_NOP
+        copied = copy(self)
+        copied.vmlinux = self.vmlinux.with_bytes(start, bytes(text))
         return copied
 
     def with_symbols(self, kallsyms: Kallsyms, /) -> Self:

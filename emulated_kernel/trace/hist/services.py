@@ -45,8 +45,8 @@ class RemovedHists:
     def __init__(self) -> None:
         self.reads_clock = False
         """Whether a removed trigger of an event other than a synthetic one has read common_timestamp."""
-        self.synthetic: dict[str, tuple[int, int]] = {}
-        """Name of a synthetic event -> hits of the largest entry of a removed histogram, and all its hits.
+        self.synthetic: dict[str, int] = {}
+        """Name of a synthetic event -> hits of a removed histogram.
 
         There is one histogram for each event, that with the most hits.
         """
@@ -58,9 +58,9 @@ class RemovedHists:
             self.reads_clock = self.reads_clock or data.uses_time
             return
         hits = data.map.hits
-        if hits > self.synthetic.get(event.name, (0, 0))[1]:
+        if hits > self.synthetic.get(event.name, 0):
             self.synthetic.pop(event.name, None)
-            self.synthetic[event.name] = data.map.most_hits, hits
+            self.synthetic[event.name] = hits
             if len(self.synthetic) > MAX_REMOVED:
                 del self.synthetic[next(iter(self.synthetic))]
 

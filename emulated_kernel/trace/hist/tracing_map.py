@@ -120,11 +120,6 @@ class TracingMap:
         """
         return self._elements.get(key[: self.key_size].ljust(self.key_size, b"\0"))
 
-    @property
-    def most_hits(self) -> int:
-        """The hit count of the element with the most hits, or 0. The first sum of an element is its count."""
-        return max((element.sums[0] for element in self._elements.values()), default=0)
-
     def clear(self) -> None:
         """Remove all elements, and set all counts to 0."""
         self._elements.clear()

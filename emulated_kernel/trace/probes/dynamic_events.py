@@ -186,7 +186,8 @@ class EventKind(ABC, Generic[D]):
             release_matching(command, self._listed, self._own)
         elif not self.create(command):
             reason = "no definition of this file's kind of event; dynamic_events takes all kinds"
-            raise self.error_log.refuse_unlogged(command, reason)
+            # Linux logs no entry in error_log.
+            raise KernelError(errno.EINVAL, reason)
 
     def records(self, start: int = 0) -> Iterator[str]:
         """Return the lines of the kind's file, from line `start` on."""
@@ -228,7 +229,6 @@ class DynamicEvents:
     def __init__(self, commands: EventCommands, *kinds: EventKind[Any]) -> None:
         """Create the file. A command that creates an event is offered to `kinds` in the given order."""
         self._printk = commands.printk
-        self._error_log = commands.error_log
         self._events = commands.listed
         self._kinds = kinds
 
@@ -270,7 +270,8 @@ class DynamicEvents:
         elif not any(kind.create(command) for kind in self._kinds):
             kind = _KIND.match(command)
             reason = f"this kernel has no events of kind {kind[1]}" if kind else "it is no definition"
-            raise self._error_log.refuse_unlogged(command, reason)
+            # Linux logs no entry in error_log.
+            raise KernelError(errno.EINVAL, reason)
 
 
 def release_matching(command: str, listed: DynEventList, own: Container[DynEvent] | None = None) -> None:

@@ -54,13 +54,6 @@ class ErrorLog:
         self._clock = clock
         self._texts = texts
         self._entries: deque[str] = deque(maxlen=TRACING_LOG_ERRS_MAX)
-        self.unlogged: tuple[str, str] | None = None
-        """The last refused command and the reason, if the log has no entry for it, as in Linux; else None."""
-
-    def refuse_unlogged(self, command: str, reason: str) -> KernelError:
-        """Return the error EINVAL of a command for which Linux logs nothing, and remember the command."""
-        self.unlogged = (to_text(command), reason)
-        return KernelError(errno.EINVAL, f"command: {reason}")
 
     def text_of(self, error: CommandError) -> str:
         """Return this kernel's text for an error."""
@@ -76,7 +69,6 @@ class ErrorLog:
         head = f"[{seconds:5}.{rest // 1000:06}] {location}: error: {self.text_of(error)}\n"
         caret = f"{' ' * (len(_PREFIX) + (column & _POSITION_MASK))}^\n"
         self._entries.append(f"{head}{_PREFIX}{to_text(command)}\n{caret}")
-        self.unlogged = None
 
     def records(self) -> list[str]:
         """Return the text of each error, the oldest first."""

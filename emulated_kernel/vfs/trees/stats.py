@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import ClassVar
 
@@ -28,6 +28,7 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.kstrtox import kstrtoul, switch
 from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Node, Objects, Owner
 from emulated_kernel.vfs.core.open_file import File
+from emulated_kernel.vfs.core.past_requests import PastRequests
 from emulated_kernel.vfs.core.seq_file import PerClientFile, Records, SeqFile, StreamFile, listing_of, single
 
 _DIRECTORY = 0o755
@@ -127,8 +128,8 @@ class HistoryFile(StreamFile):
     is_unseen: ClassVar[bool] = True
     __slots__ = ()
 
-    def __init__(self, kernel: KernelComponents, used: Callable[[], Iterable[str]] = tuple) -> None:
-        """Describe the file for `kernel`. `used`: returns the mount's prefixes that had requests."""
+    def __init__(self, kernel: KernelComponents, past: Callable[[], PastRequests] = PastRequests) -> None:
+        """Describe the file for `kernel`. `past`: returns what the mount remembers of its requests."""
 
         def lines() -> Iterator[str]:
             tracing = kernel.tracing
@@ -139,8 +140,9 @@ class HistoryFile(StreamFile):
                 "forgotten_hits": history.forgotten_hits,
                 "reads_clock": removed.reads_clock,
                 "removed_hists": removed.synthetic,
-                "used": sorted(used()),
-                "unlogged": tracing.arrays.top.errors.unlogged,
+                "used": sorted(past().used),
+                "missing": past().missing,
+                "refused": past().refused,
             }
             yield f"{json.dumps(first)}\n"
             yield from (f"{json.dumps(event)}\n" for event in history.events())

@@ -28,6 +28,8 @@ from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux.probing import chosen, differing, probed, ram, workload
 
 CLIENT = Client(5001, 0, 0)
+FRACTION = 30
+"""One of so many fentry sites is compared."""
 
 
 def read(mount: Mount, client: Client, path: str) -> bytes:
@@ -82,6 +84,23 @@ class KernelTests:
             tasks.exit(client)
             assert not client.alive
         assert self.compiler in calls.read_all("/proc/version")
+
+    def test_fentry_sites_as_ftrace_writes_them_at_boot(self, tasks: LinuxTasks, kernel: LinuxKernel) -> None:
+        """Explanations of probes need no boot."""
+        memory = tasks.machine.memory
+        root = memory.kernel_root(tasks.root)
+        written = kernel.with_ftrace_sites()
+        # The fentry site is the second instruction on arm64, and the first one on riscv64.
+        before = 4 if kernel.architecture == "arm64" else 0
+        sites = [
+            site - before
+            for site in kernel.mcount
+            if any(start <= site < end for start, end in kernel.text_ranges)
+        ]
+        chosen_sites = sites[::FRACTION]
+        assert len(chosen_sites) > 1000
+        for site in chosen_sites:
+            assert memory.read(root, site, 8) == written.read(site, 8) != kernel.read(site, 8), hex(site)
 
     def test_the_memory_of_ended_tasks_is_freed(self, tasks: LinuxTasks) -> None:
         """Time passes for the kernel, so that RCU frees what many short processes leave."""

@@ -194,7 +194,8 @@ def test_instances_and_directories(shell: Files) -> None:
         mount.getattr("/tracing/instances/mine")
     top = {entry.name for entry in mount.readdir("/")}
     assert top >= {"kprobes", "tracing", "scratch", "machine", "kprobe_events", "kprobe_profile"}
-    files = {"cpu", "dmesg", "gdb", "kallsyms", "limits", "load", "meminfo", "modules", "version", "vmcore"}
+    files = {"cpu", "dmesg", "gdb", "history", "limits", "load", "vmcore"}
+    files |= {"kallsyms", "meminfo", "modules", "version"}
     assert {entry.name for entry in mount.readdir("/machine")} == {".", "..", *files}
 
 

@@ -20,6 +20,7 @@ PER_ROUND = {
     WorkloadKind.FILES: ("vfs_unlink", 1),
     WorkloadKind.PIPE: ("create_pipe_files", 1),
     WorkloadKind.TCP: ("tcp_sendmsg", 2),
+    WorkloadKind.LOSS: ("tcp_sendmsg", 2),
     WorkloadKind.UDP: ("udp_sendmsg", 1),
     WorkloadKind.TIMERS: ("hrtimer_nanosleep", 1),
 }
@@ -59,6 +60,24 @@ def test_each_kind_is_seen(probed: tuple[LinuxEngine, ExecObserver], kind: Workl
     assert comms == [f"load/{kind.value}"] * (ROUNDS * calls)
     assert set(tasks.table.by_address) == before
     assert not [entry.name for entry in syscalls.listdir(TMPFS) if entry.name.startswith(".load")]
+
+
+@pytest.mark.parametrize("kind", [WorkloadKind.TCP, WorkloadKind.LOSS])
+def test_only_lost_packets_are_retransmitted(
+    probed: tuple[LinuxEngine, ExecObserver], kind: WorkloadKind
+) -> None:
+    found, executions = probed
+    hits: list[int] = []
+    load = LinuxWorkload(found.tasks, LinuxSyscalls(found.tasks), executions.execute, kind, PID)
+    probe = Kprobe(symbol_name="tcp_retransmit_skb", pre_handler=lambda _probe, regs: hits.append(regs.ip))
+    found.kprobes.register_kprobe(probe)
+    try:
+        for number in range(1, ROUNDS + 1):
+            load.round()
+            assert (len(hits) >= number) == (kind is WorkloadKind.LOSS)
+    finally:
+        found.kprobes.unregister_kprobe(probe)
+        load.end()
 
 
 def test_a_killed_task_is_replaced(probed: tuple[LinuxEngine, ExecObserver]) -> None:

@@ -31,7 +31,18 @@ _DATAGRAM = 2
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP = 1
 _LOOPBACK = 0x7F000001
-_PORTS = {_STREAM: 7000, _DATAGRAM: 7001}
+_PORTS = {WorkloadKind.TCP: 7000, WorkloadKind.UDP: 7001, WorkloadKind.LOSS: 7002}
+_SOL_SOCKET = 1
+_SO_ATTACH_FILTER = 26
+_SO_DETACH_FILTER = 27
+_DROP_ALL = struct.pack("<HBBI", 0x06, 0, 0, 0)
+"""A socket filter that keeps 0 bytes of each packet: BPF_RET | BPF_K."""
+_LOSS_NS = 500_000_000
+"""Nanoseconds for which packets are lost.
+
+This is longer than the time until the second retransmission. The first one may be that of the tail loss
+probe, which does not call tcp_retransmit_skb(). Mirrors: net/ipv4/tcp_output.c:tcp_send_loss_probe (v6.1).
+"""
 
 
 class LinuxWorkload:
@@ -64,6 +75,7 @@ class LinuxWorkload:
             WorkloadKind.FILES: self._files,
             WorkloadKind.PIPE: self._pipe,
             WorkloadKind.TCP: self._tcp,
+            WorkloadKind.LOSS: self._tcp,
             WorkloadKind.UDP: self._udp,
             WorkloadKind.TIMERS: self._sleep,
         }[kind]
@@ -133,10 +145,13 @@ class LinuxWorkload:
             self._socket = listener
         opened = [self._call(task, "socket", _AF_INET, _STREAM, 0)]
         try:
-            self._call(task, "connect", opened[0], BUFFER, self._put_address(task, _STREAM))
+            self._call(task, "connect", opened[0], BUFFER, self._put_address(task))
             opened.append(self._call(task, "accept4", self._socket, 0, 0, 0))
             client, served = opened
-            self._send(task, client, served, b"?" * MESSAGE_SIZE)
+            if self._kind is WorkloadKind.LOSS:
+                self._lose(task, client, served, b"?" * MESSAGE_SIZE)
+            else:
+                self._send(task, client, served, b"?" * MESSAGE_SIZE)
             self._send(task, served, client, b"!" * MESSAGE_SIZE)
         finally:
             for fd in opened:
@@ -145,11 +160,26 @@ class LinuxWorkload:
     def _udp(self, task: LinuxTask) -> None:
         if self._socket < 0:
             self._socket = self._bound(task, _DATAGRAM)
-            self._call(task, "connect", self._socket, BUFFER, self._put_address(task, _DATAGRAM))
+            self._call(task, "connect", self._socket, BUFFER, self._put_address(task))
         self._send(task, self._socket, self._socket, b"u" * MESSAGE_SIZE)
 
+    def _lose(self, task: LinuxTask, sink: int, source: int, message: bytes) -> None:
+        """Send a message from socket `sink` to `source`, whose filter drops the first copies of it."""
+        # struct sock_fprog: the number of instructions and their address.
+        program = struct.pack("<HxxxxxxQ", 1, BUFFER + 16) + _DROP_ALL
+        self._tasks.copy_to_user(task, BUFFER, program)
+        self._call(task, "setsockopt", source, _SOL_SOCKET, _SO_ATTACH_FILTER, BUFFER, 16)
+        self._sys.write(task, sink, message, None)
+        self._nanosleep(task, _LOSS_NS)
+        self._tasks.copy_to_user(task, BUFFER, bytes(4))
+        self._call(task, "setsockopt", source, _SOL_SOCKET, _SO_DETACH_FILTER, BUFFER, 4)
+        _expect(self._read(task, source, len(message), None), message)
+
     def _sleep(self, task: LinuxTask) -> None:
-        self._tasks.copy_to_user(task, BUFFER, struct.pack("<2q", 0, SLEEP_NS))
+        self._nanosleep(task, SLEEP_NS)
+
+    def _nanosleep(self, task: LinuxTask, nanoseconds: int) -> None:
+        self._tasks.copy_to_user(task, BUFFER, struct.pack("<2q", 0, nanoseconds))
         self._call(task, "nanosleep", BUFFER, 0)
 
     def _bound(self, task: LinuxTask, kind: int) -> int:
@@ -161,18 +191,18 @@ class LinuxWorkload:
         try:
             self._tasks.copy_to_user(task, BUFFER, struct.pack("<16sH22x", b"lo", _IFF_UP))
             self._call(task, "ioctl", fd, _SIOCSIFFLAGS, BUFFER)
-            self._call(task, "bind", fd, BUFFER, self._put_address(task, kind))
+            self._call(task, "bind", fd, BUFFER, self._put_address(task))
         except (KernelError, Blocked):
             self._sys.close(task, fd)
             raise
         return fd
 
-    def _put_address(self, task: LinuxTask, kind: int) -> int:
+    def _put_address(self, task: LinuxTask) -> int:
         """Write the loopback address to the task's buffer, and return the size of the struct sockaddr_in.
 
-        `kind`: type of the socket, which decides about the port.
+        The port is that of this kind of workload.
         """
-        address = struct.pack("<H", _AF_INET) + struct.pack(">HI8x", _PORTS[kind], _LOOPBACK)
+        address = struct.pack("<H", _AF_INET) + struct.pack(">HI8x", _PORTS[self._kind], _LOOPBACK)
         self._tasks.copy_to_user(task, BUFFER, address)
         return len(address)
 

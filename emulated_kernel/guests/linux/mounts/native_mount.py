@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import select
 import stat
@@ -22,6 +23,7 @@ from emulated_kernel.guests.linux.mounts.guest_paths import (
     DMESG,
     FORWARDED,
     GDB,
+    HISTORY,
     LASTING,
     LIMITS,
     LINKED,
@@ -41,9 +43,12 @@ from emulated_kernel.util.limits import Limits
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 from emulated_kernel.vfs.core.kstrtox import ascii_lines
 from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.core.past_requests import PastRequests
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem
 from emulated_kernel.vfs.mount import Mount
 
+_PRIVATE = (GDB, HISTORY)
+"""Paths of files of machine/ that only root and the owner can read."""
 _HOST_INO = 1 << 40
 """First inode number of files that only the host has."""
 
@@ -118,6 +123,22 @@ class _TextFile(FileDescription):
         """Do nothing: the file is read-only."""
 
 
+class _HistoryFile(FileDescription):
+    """An open file of machine/history, whose content is that at the time of each read."""
+
+    __slots__ = ()
+
+    fs: MachineFs
+
+    def read(self, client: Client, size: int, offset: int) -> bytes:
+        """Read from the history, even if the guest has died; see FileDescription. Lock: leaves."""
+        del client
+        return self.fs.history()[offset : offset + size]
+
+    def fsync(self, client: Client) -> None:
+        """Do nothing: the file is read-only."""
+
+
 class _LoadFile(FileDescription):
     """An open file of machine/load that takes commands."""
 
@@ -169,7 +190,7 @@ class _CoreFile(FileDescription):
 
 
 class MachineFs(FileSystem):
-    """File system of the directory machine/: dmesg, cpu, limits, load (starts workloads), gdb and vmcore.
+    """File system of machine/: cpu, dmesg, gdb, history, limits, load (starts workloads) and vmcore.
 
     The directory also has files of the guest's /proc. Another file system shows these files; see
     guest_paths.FORWARDED.
@@ -177,14 +198,17 @@ class MachineFs(FileSystem):
 
     guest: LinuxGuest
 
-    def __init__(self, guest: LinuxGuest, limits: Limits) -> None:
+    def __init__(self, guest: LinuxGuest, limits: Limits, past: Callable[[], PastRequests]) -> None:
+        """Create the file system. `past`: returns what the mount remembers of its requests."""
         super().__init__(guest.lock)
         self.guest = guest
+        self.past = past
         self._texts: dict[str, Callable[[], bytes]] = {
             DMESG: self._log,
             CPU: lambda: cpu_text(guest.tasks).encode(),
             LIMITS: lambda: "".join(limits.open_file_lines()).encode(),
             LOAD: lambda: "".join(guest.loads.text()).encode(),
+            HISTORY: self.history,
         }
         """Path of a file -> function that returns its text."""
         self._core = NativeCore(guest.tasks)
@@ -192,6 +216,12 @@ class MachineFs(FileSystem):
         self._texts[GDB] = lambda: show_socket().encode()
         self.open_cores = 0
         """Number of open files of machine/vmcore."""
+
+    def history(self) -> bytes:
+        """Return the content of machine/history: the refused requests. The guest keeps the events itself."""
+        past = self.past()
+        first = {"is_partial": True, "missing": past.missing, "refused": past.refused}
+        return f"{json.dumps(first)}\n".encode()
 
     def _log(self) -> bytes:
         with self.guest.running:
@@ -206,7 +236,7 @@ class MachineFs(FileSystem):
         if path == VMCORE:
             core = RAM_OFFSET + len(self._core.ram)
             return Stat(self._number(path), stat.S_IFREG | 0o400, 1, owner.uid, owner.gid, size=core)
-        mode = {LOAD: 0o644, GDB: 0o400}.get(path, 0o444)
+        mode = {LOAD: 0o644}.get(path, 0o400 if path in _PRIVATE else 0o444)
         return Stat(self._number(path), stat.S_IFREG | mode, 1, owner.uid, owner.gid)
 
     def _number(self, path: str) -> int:
@@ -239,16 +269,22 @@ class MachineFs(FileSystem):
     def open(self, client: Client, path: str, flags: int) -> FileDescription:
         """Open a file; see FileSystem.
 
-        Only `load` can be opened for writing, with O_WRONLY. Only root and the owner can open `gdb` and
-        `vmcore`, or open `load` for writing.
+        Only `load` can be opened for writing, with O_WRONLY. Only root and the owner can open `gdb`,
+        `history` and `vmcore`, or open `load` for writing.
         Raises: KernelError EACCES (any other open), ENOENT, and for `vmcore` the errors of _open_core().
         """
         self.getattr(path)
         file: FileDescription
         if path == VMCORE:
             file = self._open_core(client, flags)
-        elif flags & os.O_ACCMODE == os.O_RDONLY and (path != GDB or self.guest.owner.is_privileged(client)):
-            file = _TextFile(self, path, flags, self._texts[path]())
+        elif flags & os.O_ACCMODE == os.O_RDONLY and (
+            path not in _PRIVATE or self.guest.owner.is_privileged(client)
+        ):
+            file = (
+                _HistoryFile(self, path, flags)
+                if path == HISTORY
+                else _TextFile(self, path, flags, self._texts[path]())
+            )
         elif path == LOAD and flags & os.O_ACCMODE == os.O_WRONLY and self.guest.owner.is_privileged(client):
             file = _LoadFile(self, path, flags)
         else:
@@ -302,6 +338,7 @@ def native_mount(
     files = GuestFs(guest, paths)
     table: dict[str, FileSystem] = dict.fromkeys(paths, files)
     limits = Limits()
-    table[MACHINE] = MachineFs(guest, limits)
+    table[MACHINE] = MachineFs(guest, limits, lambda: mount.past)
     table[MODULES] = ModulesFs(guest, paths)
-    return Mount(table, limits=limits, lasting=LASTING)
+    mount = Mount(table, limits=limits, lasting=LASTING)
+    return mount

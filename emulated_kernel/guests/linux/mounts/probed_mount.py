@@ -96,7 +96,7 @@ def probed_mount(
         ),
         "modules": HostReadingFile(0o644, partial(_module_lines, guest), partial(_prepare_modules, guest)),
         "meminfo": SeqFile(0o444, single(partial(_meminfo, guest))),
-        "history": HistoryFile(engine.components, lambda: mount.used),
+        "history": HistoryFile(engine.components, lambda: mount.past),
     }
     # Mount points for the guest's own directories.
     further = {name: Directory(mode, {}) for name, mode in _MODES.items()}

@@ -1,0 +1,39 @@
+"""PastRequests: what a mount remembers of its requests, for hints after a command has ended."""
+
+from __future__ import annotations
+
+import errno
+
+from emulated_kernel.util.errors import KernelError
+
+MAX_TEXT = 4096
+"""Maximum number of bytes of a refused write that are kept."""
+_CLIENTS_OWN = ("scratch", "dev")
+"""Directories of the root in which errors are the clients' business."""
+
+
+class PastRequests:
+    """Directories that had requests, and the last requests that the kernel has refused."""
+
+    def __init__(self) -> None:
+        self.used: set[str] = set()
+        """Prefixes of the file systems that had to answer a request at a path."""
+        self.missing: str | None = None
+        """Path of the last file that a client tried to create where clients cannot create files."""
+        self.refused: tuple[str, str, str] | None = None
+        """The last refused write to a control file: path, text and reason."""
+
+    def creation_failed(self, path: str, error: KernelError) -> None:
+        """Record that a file cannot be created."""
+        if error.errno == errno.EACCES and _is_control(path):
+            self.missing = path
+
+    def write_failed(self, path: str, data: bytes, error: KernelError) -> None:
+        """Record that a write to an open file was refused."""
+        if _is_control(path):
+            text = bytes(memoryview(data)[:MAX_TEXT]).decode(errors="replace")
+            self.refused = path, text, str(error.strerror)
+
+
+def _is_control(path: str) -> bool:
+    return path.split("/", 2)[1] not in _CLIENTS_OWN

@@ -1,0 +1,39 @@
+"""The hint at the end of `run` that the histogram of a synthetic event is empty, and why."""
+
+from __future__ import annotations
+
+import pytest
+
+from kprobefs.cli.unmatched_hint import HINT_LINE
+from tests.fuse.harness import REAL_PROGRAM, kprobefs, needs_fuse
+
+MEASURED = """\
+cd "$KPROBEFS/tracing"
+echo 'p:in vfs_read' > kprobe_events
+echo 'r:out vfs_read' >> kprobe_events
+echo 'lat u64 ns' > synthetic_events
+echo 'hist:keys=common_pid:t=common_timestamp' > events/kprobes/in/trigger
+echo 'hist:keys=common_pid:d=common_timestamp-$t:onmatch(kprobes.in).lat($d)' > events/kprobes/out/trigger
+echo 'hist:keys=ns.log2' > events/synthetic/lat/trigger
+head -c 8 ../dev/zero > /dev/null
+"""
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("", "", ""),
+        ("keys=common_pid:d", "keys=common_timestamp:d", "no hit of out found a variable that in had set"),
+        ("p:in vfs_read", "p:in tcp_sendmsg", "in had no hit that sets a variable"),
+        ("r:out vfs_read", "r:out tcp_sendmsg", "out had no hit"),
+    ],
+    ids=["a match", "another key", "no first hit", "no last hit"],
+)
+def test_why_a_histogram_is_empty(old: str, new: str, why: str) -> None:
+    script = MEASURED.replace(old, new) if old else MEASURED
+    done = kprobefs("run", "--", "sh", "-c", script, program=REAL_PROGRAM)
+    hints = [line for line in done.stderr.splitlines() if HINT_LINE.fullmatch(line)]
+    assert len(hints) == bool(why)
+    assert all(f"the histogram of lat is empty: {why}" in hint for hint in hints)
