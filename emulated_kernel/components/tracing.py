@@ -216,6 +216,8 @@ def _build_services(
     args = None
     if InterfaceRule.FUNCTION_ARGS in interface and len(arch.registers.arguments) >= COUNT:
         args = FunctionArgs(kernel.symbols, kernel.types, arch.word_size)
+    current_ctx = ProbeHit(machine.memory, kernel.tasks, kernel.context.trace_ctx, machine.regs)
+    current_ctx.handler_preempt_count = int(InterfaceRule.MARKERS_UNPREEMPTED in interface)
     return TracingServices(
         lock=kprobes.lock,
         cpus=len(machine.per_cpu_bases),
@@ -225,12 +227,13 @@ def _build_services(
         arch=arch,
         tasks=kernel.tasks,
         stack=CallStack(machine.memory, tables, kernel.abi, kernel.symbols, arch, hook_sets, kprobes),
-        current_ctx=ProbeHit(machine.memory, kernel.tasks, kernel.context.trace_ctx, machine.regs),
+        current_ctx=current_ctx,
         memory=records,
         markers=markers,
         cmdlines=cmdlines,
         printk=kernel.log,
         clocks=ClockSource(machine.clock),
+        marker_preempt_count=current_ctx.handler_preempt_count * kernel.context.disabled_once,
         tracer_options=TracerOptions(kernel.other_tracers, has_args=args is not None),
         function_args=args,
         interface=interface,

@@ -315,6 +315,17 @@ class InterfaceRule(LinuxRule):
         "a marker is recorded as long as it is; earlier versions record space for `<faulted>` at least",
         "kernel/trace/trace.c:write_marker_to_buffer, write_raw_marker_to_buffer",
     )
+    MARKERS_UNPREEMPTED = (
+        "7.2",
+        "records of markers have a preemption depth of one",
+        "kernel/trace/trace.c:trace_user_fault_read",
+        "trace_user_fault_read()",
+    )
+    SYNTH_FMT_BLANKS = (
+        "7.2",
+        "blanks separate the fields in the print format of a synthetic event; earlier commas, too",
+        "kernel/trace/trace_events_synth.c:__set_synth_event_print_fmt",
+    )
     NO_MAX_LATENCY = (
         "7.0",
         "`tracing_max_latency` exists only with a tracer of latencies; earlier, always",

@@ -172,6 +172,33 @@ def test_sizes_of_markers(profile: str, longest: int, taken: int, shown: list[in
         assert kernel.trace.write_marker(b"y" * 5000) == text
 
 
+@pytest.mark.parametrize(("profile", "depth"), [("linux-6.1", "."), ("linux-6.12", "."), ("linux-7.2", "1")])
+def test_preemption_depth_of_markers(profile: str, depth: str) -> None:
+    """Also in filters of the markers' triggers."""
+    with Kernel(profile=profile_named(profile)) as kernel:
+        kernel.write_file("tracing/events/ftrace/print/trigger", "traceoff if common_preempt_count == 1")
+        kernel.trace.write_raw_marker(b"\1\0\0\0data")
+        kernel.trace.write_marker(b"hello")
+        lines = kernel.read_file("tracing/trace").splitlines()
+        shown = [line.partition("[000] ")[2][:5] for line in lines if not line.startswith("#")]
+        assert shown == [f"...{depth}."] * 2
+        assert kernel.read_file("tracing/tracing_on") == ("0\n" if depth == "1" else "1\n")
+
+
+@pytest.mark.parametrize(
+    ("profile", "format_"),
+    [
+        ("linux-6.12", '"n=%u, s=%s, d=%s", REC->n, REC->s, __get_str(d)'),
+        ("linux-7.2", '"n=%u s=%s d=%s", REC->n, REC->s, __get_str(d)'),
+    ],
+)
+def test_print_format_of_a_synthetic_event(profile: str, format_: str) -> None:
+    with Kernel(profile=profile_named(profile)) as kernel:
+        kernel.write_file("tracing/synthetic_events", "made u32 n; char[16] s; char[] d")
+        text = kernel.read_file("tracing/events/synthetic/made/format")
+        assert text.splitlines()[-1] == f"print fmt: {format_}"
+
+
 SIZE = "tracing/buffer_subbuf_size_kb"
 
 

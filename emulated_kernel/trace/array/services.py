@@ -41,7 +41,7 @@ class TracingServices:
     tasks: Tasks
     stack: CallStack
     current_ctx: ProbeHit
-    """The current task and its context, for records without a probe's hit: of markers, tracers and printk."""
+    """The current task and its context, for the triggers of markers, which no probe's hit causes."""
     memory: GuestRecords
     """Allocator of the ring buffers' memory; it also lets guest code write to the buffers."""
     markers: PrintEvent
@@ -52,6 +52,8 @@ class TracingServices:
     interface: Interface
     release: str
     """Release of the kernel, as uname -r prints it."""
+    marker_preempt_count: int = 0
+    """The field common_preempt_count of markers' records."""
     tracer_options: TracerOptions = field(default_factory=TracerOptions)
     filter_words: FilterWords = NO_WORDS
     function_args: FunctionArgs | None = None

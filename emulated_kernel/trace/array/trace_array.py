@@ -447,6 +447,7 @@ class TraceArray(ArrayRings, Recorder):
             cpu=task.cpu,
             pid=task.pid,
             comm=task.comm if is_named else None,
+            preempt_count=self.system.marker_preempt_count,
             timestamp_ns=self.system.now_ns(),
         )
         if not written:

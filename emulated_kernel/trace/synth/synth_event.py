@@ -22,13 +22,17 @@ class SyntheticEvent(TraceEvent):
     Mirrors: kernel/trace/trace_synth.h:struct synth_event (v6.1).
     """
 
-    def __init__(self, name: str, fields: Sequence[SyntheticField]) -> None:
+    def __init__(self, name: str, fields: Sequence[SyntheticField], separator: str = ", ") -> None:
+        """Create an event without adding it to the registry.
+
+        `separator`: text between the fields in the print format.
+        """
         self.synthetic_fields = tuple(fields)
         self.fixed_size = sum(field.room for field in fields)
         self.hist_references = 0
         """Number of histograms on the event, and of histogram actions that trigger it."""
         self.is_gone = False
-        super().__init__(SYSTEM, name, _event_fields(fields), _print_fmt(fields))
+        super().__init__(SYSTEM, name, _event_fields(fields), _print_fmt(fields, separator))
 
     @property
     def is_removed(self) -> bool:
@@ -102,7 +106,7 @@ def _event_fields(fields: Sequence[SyntheticField]) -> Iterator[EventField]:
         offset += field.room
 
 
-def _print_fmt(fields: Sequence[SyntheticField]) -> str:
+def _print_fmt(fields: Sequence[SyntheticField], separator: str) -> str:
     """Return the print format of an event. Mirrors: __set_synth_event_print_fmt (v6.1)."""
-    text = ", ".join(f"{field.name}={field.print_fmt}" for field in fields)
+    text = separator.join(f"{field.name}={field.print_fmt}" for field in fields)
     return f'"{text}", {", ".join(field.print_value for field in fields)}'

@@ -6,6 +6,7 @@ import errno
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.probes.dynamic_events import DynEvent, EventCommands, EventKind
 from emulated_kernel.trace.synth.fields import SyntheticField, make_field
 from emulated_kernel.trace.synth.synth_event import FIELDS_MAX, SYSTEM, SyntheticEvent
@@ -165,7 +166,8 @@ class SyntheticEvents(EventKind[_Entry]):
             raise log.error(SynthError.BAD_NAME, name)
         if self.find(name) is not None:
             raise log.error(SynthError.EVENT_EXISTS, name, errno.EEXIST)
-        event = SyntheticEvent(name, _parse_fields(fields or "", self._word_size, log))
+        separator = " " if InterfaceRule.SYNTH_FMT_BLANKS in self.interface else ", "
+        event = SyntheticEvent(name, _parse_fields(fields or "", self._word_size, log), separator)
         self._check_capacity()
         entry = _Entry(event, self, self.filter_words.memory.charge_text(text))
         self.registry.add(event)

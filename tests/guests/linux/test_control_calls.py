@@ -100,6 +100,47 @@ def test_calls_are_those_of_the_kernels_own_files(ours: Mount) -> None:
     assert own == native
 
 
+def test_directories_are_made_and_removed_by_calls(ours: Mount) -> None:
+    """With their names, results and errors, also where no directory can be made."""
+    steps = (
+        *(("mkdir", "instances/one"), ("mkdir", "instances/one"), ("mkdir", "events/none")),
+        *(("rmdir", "events/sched"), ("rmdir", "instances/none"), ("rmdir", "instances/one")),
+        *(("mkdir", "instances/one"), ("rmdir", "instances/one")),
+    )
+    answers = []
+    for mount in (ours, debian_kernel.mount()):
+        # Since Linux 6.15 vfs_mkdir() returns a pointer.
+        watched(mount, "p:makes vfs_mkdir\np:removes vfs_rmdir\nr:removed vfs_rmdir ret=$retval:s32\n")
+        results = []
+        for name, path in steps:
+            arguments = (0o755,) if name == "mkdir" else ()
+            try:
+                getattr(mount, name)(OTHER, f"/tracing/{path}", *arguments)
+                results.append(0)
+            except KernelError as error:
+                results.append(-(error.errno or 0))
+        # A removed directory leaves the other directories as they were.
+        Files(mount, SHELL).read("/tracing/events/sched/sched_switch/enable")
+        answers.append((results, recorded(mount, OTHER.pid)))
+    own, native = answers
+    assert own == native
+    assert [event for event, _ in own[1]].count("makes") == 3
+    assert ("removed", f"ret={-errno.EPERM}") in own[1]
+    assert ("removed", "ret=0") in own[1]
+
+
+def test_no_call_changes_the_guests_root(ours: Mount) -> None:
+    watched(ours, "p:makes vfs_mkdir\np:removes vfs_rmdir\np:reads vfs_read\n")
+    for path in ("/kprobes", "/machine", "/none"):
+        with pytest.raises(KernelError):
+            ours.rmdir(OTHER, path)
+    with pytest.raises(KernelError):
+        ours.mkdir(OTHER, "/none", 0o755)
+    Files(ours, OTHER).read("/kprobes/list")
+    Files(ours, OTHER).read("/machine/version")
+    assert [event for event, _ in recorded(ours, OTHER.pid)] == ["reads"] * 4
+
+
 def test_directories_of_events_are_made_while_somebody_sees_it(ours: Mount) -> None:
     """And go with their events, whoever looks by then; without that each would cost a thread."""
     shell = watched(ours, "p:before vfs_read\n")

@@ -321,10 +321,18 @@ class LinuxSyscalls:
         size = self.on_path(init, "readlinkat", path, _DATA, 4096)
         return os.fsdecode(self._tasks.copy_from_user(init, _DATA, checked_count(size, 4096)))
 
-    def on_path(self, task: LinuxTask, name: str, path: str, *arguments: int) -> int:
-        """Make the system call `name`, a key of GuestAbi.syscalls, on a path; return its result."""
+    def on_path(
+        self, task: LinuxTask, name: str, path: str, *arguments: int, service: Service | None = None
+    ) -> int:
+        """Make the system call `name`, a key of GuestAbi.syscalls, on a path; return its result.
+
+        `service`: function that does the host's work in the call; see Service.
+        """
         self._tasks.copy_to_user(task, BUFFER, _c_string(path))
-        return self._call(task, self._number[name], _AT_FDCWD, BUFFER, *arguments)
+        patience = 0 if service is None else _LONG
+        return self._call(
+            task, self._number[name], _AT_FDCWD, BUFFER, *arguments, patience=patience, service=service
+        )
 
     def on_paths(self, task: LinuxTask, name: str, old: str, new: str, *flags: int) -> None:
         """Make the system call `name`, a key of GuestAbi.syscalls, on two paths from the guest's root."""

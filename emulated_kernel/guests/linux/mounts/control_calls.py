@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
+from emulated_kernel.guests.linux.guest.syscalls import AT_REMOVEDIR
 from emulated_kernel.guests.linux.guest.tasks import Blocked, LinuxTask, Service
 from emulated_kernel.guests.linux.guest_abi import ARM64, RISCV64, GuestAbi
 from emulated_kernel.guests.linux.initramfs import TRACEFS
@@ -38,7 +39,8 @@ _SYMBOLS = (
     "d_instantiate", "noop_llseek", "schedule", "simple_lookup", "stream_open",
 )  # fmt: skip
 _MEMBERS = (
-    "inode.i_op", "inode.i_fop", "inode.i_count", "inode_operations.lookup",
+    "inode.i_op", "inode.i_fop", "inode.i_count", "inode.i_flags",
+    "inode_operations.lookup", "inode_operations.mkdir", "inode_operations.rmdir",
     "file_operations.open", "file_operations.read", "file_operations.write", "file_operations.llseek",
     "file.f_mode", "dentry.d_parent", "dentry.d_name", "qstr.hash_len", "qstr.name",
 )  # fmt: skip
@@ -113,6 +115,13 @@ _TOPS = {
     "/kprobe_profile": False,
 }
 """Path in the guest of a control file or a directory of control files -> True if it is a directory."""
+_EVEN = "/control"
+"""Directory in the guest's root whose inode the directories of control files at an even depth share.
+
+All in _TOPS are at depth 1. vfs_rmdir() locks a directory and its parent, so these need different inodes.
+"""
+_S_DEAD = 16
+"""Flag of the inode of a removed directory. Mirrors: include/linux/fs.h:S_DEAD (v6.1)"""
 _MASK = (1 << 64) - 1
 
 
@@ -162,8 +171,10 @@ class LinuxControlCalls(GuestCalls):
         self._stubs = _stubs(guest.tasks.machine.abi)
         self._syscalls = guest.syscalls
         self._root = TRACEFS if is_tracefs else ""
-        self._inodes: dict[bool, int] = {}
-        """True (directory) or False (file) -> address of the inode that dentries of control files get."""
+        self._file = 0
+        """Address of the inode that dentries of control files get."""
+        self._directories = [0, 0]
+        """Addresses of the inodes that dentries of directories get at an even and at an odd depth."""
         self._is_ready = False
         self._is_refused = is_refused
         self._asleep: WeakKeyDictionary[LinuxTask, ControlFile] = WeakKeyDictionary()
@@ -327,6 +338,38 @@ class LinuxControlCalls(GuestCalls):
             self._asleep[task] = file
             raise
 
+    def change(
+        self, client: Client, names: tuple[str, ...], path: str, act: Callable[[], None], *args: int
+    ) -> None:
+        """Create or remove a directory by `act`, in a call of the guest if probes could notice it.
+
+        The client's task calls mkdirat(2), or unlinkat(2) if `args` is empty; see GuestCalls.
+        """
+        del names
+        place = self._root + path
+        # Hazard: in the guest's root, the kernel's own operations would change the directories in _TOPS.
+        is_below = os.path.dirname(place) != "/"
+        name = "mkdirat" if args else "unlinkat"
+        rest = args or (AT_REMOVEDIR,)
+        once = RunOnce(act)
+        with self.request(client) as task:
+            if task is not None and is_below and self._can_call(task):
+                service = self._service(task, once, self._succeeds)
+                self._called(partial(self._syscalls.on_path, task, name, place, *rest, service=service))
+                self._revive_directories()
+            once()
+
+    def _succeeds(self, task: LinuxTask, _result: object) -> None:
+        self._returns(task, 0)
+
+    def _revive_directories(self) -> None:
+        """Clear the flag that vfs_rmdir() has set in an inode, because other directories share it."""
+        for inode in self._directories:
+            at = inode + self._offsets["inode.i_flags"]
+            with suppress(MemoryFault):
+                flags = int.from_bytes(self._memory.read(at, 4), "little")
+                self._memory.write(at, (flags & ~_S_DEAD).to_bytes(4, "little"))
+
     def give_up(self, client: Client, file: ControlFile, error: int) -> None:
         """Implement GuestCalls.give_up: end the call in which the client's task waits for the file."""
         if not any(each is file for each in self._asleep.values()):
@@ -438,15 +481,16 @@ class LinuxControlCalls(GuestCalls):
         """Finish the guest's lookup of a control file or a directory of control files.
 
         simple_lookup() has returned. If kprobefs's tree has the dentry's path, let the guest call
-        d_instantiate() with the inode that all directories, or all files, share.
+        d_instantiate() with the inode that all files, or all directories at the same parity of depth, share.
         """
         self._go_to(self._stubs.lookup_ends)
         if regs.get(self._calls.result):
             return
         dentry = regs.get(self._tasks.machine.abi.kept[0])
         with suppress(KernelError, MemoryFault):
-            node = self.fs.tree.lookup(self._path(dentry).removeprefix(self._root))
-            inode = self._inodes[isinstance(node, Directory)]
+            path = self._path(dentry)
+            node = self.fs.tree.lookup(path.removeprefix(self._root))
+            inode = self._directories[path.count("/") % 2] if isinstance(node, Directory) else self._file
             count = inode + self._offsets["inode.i_count"]
             uses = int.from_bytes(self._memory.read(count, 4), "little")
             self._memory.write(count, (uses + 1 & 0xFFFFFFFF).to_bytes(4, "little"))
@@ -523,16 +567,20 @@ class LinuxControlCalls(GuestCalls):
         functions = {name: self._code + at for name, at in self._stubs.operations.items()}
         for member, function in (functions | {"llseek": llseek}).items():
             memory.write_word(files + offset[f"file_operations.{member}"], function)
-        for path, is_directory in _TOPS.items():
+        # The code of read only traps to the host, and the host decides how the call continues.
+        changes = dict.fromkeys(("mkdir", "rmdir"), functions["read"])
+        for path, is_directory in (_TOPS | {_EVEN: True}).items():
             inode = self._made(path, is_directory)
-            self._inodes[is_directory] = inode
             operations = inode + offset["inode.i_op"]
             if is_directory:
+                self._directories[path != _EVEN] = inode
                 table = memory.read(memory.read_word(operations), size("inode_operations"))
                 memory.write(directories, table)
-                memory.write_word(directories + offset["inode_operations.lookup"], self._code)
+                for member, function in (changes | {"lookup": self._code}).items():
+                    memory.write_word(directories + offset[f"inode_operations.{member}"], function)
                 memory.write_word(operations, directories)
             else:
+                self._file = inode
                 memory.write_word(inode + offset["inode.i_fop"], files)
 
     def _made(self, path: str, is_directory: bool) -> int:
