@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -67,6 +66,9 @@ class _Section(NamedTuple):
 
 def build_id(image: KernelImage) -> bytes:
     """Return the build id of an image of kprobefs's own: a digest of its segments."""
+    # The import loads OpenSSL, which takes a thirtieth of the time of a start.
+    import hashlib
+
     digest = hashlib.sha1(usedforsecurity=False)
     for segment in image.segments:
         digest.update(segment.va.to_bytes(8, "little"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from time import monotonic, time_ns
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.machine import boot_params, loader
@@ -28,12 +28,14 @@ from emulated_kernel.machine.quirks import harness as quirks
 from emulated_kernel.machine.run_watchdog import HandlerTime
 from emulated_kernel.machine.runner import Runner
 from emulated_kernel.machine.text.module_space import ModuleSpace
-from emulated_kernel.machine.text.stale_fetch import StaleFetch
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault, Trap, TrapKind
 from emulated_kernel.machine.unicorn_engine import Engine
 from emulated_kernel.util.abi import PAGE_SIZE, Hypercall, Prot
 from emulated_kernel.util.config import MachineConfig
+
+if TYPE_CHECKING:
+    from emulated_kernel.machine.text.stale_fetch import StaleFetch
 
 _HOST_SHARE = 4
 _HOST_LIMIT = 16 << 20
@@ -180,6 +182,8 @@ class Machine(ProbedMachine):
             raise GuestFault(trap, self._panic_message(trap))
         self.per_cpu_bases = boot_params.per_cpu_bases(self.memory, self.image, self.config.cpus)
         if self.config.stale_fetch:
+            from emulated_kernel.machine.text.stale_fetch import StaleFetch
+
             self._stale = StaleFetch(
                 self.text, self.model.breakpoints, self.model.fetch_unit, self.config.seed
             )

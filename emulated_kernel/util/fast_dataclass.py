@@ -1,8 +1,9 @@
-"""dataclass(), which creates a class in a tenth of the time that the standard library needs.
+"""dataclass(), which creates a class in a small part of the time that the standard library needs.
 
-The purpose is a faster start-up. The standard library's module imports inspect and ast, so this module
-imports the standard library's only when one of its functions is called. Those functions accept the classes
-made here, too. ADDRESS is for fields whose values a repr shows in hexadecimal, and immutable() is for
+The purpose is a faster start-up. A class gets its `__init__` when the first object is created, which most
+classes of a mount never see. The standard library's module imports inspect and ast, so this module imports
+the standard library's only when one of its functions is called. Those functions accept the classes made
+here, too. ADDRESS is for fields whose values a repr shows in hexadecimal, and immutable() is for
 public value objects.
 """
 
@@ -65,10 +66,11 @@ else:
     from functools import cache
     from operator import attrgetter
     from reprlib import recursive_repr
-    from types import CellType, FunctionType, MemberDescriptorType
+    from types import CellType, FunctionType, MappingProxyType, MemberDescriptorType
 
     _MISSING = object()
     """Marker in place of a default that a field does not have."""
+    _NO_METADATA = MappingProxyType({})
 
     class _Factory:
         """Class of _FACTORY, the default of a parameter of `__init__` whose field has a default_factory."""
@@ -118,11 +120,11 @@ else:
         repr=True,
         hash=None,
         compare=True,
-        metadata=None,
+        metadata=_NO_METADATA,
         kw_only=False,
     ):
         """Return the description of a field; the arguments are those of the standard library's function."""
-        return Field(default, default_factory, init, repr, hash, compare, metadata or {}, kw_only)
+        return Field(default, default_factory, init, repr, hash, compare, metadata, kw_only)
 
     def fields(made):
         """Return the fields of a dataclass or of its object."""
@@ -179,9 +181,11 @@ else:
             made.__fields__ = every
             made.__dataclass_fields__ = _LIBRARY_FIELDS
             made.__dataclass_params__ = _LIBRARY_PARAMS
-            made.__match_args__ = tuple(each.name for each in every if each.init and not each.kw_only)
+            positional = [each for each in every if each.init and not each.kw_only]
+            made.__match_args__ = tuple([each.name for each in positional])
             if "__init__" not in own:
-                made.__init__ = _init(made, every, slots)
+                _check_order(made, positional)
+                made.__init__ = _FirstInit(made, every, slots)
             if repr and not has_repr:
                 made.__repr__ = _repr
             if eq:
@@ -212,7 +216,8 @@ else:
             elif (library := sys.modules.get("dataclasses")) and isinstance(given, library.Field):
                 each = _of_library(given, library.MISSING)
             else:
-                each = field(default=_MISSING if isinstance(given, MemberDescriptorType) else given)
+                default = _MISSING if isinstance(given, MemberDescriptorType) else given
+                each = Field(default, _MISSING, True, True, None, True, _NO_METADATA, False)
             if each.default.__class__.__hash__ is None:
                 raise ValueError(
                     f"mutable default {type(each.default)} for field {name}: use default_factory"
@@ -287,6 +292,30 @@ else:
         made.__qualname__ = plain.__qualname__
         return made
 
+    def _check_order(made, positional):
+        """Raise TypeError if a field without a default is after a field with a default."""
+        has_default = False
+        for each in positional:
+            if each.has_default:
+                has_default = True
+            elif has_default:
+                raise TypeError(f"{made.__name__}: a field without a default is after a field with a default")
+
+    class _FirstInit:
+        """The `__init__` of a class whose first read creates the function, and puts it into the class."""
+
+        __slots__ = ("_every", "_made", "_slots")
+
+        def __init__(self, made, every, slots):
+            self._made = made
+            self._every = every
+            self._slots = slots
+
+        def __get__(self, instance, owner):
+            init = _init(self._made, self._every, self._slots)
+            self._made.__init__ = init
+            return init if instance is None else init.__get__(instance)
+
     def _init(made, every, slots):
         """Return the __init__ of the class `made`, whose fields are `every`.
 
@@ -297,9 +326,6 @@ else:
         parameters = [each for each in every if each.init]
         positional = [each for each in parameters if not each.kw_only]
         keywords = [each for each in parameters if each.kw_only]
-        defaults = [each for each in positional if each.has_default]
-        if defaults != positional[len(positional) - len(defaults) :]:
-            raise TypeError(f"{made.__name__}: a field without a default is after a field with a default")
         template = _template(kinds, hasattr(made, "__post_init__"))
         # The template assigns the fields in their order, and calls __post_init__() last.
         assigned = [each.name for each, kind in zip(every, kinds, strict=True) if kind != "-"]
@@ -311,7 +337,7 @@ else:
             code,
             vars(sys.modules[made.__module__]) if made.__module__ in sys.modules else {},
             "__init__",
-            tuple(_default(each) for each in defaults),
+            tuple(_default(each) for each in positional if each.has_default),
             tuple(CellType(_free_variable(name, every)) for name in code.co_freevars),
         )
         init.__kwdefaults__ = {each.name: _default(each) for each in keywords if each.has_default}

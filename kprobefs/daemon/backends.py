@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from kprobefs.mount_options import (
 )
 
 if TYPE_CHECKING:
+    from emulated_kernel.guests.common.host_processes import ProcessWatch
     from emulated_kernel.guests.linux.cpu.production_cpu import ProductionCpu
     from emulated_kernel.guests.linux.guest.tasks import LinuxTasks
     from emulated_kernel.image.linux.linux_kernel import LinuxKernel
@@ -64,7 +66,6 @@ def build_kernel(options: MountOptions) -> Mount:
 
 
 def _builtin_mount(options: MountOptions) -> Mount:
-    from emulated_kernel.guests.builtin.processes.isolated import IsolatedProcesses
     from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
     from emulated_kernel.guests.common.host_processes import HostProcesses
     from kprobefs.daemon.reboot import RebootableKernel
@@ -72,7 +73,11 @@ def _builtin_mount(options: MountOptions) -> Mount:
     if options.machine.image is not None:
         check_image(options.machine.image)
     try:
-        watch = IsolatedProcesses if options.isolate else HostProcesses
+        watch: Callable[[], ProcessWatch] = HostProcesses
+        if options.isolate:
+            from emulated_kernel.guests.builtin.processes.isolated import IsolatedProcesses
+
+            watch = IsolatedProcesses
         layout = RootLayout(options.layout)
         return RebootableKernel(options.machine, layout, _owner(), watch, _state(options)).mount
     except OSError as error:

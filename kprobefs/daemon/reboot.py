@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from emulated_kernel.guests.builtin.modules import ModuleFile
 from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
@@ -28,11 +29,13 @@ from emulated_kernel.vfs.core.seq_file import SeqFile, StreamFile, listing
 from emulated_kernel.vfs.trees.stats import HistoryFile, probe_switches, probes_file
 from kprobefs.daemon.state import previous_boot
 from kprobefs.daemon.state.hit_counters import counts, set_counts
-from kprobefs.daemon.state.saved_state import SavedState
 from kprobefs.definitions.loader import Loader
 from kprobefs.definitions.saver import saved_in_steps
 from kprobefs.definitions.syntax import Line
 from kprobefs.definitions.tracefs_files import TreeFiles, host_error
+
+if TYPE_CHECKING:
+    from kprobefs.daemon.state.saved_state import SavedState
 
 RETURN_HOOK = "kprobes/return_hook"
 """Path of the file that chooses the implementation of return probes."""

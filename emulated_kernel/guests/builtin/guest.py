@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from emulated_kernel.guests.builtin.builtin_kernel import BUFFER_SIZE, BuiltinKernel
 from emulated_kernel.guests.builtin.processes.process_tracker import INIT_PID, ProcessTracker
 from emulated_kernel.guests.builtin.runner.guest_runner import GuestRunner, GuestTask, HostfsHandler, Request
-from emulated_kernel.guests.builtin.runner.smp import SmpGuestRunner
 from emulated_kernel.guests.builtin.runner.syscalls import Syscalls, check
 from emulated_kernel.guests.builtin.watched_calls import WatchedCalls
 from emulated_kernel.guests.common.host_processes import ProcessWatch
@@ -303,8 +302,12 @@ def boot_guest(kernel: BuiltinKernel, watch: ProcessWatch, events: TaskEvents, l
     Raises: KernelError ENOEXEC (the kernel stops before init is in user mode).
     """
     config = kernel.machine.config
-    is_smp = config.cpus > 1 or config.quantum
-    runner = SmpGuestRunner(kernel, events, lock) if is_smp else GuestRunner(kernel, events, lock)
+    make_runner = GuestRunner
+    if config.cpus > 1 or config.quantum:
+        from emulated_kernel.guests.builtin.runner.smp import SmpGuestRunner
+
+        make_runner = SmpGuestRunner
+    runner = make_runner(kernel, events, lock)
     init = GuestTask(INIT_PID, kernel.first_task(), "init", 0, 0)
     runner.add(init)
     runner.start()
