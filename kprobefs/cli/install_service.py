@@ -46,7 +46,10 @@ def install(root: str, *, user: bool) -> list[str]:
         text = _units().joinpath(unit).read_text("utf-8")
         text = text.replace(f"={PROGRAM} ", f"={_program()} ")
         path = directory / Path(unit).name
-        path.write_text(text, "utf-8")
+        try:
+            path.write_text(text, "utf-8")
+        except OSError as error:
+            raise CliError(f"{path}: {error.strerror}") from error
         done.append(f"wrote {path}")
     scope = ["--user"] if user else []
     systemctl = " ".join(["systemctl", *scope])

@@ -384,7 +384,7 @@ def as_json(results: Sequence[Result]) -> str:
 
 
 def write_junit(results: Sequence[Result], command: Sequence[str], file: Path) -> None:
-    """Write a JUnit report with a test case for each kernel. Raises: OSError."""
+    """Write a JUnit report with a test case for each kernel. Raises: CliError."""
     verdicts = [result.verdict for result in results]
     suite = ElementTree.Element(
         "testsuite",
@@ -411,7 +411,10 @@ def write_junit(results: Sequence[Result], command: Sequence[str], file: Path) -
             problem.text = f"status {result.status}"
         if result.log.exists():
             ElementTree.SubElement(case, "system-out").text = _for_xml(_text(result.log))
-    ElementTree.ElementTree(suite).write(file, encoding="utf-8", xml_declaration=True)
+    try:
+        ElementTree.ElementTree(suite).write(file, encoding="utf-8", xml_declaration=True)
+    except OSError as error:
+        raise CliError(f"{file}: {error.strerror}") from error
 
 
 def _for_xml(text: str) -> str:

@@ -23,6 +23,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import TextIO
 
+RUNTIME_DIRECTORY = "KPROBEFS_RUNTIME_DIRECTORY"
+"""Environment variable with the path of the runtime directory. No other variable has priority over it."""
 LOCK_ATTEMPTS = 5
 LOCK_PAUSE = 0.02
 """Seconds between two attempts to lock a record."""
@@ -150,7 +152,7 @@ class Registration:
 def unwritable(path: str | Path, error: OSError) -> CliError:
     """Return the CliError for a file of the runtime directory that cannot be written."""
     way = "free some space, or set" if error.errno == errno.ENOSPC else "set"
-    return CliError(f"{path}: {error.strerror}; {way} XDG_RUNTIME_DIR")
+    return CliError(f"{path}: {error.strerror}; {way} {RUNTIME_DIRECTORY}")
 
 
 def _open_record(path: Path, flags: int) -> TextIO | None:
@@ -284,18 +286,24 @@ def runtime_directory() -> Path:
             each.mkdir(mode=mode, parents=True, exist_ok=True)
             found = each.lstat()
         except OSError as error:
-            raise CliError(f"{each}: {error.strerror}; set XDG_RUNTIME_DIR") from None
+            raise unwritable(each, error) from None
         # Hazard: in /tmp another user may have made it first.
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise CliError(f"{each}: belongs to somebody else; set XDG_RUNTIME_DIR")
+            raise CliError(f"{each}: belongs to somebody else; set {RUNTIME_DIRECTORY}")
     if found.st_mode & 0o077:
         path.chmod(0o700)
     return path
 
 
 def _base_path() -> Path:
-    """Return the runtime directory: /run/kprobefs, one in the user's own directories, or one in /tmp."""
-    if chosen := os.environ.get("KPROBEFS_RUNTIME_DIRECTORY"):
+    """Return the runtime directory: /run/kprobefs, one in the user's own directories, or one in /tmp.
+
+    Raises: CliError (the environment has a relative path).
+    """
+    if chosen := os.environ.get(RUNTIME_DIRECTORY):
+        if not chosen.startswith("/"):
+            # The commands and the daemon, which changes its working directory, would use different ones.
+            raise CliError(f"{RUNTIME_DIRECTORY}={chosen}: not an absolute path; set one, or unset it")
         return Path(chosen)
     user = _outer_uid()
     places = (

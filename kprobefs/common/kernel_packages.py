@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -72,6 +73,14 @@ def fetch(name: str) -> Path:
     suite, flavour = suite_and_flavour(name)
     if shutil.which("apt-get") is None:
         raise CliError(f"{name}: no apt-get on this host; download the package and use --image FILE")
+    try:
+        return _fetch(name, suite, flavour)
+    except OSError as error:
+        way = "free some space, or set" if error.errno == errno.ENOSPC else "set"
+        raise CliError(f"{error.filename or directory()}: {error.strerror}; {way} XDG_CACHE_HOME") from error
+
+
+def _fetch(name: str, suite: str, flavour: str) -> Path:
     directory().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory()) as work:
         meta, architecture = FLAVOURS[flavour]

@@ -99,8 +99,13 @@ def _state(options: MountOptions) -> SavedState | None:
 @garbage_collection_stopped()
 def _boot_linux(options: MountOptions) -> None:
     """Boot the distribution's kernel, show a progress bar, and store a snapshot in the boot cache."""
+    import logging
+
     from emulated_kernel.guests.linux.boot_cache import ensure_cached
 
+    # The daemon, and its log, do not exist yet.
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(logging.Formatter("kprobefs: %(message)s"))
     image = str(options.machine.image)
     bar: Progress | None = None
     shown = 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from emulated_kernel.image.builtin_image import load_image
 from emulated_kernel.image.linux.debug_file import builtin_debug_file, linux_debug_file
 from emulated_kernel.image.linux.linux_kernel import open_kernel
-from kprobefs.common.errors import explained
+from kprobefs.common.errors import CliError, explained
 
 
 def run(output: str | None, *, arch: str | None, image: str | None) -> None:
@@ -26,5 +26,8 @@ def run(output: str | None, *, arch: str | None, image: str | None) -> None:
             release = kernel.release
             data = linux_debug_file(kernel)
     path = Path(output or f"vmlinux-{release}.debug")
-    path.write_bytes(data)
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise CliError(f"{path}: {error.strerror}; name another file with -o") from error
     print(path)

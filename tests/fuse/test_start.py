@@ -398,7 +398,29 @@ def test_a_runtime_directory_that_is_full(
         monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(place))
         told = refusal(*(str(directory) if word == "DIR" else word for word in command.split()))
         assert told.startswith(f"{place}/daemons/")
-        assert told.endswith(": No space left on device; free some space, or set XDG_RUNTIME_DIR")
+        assert told.endswith(": No space left on device; free some space, or set KPROBEFS_RUNTIME_DIRECTORY")
         assert sorted(place.rglob("*")) == before
     finally:
         subprocess.run(["umount", "-l", str(place)], timeout=10, check=True)
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+@pytest.mark.parametrize("command", ["mount DIR", "mount -f DIR", "run -- true"])
+def test_a_runtime_directory_that_is_none(
+    command: str, is_file: bool, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path / "file") if is_file else "relative")
+    told = refusal(*(str(directory) if word == "DIR" else word for word in command.split()))
+    assert "set KPROBEFS_RUNTIME_DIRECTORY" in told if is_file else "not an absolute path" in told
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("command", ["debug-info -o", "matrix --arch i386 --junit"])
+def test_a_full_disk_for_a_file(command: str) -> None:
+    """The file is named, and not standard output, which has room."""
+    words = [*command.split(), "/dev/full", *(["--", "true"] if "matrix" in command else [])]
+    done = kprobefs(*words, program=REAL_PROGRAM)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("kprobefs: /dev/full: No space left on device")

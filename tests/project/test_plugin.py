@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -14,7 +16,8 @@ import pytest
 
 from emulated_kernel.util.config import ARCHITECTURES
 from kprobefs.cli.main import main
-from kprobefs.common.errors import ExitStatus
+from kprobefs.common import kernel_packages
+from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.common.kernel_packages import FLAVOURS, find
 from tests.fuse.harness import needs_fuse
 from tests.image.linux.debian import package
@@ -277,3 +280,16 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.returncode == 0, result.stdout
     assert result.stdout.count(" PASSED ") == len(ARCHITECTURES) + 2, result.stdout
     assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
+
+
+def test_a_full_disk_for_fetched_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of write(2) names no file."""
+
+    def full(*_arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kernel_packages, "_Apt", full)
+    monkeypatch.setattr(shutil, "which", str)
+    with pytest.raises(CliError, match=f"^{tmp_path}/.*: No space left on device; .* XDG_CACHE_HOME"):
+        kernel_packages.fetch("debian:bookworm/cloud")

@@ -13,6 +13,7 @@ import pytest
 from kprobefs.cli.main import main
 from kprobefs.common.errors import ExitStatus
 from kprobefs.daemon.backends import build_kernel
+from kprobefs.daemon.state.state_directory import pending_warnings
 from kprobefs.mount_options import MountOptions
 from stress.endurance.state_kills import state_kills
 from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
@@ -132,6 +133,13 @@ def test_a_file_system_without_shared_mappings(directory: Path, place: Path) -> 
             [sys.executable, "-c", IN_A_LIFE, inside], capture_output=True, text=True, timeout=60, check=False
         )
         assert (found.stdout, found.returncode) == ("True kept no: No such device\n", 0), found.stderr
+
+
+def test_the_mount_command_names_what_keeps_changes_from_being_saved(tmp_path: Path) -> None:
+    (tmp_path / "machine").mkdir()
+    (tmp_path / "machine/state").write_text("directory /state\nkept no: No space left on device\n")
+    [warning] = pending_warnings(str(tmp_path))
+    assert warning == "changes are not saved until this is mended: No space left on device"
 
 
 def test_seeded_kills(tmp_path: Path) -> None:

@@ -168,7 +168,8 @@ def _boot_and_save(
         parts = cached_parts(running)
         snapshot.save(place, machine, facts, cells, str(path), parts, shown, process_time() - began, seed)
     except OSError as error:
-        log.warning("%s: can't keep the booted kernel there: %s", place.parent, error.strerror)
+        why = "%s: can't keep the booted kernel there: %s; make room, or set XDG_CACHE_HOME"
+        log.warning(why, place.parent, error.strerror)
     return tasks, running
 
 

@@ -50,7 +50,9 @@ def pending_warnings(directory: str) -> list[str]:
     with suppress(OSError):
         text = (control_root(directory) / "machine" / "state").read_text("utf-8", "surrogateescape")
         lines = [line for line in text.splitlines() if line.startswith((TROUBLE, UNKEPT))]
-        return [line.removeprefix(TROUBLE) for line in lines]
+        unkept = f"{UNKEPT}: "
+        meaning = "changes are not saved until this is mended: "
+        return [line.removeprefix(TROUBLE).replace(unkept, meaning) for line in lines]
     return []
 
 
