@@ -15,13 +15,22 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from emulated_kernel.util.fast_dataclass import dataclass
-from kprobefs.cli.nothing_hint import UNARMED, EndedCommand, History, counted, switched_off, why_no_hit
+from kprobefs.cli.nothing_hint import (
+    HITS,
+    UNARMED,
+    EndedCommand,
+    History,
+    counted,
+    switched_off,
+    why_no_hit,
+)
 from kprobefs.cli.scratch_copies import copies_of_arguments
 from kprobefs.cli.trace_graph import SUFFIX, GraphTracer, reset
 from kprobefs.cli.trace_output import TextOutput, TraceFiles, TraceOutput, output_of
 from kprobefs.cli.trace_syntax import AskedProbe, free_name, parse_probes
 from kprobefs.common.daemon_registry import running, start_time
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
+from kprobefs.mount_options import KERNEL_KPROBES
 
 if TYPE_CHECKING:
     from kprobefs.definitions.tracefs_files import Files
@@ -229,16 +238,21 @@ class AttachedProbes:
                     f"{escape_for_terminal(name)}: no such event, so the command was not run; see events/"
                 )
 
-    def _advice(self, probe: AskedProbe) -> str:
-        """Return advice about a probe that the kernel refused.
+    def _advice(self, probe: AskedProbe, message: str) -> str:
+        """Return advice about a probe that the kernel refused. `message`: the kernel's error.
 
-        The advice says that the kernel has no such kind of events, or names similar symbols, or says how the
-        text of the probe was understood.
+        The advice says that the kernel has no such kind of events, or names similar symbols, or the command
+        that explains the place, or says how the text of the probe was understood.
         """
+        from emulated_kernel.trace.text.probe_errors import ProbeError
         from kprobefs.cli.refusal_hint import no_such_kind
 
         if reason := no_such_kind(self._history.read(), probe.definition, self._tracefs):
             return reason
+        at_place = (ProbeError.BAD_INSN_BNDRY, ProbeError.FAIL_REG_PROBE)
+        if any(text in message for error in at_place for text in error.texts):
+            place = escape_for_terminal(probe.place)
+            return f"`kprobefs explain {place}` says why, with the options --image and --kprobes of the mount"
         symbol = re.split(r"[+%]", probe.place, maxsplit=1)[0]
         return self._nearest(symbol) or f"understood as {escape_for_terminal(probe.understood)}"
 
@@ -399,7 +413,7 @@ class AttachedProbes:
                 print(f"kprobefs: {message}", file=sys.stderr)
                 for typed, probe in (probes or {}).items():
                     if message.split("\n")[1:2] == [f"    {escape_for_terminal(typed)}"]:
-                        print(f"    {self._advice(probe)}", file=sys.stderr)
+                        print(f"    {self._advice(probe, message)}", file=sys.stderr)
             raise CliError("the probes can't be defined, so the command was not run")
 
     def _stop(self, reader: RecordReader, *, has_failed: bool) -> None:
@@ -462,11 +476,30 @@ class AttachedProbes:
                 kprobes=any(probe.definition for probe in probes),
                 calls_alone=all(probe.definition and "+" not in probe.place for probe in probes),
             )
+        if self._only_counts():
+            return (
+                "this kernel counts the hits of its kprobes, but records none of them; Linux 7.2 records them"
+            )
         places = [probe.place or probe.event.replace("/", ":") for probe in session.probes]
         if session.request.graph is not None:
             places.append(session.request.graph)
         ended = EndedCommand(self._command, session.status or 0, self._directory, self._place)
         return why_no_hit(ended, places, unarmed)
+
+    def _only_counts(self) -> bool:
+        """Return True if the session's probes were hit, and if the kernel records no hit of its kprobes."""
+        daemon = running(self._directory)
+        if daemon is None or (daemon.profile, daemon.arch) != (KERNEL_KPROBES, "riscv64"):
+            return False
+        from emulated_kernel.arch.analysis.probe_rules import ProbeRule
+        from emulated_kernel.util.linux_rule import series_of
+
+        release = (self._root / "machine" / "version").read_text().split()[2]
+        if ProbeRule.RISCV_RECORDS in ProbeRule.of(series_of(release)):
+            return False
+        own = {event.rpartition("/")[2] for event in self._events()}
+        counts = HITS.findall((self._tracefs / "kprobe_profile").read_text())
+        return any(hits != "0" for event, hits in counts if event in own)
 
     def _unfiltered(self, own: set[int]) -> int:
         """Return the number of hits in all processes except `own`, including hits that the filter drops."""

@@ -31,7 +31,7 @@ from kprobefs.measure.verdicts import ProbeOutcome
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.offline_engine import OfflineEngine
 from kprobefs.plan.place import Place, module_name
-from kprobefs.plan.planned_kernel import PlannedKernel
+from kprobefs.plan.planned_kernel import ONLY_COUNTED, PlannedKernel
 
 PENDING = "pending"
 """Outcome of a probe whose module is not loaded."""
@@ -47,6 +47,7 @@ WARNINGS = {
     "no-place": "A definition has no place, or a source line as its place.",
     "name-cut": "The event's name is cut at the kernel's limit.",
     "never-returns": "The function of a return probe never returns.",
+    "no-records": "The kernel counts the probe's hits, but records none of them.",
     "other-instruction": "The same symbol and offset is another instruction in some of the kernels.",
     "takes-jump": "A probe lies in the instructions that the jump of another probe would replace.",
 }
@@ -238,6 +239,8 @@ def _created(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Answer:
     if probe.place.is_return and explained.never_returns:
         message = f"{where.name} never returns, so the probe is never hit"
         found.append(Finding("never-returns", False, message, _word_column(line.text, 1)))
+    if verdict.outcome is ProbeOutcome.BREAKPOINT and not kernel.records_breakpoints:
+        found.append(Finding("no-records", False, ONLY_COUNTED, _word_column(line.text, 1)))
     replaced = explained.region
     region = range(0) if replaced is None else range(replaced.addr, replaced.end)
     kind = explained.breakpoint_kind

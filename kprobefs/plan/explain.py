@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
+from kprobefs.measure.verdicts import ProbeOutcome
 from kprobefs.mount_options import KPROBES
 from kprobefs.plan.explanation import Explanation, ListedInsn
 from kprobefs.plan.place import find_place, module_of
@@ -135,6 +136,7 @@ def as_dict(explained: Explanation) -> dict[str, Any]:
         "section": explained.section,
         "verdict": explained.verdict.outcome.value,
         "reason": explained.reason,
+        "records": explained.verdict.outcome is not ProbeOutcome.BREAKPOINT or kernel.records_breakpoints,
         "breakpoint": None if explained.breakpoint_kind is None else explained.breakpoint_kind.value,
         "extended": _extended(explained),
         "optprobes": kernel.has_optprobes,

@@ -264,6 +264,14 @@ class Explanation:
         """The nearest instruction after the place at which a probe would be optimized, or None."""
         return next((insn for insn in self._optimized if insn.address > self.address), None)
 
+    @property
+    def accepted_around(self) -> tuple[ListedInsn | None, ListedInsn | None]:
+        """The nearest instructions before and after the place at which a probe is not refused, or None."""
+        found = [insn for insn in self.insns if insn.verdict.outcome is not ProbeOutcome.REFUSED]
+        before = [insn for insn in found if insn.address < self.address]
+        after = (insn for insn in found if insn.address > self.address)
+        return (before[-1] if before else None), next(after, None)
+
     @cached_property
     def _optimized(self) -> Sequence[ListedInsn]:
         return [insn for insn in self.insns if insn.verdict.outcome is ProbeOutcome.OPTIMIZED]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from emulated_kernel.arch.analysis.probe_rules import ProbeRule
 from emulated_kernel.arch.riscv.insn import RVI_SIZE
 from emulated_kernel.image.builtin_image import KernelImage, load_image
 from emulated_kernel.image.kallsyms import Symbol
@@ -32,6 +33,8 @@ from kprobefs.measure.coverage_subject import WITH_OPTPROBES, Subject, booted_ke
 from kprobefs.measure.verdicts import Judge, chosen_profile
 from kprobefs.mount_options import KERNEL_KPROBES, KPROBES
 
+ONLY_COUNTED = "this kernel counts the hits of a breakpoint, but records none of them; Linux 7.2 records them"
+"""Sentence for the output about breakpoints; see PlannedKernel.records_breakpoints."""
 _ALLOWED = "kprobes_allow_optimization"
 """Symbol of the variable that sysctl debug.kprobes-optimization shows and sets."""
 
@@ -137,6 +140,14 @@ class PlannedKernel:
         if self.has_own_kprobes:
             judge.checker.refuse_sites(judge.subject.refused_sites, RVI_SIZE)
         return judge
+
+    @property
+    def records_breakpoints(self) -> bool:
+        """Whether hits of breakpoints are recorded, and not only counted."""
+        core = self.core
+        if not self.has_own_kprobes or self.arch != "riscv64" or not isinstance(core, LinuxKernel):
+            return True
+        return ProbeRule.RISCV_RECORDS in ProbeRule.of(series_of(core.release))
 
     @property
     def has_optprobes(self) -> bool | None:

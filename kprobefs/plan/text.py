@@ -13,6 +13,7 @@ from kprobefs.plan.arguments import Argument
 from kprobefs.plan.arrows import arrows, gutter
 from kprobefs.plan.explanation import DetourInsn, Explanation, ListedInsn
 from kprobefs.plan.listing import Listing, Row, listing
+from kprobefs.plan.planned_kernel import ONLY_COUNTED
 
 WIDTH = 80
 _LANES = 4
@@ -107,6 +108,8 @@ def answers(explained: Explanation) -> Iterator[tuple[str, list[str]]]:
         yield "probed", [f"the dump has the jump of a kprobe at {places}: {why}"]
     if explained.verdict.outcome is not ProbeOutcome.REFUSED:
         yield "hit", [_hit(explained)]
+    if explained.verdict.outcome is ProbeOutcome.BREAKPOINT and not explained.kernel.records_breakpoints:
+        yield "records", [ONLY_COUNTED]
     if explained.extended is not None:
         yield "extended", [*_extended(explained)]
     yield "jumps", [*_jumps(explained)]
@@ -195,12 +198,16 @@ def _jumps(explained: Explanation) -> Iterator[str]:
 def _nearest(explained: Explanation) -> Iterator[str]:
     before = explained.better_before
     after = explained.better_after
+    kind = "optimized"
     if before is None and after is None:
         yield "no place of this function is optimized"
+        if explained.verdict.outcome is ProbeOutcome.REFUSED:
+            kind = "accepted"
+            before, after = explained.accepted_around
     if before is not None:
-        yield f"optimized before: {_better(explained, before)}"
+        yield f"{kind} before: {_better(explained, before)}"
     if after is not None:
-        yield f"optimized after:  {_better(explained, after)}"
+        yield f"{kind} after:  {_better(explained, after)}"
 
 
 def _better(explained: Explanation, insn: ListedInsn) -> str:

@@ -28,6 +28,7 @@ from tests.fuse.harness import (
     needs_fuse,
     waits_for_mount,
 )
+from tests.image.linux.debian import package
 
 TRACED = ("trace", "p:vfs_read count=$arg3", "-f", "count == 131072")
 
@@ -236,6 +237,27 @@ class TestTrace:
         monkeypatch.chdir(tmp_path)
         result = kprobefs("trace", *words, program=REAL_PROGRAM)
         assert f"kprobefs: nothing was recorded: {why}" in result.stderr
+
+    def test_hits_that_this_kernel_only_counts(self, tmp_path: Path) -> None:
+        """Linux 6.12 for RISC-V records no hit of its own kprobes."""
+        image = str(package("linux-image-riscv64", "trixie", "riscv64"))
+        (tmp_path / "notes.txt").write_text("hello\n")
+        for place, why in (("vfs_read+8", "this kernel counts"), ("vfs_mkdir+8", "the command never came")):
+            words = ("trace", "--image", image, "--kprobes", "kernel", f"p:{place}", "--", "cat", "notes.txt")
+            done = subprocess.run(
+                [*REAL_PROGRAM, *words],
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+            assert f"nothing was recorded: {why}" in done.stderr
+
+    def test_a_refused_place_is_explained_by_explain(self, directory: Path) -> None:
+        with daemon(directory, program=REAL_PROGRAM):
+            done = kprobefs("trace", "-m", str(directory), "p:vfs_read+3", "--", "true", program=REAL_PROGRAM)
+            assert "`kprobefs explain vfs_read+3` says why" in done.stderr
 
     def test_probes_that_are_not_armed(self, directory: Path, tmp_path: Path) -> None:
         file = tmp_path / "f"

@@ -35,6 +35,11 @@ class ProbeRule(LinuxRule):
         "the default maxactive is at least 10; earlier, it is the number of CPUs without preemption",
         "kernel/kprobes.c:register_kretprobe",
     )
+    RISCV_RECORDS = (
+        "7.2",
+        "a hit of a breakpoint of RISC-V's own kprobes is recorded; earlier, it is only counted",
+        "kernel/trace/ring_buffer.c:rb_reserve_next_event",
+    )
 
 
 ProbeRules = frozenset[ProbeRule]

@@ -143,6 +143,22 @@ def test_check(image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert outcomes == ["optimized", "EILSEQ", "EINVAL", "optimized"]
 
 
+def test_its_own_kprobes_record_nothing(
+    image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hits of breakpoints are counted. An explanation of a refused place names an accepted one."""
+    file = tmp_path / "x.probes"
+    file.write_text("p:a vfs_read+8\n")
+    for kprobes, rules in (("kprobefs", []), ("kernel", ["no-records"])):
+        words = ["check", str(file), "--image", str(image), "--kprobes", kprobes, "--json"]
+        assert main(words) == 0
+        (found,) = json.loads(capsys.readouterr().out)
+        (line,) = found["kernels"][0]["lines"]
+        assert [finding["rule"] for finding in line["findings"]] == rules
+    assert main(["explain", "--image", str(image), "--kprobes", "kernel", "vfs_read"]) == 0
+    assert "accepted after:  vfs_read+0x4  nop" in capsys.readouterr().out
+
+
 def test_explain(image: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--image", str(image), "vfs_read+8"]) == 0
     text = capsys.readouterr().out
