@@ -446,6 +446,10 @@ class OpenDirectory(FileDescription):
         self.entries: list[DirEntry] | None = None
         """Entries from the last listing that began at index 0, or None before the first listing."""
 
+    def readdir(self, client: Client) -> list[DirEntry]:
+        """Return the entries of the directory for getdents64(2); see FileSystem.readdir."""
+        return self.fs.readdir(require_path(self.path), client)
+
     def listed(self, client: Client) -> None:
         """Repeat the client's getdents64(2) in the guest; by default, do nothing. Lock: takes."""
 

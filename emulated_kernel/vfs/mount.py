@@ -151,7 +151,10 @@ class Mount:
 
         A mounted prefix takes the place of an entry with the same name.
         """
-        entries = self.filesystem_at(path).readdir(path, client)
+        return self._with_mounts(path, self.filesystem_at(path).readdir(path, client))
+
+    def _with_mounts(self, path: str, entries: list[DirEntry]) -> list[DirEntry]:
+        """Return the entries of a directory as they are with the mounted prefixes."""
         if path != "/" and path in self._table:
             with suppress(KernelError):
                 above = self.getattr(posixpath.dirname(path)).ino
@@ -381,7 +384,8 @@ class Mount:
         if not isinstance(directory, OpenDirectory):
             raise KernelError(errno.ENOTDIR, f"handle {handle}")
         if start == 0 or directory.entries is None:
-            directory.entries = self.readdir(require_path(directory.path), client)
+            path = require_path(directory.path)
+            directory.entries = self._with_mounts(path, directory.readdir(client))
         directory.listed(directory.fs.informed(client))
         return directory.entries[start:]
 

@@ -129,6 +129,29 @@ def test_directories_are_made_and_removed_by_calls(ours: Mount) -> None:
     assert ("removed", "ret=0") in own[1]
 
 
+@pytest.mark.parametrize(
+    ("is_ours", "directory"),
+    [(True, "/scratch/listed"), (False, "/scratch/listed"), (False, "/tracing/events/sched")],
+)
+def test_a_client_lists_a_directory_itself(ours: Mount, is_ours: bool, directory: str) -> None:
+    """With one open, and from the beginning again after a rewind."""
+    mount = ours if is_ours else debian_kernel.mount()
+    mount.mkdir(OTHER, "/scratch/listed", 0o755)
+    mount.release(mount.create(OTHER, "/scratch/listed/file", 0o644, os.O_WRONLY))
+    shell = watched(
+        mount, "p:opened do_sys_openat2\np:lists iterate_dir\np:seeks ksys_lseek\np:closed filp_close\n"
+    )
+    handle = mount.opendir(OTHER, directory)
+    names = [entry.name for entry in mount.getdents(OTHER, handle, 0)]
+    assert names == [entry.name for entry in mount.readdir(directory)]
+    assert [entry.name for entry in mount.getdents(OTHER, handle, 1)] == names[1:]
+    assert [entry.name for entry in mount.getdents(OTHER, handle, 0)] == names
+    mount.release(handle)
+    shell.read("/tracing/tracing_on")
+    events = [event for event, _ in recorded(mount, OTHER.pid)]
+    assert events == ["opened", "lists", "lists", "seeks", "lists", "lists", "closed"]
+
+
 def test_no_call_changes_the_guests_root(ours: Mount) -> None:
     watched(ours, "p:makes vfs_mkdir\np:removes vfs_rmdir\np:reads vfs_read\n")
     for path in ("/kprobes", "/machine", "/none"):

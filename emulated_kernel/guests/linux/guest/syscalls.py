@@ -301,19 +301,27 @@ class LinuxSyscalls:
         )
 
     def listdir(self, path: str) -> list[DirEntry]:
-        """Return all entries of a directory, including "." and "..", by getdents64(2) of init."""
+        """Return all entries of a directory, including "." and "..", by calls of init."""
         init = self._tasks.init
-        device = self.lstat(path).ino & 0xFF
         fd = self.open(init, path, os.O_RDONLY | os.O_DIRECTORY)
-        entries: list[DirEntry] = []
         try:
-            while size := self._call(init, self._number["getdents64"], fd, _DATA, _LISTING):
-                entries += _entries(
-                    self._tasks.copy_from_user(init, _DATA, checked_count(size, _LISTING)), device
-                )
+            return self.getdents(init, fd)
         finally:
             self.close(init, fd)
+
+    def getdents(self, task: LinuxTask, fd: int) -> list[DirEntry]:
+        """Return the entries of an open directory from its position on, by getdents64(2)."""
+        device = self.fstat(fd).ino & 0xFF
+        entries: list[DirEntry] = []
+        while size := self._call(task, self._number["getdents64"], fd, _DATA, _LISTING):
+            entries += _entries(
+                self._tasks.copy_from_user(task, _DATA, checked_count(size, _LISTING)), device
+            )
         return entries
+
+    def rewind(self, task: LinuxTask, fd: int) -> None:
+        """Set the position of an open directory to its beginning by lseek(2)."""
+        self._call(task, self._number["lseek"], fd, 0, os.SEEK_SET)
 
     def readlink(self, path: str) -> str:
         """Return the target of a symbolic link, by readlinkat(2) of init."""

@@ -193,6 +193,37 @@ class GuestFile(FileDescription):
         self.fs.guest.closes.defer(self)
 
 
+class GuestDirectory(OpenDirectory):
+    """An open directory of the guest, which the tasks of clients list."""
+
+    __slots__ = ("fd", "task")
+
+    fs: GuestFs
+
+    def __init__(self, fs: GuestFs, path: str, fd: int, task: LinuxTask) -> None:
+        super().__init__(fs, path)
+        self.fd: int = fd
+        self.task: LinuxTask | None = task
+        """The task that made the last call on the directory."""
+
+    def readdir(self, client: Client) -> list[DirEntry]:
+        """Return the entries of the directory, by calls of the client's task; see OpenDirectory."""
+        syscalls = self.fs.guest.syscalls
+        with self.fs.request(client) as task:
+            self.task = task
+            if self.entries is not None:
+                syscalls.rewind(task, self.fd)
+            return self.fs.sorted_entries(syscalls.getdents(task, self.fd))
+
+    def release(self) -> None:
+        """Release the description; the guest closes the directory before the next request. Lock: leaves."""
+        try:
+            del self.fs.opened[self]
+        except KeyError:
+            return
+        self.fs.guest.closes.defer(self)
+
+
 class GuestFs(FileSystem):
     """Shows directories and files of a guest at one or more prefixes of a mount."""
 
@@ -273,13 +304,16 @@ class GuestFs(FileSystem):
         )
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
-        """Return the entries of a directory; see FileSystem.
+        """Return the entries of a directory, by calls of init; see FileSystem.
 
-        The entries after "." and ".." are sorted by name.
+        A client that has opened the directory lists it by itself; see GuestDirectory.
         """
         del client
         with self.guest.running:
-            entries = self.guest.syscalls.listdir(self._place(path))
+            return self.sorted_entries(self.guest.syscalls.listdir(self._place(path)))
+
+    def sorted_entries(self, entries: list[DirEntry]) -> list[DirEntry]:
+        """Return the guest's entries with the mount's inode numbers, "." and ".." first, others by name."""
         entries.sort(key=lambda entry: (entry.name not in (".", ".."), entry.name))
         return [entry._replace(ino=entry.ino * INO_SPACES + self._number) for entry in entries]
 
@@ -313,14 +347,13 @@ class GuestFs(FileSystem):
             return file
 
     def opendir(self, client: Client, path: str) -> OpenDirectory:
-        """Open a directory; see FileSystem.
-
-        The guest opens the directory and closes it at once; the mount lists it by path.
-        """
-        syscalls = self.guest.syscalls
+        """Open a directory; see FileSystem."""
         with self.request(client) as task:
-            syscalls.close(task, syscalls.open(task, self._place(path), os.O_RDONLY | os.O_DIRECTORY))
-        return super().opendir(client, path)
+            flags = os.O_RDONLY | os.O_DIRECTORY
+            fd = self.guest.syscalls.open(task, self._place(path), flags)
+            directory = GuestDirectory(self, path, fd, task)
+            self.opened[directory] = None
+            return directory
 
     def statfs(self, path: str) -> StatFs:
         """Return the capacity of the file system; see FileSystem.
