@@ -192,10 +192,6 @@ class ReturnCode(ABC):
         If the dispatch has a `finish`, the caller must append a jump to `finish` to the handler.
         """
 
-
-class MemoryLoad(NamedTuple):
-    """A load instruction of compiled code, which loads `size` bytes at `base` + `offset` into a register."""
-
     register: str
     base: str
     offset: int
@@ -275,8 +271,8 @@ class Arch(ABC):
     reads_user = True
     """Whether kernel code can read user memory at any time, without functions such as copy_from_user().
 
-    If this is False, a compiled handler's load from user memory faults, and the host executes the load.
-    The host also fetches probe arguments in user memory.
+    Otherwise a compiled handler loads from user memory between the ops UserAccessBegin and UserAccessEnd, and
+    any other load from it faults. Addresses in the lower half are then those of user memory.
     """
     trap_flag: int
     """Mask of the flag that makes the CPU trap after the next instruction."""
@@ -293,13 +289,6 @@ class Arch(ABC):
         """Registers that a return handler sees with the values that they have when the function returns."""
         returns = self.returns
         return frozenset() if returns is None else returns.live.registers | {self.registers.sp, "ip"}
-
-    def decode_load(self, code: bytes) -> MemoryLoad | None:  # noqa: ARG002 - only without reads_user
-        """Return the load instruction at the start of `code`, which is code of a compiled handler.
-
-        Return None if `code` does not start with a load.
-        """
-        return None
 
     def load_decoder(self) -> None:  # noqa: B027 - not every instruction set has a library for it
         """Import the library that decodes instructions, so that no later call opens files.

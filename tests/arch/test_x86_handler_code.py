@@ -13,7 +13,7 @@ from emulated_kernel.arch.program import ir
 from emulated_kernel.arch.program.ir import Condition, HandlerCode, Label, Program
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
-from emulated_kernel.arch.x86.encoder import Encoder, decode_load
+from emulated_kernel.arch.x86.encoder import Encoder
 from emulated_kernel.arch.x86.handler_code import save_all, save_live
 from emulated_kernel.arch.x86.pt_regs import FRAME_32, FRAME_64, RegsFrame
 from tests.arch import engines
@@ -224,17 +224,3 @@ def test_registers_that_are_asked_for_are_used_last() -> None:
 def test_code_can_stand_anywhere() -> None:
     program = make(random.Random(1), 64).program
     assert X86_64().handler_code(program, PROBE) == X86_64().handler_code(program, PROBE)
-
-
-@pytest.mark.parametrize("is_signed", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_loads_are_decoded(size: int, is_signed: bool) -> None:
-    encoder = Encoder(64)
-    for register in range(16):
-        for base in range(16):
-            for offset in (0, 1, -1, 127, -128, 128, -(1 << 31), (1 << 31) - 1):
-                code = encoder.load(register, base, offset, size, sign=is_signed)
-                found = decode_load(code + b"\xcc" * 15)
-                assert found == (register, base, offset, size, is_signed and size < 8, len(code))
-            for other in (encoder.store(base, 8, register, size), encoder.move(register, base)):
-                assert decode_load(other + b"\xcc" * 15) is None

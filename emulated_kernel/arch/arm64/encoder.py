@@ -11,8 +11,7 @@ from enum import IntEnum
 from errno import ERANGE
 from functools import cache, lru_cache
 
-from emulated_kernel.arch.arch_hooks import MemoryLoad
-from emulated_kernel.arch.arm64.insn import REGISTER_NAMES, SIZE, signed
+from emulated_kernel.arch.arm64.insn import SIZE
 from emulated_kernel.util.errors import KernelError
 
 SP = ZERO = 31
@@ -206,30 +205,6 @@ def load(rd: int, base: int, offset: int, size: int, *, sign: bool = False) -> b
 def store(base: int, offset: int, src: int, size: int) -> bytes:
     """Encode a store of the low `size` bytes of src at base + offset; fits_access(offset, size) must hold."""
     return _access(_STORES[size], src, base, offset, size)
-
-
-def decode_load(code: bytes) -> MemoryLoad | None:
-    """Return the load at the start of `code`, of the kinds that load() encodes; None if there is none.
-
-    Return None for a load whose base is sp, and for a load into the zero register.
-    """
-    word = int.from_bytes(code[:SIZE], "little")
-    register = word & 31
-    base = word >> 5 & 31
-    kind = word & 0xFFC00000
-    for loads in (_LOADS, _SIGNED_LOADS):
-        for size, opcode in loads.items():
-            if kind == opcode:
-                offset = (word >> 10 & 0xFFF) * size
-            elif word & 0xFFE00C00 == opcode & ~_SCALED:
-                offset = signed(word >> 12, 9)
-            else:
-                continue
-            if register == ZERO or base == SP:
-                return None
-            is_signed = loads is _SIGNED_LOADS
-            return MemoryLoad(REGISTER_NAMES[register], REGISTER_NAMES[base], offset, size, is_signed, SIZE)
-    return None
 
 
 def store_pair(base: int, offset: int, first: int, second: int) -> bytes:

@@ -131,6 +131,22 @@ class StoreImmediate(Op):
     size: int
 
 
+class UserAccessBegin(Op):
+    """Allow loads from user memory, for architectures without Arch.reads_user.
+
+    Up to the UserAccessEnd, ops only compute, branch, and access memory at virtual registers. Each path,
+    also that of a fault, leads to a UserAccessEnd.
+    Mirrors: arch/x86/include/asm/smap.h:smap_save (v6.1).
+    """
+
+
+class UserAccessEnd(Op):
+    """Allow loads from user memory only if they were allowed before the UserAccessBegin.
+
+    Mirrors: arch/x86/include/asm/smap.h:smap_restore (v6.1).
+    """
+
+
 class LoadAbsolute(Op):
     """Load `size` bytes at an absolute address into dst, zero-extended."""
 

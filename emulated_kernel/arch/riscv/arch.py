@@ -14,7 +14,6 @@ from emulated_kernel.arch.arch_hooks import (
     Arch,
     ArchSpecificInsn,
     HandlerStub,
-    MemoryLoad,
     OriginalPlace,
     Registers,
     StubEnd,
@@ -164,8 +163,7 @@ class LinuxRISCV64(RISCV64):
     """Hooks of a distribution's riscv64 kernel with one CPU: tp holds the running task's address.
 
     No register holds the address of per-CPU data, so the code of a handler contains the addresses of the
-    handler's cells. The kernel clears sstatus.SUM except in its own accesses to user memory, so a handler's
-    load from user memory faults. Unicorn: if handlers set SUM, each change of it would flush the TLB.
+    handler's cells. The kernel clears sstatus.SUM except in its own accesses to user memory.
     """
 
     current_register = "tp"
@@ -174,9 +172,6 @@ class LinuxRISCV64(RISCV64):
 
     def handler_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:
         return handler_code(program, addr, live, self.breakpoint, per_cpu=None)
-
-    def decode_load(self, code: bytes) -> MemoryLoad | None:
-        return encoder.decode_load(code)
 
 
 class RISCV64I(Riscv):

@@ -9,8 +9,7 @@ from enum import IntEnum
 from errno import ERANGE
 from functools import cache, lru_cache
 
-from emulated_kernel.arch.arch_hooks import MemoryLoad
-from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, RVI_SIZE, SP, ZERO, RiscvOpcode, sign_extend
+from emulated_kernel.arch.riscv.insn import SP, ZERO, RiscvOpcode, sign_extend
 from emulated_kernel.arch.riscv.insn_formats import b_type, i_type, j_type, r_type, s_type, u_type
 from emulated_kernel.util.errors import KernelError
 
@@ -164,19 +163,6 @@ def load(rd: int, base: int, offset: int, size: int, *, sign: bool = False) -> b
     """
     unsigned = 0 if sign or size == 8 else _LOAD_UNSIGNED
     return _bytes(i_type(RiscvOpcode.LOAD, rd, _SIZE_BITS[size] | unsigned, base, offset))
-
-
-def decode_load(code: bytes) -> MemoryLoad | None:
-    """Return the load at the start of `code`, of the kinds that load() encodes; None if there is none."""
-    word = int.from_bytes(code[:RVI_SIZE], "little")
-    kind = word >> 12 & 7
-    destination = word >> 7 & 31
-    if word & 0x7F != RiscvOpcode.LOAD or not destination:
-        return None
-    is_signed = kind < _LOAD_UNSIGNED
-    base = REGISTER_NAMES[word >> 15 & 31]
-    offset = sign_extend(word >> 20, 12)
-    return MemoryLoad(REGISTER_NAMES[destination], base, offset, 1 << (kind & 3), is_signed, RVI_SIZE)
 
 
 @lru_cache(4096)

@@ -40,7 +40,8 @@ from emulated_kernel.arch.riscv.insn import (
     RiscvOpcode,
     sign_extend,
 )
-from emulated_kernel.arch.riscv.pt_regs import WORD, read_status
+from emulated_kernel.arch.riscv.pt_regs import WORD, clear_in_status, read_status, set_in_status
+from emulated_kernel.machine.native.sum_words import SUM
 
 NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
 PER_CPU = GP
@@ -83,6 +84,8 @@ _CONDITIONS = {
 }
 """Condition -> funct3 of the branch, and whether the operands must be swapped."""
 
+_STATUS = -5
+"""Pseudo virtual register with the value of sstatus before a UserAccessBegin."""
 _BRANCH_RANGE = range(-0x1000, 0x1000)
 _HOLE = asm.jal(ZERO, 0, 0)
 _FAR_BRANCH_SIZE = 8
@@ -238,6 +241,16 @@ class RiscvLowering(Lowering):
         base, offset = self._operand(self._real[op.base], op.offset)
         value = sign_extend(op.value, 8 * op.size)
         self._code += store(base, offset, self._number(value, SECOND), op.size)
+
+    def _user_access_begin(self, _op: ir.UserAccessBegin) -> None:
+        self._code += set_in_status(self._real[_STATUS], self._number(SUM, SPARE))
+
+    def _user_access_end(self, _op: ir.UserAccessEnd) -> None:
+        status = self._real[_STATUS]
+        self._code += asm.arithmetic_immediate(asm.ArithmeticFunct3.XOR, status, status, -1)
+        set_before = self._number(SUM, SPARE)
+        self._code += asm.arithmetic(asm.ArithmeticFunct3.AND, status, status, set_before)
+        self._code += clear_in_status(status)
 
     def _cell(self, address: int, register: int) -> tuple[int, int]:
         """Return base register and offset for an absolute address, and emit code that loads its upper part.

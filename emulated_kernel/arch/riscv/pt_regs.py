@@ -22,7 +22,17 @@ _GENERAL = tuple(number for number in range(1, 32) if number != SP)
 
 def read_status(rd: int) -> bytes:
     """Encode an instruction that sets rd to sstatus."""
-    return (0x100 << 20 | ZERO << 15 | 2 << 12 | rd << 7 | 0x73).to_bytes(4, "little")
+    return set_in_status(rd, ZERO)
+
+
+def set_in_status(rd: int, bits: int) -> bytes:
+    """Encode csrrs: set rd to sstatus, and then set the bits in sstatus that the register `bits` has."""
+    return (0x100 << 20 | bits << 15 | 2 << 12 | rd << 7 | 0x73).to_bytes(4, "little")
+
+
+def clear_in_status(bits: int) -> bytes:
+    """Encode csrc: clear the bits in sstatus that the register `bits` has."""
+    return (0x100 << 20 | bits << 15 | 3 << 12 | 0x73).to_bytes(4, "little")
 
 
 def save_general(room: int = SIZE, *, but: int = SP) -> bytes:

@@ -14,7 +14,6 @@ from emulated_kernel.arch.arch_hooks import (
     Arch,
     ArchSpecificInsn,
     HandlerStub,
-    MemoryLoad,
     OriginalPlace,
     Registers,
     StubEnd,
@@ -26,7 +25,7 @@ from emulated_kernel.arch.x86 import detour as detours
 from emulated_kernel.arch.x86 import punned, stack_frames
 from emulated_kernel.arch.x86.asm_parser import X86Assembler
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES, TF
-from emulated_kernel.arch.x86.encoder import INT3, decode_load
+from emulated_kernel.arch.x86.encoder import INT3
 from emulated_kernel.arch.x86.handler_code import X86ReturnCode, save_all, save_live
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE, decode_all, load_decoder
 from emulated_kernel.arch.x86.probe_checks import STRATEGIES, X86ProbeChecker
@@ -178,13 +177,6 @@ class SmapX86_64(X86_64):
     """
 
     reads_user = False
-
-    def decode_load(self, code: bytes) -> MemoryLoad | None:
-        found = decode_load(code)
-        if found is None:
-            return None
-        register, base, offset, size, is_signed, length = found
-        return MemoryLoad(REGISTER_NAMES[register], REGISTER_NAMES[base], offset, size, is_signed, length)
 
 
 class I386(X86):

@@ -46,6 +46,7 @@ JUMP = b"\xe9"
 HOLE = bytes(4)
 """Placeholder for a displacement that isn't known yet."""
 LOCK = b"\xf0"
+STAC = b"\x0f\x01\xcb"
 LAHF = b"\x9f"
 SAHF = b"\x9e"
 SETO_AL = b"\x0f\x90\xc0"
@@ -141,38 +142,6 @@ def _based(opcode: X86Opcode, reg: int, base: int, offset: int) -> bytes:
     sib = b"\x24" if base & 7 == SP else b""
     head = _head(opcode, reg, base, reg)
     return head + bytes([mod << 6 | (reg & 7) << 3 | base & 7]) + sib + displacement
-
-
-_LOADS_64 = {
-    (opcode.code, opcode.wide): key
-    for key, opcode in (*_LOAD.items(), *(((size, True), each) for size, each in _LOAD_SIGNED_64.items()))
-    if key != (8, True)
-}
-"""Opcode and REX.W of a load on x86_64 -> (size in bytes, whether the value is sign-extended)."""
-
-
-def decode_load(code: bytes) -> tuple[int, int, int, int, bool, int] | None:
-    """Return the load at the start of `code`, of the kinds that Encoder.load() makes on x86_64.
-
-    The result is (destination, base, offset, size, whether the value is sign-extended, length). It is None if
-    there is no such load.
-    """
-    rex = code[0] if code[0] & 0xF0 == 0x40 else 0
-    at = int(bool(rex))
-    opcode = code[at : at + 1 + (code[at] == 0x0F)]
-    found = _LOADS_64.get((opcode, bool(rex & 8)))
-    at += len(opcode)
-    mode, register, base = code[at] >> 6, code[at] >> 3 & 7, code[at] & 7
-    if found is None or mode == 3 or (mode == 0 and base == BP):
-        return None
-    at += 1
-    if base == SP:
-        if code[at] != 0x24:
-            return None
-        at += 1
-    size = (0, 1, 4)[mode]
-    offset = int.from_bytes(code[at : at + size], "little", signed=True)
-    return register | (rex & 4) << 1, base | (rex & 1) << 3, offset, *found, at + size
 
 
 class Encoder:

@@ -35,6 +35,7 @@ from emulated_kernel.arch.x86.encoder import (
     Encoder,
     signed,
 )
+from emulated_kernel.arch.x86.pt_regs import POPF, PUSHF
 
 _JNE_SHORT = b"\x75"
 
@@ -346,6 +347,12 @@ class X86Lowering(Lowering):
         else:
             self._code += encoder.store_immediate(base, op.offset, op.value, 4)
             self._code += encoder.store_immediate(base, op.offset + 4, op.value >> 32, 4)
+
+    def _user_access_begin(self, _op: ir.UserAccessBegin) -> None:
+        self._code += PUSHF + asm.STAC
+
+    def _user_access_end(self, _op: ir.UserAccessEnd) -> None:
+        self._code += POPF
 
     def _cell(self, address: int) -> tuple[int, int]:
         """Return base and offset for an absolute address.

@@ -456,9 +456,7 @@ class HitHandling:
     def fix_fault(self, trap: Trap, regs: Regs) -> bool:
         """Handle an exception in a step or in compiled code; return True if the guest continues at `regs`.
 
-        If a memory access of compiled code faults, the guest continues at the fixup of the access. If guest
-        code cannot read user memory (see Arch.reads_user), the host executes a load from it, and the guest
-        continues after the load.
+        If a memory access of compiled code faults, the guest continues at the fixup of the access.
         A fault in a step is handled by the probe's fault_handler, or reported to the guest at the probed
         address. A fault in the relocated form of an emulated instruction is always reported at the probed
         address.
@@ -466,8 +464,7 @@ class HitHandling:
         """
         target = self._compiler.fixups.get(trap.address)
         if target is not None and trap.vector != Vector.DEBUG:
-            if self._arch.reads_user or not self._load_user(regs, trap.address):
-                regs.ip = target
+            regs.ip = target
             return True
         if trap.kind is TrapKind.BUDGET:
             return False
@@ -487,27 +484,6 @@ class HitHandling:
         if self.ctlblk.running is head:
             self.ctlblk.forget_current()
         return False
-
-    def _load_user(self, regs: Regs, address: int) -> bool:
-        """Execute the instruction at `address` if it is a load from readable user memory.
-
-        Return False, with nothing changed, if it is not.
-        """
-        arch = self._arch
-        memory = self._machine.memory
-        load = arch.decode_load(memory.read(address, arch.max_insn_size))
-        if load is None:
-            return False
-        place = regs.get(load.base) + load.offset & arch.mask
-        if place >= arch.task_size:
-            return False
-        try:
-            data = memory.read(place, load.size)
-        except MemoryFault:
-            return False
-        regs.set(load.register, int.from_bytes(data, "little", signed=load.is_signed) & arch.mask)
-        regs.ip = address + load.length
-        return True
 
     @property
     def is_underway(self) -> bool:

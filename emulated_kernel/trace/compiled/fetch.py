@@ -21,6 +21,8 @@ from emulated_kernel.arch.program.ir import (
     SetImmediate,
     Store,
     StoreImmediate,
+    UserAccessBegin,
+    UserAccessEnd,
 )
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
@@ -63,14 +65,9 @@ def fits_displacement(value: int) -> bool:
     return -(1 << 31) <= value < 1 << 31
 
 
-def can_fetch(args: Sequence[ProbeArg], registers: frozenset[str], *, reads_user: bool = True) -> bool:
-    """Return True if guest code can fetch the arguments. `registers` are the registers that it can read.
-
-    `reads_user`: whether guest code can read user memory at any time.
-    """
+def can_fetch(args: Sequence[ProbeArg], registers: frozenset[str]) -> bool:
+    """Return True if guest code can fetch the arguments. `registers` are the registers that it can read."""
     if sum(arg.count or 1 for arg in args) > MAX_ELEMENTS:
-        return False
-    if not reads_user and any(map(_is_of_user, args)):
         return False
     return all(
         type(arg.type) in _EMITTERS
@@ -79,13 +76,6 @@ def can_fetch(args: Sequence[ProbeArg], registers: frozenset[str], *, reads_user
         and (arg.stages.load.op is not FetchOp.REG or arg.stages.load.name in registers)
         for arg in args
     )
-
-
-def _is_of_user(arg: ProbeArg) -> bool:
-    """Return True if the argument is defined as user memory, such as `+u0(%di)` or type `ustring`."""
-    stages = arg.stages
-    insns = (*stages.derefs, stages.store, *filter(None, (stages.pointer,)))
-    return any(insn.op in (FetchOp.UDEREF, FetchOp.ST_UMEM, FetchOp.ST_USTRING) for insn in insns)
 
 
 class FetchEmitter:
@@ -174,17 +164,46 @@ class FetchEmitter:
     def _read(self, dst: int, offset: int, size: int, user: bool, fault: Label) -> None:
         """Emit code that loads `size` bytes from VALUE + `offset` into `dst`, or jumps to `fault`.
 
-        `user`: the address must be in user space. If `user` is set, the code overwrites TEMP and OTHER. If
-        `offset` is too large for one instruction, the code overwrites OTHER.
+        `user`: the address must be in user space. The code may overwrite OTHER, and TEMP if `user` is set.
         """
         base = VALUE
-        if user or not fits_displacement(offset):
+        if offset and (user or not self._arch.reads_user or not fits_displacement(offset)):
             base = OTHER
             self._emit(SetImmediate(OTHER, offset), Compute(Arithmetic.ADD, OTHER, VALUE))
             offset = 0
         if user:
-            self._check_user(OTHER, fault)
-        self._emit(Load(dst, base, offset, size, on_fault=fault))
+            self._check_user(base, fault)
+        self._access(
+            base, user, fault, lambda fault: self._emit(Load(dst, base, offset, size, on_fault=fault))
+        )
+
+    def _access(self, address: int, user: bool, fault: Label, load: Callable[[Label], None]) -> None:
+        """Emit loads at the address in the register `address`, which is in user memory if `user` is set.
+
+        `load` emits the loads, which jump to its argument if they fault. If the architecture requires it, the
+        code allows access to user memory meanwhile. If `user` is not set, it does so for addresses in the
+        lower half. `fault`: label at which a fault continues.
+        """
+        if self._arch.reads_user:
+            load(fault)
+        elif user:
+            self._access_user(fault, load)
+        else:
+            builder = self._builder
+            done = builder.label()
+            with builder.out_of_line() as in_user:
+                self._access_user(fault, load)
+                self._emit(Jump(done))
+            self._emit(BranchImmediate(Condition.GREATER_EQ, address, 0, in_user))
+            load(fault)
+            builder.place(done)
+
+    def _access_user(self, fault: Label, load: Callable[[Label], None]) -> None:
+        with self._builder.out_of_line() as on_fault:
+            self._emit(UserAccessEnd(), Jump(fault))
+        self._emit(UserAccessBegin())
+        load(on_fault)
+        self._emit(UserAccessEnd())
 
     def _check_user(self, address: int, fault: Label) -> None:
         self._emit(
@@ -319,8 +338,6 @@ class FetchEmitter:
         """
         builder = self._builder
         emit = self._emit
-        again = builder.label()
-        done = builder.label()
         stored = builder.label()
         with builder.out_of_line() as is_empty:
             if insn.op is not FetchOp.ST_USTRING:
@@ -328,12 +345,29 @@ class FetchEmitter:
             emit(Jump(fault))
         if insn.value:
             emit(SetImmediate(OTHER, insn.value), Compute(Arithmetic.ADD, VALUE, OTHER))
-        if insn.op is FetchOp.ST_USTRING:
+        is_user = insn.op is FetchOp.ST_USTRING
+        if is_user:
             self._check_user(VALUE, fault)
         emit(Move(OTHER, POSITION), Move(LIMIT, POSITION))
         emit(ComputeImmediate(Arithmetic.ADD, LIMIT, MAX_STRING_SIZE - 1))
-        builder.place(again)
+        self._access(VALUE, is_user, fault, self._copy_bytes)
         emit(
+            Move(LIMIT, POSITION),
+            ComputeImmediate(Arithmetic.ADD, LIMIT, 1),
+            Branch(Condition.EQ, OTHER, LIMIT, is_empty),
+        )
+        builder.place(stored)
+
+    def _copy_bytes(self, fault: Label) -> None:
+        """Emit code that copies bytes from VALUE to OTHER, up to a NUL or to LIMIT, and advances OTHER.
+
+        If it reaches LIMIT, it appends a NUL. It overwrites VALUE and TEMP, and jumps to `fault` at a fault.
+        """
+        builder = self._builder
+        again = builder.label()
+        done = builder.label()
+        builder.place(again)
+        self._emit(
             Load(TEMP, VALUE, 0, 1, on_fault=fault),
             Store(OTHER, 0, TEMP, 1),
             ComputeImmediate(Arithmetic.ADD, VALUE, 1),
@@ -346,12 +380,6 @@ class FetchEmitter:
             ComputeImmediate(Arithmetic.ADD, OTHER, 1),
         )
         builder.place(done)
-        emit(
-            Move(LIMIT, POSITION),
-            ComputeImmediate(Arithmetic.ADD, LIMIT, 1),
-            Branch(Condition.EQ, OTHER, LIMIT, is_empty),
-        )
-        builder.place(stored)
 
     def _location(self, place: int, *, is_fault: bool) -> None:
         """Emit code that stores a string's __data_loc at BASE + `place`, and advances POSITION.

@@ -42,14 +42,13 @@ def compiled_event(
 
     The host handles an event if one of these conditions is true:
     - An argument has the type `symstr`, or the arguments have too many array elements.
-    - An argument is from user memory, and guest code cannot read it (see Arch.reads_user).
     - An argument is from a register that is not a general-purpose one, or that a returning function has
       overwritten.
     - A filter of the event compares strings, or the event has a trigger or is in soft mode.
     - Guest code cannot write to the buffers of a trace array that records the event (see Recorder.target).
     """
     registers = arch.valid_at_return if is_return else arch.general_registers
-    if event.needs_entry or not can_fetch(args, registers, reads_user=arch.reads_user):
+    if event.needs_entry or not can_fetch(args, registers):
         return None
     recordings = []
     for recorder in event.recorders:

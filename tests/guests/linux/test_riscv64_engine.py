@@ -45,16 +45,19 @@ from tests.guests.linux.processor_tests import (
     write,
 )
 from tests.guests.linux.test_riscv64 import META, SUITE
+from tests.guests.linux.user_reads import UserReads, check_hits
 from tests.image.linux.debian import package
 
 FUNCTIONS = "vfs_read", "vfs_write", "do_sys_openat2", "dput", "do_exit", "kmem_cache_alloc_noprof"
 
 
-def new_engine(profile: str = RISCV_PROFILE, *, optimizer: bool = True, pauses: bool = True) -> LinuxEngine:
+def new_engine(
+    profile: str = RISCV_PROFILE, *, optimizer: bool = True, pauses: bool = True, compiled: bool = True
+) -> LinuxEngine:
     path = str(package(META, SUITE, "riscv64"))
     with own_cache(META, SUITE):
         tasks, kernel = started_with_kernel(path, SEED)
-    chosen_profile = replace(profile_of(kernel, profile), optimizer=optimizer)
+    chosen_profile = replace(profile_of(kernel, profile), optimizer=optimizer, compiled=compiled)
     return LinuxEngine(tasks, kernel, chosen_profile, pauses=pauses)
 
 
@@ -138,6 +141,17 @@ def test_user_memory_is_fetched(jumps: bytes, clean: Mount, engine: LinuxEngine)
         ]
         * 3
     )
+
+
+@pytest.mark.parametrize(
+    ("profile", "optimizer"), [(RISCV_PROFILE, False), (RISCV_PROFILE, True), (RISCV_FTRACE_PROFILE, True)]
+)
+def test_hits_that_read_user_memory_are_guest_code(profile: str, optimizer: bool) -> None:
+    """They keep the bit SUM as it was at the hit."""
+    in_guest, in_python = (
+        UserReads(new_engine(profile, optimizer=optimizer, compiled=compiled)) for compiled in (True, False)
+    )
+    check_hits(in_guest, in_python)
 
 
 class TestEngine(EngineTests):
