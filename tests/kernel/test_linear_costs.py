@@ -11,6 +11,7 @@ import pytest
 
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from kprobefs.definitions.syntax import Line
 from kprobefs.plan.check import check_lines
 from kprobefs.plan.planned_kernel import planned_kernel
@@ -21,6 +22,16 @@ FEW, MANY = 60, 480
 MARGIN = 1.3
 DYNAMIC = "/tracing/dynamic_events"
 KPROBES = "/tracing/events/kprobes"
+REFUSED = (
+    ("/kprobe_events", "p:e nosuch\n"),
+    # The event exists since the first step.
+    ("/kprobe_events", "p:e0 int_sqrt\n"),
+    (DYNAMIC, "p:e int_sqrt a=+x\n"),
+    (f"{KPROBES}/e0/filter", "nosuch == 1\n"),
+    (f"{KPROBES}/e0/trigger", "nosuch\n"),
+    ("/tracing/current_tracer", "nosuch\n"),
+)
+"""Files, and texts that they refuse."""
 Lines = Callable[[int], str]
 """Function that takes a number and returns a line that defines something."""
 Step = Callable[[], object]
@@ -127,6 +138,16 @@ def test_checked_lines_are_proportional_work() -> None:
     assert many < 1.1 * MANY / FEW * few
 
 
+def refused(shell: Shell, path: str, text: str) -> None:
+    """Make writes that fail, as a client's do, whose errors are gone after the reply."""
+    for _ in range(FEW):
+        try:
+            shell.write(path, text)
+        except KernelError:
+            continue
+        pytest.fail(f"{path} takes {text!r}")
+
+
 @pytest.mark.parametrize("is_watched", [False, True])
 def test_requests_leave_no_garbage(is_watched: bool) -> None:
     """All objects of a request are freed at its end, without a collection of reference cycles."""
@@ -138,6 +159,7 @@ def test_requests_leave_no_garbage(is_watched: bool) -> None:
         steps = (
             one_by_one(shell, FEW, "/kprobe_events", lambda each: f"p:e{each} int_sqrt\n"),
             lambda: [shell.read("/kprobe_events") for _ in range(FEW)],
+            *(partial(refused, shell, path, text) for path, text in REFUSED),
         )
         steps[-1]()
         for step in steps:

@@ -66,10 +66,11 @@ class EventFilters:
         if _is_clear(text):
             self._clear([event])
             return
-        failure = self._set(event, text)
-        if failure is not None:
+        try:
+            self._set(event, text)
+        except FilterParseError as failure:
             self._show_error(event, text, failure)
-            raise failure
+            raise
 
     def write_group(self, events: Sequence[TraceEvent], data: bytes) -> None:
         """Set the filter of all events of a group. "0" clears the filters.
@@ -86,19 +87,17 @@ class EventFilters:
             self._clear(events)
             return
         for event in reversed(events):
-            if self._set(event, text) is not None:
+            try:
+                self._set(event, text)
+            except FilterParseError:
                 self._show_error(event, text, FilterParseError(FilterError.BAD_SUBSYS_FILTER))
 
     def _clear(self, events: Iterable[TraceEvent]) -> None:
         for event in events:
             event.set_filter(self._recorder, None)
 
-    def _set(self, event: TraceEvent, text: str) -> FilterParseError | None:
-        try:
-            event.set_filter(self._recorder, parse_event_filter(text, event.fields, self._words))
-        except FilterParseError as failure:
-            return failure
-        return None
+    def _set(self, event: TraceEvent, text: str) -> None:
+        event.set_filter(self._recorder, parse_event_filter(text, event.fields, self._words))
 
     def _show_error(self, event: TraceEvent, text: str, failure: FilterParseError) -> None:
         """Log a parse error, and show it in the event's filter file. Mirrors: append_filter_err (v6.1)."""

@@ -384,10 +384,9 @@ class FprobeEvents(KprobeEvents):
         place = ProbePoint(symbol, 0, None, is_return, is_tracepoint=is_point)
         return ProbeDefinition(group, event, place, None, maxactive, args, tuple(context.captured))
 
-    def _refusal(self, failure: KernelError) -> KernelError:
+    def _refuse(self, failure: KernelError) -> None:
         if InterfaceRule.FPROBE_EINVAL in self.interface:
-            return KernelError(errno.EINVAL, str(failure.strerror))
-        return failure
+            raise KernelError(errno.EINVAL, str(failure.strerror)) from failure
 
     def _maxactive(self, head: str, log: TraceProbeLog) -> int:
         """Return the number after the letter `f` of a command, maxactive, or 0 if the command has none.

@@ -81,16 +81,16 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
             self._register(self._probe(definition), log)
         except KernelError as failure:
             self._log_failure(failure, log)
-            raise self._refusal(failure) from failure
+            self._refuse(failure)
+            raise
         return True
 
     def _probe(self, definition: ProbeDefinition) -> TraceKprobe:
         """Return a new probe for a definition."""
         return self.probe_class(self, definition, self._engine)
 
-    def _refusal(self, failure: KernelError) -> KernelError:
-        """Return the error for a command whose probe cannot be registered because of `failure`."""
-        return failure
+    def _refuse(self, failure: KernelError) -> None:
+        """Raise the error for a command whose probe cannot be registered, unless it is `failure` itself."""
 
     def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> ProbeDefinition | None:
         return parse_definition(argv, self._symbols, log, self._letters)

@@ -55,6 +55,17 @@ class RunOnce(Generic[T]):
                 raise
         return self.answer
 
+    def finish(self) -> T:
+        """Return the result of the action, as the last call of the request.
+
+        Raises: as a call. After WouldBlock, the request calls this method again.
+        """
+        try:
+            return self()
+        finally:
+            # The traceback of the exception refers to this object: kept, it would never be freed.
+            self._error = None
+
 
 class ChunkedWrite:
     """One write(2) to an open file, which is done in pieces. Each piece has one or more steps.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -382,3 +383,23 @@ def test_limits(ours: Mount) -> None:
     assert refusal("/kprobe_events", "p:four vfs_read\n") == errno.ENFILE
     shell.write("/machine/limits", "open_files max\nprobes 100\nhist_bytes 0\n")
     assert refusal("/tracing/events/kprobes/one/trigger", "hist:keys=common_pid") == errno.ENOMEM
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_refused_writes_leave_no_garbage(ours: Mount, is_watched: bool) -> None:
+    """The errors and the objects of the requests are freed without a collection of reference cycles."""
+    files = watched(ours) if is_watched else Files(ours, SHELL)
+    for path in ("/kprobe_events", "/tracing/current_tracer", "/tracing/events/sched/sched_switch/filter"):
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(20):
+                try:
+                    files.write(path, "nonsense == 1")
+                except KernelError:
+                    continue
+                pytest.fail(f"{path} takes nonsense")
+            # A few objects may be those of a cache that is filled at the first use.
+            assert gc.collect() < 20
+        finally:
+            gc.enable()

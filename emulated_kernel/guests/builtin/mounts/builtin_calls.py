@@ -156,7 +156,7 @@ class BuiltinCalls(GuestCalls):
             fd, number = self._clients.open(client, task, path, flags, serve)
         except KernelError as error:
             unless_deadlock(error)
-        file.inner = opened.answer if opened.is_done else opened()
+        file.inner = opened.finish()
         file.fd = fd
         file.number = number
 
@@ -214,7 +214,7 @@ class BuiltinCalls(GuestCalls):
                     return data
             except KernelError as error:
                 unless_deadlock(error)
-        return produce()
+        return produce.finish()
 
     def _fd_to_read(self, task: GuestTask, file: ControlFile) -> int | None:
         """Return the guest's descriptor from which the task reads a file, or None if there is none.
@@ -317,7 +317,7 @@ class BuiltinCalls(GuestCalls):
                     return taken
             except KernelError as error:
                 unless_deadlock(error)
-        return consume()
+        return consume.finish()
 
     def _enter(self, client: Client) -> None:
         """Make the client's task the guest's current task. If the guest fails to do so, do nothing.
@@ -388,7 +388,7 @@ class BuiltinCalls(GuestCalls):
                 self._guest.syscalls.with_path(task, names[0], path, *args, hostfs=serve)
         except KernelError as error:
             unless_deadlock(error)
-        changed()
+        changed.finish()
 
     def truncate(self, client: Client, path: str, act: Callable[[], None]) -> None:
         """Set the size of a file by `act`; see GuestCalls."""

@@ -240,7 +240,7 @@ class LinuxControlCalls(GuestCalls):
             if task is not None and self._can_call(task):
                 service = self._service(task, once, partial(self._goes_on, file))
                 file.fd = self._called(partial(self._opened, task, file, file.flags, service))
-            file.inner = once()
+            file.inner = once.finish()
 
     def _opened(self, task: LinuxTask, file: ControlFile, flags: int, service: Service) -> int:
         flags &= ~(os.O_CREAT | os.O_EXCL)
@@ -296,7 +296,7 @@ class LinuxControlCalls(GuestCalls):
                 )  # fmt: skip
 
             self._transfer(task, file, once, begin)
-            return once()
+            return once.finish()
 
     def write(self, write: PendingWrite) -> int:
         """Do one step of a client's write; see GuestCalls.
@@ -315,7 +315,7 @@ class LinuxControlCalls(GuestCalls):
             # A write that has read files of the host makes other calls by the client's task.
             if not write.is_prepared:
                 self._transfer(task, write.file, once, begin)
-            return once()
+            return once.finish()
 
     def _transfer(
         self,
@@ -357,7 +357,7 @@ class LinuxControlCalls(GuestCalls):
                 service = self._service(task, once, self._succeeds)
                 self._called(partial(self._syscalls.on_path, task, name, place, *rest, service=service))
                 self._revive_directories()
-            once()
+            once.finish()
 
     def _succeeds(self, task: LinuxTask, _result: object) -> None:
         self._returns(task, 0)
