@@ -11,6 +11,7 @@ import stat
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 from kprobefs.common.errors import escape_for_terminal
 from kprobefs.definitions.syntax import (
     DEFINITION,
@@ -35,7 +36,7 @@ from kprobefs.definitions.trigger_order import by_need
 
 LINES_PER_STEP = 16
 """Number of lines that are applied in one step of a reboot; requests wait during a step."""
-CURSOR = re.compile(r"^ *\^$")
+CURSOR = lazy_pattern(r"^ *\^$")
 """Matches the line of an error_log that points at the position of the error."""
 DYNAMIC_EVENTS = "dynamic_events"
 """Name of the file to which definitions are written."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from emulated_kernel.util.control_lock import PAUSE
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 from kprobefs.definitions.syntax import (
     LISTS,
     chosen_word,
@@ -90,7 +90,7 @@ STACK_TRACER = "sysctl/kernel/stack_tracer_enabled"
 """Path of the switch of the stack tracer. In a new mount, the switch is off."""
 NO_FILTER = "none"
 """Content of the filter file of an event without a filter."""
-REFUSED_FILTER = re.compile(r"\n(?: *\^\nparse_error: .*|Error: \(.*\))\n*\Z")
+REFUSED_FILTER = lazy_pattern(r"\n(?: *\^\nparse_error: .*|Error: \(.*\))\n*\Z")
 """Matches the end of a filter file after the kernel has rejected a filter, so that the event has none."""
 
 

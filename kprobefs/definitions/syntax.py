@@ -17,20 +17,21 @@ from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 from kprobefs.common.errors import CliError, ExitStatus
 
-DEFINITION = re.compile(r"(?P<kind>[a-z])(?P<count>\d*)(?::(?P<name>\S+))?\s+(?P<rest>.*)")
+DEFINITION = lazy_pattern(r"(?P<kind>[a-z])(?P<count>\d*)(?::(?P<name>\S+))?\s+(?P<rest>.*)")
 """Matches a line that defines a dynamic event."""
-SETTING = re.compile(r"(?P<file>\S+)\s+=(?:\s+(?P<value>.*))?$")
+SETTING = lazy_pattern(r"(?P<file>\S+)\s+=(?:\s+(?P<value>.*))?$")
 """Matches a line that writes a value to a file."""
 NOT_A_LINE = "neither a definition nor 'FILE = VALUE'"
 """Message for a line that is neither a definition nor a setting."""
-_NO_PLACE = re.compile(
+_NO_PLACE = lazy_pattern(
     r"(?P<kind>[prjft]\d*)(?::(?:[^\s/]*/)?(?P<name>[^\s/]+))?"
     r"(?P<arguments>(?:\s+(?:[$%@+\\-]|[^\s=/]*=).*)?)$"
 )
 """Matches a definition of a probe without a place: nothing or a fetch argument follows its name."""
-_SOURCE_LINE = re.compile(r"[pr]\d*(?::\S+)?\s+(?P<place>[^\s:]+\.[chS]:\d+)(?:\s.*)?$")
+_SOURCE_LINE = lazy_pattern(r"[pr]\d*(?::\S+)?\s+(?P<place>[^\s:]+\.[chS]:\d+)(?:\s.*)?$")
 """Matches a definition of a probe that has a line of a source file as its place."""
 GROUPS = {
     "p": "kprobes",
@@ -65,7 +66,7 @@ RECORDS = frozenset({
 """Names of files of tracefs that contain records or perform an action, and are therefore no settings."""
 MODULE_FILTERS = ("set_ftrace_notrace", "set_ftrace_filter")
 """Names of list files that accept words of the form `FUNCTION:mod:MODULE`."""
-TRIGGER = re.compile(r"[a-z_]+:")
+TRIGGER = lazy_pattern(r"[a-z_]+:")
 """Matches the start of a line of a trigger file that shows a trigger."""
 HIST = "hist:"
 """Start of a line of a trigger file that shows a histogram trigger."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 from kprobefs.definitions.syntax import Line
 
-_DEFINED = re.compile(r"(?<=[:,=])(?P<name>\w+)=")
+_DEFINED = lazy_pattern(r"(?<=[:,=])(?P<name>\w+)=")
 """Matches `NAME=` at the start of a field or of an assignment within one."""
-_USED = re.compile(r"\$(?P<name>\w+)")
+_USED = lazy_pattern(r"\$(?P<name>\w+)")
 
 
 def by_need(lines: Sequence[Line]) -> list[Line]:

@@ -6,7 +6,6 @@ It uses their fentry sites, and one return hook for all of them.
 from __future__ import annotations
 
 import errno
-import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from fnmatch import fnmatchcase
@@ -35,8 +34,9 @@ from emulated_kernel.kprobes.return_hook.return_hooks import ReturnHooks
 from emulated_kernel.kprobes.return_hook.stack_code import SLOT
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
-_WILDCARDS = re.compile(r"[*?[]")
+_WILDCARDS = lazy_pattern(r"[*?[]")
 
 
 class FprobeRegs(Enum):

@@ -44,9 +44,10 @@ def _top_files(trace: TracingComponents) -> dict[str, Node]:
     system = arrays.top.array.system
     cmdlines = system.cmdlines
     has_functions = FUNCTION_TRACER in arrays.top.array.tracers()
-    readme = readme_text(system.interface, has_functions=has_functions)
     return {
-        "README": AttributeFile(READ_ONLY, show=lambda: readme),
+        "README": AttributeFile(
+            READ_ONLY, show=lambda: readme_text(system.interface, has_functions=has_functions)
+        ),
         "available_events": SeqFile(
             READ_ONLY, listing(lambda: (f"{event.group}:{event.name}\n" for event in events.switchable()))
         ),
