@@ -88,13 +88,21 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
 
 
-def eventually(condition: object, message: str = "it never happened", patience: float = PATIENCE) -> None:
-    """Wait until the function `condition` returns True, for at most `patience` seconds."""
+def eventually(
+    condition: object,
+    message: str = "it never happened",
+    patience: float = PATIENCE,
+    interval: float = 0.005,
+) -> None:
+    """Wait until the function `condition` returns True, for at most `patience` seconds.
+
+    `interval`: seconds between two calls, which a condition that starts processes needs to be longer.
+    """
     assert callable(condition)
     deadline = time.monotonic() + patience
     while not condition():
         assert time.monotonic() < deadline, message
-        time.sleep(0.005)
+        time.sleep(interval)
 
 
 def kprobefs(

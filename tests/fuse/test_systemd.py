@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -211,6 +212,10 @@ def manager(units: Path) -> Iterator[Manager]:
         _remove_groups(group)
 
 
+_eventually = partial(eventually, interval=0.1)
+"""eventually() for conditions that ask the manager, which takes three processes and some work of its own."""
+
+
 def _systemd_below(pid: int) -> list[int]:
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -296,8 +301,8 @@ class TestService:
         assert systemd.inside("systemctl", "start", unit).returncode == 0
         systemd.inside("sh", "-c", f"echo p:stays vfs_read > {directory}/kprobe_events")
         systemd.inside("systemctl", "kill", "-s", "KILL", unit)
-        eventually(lambda: systemd.show(unit, "NRestarts") == "1")
-        eventually(lambda: "Linux version" in systemd.inside("cat", f"{directory}/machine/version").stdout)
+        _eventually(lambda: systemd.show(unit, "NRestarts") == "1")
+        _eventually(lambda: "Linux version" in systemd.inside("cat", f"{directory}/machine/version").stdout)
         assert systemd.inside("cat", f"{directory}/kprobe_events").stdout == "p:kprobes/stays vfs_read\n"
         assert (
             "directory /var/lib/kprobefs/mnt\nkept yes\n"
@@ -344,8 +349,8 @@ class TestService:
         time.sleep(5)
         assert (systemd.show(unit, "MainPID"), systemd.show(unit, "NRestarts")) == (before, "0")
         systemd.inside("kill", "-STOP", before)
-        eventually(lambda: systemd.show(unit, "NRestarts") == "1", "it was not restarted")
-        eventually(lambda: systemd.show(unit, "ActiveState") == "active", "it didn't come back")
+        _eventually(lambda: systemd.show(unit, "NRestarts") == "1", "it was not restarted")
+        _eventually(lambda: systemd.show(unit, "ActiveState") == "active", "it didn't come back")
         assert systemd.show(unit, "MainPID") != before
         assert "Linux version" in systemd.inside("cat", f"{directory}/machine/version").stdout
         assert systemd.inside("systemctl", "stop", unit).returncode == 0
@@ -360,8 +365,8 @@ class TestService:
         systemd.inside(
             "sh", "-c", f"(echo '_raw_spin_lock \"held\"' > {directory}/machine/call) > /dev/null 2>&1 &"
         )
-        eventually(lambda: systemd.show(unit, "StatusText") == f"busy {directory}")
-        eventually(lambda: systemd.show(unit, "StatusText") == f"serving {directory}", patience=60)
+        _eventually(lambda: systemd.show(unit, "StatusText") == f"busy {directory}")
+        _eventually(lambda: systemd.show(unit, "StatusText") == f"serving {directory}", patience=60)
         assert (systemd.show(unit, "MainPID"), systemd.show(unit, "NRestarts")) == (before, "0")
         assert systemd.inside("systemctl", "stop", unit).returncode == 0
 
@@ -377,7 +382,7 @@ class TestService:
         systemd.drop_in(unit, "[Service]\nRestart=no\n")
         assert systemd.inside("systemctl", "start", unit).returncode == 0
         systemd.inside("systemctl", "kill", "-s", "KILL", unit)
-        eventually(lambda: systemd.show(unit, "ActiveState") == "failed")
+        _eventually(lambda: systemd.show(unit, "ActiveState") == "failed")
         assert not systemd.is_mounted(directory)
 
     def test_the_manager_is_told_of_a_panic(self, systemd: Manager) -> None:
@@ -386,7 +391,7 @@ class TestService:
         assert systemd.inside("systemctl", "start", unit).returncode == 0
         assert systemd.show(unit, "StatusText") == f"serving {directory}"
         systemd.inside("sh", "-c", f"echo 'panic \"x\"' > {directory}/machine/call")
-        eventually(lambda: systemd.show(unit, "StatusText") == f"panicked {directory}")
+        _eventually(lambda: systemd.show(unit, "StatusText") == f"panicked {directory}")
         assert systemd.inside("systemctl", "stop", unit).returncode == 0
 
     def test_reload_reads_the_definitions(self, systemd: Manager) -> None:

@@ -30,7 +30,7 @@ addresses. If the window is None, the function yields the references to all addr
 WINDOWS = 8
 """Maximum number of windows to which references are searched separately, before all are indexed.
 
-In a distribution's kernel, the search for one window takes 5 % of the time of indexing all references.
+In a distribution's kernel, the search for one window takes 3 % of the time of indexing all branches.
 """
 
 _PART_BITS = 14
@@ -104,12 +104,18 @@ class XrefIndex:
     def _by_window(self, ways: Iterable[Reference]) -> dict[int, Ways]:
         targets: defaultdict[int, array[int]] = defaultdict(lambda: array("H"))
         sources: defaultdict[int, array[int]] = defaultdict(lambda: array(self._distance))
+        present: int | None = None
         for target, source in ways:
             part = target >> _PART_BITS
-            targets[part].append(target & _PART_MASK)
+            # Most branches are short, so most targets are in the window of the target before.
+            if part != present:
+                present = part
+                add_target = targets[part].append
+                add_source = sources[part].append
+            add_target(target & _PART_MASK)
             # The distance is computed modulo 2**64, because a distribution's kernel links per-CPU data at
             # address 0.
-            sources[part].append((source - target - _LEAST) % _ADDRESSES + _LEAST)
+            add_source((source - target - _LEAST) % _ADDRESSES + _LEAST)
         return {part: (targets[part], sources[part]) for part in targets}
 
 

@@ -62,7 +62,7 @@ class DwarfSections:
         `number`: id of the type that the entry describes; 0 if the entry describes no type.
         """
         values = [each for each in attributes if each[2] is not None]
-        key = tag, children, tuple((name, form) for name, form, _ in values)
+        key = tag, children, tuple([each[:2] for each in values])
         code = self._abbreviations.setdefault(key, len(self._abbreviations) + 1)
         if number:
             self._places[number] = len(self._info)
@@ -164,6 +164,8 @@ class _Writer:
         """Write the type with the id `number`. Write nothing for functions, variables and tags."""
         btf = self.btf
         kind = btf.type(number)
+        if kind.kind in _UNWRITTEN:
+            return
         name: Attribute = (_NAME, _STRP, btf.text(kind.name) or None)
         dwarf = self.dwarf
         match kind.kind:
@@ -310,8 +312,9 @@ def debug_sections(
     """
     writer = _Writer(btf, word_size)
     dwarf = writer.dwarf
-    described = [number for number in range(1, len(btf)) if btf.kind(number) in (Kind.FUNC, Kind.VAR)]
-    named = (btf.name(number) for number in described if btf.kind(number) is Kind.FUNC)
+    kinds = [(number, btf.kind(number)) for number in range(1, len(btf))]
+    described = [number for number, kind in kinds if kind in (Kind.FUNC, Kind.VAR)]
+    named = (btf.name(number) for number, kind in kinds if kind is Kind.FUNC)
     functions = [symbols[name] for name in named if name in symbols] or [(0, 0)]
     start = min(functions)[0]
     end = max(address + size for address, size in functions)
@@ -323,7 +326,7 @@ def debug_sections(
         (_HIGH_PC, _DATA8, end - start),
     )
     dwarf.begin(_CU, attributes, children=True)
-    for number in range(1, len(btf)):
+    for number, _ in kinds:
         writer.write(number)
     writer.described(described, symbols)
     for name, text in variables.items():

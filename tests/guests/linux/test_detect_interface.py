@@ -14,13 +14,11 @@ from emulated_kernel.guests.linux.probing.detect_interface import (
     profile_of,
 )
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
-from emulated_kernel.image.linux.linux_kernel import open_kernel
 from emulated_kernel.trace.interface import INTERFACES, Interface, InterfaceRule
 from emulated_kernel.util.fast_dataclass import replace
 from emulated_kernel.util.linux_rule import series_of
 from emulated_kernel.vfs.core.node import Owner
 from tests.guests.linux import debian_kernel
-from tests.image.linux.debian import package
 from tests.oracle.inside.definitions import compare_definitions
 from tests.oracle.inside.filters import compare_filters
 from tests.oracle.inside.places import compare_places, kernel_places
@@ -43,7 +41,7 @@ def test_the_series_of_a_release(release: str, series: str) -> None:
 @pytest.mark.parametrize("suite", SUITES)
 def test_hits_are_boosted_in_kernels_without_preemption(suite: str) -> None:
     """The banner says so, too: it has PREEMPT with CONFIG_PREEMPTION."""
-    kernel = open_kernel(str(package(META, "" if suite == debian_kernel.SUITE else suite)))
+    _, kernel = debian_kernel.with_kernel(META, suite)
     assert profile_of(kernel).preemption == ("PREEMPT" in kernel.version)
 
 
