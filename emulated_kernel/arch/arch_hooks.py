@@ -192,14 +192,6 @@ class ReturnCode(ABC):
         If the dispatch has a `finish`, the caller must append a jump to `finish` to the handler.
         """
 
-    register: str
-    base: str
-    offset: int
-    size: int
-    is_signed: bool
-    length: int
-    """Size of the instruction in bytes."""
-
 
 class Arch(ABC):
     """The hooks of one instruction set.
