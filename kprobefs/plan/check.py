@@ -206,6 +206,12 @@ def _hint(kernel: PlannedKernel, line: Line, rule: str, error: KernelError) -> s
     if remedy := advice(line.text):
         return f"; {remedy}"
     words = argv_split(line.text)
+    is_at_return = line.text.startswith("r") or any("%return" in word for word in words[1:2])
+    if rule == ProbeError.BAD_VAR.name and is_at_return and _PARAMETER.search(line.text):
+        has = InterfaceRule.ENTRY_ARGS in kernel.interface
+        return "" if has else f"; Linux has $argN at a return since {InterfaceRule.ENTRY_ARGS.since}"
+    if rule == ProbeError.BAD_STRING.name and re.search(r"\+u[^\s]*\[\d+\]", line.text):
+        return "; an array has no +u: write +0(...), which also reads the memory of the user"
     place = words[1] if len(words) > 1 else ""
     symbol = re.split(r"[+%-]", place, maxsplit=1)[0]
     kallsyms = kernel.tables.kallsyms

@@ -10,6 +10,7 @@ from textwrap import wrap
 from typing import Any
 
 from emulated_kernel.guests.linux.table_cache import kernel_from_file
+from emulated_kernel.kprobes.codegen.guest_code import BreakpointKind
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.safe_read import read_named
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, explained
@@ -24,6 +25,12 @@ _LIMIT = 16 << 20
 """Maximum size of a file of definitions in bytes."""
 _WIDTH = 80
 _OUTCOME_WIDTH = 13
+_TRAPS = {
+    BreakpointKind.STEPPED: "two traps",
+    BreakpointKind.BOOSTED: "one trap",
+    BreakpointKind.EMULATED: "one trap",
+}
+"""Kind of a breakpoint -> the traps of a hit."""
 _MAX_SHOWN = 1024
 """Maximum number of characters of a definition in the table."""
 
@@ -206,7 +213,8 @@ def _messages(answer: Answer) -> Iterator[tuple[str, int | None]]:
     is_told = any(finding.message == answer.reason for finding in answer.findings)
     reason = "" if is_told else f": {answer.reason}"
     if answer.outcome == ProbeOutcome.BREAKPOINT.value:
-        yield f"{answer.outcome}, {answer.breakpoint_kind}{reason}", None
+        traps = _TRAPS[BreakpointKind(answer.breakpoint_kind)]
+        yield f"{answer.outcome}, {answer.breakpoint_kind} ({traps}){reason}", None
     elif answer.outcome == PENDING:
         yield f"{answer.outcome}{reason}", None
     if answer.extended is not None and answer.outcome == ProbeOutcome.BREAKPOINT.value:

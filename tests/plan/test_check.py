@@ -217,6 +217,27 @@ def test_a_refused_place_is_named_by_the_function_that_contains_it() -> None:
     assert "jiffies: not kernel text" in data.findings[0].message
 
 
+@pytest.mark.parametrize(
+    ("profile", "text", "remedy"),
+    [
+        ("linux-6.1", "r vfs_read n=$arg3", "; Linux has $argN at a return since 6.12"),
+        ("linux-6.1", "p vfs_read%return n=$arg3", "; Linux has $argN at a return since 6.12"),
+        ("linux-6.1", "r vfs_read n=$nosuch", ""),
+        ("linux-6.12", "r vfs_read n=$arg3", None),
+        ("linux-6.1", "p vfs_read a=+u0($arg2):x8[4]", "; an array has no +u"),
+        ("linux-6.1", "p vfs_read a=$arg2:string", ""),
+        ("linux-6.1", "p vfs_read a=+0($arg2):x8[4]", None),
+    ],
+)
+def test_errors_with_a_remedy(profile: str, text: str, remedy: str | None) -> None:
+    (answer,) = check_lines(planned_kernel("x86_64", None, None, profile), [Line("x", 1, text)])
+    messages = [finding.message for finding in answer.findings if finding.is_error]
+    assert len(messages) == (remedy is not None)
+    for message in messages:
+        assert (remedy or "") in message
+        assert (";" in message) is bool(remedy)
+
+
 def test_names_of_modules_that_cannot_exist_are_explained() -> None:
     dash, empty = checked("p:a virtio-net:start_xmit", "p:b :start_xmit")
     assert "modules have _ in place of -: virtio_net:start_xmit" in dash.findings[0].message
