@@ -7,6 +7,7 @@ Fixtures: `tracefs`, `kernel`, `kprobefs_mount`, `kprobefs_arch` and `kprobefs_i
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -26,6 +27,8 @@ KERNELS_ARCH = "x86_64"
 """Architecture of a kernel that the marker `kernels` selects, if the version does not name another one."""
 KERNELS_ARCHES = {"x86_64": "cloud", "arm64": "arm64", "riscv64": "riscv64"}
 """Architecture that a version in the marker `kernels` may have -> flavour of Debian's kernel to fetch."""
+OLDEST = {"arm64": (6, 5)}
+"""Architecture -> the first version of Linux that kprobefs runs there, if earlier versions exist."""
 END_TIMEOUT = 20.0
 """Maximum seconds that a mount may take to end."""
 # `run` ends when its command ends, and the command when its standard input does: nothing outlives pytest.
@@ -104,6 +107,11 @@ def _wrong_versions(metafunc: pytest.Metafunc, versions: tuple[object, ...]) -> 
         arch = version.rpartition(":")[0] or KERNELS_ARCH
         if arch not in KERNELS_ARCHES:
             return f"{version!r}: no architecture of a distribution's kernel; use {', '.join(KERNELS_ARCHES)}"
+        oldest = OLDEST.get(arch, ())
+        number = tuple(map(int, re.findall(r"\d+", version.rpartition(":")[2])))
+        # The version 6 stands for each 6.N.
+        if number < oldest[: len(number)]:
+            return f"{version!r}: kprobefs runs kernels for {arch} from Linux {'.'.join(map(str, oldest))} on"
     if "kprobefs_image" not in metafunc.fixturenames:
         return "the test uses no mount of kprobefs"
     marker = metafunc.definition.get_closest_marker(MARKER)

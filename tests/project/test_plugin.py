@@ -108,6 +108,8 @@ def test_a_wrong_marker_is_told(marker: str, why: str, tmp_path: Path) -> None:
     [
         ("kernels(6.10)", '6.1 is not a string; write a version as "6.1"'),
         ("kernels()", "no version given"),
+        ('kernels("arm64:6.1")', "'arm64:6.1': kprobefs runs kernels for arm64 from Linux 6.5 on"),
+        ('kernels("arm64:5")', "'arm64:5': kprobefs runs kernels for arm64 from Linux 6.5 on"),
         ('kernels("mips:6.12")', "'mips:6.12': no architecture of a distribution's kernel; use x86_64, "),
         (
             'kernels("5.10")|architectures("x86_64", "i386")',
