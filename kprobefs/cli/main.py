@@ -413,6 +413,8 @@ def _matrix(parsed: argparse.Namespace) -> int:
     from kprobefs.cli import matrix
     from kprobefs.cli.run import check_host
     from kprobefs.common.output_file import OutputFile
+    from kprobefs.common.production_cpus import images_and_cpus
+    from kprobefs.mount_options import chosen_cpu
 
     command = parsed.command[1:] if parsed.command[:1] == ["--"] else parsed.command
     if not command:
@@ -433,8 +435,11 @@ def _matrix(parsed: argparse.Namespace) -> int:
             raise CliError(f"matrix: --jobs: {why}", ExitStatus.USAGE)
     else:
         check_host()
+    for name in parsed.cpu:
+        chosen_cpu(name)
     images = [each if each == HOST else os.path.abspath(each) for each in parsed.image]
-    cases = matrix.cases(images, parsed.arch, parsed.profile, parsed.kprobes, parsed.clock, parsed.cpu)
+    machines = images_and_cpus(images, [str(_cpu(name)) for name in parsed.cpu])
+    cases = matrix.cases(machines, parsed.arch, parsed.profile, parsed.kprobes, parsed.clock)
 
     def report(result: matrix.Result) -> None:
         colour = "31" if result.status else "32"

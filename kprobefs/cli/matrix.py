@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from itertools import product
@@ -93,30 +93,33 @@ class Result:
 
 
 def cases(
-    images: Sequence[str],
+    images: Iterable[tuple[str, str | None]],
     archs: Sequence[str],
     profiles: Sequence[str],
     kprobes: Sequence[str],
     clock: str | None,
-    cpu: str | None = None,
 ) -> list[Case]:
     """Return the kernels of the matrix: each combination of the options that a kernel can have.
 
-    `archs` and `profiles` select kernels of kprobefs, and `images` and `kprobes` distributions' kernels. If
-    none is given, the matrix has kprobefs's own kernel. `clock`: value of --clock for all kernels, or None.
-    `cpu`: value of --cpu for the distributions' kernels, or None.
+    `images` has the file of each distribution's kernel, with a value of --cpu or None, and `kprobes` ways of
+    probing them. `archs` and `profiles` select kernels of kprobefs. If none is given, the matrix has
+    kprobefs's own kernel. `clock`: value of --clock for all kernels, or None.
     """
-    more = () if clock is None else ("--clock", clock)
     found = []
-    machine = more if cpu is None else ("--cpu", cpu, *more)
-    for image, way in product(images, kprobes or ("",)):
-        name = f"{_short(image)}{f' {way}' if way else ''}"
-        found.append(Case(name, ("--image", image, *(("--kprobes", way) if way else ()), *machine)))
-    if archs or profiles or not images:
-        for arch, profile in product(archs or ("x86_64",), profiles or ("",)):
-            name = f"{arch}{f' {profile}' if profile else ''}"
-            found.append(Case(name, ("--arch", arch, *(("--profile", profile) if profile else ()), *more)))
+    for (image, cpu), way in product(images, kprobes or (None,)):
+        options = {"--image": image, "--kprobes": way, "--cpu": cpu, "--clock": clock}
+        found.append(_case((_short(image), way, cpu and os.path.basename(cpu)), options))
+    if archs or profiles or not found:
+        for arch, profile in product(archs or ("x86_64",), profiles or (None,)):
+            options = {"--arch": arch, "--profile": profile, "--clock": clock}
+            found.append(_case((arch, profile), options))
     return _distinct(found)
+
+
+def _case(names: Iterable[str | None], options: Mapping[str, str | None]) -> Case:
+    """Return the kernel with the parts `names` of its name, and with those `options` that have a value."""
+    given = [(option, value) for option, value in options.items() if value is not None]
+    return Case(" ".join(filter(None, names)), tuple(word for pair in given for word in pair))
 
 
 def _short(image: str) -> str:
