@@ -224,20 +224,15 @@ def _apply(parsed: argparse.Namespace) -> int:
 
 
 def _save(parsed: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from kprobefs.cli import apply
+    from kprobefs.common.output_file import OutputFile
 
-    text = apply.saved(apply.which_mount(parsed.mount))
+    directory = apply.which_mount(parsed.mount)
     if parsed.file not in (None, "-"):
-        try:
-            Path(parsed.file).write_bytes(text)
-        except OSError as error:
-            # The error of write(2) has no file name.
-            raise CliError(f"{parsed.file}: {error.strerror}") from None
+        with OutputFile(parsed.file) as file:
+            file.write(apply.saved(directory))
     else:
-        sys.stdout.flush()
-        sys.stdout.buffer.write(text)
+        sys.stdout.buffer.write(apply.saved(directory))
     return ExitStatus.OK
 
 
@@ -412,10 +407,14 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _matrix(parsed: argparse.Namespace) -> int:
+    from contextlib import nullcontext
     from pathlib import Path
 
     from kprobefs.cli import matrix
     from kprobefs.cli.run import check_host
+    from kprobefs.common.output_file import OutputFile
+    from kprobefs.common.production_cpus import images_and_cpus
+    from kprobefs.mount_options import chosen_cpu
 
     command = parsed.command[1:] if parsed.command[:1] == ["--"] else parsed.command
     if not command:
@@ -436,21 +435,29 @@ def _matrix(parsed: argparse.Namespace) -> int:
             raise CliError(f"matrix: --jobs: {why}", ExitStatus.USAGE)
     else:
         check_host()
+    for name in parsed.cpu:
+        chosen_cpu(name)
     images = [each if each == HOST else os.path.abspath(each) for each in parsed.image]
-    cases = matrix.cases(images, parsed.arch, parsed.profile, parsed.kprobes, parsed.clock, parsed.cpu)
+    machines = images_and_cpus(images, [str(_cpu(name)) for name in parsed.cpu])
+    cases = matrix.cases(machines, parsed.arch, parsed.profile, parsed.kprobes, parsed.clock)
 
     def report(result: matrix.Result) -> None:
         colour = "31" if result.status else "32"
         _print_error(f"matrix: {escape_for_terminal(result.case.name)}: {result.verdict}", colour)
 
     logs = Path(parsed.logs)
-    if parsed.scheduler:
-        results = matrix.run_on_workers(cases, command, logs, parsed.scheduler, report)
-    else:
-        results = matrix.run_all(cases, command, logs, parsed.jobs or 1, report)
-    if parsed.junit:
-        matrix.write_junit(results, command, Path(parsed.junit))
-    print(matrix.as_json(results) if parsed.json else "\n".join(matrix.table(results)))
+    # The file may be in the directory of the logs.
+    matrix.clear_logs(cases, logs)
+    with OutputFile(parsed.junit) if parsed.junit else nullcontext() as junit:
+        if parsed.scheduler:
+            results = matrix.run_on_workers(cases, command, logs, parsed.scheduler, report)
+        else:
+            results = matrix.run_all(cases, command, logs, parsed.jobs or 1, report)
+        try:
+            if junit is not None:
+                junit.write(matrix.as_junit(results, command))
+        finally:
+            print(matrix.as_json(results) if parsed.json else "\n".join(matrix.table(results)))
     if any(result.verdict == "stopped" for result in results):
         return matrix.INTERRUPTED
     return ExitStatus.FAILURE if any(result.status for result in results) else ExitStatus.OK
@@ -532,6 +539,7 @@ def _coverage(parsed: argparse.Namespace) -> int:
 def _explain(parsed: argparse.Namespace) -> int:
     from kprobefs.plan import explain
 
+    outputs = {"svg": parsed.svg, "html": parsed.html}
     errors = explain.run(
         parsed.places,
         arch=parsed.arch,
@@ -542,8 +550,7 @@ def _explain(parsed: argparse.Namespace) -> int:
         strategy=parsed.strategy,
         whole=parsed.function,
         as_json=parsed.json,
-        svg=parsed.svg,
-        html=parsed.html,
+        outputs={form: path for form, path in outputs.items() if path is not None},
         debug_info=parsed.debug_info,
         kprobes=parsed.kprobes,
     )

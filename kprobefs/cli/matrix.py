@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from itertools import product
@@ -25,6 +25,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.cli import duration_hint, nothing_hint, panic_hint, refusal_hint, unmatched_hint
 from kprobefs.cli.run import end_with_parent, in_foreground
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
+from kprobefs.common.output_file import OutputFile
 
 BLAMED = re.compile(r"error|fail|not found|no such|cannot|can't|invalid|traceback|assert", re.IGNORECASE)
 """Pattern for a line of a log that probably contains the reason why the command failed."""
@@ -92,30 +93,33 @@ class Result:
 
 
 def cases(
-    images: Sequence[str],
+    images: Iterable[tuple[str, str | None]],
     archs: Sequence[str],
     profiles: Sequence[str],
     kprobes: Sequence[str],
     clock: str | None,
-    cpu: str | None = None,
 ) -> list[Case]:
     """Return the kernels of the matrix: each combination of the options that a kernel can have.
 
-    `archs` and `profiles` select kernels of kprobefs, and `images` and `kprobes` distributions' kernels. If
-    none is given, the matrix has kprobefs's own kernel. `clock`: value of --clock for all kernels, or None.
-    `cpu`: value of --cpu for the distributions' kernels, or None.
+    `images` has the file of each distribution's kernel, with a value of --cpu or None, and `kprobes` ways of
+    probing them. `archs` and `profiles` select kernels of kprobefs. If none is given, the matrix has
+    kprobefs's own kernel. `clock`: value of --clock for all kernels, or None.
     """
-    more = () if clock is None else ("--clock", clock)
     found = []
-    machine = more if cpu is None else ("--cpu", cpu, *more)
-    for image, way in product(images, kprobes or ("",)):
-        name = f"{_short(image)}{f' {way}' if way else ''}"
-        found.append(Case(name, ("--image", image, *(("--kprobes", way) if way else ()), *machine)))
-    if archs or profiles or not images:
-        for arch, profile in product(archs or ("x86_64",), profiles or ("",)):
-            name = f"{arch}{f' {profile}' if profile else ''}"
-            found.append(Case(name, ("--arch", arch, *(("--profile", profile) if profile else ()), *more)))
+    for (image, cpu), way in product(images, kprobes or (None,)):
+        options = {"--image": image, "--kprobes": way, "--cpu": cpu, "--clock": clock}
+        found.append(_case((_short(image), way, cpu and os.path.basename(cpu)), options))
+    if archs or profiles or not found:
+        for arch, profile in product(archs or ("x86_64",), profiles or (None,)):
+            options = {"--arch": arch, "--profile": profile, "--clock": clock}
+            found.append(_case((arch, profile), options))
     return _distinct(found)
+
+
+def _case(names: Iterable[str | None], options: Mapping[str, str | None]) -> Case:
+    """Return the kernel with the parts `names` of its name, and with those `options` that have a value."""
+    given = [(option, value) for option, value in options.items() if value is not None]
+    return Case(" ".join(filter(None, names)), tuple(word for pair in given for word in pair))
 
 
 def _short(image: str) -> str:
@@ -143,6 +147,19 @@ def _distinct(found: Sequence[Case]) -> list[Case]:
     return distinct
 
 
+def clear_logs(found: Sequence[Case], logs: Path) -> None:
+    """Make the directory `logs`, and check that each kernel's log can be written there. Remove old logs.
+
+    A run that does not begin has no log. Raises: OSError, CliError (a log cannot be written).
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    for case in found:
+        log = logs / case.log_name
+        log.unlink(missing_ok=True)
+        with OutputFile(log):
+            pass
+
+
 def run_all(
     found: Sequence[Case], command: Sequence[str], logs: Path, jobs: int, ended: Callable[[Result], None]
 ) -> list[Result]:
@@ -151,10 +168,6 @@ def run_all(
     `logs`: directory for the logs. `ended` is called after each run. SIGINT and SIGTERM end the runs that
     have begun, and no other run begins. Raises: OSError (a log cannot be written).
     """
-    logs.mkdir(parents=True, exist_ok=True)
-    for case in found:
-        # A run that does not begin has no log.
-        (logs / case.log_name).unlink(missing_ok=True)
     runs = _Runs()
     with ThreadPoolExecutor(jobs) as pool, runs.stopped_by_signals():
         futures: list[Future[Result]] = [
@@ -189,7 +202,6 @@ def run_on_workers(
     """
     from kprobefs.measure.cluster import run_on_cluster
 
-    logs.mkdir(parents=True, exist_ok=True)
     arguments = [(case.options, tuple(command), os.getcwd()) for case in found]
     results: dict[int, Result] = {}
     for number, (status, seconds, output) in run_on_cluster(scheduler, run_on_worker, arguments):
@@ -383,8 +395,8 @@ def as_json(results: Sequence[Result]) -> str:
     return json.dumps(found, indent=2)
 
 
-def write_junit(results: Sequence[Result], command: Sequence[str], file: Path) -> None:
-    """Write a JUnit report with a test case for each kernel. Raises: CliError."""
+def as_junit(results: Sequence[Result], command: Sequence[str]) -> bytes:
+    """Return a JUnit report with a test case for each kernel. Raises: OSError (a log cannot be read)."""
     verdicts = [result.verdict for result in results]
     suite = ElementTree.Element(
         "testsuite",
@@ -411,10 +423,8 @@ def write_junit(results: Sequence[Result], command: Sequence[str], file: Path) -
             problem.text = f"status {result.status}"
         if result.log.exists():
             ElementTree.SubElement(case, "system-out").text = _for_xml(_text(result.log))
-    try:
-        ElementTree.ElementTree(suite).write(file, encoding="utf-8", xml_declaration=True)
-    except OSError as error:
-        raise CliError(f"{file}: {error.strerror}") from error
+    report: bytes = ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
+    return report
 
 
 def _for_xml(text: str) -> str:

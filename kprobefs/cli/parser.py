@@ -128,7 +128,7 @@ class _OneKernel(argparse.Action):
 class _OneCpu(_OneKernel):
     """Action of an option that names a CPU: it refuses a second option."""
 
-    several = "CPU; check compares several"
+    several = "CPU; check and matrix take several"
 
 
 def terminal_columns() -> int:
@@ -408,7 +408,7 @@ def _add_matrix(command: argparse.ArgumentParser) -> None:
         default=[],
         help="profile of kprobefs's own kernels; may be repeated",
     )
-    _add_cpu(command)
+    _add_cpu(command, several=True)
     command.add_argument("--clock", choices=CLOCKS, help="time that timestamps follow (default: virtual)")
     command.add_argument("--jobs", type=_count, metavar="N", help="number of kernels at a time (default: 1)")
     _add_scheduler(command, "run the command on the workers of the Dask cluster with this scheduler")

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from emulated_kernel.guests.linux.table_cache import kernel_from_file
 from emulated_kernel.kprobes.codegen.guest_code import BreakpointKind
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.safe_read import read_named
-from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, explained
+from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
+from kprobefs.common.production_cpus import images_and_cpus
 from kprobefs.definitions.syntax import SETTING, Line, read_lines
 from kprobefs.measure.verdicts import ProbeOutcome, profile_text
 from kprobefs.mount_options import KPROBES
@@ -64,9 +65,9 @@ def run(
     for each of `cpus`. `form`: text, json or sarif.
     Raises: CliError (a file can't be read; no such kernel or profile).
     """
+    machines = images_and_cpus(images, cpus) if images else product((None,), cpus or (None,))
     kernels = [
-        planned_kernel(arch, image, vmcore, profile, strategy, cpu, kprobes)
-        for image, cpu in _images_and_cpus(images, cpus)
+        planned_kernel(arch, image, vmcore, profile, strategy, cpu, kprobes) for image, cpu in machines
     ]
     texts = {path: _read(path) for path in paths}
     found = []
@@ -90,23 +91,6 @@ def run(
         print("\n\n".join("\n".join(_text(each)) for each in found))
     every = [answer for each in found for _, answers in each.answers for answer in answers]
     return not any(answer.is_error for answer in every)
-
-
-def _images_and_cpus(images: Sequence[str], cpus: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:
-    """Yield each combination of a kernel's file and a CPU. None means that none is given.
-
-    CPUs are those of x86-64. If one of the kernels is for x86-64, kernels for other processors are checked
-    without a CPU. Otherwise planned_kernel() refuses the combination.
-    """
-    architectures: dict[str | None, str] = {}
-    for path in images if cpus else ():
-        with explained(path):
-            architectures[path] = kernel_from_file(path).architecture
-    has_x86 = "x86_64" in architectures.values()
-    for image in images or (None,):
-        is_other = has_x86 and architectures[image] != "x86_64"
-        for cpu in (None,) if is_other or not cpus else cpus:
-            yield image, cpu
 
 
 def _checked(kernel: PlannedKernel, lines: Sequence[Line]) -> tuple[Answer, ...]:

@@ -11,10 +11,13 @@ from textwrap import wrap
 
 from emulated_kernel.util.config import HOST
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
+from kprobefs.common.output_file import OutputFile
 from kprobefs.measure.cluster import check_installed
 from kprobefs.measure.coverage import Coverage, Source, as_dict, by_verdict, coverage, share, tables
 from kprobefs.measure.results_file import ResultsFile
 from kprobefs.measure.verdicts import ProbeOutcome, profile_text
+from kprobefs.plan.coverage_pages import PagesDirectory
+from kprobefs.plan.coverage_plot import bars
 
 _WIDTH = 80
 _COLUMN = 12
@@ -67,6 +70,8 @@ def run(
     found = []
     with ExitStack() as stack:
         file = None if results is None else stack.enter_context(ResultsFile(results))
+        pages = None if html is None else stack.enter_context(PagesDirectory(Path(html)))
+        picture = None if plot is None else stack.enter_context(OutputFile(plot))
         for image in images or (None,):
             source = Source(arch, _whole(image), _whole(functions), _whole(vmcore), cpu, pattern)
             found += coverage(
@@ -78,22 +83,24 @@ def run(
                 scheduler=scheduler,
                 results=file,
             )
-    if html is not None:
-        from kprobefs.plan.coverage_pages import write_pages
-
-        write_pages(Path(html), found)
-    if plot is not None:
-        from kprobefs.plan.coverage_plot import bars
-
         try:
-            Path(plot).write_text(bars(found), encoding="utf-8")
-        except OSError as error:
-            raise CliError(f"{plot}: {error.strerror}") from error
+            if pages is not None:
+                pages.write(found)
+            if picture is not None:
+                picture.write(bars(found).encode())
+        except CliError:
+            _print(found, compare=compare, as_json=as_json)
+            raise
+    if as_json or compare or (html is None and plot is None):
+        _print(found, compare=compare, as_json=as_json)
+
+
+def _print(found: Sequence[Coverage], *, compare: bool, as_json: bool) -> None:
     if as_json:
         print(json.dumps([as_dict(each) for each in found]))
     elif compare:
         print("\n".join(_compared(found)))
-    elif html is None and plot is None:
+    else:
         print("\n\n".join("\n".join(tables(each)) for each in found))
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from html import escape
 from itertools import pairwise
 from pathlib import Path
+from typing import Self
 
 from emulated_kernel.arch.analysis.disassembly import address_names
 from emulated_kernel.image.kallsyms import Symbol
 from kprobefs.common.errors import CliError, escape_for_terminal
+from kprobefs.common.output_file import OutputFile
 from kprobefs.common.progress import Progress
 from kprobefs.measure.coverage import Coverage, Reasons, by_verdict, share
 from kprobefs.measure.verdicts import Judge, ProbeOutcome, Verdict
@@ -54,29 +57,56 @@ _COLUMNS = (
 )
 
 
-def write_pages(directory: Path, found: Sequence[Coverage]) -> None:
-    """Write the pages of all kernels. If there are several, the pages of each are in a directory of its own.
+class PagesDirectory:
+    """Context manager for the directory of the pages, which is made before the kernels are counted.
 
-    Existing files with other names are kept. Raises: CliError (a file can't be written).
+    Existing files with other names are kept. If no page is written, the end of the context removes the index
+    and the directory if they are new.
     """
-    if directory.exists() and not directory.is_dir():
-        raise CliError(f"{directory}: not a directory; --html takes a directory for pages")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if len(found) == 1:
-            _write_kernel(directory, found[0])
-            return
-        for number, each in enumerate(found, 1):
-            own = directory / str(number)
-            own.mkdir(exist_ok=True)
-            _write_kernel(own, each)
-        (directory / _INDEX).write_text("\n".join(_overview(found)), encoding="utf-8")
-    except OSError as error:
-        raise CliError(f"{error.filename or directory}: {error.strerror}") from error
+
+    def __init__(self, directory: Path) -> None:
+        """Make the directory, and open its index. Raises: CliError (a file can't be written)."""
+        self._directory = directory
+        if directory.exists() and not directory.is_dir():
+            raise CliError(f"{directory}: not a directory; --html takes a directory for pages")
+        self._is_new = not directory.exists()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CliError(f"{error.filename or directory}: {error.strerror}") from error
+        self._index = OutputFile(directory / _INDEX)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._index.__exit__()
+        if self._is_new:
+            # A directory with pages is not empty.
+            with suppress(OSError):
+                self._directory.rmdir()
+
+    def write(self, found: Sequence[Coverage]) -> None:
+        """Write the pages of all kernels. If there are several, each has its own directory for its pages.
+
+        Raises: CliError (a file can't be written).
+        """
+        try:
+            if len(found) == 1:
+                _write_functions(self._directory, found[0])
+                self._index.write("\n".join(_index(found[0])).encode())
+                return
+            for number, each in enumerate(found, 1):
+                own = self._directory / str(number)
+                own.mkdir(exist_ok=True)
+                _write_functions(own, each)
+                (own / _INDEX).write_text("\n".join(_index(each)), encoding="utf-8")
+            self._index.write("\n".join(_overview(found)).encode())
+        except OSError as error:
+            raise CliError(f"{error.filename or self._directory}: {error.strerror}") from error
 
 
-def _write_kernel(directory: Path, found: Coverage) -> None:
-    (directory / _INDEX).write_text("\n".join(_index(found)), encoding="utf-8")
+def _write_functions(directory: Path, found: Coverage) -> None:
     with Progress("pages", len(found.symbols)) as progress:
         for symbol, reasons in found.symbols:
             page = "\n".join(_function(found, symbol, reasons))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
+from kprobefs.common.output_file import OutputFile
 from kprobefs.measure.verdicts import ProbeOutcome
 from kprobefs.mount_options import KPROBES
 from kprobefs.plan.explanation import Explanation, ListedInsn
@@ -28,8 +29,7 @@ def run(
     strategy: str | None,
     whole: bool,
     as_json: bool,
-    svg: str | None,
-    html: str | None,
+    outputs: Mapping[str, str],
     debug_info: str | None = None,
     kprobes: str = KPROBES[0],
 ) -> list[CliError]:
@@ -37,38 +37,54 @@ def run(
 
     Return an error for each place that can't be explained, if others can.
 
-    `whole` shows whole functions. `as_json` prints JSON instead of text. `svg` and `html` are paths of files
-    to write. `debug_info` is the path of a file with the kernel's debug information, for lines of source
-    files. `kprobes` is the way of probing the kernel of `image` or `vmcore`.
+    `whole` shows whole functions. `as_json` prints JSON instead of text. `outputs`: form of a document, `svg`
+    or `html` -> path of the file to write. `debug_info` is the path of a file with the kernel's debug
+    information, for lines of source files. `kprobes` is the way of probing the kernel of `image` or `vmcore`.
     Raises: CliError (no place exists; no such kernel; a file that can't be written).
     """
     if debug_info is not None and not any(map(is_source_line, places)):
         why = "only needed for places of the form FILE:LINE; leave it out"
         raise CliError(f"--debug-info: {why}", ExitStatus.USAGE)
-    kernel = planned_kernel(arch, image, vmcore, profile, strategy, cpu, kprobes)
     found: list[Explanation] = []
     errors: list[CliError] = []
-    for explained in _explanations(kernel, places, debug_info):
-        if isinstance(explained, Explanation):
-            found.append(explained)
-        else:
-            errors.append(explained)
-    if errors and not found:
-        raise errors[0]
-    if svg is not None:
+    with ExitStack() as stack:
+        files = {form: stack.enter_context(OutputFile(path)) for form, path in outputs.items()}
+        kernel = planned_kernel(arch, image, vmcore, profile, strategy, cpu, kprobes)
+        for explained in _explanations(kernel, places, debug_info):
+            if isinstance(explained, Explanation):
+                found.append(explained)
+            else:
+                errors.append(explained)
+        if errors and not found:
+            raise errors[0]
+        try:
+            for form, file in files.items():
+                file.write(_document(form, found, whole=whole).encode())
+        except CliError:
+            _print(found, whole=whole, as_json=as_json)
+            raise
+    if as_json or not outputs:
+        _print(found, whole=whole, as_json=as_json)
+    return errors
+
+
+def _document(form: str, found: Sequence[Explanation], *, whole: bool) -> str:
+    """Return the document with the explanations in the form `svg` or `html`."""
+    if form == "svg":
         from kprobefs.plan.picture import picture
 
-        _write(svg, picture(found, whole=whole))
-    if html is not None:
-        from kprobefs.plan.page import page
+        return picture(found, whole=whole)
+    from kprobefs.plan.page import page
 
-        _write(html, page(found, whole=whole))
+    return page(found, whole=whole)
+
+
+def _print(found: Sequence[Explanation], *, whole: bool, as_json: bool) -> None:
     if as_json:
         print(json.dumps([as_dict(each) for each in found], indent=1))
-    elif svg is None and html is None:
-        text = "\n\n".join(as_text(each, whole=whole) for each in found)
-        print("\n".join(map(escape_for_terminal, text.split("\n"))))
-    return errors
+        return
+    text = "\n\n".join(as_text(each, whole=whole) for each in found)
+    print("\n".join(map(escape_for_terminal, text.split("\n"))))
 
 
 def _explanations(
@@ -106,13 +122,6 @@ def _with_module(kernel: PlannedKernel, module: str, place: str) -> PlannedKerne
             raise
         why = f"{error}; or leave the module out: the kernel itself has {escape_for_terminal(symbol)}"
         raise CliError(why, error.status) from error
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CliError(f"{path}: {error.strerror}") from error
 
 
 def as_dict(explained: Explanation) -> dict[str, Any]:

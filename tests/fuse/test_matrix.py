@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -15,9 +16,41 @@ from kprobefs.cli import matrix
 from kprobefs.cli.duration_hint import HINT
 from kprobefs.cli.main import main
 from kprobefs.cli.nothing_hint import NO_HIT, NO_RECORD
+from kprobefs.common import production_cpus
 from kprobefs.common.errors import ExitStatus
 from tests.fuse.harness import REAL_PROGRAM, eventually, needs_fuse
 from tests.image.linux import debian
+
+X86, ARM = "/x86.deb", "/arm.deb"
+
+
+@pytest.mark.parametrize(
+    ("images", "cpus", "expected"),
+    [
+        ([X86, ARM], [], [(X86, None), (ARM, None)]),
+        (
+            [X86, ARM, "/nosuch"],
+            ["milan", "genoa"],
+            [(X86, "milan"), (X86, "genoa"), (ARM, None), ("/nosuch", None)],
+        ),
+        # The kernel itself refuses it.
+        ([ARM], ["milan"], [(ARM, "milan")]),
+    ],
+)
+def test_only_x86_kernels_have_a_cpu_each(
+    images: list[str],
+    cpus: list[str],
+    expected: list[tuple[str, str | None]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def kernel(path: str) -> SimpleNamespace:
+        architectures = {X86: "x86_64", ARM: "arm64"}
+        if path not in architectures:
+            raise FileNotFoundError(path)
+        return SimpleNamespace(architecture=architectures[path])
+
+    monkeypatch.setattr(production_cpus, "kernel_from_file", kernel)
+    assert list(production_cpus.images_and_cpus(images, cpus)) == expected
 
 
 def is_hint(line: str) -> bool:
@@ -42,7 +75,10 @@ test -e tracing/touched_functions || { echo 'two words' >&2; echo "error: \x01 n
         ({"archs": ["i386"]}, {"i386": ("--arch", "i386")}),
         (
             {
-                "images": ["/d/linux-image-6.1.0-9-amd64_6.1.2-1_amd64.deb", "/boot/vmlinuz-6.12.1"],
+                "images": [
+                    ("/d/linux-image-6.1.0-9-amd64_6.1.2-1_amd64.deb", None),
+                    ("/boot/vmlinuz-6.12.1", None),
+                ],
                 "clock": "real",
             },
             {
@@ -56,18 +92,23 @@ test -e tracing/touched_functions || { echo 'two words' >&2; echo "error: \x01 n
             },
         ),
         (
-            {"images": ["/a/bzImage", "/b/bzImage"], "kprobes": ["kernel"]},
+            {"images": [("/a/bzImage", None), ("/b/bzImage", None)], "kprobes": ["kernel"]},
             {
                 "bzImage kernel": ("--image", "/a/bzImage", "--kprobes", "kernel"),
                 "bzImage kernel #2": ("--image", "/b/bzImage", "--kprobes", "kernel"),
             },
         ),
         (
-            {"images": ["host"], "archs": ["riscv64"], "cpu": "milan"},
-            {"host": ("--image", "host", "--cpu", "milan"), "riscv64": ("--arch", "riscv64")},
+            {"images": [("host", "milan"), ("host", "/d/a.cpu"), ("/b/Image", None)], "archs": ["riscv64"]},
+            {
+                "host milan": ("--image", "host", "--cpu", "milan"),
+                "host a.cpu": ("--image", "host", "--cpu", "/d/a.cpu"),
+                "Image": ("--image", "/b/Image"),
+                "riscv64": ("--arch", "riscv64"),
+            },
         ),
         (
-            {"images": ["host"], "profiles": ["linux-6.1", "kprobes-2010"]},
+            {"images": [("host", None)], "profiles": ["linux-6.1", "kprobes-2010"]},
             {
                 "host": ("--image", "host"),
                 "x86_64 linux-6.1": ("--arch", "x86_64", "--profile", "linux-6.1"),
@@ -220,7 +261,7 @@ def test_a_table_shows_what_failed() -> None:
 def test_a_renamed_package_is_named_with_its_release(tmp_path: Path) -> None:
     package = debian.package("linux-image-cloud-amd64")
     (tmp_path / "mine.deb").symlink_to(package)
-    (found,) = matrix.cases([str(tmp_path / "mine.deb")], [], [], [], None)
+    (found,) = matrix.cases([(str(tmp_path / "mine.deb"), None)], [], [], [], None)
     release = package.name.split("_")[0].removeprefix("linux-image-")
     assert found.name == f"mine.deb ({release})"
 
@@ -257,7 +298,7 @@ def test_the_line_of_a_failure(output: str, line: str, tmp_path: Path) -> None:
         ((), "no command given; add -- CMD..."),
         (("--kprobes", "kernel", "--", "true"), "no distribution's kernel given; add --image"),
         (("--cpu", "milan", "--", "true"), "no distribution's kernel given; add --image"),
-        (("--cpu", "milan", "--cpu", "genoa", "--", "true"), "matrix takes one CPU; check compares several"),
+        (("--image", "a.deb", "--cpu", "milan", "--cpu", "nosuch", "--", "true"), "--cpu nosuch: "),
         (
             ("--image", "a.deb", "b.deb", "--", "true"),
             "b.deb: unexpected before --; give each kernel its own",

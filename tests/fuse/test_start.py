@@ -418,8 +418,9 @@ def test_a_runtime_directory_that_is_none(
 
 
 @pytest.mark.parametrize("command", ["debug-info -o", "matrix --arch i386 --junit"])
-def test_a_full_disk_for_a_file(command: str) -> None:
+def test_a_full_disk_for_a_file(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is named, and not standard output, which has room."""
+    monkeypatch.chdir(tmp_path)
     words = [*command.split(), "/dev/full", *(["--", "true"] if "matrix" in command else [])]
     done = kprobefs(*words, program=REAL_PROGRAM)
     assert done.returncode == 1

@@ -1,0 +1,51 @@
+"""OutputFile: a file for the results of a command, which is opened before the command's work."""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from typing import IO, Self
+
+from kprobefs.common.errors import CliError
+
+
+class OutputFile:
+    """Context manager for a file that a command writes at its end.
+
+    A place that cannot be written is reported before the work starts. Until write(), an existing file keeps
+    its content. If nothing is written, the end of the context removes a file that was created.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open the file `path`, or create it. Raises: CliError (it cannot be written)."""
+        self._path = path
+        self._is_needless = not os.path.lexists(path)
+        """Whether the end of the context removes the file."""
+        try:
+            # Mode "w" would truncate the file.
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise CliError(f"{path}: {error.strerror}") from error
+        self._file: IO[bytes] = os.fdopen(descriptor, "wb", buffering=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        if self._is_needless:
+            with suppress(OSError):
+                os.unlink(self._path)
+
+    def write(self, data: bytes) -> None:
+        """Replace the content of the file. Raises: CliError (for example, the disk is full)."""
+        self._is_needless = False
+        try:
+            if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                self._file.truncate(0)
+            rest = memoryview(data)
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise CliError(f"{self._path}: {error.strerror}") from error

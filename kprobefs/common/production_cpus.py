@@ -1,0 +1,26 @@
+"""The combinations of kernels and production CPUs that several options `--image` and `--cpu` select."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from emulated_kernel.guests.linux.table_cache import kernel_from_file
+
+
+def images_and_cpus(images: Sequence[str], cpus: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield (file of a kernel, CPU or None) for each combination of the kernels and CPUs.
+
+    CPUs are those of x86-64. If one of the kernels is for x86-64, each other kernel is yielded once, without
+    a CPU. Otherwise all are yielded with the CPUs, and the use of the kernel refuses the combination.
+    """
+    architectures: dict[str, str] = {}
+    for path in images if cpus else ():
+        # The use of the kernel reports a file that cannot be read.
+        with suppress(OSError):
+            architectures[path] = kernel_from_file(path).architecture
+    has_x86 = "x86_64" in architectures.values()
+    for image in images:
+        is_other = has_x86 and architectures.get(image) != "x86_64"
+        for cpu in (None,) if is_other or not cpus else cpus:
+            yield image, cpu

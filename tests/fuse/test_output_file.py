@@ -1,0 +1,124 @@
+"""Files that commands write at their end: they are opened before the work, and no result is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kprobefs.cli.main import main
+from kprobefs.common.output_file import OutputFile
+from tests.fuse.harness import needs_fuse
+
+FULL = Path("/dev/full")
+"""A file that can be opened, but never written."""
+COMMANDS = (
+    pytest.param(("matrix", "--junit", "{}", "--", "true"), marks=needs_fuse),
+    ("explain", "--svg", "{}", "vfs_read"),
+    ("explain", "--html", "{}", "vfs_read"),
+    ("coverage", "--plot", "{}", "--function", "vfs_read"),
+    ("coverage", "--html", "{}", "--function", "vfs_read"),
+    ("debug-info", "--output", "{}"),
+)
+"""Commands with `{}` in the place of a file's name."""
+
+
+def words(command: tuple[str, ...], place: Path) -> list[str]:
+    return [word.format(place) for word in command]
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+    command: tuple[str, ...],
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def work(*_: object) -> None:
+        raise AssertionError("the work has started")
+
+    for name in (
+        "kprobefs.cli.matrix.run_all",
+        "kprobefs.plan.explain.planned_kernel",
+        "kprobefs.plan.coverage_command.coverage",
+        "kprobefs.plan.debug_info.builtin_debug_file",
+    ):
+        monkeypatch.setattr(name, work)
+    (directory / "file").touch()
+    place = directory / "file" / "below"
+    assert main(words(command, place)) == 1
+    assert f"{place}: Not a directory" in capsys.readouterr().err
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_the_table_is_shown_if_the_report_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["matrix", "--junit", str(FULL), "--json", "--", "true"]) == 1
+    out, err = capsys.readouterr()
+    assert [each["result"] for each in json.loads(out)] == ["passed"]
+    assert f"{FULL}: No space left" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "form"),
+    [("explain", "--svg"), ("explain", "--html"), ("coverage", "--plot")],
+)
+def test_the_answer_is_shown_if_a_document_cannot_be_written(
+    command: str, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question = ["vfs_read"] if command == "explain" else ["--function", "vfs_read"]
+    assert main([command, *question]) == 0
+    answer = capsys.readouterr().out
+    assert main([command, *question, form, str(FULL)]) == 1
+    out, err = capsys.readouterr()
+    assert out == answer
+    assert f"{FULL}: No space left" in err
+
+
+@pytest.mark.parametrize("option", ["--svg", "--html"])
+def test_work_that_fails_leaves_files_as_they_were(option: str, directory: Path) -> None:
+    (directory / "old").write_text("content")
+    for name in ("old", "new"):
+        assert main(["explain", option, name, "nosuch_function"]) == 2
+    assert [(each.name, each.read_text()) for each in directory.iterdir()] == [("old", "content")]
+
+
+def test_coverage_that_fails_leaves_no_directory(directory: Path) -> None:
+    assert main(["coverage", "--html", "new", "--plot", "x.svg", "--function", "nosuch_function"]) == 2
+    assert not list(directory.iterdir())
+
+
+def test_a_long_file_is_replaced_as_a_whole(directory: Path) -> None:
+    file = directory / "file"
+    file.write_bytes(b"a long content")
+    with OutputFile(file) as output:
+        output.write(b"short")
+    assert file.read_bytes() == b"short"
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_the_report_may_be_in_the_directory_of_the_logs(directory: Path) -> None:
+    assert main(["matrix", "--logs", "new", "--junit", "new/report.xml", "--", "true"]) == 0
+    assert {each.name for each in (directory / "new").iterdir()} == {"report.xml", "x86_64.log"}
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize("target", ["kept", "new/log"])
+def test_an_old_log_that_is_a_link_is_replaced(target: str, directory: Path) -> None:
+    """The file to which the link points keeps its content."""
+    (directory / "kept").write_text("content")
+    (directory / "logs").mkdir()
+    log = directory / "logs" / "x86_64.log"
+    log.symlink_to(directory / target)
+    assert main(["matrix", "--logs", "logs", "--", "echo", "output"]) == 0
+    assert log.read_text() == "output\n"
+    assert (directory / "kept").read_text() == "content"
