@@ -249,7 +249,7 @@ class Caller:
         """Whether the guest has switched to another task in the last call; see note_switches()."""
         self._stacks = frozenset(self._stack_pages())
         self._entries = frozenset(
-            symbol.address for symbol in kernel().kallsyms.symbols if start <= symbol.address < end
+            address for address in kernel().kallsyms.table.addresses if start <= address < end
         )
         self._rewind = Rewind(
             self.machine.memory.ram,

@@ -85,6 +85,14 @@ class Functions(Collection[TraceableFunction]):
     def __iter__(self) -> Iterator[TraceableFunction]:
         return (_function(site, entry) for site, entry in self._functions.items())
 
+    def shown(self, index: int) -> Iterator[str]:
+        """Yield `shown` of all functions from the function with this index on.
+
+        It makes no object for a function of the kernel: each read(2) of the list of all calls this function.
+        """
+        entries = islice(self._functions.values(), index, None)
+        return (entry if isinstance(entry, str) else entry.shown for entry in entries)
+
     def __len__(self) -> int:
         return len(self._functions)
 

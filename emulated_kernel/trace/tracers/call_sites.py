@@ -161,9 +161,9 @@ class KernelFunctions:
         pages = sum(-(-count * self._word_size // PAGE_SIZE) for count in groups.values())
         return f"{len(self.functions)} pages:{pages} groups: {len(groups)}\n"
 
-    def available(self) -> Iterator[str]:
-        """Yield the lines of available_filter_functions."""
-        return (f"{function.shown}\n" for function in self.functions)
+    def available(self, index: int = 0) -> Iterator[str]:
+        """Yield the lines of available_filter_functions from the line with this index on."""
+        return (f"{name}\n" for name in self.functions.shown(index))
 
     def addresses(self) -> Iterator[str]:
         """Yield the lines of available_filter_functions_addrs: fentry site and name."""

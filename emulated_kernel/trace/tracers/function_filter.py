@@ -303,9 +303,9 @@ class FunctionSet(EditedSet):
         """
         if shown.is_empty:
             yield f"#### {self._title} ####\n"
-        for function in self._functions:
-            if function.site in shown.sites:
-                yield f"{function.shown}\n"
+        functions = self._functions
+        for site in functions.in_order(functions.existing(shown.sites)):
+            yield f"{functions.at(site).shown}\n"
         for pattern, module in self.awaited:
             yield f"{bytes_to_text(pattern)}:mod:{bytes_to_text(module)}\n"
 

@@ -73,7 +73,7 @@ def _function_files(trace: TracingComponents) -> dict[str, Node]:
     functions = trace.functions
     interface = trace.arrays.top.array.system.interface
     return {
-        "available_filter_functions": SeqFile(READ_ONLY, listing(functions.available)),
+        "available_filter_functions": SeqFile(READ_ONLY, functions.available),
         "enabled_functions": SeqFile(READ_ONLY, listing(functions.enabled)),
         "dyn_ftrace_total_info": AttributeFile(READ_ONLY, show=functions.total_info),
         **_stack_files(trace.stack_tracer),

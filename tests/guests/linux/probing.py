@@ -20,7 +20,8 @@ from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.guest.tasks import LinuxTask
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
-from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
+from emulated_kernel.guests.linux.table_cache import kernel_from_file
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.kprobes.hit.handling import HitHandling
 from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe
 from emulated_kernel.kprobes.profile import (
@@ -69,7 +70,7 @@ if IS_ARM:
 
 @cache
 def kernel() -> LinuxKernel:
-    return open_kernel(str(debian_kernel.image()))
+    return kernel_from_file(str(debian_kernel.image()))
 
 
 def engine(profile: Profile) -> LinuxEngine:
