@@ -82,15 +82,16 @@ class EditedFile(SeqFile):
     """A file of an EditedList. A client's writes take effect when its open file is closed."""
 
     opened_as = _OpenEdited
-    __slots__ = ("entries",)
+    __slots__ = ("entries", "records_at_open")
 
     def __init__(self, mode: int, entries: EditedList) -> None:
         super().__init__(mode, None)
         self.entries = entries
+        self.records_at_open = entries.records_at_open
 
     def records_for(self, client: Client) -> Records:
         del client
-        return self.entries.records_at_open()
+        return self.records_at_open()
 
 
 class _OpenLastClose(OpenFile):
