@@ -317,6 +317,27 @@ def test_a_write_at_position_0_begins_a_new_word(tree: NodeTree) -> None:
     assert read(tree, "set_ftrace_filter") == "vfs_read\n"
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "shown"),
+    [
+        ("set_ftrace_filter", "", "#### all functions enabled ####\n"),
+        ("set_ftrace_filter", "vfs_open", "vfs_open\n"),
+        ("set_ftrace_notrace", "vfs_open", "vfs_open\n"),
+        ("set_graph_function", "vfs_open", "vfs_read\n"),
+    ],
+)
+def test_a_filter_is_shown_as_it_was_at_open(tree: NodeTree, name: str, before: str, shown: str) -> None:
+    """A read of a filter of the function graph shows the present functions instead."""
+    files.truncate(tree, f"/tracing/{name}")
+    write(tree, name, before)
+    file = opened(tree, name)
+    files.truncate(tree, f"/tracing/{name}")
+    write(tree, name, "vfs_read")
+    assert file.read(100, 0) == shown.encode()
+    tree.release(file)
+    assert read(tree, name) == "vfs_read\n"
+
+
 def test_the_last_of_two_writers_decides(tree: NodeTree) -> None:
     first = opened(tree, "set_ftrace_filter", os.O_WRONLY)
     write(tree, "set_ftrace_filter", "vfs_open\n")

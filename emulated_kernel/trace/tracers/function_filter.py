@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import islice
+from typing import NamedTuple, Protocol
 
 from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.get_user import FUNCTION_WORD_MAX, WordParser
@@ -109,6 +111,25 @@ class EditedSet(ABC):
     def clear(self) -> None:
         """Remove all functions from the set: open the file with O_TRUNC as a client does, and close it."""
         self.edit(truncate=True).close()
+
+
+class ShownFunctions(Protocol):
+    """Interface of the functions that a filter file shows."""
+
+    @property
+    def sites(self) -> Collection[int]:
+        """Addresses of the functions' fentry sites."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no selection was made; see FunctionSet.is_empty."""
+
+
+class _ShownSites(NamedTuple):
+    """Implements ShownFunctions for a file that is open for reading."""
+
+    sites: frozenset[int]
+    is_empty: bool
 
 
 class FilterEdit(WordEdit):
@@ -288,15 +309,19 @@ class FunctionSet(EditedSet):
         """Yield all lines of the file."""
         return self._lines(self)
 
-    def records_from(self, index: int) -> Iterator[str]:
-        """Return the lines of the file from line `index` on, for one read(2)."""
-        return self.shown_from(index, self)
+    def records_at_open(self) -> Callable[[int], Iterator[str]]:
+        """Return the function that renders the lines for an open file, from a line on, for one read(2).
 
-    def shown_from(self, index: int, shown: FilterEdit | FunctionSet) -> Iterator[str]:
+        The file shows the functions that the set has now.
+        Mirrors: kernel/trace/ftrace.c:ftrace_regex_open (v6.1).
+        """
+        return partial(self.shown_from, shown=_ShownSites(self.sites, self.is_empty))
+
+    def shown_from(self, index: int, shown: ShownFunctions) -> Iterator[str]:
         """Return the lines of `shown`, the set or its copy in an open file, from line `index` on."""
         return islice(self._lines(shown), index, None)
 
-    def _lines(self, shown: FilterEdit | FunctionSet) -> Iterator[str]:
+    def _lines(self, shown: ShownFunctions) -> Iterator[str]:
         """Yield the lines of the set, or of its copy in an open file.
 
         Mirrors: kernel/trace/ftrace.c:t_start, t_show, t_mod_show (v6.1).
@@ -355,6 +380,14 @@ class GraphSet(EditedSet):
 
     def edit(self, *, truncate: bool) -> GraphEdit:
         return GraphEdit(self, truncate=truncate)
+
+    def records_at_open(self) -> Callable[[int], Iterator[str]]:
+        """Return the function that renders the lines for an open file, from a line on, for one read(2).
+
+        The file shows the functions that the set has at the read.
+        Mirrors: kernel/trace/ftrace.c:g_start (v6.1).
+        """
+        return self.records_from
 
     def records_from(self, index: int) -> Iterator[str]:
         """Return the lines of the file from line `index` on, for one read(2)."""

@@ -10,7 +10,7 @@ from emulated_kernel.trace.events.event_pids import EventPids, PidList
 from emulated_kernel.trace.output.tracer_options import FunctionOption
 from emulated_kernel.trace.tracers.available_functions import Functions, FunctionWatcher
 from emulated_kernel.trace.tracers.call_sites import CallRecorder, KernelFunctions
-from emulated_kernel.trace.tracers.function_filter import FilterEdit, FunctionSet
+from emulated_kernel.trace.tracers.function_filter import FilterEdit, FunctionSet, ShownFunctions
 from emulated_kernel.trace.tracers.function_probes import FunctionProbes
 from emulated_kernel.trace.tracers.traced_calls import TracedCalls
 
@@ -142,7 +142,7 @@ class FilterFile(FunctionSet):
     def _commands(self) -> Iterator[str]:
         return iter(()) if self._probes is None else self._probes.records()
 
-    def shown_from(self, index: int, shown: FilterEdit | FunctionSet) -> Iterator[str]:
+    def shown_from(self, index: int, shown: ShownFunctions) -> Iterator[str]:
         """Return the lines of functions and then commands, from line `index` on, for one read(2).
 
         If line `index` is the last one of a function, the read ends after this line.

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.open_file import File, OpenFile
-from emulated_kernel.vfs.core.seq_file import OpenSeq, SeqFile, SeqReader
+from emulated_kernel.vfs.core.seq_file import OpenSeq, Records, SeqFile, SeqReader
 
 
 class Edit(Protocol):
@@ -37,8 +37,11 @@ class Edit(Protocol):
 class EditedList(Protocol):
     """Interface of a list that clients change through Edit objects."""
 
-    def records_from(self, index: int) -> Iterable[str]:
-        """Return the lines that the file shows: one for each entry from `index` on, with its newline."""
+    def records_at_open(self) -> Callable[[int], Iterable[str]]:
+        """Return the function that renders the lines for a file that is now opened for reading.
+
+        The function returns the lines from an index on, one for each entry, with its newline.
+        """
 
     def edit(self, *, truncate: bool) -> Edit:
         """Return an Edit for a file that is opened for writing. `truncate`: whether O_TRUNC is set."""
@@ -79,11 +82,16 @@ class EditedFile(SeqFile):
     """A file of an EditedList. A client's writes take effect when its open file is closed."""
 
     opened_as = _OpenEdited
-    __slots__ = ("entries",)
+    __slots__ = ("entries", "records_at_open")
 
     def __init__(self, mode: int, entries: EditedList) -> None:
-        super().__init__(mode, entries.records_from)
+        super().__init__(mode, None)
         self.entries = entries
+        self.records_at_open = entries.records_at_open
+
+    def records_for(self, client: Client) -> Records:
+        del client
+        return self.records_at_open()
 
 
 class _OpenLastClose(OpenFile):

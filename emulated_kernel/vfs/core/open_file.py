@@ -260,6 +260,11 @@ class OpenFile:
         """Offset that a front end passes for an operation that continues the last one."""
         return self._cursor.next_offset
 
+    @property
+    def position(self) -> int:
+        """File position that Linux has after the last operation."""
+        return self._cursor.position(self._cursor.next_offset)
+
     def goes_on_from(self, other: OpenFile) -> None:
         """Take over the file position and O_NONBLOCK of `other`.
 

@@ -153,6 +153,31 @@ def test_a_client_lists_a_directory_itself(ours: Mount, is_ours: bool, directory
     assert events == ["opened", "lists", "lists", "seeks", "lists", "lists", "closed"]
 
 
+def test_file_positions_are_those_of_the_kernels_own_files(ours: Mount) -> None:
+    """The distance by which a write moves the position depends on the file."""
+    answers = []
+    for mount in (ours, debian_kernel.mount()):
+        watched(mount, "p:reads vfs_read pos=+0($arg4):u64\np:writes vfs_write pos=+0($arg4):u64\n")
+        handle = mount.open(OTHER, "/tracing/trace_options", os.O_RDONLY)
+        for offset in (0, 40, 80):
+            mount.read(OTHER, handle, 40, offset)
+        mount.release(handle)
+        for name, text in (
+            ("tracing_on", b"1\n"),
+            ("kprobe_events", b"# comment\n"),
+            ("set_event", b"!sched:\n"),
+        ):
+            handle = mount.open(OTHER, f"/tracing/{name}", os.O_RDWR | os.O_APPEND)
+            for number in range(3):
+                mount.write(OTHER, handle, text, number * len(text))
+            mount.read(OTHER, handle, 1, 3 * len(text))
+            mount.release(handle)
+        answers.append(recorded(mount, OTHER.pid))
+    own, native = answers
+    assert own == native
+    assert [shown for event, shown in own if event == "reads"][:3] == ["pos=0", "pos=40", "pos=80"]
+
+
 def test_no_call_changes_the_guests_root(ours: Mount) -> None:
     watched(ours, "p:makes vfs_mkdir\np:removes vfs_rmdir\np:reads vfs_read\n")
     for path in ("/kprobes", "/machine", "/none"):

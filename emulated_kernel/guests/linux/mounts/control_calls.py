@@ -179,8 +179,11 @@ class LinuxControlCalls(GuestCalls):
         self._is_refused = is_refused
         self._asleep: WeakKeyDictionary[LinuxTask, ControlFile] = WeakKeyDictionary()
         """Task that waits in a call on a control file -> the file."""
-        self._arguments: dict[int, tuple[int, int]] = {}
-        """Address of a task_struct -> first two arguments of the file operation in which the task waits."""
+        self._arguments: dict[int, tuple[int, int, int]] = {}
+        """Address of a task_struct -> arguments 1, 2 and 4 of the file operation in which the task waits.
+
+        The fourth argument of a read or write is the address of the file position.
+        """
 
     @property
     def is_dead(self) -> bool:
@@ -292,7 +295,7 @@ class LinuxControlCalls(GuestCalls):
             def begin(sleeping: LinuxTask) -> int:
                 return self._syscalls.begin_read(
                     sleeping, file.fd or 0, size, None, may_block=False,
-                    service=self._service(sleeping, once, self._gets_or_returns),
+                    service=self._service(sleeping, once, partial(self._transfers, file)),
                 )  # fmt: skip
 
             self._transfer(task, file, once, begin)
@@ -309,7 +312,7 @@ class LinuxControlCalls(GuestCalls):
             once = cast("RunOnce[int]", write.plan)
 
             def begin(sleeping: LinuxTask) -> int:
-                service = self._service(sleeping, once, self._gets_or_returns)
+                service = self._service(sleeping, once, partial(self._transfers, write.file))
                 return self._syscalls.write(sleeping, write.file.fd or 0, write.data, None, service)
 
             # A write that has read files of the host makes other calls by the client's task.
@@ -327,7 +330,7 @@ class LinuxControlCalls(GuestCalls):
         file.task = task or file.task
         if task is not None and task.waits and self._asleep.get(task) is file:
             # The task still sleeps in this call: continue it.
-            task.service = self._service(task, once, self._gets_or_returns)
+            task.service = self._service(task, once, partial(self._transfers, file))
             begin = self._tasks.wait_for_result
         elif task is None or file.fd is None or not self._can_call(task):
             return
@@ -429,7 +432,7 @@ class LinuxControlCalls(GuestCalls):
 
     def _goes_on(self, file: ControlFile, task: LinuxTask, _result: object) -> None:
         """Make an open(2) of the guest continue in the stub that calls the kernel's stream_open()."""
-        self._set_arguments(*self._arguments.pop(task.address))
+        self._set_arguments(*self._arguments.pop(task.address)[:2])
         is_stream = file.path.rpartition("/")[2] in _STREAMS
         self._go_to(self._stubs.is_stream if is_stream else self._stubs.opened)
 
@@ -442,15 +445,19 @@ class LinuxControlCalls(GuestCalls):
         """Make the task continue at an offset in the code of the stubs."""
         self._machine.regs.ip = self._code + place
 
-    def _gets_or_returns(self, task: LinuxTask, result: bytes | int) -> None:
-        """End a call: copy data to the task's buffer by _copy_to_user(), or return a number.
+    def _transfers(self, file: ControlFile, task: LinuxTask, result: bytes | int) -> None:
+        """End a read or write: copy data to the task's buffer by _copy_to_user(), or return a number.
 
-        If `result` is data, the call returns the number of bytes.
+        If `result` is data, the call returns the number of bytes. The guest gets the new file position.
         """
+        at = self._arguments[task.address][2]
+        if at and file.inner.node.has_position:
+            with suppress(MemoryFault):
+                self._memory.write_word(at, file.inner.position)
         if not isinstance(result, bytes) or not result:
             self._returns(task, result or 0)
             return
-        _, to = self._arguments.pop(task.address)
+        _, to, _ = self._arguments.pop(task.address)
         self._memory.write(self._data, result)
         self._set_arguments(to, self._data, len(result))
         self._go_to(self._stubs.copy)
@@ -468,7 +475,8 @@ class LinuxControlCalls(GuestCalls):
     def _arrives(self, regs: Any) -> None:
         if self._tasks.wait_in_call():
             first, second, _ = self._calls.arguments(regs)
-            self._arguments[self._tasks.running()] = first, second
+            fourth = getattr(regs, self._calls.argument_names[3])
+            self._arguments[self._tasks.running()] = first, second, fourth
         else:
             self._return(-EIO)
 
