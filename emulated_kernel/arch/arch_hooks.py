@@ -266,6 +266,13 @@ class Arch(ABC):
     Otherwise a compiled handler loads from user memory between the ops UserAccessBegin and UserAccessEnd, and
     any other load from it faults. Addresses in the lower half are then those of user memory.
     """
+    user_access = b""
+    """Code that handlers call to allow loads from user memory, and to forbid them again; see reads_user.
+
+    It is empty if handlers have the instructions themselves.
+    """
+    user_access_sites: tuple[int, ...] = ()
+    """Offsets in `user_access` of the instructions that the host can execute in place of the CPU."""
     trap_flag: int
     """Mask of the flag that makes the CPU trap after the next instruction."""
     trap_flag_lead = b""
@@ -281,6 +288,9 @@ class Arch(ABC):
         """Registers that a return handler sees with the values that they have when the function returns."""
         returns = self.returns
         return frozenset() if returns is None else returns.live.registers | {self.registers.sp, "ip"}
+
+    def share_user_access(self, address: int) -> None:  # noqa: B027 - most architectures have none
+        """Make the code of handlers that are compiled from now on call `user_access` at `address`."""
 
     def load_decoder(self) -> None:  # noqa: B027 - not every instruction set has a library for it
         """Import the library that decodes instructions, so that no later call opens files.

@@ -28,6 +28,7 @@ from emulated_kernel.arch.riscv.asm_parser import RiscvAssembler
 from emulated_kernel.arch.riscv.extension_text import extension_text
 from emulated_kernel.arch.riscv.handler_code import RiscvReturnCode, handler_code
 from emulated_kernel.arch.riscv.insn import RVI_SIZE, T0, ZERO, attributes_of_all, decode_insn
+from emulated_kernel.arch.riscv.lowering import USER_ACCESS, USER_ACCESS_END
 from emulated_kernel.arch.riscv.probe_checks import STRATEGIES, RiscvProbeChecker
 from emulated_kernel.arch.riscv.relocate import Relocation, relocation_of
 from emulated_kernel.image.text_tables import ProbedTables
@@ -169,9 +170,18 @@ class LinuxRISCV64(RISCV64):
     current_register = "tp"
     reads_user = False
     returns = RiscvReturnCode(RISCV64.breakpoint, per_cpu=None)
+    user_access = USER_ACCESS
+    user_access_sites = (0, USER_ACCESS_END)
+    _user_access_at: int | None = None
+
+    def share_user_access(self, address: int) -> None:
+        self._user_access_at = address
+        self.returns = RiscvReturnCode(self.breakpoint, per_cpu=None, user_access=address)
 
     def handler_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:
-        return handler_code(program, addr, live, self.breakpoint, per_cpu=None)
+        return handler_code(
+            program, addr, live, self.breakpoint, per_cpu=None, user_access=self._user_access_at
+        )
 
 
 class RISCV64I(Riscv):

@@ -44,17 +44,22 @@ def handler_code(
     breakpoint_: bytes,
     *,
     per_cpu: int | None = PER_CPU,
+    user_access: int | None = None,
 ) -> HandlerCode:
     """Return code that runs a program and preserves the registers `live`, or all registers if `live` is None.
 
-    `breakpoint_`: breakpoint for host calls. `per_cpu`: see RiscvLowering.
+    `breakpoint_`: breakpoint for host calls. `per_cpu`, `user_access`: see RiscvLowering.
     """
     constants = {"ip": addr, **pt_regs.FIXED_REGISTERS}
 
     def make(far: bool) -> HandlerCode:
         if live is None:
-            return _save_all(program, breakpoint_, constants, far=far, per_cpu=per_cpu)
-        body = RiscvLowering(program, live, constants, breakpoint_, far=far, per_cpu=per_cpu)
+            return _save_all(
+                program, breakpoint_, constants, far=far, per_cpu=per_cpu, user_access=user_access
+            )
+        body = RiscvLowering(
+            program, live, constants, breakpoint_, far=far, per_cpu=per_cpu, user_access=user_access
+        )
         before, after, slots = _save_live(body, live)
         return lay_out(body, before, after, slots)
 
@@ -73,18 +78,31 @@ def _reaching(make: Callable[[bool], HandlerCode]) -> HandlerCode:
 
 
 def _save_all(
-    program: Program, breakpoint_: bytes, constants: Mapping[str, int], *, far: bool, per_cpu: int | None
+    program: Program,
+    breakpoint_: bytes,
+    constants: Mapping[str, int],
+    *,
+    far: bool,
+    per_cpu: int | None,
+    user_access: int | None,
 ) -> HandlerCode:
     """Return a program's code within code that saves all registers in a frame (struct pt_regs).
 
     At each host call of the program, sp points at the complete frame. `breakpoint_`: breakpoint for host
-    calls. `constants`: pt_regs name -> known value. `far`: branches may lead farther than 4 KiB. `per_cpu`:
-    see RiscvLowering.
+    calls. `constants`: pt_regs name -> known value. `far`: branches may lead farther than 4 KiB. `per_cpu`,
+    `user_access`: see RiscvLowering.
     """
     # `completed` changes only t0, which programs don't use.
     completed = pt_regs.complete(set_register(T0, constants["ip"]))
     body = RiscvLowering(
-        program, None, constants, breakpoint_, before_host=completed, far=far, per_cpu=per_cpu
+        program,
+        None,
+        constants,
+        breakpoint_,
+        before_host=completed,
+        far=far,
+        per_cpu=per_cpu,
+        user_access=user_access,
     )
     slots = {number: in_slot(WORD * number) for number in body.slots}
     slots[SP] = in_register(SP, pt_regs.SIZE)
@@ -133,10 +151,16 @@ class RiscvReturnCode(ReturnCode):
 
     live = LiveRegisters(frozenset(("a0", "a1", *(f"s{n}" for n in range(12)))), flags=False)
 
-    def __init__(self, breakpoint_: bytes, *, per_cpu: int | None = PER_CPU) -> None:
-        """Store the breakpoint instruction of the generated code. `per_cpu`: see RiscvLowering."""
+    def __init__(
+        self, breakpoint_: bytes, *, per_cpu: int | None = PER_CPU, user_access: int | None = None
+    ) -> None:
+        """Store the breakpoint instruction of the generated code.
+
+        `per_cpu`, `user_access`: see RiscvLowering.
+        """
         self._breakpoint = breakpoint_
         self._per_cpu = per_cpu
+        self._user_access = user_access
 
     def dispatch(
         self, program: Program, buffer: int, own: int | None = None, *, saves_all: bool
@@ -180,7 +204,7 @@ class RiscvReturnCode(ReturnCode):
         `before` is code to run before the program, and `leave` is code at each JumpTo of the program. `far`:
         branches may lead farther than 4 KiB.
         """
-        body = RiscvLowering(program, None, _NO_CONSTANTS, self._breakpoint, far=far, per_cpu=self._per_cpu)
+        body = self._lowered(program, None, far=far)
         slots = {number: in_slot(WORD * number) for number in body.slots}
         slots[SP] = in_register(SP, RETURN_ROOM)
         return lay_out(body, before, b"", slots, leave)
@@ -192,7 +216,16 @@ class RiscvReturnCode(ReturnCode):
         slot number -> instruction word that reads the saved value, for _patch_slot().
         `far`: branches may lead farther than 4 KiB.
         """
-        body = RiscvLowering(
-            program, self.live, _NO_CONSTANTS, self._breakpoint, far=far, per_cpu=self._per_cpu
-        )
+        body = self._lowered(program, self.live, far=far)
         return body, *_save_live(body, self.live, _RETURN_WORD)
+
+    def _lowered(self, program: Program, live: LiveRegisters | None, *, far: bool) -> RiscvLowering:
+        return RiscvLowering(
+            program,
+            live,
+            _NO_CONSTANTS,
+            self._breakpoint,
+            far=far,
+            per_cpu=self._per_cpu,
+            user_access=self._user_access,
+        )

@@ -22,6 +22,8 @@ REGISTER_NAMES = (
 ZERO, RA, SP, GP, TP, T0, T1, T2, S0, S1, A0, A1 = range(12)
 A7 = 17
 T3 = 28
+T4 = 29
+T5 = 30
 T6 = 31
 
 RVI_SIZE = 4

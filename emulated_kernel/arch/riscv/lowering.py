@@ -34,6 +34,8 @@ from emulated_kernel.arch.riscv.insn import (
     T1,
     T2,
     T3,
+    T4,
+    T5,
     T6,
     ZERO,
     RiscvInsn,
@@ -86,6 +88,16 @@ _CONDITIONS = {
 
 _STATUS = -5
 """Pseudo virtual register with the value of sstatus before a UserAccessBegin."""
+_BITS = -6
+"""Pseudo virtual register with the bits of sstatus that UserAccessBegin or UserAccessEnd changes."""
+_LINK = -7
+"""Pseudo virtual register with the return address of a call of USER_ACCESS."""
+_OF_USER_ACCESS = {_STATUS: T6, _BITS: T4, _LINK: T5}
+"""Pseudo virtual register -> real register, for programs that call USER_ACCESS."""
+USER_ACCESS = set_in_status(ZERO, T4) + asm.jump_register(T5) + clear_in_status(T4) + asm.jump_register(T5)
+"""Code that handlers call to change sstatus. At its start it sets bits."""
+USER_ACCESS_END = 8
+"""Offset in USER_ACCESS of the code that clears bits."""
 _BRANCH_RANGE = range(-0x1000, 0x1000)
 _HOLE = asm.jal(ZERO, 0, 0)
 _FAR_BRANCH_SIZE = 8
@@ -131,6 +143,7 @@ class RiscvLowering(Lowering):
         before_host: bytes = b"",
         far: bool = False,
         per_cpu: int | None = PER_CPU,
+        user_access: int | None = None,
     ) -> None:
         """Lower all ops of a program to code.
 
@@ -138,7 +151,8 @@ class RiscvLowering(Lowering):
         `constants`: pt_regs name -> known value. `breakpoint_`: breakpoint instruction of host calls.
         `before_host`: code to insert before each host call. `far`: branches may lead farther than 4 KiB.
         `per_cpu`: register with the base address of the per-CPU data; None if the offsets of per-CPU data
-        are absolute addresses.
+        are absolute addresses. `user_access`: address of USER_ACCESS; None if the code has the instructions
+        itself.
         """
         registers = frozenset() if live is None else live.registers
         order = by_cost(_ORDER, REGISTER_NAMES, registers, registers_read(program))
@@ -149,6 +163,9 @@ class RiscvLowering(Lowering):
         self._far = far
         self._per_cpu = per_cpu
         self._in_frame = live is None
+        self._user_access = user_access
+        if user_access is not None and any(type(op) is ir.UserAccessBegin for op in program):
+            self._real.update(_OF_USER_ACCESS)
         self._lower(program)
 
     # Pieces of code
@@ -243,14 +260,26 @@ class RiscvLowering(Lowering):
         self._code += store(base, offset, self._number(value, SECOND), op.size)
 
     def _user_access_begin(self, _op: ir.UserAccessBegin) -> None:
-        self._code += set_in_status(self._real[_STATUS], self._number(SUM, SPARE))
+        bits = self._real[_BITS]
+        self._code += read_status(self._real[_STATUS])
+        self._load_immediate(bits, SUM)
+        self._change_status(set_in_status(ZERO, bits), 0)
 
     def _user_access_end(self, _op: ir.UserAccessEnd) -> None:
         status = self._real[_STATUS]
+        bits = self._real[_BITS]
         self._code += asm.arithmetic_immediate(asm.ArithmeticFunct3.XOR, status, status, -1)
-        set_before = self._number(SUM, SPARE)
-        self._code += asm.arithmetic(asm.ArithmeticFunct3.AND, status, status, set_before)
-        self._code += clear_in_status(status)
+        self._load_immediate(bits, SUM)
+        self._code += asm.arithmetic(asm.ArithmeticFunct3.AND, bits, bits, status)
+        self._change_status(clear_in_status(bits), USER_ACCESS_END)
+
+    def _change_status(self, insn: bytes, offset: int) -> None:
+        """Emit the instruction `insn`, or a call of the same instruction at `offset` in USER_ACCESS."""
+        if self._user_access is None:
+            self._code += insn
+        else:
+            link = self._real[_LINK]
+            self._code += set_register(link, self._user_access + offset) + asm.jalr(link, link, 0)
 
     def _cell(self, address: int, register: int) -> tuple[int, int]:
         """Return base register and offset for an absolute address, and emit code that loads its upper part.

@@ -19,6 +19,7 @@ from emulated_kernel.guests.common.request_clock import RequestClock
 from emulated_kernel.guests.linux.boot_cache import started, started_with_kernel
 from emulated_kernel.guests.linux.mounts.native_mount import native_mount
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
+from emulated_kernel.guests.linux.pc.riscv_machine import RiscvMachine
 from emulated_kernel.guests.linux.probing import probe_engine
 from emulated_kernel.guests.linux.probing.detect_interface import profile_of
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
@@ -45,7 +46,7 @@ from tests.guests.linux.processor_tests import (
     write,
 )
 from tests.guests.linux.test_riscv64 import META, SUITE
-from tests.guests.linux.user_reads import UserReads, check_hits
+from tests.guests.linux.user_reads import UserReads, check_hits, check_other_loads_fault
 from tests.image.linux.debian import package
 
 FUNCTIONS = "vfs_read", "vfs_write", "do_sys_openat2", "dput", "do_exit", "kmem_cache_alloc_noprof"
@@ -152,6 +153,20 @@ def test_hits_that_read_user_memory_are_guest_code(profile: str, optimizer: bool
         UserReads(new_engine(profile, optimizer=optimizer, compiled=compiled)) for compiled in (True, False)
     )
     check_hits(in_guest, in_python)
+
+
+def test_hits_that_read_user_memory_keep_address_translations() -> None:
+    """The host changes SUM for handlers, too, and drops the translations of user pages."""
+    reads = UserReads(new_engine(optimizer=False))
+    machine = reads.engine.tasks.machine
+    assert isinstance(machine, RiscvMachine)
+    with reads.probed("p int_sqrt", ["word=+0(ARG):u64"]):
+        reads.call(3, allowed=False)
+        before = machine.user_access.spared
+        reads.call(50, allowed=False)
+        spared = machine.user_access.spared - before
+    assert spared >= 100 or routine_address("set_sum") is None
+    check_other_loads_fault(reads)
 
 
 class TestEngine(EngineTests):

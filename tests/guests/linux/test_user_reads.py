@@ -14,7 +14,7 @@ from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kprobes.profile import Profile
 from tests.guests.linux import debian_kernel
 from tests.guests.linux.probing import MODES
-from tests.guests.linux.user_reads import UserReads, check_hits
+from tests.guests.linux.user_reads import UserReads, check_hits, check_other_loads_fault
 
 SERVER = MODELS["skylake-sp"]
 STAC = b"\x0f\x01\xcb"
@@ -41,6 +41,10 @@ def user_reads(profile: Profile) -> UserReads:
 def test_hits_are_guest_code(mode: str) -> None:
     in_python = user_reads(replace(MODES[mode], compiled=False))
     check_hits(user_reads(MODES[mode]), in_python)
+
+
+def test_other_loads_fault() -> None:
+    check_other_loads_fault(user_reads(MODES["stepped"]))
 
 
 @pytest.mark.parametrize("mode", ["stepped", "boosted", "optimized"])

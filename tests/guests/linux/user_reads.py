@@ -24,6 +24,7 @@ from emulated_kernel.guests.linux.guest.syscalls import LinuxSyscalls
 from emulated_kernel.guests.linux.initramfs import BUFFER
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
+from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from tests.guests.linux.files import Files
@@ -31,6 +32,8 @@ from tests.guests.linux.files import Files
 FUNCTION = "int_sqrt"
 USER = BUFFER + 0x80000
 """Address of the first of two user pages that are in memory; the next page is not."""
+WORD = int.from_bytes(b"greeting", "little")
+"""Word at USER."""
 END = 2 * 4096
 """Offset from USER of the page that is not in memory."""
 CUT = 4 * 4096 - 2
@@ -93,6 +96,13 @@ class UserReads:
         self._kept: dict[str, int] = {}
         self._found: list[dict[str, int]] = []
         self._turns = 0
+
+    @property
+    def size(self) -> int:
+        """Size of the function in bytes."""
+        found = self.engine.kernel.kallsyms.lookup(self.engine.kernel.required(FUNCTION))
+        assert found is not None
+        return found.symbol.size
 
     def _caller(self, allowed: bool) -> bytes:
         """Return code that calls the function, and then sets the third argument to the flags, or sstatus.
@@ -240,3 +250,20 @@ def check_hits(in_guest: UserReads, in_python: UserReads) -> None:
             assert len(found) == 56 * len(READABLE) + 9 * len(FAULTING)
     assert in_guest.engine.kprobes.compiler.made
     assert not in_python.engine.kprobes.compiler.made
+
+
+def check_other_loads_fault(reads: UserReads) -> None:
+    """Check that a hit allows no load but its own, also of a page that it has just read.
+
+    A handler in assembly loads from the page without leave.
+    """
+    load = "mov al, byte ptr [rsi]" if reads.engine.components.arch.name == "x86_64" else "lb t1, 0(a1)"
+    probe = Kprobe(symbol_name=FUNCTION, code=load)
+    reads.engine.kprobes.register_kprobe(probe)
+    with reads.probed(f"p {FUNCTION}", ["text=+0(ARG):ustring word=+0(ARG):u64"]):
+        reads.call(20, allowed=False)
+        assert probe.failures == 20
+        reads.call(20, allowed=True)
+        assert probe.failures == 20
+        assert reads.records() == [f'e0: ({FUNCTION}+0x0/{reads.size:#x}) text="greeting" word={WORD}'] * 40
+    reads.engine.kprobes.unregister_kprobe(probe)

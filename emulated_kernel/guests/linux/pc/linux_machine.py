@@ -369,9 +369,9 @@ class LinuxMachine(ABC):
         """
 
     def ease_user_access(self, sites: Mapping[str, int]) -> None:  # noqa: B027 - only riscv64 needs it
-        """Make the kernel's accesses to user memory cheap; kernel memory must be mapped.
+        """Make accesses to user memory cheap; the memory of `sites` must be mapped.
 
-        `sites`: the map KernelOffsets.user_access.
+        `sites`: a map as KernelOffsets.user_access.
         """
 
     def run_to_stub(self) -> None:

@@ -70,19 +70,22 @@ class UserAccess:
         return sum(int(words.spared) for words in self._all)
 
     def take_over(self, sites: Mapping[str, int], memory: LinuxMemory, root: int, ram: int) -> None:
-        """Change SUM at `sites` from now on; a second call does nothing. The guest must not run.
+        """Change SUM at `sites` from now on, unless this is already done. The guest must not run.
 
-        `sites`: the map KernelOffsets.user_access. `root`: physical address of the kernel's page tables.
+        `sites`: a map as KernelOffsets.user_access. `root`: physical address of the kernel's page tables.
         `ram`: address in this process of the physical address 0.
         """
         routines = routine_address("set_sum"), routine_address("clear_sum")
-        if self._all or not self._is_known or None in routines:
+        if not self._is_known or None in routines:
             return
+        known = {words.site for words in self._all}
         for place, code in sites.items():
             address = int(place, 16)
             try:
                 words = self._words(ram + memory.translate(root, address), code)
             except MemoryFault:
+                continue
+            if words.site in known:
                 continue
             self._all.append(words)
             routine = routines[bool(code & _CLEARS)]

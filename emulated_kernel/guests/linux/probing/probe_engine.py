@@ -74,6 +74,7 @@ class KernelEngine:
         self.kernel = self.live.core
         self.machine = ProbedLinux(guest, self.kernel)
         self._arch = linux_arch(kernel.architecture, has_smap=guest.machine.has_smap)
+        self._place_user_access()
         self.replaced_calls = ReplacedCalls(self._arch, self.machine.memory)
         """Reads the arguments, and sets the results, of kernel functions that the host replaces."""
         self._abi = linux_abi(self.kernel, guest) | {"host_clock": self.machine.clock.cell}
@@ -98,6 +99,22 @@ class KernelEngine:
         # The hook sets come first: the calls that an ending task has pending never return, and the kernel
         # looks for rethooks of its own next.
         guest.events.watch(engine.hook_sets, tracing.guest_records, requests, tracing.arrays)
+
+    def _place_user_access(self) -> None:
+        """Place the code by which handlers allow loads from user memory, if the architecture has it."""
+        code = self._arch.user_access
+        if not code:
+            return
+        text = self.machine.text
+        address = text.alloc_text(len(code))
+        text.poke(address, code)
+        self._arch.share_user_access(address)
+        self.guest.machine.ease_user_access(
+            {
+                f"{address + at:x}": int.from_bytes(code[at : at + 4], "little")
+                for at in self._arch.user_access_sites
+            }
+        )
 
     def _adopt_loaded_modules(self) -> list[Module]:
         """Return the modules that the guest has loaded, after adding their text, symbols and tables."""
