@@ -259,6 +259,14 @@ class Machine(ProbedMachine):
         if self._quantum is not None:
             self._quantum.may_end.append(may_end)
 
+    def finish_interrupt(self, returns_to: int) -> None:
+        """Let the next run last until the interrupt that was delivered has returned to `returns_to`.
+
+        The run may end before, as any run.
+        """
+        if self._quantum is not None:
+            self._quantum.stop_at(returns_to)
+
     def leave(self, within: Callable[[int], bool]) -> None:
         """Run the current CPU, which was preempted, until `within` returns False for the CPU's ip."""
         assert self._quantum is not None, "CPUs are only preempted with a quantum"

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from random import Random
 
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
+from emulated_kernel.machine.native.host_code import routine_address
+from emulated_kernel.machine.native.quantum_words import QuantumWords
 from emulated_kernel.machine.traps.trap import Trap, TrapKind
 from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_CODE, Engine
 
 _MIN_QUANTUM = 1
 """Minimum number of instructions of a run; an interrupt before the first one would lose the host's answer."""
+_INTERRUPT = 2000
+"""Maximum number of instructions that a CPU gets for an interrupt, in addition to a quantum."""
 
 
 class Quantum:
-    """Ends runs after a random number of instructions, which a callback counts; for tests of several CPUs.
+    """Ends runs after a random number of instructions; for tests of several CPUs.
 
+    A routine of the host counts the instructions, and calls Python at the end of a run. If the host has no
+    routine, Python counts.
     The places where runs end depend on the seed and on the executed instructions, not on time.
     """
 
@@ -29,12 +36,18 @@ class Quantum:
         self._hooks = hooks
         self._longest = 2 * mean - _MIN_QUANTUM
         self._dice = Random(seed)
-        self._left = 0
         self._within: Callable[[int], bool] | None = None
-        self._overdue = False
         self.may_end: list[Callable[[], bool]] = []
         """Functions that can delay the end of a quantum; see Machine.preempt_if."""
-        engine.add_hook(HOOK_CODE, CODE_CALLBACK(self._count))
+        callback = CODE_CALLBACK(self._count)
+        routine = routine_address("end_quantum")
+        self._words = QuantumWords(count_in_python=ctypes.cast(callback, ctypes.c_void_p).value)
+        engine.add_hook(
+            HOOK_CODE,
+            callback if routine is None else ctypes.c_void_p(routine),
+            data=ctypes.addressof(self._words),
+            keep=(callback, self._words),
+        )
         # A stop in the hook, which is called before an instruction, must take effect at that instruction.
         engine.stop_between_blocks(False)
         engine.flush_code()
@@ -44,36 +57,44 @@ class Quantum:
 
         If `within` is given, the run also ends at the first instruction outside of this range.
         """
-        self._within = None if within is None else within.__contains__
+        self.stop_outside(None if within is None else within.__contains__)
         # The run ends before the instruction after its last one.
-        self._left = self._dice.randint(_MIN_QUANTUM, self._longest) + 1
+        self._words.left = self._dice.randint(_MIN_QUANTUM, self._longest) + 1
+        if self._words.end:
+            self._words.left += _INTERRUPT
+
+    def stop_at(self, address: int) -> None:
+        """End the next run at `address`, where an interrupt returns to, if the run comes there soon."""
+        self._words.end = address
 
     def disarm(self) -> None:
         """Stop counting; calls of guest functions by the host aren't preempted."""
-        self._left = 0
-        self._within = None
+        self._words.left = self._words.end = 0
+        self.stop_outside(None)
 
-    def stop_outside(self, within: Callable[[int], bool]) -> None:
-        """End the next run at the first instruction for which `within` returns False."""
+    def stop_outside(self, within: Callable[[int], bool] | None) -> None:
+        """End the next run at the first instruction for which `within` returns False; None: at none."""
         self._within = within
+        self._words.is_bounded = within is not None
 
     def stop_soon(self) -> None:
         """End the run before the next instruction; callable from any thread."""
-        self._overdue = True
+        self._words.overdue = 1
 
     def _count(self, _engine: int, address: int, _size: int, _data: int) -> None:
-        if self._overdue:
-            self._overdue = False
+        words = self._words
+        if words.overdue:
+            words.overdue = 0
             self._hooks.stop(Trap(TrapKind.BUDGET, address))
             return
         if self._within is not None and not self._within(address):
-            self._within = None
+            self.stop_outside(None)
             self._hooks.stop(Trap(TrapKind.PREEMPTED, address))
-        if self._left:
-            self._left -= 1
-            if self._left:
+        if words.left:
+            words.left -= 1
+            if words.left and address != words.end:
                 return
             if all(may_end() for may_end in self.may_end):
                 self._hooks.stop(Trap(TrapKind.PREEMPTED, address))
             else:
-                self._left = 1
+                words.left = max(1, words.left)

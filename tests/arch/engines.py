@@ -12,6 +12,8 @@ import unicorn
 _FREE: dict[tuple[int, int], list[tuple[unicorn.Uc, Any]]] = defaultdict(list)
 """(architecture, mode) -> free engines, each with its initial registers."""
 _LENT: dict[unicorn.Uc, tuple[int, int, Any]] = {}
+_MOST_LENT = 100
+"""Number of engines in use from which on a reference cycle must hold them; each takes some MiB of memory."""
 
 
 def take(arch: int, mode: int) -> unicorn.Uc:
@@ -24,6 +26,7 @@ def take(arch: int, mode: int) -> unicorn.Uc:
         uc = unicorn.Uc(arch, mode)
         new = uc.context_save()
     _LENT[uc] = arch, mode, new
+    assert len(_LENT) < _MOST_LENT, "engines are not given back"
     return uc
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -14,6 +13,7 @@ import pytest
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.profile import Profile
 from emulated_kernel.machine.cpu.registers import Regs
+from emulated_kernel.machine.native.host_code import PYTHON_TRAPS
 from emulated_kernel.machine.quirks.harness import CODE_OFFSET
 from emulated_kernel.machine.traps.trap import TrapKind
 from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_CODE
@@ -77,22 +77,23 @@ def test_a_run_that_is_stopped_anywhere_does_nothing_twice(
         thread.start()
         rounds = stops = 0
         sp = machine.calls.stack_top
-        until = time.monotonic() + 60
-        while stops < STOPS:
-            assert time.monotonic() < until
-            rounds += ROUNDS
-            machine.regs.set(base, cells)
-            machine.regs.set(counter, ROUNDS)
-            if arch == "riscv64":
-                machine.regs.set("a2", cells + 24)
-                machine.regs.set("t0", 1)
-            machine.regs.sp, machine.regs.ip = sp, va
-            while machine.regs.ip != va + len(code):
-                assert engine.start(machine.regs.ip) == 0
-                stops += 1
-            assert machine.regs.sp == sp
-        end.set()
-        thread.join()
+        try:
+            while stops < STOPS:
+                rounds += ROUNDS
+                machine.regs.set(base, cells)
+                machine.regs.set(counter, ROUNDS)
+                if arch == "riscv64":
+                    machine.regs.set("a2", cells + 24)
+                    machine.regs.set("t0", 1)
+                machine.regs.sp, machine.regs.ip = sp, va
+                while machine.regs.ip != va + len(code):
+                    assert engine.start(machine.regs.ip) == 0
+                    stops += 1
+                assert machine.regs.sp == sp
+        finally:
+            # Also after a failure: a stop of a closed engine would end the process.
+            end.set()
+            thread.join()
         size = machine.memory.word_size
         counts = [int.from_bytes(machine.memory.read(cells + cell, size), "little") for cell in CELLS]
         assert counts == [rounds] * len(CELLS)
@@ -119,6 +120,40 @@ def test_a_quantum_stops_in_front_of_an_instruction() -> None:
         trap = machine.run()
         assert trap.kind is TrapKind.BUDGET
         assert machine.memory.read_u64(DATA) - machine.regs.cx == (trap.address == CODE + 3)
+
+
+def _ends_of_quanta() -> list[int]:
+    """Return where runs of a loop end: after a quantum, a delay of its end, or at the end of a range."""
+    machine = boot("again: inc rcx; nop; nop; nop; nop; inc rdx; jmp again", quantum=3, seed=7)
+    asked = 0
+
+    def may_end() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked % 4 != 0
+
+    machine.preempt_if(may_end)
+    ends = []
+    for number in range(200):
+        if number % 5 == 0:
+            machine.leave(range(CODE, CODE + 6).__contains__)
+        else:
+            if number % 5 == 1:
+                machine.finish_interrupt(CODE + number % 7)
+            assert machine.run().kind is TrapKind.PREEMPTED
+        ends.append(machine.regs.ip)
+    assert asked > 200
+    return ends
+
+
+def test_python_counts_the_instructions_of_a_quantum_as_the_routine_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(PYTHON_TRAPS, raising=False)
+    ends = _ends_of_quanta()
+    assert len(set(ends)) == 7
+    monkeypatch.setenv(PYTHON_TRAPS, "1")
+    assert _ends_of_quanta() == ends
 
 
 def test_the_clients_requests_go_on_behind_a_loop() -> None:

@@ -76,6 +76,29 @@ def test_each_other_cpu_is_interrupted_to_synchronise(boot: Boot, arch: str) -> 
     assert kernel.machine.cpu == here
 
 
+def test_an_interrupt_for_a_sync_takes_one_turn(boot: Boot) -> None:
+    """A further turn of the other CPU comes before the interrupt, and some while its interrupts are off."""
+    kernel = boot(2, seed=1, quantum=5, clock="virtual")
+    machine, tasks = kernel.machine, clients(kernel, 2)
+    turns = count()
+    taken: list[int] = []
+
+    def sync() -> None:
+        if next(turns) % 10 == 5:
+            with mock.patch.object(Machine, "run", autospec=True, side_effect=Machine.run) as run_guest:
+                machine.text.sync()
+            taken.append(run_guest.call_count)
+
+    with (
+        function_calls(kernel, tasks, "gcd", 2 * 3 * 5 * 7 * 11, 3 * 7 * 13) as calls,
+        between_turns(kernel, sync),
+    ):
+        assert together(kernel, calls) == [21, 21]
+    assert len(taken) > 5
+    assert sorted(taken)[len(taken) // 2] < 8
+    assert_well(kernel)
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("seed", seeds(3, 3))
 def test_patched_under_load(boot: Boot, arch: str, seed: int) -> None:

@@ -468,6 +468,26 @@ leave:
     str x4, [x3]
     ret
 
+@routine end_quantum
+// void (uc x0, address x1, size w2, words x3)
+    ldr x4, [x3, #{is_bounded}]
+    ldr x5, [x3, #{overdue}]
+    orr x4, x4, x5
+    cbnz x4, python
+    ldr x4, [x3, #{end}]
+    cmp x1, x4
+    b.eq python
+    ldr x4, [x3, #{left}]
+    cbz x4, leave
+    subs x4, x4, #1
+    b.eq python
+    str x4, [x3, #{left}]
+leave:
+    ret
+python:
+    ldr x4, [x3, #{count_in_python}]
+    br x4
+
 @routine charge_intr
 // A trap takes time; then the routine for traps, as Unicorn's UC_HOOK_INTR.
     charge x2, {trap_ns}, {routine}

@@ -15,6 +15,7 @@ from emulated_kernel.machine.cpu.arm64 import BRK_EXCEPTION
 from emulated_kernel.machine.cpu.x86 import FLAG_NT, FLAG_RF, FLAG_TF
 from emulated_kernel.machine.native.copy_words import LONGEST_COPY, CopyRange, CopyWords
 from emulated_kernel.machine.native.entry_words import Check, Move
+from emulated_kernel.machine.native.quantum_words import QuantumWords
 from emulated_kernel.machine.native.sum_words import ENTRY_SIZE, SUM, VICTIMS, SumWords
 from emulated_kernel.machine.native.trap_words import FACTOR, LINKED, LinkWords, TableWords, TrapWords
 from emulated_kernel.machine.native.tsc_words import (
@@ -58,6 +59,7 @@ def constants() -> dict[str, int]:
         **dict(offsets(TableWords)),
         **dict(offsets(LinkWords)),
         **dict(offsets(TscWords)),
+        **dict(offsets(QuantumWords)),
         **dict(offsets(CopyWords)),
         **dict(offsets(CopyRange)),
         **dict(offsets(Check)),

@@ -67,6 +67,9 @@ ROUTINES = {
         "234010780b4d89184d8958084d8958104983c0404d39c872dfc3"
     ),
     ("x86_64", "count"): bytes.fromhex("48ff01c3"),
+    ("x86_64", "end_quantum"): bytes.fromhex(
+        "488b4110480b41187512483b7108740c488339017205740448ff09c3ff6120"
+    ),
     ("x86_64", "charge_intr"): bytes.fromhex("4c8b82b00000004c8b8ab80000004d0108ffa2c8000000"),
     ("x86_64", "charge_invalid"): bytes.fromhex("4c8b86b00000004c8b8eb80000004d0108ffa6c8000000"),
     ("x86_64", "handler_intr"): bytes.fromhex("4c8b82b00000004c8b8ac00000004d0108ffa2d0000000"),
@@ -149,6 +152,10 @@ ROUTINES = {
         "a80000f9a80400f9a80800f9a5000191bf0006eba3feff54c0035fd6"
     ),
     ("aarch64", "count"): bytes.fromhex("640040f984040091640000f9c0035fd6"),
+    ("aarch64", "end_quantum"): bytes.fromhex(
+        "640840f9650c40f9840005aa440100b5640440f93f0004ebe0000054640040f9"
+        "840000b4840400f160000054640000f9c0035fd6641040f980001fd6"
+    ),
     ("aarch64", "charge_intr"): bytes.fromhex("435840f9445c40f9650040f9a500048b650000f9456440f9a0001fd6"),
     ("aarch64", "charge_invalid"): bytes.fromhex("235840f9245c40f9650040f9a500048b650000f9256440f9a0001fd6"),
     ("aarch64", "handler_intr"): bytes.fromhex("435840f9446040f9650040f9a500048b650000f9456840f9a0001fd6"),

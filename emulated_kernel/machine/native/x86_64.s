@@ -383,6 +383,22 @@ leave:
     inc qword ptr [rcx]
     ret
 
+@routine end_quantum
+# void (uc rdi, address rsi, size edx, words rcx), as Unicorn's UC_HOOK_CODE.
+    mov rax, [rcx + {is_bounded}]
+    or rax, [rcx + {overdue}]
+    jne python
+    cmp rsi, [rcx + {end}]
+    je python
+    cmp qword ptr [rcx + {left}], 1
+    jb leave                            # no run is to end
+    je python
+    dec qword ptr [rcx + {left}]
+leave:
+    ret
+python:
+    jmp qword ptr [rcx + {count_in_python}]
+
 @routine charge_intr
 # A trap takes time; then the routine for traps, as Unicorn's UC_HOOK_INTR.
     charge rdx, {trap_ns}, {routine}

@@ -76,6 +76,14 @@ class Flat:
                 self.nr_faults += 1
                 ip = self.faults[self.at]
 
+    def run_to_fault(self, ip: int) -> int:
+        """Run until the first fault, which may be a breakpoint; return Unicorn's error code."""
+        try:
+            self.uc.emu_start(ip, 0)
+        except unicorn.UcError as error:
+            return int(error.errno)
+        raise AssertionError("the code ended without a fault")
+
     def step(self, ip: int) -> int:
         """Execute one instruction, and return the next address, which may be unmapped."""
         try:

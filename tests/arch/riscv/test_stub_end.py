@@ -46,11 +46,10 @@ def at_end_of_stub(arch: Riscv, code: bytes, values: dict[str, int]) -> tuple[di
     end = arch.stub_end(region, BUFFER)
     assert len(end.code) <= arch.max_copied
     machine = Flat({BUFFER: end.code}, values)
-    with pytest.raises(unicorn.UcError) as caught:
-        machine.uc.emu_start(BUFFER, 0)
+    error = machine.run_to_fault(BUFFER)
     lead = end.leads.get(machine.at)
     if lead is None:
-        assert caught.value.errno == unicorn.UC_ERR_FETCH_UNMAPPED
+        assert error == unicorn.UC_ERR_FETCH_UNMAPPED
         return machine.registers(), int(machine.uc.reg_read(riscv_const.UC_RISCV_REG_PC)), 0
     if not isinstance(lead, LinkedJump):
         return machine.registers(), lead, 1

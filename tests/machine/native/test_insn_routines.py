@@ -1,4 +1,4 @@
-"""Routines that carry out a guest's instruction on the host: rdtsc, changes of SUM, and copies."""
+"""Routines that are called at a guest's instructions: rdtsc, changes of SUM, copies, and quanta."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from emulated_kernel.guests.linux.pc.devices import Pc
 from emulated_kernel.machine.native.copy_words import LONGEST_COPY, CopyRange, CopyWords
+from emulated_kernel.machine.native.quantum_words import QuantumWords
 from emulated_kernel.machine.native.sum_words import ENTRY_SIZE, SUM, VICTIMS, SumWords
 from tests.machine.native.host_cpu import (
     CALLBACK,
@@ -194,3 +195,30 @@ def test_a_copy_is_made_if_all_of_it_may_be_read_and_written(
     assert struct.unpack("<3Q", uc.mem_read(REGISTERS_AT, 24)) == registers
     assert bytes(uc.mem_read(TABLES_AT, len(memory))) == bytes(expected)
     assert bytes(uc.mem_read(WORDS_AT, ctypes.sizeof(words))) == bytes(words)
+
+
+PLACE = 0xFFFFFFFF81000000
+"""Address of an instruction."""
+
+
+@given(
+    left=st.sampled_from([0, 1, 2, 1 << 32, (1 << 64) - 1]),
+    is_bounded=st.booleans(),
+    overdue=st.booleans(),
+    end=st.sampled_from([0, PLACE, PLACE + 4]),
+)
+def test_python_looks_at_the_last_instruction_of_a_quantum(
+    host: HostCpu, left: int, is_bounded: bool, overdue: bool, end: int
+) -> None:
+    words = QuantumWords(left=left, end=end, is_bounded=is_bounded, overdue=overdue, count_in_python=CALLBACK)
+    host.uc.mem_write(WORDS_AT, bytes(words))
+    arguments = (7, PLACE, 4, WORDS_AT)
+    host.run("end_quantum", arguments)
+    if is_bounded or overdue or left == 1 or end == PLACE:
+        assert host.uc.reg_read(host.pc) == CALLBACK
+        assert tuple(host.uc.reg_read(register) for register in host.arguments) == arguments
+        assert host.leaves
+    else:
+        assert host.uc.reg_read(host.pc) == RETURNED
+        words.left = max(0, left - 1)
+    assert bytes(host.uc.mem_read(WORDS_AT, ctypes.sizeof(words))) == bytes(words)
