@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 BUSY = 0.01
 """Seconds for which a thread may answer one request until another thread reads the next one."""
+LOOK = 256
+"""Number of requests of a thread between two looks at the host's load; a power of two.
+
+A look takes 3 us.
+"""
+CPUS = os.cpu_count() or 1
 
 
 class Reader:
@@ -33,6 +40,9 @@ class ReadTurns:
     BUSY seconds, the successor takes the turn. While requests arrive, the successor wakes every BUSY seconds.
     While none arrives, it sleeps until the next request, so that an idle daemon uses no CPU time.
     Hazard: a thread that has lost the turn may still read one request. This has no effect on other threads.
+
+    If the host has more runnable tasks than CPUs, all threads read. The host's scheduler gives each thread a
+    share of the CPUs, and the share of one thread is then too small for many requests.
     """
 
     def __init__(self, wake: threading.Event | None = None) -> None:
@@ -43,6 +53,8 @@ class ReadTurns:
         """Held by the successor; the other threads wait for the lock."""
         self.is_parked = False
         """Whether the successor sleeps until wake() is called."""
+        self.is_shared = False
+        """Whether all threads read, because the host is busy."""
         self._wake = wake or threading.Event()
         """Set when the successor must not sleep any longer."""
 
@@ -55,6 +67,12 @@ class ReadTurns:
             while not self._is_vacant():
                 pass
             self.reader = reader
+
+    def look_at_load(self) -> None:
+        """Let all threads read if the host is busy, or else only the thread with the turn."""
+        self.is_shared = os.getloadavg()[0] > CPUS
+        if self.is_shared:
+            self._wake.set()
 
     def wake(self) -> None:
         """Let the successor measure the time of the request that the calling thread has read."""
@@ -76,7 +94,7 @@ class ReadTurns:
         """
         self._wake.clear()
         reader = self.reader
-        if reader is None:
+        if reader is None or self.is_shared:
             return True
         requests = reader.requests
         self._wake.wait(BUSY)

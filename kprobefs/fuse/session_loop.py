@@ -51,7 +51,7 @@ from kprobefs.fuse.protocol import (
     WRITE_IN,
     WRITE_OUT,
 )
-from kprobefs.fuse.read_turns import Reader, ReadTurns
+from kprobefs.fuse.read_turns import LOOK, Reader, ReadTurns
 from kprobefs.fuse.reply_channels import ReplyChannels
 from kprobefs.fuse.worker_threads import FAILED
 
@@ -272,7 +272,7 @@ class SessionLoop:
             try:
                 state.clear()
                 reader.is_busy = False
-                if turns.reader is not reader:
+                if turns.reader is not reader and not turns.is_shared:
                     turns.await_turn(reader)
                 try:
                     size = os.readv(self._device, (buffer,))
@@ -281,6 +281,8 @@ class SessionLoop:
                         continue
                     return 0 if error.errno == errno.ENODEV else FAILED
                 reader.requests += 1
+                if reader.requests % LOOK == 1:
+                    turns.look_at_load()
                 reader.is_busy = True
                 if turns.is_parked:
                     turns.wake()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from kprobefs.fuse.read_turns import Reader, ReadTurns
+from kprobefs.fuse.read_turns import CPUS, Reader, ReadTurns
 
 PATIENCE = 10.0
 
@@ -144,3 +145,20 @@ def test_who_ends_wakes_the_sleeping_successor(
         threading.Event().wait(0.001)
     turns.give_up()
     assert has_turn.wait(PATIENCE)
+
+
+def test_all_threads_read_on_a_busy_host(
+    turns: ReadTurns, clock: Clock, has_turn: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that slept reads at once, and later threads do not wait; when the load has gone, they do."""
+    clock.pass_time()
+    while not turns.is_parked:
+        threading.Event().wait(0.001)
+    monkeypatch.setattr(os, "getloadavg", lambda: (CPUS + 0.5, 0.0, 0.0))
+    turns.look_at_load()
+    assert turns.is_shared
+    assert has_turn.wait(PATIENCE)
+    turns.await_turn(Reader())
+    monkeypatch.setattr(os, "getloadavg", lambda: (float(CPUS), 0.0, 0.0))
+    turns.look_at_load()
+    assert not turns.is_shared
