@@ -524,6 +524,7 @@ def _coverage(parsed: argparse.Namespace) -> int:
         profile=parsed.profile,
         strategy=parsed.strategy,
         cpu=parsed.cpu,
+        kprobes=parsed.kprobes,
         pattern=parsed.function,
         jobs=parsed.jobs,
         scheduler=parsed.scheduler,

@@ -440,6 +440,7 @@ def _add_coverage(command: argparse.ArgumentParser) -> None:
         help="profile whose rules apply (default: by the kernel's version and architecture)",
     )
     _add_cpu(command)
+    _add_planned_kprobes(command)
     _add_strategy(command)
     command.add_argument(
         "--function", metavar="PATTERN", help="count only functions with such names, as tcp_*"

@@ -15,9 +15,10 @@ from typing import Any
 from emulated_kernel.arch.analysis.reject_reason import RejectReason
 from emulated_kernel.arch.analysis.tactic import Tactic, Tactics
 from emulated_kernel.image.kallsyms import Symbol
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.kprobes.profile import with_strategy
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass, field
+from emulated_kernel.util.fast_dataclass import dataclass, field, replace
 from emulated_kernel.util.fast_named_tuple import NamedTuple
 from emulated_kernel.util.garbage_collection import garbage_collection_stopped
 from kprobefs.common.errors import CliError, ExitStatus, explained
@@ -27,7 +28,15 @@ from kprobefs.measure import coverage_subject
 from kprobefs.measure.cluster import code_digest, run_on_cluster
 from kprobefs.measure.coverage_subject import Subject
 from kprobefs.measure.results_file import ResultsFile, finish
-from kprobefs.measure.verdicts import Judge, ProbeOutcome, chosen_profile, outcome_of, profile_text
+from kprobefs.measure.verdicts import (
+    Judge,
+    ProbeOutcome,
+    chosen_profile,
+    outcome_of,
+    own_profile,
+    profile_text,
+)
+from kprobefs.mount_options import KERNEL_KPROBES, KPROBES
 
 _WIDTH = 80
 _PIECE = 1 << 14
@@ -96,12 +105,17 @@ class Source:
     cpu: str | None = None
     pattern: str | None = None
     """Pattern of a shell for the names of the functions to count; None: count all functions."""
+    kprobes: str = KPROBES[0]
+    """Way of probing a distribution's kernel."""
 
     def group(self) -> list[Subject]:
         """Read the kernels that the options name, and return them as subjects. Raises: CliError."""
         if self.pattern == "":
             raise CliError("--function: the pattern is empty; give a name, or one as tcp_*", ExitStatus.USAGE)
         group = self._read()
+        # On x86, both ways have the same verdicts.
+        if self.kprobes == KERNEL_KPROBES and group[0].arch not in coverage_subject.WITH_OPTPROBES:
+            group = [replace(subject, has_own_kprobes=True) for subject in group]
         if self.pattern is None:
             return group
         found = [subject.of_functions(self.pattern) for subject in group]
@@ -201,6 +215,8 @@ class FunctionCounter:
         first = group[0]
         try:
             profile = with_strategy(chosen_profile(profile_name, first.arch, first.tables), strategy)
+            if first.has_own_kprobes and isinstance(first.tables, LinuxKernel):
+                profile = own_profile(profile, first.tables)
             judges = [Judge(subject, profile) for subject in group]
         except KernelError as error:
             raise CliError(str(error.strerror), ExitStatus.USAGE) from error
@@ -255,6 +271,7 @@ class FunctionCounter:
             parts += [judge.profile, judge.subject.symbols, tables.kallsyms.symbols, tables.text_ranges]
             parts += map(list, (tables.mcount, tables.ex_table, tables.bugs, tables.jump_labels))
             parts += [list(tables.static_calls), list(tables.blacklist), judge.subject.title]
+            parts.append(judge.subject.has_own_kprobes)
             parts += [tables.read(start, end - start) for start, end in tables.text_ranges]
             for start, data in tables.data:
                 parts += [start, bytes(data)]

@@ -64,6 +64,8 @@ class Subject:
     """Pattern of the names of functions to analyse; "" for all functions."""
     remarks: tuple[str, ...] = ()
     """Sentences for the output about the CPUs for which the counts are valid."""
+    has_own_kprobes: bool = False
+    """Whether the verdicts are those of the kernel's own kprobes, and not of kprobefs's."""
 
     @cached_property
     def symbols(self) -> tuple[Symbol, ...]:

@@ -11,6 +11,7 @@ from emulated_kernel.arch.analysis.probe_rules import probe_rules_named
 from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.analysis.tactic import Tactics
 from emulated_kernel.arch.architectures import arch_named
+from emulated_kernel.arch.riscv.insn import RVI_SIZE
 from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
@@ -24,7 +25,8 @@ from emulated_kernel.kprobes.profile import (
     profile_named,
     with_strategy,
 )
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, replace
+from emulated_kernel.util.linux_rule import series_of
 from kprobefs.measure.coverage_subject import Subject
 
 X86_PROFILE = "linux-6.1"
@@ -92,6 +94,15 @@ def chosen_profile(name: str | None, arch: str, tables: ProbedTables) -> Profile
     return profile_of(tables)
 
 
+def own_profile(profile: Profile, kernel: LinuxKernel) -> Profile:
+    """Return the profile of the own kprobes of an arm64 or riscv64 kernel.
+
+    `profile`: that of kprobefs's kprobes in the kernel.
+    """
+    name = f"linux-{series_of(kernel.release)}"
+    return replace(profile, name=name, optimizer=False, ftrace=bool(kernel.mcount))
+
+
 def profile_text(name: str, tables: ProbedTables) -> str:
     """Return the name of a profile for output, with the option that a mount of the kernel needs for it.
 
@@ -116,12 +127,16 @@ class Judge:
         self.checker = self.arch.probe_checker(
             subject.tables, self.strategy, ftrace=profile.ftrace, rules=self._rules
         )
+        if subject.has_own_kprobes:
+            self.checker.refuse_sites(subject.refused_sites, RVI_SIZE)
         self._others = dict[str, Judge]()
         self._is_x86 = subject.arch in ("x86_64", "i386")
 
     @cached_property
     def remarks(self) -> tuple[str, ...]:
         """Sentences for the output about the CPUs and the kprobes for which the verdicts are valid."""
+        if self.subject.has_own_kprobes:
+            return self.subject.remarks
         own = self.subject.own_kprobes(has_jumps=self.strategy is not None)
         return (*self.subject.remarks, *([own] if own else []))
 

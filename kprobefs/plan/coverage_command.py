@@ -18,6 +18,7 @@ from kprobefs.measure.results_file import ResultsFile
 from kprobefs.measure.verdicts import ProbeOutcome, profile_text
 from kprobefs.plan.coverage_pages import PagesDirectory
 from kprobefs.plan.coverage_plot import bars
+from kprobefs.plan.planned_kernel import check_own_kprobes
 
 _WIDTH = 80
 _COLUMN = 12
@@ -38,6 +39,7 @@ def run(
     profile: str | None,
     strategy: str | None,
     cpu: str | None,
+    kprobes: str,
     pattern: str | None,
     jobs: int | None,
     scheduler: str | None,
@@ -56,6 +58,8 @@ def run(
     if strategy is not None and functions is not None:
         why = "a recording lacks the kernel's data, which may lead into replaced bytes; leave it out"
         raise CliError(f"--strategy: {why}", ExitStatus.USAGE)
+    has_kernel = bool(images) or vmcore is not None
+    check_own_kprobes(kprobes, has_kernel=has_kernel, profile=profile, strategy=strategy)
     if cpu is not None and not images:
         why = "only possible with a distribution's kernel; add --image, or leave it out"
         raise CliError(f"--cpu: {why}", ExitStatus.USAGE)
@@ -73,7 +77,7 @@ def run(
         pages = None if html is None else stack.enter_context(PagesDirectory(Path(html)))
         picture = None if plot is None else stack.enter_context(OutputFile(plot))
         for image in images or (None,):
-            source = Source(arch, _whole(image), _whole(functions), _whole(vmcore), cpu, pattern)
+            source = Source(arch, _whole(image), _whole(functions), _whole(vmcore), cpu, pattern, kprobes)
             found += coverage(
                 source.group(),
                 profile,

@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 from emulated_kernel.arch.analysis.probe_rules import ProbeRule
-from emulated_kernel.arch.riscv.insn import RVI_SIZE
 from emulated_kernel.image.builtin_image import KernelImage, load_image
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.btf import Btf
@@ -26,11 +25,11 @@ from emulated_kernel.trace.events.ftrace_entries import ftrace_entry_events
 from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.interface import LINUX_6_1, Interface, interface_named
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass, replace
+from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.linux_rule import series_of
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, explained
 from kprobefs.measure.coverage_subject import WITH_OPTPROBES, Subject, booted_kernel
-from kprobefs.measure.verdicts import Judge, chosen_profile
+from kprobefs.measure.verdicts import Judge, chosen_profile, own_profile
 from kprobefs.mount_options import KERNEL_KPROBES, KPROBES
 
 ONLY_COUNTED = "this kernel counts the hits of a breakpoint, but records none of them; Linux 7.2 records them"
@@ -136,10 +135,8 @@ class PlannedKernel:
     @cached_property
     def judge(self) -> Judge:
         """Judge of probes in the kernel. The judge sees the kernel's text as it is in the kernel's file."""
-        judge = Judge(Subject(self.title, self.arch, self.tables), self.profile)
-        if self.has_own_kprobes:
-            judge.checker.refuse_sites(judge.subject.refused_sites, RVI_SIZE)
-        return judge
+        subject = Subject(self.title, self.arch, self.tables, has_own_kprobes=self.has_own_kprobes)
+        return Judge(subject, self.profile)
 
     @property
     def records_breakpoints(self) -> bool:
@@ -259,20 +256,14 @@ def planned_kernel(
     Raises: CliError (no such kernel, image, dump, profile or CPU; the profile has no optimizer; options that
     exclude each other).
     """
-    is_own = kprobes == KERNEL_KPROBES
-    if is_own and image is None and vmcore is None:
-        why = "no kernel given; add --image with a vmlinuz, a vmlinux, a .deb or host"
-        raise CliError(f"--kprobes kernel: {why}", ExitStatus.USAGE)
-    for option, value in (("--profile", profile_name), ("--strategy", strategy)):
-        if is_own and value is not None:
-            why = "not possible with --kprobes kernel, whose kernel decides; leave it out"
-            raise CliError(f"{option}: {why}", ExitStatus.USAGE)
+    has_kernel = image is not None or vmcore is not None
+    check_own_kprobes(kprobes, has_kernel=has_kernel, profile=profile_name, strategy=strategy)
     if cpu is not None and image is None:
         why = "only possible with a distribution's kernel; add --image, or leave it out"
         raise CliError(f"--cpu: {why}", ExitStatus.USAGE)
     made = _planned(arch, image, vmcore, profile_name, cpu)
     made.strategy = strategy
-    if is_own:
+    if kprobes == KERNEL_KPROBES:
         _use_own_kprobes(made)
     elif remarks := made.judge.remarks:
         made.title += " with kprobefs's kprobes"
@@ -284,13 +275,28 @@ def planned_kernel(
     return made
 
 
+def check_own_kprobes(kprobes: str, *, has_kernel: bool, profile: str | None, strategy: str | None) -> None:
+    """Check that the options allow the value of --kprobes. Raises: CliError.
+
+    `has_kernel`: whether --image or --vmcore is given. `profile`, `strategy`: values of these options.
+    """
+    if kprobes != KERNEL_KPROBES:
+        return
+    if not has_kernel:
+        why = "no kernel given; add --image with a vmlinuz, a vmlinux, a .deb or host"
+        raise CliError(f"--kprobes kernel: {why}", ExitStatus.USAGE)
+    for option, value in (("--profile", profile), ("--strategy", strategy)):
+        if value is not None:
+            why = "not possible with --kprobes kernel, whose kernel decides; leave it out"
+            raise CliError(f"{option}: {why}", ExitStatus.USAGE)
+
+
 def _use_own_kprobes(made: PlannedKernel) -> None:
     """Make the verdicts on a kernel those of its own kprobes. On x86, both are the same."""
     if made.arch in WITH_OPTPROBES:
         return
     assert isinstance(made.core, LinuxKernel)
-    name = f"linux-{series_of(made.core.release)}"
-    made.profile = replace(made.profile, name=name, optimizer=False, ftrace=bool(made.core.mcount))
+    made.profile = own_profile(made.profile, made.core)
     made.has_own_kprobes = True
 
 

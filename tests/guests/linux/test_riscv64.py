@@ -33,7 +33,7 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
 from kprobefs.cli.main import main
-from kprobefs.measure.coverage import by_verdict, coverage
+from kprobefs.measure.coverage import Source, by_verdict, coverage
 from kprobefs.measure.coverage_subject import linux_image
 from kprobefs.mount_options import chosen_cpu
 from tests.guests.linux.debian_kernel import SEED, own_cache
@@ -131,6 +131,12 @@ def test_coverage(image: Path) -> None:
     assert counts["instructions"] == sum(counts.values()) / 2 > 1000
     assert counts["instructions"] > found.pairs > counts["optimized"] > counts["instructions"] / 5
     assert counts["ftrace"] == 0
+    (own,) = coverage(Source(image=str(image), pattern="vfs_r*", kprobes="kernel").group(), None)
+    counts_of_own = by_verdict(own.total)
+    assert counts_of_own["instructions"] == counts["instructions"]
+    assert counts_of_own["optimized"] == counts_of_own["ftrace"] == 0
+    # The kernel refuses each function's entry, too.
+    assert counts_of_own["refused"] == counts["refused"] + len(own.symbols) > len(own.symbols)
 
 
 def test_check(image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
