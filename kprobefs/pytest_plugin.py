@@ -72,7 +72,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Add the last requests that a mount of a failed test or fixture has refused to the report."""
+    """Add to the report of a failed test or fixture the last requests that its mounts have refused."""
     outcome = yield
     report = outcome.get_result()  # type: ignore[attr-defined]
     if call.when == "teardown" or not report.failed:

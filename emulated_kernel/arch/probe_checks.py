@@ -498,9 +498,9 @@ class ProbeChecker(ABC, Generic[Analysis]):
     # Whole functions
 
     def check_each_insn(self, symbol: Symbol) -> Iterator[tuple[int, Rejection | None, Region | Rejection]]:
-        """Iterate over a function's instructions: address, and results of may_probe() and optimized_region().
+        """Yield each instruction's address, and the results of may_probe() and optimized_region() for it.
 
-        The rejections have no function `describe`.
+        The rejections lack `describe`, so their text has only the address and the rule.
         """
         known = self._function(symbol)
         forbidden = self._has_forbidden(symbol)

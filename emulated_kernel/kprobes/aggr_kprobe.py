@@ -403,7 +403,7 @@ class AggrKprobe(AssemblyOwner):
             _emit_assembly(kprobe, builder, point)
 
     def miss_assembly(self, point: HandlerPoint) -> None:
-        """Count a missed hit for each enabled member that has assembly for `point`."""
+        """Count a missed hit for each enabled member that has an assembly handler at `point`."""
         for kprobe in self._enabled():
             if kprobe._assembled is not None and point in kprobe._assembled:
                 kprobe.nmissed += 1

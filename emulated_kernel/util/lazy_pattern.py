@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 else:
 
     class lazy_pattern:
-        """A pattern of re.compile(), which compiles the expression at the first use of an attribute."""
+        """A regular expression that is compiled when an attribute is used for the first time."""
 
         def __init__(self, pattern, flags=0):
             self._given = pattern, flags

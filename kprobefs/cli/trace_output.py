@@ -182,7 +182,7 @@ class DatOutput(RawOutput):
             trace_dat.write(found, file)
 
     def _word_size(self) -> int:
-        """Return the number of bytes of an unsigned long, which is that of an address in a stack record."""
+        """Return the size in bytes of an unsigned long, which is the size of an address in a stack record."""
         formats = (parse_format(text) for text in self.ftrace)
         callers = next(each.field("caller") for each in formats if each.name == "kernel_stack")
         return callers.size // (callers.count or 1)

@@ -272,8 +272,8 @@ class KnownNodes:
     def remove(self, directory: int, name: bytes) -> None:
         """Drop the nodes of the directory `name` and of its descendants, before a client's rmdir(2).
 
-        `directory`: node id of the parent directory. If the rmdir(2) fails, the host's kernel still keeps
-        the names.
+        `directory`: node id of the parent directory. If the rmdir(2) fails, the host's kernel keeps the
+        names. Their ids stay in `removed` until the next LOOKUP or FORGET.
         """
         with self._lock:
             node = self.by_name.get((directory, name))

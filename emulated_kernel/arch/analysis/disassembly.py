@@ -52,7 +52,7 @@ def unnamed(_addr: int) -> None:
 
 
 def data_text(code: bytes) -> str:
-    """Return the text of bytes that are shown without an instruction."""
+    """Return the text of a listing for bytes that are not shown as an instruction: their values."""
     return f"{_UNKNOWN} {', '.join(f'{byte:#04x}' for byte in code)}"
 
 

@@ -15,7 +15,6 @@ from emulated_kernel.arch.analysis.reject_reason import Rejection, RejectReason
 from emulated_kernel.arch.analysis.tactic import Tactic
 from emulated_kernel.arch.riscv.analysis import RiscvFunctionAnalysis
 from emulated_kernel.arch.riscv.encoder import C_NOP, LONG_JUMP_SIZE, NOP
-from emulated_kernel.arch.riscv.free_registers import preferred_register
 from emulated_kernel.arch.riscv.insn import (
     ALL_REGISTERS,
     RA,
@@ -26,6 +25,7 @@ from emulated_kernel.arch.riscv.insn import (
     RiscvInsn,
     RiscvOpcode,
 )
+from emulated_kernel.arch.riscv.register_preference import preferred_register
 from emulated_kernel.arch.riscv.relocate import LEAVES, RELOCATED_CALLS, Relocation, relocation_of
 
 _NO_REGISTER = RejectReason.NO_FREE_REGISTER_AFTER

@@ -21,7 +21,6 @@ from emulated_kernel.arch.probe_checks import AnalyzedFunction, OptimizationPoli
 from emulated_kernel.arch.riscv import extended
 from emulated_kernel.arch.riscv.analysis import ALL_LIVE, RiscvFunctionAnalysis
 from emulated_kernel.arch.riscv.encoder import JUMP_SIZE, LONG_JUMP_SIZE
-from emulated_kernel.arch.riscv.free_registers import REGISTER_PREFERENCE, preferred_register
 from emulated_kernel.arch.riscv.insn import (
     ALL_REGISTERS,
     LENGTH,
@@ -37,6 +36,7 @@ from emulated_kernel.arch.riscv.insn import (
     insn_of,
     relative_target,
 )
+from emulated_kernel.arch.riscv.register_preference import REGISTER_PREFERENCE, preferred_register
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.util.lazy_pattern import lazy_pattern

@@ -50,7 +50,7 @@ class RequestClock:
 
 
 class RequestObserver(TaskObserver):
-    """Counts each request for the clock when the request begins, and does the delayed work that is due."""
+    """When a request begins, adds it to the clock's count, and runs the delayed work that is due."""
 
     def __init__(self, clock: RequestClock, kprobes: Kprobes) -> None:
         self._clock = clock

@@ -430,7 +430,7 @@ class Btf:
     def _member(self, number: int, name: str, depth: int, others: set[int]) -> tuple[int, Member] | None:
         """Return the offset in bits of the member `name`, and the member; None if it is not found.
 
-        The member is one of the structure with the type id `number`, or of an anonymous member of it.
+        The search covers the structure with the type id `number`, and its anonymous members.
         `depth` limits the nesting. `others` collects the ids of the types that don't have the member.
         """
         if not depth:

@@ -143,6 +143,6 @@ def _replacement(kernel: LinuxKernel, entry: _Alternative) -> bytes:
 
 
 def _with_long_nops(code: bytes) -> bytes:
-    """Return code with its nops at the end made as long as possible."""
+    """Return `code`, and replace the one-byte nops at its end by the longest ones."""
     kept = code.rstrip(bytes((_NOP,)))
     return kept + nops(len(code) - len(kept))

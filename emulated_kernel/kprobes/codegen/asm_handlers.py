@@ -60,8 +60,7 @@ class PerCpuVars(MutableMapping[str, int]):
     def _attach(self, live: dict[str, list[memoryview]]) -> None:
         """Move the cells to guest memory, with their current values.
 
-        `live`: name of a cell that the code uses -> for each CPU, a view of the CPU's number in guest
-        memory.
+        `live`: name of a cell that the code uses -> for each CPU, a view of the cell's value in guest memory.
         Raises: KernelError EINVAL (the code doesn't use a cell that was set).
         """
         for name in self._values:

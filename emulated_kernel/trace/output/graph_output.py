@@ -188,7 +188,7 @@ class _GraphLine:
         return prologue + self._column(left - called) + " " * (depth * INDENT) + closing
 
     def comment(self) -> str:
-        """Return the lines of a record of another tracer or of an event: a comment.
+        """Return the record of an event or of another tracer as lines of a comment.
 
         Mirrors: print_graph_comment (v6.1).
         """

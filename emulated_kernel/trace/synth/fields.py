@@ -218,7 +218,7 @@ def _words(data: bytes, size: int) -> list[int]:
 
 
 def unpack_call_chain(data: bytes, word_size: int) -> list[int]:
-    """Return the callers of a call chain as it is stored in an entry, without the length at its start."""
+    """Return the callers of a stored call chain. `data` begins with the chain's length, which is skipped."""
     return _words(data, word_size)[1:]
 
 

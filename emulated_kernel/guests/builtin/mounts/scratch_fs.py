@@ -276,7 +276,7 @@ class ScratchFs(FileSystem):
             return self._open(client, path, flags | os.O_CREAT, mode)
 
     def opendir(self, client: Client, path: str) -> ScratchDirectory:
-        """Open a directory, in the guest, too, if probes could notice the call; see FileSystem.
+        """Open a directory. If probes could notice the call, open it in the guest, too; see FileSystem.
 
         If the guest has no memory for the open directory, clients can list it nevertheless.
         """

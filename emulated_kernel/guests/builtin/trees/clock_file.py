@@ -26,7 +26,7 @@ def clock_text(kernel: BuiltinKernelComponents) -> str:
 def parsed_clock(kernel: BuiltinKernelComponents, line: str) -> Callable[[], None]:
     """Parse a command of machine/clock and return a function that executes it.
 
-    A command is `[mode] virtual` or `[mode] real`, `seed N`, or both, such as `virtual seed 7`. The guest's
+    A command is `[mode] KIND`, `seed N`, or both, such as `virtual seed 7`. KIND is one of KINDS. The guest's
     time continues from its current value. Raises: KernelError EINVAL.
     """
     kind: str | None = None

@@ -48,7 +48,7 @@ class WordSearch:
     """
 
     def __init__(self, state: int, code: str = "Q") -> None:
-        """Begin with all words; see state_words(). Raises: HardwareError (the memory cannot be read)."""
+        """Make all words of the CPU state candidates. Raises: HardwareError (the memory cannot be read)."""
         # ctypes would crash where own_memory() returns less.
         if len(own_memory(state, STATE_SIZE)) != STATE_SIZE:
             raise HardwareError("the emulator's CPU state cannot be read")
