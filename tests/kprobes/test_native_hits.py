@@ -465,7 +465,7 @@ def test_a_probe_goes_while_a_cpu_is_anywhere_in_its_hit(arch: str, mode: str) -
         ring = kernel.hit_ring(*kernel.arch.registers.arguments[:2])
         loop = PreemptedLoop(kernel)
         others = [Kprobe(symbol_name="gcd", offset=offset) for offset in boundaries(kernel, "gcd")[:3]]
-        for number in range(40):
+        for number in range(80):
             probe = ring.probe(symbol_name=FUNCTION, offset=kernel.arch.call_size)
             kernel.register_kprobe(probe)
             loop.start(2)
