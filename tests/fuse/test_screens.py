@@ -33,6 +33,10 @@ REDRAWN = 0.25
 """Seconds until top sees that its terminal's size has changed, at most."""
 
 
+_eventually = partial(eventually, interval=0.02)
+"""eventually() for conditions that look at the screen, for which a process is started."""
+
+
 class Screen:
     """A program on a terminal that tmux draws."""
 
@@ -86,7 +90,7 @@ class Screen:
         """The screen after a change of its size, as soon as its first line is that."""
         self.resize(columns, rows)
         start = time.monotonic()
-        eventually(
+        _eventually(
             lambda: re.match(first, self.lines()[0]) and not self.wraps(), f"no {first} in {self.lines()}"
         )
         # An old picture that happens to begin so is drawn anew by then.
@@ -108,14 +112,14 @@ class Screen:
 
     def until(self, pattern: str) -> list[str]:
         """The screen as soon as it matches."""
-        eventually(
+        _eventually(
             lambda: re.search(pattern, "\n".join(self.lines())), f"no {pattern}:\n" + "\n".join(self.lines())
         )
         return self.lines()
 
     def ended(self) -> list[str]:
         """The screen when the program has."""
-        eventually(lambda: self._run("display-message", "-p", "-t", self._pane, "#{pane_dead}") == "1\n")
+        _eventually(lambda: self._run("display-message", "-p", "-t", self._pane, "#{pane_dead}") == "1\n")
         return self.lines()
 
 
@@ -282,7 +286,7 @@ def test_the_tour(start: Start, size: tuple[int, int]) -> None:
     walk = start(size, "tour")
     for number, step in enumerate(tour.STEPS, 1):
         if number < len(tour.STEPS):
-            eventually(partial(walk.has_said, tour.PROMPT.strip(), number), f"no prompt {number}")
+            _eventually(partial(walk.has_said, tour.PROMPT.strip(), number), f"no prompt {number}")
         else:
             walk.ended()
         assert not walk.wraps("-S", "-")

@@ -35,6 +35,8 @@ _TAG_OF = {
 }  # fmt: skip
 _UNWRITTEN = frozenset((Kind.VOID, Kind.FUNC, Kind.VAR, Kind.DATASEC, Kind.DECL_TAG))
 _DEPTH = 64
+_UNKNOWN = bytes(4)
+"""A reference to a type, until finish() writes the type's offset."""
 Attribute = tuple[int, int, int | str | None]
 """Name, form and value of an attribute. The value of a reference is the id of a type."""
 
@@ -46,7 +48,8 @@ class DwarfSections:
         self._word_size = word_size
         self._info = bytearray()
         self._strings = bytearray(b"\0")
-        self._string_at: dict[str, int] = {"": 0}
+        self._string_at: dict[str, bytes] = {"": bytes(4)}
+        """String -> its offset in `_strings`, as the four bytes of an attribute."""
         self._abbreviations: dict[tuple[int, bool, tuple[tuple[int, int], ...]], int] = {}
         self._places: dict[int, int] = {}
         """Id of a type -> offset of its entry in the unit."""
@@ -66,9 +69,17 @@ class DwarfSections:
         code = self._abbreviations.setdefault(key, len(self._abbreviations) + 1)
         if number:
             self._places[number] = len(self._info)
-        self._info += _uleb(code)
+        info = self._info
+        info += _uleb(code)
         for _, form, value in values:
-            self._append(form, value)
+            # Nearly all attributes have one of these forms.
+            if form == _STRP and isinstance(value, str):
+                info += self._string(value)
+            elif form == _REF4 and isinstance(value, int):
+                self._references.append((len(info), value))
+                info += _UNKNOWN
+            else:
+                self._append(form, value)
 
     def entry(self, tag: int, attributes: Iterable[Attribute], number: int = 0) -> None:
         """Append an entry without children; the parameters are those of begin()."""
@@ -80,15 +91,8 @@ class DwarfSections:
 
     def _append(self, form: int, value: int | str | None) -> None:
         info = self._info
-        if form == _STRP:
-            assert isinstance(value, str)
-            info += self._string(value).to_bytes(4, "little")
-            return
         assert isinstance(value, int)
-        if form == _REF4:
-            self._references.append((len(info), value))
-            info += bytes(4)
-        elif form == _UDATA:
+        if form == _UDATA:
             info += _uleb(value)
         elif form == _SDATA:
             info += _sleb(value)
@@ -103,10 +107,10 @@ class DwarfSections:
             info.append(_OP_ADDR)
             info += value.to_bytes(self._word_size, "little")
 
-    def _string(self, text: str) -> int:
+    def _string(self, text: str) -> bytes:
         at = self._string_at.get(text)
         if at is None:
-            at = self._string_at[text] = len(self._strings)
+            at = self._string_at[text] = len(self._strings).to_bytes(4, "little")
             self._strings += text.encode() + b"\0"
         return at
 
