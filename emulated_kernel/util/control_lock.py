@@ -27,6 +27,8 @@ class _Pause(str):
 
 PAUSE = _Pause()
 """Empty part of a file's text, after which the reading thread releases the control lock for a moment."""
+END = "\0end\0"
+"""Part of a file's text at which read(2) returns 0, although a later read may find further text."""
 
 
 class _Observation:

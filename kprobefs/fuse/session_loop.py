@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import signal
 import struct
 import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from time import sleep
 
+from emulated_kernel.guests.common.proc import is_dying
 from emulated_kernel.util.fast_named_tuple import NamedTuple
 from emulated_kernel.vfs.core.client import Stat
 from kprobefs.fuse.known_nodes import KnownNodes, attr_bytes
@@ -103,15 +103,9 @@ class _LoopState:
         return handle
 
     def has_killed_client(self) -> bool:
-        """Return True if the thread that made the request has been killed, and waits only for the reply.
-
-        Linux: a signal whose default action ends a process becomes a SIGKILL for each of its threads.
-        """
+        """Return True if the thread that made the request has been killed, and waits only for the reply."""
         *_, pid = IN_HEADER.unpack_from(self._request)
-        with suppress(OSError), open(f"/proc/{pid}/status", "rb") as lines:
-            pending = next(int(line.split()[1], 16) for line in lines if line.startswith(b"SigPnd:"))
-            return bool(pending & 1 << signal.SIGKILL - 1)
-        return False
+        return is_dying(pid)
 
     @property
     def is_releasing(self) -> bool:

@@ -526,3 +526,39 @@ def test_the_marker_s_event_is_set_while_it_has_a_trigger(tree: NodeTree) -> Non
     assert read(tree, "set_event") == "ftrace:print\n"
     write(tree, place, "!snapshot")
     assert read(tree, "set_event") == ""
+
+
+@pytest.mark.parametrize("of_cpu", [False, True])
+def test_reads_after_the_end_of_the_trace_find_later_records(
+    of_cpu: bool, tree: NodeTree, cpus: tuple[int, int]
+) -> None:
+    """As a loop with readline() expects. The answers are those of Linux 6.1."""
+    path = f"per_cpu/cpu{cpus[0]}/trace" if of_cpu else "trace"
+
+    def marks() -> list[str]:
+        nonlocal at
+        text = b""
+        while data := file.read(100, at):
+            text += data
+            at += len(data)
+        lines = [line for line in text.decode().splitlines() if not line.startswith("#")]
+        return [line.rpartition(": ")[2] for line in lines]
+
+    write(tree, "trace_marker", "a\n")
+    file = opened(tree, path)
+    at = 0
+    assert marks() == ["a"]
+    assert marks() == []
+    write(tree, "trace_marker", "b\n")
+    assert marks() == ["b"]
+    write(tree, "trace_marker", "c\n")
+    write(tree, "trace_marker", "d\n")
+    assert marks() == ["c", "d"]
+    at = 0
+    assert marks() == ["a", "b", "c", "d"]
+    files.truncate(tree, f"/tracing/{path}")
+    write(tree, "trace_marker", "e\n")
+    assert marks() == []
+    at = 0
+    assert marks() == ["e"]
+    tree.release(file)

@@ -28,9 +28,15 @@ from emulated_kernel.trace.output.line_formatter import (
     SEQ_SIZE,
     FlagColumns,
     LineFormatter,
+    TimedRecord,
 )
 from emulated_kernel.trace.output.options import TraceOption, TraceOptions
-from emulated_kernel.trace.output.trace_file import TraceHeader, header_text, timed_records, trace_lines
+from emulated_kernel.trace.output.trace_file import (
+    TraceHeader,
+    header_text,
+    timed_records,
+    trace_lines,
+)
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.buffer_page import MAX_DATA_SIZE, MAX_ORDER
 from emulated_kernel.trace.ring.cursor import RingCursor
@@ -464,13 +470,18 @@ class TraceArray(ArrayRings, Recorder):
         return "".join(self.snapshot_records(cpu))
 
     def trace_records(
-        self, cpu: int | None = None, buffers: Sequence[RingBuffer] | None = None
+        self,
+        cpu: int | None = None,
+        buffers: Sequence[RingBuffer] | None = None,
+        *,
+        is_followed: bool = False,
     ) -> Iterator[str]:
         """Yield the header and then the lines of the trace file of one CPU, or of all in the order of time.
 
         No event is consumed. The lines show the events that the buffers hold at the beginning. A note
         replaces events that are overwritten before they are shown. The lines end if a buffer is emptied. The
         header always counts the events of all CPUs. `buffers` defaults to the buffers of the trace array.
+        `is_followed`: yield END after these lines, then the lines of later events and END again, and so on.
         """
         buffers = self.buffers if buffers is None else buffers
         flags = self.options.flags
@@ -487,8 +498,19 @@ class TraceArray(ArrayRings, Recorder):
             tracer_options=self.system.tracer_options,
         )
         cursors = {number: RingCursor(buffers[number]) for number in self._cpus(cpu)}
-        records = timed_records(cursors)
-        lines = trace_lines(records, self.formatter(), self.graph_printer(), annotate=overruns > 0)
+
+        def later() -> Iterator[TimedRecord]:
+            for cursor in cursors.values():
+                cursor.extend()
+            return timed_records(cursors)
+
+        lines = trace_lines(
+            timed_records(cursors),
+            self.formatter(),
+            self.graph_printer(),
+            annotate=overruns > 0,
+            later=later if is_followed else None,
+        )
         yield header_text(header, flags)
         # After a buffer was emptied, the names of events may be invalid, so no more lines are printed.
         while not any(cursor.is_stale for cursor in cursors.values()):

@@ -6,7 +6,7 @@ Mirrors: kernel/trace/trace.c:trace_default_header, print_trace_header, print_la
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
 
 from emulated_kernel.trace.output import graph_output
@@ -21,6 +21,7 @@ from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.output.tracer_options import TracerOptions
 from emulated_kernel.trace.ring.cursor import RingCursor
 from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY
+from emulated_kernel.util.control_lock import END
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _TGID_COLUMN = ("   TGID   ", "     |    ")
@@ -144,9 +145,17 @@ def _latency_legend(columns: FlagColumns) -> str:
 
 
 def trace_lines(
-    entries: Iterator[TimedRecord], formatter: LineFormatter, graph: GraphPrinter | None, *, annotate: bool
+    entries: Iterator[TimedRecord],
+    formatter: LineFormatter,
+    graph: GraphPrinter | None,
+    *,
+    annotate: bool,
+    later: Callable[[], Iterator[TimedRecord]] | None = None,
 ) -> Iterator[str]:
     """Yield the text of each record. `graph` prints records as a call graph, or is None for plain lines.
+
+    `later` returns the records that were written meanwhile. If it is given, the iterator has no end: it
+    yields END after the present records, and then continues with the later ones.
 
     If `annotate` and the formatter's options allow it, the line "CPU N buffer started" precedes the first
     record of each CPU. The CPU of the file's first record gets no such line.
@@ -155,7 +164,13 @@ def trace_lines(
     annotate = annotate and formatter.annotates
     entry = next(entries, None)
     index = -1
-    while entry is not None:
+    while entry is not None or later is not None:
+        if entry is None:
+            assert later is not None
+            yield END
+            entries = later()
+            entry = next(entries, None)
+            continue
         following = next(entries, None)
         # Linux: the index starts at 0 here, but at 1 in trace_pipe.
         index += 1

@@ -1,7 +1,8 @@
 """RingCursor: reads a ring buffer's events without consuming them, while the buffer is written and consumed.
 
 Mirrors: kernel/trace/ring_buffer.c:struct ring_buffer_iter (v6.1).
-Deviates: Linux's iterator also yields events that are written after it was created.
+Deviates: Linux's iterator yields later events at once. Here the reads of a program may add events faster than
+the program reads them, so the cursor has an end, which extend() moves.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class CursorEvent(NamedTuple):
 class RingCursor:
     """A position among the unread events that a buffer held when the cursor was created.
 
-    The cursor copies the events of one sub-buffer at a time. It skips events that are written later.
+    The cursor copies the events of one sub-buffer at a time. It yields later events only after extend().
     """
 
     def __init__(self, buffer: RingBuffer) -> None:
@@ -46,6 +47,11 @@ class RingCursor:
     def is_stale(self) -> bool:
         """Whether the buffer was emptied or freed after the cursor was created."""
         return self._buffer.generation != self._generation
+
+    def extend(self) -> None:
+        """Let the next iteration yield the events that were written since the last one has begun."""
+        if not self.is_stale:
+            self._end = self._buffer.written
 
     def __iter__(self) -> Iterator[CursorEvent]:
         """Yield the events. Between two events, the buffer may change. Stop if `is_stale` becomes True."""

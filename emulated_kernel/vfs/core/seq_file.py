@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import ClassVar, TypeVar
 
-from emulated_kernel.util.control_lock import PAUSE
+from emulated_kernel.util.control_lock import END, PAUSE
 from emulated_kernel.util.errors import YieldLock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.open_file import File, Moves, OpenFile, encode
@@ -68,6 +68,7 @@ class SeqReader:
     returns the rest of the last record, and then the current records from the next index on. A read at any
     other position renders all records before the position, and drops them. Between two reads, only the last
     record is kept. Open files that keep equal long records share one copy.
+    At the record END the file ends once: a read returns no data, and the next read continues after END.
     Mirrors: fs/seq_file.c:seq_read_iter, traverse (v6.1).
     """
 
@@ -85,6 +86,8 @@ class SeqReader:
         self._position = 0
         self._is_paused = False
         """Whether the last call of read() raised YieldLock, so that the next call continues it."""
+        self._is_at_end = False
+        """Whether the last read returned the data before an END, so that the next one returns none."""
 
     def read(self, size: int, position: int) -> bytes:
         """Return at most `size` bytes from the file position `position` on, or b"" at the end.
@@ -98,6 +101,10 @@ class SeqReader:
             self._skipped = position
             self._index = 0
             self._position = position
+            self._is_at_end = False
+        elif self._is_at_end:
+            self._is_at_end = False
+            return b""
         elif not self._is_paused:
             self._buffer = self._last.data[self._start : self._start + size]
             self._start += len(self._buffer)
@@ -115,7 +122,11 @@ class SeqReader:
             return
         rendered: list[bytes] = []
         is_paused = False
+        has_ended = False
         for record in self._records(self._index):
+            if record is END:
+                has_ended = True
+                break
             rendered.append(encode(record))
             missing -= len(rendered[-1])
             if missing <= 0:
@@ -127,6 +138,7 @@ class SeqReader:
         data = b"".join(rendered)
         self._buffer += data[self._skipped :]
         self._skipped = max(0, self._skipped - len(data))
+        self._is_at_end = has_ended and bool(self._buffer)
         if is_paused:
             raise YieldLock
         self._last = shared(rendered[-1]) if missing < 0 else EMPTY

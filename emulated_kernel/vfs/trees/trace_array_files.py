@@ -358,7 +358,7 @@ class _TraceFile(_RecordsFile):
     def __init__(self, array: TraceArray, cpu: int | None) -> None:
         super().__init__(
             lambda: _of_cpu(array.buffers, cpu),
-            lambda: array.trace_records(cpu),
+            lambda: array.trace_records(cpu, is_followed=True),
             execute=len,
             truncate=lambda: array.clear_trace(cpu),
         )
