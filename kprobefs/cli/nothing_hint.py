@@ -18,6 +18,7 @@ from kprobefs.definitions.tracefs_files import HostFiles, control_root
 NAMES = 5
 """Maximum number of names that a hint lists."""
 NO_HIT = "no hit of {names}: {why}"
+ENDED_EARLY = "the command ended with status {status} before a probe was hit"
 UNARMED = "{reason}, so the probes were not armed"
 NO_RECORD = "{name} has {hits} and no record in the trace; {why}"
 NOT_BY_SCRATCH = "{name} has {hits}, none of them by a file in scratch/; {why}"
@@ -152,7 +153,7 @@ def why_no_hit(ended: EndedCommand, places: Sequence[str], unarmed: str = "") ->
     `unarmed`: why the probes were not armed for a time; "" if they always were.
     """
     if ended.status:
-        return f"the command ended with status {ended.status} before a probe was hit"
+        return ENDED_EARLY.format(status=ended.status)
     if not Path(ended.directory, "scratch").is_dir():
         return "this mount has no scratch/; only files there belong to its kernel"
     if outside := _why_not_outside(ended):

@@ -125,7 +125,7 @@ def _print_hints(options: MountOptions, ended: EndedCommand, past: Past) -> None
 
 def _hints(options: MountOptions, ended: EndedCommand, past: Past) -> list[str]:
     """Disarm all probes, and return hints about refused requests, probes, histograms and durations."""
-    from kprobefs.cli.nothing_hint import disarm, nothing_hints, present_events
+    from kprobefs.cli.nothing_hint import ENDED_EARLY, disarm, nothing_hints, present_events
     from kprobefs.cli.unmatched_hint import unmatched
 
     directory = ended.directory
@@ -138,8 +138,10 @@ def _hints(options: MountOptions, ended: EndedCommand, past: Past) -> list[str]:
         from kprobefs.cli.refusal_hint import refusals
 
         hints += refusals(directory, requests)
-    # A command that ends because of a refused request often comes to no probe.
-    hints = hints or [*nothing_hints(ended, past), *unmatched(directory)]
+    # A command that ends because of a refused request comes to no probe, which is no hint then.
+    early = ENDED_EARLY.format(status=ended.status) if hints else None
+    hints += [hint for hint in nothing_hints(ended, past) if early is None or early not in hint]
+    hints += unmatched(directory)
     if options.machine.clock == CLOCKS[0]:
         from kprobefs.cli.duration_hint import virtual_durations
 

@@ -477,9 +477,9 @@ class AttachedProbes:
                 calls_alone=all(probe.definition and "+" not in probe.place for probe in probes),
             )
         if self._only_counts():
-            return (
-                "this kernel counts the hits of its kprobes, but records none of them; Linux 7.2 records them"
-            )
+            from kprobefs.plan.planned_kernel import ONLY_COUNTED
+
+            return ONLY_COUNTED
         places = [probe.place or probe.event.replace("/", ":") for probe in session.probes]
         if session.request.graph is not None:
             places.append(session.request.graph)

@@ -104,6 +104,8 @@ class Answer:
     """Addresses that the probe's jump replaces; empty if there is no jump."""
     breakpoint_kind: str | None = None
     """Value of BreakpointKind, also for an optimized probe; None if there is no breakpoint."""
+    traps_at_return: bool = False
+    """Whether the probe is a return probe whose trampoline traps."""
     address: int = 0
     """The probed address; 0 if there is no probe."""
     insn: str = ""
@@ -251,7 +253,9 @@ def _created(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Answer:
     region = range(0) if replaced is None else range(replaced.addr, replaced.end)
     kind = explained.breakpoint_kind
     shown = None if kind is None else kind.value
-    answer = Answer(line, verdict.outcome.value, explained.reason, found, region, shown, probe.address)
+    answer = Answer(line, verdict.outcome.value, explained.reason, found, region, shown)
+    answer.address = probe.address
+    answer.traps_at_return = probe.place.is_return and kernel.traps_at_return
     answer.probe = probe
     if probe.place.offset or probe.place.symbol is None:
         answer.insn = explained.insn_text

@@ -198,6 +198,7 @@ def _messages(answer: Answer) -> Iterator[tuple[str, int | None]]:
     reason = "" if is_told else f": {answer.reason}"
     if answer.outcome == ProbeOutcome.BREAKPOINT.value:
         traps = _TRAPS[BreakpointKind(answer.breakpoint_kind)]
+        traps += ", and one at the return" * answer.traps_at_return
         yield f"{answer.outcome}, {answer.breakpoint_kind} ({traps}){reason}", None
     elif answer.outcome == PENDING:
         yield f"{answer.outcome}{reason}", None
@@ -237,6 +238,7 @@ def _line_as_dict(text: str, answer: Answer) -> dict[str, Any]:
         "outcome": answer.outcome,
         "reason": answer.reason,
         "breakpoint": answer.breakpoint_kind,
+        "traps_at_return": answer.traps_at_return,
         "extended": None
         if answer.extended is None
         else {"outcome": answer.extended, "reason": answer.extended_reason},

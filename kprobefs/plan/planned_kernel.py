@@ -34,6 +34,8 @@ from kprobefs.mount_options import KERNEL_KPROBES, KPROBES
 
 ONLY_COUNTED = "this kernel counts the hits of a breakpoint, but records none of them; Linux 7.2 records them"
 """Sentence for the output about breakpoints; see PlannedKernel.records_breakpoints."""
+_RETURN_TRAP = "kretprobe_brk_handler"
+"""Symbol of the function that handles the breakpoint of the return trampoline."""
 _ALLOWED = "kprobes_allow_optimization"
 """Symbol of the variable that sysctl debug.kprobes-optimization shows and sets."""
 
@@ -145,6 +147,14 @@ class PlannedKernel:
         if not self.has_own_kprobes or self.arch != "riscv64" or not isinstance(core, LinuxKernel):
             return True
         return ProbeRule.RISCV_RECORDS in ProbeRule.of(series_of(core.release))
+
+    @property
+    def traps_at_return(self) -> bool:
+        """Whether the kernel's own return probes begin their trampoline with a breakpoint, as on arm64.
+
+        Mirrors: arch/arm64/kernel/probes/kprobes_trampoline.S:__kretprobe_trampoline (v6.12)
+        """
+        return self.has_own_kprobes and self.tables.kallsyms.lookup_name(_RETURN_TRAP) is not None
 
     @property
     def has_optprobes(self) -> bool | None:

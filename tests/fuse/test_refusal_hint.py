@@ -62,6 +62,11 @@ def test_only_what_the_kernel_refused_is_named() -> None:
     """A probe without a hit is a consequence, and files in scratch/ are the command's own business."""
     enabled = "echo 'p:sent tcp_sendmsg' > kprobe_events; echo 1 > events/kprobes/sent/enable"
     assert hints_of(f"{enabled}; echo 'f:reads vfs_read' >> dynamic_events") == [f"kprobefs: {UNLOGGED}"]
+    filtered = "echo 'p:reads vfs_read n=$arg3' > kprobe_events; echo 'n == 1' > events/kprobes/reads/filter"
+    filtered += "; echo 1 > events/kprobes/reads/enable; head -c 8 ../dev/zero > /dev/null"
+    refused, unrecorded = hints_of(f"{filtered}; echo 'f:reads vfs_read' >> dynamic_events")
+    assert refused == f"kprobefs: {UNLOGGED}"
+    assert "its filter is n == 1" in unrecorded
     (hint,) = hints_of(f"{enabled}; echo x > ../scratch/nosuch/file")
     assert hint.startswith("kprobefs: no hit of sent: the command ended with status 3")
     (hint,) = hints_of("echo 7 > tracing_on; echo nosuch > trace_clock")

@@ -230,6 +230,17 @@ def test_check(image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert outcomes == ["optimized", "EINVAL", "EINVAL", "optimized"]
 
 
+def test_its_own_return_probes_trap_at_the_return(
+    image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.probes"
+    file.write_text("p:a vfs_read\nr:b vfs_read\n")
+    for kprobes, found in (("kprobefs", [False, False]), ("kernel", [False, True])):
+        assert main(["check", str(file), "--image", str(image), "--kprobes", kprobes, "--json"]) == 0
+        (shown,) = json.loads(capsys.readouterr().out)
+        assert [line["traps_at_return"] for line in shown["kernels"][0]["lines"]] == found
+
+
 def test_explain(image: Path, kernel: LinuxKernel, capsys: pytest.CaptureFixture[str]) -> None:
     """The detour of a conditional branch has the inverted branch, over a jump to the target."""
     words = words_of(kernel.read(kernel.required("ksys_read"), 200))
