@@ -367,6 +367,22 @@ def test_pictures_and_pages_are_well_formed_and_need_nothing_else(
     assert not page.outside
 
 
+@pytest.mark.parametrize("place", ["vfs_read+0x1d", "vfs_read+0x1e", "vfs_write+1", "vfs_read+0x40"])
+def test_a_picture_has_the_verdict_and_the_indentation_of_its_lines(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not all renderers know the property white-space of CSS."""
+    svg = tmp_path / "x.svg"
+    assert main(["explain", place, "--svg", str(svg)]) == 0
+    (found,) = explained(capsys, place)
+    assert found["reason"]
+    root = ElementTree.fromstring(svg.read_text())
+    assert root.get("{http://www.w3.org/XML/1998/namespace}space") == "preserve"
+    lines = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    heads = lines[: lines.index(next(line for line in lines if line.lstrip().startswith("+0x")))]
+    assert f"{found['verdict']}: {found['reason']}" in " ".join(line.strip() for line in heads)
+
+
 class References(HTMLParser):
     """Collects what a page loads, and counts open elements."""
 
