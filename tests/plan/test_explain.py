@@ -475,6 +475,18 @@ def test_places_that_exist_are_explained_beside_others(capsys: pytest.CaptureFix
     assert "nosuch: this kernel has no such symbol" in second
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_each_place_that_does_not_exist_is_named(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "vfs_raed", "nosuch", *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    first, second = captured.err.splitlines()
+    assert "vfs_raed: this kernel has no such symbol" in first
+    assert "nosuch: this kernel has no such symbol" in second
+
+
 @pytest.mark.parametrize("wrong", ["vfs_raed", "do_sys_opn", "tcp_sendmgs", "kmaloc"])
 def test_a_wrong_name_names_symbols_that_exist(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, wrong)
