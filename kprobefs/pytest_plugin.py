@@ -12,8 +12,9 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,6 +30,8 @@ KERNELS_ARCHES = {"x86_64": "cloud", "arm64": "arm64", "riscv64": "riscv64"}
 """Architecture that a version in the marker `kernels` may have -> flavour of Debian's kernel to fetch."""
 OLDEST = {"arm64": (6, 5)}
 """Architecture -> the first version of Linux that kprobefs runs there, if earlier versions exist."""
+_OWN_MODULES = ("emulated_kernel.", "kprobefs.", "contextlib")
+"""Beginnings of the names of modules whose frames are hidden from the report of a refusal."""
 END_TIMEOUT = 20.0
 """Maximum seconds that a mount may take to end."""
 # `run` ends when its command ends, and the command when its standard input does: nothing outlives pytest.
@@ -71,15 +74,70 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Add to the report of a failed test or fixture the last requests that its mounts have refused."""
-    outcome = yield
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Add to the report of a failed test or fixture the last requests that its kernels have refused.
+
+    The report of a refused request ends with the user's line: it has no frames of kprobefs.
+    """
+    error = None if call.excinfo is None else call.excinfo.value
+    with _own_frames_hidden(error):
+        outcome = yield
     report = outcome.get_result()  # type: ignore[attr-defined]
     if call.when == "teardown" or not report.failed:
         return
     hints = [hint for directory in _mounted_now for hint in _refusals(directory)]
+    hints += _refusals_in_process(getattr(item, "funcargs", {}).get("kernel"), error)
     if hints:
         report.sections.append(("kprobefs", "\n".join(hints)))
+
+
+@contextmanager
+def _own_frames_hidden(error: BaseException | None) -> Iterator[None]:
+    """Hide the frames of kprobefs from the report of a refusal, during the `with` block.
+
+    Reports of other errors, which may be faults of kprobefs, and those with --full-trace have these frames.
+    """
+    hidden: list[dict[str, object]] = []
+    seen: list[BaseException] = []
+    while error is not None and error not in seen and (seen or _is_refusal(error)):
+        seen.append(error)
+        for frame, _ in walk_tb(error.__traceback__):
+            names = frame.f_globals
+            if str(names.get("__name__")).startswith(_OWN_MODULES):
+                names["__tracebackhide__"] = True
+                hidden.append(names)
+        error = error.__cause__ or error.__context__
+    try:
+        yield
+    finally:
+        for names in hidden:
+            names.pop("__tracebackhide__", None)
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Return True for a KernelError, and for the error of a mount that fails."""
+    # An error that was raised has its module loaded.
+    errors = sys.modules.get("emulated_kernel.util.errors")
+    if errors is not None and isinstance(error, errors.KernelError):
+        return True
+    *_, (frame, _) = (None, 0), *walk_tb(error.__traceback__)
+    return frame is not None and frame.f_globals is globals()
+
+
+def _refusals_in_process(kernel: Kernel | None, error: BaseException | None) -> Iterator[str]:
+    """Yield the hint about the definition that the kernel of the fixture has refused with `error`, if any."""
+    if kernel is None or error is None or not _is_refusal(error):
+        return
+    from emulated_kernel.util.errors import KernelError
+    from kprobefs.cli.refusal_hint import last_logged, logged_refusal
+    from kprobefs.common.errors import escape_for_terminal
+
+    # The test may have closed the kernel.
+    with suppress(KernelError):
+        entry = last_logged(kernel.read_file("/tracing/error_log"))
+        if entry is not None and entry[1].endswith(str(getattr(error, "strerror", None))):
+            hint = logged_refusal(entry, lambda: kernel.read_file("/machine/kallsyms"))
+            yield escape_for_terminal(hint)
 
 
 def _refusals(directory: str) -> Iterator[str]:
@@ -170,8 +228,9 @@ def kprobefs_mount(kprobefs_arch: str, kprobefs_image: Path | None) -> Iterator[
 
     Keyword arguments: `arch` (the marker's, or x86_64), `image` (a distribution's kernel; default: the
     marker's, or kprobefs's own), `kprobes` ("kprobefs" or "kernel"), `cpus` (1), `seed` (1), `clock`
-    ("virtual"), `profile`, `return_hook`, and `layout` ("full": kprobes/, tracing/, machine/, scratch/;
-    "tracefs": tracefs itself). An argument that is None has the default of `kprobefs mount`.
+    ("virtual"), `profile`, `cpu` (that of the machine with a distribution's kernel), `return_hook`, and
+    `layout` ("full": kprobes/, tracing/, machine/, scratch/; "tracefs": tracefs itself). An argument that is
+    None has the default of `kprobefs mount`.
     """
     with ExitStack() as stack:
 
@@ -184,6 +243,7 @@ def kprobefs_mount(kprobefs_arch: str, kprobefs_image: Path | None) -> Iterator[
             seed: int = 1,
             clock: str | None = None,
             profile: str | None = None,
+            cpu: str | None = None,
             return_hook: str | None = None,
             layout: str = "full",
         ) -> Path:
@@ -195,6 +255,7 @@ def kprobefs_mount(kprobefs_arch: str, kprobefs_image: Path | None) -> Iterator[
                 "seed": seed,
                 "clock": clock,
                 "profile": profile,
+                "cpu": cpu,
                 "return-hook": return_hook,
                 "layout": layout,
             }

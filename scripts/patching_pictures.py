@@ -31,6 +31,10 @@ COLOURS = {"original": "#dff0e0", "breakpoint": "#f6c9c7", "jump": "#cfe1f8"}
 """Kind of a byte -> its colour."""
 BYTE = 34
 """Width in pixels of a byte in the picture."""
+FONT = 12
+"""Size in pixels of the monospaced font of a row's note."""
+CHARACTER = 0.61 * FONT
+"""Width in pixels of a character: that of usual monospaced fonts, or slightly more."""
 LEFT = 250
 TOP = 60
 ROW = 42
@@ -129,7 +133,7 @@ def picture(arch: str) -> str:
         pictured = Pictured(kernel, offset)
         rows = list(pictured.rows())
     after = LEFT + pictured.size * BYTE + 20
-    width = after + 7 * max(len(row.note) for row in rows) + 20
+    width = after + round(CHARACTER * max(len(row.note) for row in rows)) + 20
     height = TOP + len(rows) * ROW + 44
     title = f"{FUNCTION}+{offset:#x} on {arch}: {pictured.size} bytes of text at each stage of patching"
     lines = [
@@ -154,7 +158,7 @@ def _drawn(row: Row, top: int, after: int) -> Iterator[str]:
         yield f'  <rect {box} fill="{COLOURS[kind]}" stroke="#444"/>'
         place = f'x="{left + BYTE // 2}" y="{top + 20}" text-anchor="middle"'
         yield f'  <text {place} font-family="monospace">{byte:02x}</text>'
-    note = f'font-family="monospace" font-size="12">{escape(row.note)}'
+    note = f'font-family="monospace" font-size="{FONT}">{escape(row.note)}'
     yield f'  <text x="{after}" y="{top + 20}" {note}</text>'
 
 

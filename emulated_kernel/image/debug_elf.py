@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from emulated_kernel.image.builtin_image import KernelImage
 from emulated_kernel.image.elf import (
@@ -96,7 +96,7 @@ def debug_elf(
     """
     sections = [_Section("", 0, 0, 0, b"", 0, align=0)]
     starts = []
-    for each in memory:
+    for each in (part for section in memory for part in _with_rest(section)):
         kind = _SHT_NOTE if each.name == NOTES_SECTION else _SHT_PROGBITS if len(each.data) else SHT_NOBITS
         flags = each.flags & (SHF_WRITE | SHF_ALLOC | SHF_EXECINSTR)
         starts.append((each.address, each.address + each.size, len(sections)))
@@ -111,6 +111,19 @@ def debug_elf(
     sections.append(_Section(".symtab", SHT_SYMTAB, 0, 0, table, len(table), link, 1, align=8, entry=entry))
     sections.append(_Section(".strtab", _SHT_STRTAB, 0, 0, names, len(names)))
     return _file(machine, bits, sections)
+
+
+def _with_rest(section: MemorySection) -> Iterator[MemorySection]:
+    """Yield the section, and another one for the rest of its memory if its contents are shorter.
+
+    A section with contents is within the contents of its segment; gdb warns of others.
+    """
+    size = len(section.data)
+    if not 0 < size < section.size:
+        yield section
+        return
+    yield section._replace(size=size)
+    yield MemorySection(".bss", section.address + size, section.flags, b"", section.size - size)
 
 
 def _symbols(

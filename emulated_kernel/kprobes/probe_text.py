@@ -15,6 +15,8 @@ from emulated_kernel.machine.text.text import Text
 
 GONE = "gone with its module"
 """Text that is shown for a probe whose module was unloaded."""
+_RARE = "rare_cases"
+"""Name of the part of a compiled handler before its entry."""
 _LANDING = {
     "jump": " (the jump leads here)",
     "call": " (the call leads here)",
@@ -165,8 +167,13 @@ class ProbeText:
         trampoline = self._kprobes.trampoline
         spans = [(FTRACE_TRAMPOLINE, trampoline)] if trampoline is not None else []
         if head is not None:
-            named = (("detour", head.detour), ("handler", head.compiled), ("handler", head.stub))
-            spans += [(name, (code.address, code.size)) for name, code in named if code is not None]
+            if head.detour is not None:
+                spans.append(("detour", (head.detour.address, head.detour.size)))
+            for code in (head.compiled, head.stub):
+                if code is not None:
+                    lead = code.entry - code.address
+                    spans.append((_RARE, (code.address, lead)))
+                    spans.append(("handler", (code.entry, code.size - lead)))
 
         def name(addr: int) -> str | None:
             for known, (start, size) in spans:
@@ -180,5 +187,5 @@ class ProbeText:
 def _handler(code: CompiledCode, way: str) -> Iterator[CodePart]:
     """Yield the parts of a compiled handler. `way`: instruction by which hits enter it, a key of _LANDING."""
     if code.entry > code.address:
-        yield CodePart("rare cases of the handler", code.address)
+        yield CodePart(f"{_RARE} of the handler", code.address)
     yield CodePart(f"handler{_LANDING[way]}", code.entry)

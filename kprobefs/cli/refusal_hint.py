@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from errno import EINVAL
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emulated_kernel.util.lazy_pattern import lazy_pattern
+from kprobefs.common.similar_symbols import nearest_listed
 from kprobefs.definitions.syntax import DEFINITION
-from kprobefs.definitions.tracefs_files import HostFiles
+from kprobefs.definitions.tracefs_files import HostFiles, control_root
 
 if TYPE_CHECKING:
     from kprobefs.cli.nothing_hint import Past
@@ -43,8 +44,7 @@ def refusals(directory: str, past: Past) -> Iterator[str]:
     tracefs = Path(directory, HostFiles(directory).tracefs())
     logged = None
     with suppress(OSError):
-        for entry in _ENTRY.finditer((tracefs / "error_log").read_text(errors="replace")):
-            logged = entry
+        logged = last_logged((tracefs / "error_log").read_text(errors="replace"))
     if past.refused is not None:
         file, text, reason = past.refused
         lines = text.splitlines() or [""]
@@ -55,9 +55,31 @@ def refusals(directory: str, past: Past) -> Iterator[str]:
             )
             return
     if logged is not None:
-        word = _WORD.match(logged[2], len(logged[3]))
-        place = f', at "{word[0]}"' if word and word[0] != logged[2] else ""
-        yield LOGGED.format(error=logged[1], command=logged[2].strip(), place=place)
+        yield logged_refusal(logged, (control_root(directory) / "machine" / "kallsyms").read_text)
+
+
+def last_logged(error_log: str) -> re.Match[str] | None:
+    """Return the last entry of error_log as a match of _ENTRY, or None."""
+    last = None
+    for entry in _ENTRY.finditer(error_log):
+        last = entry
+    return last
+
+
+def logged_refusal(entry: re.Match[str], kallsyms: Callable[[], str]) -> str:
+    """Return the hint about an entry of error_log, which last_logged() returned.
+
+    If there is no such symbol, the hint names similar ones. `kallsyms` returns the kernel's symbols.
+    """
+    from emulated_kernel.trace.text.probe_errors import ProbeError
+
+    word = _WORD.match(entry[2], len(entry[3]))
+    place = f', at "{word[0]}"' if word and word[0] != entry[2] else ""
+    if word and any(entry[1].endswith(text) for text in ProbeError.BAD_PROBE_ADDR.texts):
+        with suppress(OSError):
+            near = nearest_listed(re.split(r"[+%]", word[0], maxsplit=1)[0], kallsyms())
+            place += f"; there is {', '.join(near)}" if near else ""
+    return LOGGED.format(error=entry[1], command=entry[2].strip(), place=place)
 
 
 def no_such_kind(past: Past, definition: str, tracefs: Path) -> str:

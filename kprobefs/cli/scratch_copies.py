@@ -19,20 +19,18 @@ def copies_of_arguments(command: Sequence[str], scratch: Path, own: str = "") ->
     """Copy the files and directories that a command's words name to scratch/, and yield the command's place.
 
     Regular files and directories with relative paths without ".." are copied, and the command itself if it
-    has such a path. `own`: name of a new directory in scratch/ for the copies, if other users may use the
-    mount; "": the copies are in scratch/ itself. The place is the directory with the copies, or scratch/ if
-    nothing is copied. At the end, report the copies that the command has changed, and remove all copies and
-    the directory.
+    has such a path. Words may have the form NAME=PATH. `own`: name of a new directory in scratch/ for the
+    copies, if other users may use the mount; "": the copies are in scratch/ itself. The place is the
+    directory with the copies, or scratch/ if nothing is copied. At the end, report the copies that the
+    command has changed, and remove all copies and the directory.
     Raises: OSError (scratch/ has no space).
     """
     place = scratch / own
     copied: dict[Path, Path] = {}
     made: list[Path] = []
     try:
-        for number, word in enumerate(command):
-            source = Path(word)
-            # A command without a slash is looked up in PATH.
-            if source.is_absolute() or ".." in source.parts or (not number and "/" not in word):
+        for source in map(Path, _named_paths(command)):
+            if source.is_absolute() or ".." in source.parts:
                 continue
             for file in _files_below(source):
                 if own and not made:
@@ -51,6 +49,17 @@ def copies_of_arguments(command: Sequence[str], scratch: Path, own: str = "") ->
         if own:
             with suppress(OSError):
                 _report(sorted(os.listdir(place)), f"created in scratch/{own}")
+
+
+def _named_paths(command: Sequence[str]) -> Iterator[str]:
+    """Yield the words of a command that may be paths, and the values in those of the form NAME=VALUE."""
+    program, *arguments = command
+    # A command without a slash is looked up in PATH.
+    if "/" in program:
+        yield program
+    for word in arguments:
+        yield word
+        yield word.partition("=")[2]
 
 
 def _files_below(source: Path) -> Iterator[Path]:

@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO
@@ -30,6 +29,7 @@ from kprobefs.cli.trace_output import TextOutput, TraceFiles, TraceOutput, outpu
 from kprobefs.cli.trace_syntax import AskedProbe, free_name, parse_probes
 from kprobefs.common.daemon_registry import running, start_time
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
+from kprobefs.common.similar_symbols import nearest_listed
 from kprobefs.mount_options import KERNEL_KPROBES
 
 if TYPE_CHECKING:
@@ -50,11 +50,6 @@ MARKED = re.compile(r"-(\d+) +\[.*tracing_mark_write: (?:own|reader)$", re.MULTI
 """Pattern for a line of `trace` with a marker of this session; its group is the pid of the writer."""
 PATH_SIZE = 4096
 """Maximum size in bytes of a path, with its end."""
-SYMBOL = re.compile(r"[A-Za-z_][\w.]*")
-PREFIXES = (4, 2)
-"""Lengths in characters of the prefix that a similar symbol shares with a wrong name; tried in this order."""
-MAX_NEAREST = 3
-"""Maximum number of similar symbols that a message names."""
 PID_NAMESPACE = "/proc/self/ns/pid"
 NOTHING = 3
 """Exit status of a RecordReader's process that has read no records."""
@@ -323,15 +318,8 @@ class AttachedProbes:
 
     def _nearest(self, name: str) -> str:
         """Return a text that names the symbols that are most similar to `name`, or "" if none is similar."""
-        known: set[str] = set()
         with suppress(OSError):
-            symbols = (line.split()[2:3] for line in self._kallsyms.read_text().splitlines())
-            known = {word for words in symbols for word in words}
-        if name in known or not SYMBOL.fullmatch(name):
-            return ""
-        for length in PREFIXES:
-            begun = sorted(each for each in known if each.startswith(name[:length]))
-            if found := get_close_matches(name, begun, MAX_NEAREST):
+            if found := nearest_listed(name, self._kallsyms.read_text()):
                 return f"nearest: {', '.join(map(escape_for_terminal, found))}"
         return ""
 

@@ -6,8 +6,12 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from itertools import islice
+from typing import TYPE_CHECKING
 
-from emulated_kernel.image.kallsyms import Kallsyms
+from emulated_kernel.util.lazy_pattern import lazy_pattern
+
+if TYPE_CHECKING:
+    from emulated_kernel.image.kallsyms import Kallsyms
 
 SHOWN = 3
 """Maximum number of similar symbols that an error message names."""
@@ -15,6 +19,7 @@ SIMILAR = 0.7
 """Least similarity, from 0 to 1, of a symbol that an error message names."""
 _COMPARED = 4 * SHOWN
 """Maximum number of similar names that are looked up; only names of functions are shown, at most SHOWN."""
+_SYMBOL = lazy_pattern(r"[A-Za-z_][\w.]*")
 _PADDING = "__pfx_"
 """Prefix of the symbols that name the padding before functions."""
 _PREFIX = 4
@@ -33,6 +38,21 @@ def nearest_symbols(name: str, kallsyms: Kallsyms) -> list[str]:
     for length in (_PREFIX, 2, 0):
         names = _starting(name[:length], kallsyms)
         if found := _functions(get_close_matches(name, names, _COMPARED, SIMILAR), kallsyms):
+            return found
+    return []
+
+
+def nearest_listed(name: str, listing: str) -> list[str]:
+    """Return at most SHOWN symbols that are most similar to `name`. `listing`: content of a kallsyms file.
+
+    Return [] if `name` is no name of a symbol, or if there is such a symbol.
+    """
+    known = {word for line in listing.splitlines() for word in line.split()[2:3]}
+    if name in known or not _SYMBOL.fullmatch(name):
+        return []
+    for length in (_PREFIX, 2):
+        begun = sorted(each for each in known if each.startswith(name[:length]))
+        if found := get_close_matches(name, begun, SHOWN):
             return found
     return []
 

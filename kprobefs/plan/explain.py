@@ -35,12 +35,12 @@ def run(
 ) -> list[CliError]:
     """Explain probes at `places` for `kprobefs explain`, and print the explanations.
 
-    Return an error for each place that can't be explained, if others can.
+    Return an error for each place that can't be explained.
 
     `whole` shows whole functions. `as_json` prints JSON instead of text. `outputs`: form of a document, `svg`
     or `html` -> path of the file to write. `debug_info` is the path of a file with the kernel's debug
     information, for lines of source files. `kprobes` is the way of probing the kernel of `image` or `vmcore`.
-    Raises: CliError (no place exists; no such kernel; a file that can't be written).
+    Raises: CliError (no such kernel; a file that can't be written).
     """
     if debug_info is not None and not any(map(is_source_line, places)):
         why = "only needed for places of the form FILE:LINE; leave it out"
@@ -55,8 +55,8 @@ def run(
                 found.append(explained)
             else:
                 errors.append(explained)
-        if errors and not found:
-            raise errors[0]
+        if not found:
+            return errors
         try:
             for form, file in files.items():
                 file.write(_document(form, found, whole=whole).encode())

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from textwrap import wrap
 
 from kprobefs.common.errors import escape_for_terminal
 from kprobefs.measure.verdicts import ProbeOutcome
 from kprobefs.plan.arrows import Arrow, arrows
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.listing import Listing, Row, listing
+from kprobefs.plan.text import WIDTH, answers
 
 _LANES = 8
 _ROW = 20
 """Height of a row in pixels."""
-_CHARACTER = 7.9
-"""Width of a character in pixels: at most 0.6 of the size of a monospaced font."""
+_CHARACTER = 8
+"""Width of a character in pixels: 0.6 of the size of a monospaced font, which some renderers round up."""
 _FONT = 13
 _LANE = 10
 """Distance between two arrows in pixels."""
@@ -28,7 +30,8 @@ COLOURS = {
 }
 """Outcome -> colour of its text."""
 _STYLE = (
-    f"text{{font:{_FONT}px ui-monospace,'DejaVu Sans Mono',Menlo,monospace;white-space:pre;fill:#1f2328}}"
+    f"text{{font-size:{_FONT}px;font-family:'DejaVu Sans Mono',Menlo,ui-monospace,monospace;fill:#1f2328}}"
+    "text{white-space:pre}"
     ".title{font-weight:bold}.dim{fill:#656d76}.arrow{fill:none;stroke:#656d76;stroke-width:1.2}"
     ".bracket{fill:none;stroke:#1a7f37;stroke-width:2}.place{fill:#fff8c5}"
 )
@@ -46,7 +49,7 @@ def picture(found: Sequence[Explanation], *, whole: bool) -> str:
         width = max(width, drawing.width)
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{top}" '
-        f'viewBox="0 0 {width:.0f} {top}" role="img">'
+        f'viewBox="0 0 {width:.0f} {top}" role="img" xml:space="preserve">'
     )
     title = escape(escape_for_terminal(", ".join(explained.title for explained in found)))
     background = '<rect width="100%" height="100%" fill="#ffffff"/>'
@@ -58,8 +61,6 @@ class _Drawing:
         self._explained = explained
         self._shown = shown
         self._arrows = arrows(shown.jumps, _LANES)
-        self._top = top + 3 * _ROW
-        """Vertical position of the first row in pixels."""
         lanes = 1 + max((arrow.lane for arrow in self._arrows), default=-1)
         self._left = _MARGIN + _LANE * (lanes + 2)
         """Horizontal position of the bracket in pixels."""
@@ -68,10 +69,20 @@ class _Drawing:
         self._columns: list[float] = [self._left + _MARGIN]
         for characters in (8, 3 * code, text + 2):
             self._columns.append(self._columns[-1] + characters * _CHARACTER)
+        _, verdict = next(answers(explained))
         self._titles = (
             f"{explained.title}: {explained.verdict.outcome.value} in {explained.kernel.title}",
             explained.prototype_text,
+            *(
+                wrap(verdict[0], WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+                if explained.reason
+                else ()
+            ),
         )
+        self._title = top + _ROW
+        """Vertical position of the first title's base line in pixels."""
+        self._top = top + (1 + len(self._titles)) * _ROW
+        """Vertical position of the first row in pixels."""
         longest = max((len(text) for _, text in shown.notes), default=0) + 3
         longest = max(longest, *map(len, self._titles))
         self.width = max(self._columns[-1] + 13 * _CHARACTER, _MARGIN + longest * _CHARACTER) + _MARGIN
@@ -79,9 +90,8 @@ class _Drawing:
 
     def elements(self) -> Iterator[str]:
         """Yield the SVG elements that draw the listing."""
-        title, prototype = self._titles
-        yield _text(_MARGIN, self._top - 2 * _ROW, title, "title")
-        yield _text(_MARGIN, self._top - _ROW, prototype, "dim")
+        for number, title in enumerate(self._titles):
+            yield _text(_MARGIN, self._title + number * _ROW, title, "dim" if number else "title")
         for number, row in enumerate(self._shown.rows):
             yield from self._row(number, row)
         for arrow in self._arrows:

@@ -291,6 +291,17 @@ class TestTrace:
         assert result.stderr.startswith("kprobefs: d/deep/f: changed only in scratch/;")
         assert (tmp_path / "d/deep/f").read_text() == "hello\n"
 
+    def test_the_value_of_an_argument_is_copied(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "f").write_text("hello\n")
+        monkeypatch.chdir(tmp_path)
+        command = ("dd", "if=f", "of=made", "status=none")
+        result = kprobefs("trace", "p:vfs_read", "--", *command, program=REAL_PROGRAM)
+        assert (result.returncode, "vfs_read" in result.stdout) == (0, True)
+        assert result.stderr.startswith("kprobefs: made: created in scratch/")
+        assert not (tmp_path / "made").exists()
+
     def test_two_at_a_time(self, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each has copies of its own, and traces no process of the other one but its command."""
         (tmp_path / "f").write_text("hello\n")

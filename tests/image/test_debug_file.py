@@ -18,6 +18,7 @@ from emulated_kernel import Kernel
 from emulated_kernel.guests.builtin.readers.vmcoreinfo import vmcoreinfo
 from emulated_kernel.guests.common.vmcore_file import write_core
 from emulated_kernel.image.builtin_image import KernelImage
+from emulated_kernel.image.debug_elf import MemorySection, NamedAddress, debug_elf
 from emulated_kernel.image.linux.debug_file import builtin_debug_file
 from emulated_kernel.machine.memory.sparse import data_ranges, write_all
 from emulated_kernel.util.config import MachineConfig
@@ -69,6 +70,27 @@ def test_offsets_are_those_of_the_kernel(typed: tuple[KernelImage, ELFFile]) -> 
     common = offsets.keys() & table.keys()
     assert {"pid", "comm"} <= common
     assert {name: offsets[name] for name in common} == {name: table[name] for name in common}
+
+
+def test_sections_with_contents_are_within_segments() -> None:
+    """A flat image of a kernel has one segment, whose end has no contents. gdb warns of a longer section."""
+    start = 0xFFFF800080000000
+    text = MemorySection(".text", start, 7, bytes(0x1234), 0x5000)
+    symbols = [NamedAddress("code", start + 0x1000, 16, "t"), NamedAddress("zeros", start + 0x2000, 8, "b")]
+    elf = ELFFile(io.BytesIO(debug_elf(183, 64, [text], symbols, {})))
+    loaded = [(each["p_vaddr"], each["p_filesz"], each["p_memsz"]) for each in elf.iter_segments("PT_LOAD")]
+    assert loaded == [(start, 0x1234, 0x1234), (start + 0x1234, 0, 0x5000 - 0x1234)]
+    sections = [elf.get_section_by_name(name) for name in (".text", ".bss")]
+    assert [(each["sh_type"], each["sh_addr"], each["sh_size"]) for each in sections] == [
+        ("SHT_PROGBITS", start, 0x1234),
+        ("SHT_NOBITS", start + 0x1234, 0x5000 - 0x1234),
+    ]
+    table = elf.get_section_by_name(".symtab")
+    indices = {symbol.name: symbol["st_shndx"] for symbol in table.iter_symbols() if symbol.name}
+    assert {name: elf.get_section(index).name for name, index in indices.items()} == {
+        "code": ".text",
+        "zeros": ".bss",
+    }
 
 
 def test_symbols_are_those_of_the_kernel(image: KernelImage, elf: ELFFile) -> None:

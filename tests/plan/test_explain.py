@@ -367,6 +367,22 @@ def test_pictures_and_pages_are_well_formed_and_need_nothing_else(
     assert not page.outside
 
 
+@pytest.mark.parametrize("place", ["vfs_read+0x1d", "vfs_read+0x1e", "vfs_write+1", "vfs_read+0x40"])
+def test_a_picture_has_the_verdict_and_the_indentation_of_its_lines(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not all renderers know the property white-space of CSS."""
+    svg = tmp_path / "x.svg"
+    assert main(["explain", place, "--svg", str(svg)]) == 0
+    (found,) = explained(capsys, place)
+    assert found["reason"]
+    root = ElementTree.fromstring(svg.read_text())
+    assert root.get("{http://www.w3.org/XML/1998/namespace}space") == "preserve"
+    lines = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    heads = lines[: lines.index(next(line for line in lines if line.lstrip().startswith("+0x")))]
+    assert f"{found['verdict']}: {found['reason']}" in " ".join(line.strip() for line in heads)
+
+
 class References(HTMLParser):
     """Collects what a page loads, and counts open elements."""
 
@@ -456,6 +472,18 @@ def test_places_that_exist_are_explained_beside_others(capsys: pytest.CaptureFix
     assert [each["place"] for each in json.loads(captured.out)] == ["vfs_read", "gcd+5"]
     first, second = captured.err.splitlines()
     assert "vfs_raed: this kernel has no such symbol; nearest: vfs_read" in first
+    assert "nosuch: this kernel has no such symbol" in second
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_each_place_that_does_not_exist_is_named(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "vfs_raed", "nosuch", *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    first, second = captured.err.splitlines()
+    assert "vfs_raed: this kernel has no such symbol" in first
     assert "nosuch: this kernel has no such symbol" in second
 
 

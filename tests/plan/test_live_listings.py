@@ -98,6 +98,25 @@ def test_the_jump_arrives_at_the_marked_part(arguments: str) -> None:
             kernel.call("int_sqrt", 81)
 
 
+@pytest.mark.parametrize("arguments", ["", "a=@jiffies:u64"])
+def test_operands_count_from_the_part_of_their_name(arguments: str) -> None:
+    planned = planned_kernel("x86_64", None, None, None)
+    explained = optimized_place(planned, "int_sqrt")
+    with Kernel() as kernel:
+        define(kernel, explained.title, arguments)
+        kernel.wait_for_kprobe_optimizer()
+        # The first hit compiles the handler.
+        kernel.call("int_sqrt", 81)
+        listing = parts(kernel.read_file(f"{STATS}/detour"))
+        assert re.search(r"jmp handler(;|$)", kernel.read_file(f"{STATS}/bytes"), re.MULTILINE)
+    starts = {title.split()[0]: insns[0][0] for title, insns in listing.items()}
+    addresses = {address for insns in listing.values() for address, _ in insns}
+    texts = "\n".join(text for insns in listing.values() for _, text in insns)
+    named = re.findall(r"\b(handler|rare_cases)(?:\+(0x[0-9a-f]+))?$", texts, re.MULTILINE)
+    assert {name for name, _ in named} == {"handler", "rare_cases"}
+    assert all(starts[name] + int(offset or "0", 16) in addresses for name, offset in named)
+
+
 def test_the_call_arrives_at_the_marked_part() -> None:
     with Kernel() as kernel:
         define(kernel, "int_sqrt", "a=%di")

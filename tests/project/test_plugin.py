@@ -144,6 +144,7 @@ def test_kernels_of_a_wrong_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         ({"arch": "mips"}, "argument --arch: invalid choice: 'mips'"),
         ({"cpus": 0}, "'0' is not a number from"),
+        ({"cpu": "milan"}, "--cpu: only possible with a distribution's kernel"),
     ],
 )
 def test_a_mount_that_fails_says_why(
@@ -184,6 +185,65 @@ def test_the_report_has_the_refused_definition(tmp_path: Path) -> None:
     assert 'Invalid probed address or symbol" for "p:a nosuch"' in result.stdout
     assert 'dynamic_events has refused "f:a vfs_read": this kernel has no events of kind f' in result.stdout
     assert "this kernel has no file tracing/nosuch" in result.stdout
+
+
+FAILING = """\
+def test_definition(kernel):
+    kernel.write_file("tracing/kprobe_events", "p:x vfs_raed")
+
+def test_symbol(kernel):
+    kernel.kallsyms_lookup_name("nosuch")
+
+def test_again(kernel):
+    try:
+        kernel.read_file("tracing/nosuch")
+    except OSError:
+        kernel.write_file("tracing/kprobe_events", "p:x vfs_raed")
+"""
+MOUNTING = """\
+def test_mount(kprobefs_mount):
+    kprobefs_mount(image="/nosuch.deb")
+
+def test_refused(tracefs):
+    (tracefs / "dynamic_events").write_text("p:x vfs_raed")
+"""
+FAULT = """\
+from emulated_kernel.trace.symbols import sprint_symbol
+
+def test_fault(kernel):
+    try:
+        kernel.read_file("tracing/nosuch")
+    except OSError:
+        sprint_symbol(None, None)
+"""
+OWN_FRAME = re.compile(r"^\S*(?:emulated_kernel|kprobefs|contextlib)\S*\.py:\d+: ", re.MULTILINE)
+"""Pattern for the end of a frame of kprobefs's code, or of contextlib's, in pytest's report."""
+
+
+def test_the_report_of_a_refusal_ends_with_the_users_line(tmp_path: Path) -> None:
+    """It names symbols that exist, as `kprobefs check` does."""
+    (tmp_path / "test_it.py").write_text(FAILING)
+    shown = run_pytest(tmp_path).stdout
+    assert not OWN_FRAME.search(shown), shown
+    assert shown.count("KernelError: [Errno 2] Invalid probed address or symbol") >= 2
+    assert shown.count('for "p:x vfs_raed", at "vfs_raed"; there is vfs_read') == 2
+    assert 'kernel.kallsyms_lookup_name("nosuch")\nE ' in shown
+    assert OWN_FRAME.search(run_pytest(tmp_path, "--full-trace").stdout)
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_the_report_of_a_refused_mount_ends_with_the_users_line(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(MOUNTING)
+    shown = run_pytest(tmp_path).stdout
+    assert not OWN_FRAME.search(shown), shown
+    assert "E       RuntimeError: kprobefs: /nosuch.deb: No such file" in shown
+    assert 'for "p:x vfs_raed", at "vfs_raed"; there is vfs_read' in shown
+
+
+def test_the_report_of_a_fault_has_its_frames(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(FAULT)
+    assert OWN_FRAME.search(run_pytest(tmp_path).stdout)
 
 
 KERNELS = """\
