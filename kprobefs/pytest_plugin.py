@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import warnings
@@ -213,17 +214,43 @@ def kprobefs_image(request: pytest.FixtureRequest) -> Path | None:
     return found
 
 
-@pytest.fixture
-def kernel(kprobefs_arch: str) -> Iterator[Kernel]:
-    """Boot an emulated kernel in this process, for the Python API. It needs no FUSE."""
-    from emulated_kernel import Kernel, MachineConfig
+def _options_of_run(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Return the options that select the kernel of `kprobefs run` or `kprobefs matrix`, if it runs pytest.
 
-    with Kernel(MachineConfig(arch=kprobefs_arch)) as booted:
+    The result is empty if pytest was started otherwise, or if a marker chooses the test's kernel.
+    """
+    is_marked = any(map(request.node.get_closest_marker, (MARKER, KERNELS_MARKER)))
+    if is_marked or "KPROBEFS" not in os.environ:
+        return {}
+    words = shlex.split(os.environ.get("KPROBEFS_OPTIONS", ""))
+    return {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+
+
+@pytest.fixture
+def kernel(kprobefs_arch: str, request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    """Boot an emulated kernel in this process, for the Python API. It needs no FUSE.
+
+    In a command of `kprobefs run` or `kprobefs matrix`, the kernel has the architecture and the profile of
+    that command's kernel. If that is a distribution's kernel, the test fails.
+    """
+    from emulated_kernel import Kernel, MachineConfig
+    from emulated_kernel.util.fast_dataclass import replace
+
+    chosen = _options_of_run(request)
+    if "image" in chosen:
+        why = "the fixture `kernel` has no distribution's kernel; use `tracefs` or `kprobefs_mount`"
+        pytest.fail(f"{chosen['image']}: {why}", pytrace=False)
+    config = MachineConfig(arch=chosen.get("arch", kprobefs_arch))
+    if "profile" in chosen:
+        config = replace(config, profile=chosen["profile"])
+    with Kernel(config) as booted:
         yield booted
 
 
 @pytest.fixture
-def kprobefs_mount(kprobefs_arch: str, kprobefs_image: Path | None) -> Iterator[Callable[..., Path]]:
+def kprobefs_mount(
+    kprobefs_arch: str, kprobefs_image: Path | None, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Path]]:
     """Return a function that mounts a kernel until the test ends, and returns the mount's directory.
 
     Keyword arguments: `arch` (the marker's, or x86_64), `image` (a distribution's kernel; default: the
@@ -231,12 +258,15 @@ def kprobefs_mount(kprobefs_arch: str, kprobefs_image: Path | None) -> Iterator[
     ("virtual"), `profile`, `cpu` (that of the machine with a distribution's kernel), `return_hook`, and
     `layout` ("full": kprobes/, tracing/, machine/, scratch/; "tracefs": tracefs itself). An argument that is
     None has the default of `kprobefs mount`.
+
+    In a command of `kprobefs run` or `kprobefs matrix`, the mount has the kernel of that command, unless a
+    marker, `arch`, `image` or `profile` chooses another one.
     """
     with ExitStack() as stack:
 
         def mount(
             *,
-            arch: str = kprobefs_arch,
+            arch: str | None = None,
             image: Path | str | None = kprobefs_image,
             kprobes: str | None = None,
             cpus: int = 1,
@@ -247,8 +277,11 @@ def kprobefs_mount(kprobefs_arch: str, kprobefs_image: Path | None) -> Iterator[
             return_hook: str | None = None,
             layout: str = "full",
         ) -> Path:
-            options = {
-                "arch": arch,
+            is_chosen = any(each is not None for each in (arch, image, profile))
+            options: dict[str, object] = {} if is_chosen else {**_options_of_run(request)}
+            if not options:
+                options["arch"] = arch or kprobefs_arch
+            given = {
                 "image": image,
                 "kprobes": kprobes,
                 "cpus": cpus,
@@ -259,8 +292,8 @@ def kprobefs_mount(kprobefs_arch: str, kprobefs_image: Path | None) -> Iterator[
                 "return-hook": return_hook,
                 "layout": layout,
             }
-            given = {name: value for name, value in options.items() if value is not None}
-            words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+            options |= {name: value for name, value in given.items() if value is not None}
+            words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
             return stack.enter_context(_mounted(words))
 
         yield mount

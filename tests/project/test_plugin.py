@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,9 +27,11 @@ EXAMPLES = ROOT / "examples"
 PLUGIN = "kprobefs.pytest_plugin"
 
 
-def run_pytest(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(directory: Path, *arguments: str, run: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """Run the tests in a directory. `run`: words before the command, such as `kprobefs run --`."""
     return subprocess.run(
         [
+            *run,
             sys.executable,
             "-m",
             "pytest",
@@ -315,6 +317,40 @@ def test_a_mount_takes_a_kernel_a_clock_and_a_profile(kprobefs_mount: Callable[.
         assert "Linux version 6." in (mounted / "machine" / "version").read_text()
     mounted = kprobefs_mount(profile="kprobes-2010", return_hook="objpool", clock="real")
     assert "[objpool]" in (mounted / "kprobes" / "return_hook").read_text()
+
+
+IN_A_RUN = """\
+import os
+import pytest
+
+def test_mount(kprobefs_mount):
+    with open(kprobefs_mount() / "machine" / "version") as own, \\
+            open(os.environ["KPROBEFS"] + "/machine/version") as of_run:
+        assert own.read() == of_run.read()
+
+def test_chosen(kprobefs_mount):
+    version = kprobefs_mount(profile="linux-6.1") / "machine" / "version"
+    assert "6.1.0-kprobefs" in version.read_text()
+
+@pytest.mark.architectures("i386")
+def test_marked(kprobefs_mount):
+    assert "6.1.0-kprobefs" in (kprobefs_mount() / "machine" / "version").read_text()
+
+def test_in_process(kernel):
+    assert kernel.config.profile == "linux-6.12"
+"""
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_fixtures_have_the_kernel_of_the_run(tmp_path: Path) -> None:
+    """Otherwise each row of a matrix would test kprobefs's own kernel."""
+    (tmp_path / "test_it.py").write_text(IN_A_RUN)
+    image = package("linux-image-cloud-amd64", "trixie")
+    for options, passed in ((("--image", str(image)), 3), (("--profile", "linux-6.12"), 4)):
+        result = run_pytest(tmp_path, run=(sys.executable, "-m", "kprobefs", "run", *options, "--"))
+        assert f"{passed} passed" in result.stdout, result.stdout
+        assert ("the fixture `kernel` has no distribution's kernel" in result.stdout) == (passed == 3)
 
 
 @pytest.mark.parametrize(
