@@ -221,9 +221,9 @@ class ControlFile(FileDescription):
 
 
 class ControlDirectory(OpenDirectory):
-    """An open directory of control files. `fd` and `number` mean the same as in ControlFile."""
+    """An open directory of control files. `fd`, `number` and `task` mean the same as in ControlFile."""
 
-    __slots__ = ("fd", "number")
+    __slots__ = ("fd", "number", "task")
 
     fs: ControlFs
 
@@ -231,6 +231,7 @@ class ControlDirectory(OpenDirectory):
         super().__init__(fs, path)
         self.fd: int | None = None
         self.number: int | None = None
+        self.task: Any = None
 
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
         """Return the attributes of the directory, and repeat the call in the guest; see FileDescription."""

@@ -205,7 +205,7 @@ class ArrayRings(ABC):
     def set_tracing_on(self, on: bool) -> None:
         """Switch recording on or off. Switching it off wakes readers that wait for data.
 
-        Mirrors: kernel/trace/trace.c:rb_simple_write (v6.1)
+        Mirrors: kernel/trace/trace.c:tracer_tracing_on, tracer_tracing_off (v6.1)
         """
         if on == self._tracing_on:
             return

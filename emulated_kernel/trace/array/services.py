@@ -81,6 +81,12 @@ class Tracer:
     def stop(self) -> None:
         """Stop tracing: another tracer becomes the current one."""
 
+    def switched_on(self) -> None:
+        """Handle a write to tracing_on that switches recording on while this tracer is current.
+
+        Mirrors: trace.h:tracer.start (v6.1).
+        """
+
     def option_changed(self, name: str) -> None:
         """Apply an option that was switched while this tracer is current.
 

@@ -616,6 +616,16 @@ class TraceArray(ArrayRings, Recorder):
     def _tracer_option_changed(self, name: str) -> None:
         self._tracers[self.current_tracer].option_changed(name)
 
+    def write_tracing_on(self, number: int) -> None:
+        """Execute a write to tracing_on: switch recording on or off, and tell the tracer if it is now on.
+
+        Mirrors: kernel/trace/trace.c:rb_simple_write (v6.1)
+        """
+        was_on = self.tracing_on
+        self.set_tracing_on(number != 0)
+        if self.tracing_on and not was_on:
+            self._tracers[self.current_tracer].switched_on()
+
     def set_tracer(self, name: str) -> None:
         """Switch to another tracer and expand the buffers. The records of the previous tracer are lost.
 

@@ -240,6 +240,7 @@ class CallRecorder:
     def __init__(self, array: TraceArray, pids: EventPids) -> None:
         system = array.system
         self._array = array
+        self.clear_trace: Callable[[], None] = array.clear_trace
         self._pids = pids
         self._tasks = system.tasks
         self._parent = system.stack.caller

@@ -71,6 +71,13 @@ class FunctionTracer(Tracer, FunctionWatcher):
         self._is_on = False
         self._calls.detach()
 
+    def switched_on(self) -> None:
+        """Clear the trace: a write to tracing_on has switched recording on.
+
+        Mirrors: kernel/trace/trace_functions.c:function_trace_start (v6.1).
+        """
+        self._recorder.clear_trace()
+
     def option_changed(self, name: str) -> None:
         """Attach the handler that the tracer's options now select. Mirrors: func_set_flag (v6.1)."""
         if name in tuple(FunctionOption):

@@ -243,9 +243,7 @@ def _control_files(array: TraceArray) -> dict[str, Node]:
             moves=Moves.NOT,
         ),
         **_max_latency(array),
-        "tracing_on": number_file(
-            lambda: array.tracing_on, lambda number: array.set_tracing_on(number != 0), Moves.BY_ONE
-        ),
+        "tracing_on": number_file(lambda: array.tracing_on, array.write_tracing_on, Moves.BY_ONE),
     }
 
 

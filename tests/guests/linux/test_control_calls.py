@@ -33,6 +33,7 @@ r:written ksys_write ret=$retval:s64
 r:wrote vfs_write ret=$retval:s64
 r:got vfs_read ret=$retval:s64
 p:closed filp_close
+p:lists iterate_dir
 """
 RETURNS = "wrote", "got"
 RECORD = re.compile(r"-(\d+) +\[000\].*?: (\w+): \((.*?)\) ?(.*)")
@@ -70,7 +71,10 @@ def session(files: Files) -> None:
             files.write("/tracing/kprobe_events", text, os.O_WRONLY | os.O_APPEND)
     with pytest.raises(KernelError):
         files.mount.open(files.client, "/tracing/trace_pipe_none", os.O_RDONLY)
-    files.mount.release(files.mount.opendir(files.client, "/tracing/events"))
+    handle = files.mount.opendir(files.client, "/tracing/events")
+    entries = files.mount.getdents(files.client, handle, 0)
+    assert files.mount.getdents(files.client, handle, len(entries)) == []
+    files.mount.release(handle)
     files.read(f"{EVENTS}/opened/enable")
 
 
@@ -98,6 +102,7 @@ def test_calls_are_those_of_the_kernels_own_files(ours: Mount) -> None:
     own, native = answers
     assert ("written", f"ret={-errno.EINVAL}") in own
     assert ("writes", 'data="mark"') in own
+    assert [event for event, _ in own].count("lists") == 2
     assert own == native
 
 

@@ -44,6 +44,22 @@ def test_another_tracer_empties_the_buffer(tree: NodeTree, array: str) -> None:
     assert "elsewhere" in read(tree, f"{elsewhere}/trace")
 
 
+@pytest.mark.parametrize("array", [TOP, INSTANCE])
+def test_switching_on_clears_the_trace_of_the_function_tracer(tree: NodeTree, array: str) -> None:
+    """The answers are those of Debian's 6.1.176 and 7.2.13."""
+    counts = {}
+    for tracer in read(tree, f"{array}/available_tracers").split():
+        write(tree, f"{array}/current_tracer", tracer)
+        for numbers in ("1", "01"):
+            truncate(tree, f"{array}/trace")
+            write(tree, f"{array}/trace_marker", "before")
+            for number in numbers:
+                write(tree, f"{array}/tracing_on", number)
+            counts[tracer, numbers] = read(tree, f"{array}/trace").count("before")
+    write(tree, f"{array}/current_tracer", "nop")
+    assert {case for case, count in counts.items() if not count} == {("function", "01")}
+
+
 def test_the_number_of_functions(kernel: Kernel, tree: NodeTree) -> None:
     """That of available_filter_functions, and of enabled_functions when all are traced; with modules too."""
     numbers = []

@@ -313,11 +313,15 @@ class LinuxSyscalls:
         """Return the entries of an open directory from its position on, by getdents64(2)."""
         device = self.fstat(fd).ino & 0xFF
         entries: list[DirEntry] = []
-        while size := self._call(task, self._number["getdents64"], fd, _DATA, _LISTING):
+        while size := self.getdents64(task, fd):
             entries += _entries(
                 self._tasks.copy_from_user(task, _DATA, checked_count(size, _LISTING)), device
             )
         return entries
+
+    def getdents64(self, task: LinuxTask, fd: int) -> int:
+        """Read entries of an open directory once; return their size in bytes, or 0 at the end."""
+        return self._call(task, self._number["getdents64"], fd, _DATA, _LISTING)
 
     def rewind(self, task: LinuxTask, fd: int) -> None:
         """Set the position of an open directory to its beginning by lseek(2)."""

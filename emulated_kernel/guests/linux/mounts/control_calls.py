@@ -269,19 +269,25 @@ class LinuxControlCalls(GuestCalls):
                 self._tasks.schedule_in(standing)
 
     def opendir(self, client: Client, directory: ControlDirectory) -> None:
-        """Open a directory in the guest; see GuestCalls.
-
-        The guest opens the directory and closes it at once.
-        """
+        """Open a directory in the guest, if probes could notice it; see GuestCalls."""
         if not self.is_watched:
             return
         with self.request(client) as task:
-            if task is None or not self._can_call(task):
-                return
-            path = self._root + directory.path or "/"
-            with suppress(KernelError, GuestFault, MemoryFault, Blocked):
-                fd = self._syscalls.open(task, path, os.O_RDONLY | os.O_DIRECTORY)
-                self._syscalls.close(task, fd)
+            if task is not None and self._can_call(task):
+                path = self._root + directory.path or "/"
+                flags = os.O_RDONLY | os.O_DIRECTORY
+                directory.task = task
+                directory.fd = self._called(partial(self._syscalls.open, task, path, flags))
+
+    def listed(self, client: Client, directory: ControlDirectory) -> None:
+        """Repeat the client's getdents64(2), which lists what the guest knows of the directory."""
+        fd = directory.fd
+        if fd is None:
+            return
+        with self.request(client) as task:
+            if task is not None and self._can_call(task):
+                directory.task = task
+                self._called(partial(self._syscalls.getdents64, task, fd))
 
     def read(self, client: Client, file: ControlFile, size: int, offset: int) -> bytes:
         """Read from `file.inner`, by a call of the client's task if probes could notice it; see GuestCalls.
@@ -387,10 +393,8 @@ class LinuxControlCalls(GuestCalls):
         """Close the guest's descriptor of the file; see GuestCalls.
 
         The task that used the file last closes it, before the next request.
-        Directories need no close: opendir() has closed them.
         """
-        if isinstance(file, ControlFile):
-            self.guest.control_closes.defer(file)
+        self.guest.control_closes.defer(file)
 
     def close(self) -> None:
         """Release the guest's resources, because the mount ends; see GuestCalls."""
