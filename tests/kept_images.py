@@ -1,18 +1,25 @@
-"""Prebuilt images and their tables of events, read once in a process: thousands of tests boot a kernel."""
+"""Prebuilt images, their tables of events and their branches, read once: thousands of tests boot a kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TypeVar
 
+from emulated_kernel.arch.analysis.xrefs import CodeXrefs, PossibleReferences, Reference, XrefIndex
 from emulated_kernel.image import builtin_image, prototypes, trace_events
 
 _T = TypeVar("_T")
 _load = builtin_image.load_image
 _PREBUILT: dict[str, builtin_image.KernelImage] = {}
 """Architecture -> prebuilt image. Tests can share the images, because nothing changes them."""
+_MOST_TEXT = 1 << 20
+"""Maximum size in bytes of text whose branches are kept; a distribution's kernel has more."""
+_MOST_TEXTS = 20
+"""Number of texts whose branches are kept."""
+_BRANCHES: dict[tuple[object, int, bytes], XrefIndex] = {}
+"""(function that finds branches, address of text, the text) -> the branches. Nothing changes them."""
 
 
 def load_image(path: Path | str | None = None, arch: str = "x86_64") -> builtin_image.KernelImage:
@@ -44,9 +51,41 @@ def _once(
     return find_once
 
 
+class _KeptXrefs(CodeXrefs):
+    """References of which the branches of small kernels are found once in a process.
+
+    The search takes several times as long as a boot. tests/arch/test_references.py tests CodeXrefs itself.
+    """
+
+    @cached_property
+    def _own_branches(self) -> XrefIndex:
+        (start, end), *_ = self._image.text_ranges
+        if end - start > _MOST_TEXT:
+            return super()._own_branches
+        code = bytes(self._image.read(start, end - start))
+        find = self._possible_branches
+        key = getattr(find, "__func__", find), start, code
+        if key not in _BRANCHES:
+            if len(_BRANCHES) == _MOST_TEXTS:
+                _BRANCHES.clear()
+            _BRANCHES[key] = XrefIndex(_found(find, start, code), distance="i")
+        return _BRANCHES[key]
+
+
+def _found(find: PossibleReferences, start: int, code: bytes) -> Callable[[object], list[Reference]]:
+    """Return a function that returns the branches within `code`, and does not keep the kernel of `find`."""
+    inside = range(start, start + len(code))
+    branches = [way for way in find(start, code, None) if way[0] in inside]
+    return lambda _window: branches
+
+
 def keep_images() -> None:
     """Replace the functions that read images; call this before other modules import them by name."""
     builtin_image.load_image = load_image
     prototypes.load_argument_counts = cache(prototypes.load_argument_counts)
     for table in ("event_definitions", "syscall_definitions"):
         setattr(trace_events, table, _once(getattr(trace_events, table)))
+    # Imported only now, because its imports are among those modules.
+    from emulated_kernel.arch import probe_checks
+
+    vars(probe_checks)["CodeXrefs"] = _KeptXrefs

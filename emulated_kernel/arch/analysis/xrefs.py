@@ -83,6 +83,8 @@ class XrefIndex:
             targets, sources = self._sorted_part(part)
             first = bisect_left(targets, region.start - base)
             last = bisect_left(targets, region.stop - base)
+            if first == last:
+                continue
             ways = zip(targets[first:last], sources[first:last], strict=True)
             found += [(base + target, (base + target + way) % _ADDRESSES) for target, way in ways]
         return found
