@@ -138,6 +138,17 @@ class Subject:
         offset = RVI_SIZE if self._has("ftrace_call_adjust") else 0
         return frozenset(site + offset for site in self.tables.mcount)
 
+    @cached_property
+    def unguarded_sites(self) -> frozenset[int]:
+        """Addresses that ftrace patches and at which a RISC-V kernel's own kprobes are accepted nevertheless.
+
+        Before v6.16, ftrace patches both instructions of a site, and the kernel refuses a probe at the first.
+        Mirrors: arch/riscv/kernel/ftrace.c:__ftrace_modify_call (v6.12)
+        """
+        if not self.refused_sites or self._has("ftrace_call_adjust"):
+            return frozenset()
+        return frozenset(site + RVI_SIZE for site in self.tables.mcount)
+
     def _has(self, function: str) -> bool | None:
         lookup = self.tables.kallsyms.lookup_name
         if lookup("register_kprobe") is None or lookup("__guest_abi") is not None:

@@ -31,7 +31,7 @@ from kprobefs.measure.verdicts import ProbeOutcome
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.offline_engine import OfflineEngine
 from kprobefs.plan.place import Place, module_name
-from kprobefs.plan.planned_kernel import ONLY_COUNTED, PlannedKernel
+from kprobefs.plan.planned_kernel import ONLY_COUNTED, UNGUARDED, PlannedKernel
 
 PENDING = "pending"
 """Outcome of a probe whose module is not loaded."""
@@ -49,6 +49,7 @@ WARNINGS = {
     "never-returns": "The function of a return probe never returns.",
     "no-records": "The kernel counts the probe's hits, but records none of them.",
     "other-instruction": "The same symbol and offset is another instruction in some of the kernels.",
+    "patched-by-ftrace": "The kernel accepts the probe at an instruction that ftrace patches.",
     "takes-jump": "A probe lies in the instructions that the jump of another probe would replace.",
 }
 """Name of each warning -> its meaning."""
@@ -249,6 +250,8 @@ def _created(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Answer:
         found.append(Finding("never-returns", False, message, _word_column(line.text, 1)))
     if verdict.outcome is ProbeOutcome.BREAKPOINT and not kernel.records_breakpoints:
         found.append(Finding("no-records", False, ONLY_COUNTED, _word_column(line.text, 1)))
+    if explained.is_unguarded:
+        found.append(Finding("patched-by-ftrace", False, UNGUARDED, _word_column(line.text, 1)))
     replaced = explained.region
     region = range(0) if replaced is None else range(replaced.addr, replaced.end)
     kind = explained.breakpoint_kind

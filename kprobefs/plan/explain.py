@@ -147,6 +147,7 @@ def as_dict(explained: Explanation) -> dict[str, Any]:
         "reason": explained.reason,
         "records": explained.verdict.outcome is not ProbeOutcome.BREAKPOINT or kernel.records_breakpoints,
         "breakpoint": None if explained.breakpoint_kind is None else explained.breakpoint_kind.value,
+        "patched_by_ftrace": explained.is_unguarded,
         "extended": _extended(explained),
         "optprobes": kernel.has_optprobes,
         "optimization": kernel.allows_jumps,

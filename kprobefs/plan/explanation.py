@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from errno import ENODATA, ENOENT
 from functools import cached_property
 from itertools import pairwise
@@ -267,10 +267,23 @@ class Explanation:
     @property
     def accepted_around(self) -> tuple[ListedInsn | None, ListedInsn | None]:
         """The nearest instructions before and after the place at which a probe is not refused, or None."""
-        found = [insn for insn in self.insns if insn.verdict.outcome is not ProbeOutcome.REFUSED]
+        found = [
+            insn
+            for insn in self.insns
+            if insn.verdict.outcome is not ProbeOutcome.REFUSED and insn.address not in self._unguarded
+        ]
         before = [insn for insn in found if insn.address < self.address]
         after = (insn for insn in found if insn.address > self.address)
         return (before[-1] if before else None), next(after, None)
+
+    @property
+    def is_unguarded(self) -> bool:
+        """Whether the kernel accepts a probe at the place, although ftrace patches the instruction."""
+        return self.address in self._unguarded
+
+    @property
+    def _unguarded(self) -> Set[int]:
+        return self.judge.subject.unguarded_sites if self.kernel.has_own_kprobes else frozenset()
 
     @cached_property
     def _optimized(self) -> Sequence[ListedInsn]:

@@ -34,6 +34,11 @@ from kprobefs.mount_options import KERNEL_KPROBES, KPROBES
 
 ONLY_COUNTED = "this kernel counts the hits of a breakpoint, but records none of them; Linux 7.2 records them"
 """Sentence for the output about breakpoints; see PlannedKernel.records_breakpoints."""
+UNGUARDED = (
+    "this kernel accepts the probe, but ftrace patches this instruction too: a tracer and the probe destroy "
+    "each other's code; take a place after the fentry site"
+)
+"""Sentence for the output about places in fentry sites; see Explanation.is_unguarded."""
 _RETURN_TRAP = "kretprobe_brk_handler"
 """Symbol of the function that handles the breakpoint of the return trampoline."""
 _ALLOWED = "kprobes_allow_optimization"

@@ -13,7 +13,7 @@ from kprobefs.plan.arguments import Argument
 from kprobefs.plan.arrows import arrows, gutter
 from kprobefs.plan.explanation import DetourInsn, Explanation, ListedInsn
 from kprobefs.plan.listing import Listing, Row, listing
-from kprobefs.plan.planned_kernel import ONLY_COUNTED
+from kprobefs.plan.planned_kernel import ONLY_COUNTED, UNGUARDED
 
 WIDTH = 80
 _LANES = 4
@@ -110,6 +110,8 @@ def answers(explained: Explanation) -> Iterator[tuple[str, list[str]]]:
         yield "hit", [_hit(explained)]
     if explained.verdict.outcome is ProbeOutcome.BREAKPOINT and not explained.kernel.records_breakpoints:
         yield "records", [ONLY_COUNTED]
+    if explained.is_unguarded:
+        yield "ftrace", [UNGUARDED]
     if explained.extended is not None:
         yield "extended", [*_extended(explained)]
     yield "jumps", [*_jumps(explained)]

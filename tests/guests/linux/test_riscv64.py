@@ -162,7 +162,24 @@ def test_its_own_kprobes_record_nothing(
         (line,) = found["kernels"][0]["lines"]
         assert [finding["rule"] for finding in line["findings"]] == rules
     assert main(["explain", "--image", str(image), "--kprobes", "kernel", "vfs_read"]) == 0
-    assert "accepted after:  vfs_read+0x4  nop" in capsys.readouterr().out
+    assert "accepted after:  vfs_read+0x8  c.addi16sp" in capsys.readouterr().out
+
+
+def test_its_own_kprobes_are_accepted_where_ftrace_patches(
+    image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second instruction of a function is one of them, and no good place."""
+    file = tmp_path / "x.probes"
+    file.write_text("p:a vfs_read+4\np:b vfs_read+8\n")
+    for kprobes, warned in (("kprobefs", 0), ("kernel", 1)):
+        words = ["check", str(file), "--image", str(image), "--kprobes", kprobes, "--json"]
+        assert main(words) == 0
+        (found,) = json.loads(capsys.readouterr().out)
+        rules = [[each["rule"] for each in line["findings"]] for line in found["kernels"][0]["lines"]]
+        assert [each.count("patched-by-ftrace") for each in rules] == [warned, 0]
+    words = ["explain", "--image", str(image), "--kprobes", "kernel", "--json", "vfs_read+4", "vfs_read+8"]
+    assert main(words) == 0
+    assert [each["patched_by_ftrace"] for each in json.loads(capsys.readouterr().out)] == [True, False]
 
 
 def test_explain(image: Path, capsys: pytest.CaptureFixture[str]) -> None:
