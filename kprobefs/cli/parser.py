@@ -548,8 +548,10 @@ def _add_explain(command: argparse.ArgumentParser) -> None:
         "--function", action="store_true", help="list all instructions of the function, not only those nearby"
     )
     command.add_argument("--json", action="store_true", help="print a JSON array")
-    command.add_argument("--svg", metavar="FILE", help="write the listing as a picture to FILE")
-    command.add_argument("--html", metavar="FILE", help="write a page without external parts to FILE")
+    command.add_argument("--svg", metavar="FILE", help="write a picture of the listing to FILE, not the text")
+    command.add_argument(
+        "--html", metavar="FILE", help="write a page with all its parts to FILE, not the text"
+    )
 
 
 def _add_check(command: argparse.ArgumentParser) -> None:

@@ -33,7 +33,7 @@ _STYLE = (
     f"text{{font-size:{_FONT}px;font-family:'DejaVu Sans Mono',Menlo,ui-monospace,monospace;fill:#1f2328}}"
     "text{white-space:pre}"
     ".title{font-weight:bold}.dim{fill:#656d76}.arrow{fill:none;stroke:#656d76;stroke-width:1.2}"
-    ".bracket{fill:none;stroke:#1a7f37;stroke-width:2}.place{fill:#fff8c5}"
+    ".bracket{fill:none;stroke-width:2}.place{fill:#fff8c5}"
 )
 
 
@@ -125,7 +125,9 @@ class _Drawing:
         x = self._left
         start = f"M{x + 6},{top + 1} H{x} " if row.bracket in ("first", "only") else f"M{x},{top - 4} "
         end = f"V{top + _ROW - 5} H{x + 6}" if row.bracket in ("last", "only") else f"V{top + _ROW}"
-        return f'<path class="bracket" d="{start}{end}"/>'
+        explained = self._explained
+        outcome = ProbeOutcome.OPTIMIZED if explained.region is not None else explained.verdict.outcome
+        return f'<path class="bracket" style="stroke:{COLOURS[outcome]}" d="{start}{end}"/>'
 
     def _arrow(self, arrow: Arrow) -> str:
         right = self._left - 6

@@ -98,6 +98,20 @@ def test_the_jump_arrives_at_the_marked_part(arguments: str) -> None:
             kernel.call("int_sqrt", 81)
 
 
+def test_the_code_that_a_jump_enters_is_first(kernel: Kernel, planned: PlannedKernel) -> None:
+    """While the stages of patching stop, the detour has a breakpoint, which leads to the compiled handler."""
+    explained = optimized_place(planned, "int_sqrt")
+    define(kernel, explained.title)
+    kernel.call("int_sqrt", 81)
+    kernel.write_file("kprobes/stages", "1")
+    kernel.write_file(f"{STATS}/optimized", "1")
+    while kernel.read_file("kprobes/stages") != "1\n":
+        kernel.write_file("kprobes/stages", "next")
+    titles = list(parts(kernel.read_file(f"{STATS}/detour")))
+    assert titles[0].endswith("(the jump leads here)")
+    assert "handler (a hit leads here)" in titles
+
+
 @pytest.mark.parametrize("arguments", ["", "a=@jiffies:u64"])
 def test_operands_count_from_the_part_of_their_name(arguments: str) -> None:
     planned = planned_kernel("x86_64", None, None, None)
