@@ -66,10 +66,24 @@ def last_logged(error_log: str) -> re.Match[str] | None:
     return last
 
 
+def place_advice(place: str, message: str) -> str:
+    """Return which command explains why the kernel refused a probe at `place`, or "" for other errors.
+
+    `message`: text that contains the kernel's error.
+    """
+    from emulated_kernel.trace.text.probe_errors import ProbeError
+
+    at_place = (ProbeError.BAD_INSN_BNDRY, ProbeError.FAIL_REG_PROBE)
+    if not any(text in message for error in at_place for text in error.texts):
+        return ""
+    return f"`kprobefs explain {place}` says why, with the options --image and --kprobes of the mount"
+
+
 def logged_refusal(entry: re.Match[str], kallsyms: Callable[[], str]) -> str:
     """Return the hint about an entry of error_log, which last_logged() returned.
 
-    If there is no such symbol, the hint names similar ones. `kallsyms` returns the kernel's symbols.
+    If there is no such symbol, the hint names similar ones. If the place is refused, it names the command
+    that explains it. `kallsyms` returns the kernel's symbols.
     """
     from emulated_kernel.trace.text.probe_errors import ProbeError
 
@@ -79,6 +93,8 @@ def logged_refusal(entry: re.Match[str], kallsyms: Callable[[], str]) -> str:
         with suppress(OSError):
             near = nearest_listed(re.split(r"[+%]", word[0], maxsplit=1)[0], kallsyms())
             place += f"; there is {', '.join(near)}" if near else ""
+    if word and (advice := place_advice(word[0], entry[1])):
+        place += f"; {advice}"
     return LOGGED.format(error=entry[1], command=entry[2].strip(), place=place)
 
 

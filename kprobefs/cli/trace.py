@@ -239,15 +239,12 @@ class AttachedProbes:
         The advice says that the kernel has no such kind of events, or names similar symbols, or the command
         that explains the place, or says how the text of the probe was understood.
         """
-        from emulated_kernel.trace.text.probe_errors import ProbeError
-        from kprobefs.cli.refusal_hint import no_such_kind
+        from kprobefs.cli.refusal_hint import no_such_kind, place_advice
 
         if reason := no_such_kind(self._history.read(), probe.definition, self._tracefs):
             return reason
-        at_place = (ProbeError.BAD_INSN_BNDRY, ProbeError.FAIL_REG_PROBE)
-        if any(text in message for error in at_place for text in error.texts):
-            place = escape_for_terminal(probe.place)
-            return f"`kprobefs explain {place}` says why, with the options --image and --kprobes of the mount"
+        if advice := place_advice(escape_for_terminal(probe.place), message):
+            return advice
         symbol = re.split(r"[+%]", probe.place, maxsplit=1)[0]
         return self._nearest(symbol) or f"understood as {escape_for_terminal(probe.understood)}"
 

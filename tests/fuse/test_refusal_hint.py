@@ -13,6 +13,11 @@ LOGGED = (
     'tracing/error_log ends with "trace_kprobe: error: Invalid register name" for '
     '"p:oops vfs_read a=%nosuch", at "%nosuch"'
 )
+AT_PLACE = (
+    'tracing/error_log ends with "trace_kprobe: error: Probe point is not an instruction boundary" for '
+    '"p:x vfs_read+1", at "vfs_read+1"; `kprobefs explain vfs_read+1` says why, with the options --image and '
+    "--kprobes of the mount"
+)
 MISSING = "this kernel has no file tracing/nosuch, and no command can create it"
 
 
@@ -24,6 +29,7 @@ MISSING = "this kernel has no file tracing/nosuch, and no command can create it"
         (("f:reads vfs_read",), (), UNLOGGED),
         (("p:oops vfs_read a=%nosuch", "f:reads vfs_read"), (), UNLOGGED),
         (("f:reads vfs_read", "p:oops vfs_read a=%nosuch"), (), LOGGED),
+        (("p:x vfs_read+1",), (), AT_PLACE),
         (("f:reads vfs_read",), ("--profile", "linux-6.12"), None),
     ],
 )
