@@ -2,7 +2,8 @@
 
 The sides run Debian's kernel: QEMU without KVM (TCG), kprobefs's own kprobes over that kernel, and virtme-ng
 where it can use KVM. `--sides` adds `kernel`: kprobefs with the kernel's own kprobes. All sides run
-qemu_guest/script.sh in busybox, and load the module qemu_guest/kb.c, which is compiled once.
+qemu_guest/script.sh in busybox, and load the module qemu_guest/kb.c, which is compiled once. `--module`
+names a file that keeps the module for later runs with the same kernel.
 
 The benchmark needs Debian, qemu-system-x86, busybox-static, gcc, make and cpio. apt fetches the packages of
 the kernel and its headers. `--write` makes a report in docs/reports/, and puts its table into README.md. Run
@@ -333,14 +334,21 @@ def prepare(options: argparse.Namespace, work: Path) -> Prepared:
         (options.image,) = fetch(work, image)
     tree = unpack([options.image], work / "image")
     [vmlinuz] = tree.glob("boot/vmlinuz-*")
-    module = compile_module(work, vmlinuz.name.removeprefix("vmlinuz-"))
+    module = options.module or work / "kb.ko"
+    if not module.exists():
+        compiled = compile_module(work, vmlinuz.name.removeprefix("vmlinuz-"))
+        # Another run with the same file sees either the whole module or none.
+        new = module.with_name(f"{module.name}.{os.getpid()}")
+        shutil.copy(compiled, new)
+        new.replace(module)
     guest = work / "guest"
     guest.mkdir()
     count = max(options.events, default=0)
     lines = [f"p:many/e{number} {name}\n" for number, name in enumerate(functions(options.image, count))]
     (guest / "definitions.all").write_text("".join(lines))
-    for file in (GUEST / "init", GUEST / "script.sh", module):
+    for file in (GUEST / "init", GUEST / "script.sh"):
         shutil.copy(file, guest)
+    shutil.copy(module, guest / "kb.ko")
     (guest / "init").chmod(0o755)
     settings = {
         "COUNTS": " ".join(map(str, options.events)),
@@ -360,7 +368,7 @@ def prepare(options: argparse.Namespace, work: Path) -> Prepared:
     initrd = work / "initrd.gz"
     initrd.write_bytes(archive(inside))
     return Prepared(
-        options.image.resolve(), vmlinuz, module, guest / "definitions.all", initrd, settings, guest
+        options.image.resolve(), vmlinuz, guest / "kb.ko", guest / "definitions.all", initrd, settings, guest
     )
 
 
@@ -472,6 +480,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = arguments(__doc__)
     made.add_argument("--image", type=Path, help=f"Debian package with a kernel (default: {META} of apt)")
+    made.add_argument("--module", type=Path, help="compiled module; if the file is missing, compile it there")
     made.add_argument("--rounds", type=int, default=5, help="runs of the script on each side (default: 5)")
     made.add_argument("--turns", type=int, default=3, help="measurements of a hit in a run (default: 3)")
     made.add_argument("--calls", type=int, default=200, help="thousands of calls in a measurement of a hit")
