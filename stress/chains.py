@@ -46,6 +46,10 @@ class Code(Enum):
     """
 
 
+NEW_ONE_OF = 4
+"""In a sample, the chain is compared at one of that many instructions of code that the host has added."""
+
+
 class Chains:
     """Follows the calls and returns of a guest with one CPU, at each instruction.
 
@@ -55,7 +59,8 @@ class Chains:
     def __init__(self, kernel: Kernel, one_of: int = 1, seed: int = 0) -> None:
         """Follow a kernel; on average, compare one of `one_of` executed instructions of the image.
 
-        Each instruction of code that the host has added is compared at least once.
+        Of the instructions in code that the host has added, compare one of NEW_ONE_OF at least once, or all
+        if `one_of` is 1. Probes must not change meanwhile.
         """
         self._kernel = kernel
         self._arch = kernel.arch
@@ -83,6 +88,8 @@ class Chains:
         self._last = 0
         self._last_sp = 0
         self._kinds: dict[tuple[int, bytes], tuple[str, int]] = {}
+        self._relocated: dict[int, int | None] = {}
+        """Address of an executed instruction -> the result of _relocated_call."""
         self.compared: Counter[Code] = Counter()
         self.wrong: Counter[str] = Counter()
         self.examples: list[str] = []
@@ -107,7 +114,7 @@ class Chains:
         if address in self._met or self._kernel.image.kallsyms.lookup(address) is not None:
             return False
         self._met.add(address)
-        return True
+        return self._dice.randrange(NEW_ONE_OF) == 0
 
     def _follow(self, address: int) -> None:
         sp = self._kernel.machine.regs.sp
@@ -161,7 +168,9 @@ class Chains:
         The kind is "call", "leaves" (the function ends) or "". A detour contains a relocated call as a push
         of the original return address and a jump.
         """
-        copied = self._relocated_call(address)
+        if address not in self._relocated:
+            self._relocated[address] = self._relocated_call(address)
+        copied = self._relocated[address]
         if copied is not None:
             return "call", copied
         read, rest = self._kernel.machine.memory.read, 4096 - address % 4096
