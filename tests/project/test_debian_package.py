@@ -150,14 +150,14 @@ def test_bytecode_is_in_the_package(tmp_path: Path) -> None:
     assert str(tmp_path).encode() not in data
 
 
-@pytest.mark.parametrize("action", ["--remove", "--purge"])
-def test_removing_leaves_nothing(package: Path, action: str, tmp_path: Path) -> None:
+def test_removing_leaves_nothing(package: Path, tmp_path: Path) -> None:
     """By dpkg, in a root of its own, after an interpreter with other options has compiled."""
     root = tmp_path / "root"
     for directory in ("info", "updates"):
         (root / "var/lib/dpkg" / directory).mkdir(parents=True)
     (root / "var/lib/dpkg/status").touch()
-    forced = [f"--force-{what}" for what in ("not-root", "depends", "script-chrootless")]
+    # Without unsafe-io, dpkg waits until each file is on the disk.
+    forced = [f"--force-{what}" for what in ("not-root", "depends", "script-chrootless", "unsafe-io")]
 
     def dpkg(*arguments: str | Path) -> None:
         command = ["dpkg", f"--root={root}", "--log=/dev/null", *forced, *arguments]
@@ -177,28 +177,33 @@ def test_removing_leaves_nothing(package: Path, action: str, tmp_path: Path) -> 
     before = set(library.rglob("*.pyc"))
     dpkg("--install", package)
     assert set(library.rglob("*.pyc")) >= before
-    dpkg(action, "kprobefs")
-    left = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
-    kept = {"etc/default/kprobefs", "var/lib/kprobefs/mnt/journal"} if action == "--remove" else set()
-    assert {path for path in left if not path.startswith("var/lib/dpkg/")} == kept
-    assert not library.exists()
+    for action, kept in (
+        ("--remove", {"etc/default/kprobefs", "var/lib/kprobefs/mnt/journal"}),
+        ("--purge", set()),
+    ):
+        dpkg(action, "kprobefs")
+        left = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+        assert {path for path in left if not path.startswith("var/lib/dpkg/")} == kept
+        assert not library.exists()
 
 
 def test_an_interrupted_build_leaves_no_package(tmp_path: Path) -> None:
+    """The package has no Python files here: their installation takes place before dpkg-deb starts."""
     (tmp_path / "bin").mkdir()
     broken = tmp_path / "bin/dpkg-deb"
     broken.write_text(
         '#!/bin/sh\nfor last; do :; done\n[ ! -d "$last" ] || last=$last/k.deb\n: > "$last"; exit 1\n'
     )
     broken.chmod(0o755)
-    command = [
-        sys.executable,
-        "-P",
-        str(ROOT / "scripts/debian_package.py"),
-        str(tmp_path / "out"),
-        "--quick",
-    ]
-    environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    script = """
+import pathlib, sys, debian_package as it
+it.install_program = lambda _tree, _work: None
+it.install_requirements = lambda _tree: []
+it.build(pathlib.Path(sys.argv[1]), is_quick=True)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "out")]
+    paths = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "scripts")}
+    environment = {**os.environ, **paths}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode
     assert "dpkg-deb" in done.stderr

@@ -105,28 +105,31 @@ def test_a_wrong_marker_is_told(marker: str, why: str, tmp_path: Path) -> None:
     assert not marker or told.endswith(f"there are {', '.join(ARCHITECTURES)}")
 
 
-@pytest.mark.parametrize(
-    ("markers", "why"),
-    [
-        ("kernels(6.10)", '6.1 is not a string; write a version as "6.1"'),
-        ("kernels()", "no version given"),
-        ('kernels("arm64:6.1")', "'arm64:6.1': kprobefs runs kernels for arm64 from Linux 6.5 on"),
-        ('kernels("arm64:5")', "'arm64:5': kprobefs runs kernels for arm64 from Linux 6.5 on"),
-        ('kernels("mips:6.12")', "'mips:6.12': no architecture of a distribution's kernel; use x86_64, "),
-        (
-            'kernels("5.10")|architectures("x86_64", "i386")',
-            "a distribution's kernel has its own architecture; leave",
-        ),
-        ('kernels("5.10")|architectures()', "a distribution's kernel has its own architecture; leave"),
-    ],
-)
-def test_wrong_kernels_are_found_at_collection(markers: str, why: str, tmp_path: Path) -> None:
-    lines = [f"@pytest.mark.{marker}" for marker in markers.split("|")]
-    text = "\n".join(["import pytest", *lines, "def test_it(tracefs): pass\n"])
-    (tmp_path / "test_it.py").write_text(text)
+TWO_ARCHITECTURES = "a distribution's kernel has its own architecture; leave"
+WRONG_KERNELS = {
+    "kernels(6.10)": '6.1 is not a string; write a version as "6.1"',
+    "kernels()": "no version given",
+    'kernels("arm64:6.1")': "'arm64:6.1': kprobefs runs kernels for arm64 from Linux 6.5 on",
+    'kernels("arm64:5")': "'arm64:5': kprobefs runs kernels for arm64 from Linux 6.5 on",
+    'kernels("mips:6.12")': "'mips:6.12': no architecture of a distribution's kernel; use x86_64, ",
+    'kernels("5.10")|architectures("x86_64", "i386")': TWO_ARCHITECTURES,
+    'kernels("5.10")|architectures()': TWO_ARCHITECTURES,
+}
+"""Markers of a test -> the start of the reason why they are refused."""
+
+
+def test_wrong_kernels_are_found_at_collection(tmp_path: Path) -> None:
+    """Each file is refused by itself."""
+    for number, markers in enumerate(WRONG_KERNELS):
+        lines = [f"@pytest.mark.{marker}" for marker in markers.split("|")]
+        text = "\n".join(["import pytest", *lines, f"def test_{number}(tracefs): pass\n"])
+        (tmp_path / f"test_{number}.py").write_text(text)
+    (tmp_path / "test_right.py").write_text("def test_right(tracefs): pass\n")
     result = run_pytest(tmp_path, "--collect-only")
     assert result.returncode != 0
-    assert [line for line in result.stdout.splitlines() if f"test_it: kernels: {why}" in line]
+    for number, why in enumerate(WRONG_KERNELS.values()):
+        assert [line for line in result.stdout.splitlines() if f"test_{number}: kernels: {why}" in line]
+    assert f"1 test collected, {len(WRONG_KERNELS)} errors" in result.stdout
     assert "Traceback" not in result.stdout + result.stderr
 
 
