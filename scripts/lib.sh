@@ -145,6 +145,8 @@ venv_is_sound() {
 }
 
 make_venv() {
+    # The directory of a link is another checkout's: it can be in use, and imports the other checkout.
+    [ ! -L "$venv" ] || die "$venv: is a symbolic link; remove it to get a .venv of this checkout"
     say "making .venv (Python $version)"
     log=$(mktemp)
     rm -rf "$venv"

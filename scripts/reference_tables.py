@@ -32,6 +32,14 @@ from emulated_kernel.trace.text.probe_errors import ProbeError  # noqa: E402
 from emulated_kernel.util.config import MachineConfig  # noqa: E402
 from emulated_kernel.vfs.core.node import Directory, Node  # noqa: E402
 from kprobefs.cli.parser import program_parser  # noqa: E402
+from scripts.called_functions import (  # noqa: E402
+    OS_ERROR,
+    CalledFunctions,
+    Definition,
+    assigned,
+    functions,
+    own_calls,
+)
 
 PACKAGES = ("emulated_kernel", "kprobefs")
 MANY = 12
@@ -52,21 +60,6 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             yield str(path.relative_to(ROOT)), ast.parse(path.read_text(encoding="utf-8"))
-
-
-def functions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
-    """Yield the qualified name and the node of the module, each class and each function."""
-
-    def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.AST]]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.FunctionDef | ast.ClassDef):
-                yield prefix + child.name, child
-                yield from walk(child, f"{prefix}{child.name}.")
-            else:
-                yield from walk(child, prefix)
-
-    yield "", tree
-    yield from walk(tree, "")
 
 
 def own_texts(node: ast.AST) -> Iterator[str]:
@@ -193,24 +186,48 @@ def mount_files() -> str:
     )
 
 
-def readers(names: set[str]) -> Mapping[str, set[str]]:
+def readers(names: set[str], modules: Iterable[tuple[str, ast.Module]]) -> Mapping[str, set[str]]:
     """Return a map option -> functions that read it from arguments, options, or a machine's configuration."""
     ours = {field.name for field in fields(MachineConfig)}
     found = defaultdict[str, set[str]](set)
-    for path, tree in sources():
+    for path, tree in modules:
         for name, node in functions(tree):
-            for each in ast.walk(node) if isinstance(node, ast.FunctionDef) else ():
-                if isinstance(each, ast.Attribute) and each.attr in names and _is_options(each, ours):
-                    found[each.attr].add(place(path, name))
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            objects = _option_objects(path, name, node)
+            for each in ast.walk(node):
+                if isinstance(each, ast.Attribute) and each.attr in names:
+                    kind = _kind(ast.unparse(each.value), objects)
+                    if kind == "options" or (kind == "config" and each.attr in ours):
+                        found[each.attr].add(place(path, name))
     return found
 
 
-def _is_options(attribute: ast.Attribute, fields_of_config: set[str]) -> bool:
-    """Return True if an attribute belongs to an object that holds options, judged by the object's name."""
-    owner = ast.unparse(attribute.value).removeprefix("self.").lstrip("_")
-    if owner in {"parsed", "options", "arguments"}:
-        return True
-    return attribute.attr in fields_of_config and owner.rpartition(".")[2] in {"config", "options.machine"}
+def _option_objects(path: str, name: str, node: ast.FunctionDef) -> Mapping[str, str]:
+    """Return a map expression -> "options" or "config" for the objects of a function that hold options.
+
+    `name`: qualified name of the function. Only the program has options of the command line. The library has
+    a machine's configuration. An object is judged by its name, and a local name by its value.
+    """
+    objects = {"config": "config"}
+    if path.startswith("kprobefs/"):
+        objects |= dict.fromkeys(("parsed", "options", "arguments"), "options") | {
+            "options.machine": "config"
+        }
+    holder = {"MountOptions": "options", "MachineConfig": "config"}.get(name.partition(".")[0])
+    if holder in objects:
+        objects |= {f"self{word.removeprefix(holder)}": objects[word] for word in objects if holder in word}
+    for each in ast.walk(node):
+        if isinstance(each, ast.Assign) and (kind := _kind(ast.unparse(each.value), objects)):
+            objects[ast.unparse(each.targets[0])] = kind
+    return objects
+
+
+def _kind(owner: str, objects: Mapping[str, str]) -> str:
+    """Return what an expression holds according to `objects`, without regard to the objects before it."""
+    words = owner.split(".")
+    ends = (".".join(words[first:]).lstrip("_") for first in range(len(words)))
+    return next((objects[end] for end in ends if end in objects), "")
 
 
 def parsers(parser: argparse.ArgumentParser, command: str = "") -> Iterator[tuple[str, argparse.Action]]:
@@ -228,7 +245,7 @@ def options() -> str:
     commands = defaultdict[tuple[str, str], list[str]](list)
     for command, action in parsers(program_parser()):
         commands[max(action.option_strings, key=len), action.dest].append(command or "kprobefs")
-    read = readers({dest for _, dest in commands})
+    read = readers({dest for _, dest in commands}, sources())
     rows = (
         (f"`{option}`", ", ".join(f"`{each}`" for each in names), "<br>".join(sorted(read[dest])))
         for (option, dest), names in sorted(commands.items())
@@ -242,21 +259,18 @@ def options() -> str:
 def refusals() -> str:
     """Return the page that maps reasons of refusals to checks, and errnos to functions that raise them."""
     members = defaultdict[tuple[str, str], set[str]](set)
-    errnos = defaultdict[str, set[str]](set)
-    raising = _raising()
-    for path, tree in sources():
+    modules = dict(sources())
+    for path, tree in modules.items():
         for name, node in functions(tree):
             for each in ast.walk(node) if isinstance(node, ast.FunctionDef) else ():
                 if (member := _member(each)) is not None:
                     members[member].add(place(path, name))
-                for word in _errnos(each, raising):
-                    errnos[word].add(place(path, name))
     rows = [
         (f"`{kind}`", f"`{name}`", *_answer(kind, name), _lines(ours))
         for (kind, name), ours in sorted(members.items())
         if name in ERRORS[kind].__members__
     ]
-    raised = [(f"`{name}`", _lines(ours)) for name, ours in sorted(errnos.items())]
+    raised = [(f"`{name}`", _lines(ours)) for name, ours in sorted(raised_errnos(modules).items())]
     parts = (
         f"# From refusals to checks\n\nThe functions that refuse a request, by reason and by errno. {NOTE}\n",
         "## Reasons, and texts of error_log\n\n"
@@ -298,40 +312,63 @@ def _member(node: ast.AST) -> tuple[str, str] | None:
     return None
 
 
-def _raising() -> dict[str, tuple[int, str]]:
-    """Return the functions that raise a KernelError with an errno from one of their arguments.
+def raised_errnos(modules: Mapping[str, ast.Module]) -> Mapping[str, set[str]]:
+    """Return a map errno -> functions that make an OSError, such as a KernelError, with it.
 
-    The result is a map name of the function -> index and name of that argument. Functions of the same name in
-    several classes count as one.
+    `modules`: map path -> syntax tree. A function that passes an errno to such a function counts, too, if the
+    source shows which function it calls.
     """
-    found = {"KernelError": (0, "errno")}
-    nodes = [
-        node for _, tree in sources() for _, node in functions(tree) if isinstance(node, ast.FunctionDef)
+    resolver = CalledFunctions(modules)
+    callers = {each: node for each, node in resolver.nodes.items() if isinstance(node, ast.FunctionDef)}
+    calls = [
+        (caller, called, call)
+        for caller, node in callers.items()
+        for call in own_calls(node)
+        if (called := resolver.called(caller, call)) is not None
     ]
-    known = 0
-    while known != len(found):
-        known = len(found)
-        for node in nodes:
-            names = [each.arg for each in node.args.args if each.arg not in ("self", "cls")]
-            for each in ast.walk(node):
-                for number in _numbers(each, found):
-                    if isinstance(number, ast.Name) and number.id in names:
-                        found[node.name] = names.index(number.id), number.id
+    raising = _raising(callers, calls)
+    found = defaultdict[str, set[str]](set)
+    for caller, called, call in calls:
+        for number in _numbers(call, raising.get(called)):
+            word = number.attr if isinstance(number, ast.Attribute) else getattr(number, "id", "")
+            if word.startswith("E") and hasattr(errno, word):
+                found[word].add(place(*caller))
     return found
 
 
-def _numbers(node: ast.AST, raising: Mapping[str, tuple[int, str]]) -> list[ast.expr]:
-    """Return the expressions for the errnos of a node that calls a function in `raising`.
+def _raising(
+    nodes: Mapping[Definition, ast.FunctionDef], calls: Iterable[tuple[Definition, Definition, ast.Call]]
+) -> Mapping[Definition, tuple[int, str]]:
+    """Return a map function -> index and name of its argument that is the errno of the OSError it makes.
 
-    For other nodes, return an empty list.
+    `calls`: caller, called function, and node of each call. Arguments that the caller sets do not count.
     """
-    if not isinstance(node, ast.Call):
+    found = {OS_ERROR: (0, "errno")}
+    known = 0
+    while known != len(found):
+        known = len(found)
+        for caller, called, call in calls:
+            arguments = nodes[caller].args
+            names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+            names = [name for name in names if name not in ("self", "cls")]
+            constant = set(names) - assigned(nodes[caller])
+            for number in _numbers(call, found.get(called)):
+                if isinstance(number, ast.Name) and number.id in constant:
+                    found[caller] = names.index(number.id), number.id
+    return found
+
+
+def _numbers(call: ast.Call, argument: tuple[int, str] | None) -> list[ast.expr]:
+    """Return the possible values of a call's argument, given its index and name; none if it is None."""
+    if argument is None:
         return []
-    called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-    if called not in raising:
-        return []
-    index, name = raising[called]
-    given = [*node.args[index : index + 1], *(each.value for each in node.keywords if each.arg == name)]
+    index, name = argument
+    positional = call.args[: index + 1]
+    is_certain = not any(isinstance(each, ast.Starred) for each in positional)
+    given = [
+        *(positional[index:] if is_certain else ()),
+        *(each.value for each in call.keywords if each.arg == name),
+    ]
     return [part for each in given for part in _choices(each)]
 
 
@@ -340,15 +377,6 @@ def _choices(node: ast.expr) -> list[ast.expr]:
     if isinstance(node, ast.IfExp):
         return _choices(node.body) + _choices(node.orelse)
     return [node]
-
-
-def _errnos(node: ast.AST, raising: Mapping[str, tuple[int, str]]) -> list[str]:
-    """Return the names of errnos with which a node calls a function in `raising`, such as KernelError."""
-    words = [
-        number.attr if isinstance(number, ast.Attribute) else getattr(number, "id", "")
-        for number in _numbers(node, raising)
-    ]
-    return [word for word in words if re.fullmatch(r"E[A-Z0-9]+", word)]
 
 
 def versions() -> str:

@@ -112,6 +112,17 @@ def test_a_venv_of_another_place_is_not_sound(tmp_path: Path) -> None:
     assert done.stdout == "sound\nstale\n"
 
 
+def test_a_linked_venv_is_kept(tmp_path: Path) -> None:
+    others = tmp_path / "others"
+    others.mkdir()
+    (tmp_path / ".venv").symlink_to(others)
+    done = lib(f'venv="{tmp_path}/.venv"; check_python; venv_is_sound || make_venv')
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert (tmp_path / ".venv").readlink() == others
+    assert [*others.iterdir()] == []
+
+
 @pytest.fixture
 def dead_tree(tmp_path: Path) -> Path:
     """The mount's files as plain files: everything can be written, nothing is ever traced."""
@@ -180,17 +191,41 @@ def test_that_waits() -> None:
 """
 
 
-def test_an_interrupt_of_the_terminal_ends_the_tests(tmp_path: Path) -> None:
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout with the scripts and a .venv that they find complete. It runs the Python of the tests."""
+    root = tmp_path / "checkout"
+    shutil.copytree(ROOT / "scripts", root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    (root / "pyproject.toml").touch()
+    (root / ".venv/bin").mkdir(parents=True)
+    executable(
+        root / ".venv/bin/python",
+        f"""#!/bin/sh\n[ "${{2-}}" = "import pip" ] || exec '{sys.executable}' "$@"\n""",
+    )
+    complete = (
+        f'root="{root}"; . scripts/lib.sh; venv_identity >.venv/.made-for; '
+        "sha256sum <pyproject.toml >.venv/.installed-test; "
+        """printf '%s\\n' "$test_tools" >.venv/.test-tools; """
+        """printf '%s\\n' "$test_wheels" >.venv/.test-wheels"""
+    )
+    subprocess.run(["sh", "-euc", complete], cwd=root, check=True)
+    return root
+
+
+def test_an_interrupt_of_the_terminal_ends_the_tests(tmp_path: Path, checkout: Path) -> None:
     """It goes to the process group that a shell has put the script in."""
-    if not (ROOT / ".venv/.installed-test").exists():
-        pytest.skip("scripts/test would install its requirements first")
     test = tmp_path / "test_waiting.py"
     test.write_text(WAITING)
     temporary = tmp_path / "temporary"
     temporary.mkdir()
+    # With these, the script finds libfuse everywhere, and installs no package.
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    executable(programs / "ldconfig", "#!/bin/sh\necho libfuse.so.2\n")
+    executable(programs / "fusermount", "#!/bin/sh\n")
     running = subprocess.Popen(
-        [ROOT / "scripts/test", str(test), "--rootdir", str(tmp_path)],
-        env={**os.environ, "TMPDIR": str(temporary)},
+        [checkout / "scripts/test", str(test), "--rootdir", str(tmp_path)],
+        env={**os.environ, "TMPDIR": str(temporary), "PATH": f"{programs}:{os.environ['PATH']}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
