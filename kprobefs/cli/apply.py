@@ -30,7 +30,7 @@ def which_mount(named: str | None) -> str:
         directory = mountpoints.resolve(chosen)
         point = mountpoints.mounted_on(directory)
         if point is None or point.fstype != mountpoints.FSTYPE:
-            raise CliError(f"{chosen}: kprobefs isn't mounted there", ExitStatus.NOT_MOUNTED)
+            raise mountpoints.not_mounted(chosen)
     else:
         found = sorted({point.directory for point in mountpoints.our_mounts()})
         if len(found) > 1:

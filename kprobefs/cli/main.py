@@ -312,7 +312,7 @@ def _status(parsed: argparse.Namespace) -> int:
                 *map(escape_for_terminal, state.details),
             )
     if chosen and not states:
-        raise CliError(f"{chosen}: kprobefs isn't mounted there", ExitStatus.NOT_MOUNTED)
+        raise mountpoints.not_mounted(chosen)
     return max((state.condition.status for state in states), default=ExitStatus.OK)
 
 
