@@ -13,14 +13,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kprobefs.measure.host_load import HostLoad
-
-KPROBEFS = Path(sys.executable).with_name("kprobefs")
-"""The kprobefs program in the directory of the interpreter that runs the benchmark."""
+ROOT = Path(__file__).resolve().parents[1]
+"""The checkout that contains this benchmark. All benchmarks measure its code."""
+PROGRAM = (sys.executable, "-P", "-m", "kprobefs")
+"""Command that runs the kprobefs program of ROOT, wherever kprobefs is installed."""
 WIDE = 0.2
 """Maximum spread with which a row of the table is not measured again; see Distribution.spread."""
 _PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME")
 """Environment variables that say where Python's modules are; the benchmarks keep them."""
+
+# The import of this module makes ROOT the first directory of modules, here and in the commands.
+sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,8 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     Python's variables that change the speed of its programs leave the environment. With
     PYTHONDONTWRITEBYTECODE, for example, no program that the benchmark starts would have a bytecode cache.
     """
+    from kprobefs.measure.host_load import HostLoad
+
     for name in list(os.environ):
         if name.startswith("PYTHON") and name not in _PYTHON_VARIABLES:
             del os.environ[name]
@@ -160,7 +166,7 @@ def mounted(options: argparse.Namespace, *of_mount: str) -> Iterator[Mount]:
     client_cpu = options.client_cpu if options.client_cpu is not None else min(os.sched_getaffinity(0))
     daemon_cpu = options.daemon_cpu if options.daemon_cpu is not None else client_cpu
     with subprocess.Popen(
-        [str(KPROBEFS), "run", *of_mount, "--", "sh", "-c", holder],
+        [*PROGRAM, "run", *of_mount, "--", "sh", "-c", holder],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 
-from common import KPROBEFS, Distribution, arguments, report, steady
+from common import PROGRAM, Distribution, arguments, report, steady
 
 PROBE_AND_HIT = """
 cd "$KPROBEFS" &&
@@ -20,7 +20,7 @@ grep -m 1 'reads: ' tracing/trace
 def first_line(*of_mount: str) -> float:
     """Start kprobefs, and return the seconds until the trace line is read; unmounting is not counted."""
     start = time.perf_counter()
-    command = [str(KPROBEFS), "run", *of_mount, "--", "sh", "-c", PROBE_AND_HIT]
+    command = [*PROGRAM, "run", *of_mount, "--", "sh", "-c", PROBE_AND_HIT]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -29,7 +29,7 @@ from datetime import date
 from pathlib import Path
 from threading import Timer
 
-from common import KPROBEFS, Distribution, arguments, report
+from common import PROGRAM, Distribution, arguments, report
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -119,7 +119,7 @@ def _in_qemu(prepared: Prepared) -> list[str]:
 def _in_kprobefs(kprobes: str) -> Callable[[Prepared], list[str]]:
     script = str(GUEST / "script.sh")
     return lambda prepared: [
-        *(str(KPROBEFS), "run", "--image", str(prepared.image), "--kprobes", kprobes),
+        *(*PROGRAM, "run", "--image", str(prepared.image), "--kprobes", kprobes),
         *("--", "busybox", "sh", script),
     ]
 
@@ -303,7 +303,7 @@ def functions(image: Path, count: int) -> list[str]:
     """Boot the kernel, and return names of functions that can be probed and are unique."""
     files = "tracing/available_filter_functions", "kprobes/blacklist", "machine/kallsyms"
     text = f'cd "$KPROBEFS" && for file in {" ".join(files)}; do cat $file; echo; done'
-    command = [str(KPROBEFS), "run", "--image", str(image), "--", "sh", "-c", text]
+    command = [*PROGRAM, "run", "--image", str(image), "--", "sh", "-c", text]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     traced, refused, symbols = (part.splitlines() for part in done.stdout.split("\n\n")[:3])
     excluded = {line.split("\t")[-1] for line in refused}

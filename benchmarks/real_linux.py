@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from common import KPROBEFS, Distribution, Mount, arguments, mounted, report, steady
+from common import PROGRAM, Distribution, Mount, arguments, mounted, report, steady
 from first_line import first_line
 from open_read_close import rounds
 
@@ -31,7 +31,7 @@ def boot(image: str) -> float:
     with tempfile.TemporaryDirectory(prefix="kprobefs-bench-") as made:
         environment = {**os.environ, "XDG_CACHE_HOME": made}
         start = time.perf_counter()
-        subprocess.run([str(KPROBEFS), "run", "--image", image, "--", "true"], env=environment, check=True)
+        subprocess.run([*PROGRAM, "run", "--image", image, "--", "true"], env=environment, check=True)
         return time.perf_counter() - start
 
 

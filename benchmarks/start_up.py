@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from common import Distribution, arguments, report, steady
+from common import PROGRAM, Distribution, arguments, report, steady
 
-PROGRAM = (sys.executable, "-m", "kprobefs")
 COMMANDS = ("--help", "status", "mount")
 CACHED_TARGET = 0.3
 UNCACHED_TARGET = 0.5

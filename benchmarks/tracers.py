@@ -11,6 +11,8 @@ import re
 import time
 from pathlib import Path
 
+import common  # noqa: F401 (the modules of this checkout come first)
+
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.boot_cache import ensure_cached, started_with_kernel
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount

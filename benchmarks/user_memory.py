@@ -12,6 +12,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import common  # noqa: F401 (the modules of this checkout come first)
+
 from emulated_kernel.arch.riscv import encoder as riscv
 from emulated_kernel.arch.riscv.insn import A1, RA, S1, ZERO
 from emulated_kernel.guests.linux.boot_cache import ensure_cached, started_with_kernel

@@ -30,7 +30,7 @@ def which_mount(named: str | None) -> str:
         directory = mountpoints.resolve(chosen)
         point = mountpoints.mounted_on(directory)
         if point is None or point.fstype != mountpoints.FSTYPE:
-            raise CliError(f"{chosen}: kprobefs isn't mounted there", ExitStatus.NOT_MOUNTED)
+            raise mountpoints.not_mounted(chosen)
     else:
         found = sorted({point.directory for point in mountpoints.our_mounts()})
         if len(found) > 1:
@@ -111,6 +111,25 @@ def saved(directory: str) -> bytes:
     from kprobefs.definitions.saver import saved
     from kprobefs.definitions.tracefs_files import HostFiles, control_root
 
+    machine = control_root(directory) / "machine"
     with suppress(FileNotFoundError):
-        return (control_root(directory) / "machine" / "definitions").read_bytes()
-    return "".join(f"{line}\n" for line in saved(HostFiles(directory))).encode("utf-8", "surrogateescape")
+        return (machine / "definitions").read_bytes()
+    # Without machine/, the kernel is unknown.
+    lines = saved(HostFiles(directory), lambda: _default_maxactive(machine) if machine.is_dir() else 0)
+    return "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogateescape")
+
+
+def _default_maxactive(machine: Path) -> int:
+    """Return the default maxactive of a distribution's kernel, which has one CPU.
+
+    `machine`: directory machine/ of the mount.
+    """
+    from emulated_kernel.arch.analysis.probe_rules import ProbeRule
+    from emulated_kernel.kprobes.kinds.kretprobe import default_maxactive
+    from emulated_kernel.util.linux_rule import series_of
+
+    banner = (machine / "version").read_text("utf-8", "replace")
+    rules = ProbeRule.of(series_of(banner.removeprefix("Linux version ")))
+    # Mirrors: init/Makefile:preempt-flag (v6.1), which is set with CONFIG_PREEMPTION.
+    is_preemptible = " PREEMPT" in banner
+    return default_maxactive(1, has_minimum=is_preemptible or ProbeRule.MAXACTIVE_TEN in rules)

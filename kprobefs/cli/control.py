@@ -85,7 +85,7 @@ def unmount(directory: str, *, force: bool = False) -> None:
     """
     point = _mounted_on(directory)
     if point is None:
-        raise CliError(f"{directory}: kprobefs isn't mounted there", ExitStatus.NOT_MOUNTED)
+        raise mountpoints.not_mounted(directory)
     mountpoints.check_owner(point)
     with known(directory) as daemon:
         if daemon is not None:
@@ -106,7 +106,7 @@ def reboot(directory: str) -> None:
     boot failed).
     """
     if _mounted_on(directory) is None:
-        raise CliError(f"{directory}: kprobefs isn't mounted there", ExitStatus.NOT_MOUNTED)
+        raise mountpoints.not_mounted(directory)
     mountpoints.check_answers(directory)
     from kprobefs.definitions.tracefs_files import control_root
 

@@ -7,10 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from importlib import resources
 from pathlib import Path
 
 from kprobefs.common.errors import CliError
+from kprobefs.common.output_file import OutputFile
 
 PROGRAM = "/usr/bin/kprobefs"
 """Path of the program in the shipped unit files, which the installed program's path replaces."""
@@ -42,15 +44,13 @@ def install(root: str, *, user: bool) -> list[str]:
     except OSError as error:
         way = "; use --user, or run as root" if isinstance(error, PermissionError) and not user else ""
         raise CliError(f"{directory}: {error.strerror}{way}") from None
-    for unit in USER_UNITS if user else SYSTEM_UNITS:
-        text = _units().joinpath(unit).read_text("utf-8")
-        text = text.replace(f"={PROGRAM} ", f"={_program()} ")
-        path = directory / Path(unit).name
-        try:
-            path.write_text(text, "utf-8")
-        except OSError as error:
-            raise CliError(f"{path}: {error.strerror}") from error
-        done.append(f"wrote {path}")
+    units = {directory / Path(unit).name: unit for unit in (USER_UNITS if user else SYSTEM_UNITS)}
+    with ExitStack() as stack:
+        files = [(path, stack.enter_context(OutputFile(path))) for path in units]
+        for path, file in files:
+            text = _units().joinpath(units[path]).read_text("utf-8")
+            file.write(text.replace(f"={PROGRAM} ", f"={_program()} ").encode())
+            done.append(f"wrote {path}")
     scope = ["--user"] if user else []
     systemctl = " ".join(["systemctl", *scope])
     if not is_here:

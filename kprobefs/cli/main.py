@@ -312,7 +312,7 @@ def _status(parsed: argparse.Namespace) -> int:
                 *map(escape_for_terminal, state.details),
             )
     if chosen and not states:
-        raise CliError(f"{chosen}: kprobefs isn't mounted there", ExitStatus.NOT_MOUNTED)
+        raise mountpoints.not_mounted(chosen)
     return max((state.condition.status for state in states), default=ExitStatus.OK)
 
 
@@ -320,6 +320,7 @@ def _trace(parsed: argparse.Namespace) -> int:
     from contextlib import nullcontext
 
     from kprobefs.cli import apply
+    from kprobefs.common.output_file import OutputFile
     from kprobefs.mount_options import LAYOUTS
 
     if not parsed.behind:
@@ -343,8 +344,8 @@ def _trace(parsed: argparse.Namespace) -> int:
         graph=parsed.graph,
     )
     check_host()
-    with open(parsed.output, "w", encoding="utf-8") if parsed.output else nullcontext(sys.stdout) as output:
-        tracing = TraceSession(request, output)
+    with OutputFile(parsed.output) if parsed.output else nullcontext() as file:
+        tracing = TraceSession(request, file)
         if parsed.mount:
             return run_traced(apply.which_mount(parsed.mount), parsed.behind, tracing)
         options = _options(parsed, "")

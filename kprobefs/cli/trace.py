@@ -33,6 +33,7 @@ from kprobefs.common.similar_symbols import nearest_listed
 from kprobefs.mount_options import KERNEL_KPROBES
 
 if TYPE_CHECKING:
+    from kprobefs.common.output_file import OutputFile
     from kprobefs.definitions.tracefs_files import Files
 
 NAME = re.compile(
@@ -78,8 +79,8 @@ class TraceRequest:
 class TraceSession:
     """Probes, filter and output of one run of `kprobefs trace`; attached() puts the probes on a mount."""
 
-    def __init__(self, request: TraceRequest, output: TextIO) -> None:
-        """Parse the probes of `request`. `output`: stream to which the records are written.
+    def __init__(self, request: TraceRequest, file: OutputFile | None) -> None:
+        """Parse the probes of `request`. `file`: gets the records; None: standard output.
 
         Raises: CliError (wrong usage).
         """
@@ -87,7 +88,7 @@ class TraceSession:
         self.request = request
         self.probes = parse_probes(request.probes, self.name)
         self.events = list(dict.fromkeys(probe.event for probe in self.probes))
-        self.output = output
+        self._file = file
         self.kind = output_of(request.output, as_json=request.as_json)
         self.status: int | None = None
         """Exit status of the command, or None before its end."""
@@ -109,6 +110,10 @@ class TraceSession:
         """Whether the output has durations: those of a call graph, or those of slices."""
         returns = self.kind.needs_entries and any(probe.is_return for probe in self.probes)
         return returns or self.request.graph is not None
+
+    def output(self) -> TextIO:
+        """Return the stream to which the records are written. From now on, the file has no old content."""
+        return sys.stdout if self._file is None else self._file.stream()
 
     def entries(self) -> dict[str, AskedProbe]:
         """Return the hidden probes that the output needs: name of an event -> probe.
@@ -271,7 +276,7 @@ class AttachedProbes:
             {place: probe.place.rpartition(":")[2] for place, probe in self._hidden.items()},
             set(self._hidden),
         )
-        return session.kind(session.output, files)
+        return session.kind(session.output(), files)
 
     def _events(self) -> list[str]:
         """Return the names of all events as group/name, the hidden events first."""
@@ -415,7 +420,7 @@ class AttachedProbes:
         if panic := panic_hint(self._directory):
             print_message(panic)
         elif status > UNWRITTEN:
-            name = escape_for_terminal(self._session.output.name)
+            name = escape_for_terminal(self._session.request.output or sys.stdout.name)
             why = os.strerror(status - UNWRITTEN)
             print_message(f"{name}: {why}: records are missing")
         elif status == NOTHING:

@@ -34,6 +34,8 @@ CONTROL_TIMEOUT = 0.5
 """Further seconds without an answer of its kernel after which a mount is reported as busy."""
 REAP_ATTEMPTS = 10
 REAP_PAUSE = 0.005
+_SHOWN = 3
+"""Maximum number of mounts that an error names."""
 _STALE = (errno.ENOTCONN, errno.ECONNABORTED)
 
 
@@ -111,6 +113,17 @@ def mount_points() -> list[MountPoint]:
 def our_mounts() -> list[MountPoint]:
     """Return the mounts of kprobefs in this mount namespace."""
     return [point for point in mount_points() if point.fstype == FSTYPE]
+
+
+def not_mounted(named: str) -> CliError:
+    """Return the error for a directory on which kprobefs is not mounted, with what to do.
+
+    `named`: the directory as the user wrote it.
+    """
+    mounts = sorted({point.directory for point in our_mounts()})
+    more = f" and {len(mounts) - _SHOWN} more" if len(mounts) > _SHOWN else ""
+    remedy = f"the mounts are {', '.join(mounts[:_SHOWN])}{more}" if mounts else f"run kprobefs mount {named}"
+    return CliError(f"{named}: kprobefs isn't mounted there; {remedy}", ExitStatus.NOT_MOUNTED)
 
 
 def mounted_on(directory: str) -> MountPoint | None:

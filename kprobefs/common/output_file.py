@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import stat
 from contextlib import suppress
-from typing import IO, Self
+from typing import IO, Self, TextIO
 
 from kprobefs.common.errors import CliError
 
 
 class OutputFile:
-    """Context manager for a file that a command writes at its end.
+    """Context manager for a file that a command writes.
 
-    A place that cannot be written is reported before the work starts. Until write(), an existing file keeps
-    its content. If nothing is written, the end of the context removes a file that was created.
+    A place that cannot be written is reported before the work starts. Until write() or stream(), an existing
+    file keeps its content. If neither is called, the end of the context removes a file that was created.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -40,12 +40,26 @@ class OutputFile:
 
     def write(self, data: bytes) -> None:
         """Replace the content of the file. Raises: CliError (for example, the disk is full)."""
-        self._is_needless = False
         try:
-            if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
-                self._file.truncate(0)
+            self._clear()
             rest = memoryview(data)
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             raise CliError(f"{self._path}: {error.strerror}") from error
+
+    def stream(self) -> TextIO:
+        """Delete the content of the file, and return a stream to it for a command that writes as it works.
+
+        Raises: CliError.
+        """
+        try:
+            self._clear()
+        except OSError as error:
+            raise CliError(f"{self._path}: {error.strerror}") from error
+        return open(self._file.fileno(), "w", encoding="utf-8", closefd=False)
+
+    def _clear(self) -> None:
+        self._is_needless = False
+        if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            self._file.truncate(0)

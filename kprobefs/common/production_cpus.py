@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from emulated_kernel.guests.linux.table_cache import kernel_from_file
+from kprobefs.common.errors import CliError, ExitStatus
 
 
 def images_and_cpus(images: Sequence[str], cpus: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Yield (file of a kernel, CPU or None) for each combination of the kernels and CPUs.
 
     CPUs are those of x86-64. If one of the kernels is for x86-64, each other kernel is yielded once, without
-    a CPU. Otherwise all are yielded with the CPUs, and the use of the kernel refuses the combination.
+    a CPU. Raises: CliError (CPUs are given, and all kernels are for other architectures).
     """
     architectures: dict[str, str] = {}
     for path in images if cpus else ():
@@ -20,6 +21,10 @@ def images_and_cpus(images: Sequence[str], cpus: Sequence[str]) -> Iterator[tupl
         with suppress(OSError):
             architectures[path] = kernel_from_file(path).architecture
     has_x86 = "x86_64" in architectures.values()
+    if architectures and not has_x86 and all(image in architectures for image in images):
+        others = ", ".join(dict.fromkeys(architectures.values()))
+        why = f"only kernels for x86_64 see production CPUs, but these are for {others}; omit it"
+        raise CliError(f"--cpu: {why}", ExitStatus.USAGE)
     for image in images:
         is_other = has_x86 and architectures.get(image) != "x86_64"
         for cpu in (None,) if is_other or not cpus else cpus:

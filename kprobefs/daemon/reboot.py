@@ -173,7 +173,11 @@ class RebootableKernel:
         # The return hook comes first: it cannot be changed once a return probe exists.
         if hook != self._return_hook:
             yield f"{RETURN_HOOK} = {hook}\n"
-        for line in saved_in_steps(self._all_files(kernel), probe_switches(kernel.components)):
+        for line in saved_in_steps(
+            self._all_files(kernel),
+            lambda: kernel.kretprobes.default_maxactive,
+            probe_switches(kernel.components),
+        ):
             yield f"{line}\n" if line else PAUSE
 
     def _lines(self, kernel: Kernel) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from emulated_kernel.util.control_lock import PAUSE
@@ -88,26 +88,31 @@ UNSWITCHED = {"pending", "gone"}
 """Modes of probes that have no switches, because they cannot be enabled, disabled or optimized."""
 STACK_TRACER = "sysctl/kernel/stack_tracer_enabled"
 """Path of the switch of the stack tracer. In a new mount, the switch is off."""
+MAXACTIVE = lazy_pattern(r"r(\d+)(?=:)")
+"""Matches the beginning of a line of dynamic_events that defines a return probe, up to its maxactive."""
 NO_FILTER = "none"
 """Content of the filter file of an event without a filter."""
 REFUSED_FILTER = lazy_pattern(r"\n(?: *\^\nparse_error: .*|Error: \(.*\))\n*\Z")
 """Matches the end of a filter file after the kernel has rejected a filter, so that the event has none."""
 
 
-def saved(files: Files, probes: Iterable[ProbeSwitches] | None = None) -> Iterator[str]:
+def saved(files: Files, default_maxactive: Callable[[], int]) -> Iterator[str]:
     """Yield the lines that give a new mount the definitions and settings of `files`.
 
-    `probes`: see saved_in_steps(). Raises: CliError.
+    `default_maxactive`: see saved_in_steps(). Raises: CliError.
     """
-    return filter(None, saved_in_steps(files, probes))
+    return filter(None, saved_in_steps(files, default_maxactive))
 
 
-def saved_in_steps(files: Files, probes: Iterable[ProbeSwitches] | None = None) -> Iterator[str]:
+def saved_in_steps(
+    files: Files, default_maxactive: Callable[[], int], probes: Iterable[ProbeSwitches] | None = None
+) -> Iterator[str]:
     """Yield the lines that give a new mount the definitions and settings of `files`, and PAUSE between them.
 
     Definitions and settings that a new mount has anyway are left out. Lines that switch something on come
-    last. If the caller passes `probes`, sorted by name, the files in kprobes/stats are not read; there may be
-    thousands of them.
+    last. `default_maxactive` returns the maxactive that the kernel chooses; it is called if a definition has
+    one. If the caller passes `probes`, sorted by name, the files in kprobes/stats are not
+    read; there may be thousands of them.
     Raises: CliError.
     """
     tracefs = files.tracefs()
@@ -115,7 +120,7 @@ def saved_in_steps(files: Files, probes: Iterable[ProbeSwitches] | None = None) 
     for instance in sorted(files.directories(f"{tracefs}instances")):
         arrays[f"instances/{escaped(instance)}/"] = _Array(files, f"{tracefs}instances/{instance}/")
     yield from _switched_off(files, OPTIMIZATION)
-    yield from arrays[""].lines("dynamic_events")
+    yield from _definitions(arrays[""].lines("dynamic_events"), default_maxactive)
     for prefix, array in arrays.items():
         yield PAUSE
         yield from (line and f"{prefix}{line}" for line in array.settings())
@@ -131,6 +136,21 @@ def saved_in_steps(files: Files, probes: Iterable[ProbeSwitches] | None = None) 
     # The switch comes last. Linux: if a probe is enabled while all probes are disarmed, arming all probes
     # later does not arm it.
     yield from _switched_off(files, ARMED)
+
+
+def _definitions(lines: Iterable[str], default_maxactive: Callable[[], int]) -> Iterator[str]:
+    """Yield lines of dynamic_events, without a maxactive that is the kernel's default.
+
+    The default depends on the number of CPUs, so another machine chooses its own.
+    """
+    default: int | None = None
+    for line in lines:
+        found = MAXACTIVE.match(line)
+        if found is None:
+            yield line
+            continue
+        default = default_maxactive() if default is None else default
+        yield f"r{line[found.end() :]}" if int(found[1]) == default else line
 
 
 def _pause(number: int) -> tuple[str, ...]:

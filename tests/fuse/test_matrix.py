@@ -24,6 +24,13 @@ from tests.image.linux import debian
 X86, ARM = "/x86.deb", "/arm.deb"
 
 
+def kernel_of(path: str) -> SimpleNamespace:
+    architectures = {X86: "x86_64", ARM: "arm64"}
+    if path not in architectures:
+        raise FileNotFoundError(path)
+    return SimpleNamespace(architecture=architectures[path])
+
+
 @pytest.mark.parametrize(
     ("images", "cpus", "expected"),
     [
@@ -33,8 +40,8 @@ X86, ARM = "/x86.deb", "/arm.deb"
             ["milan", "genoa"],
             [(X86, "milan"), (X86, "genoa"), (ARM, None), ("/nosuch", None)],
         ),
-        # The kernel itself refuses it.
-        ([ARM], ["milan"], [(ARM, "milan")]),
+        # The use of the missing file refuses it.
+        ([ARM, "/nosuch"], ["milan"], [(ARM, "milan"), ("/nosuch", "milan")]),
     ],
 )
 def test_only_x86_kernels_have_a_cpu_each(
@@ -43,14 +50,22 @@ def test_only_x86_kernels_have_a_cpu_each(
     expected: list[tuple[str, str | None]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def kernel(path: str) -> SimpleNamespace:
-        architectures = {X86: "x86_64", ARM: "arm64"}
-        if path not in architectures:
-            raise FileNotFoundError(path)
-        return SimpleNamespace(architecture=architectures[path])
-
-    monkeypatch.setattr(production_cpus, "kernel_from_file", kernel)
+    monkeypatch.setattr(production_cpus, "kernel_from_file", kernel_of)
     assert list(production_cpus.images_and_cpus(images, cpus)) == expected
+
+
+@needs_fuse
+@pytest.mark.parametrize(("command", "rest"), [("matrix", ["--", "true"]), ("check", ["/dev/null"])])
+def test_cpus_for_other_kernels_only_are_refused_at_once(
+    command: str, rest: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(production_cpus, "kernel_from_file", kernel_of)
+    options = ["--image", ARM, "--cpu", "milan", "--cpu", "genoa"]
+    assert main([command, *options, *rest]) == ExitStatus.USAGE
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("kprobefs: --cpu: ")
+    assert "arm64" in err
 
 
 def is_hint(line: str) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from kprobefs.cli.main import main
 from kprobefs.common.output_file import OutputFile
-from tests.fuse.harness import needs_fuse
+from tests.fuse.harness import REAL_PROGRAM, kprobefs, needs_fuse
 
 FULL = Path("/dev/full")
 """A file that can be opened, but never written."""
@@ -122,3 +122,41 @@ def test_an_old_log_that_is_a_link_is_replaced(target: str, directory: Path) -> 
     assert main(["matrix", "--logs", "logs", "--", "echo", "output"]) == 0
     assert log.read_text() == "output\n"
     assert (directory / "kept").read_text() == "content"
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize(
+    "refused",
+    [("--image", "nosuch", "p:vfs_read"), ("p:nosuch_function",), ("p:vfs_read", "-f", "nosuch == 1")],
+)
+def test_a_trace_that_does_not_begin_leaves_files_as_they_were(
+    refused: tuple[str, ...], directory: Path
+) -> None:
+    (directory / "old").write_text("content")
+    for name in ("old", "new"):
+        result = kprobefs("trace", "-o", name, *refused, "--", "true", program=REAL_PROGRAM)
+        assert result.returncode != 0
+    files = [each for each in directory.iterdir() if each.is_file()]
+    assert [(each.name, each.read_text()) for each in files] == [("old", "content")]
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_trace_replaces_a_long_file(directory: Path) -> None:
+    (directory / "f").write_text("hello\n")
+    file = directory / "records"
+    file.write_text("old" * 10_000)
+    result = kprobefs("trace", "-o", "records", "p:vfs_read", "--", "cat", "f", program=REAL_PROGRAM)
+    assert result.returncode == 0
+    assert "vfs_read" in file.read_text()
+    assert "old" not in file.read_text()
+
+
+def test_a_unit_that_cannot_be_written_leaves_the_others(directory: Path) -> None:
+    units = directory / "etc" / "systemd" / "system"
+    units.mkdir(parents=True)
+    (units / "kprobefs.service").write_text("old")
+    (units / "kprobefs@.service").mkdir()
+    assert main(["install-service", "--root", str(directory)]) == 1
+    assert (units / "kprobefs.service").read_text() == "old"

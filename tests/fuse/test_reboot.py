@@ -378,7 +378,9 @@ def test_what_is_known_of_probes_is_what_their_files_say(living: RebootableKerne
         read = {name: user.read(f"/kprobes/stats/{event}/{name}").strip() for name in state}
         assert {name: str(value * 1) for name, value in state.items()} == read
     with living.mount.lock:
-        by_files = [f"{line}\n" for line in saved(living._all_files(living._kernel))]
+        kernel = living._kernel
+        default = kernel.kretprobes.default_maxactive
+        by_files = [f"{line}\n" for line in saved(living._all_files(kernel), lambda: default)]
     assert by_files == user.read("/machine/definitions").splitlines(keepends=True)
     switched = [line for line in by_files if line.startswith("kprobes/stats")]
     assert switched == [

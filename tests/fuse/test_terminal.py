@@ -61,8 +61,23 @@ def test_a_mount_is_named_in_one_way(command: str, capsys: pytest.CaptureFixture
     assert main([command, "-m", "/nowhere"]) == ExitStatus.NOT_MOUNTED
     assert main([command, "/nowhere"]) == ExitStatus.NOT_MOUNTED
     one, other = capsys.readouterr().err.splitlines()
-    assert one == other == "kprobefs: /nowhere: kprobefs isn't mounted there"
+    assert one == other
+    assert one.startswith("kprobefs: /nowhere: kprobefs isn't mounted there; ")
     assert main([command, "-m", "/nowhere", "/elsewhere"]) == ExitStatus.USAGE
+
+
+@pytest.mark.parametrize("command", ["umount", "status", "top", "reboot"])
+@pytest.mark.parametrize("names", ["", "ab", "abcdef"])
+def test_a_place_without_a_mount_has_a_remedy(
+    names: str, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = [mountpoints.MountPoint(1, f"/mnt/{name}", "0:1", mountpoints.FSTYPE, "", 0) for name in names]
+    monkeypatch.setattr(mountpoints, "our_mounts", lambda: points)
+    assert main([command, "/nowhere"]) == ExitStatus.NOT_MOUNTED
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert ("kprobefs mount /nowhere" in err) == (not names)
+    assert [f"/mnt/{name}" in err for name in names] == [number < 3 for number in range(len(names))]
 
 
 @pytest.mark.parametrize("option", ["--image", "--vmcore"])

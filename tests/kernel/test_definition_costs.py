@@ -47,7 +47,7 @@ def test_a_trigger_file_is_read_once() -> None:
         assert files.read(f"tracing/{TRIGGER}").count("\n") == 100
         with Kernel() as other, other.lock:
             copies = CountedFiles(other)
-            assert apply(copies, *saved(files)) == []
+            assert apply(copies, *saved(files, lambda: 0)) == []
             assert copies.read(f"tracing/{TRIGGER}") == files.read(f"tracing/{TRIGGER}")
 
 
@@ -123,7 +123,7 @@ def test_the_missing_words_of_a_list_are_one_write(name: str, words: list[str]) 
         assert apply(files, f"{name} = {words[0]}") == []
         assert apply(files, f"{name} = {' '.join(words)}") == []
         assert files.writes[name] == 2
-        settings = [line.partition(" = ")[::2] for line in saved(files)]
+        settings = [line.partition(" = ")[::2] for line in saved(files, lambda: 0)]
         listed = [value for path, value in settings if path.rpartition("/")[2] == name]
         assert sorted(" ".join(listed).split()) == sorted(words)
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.profile import profile_named
+from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.vfs.core.client import Client
 from kprobefs.definitions.saver import saved_in_steps
 from kprobefs.definitions.tracefs_files import TreeFiles
@@ -12,7 +17,8 @@ from kprobefs.definitions.tracefs_files import TreeFiles
 def saved(kernel: Kernel) -> list[str]:
     with kernel.lock:
         files = TreeFiles(kernel.filesystem(), Client(pid=0, uid=0, gid=0))
-        return [line.rstrip("\n") for line in saved_in_steps(files) if line.strip()]
+        lines = saved_in_steps(files, lambda: kernel.kretprobes.default_maxactive)
+        return [line.rstrip("\n") for line in lines if line.strip()]
 
 
 def test_settings_of_7_2_are_saved_and_give_the_same_again() -> None:
@@ -39,3 +45,21 @@ def test_settings_of_7_2_are_saved_and_give_the_same_again() -> None:
         text = "\n".join(saved(kernel))
         assert "\ntrace_options = fields nocopy_trace_marker\n" in text
         assert " trace_printk_dest " in text
+
+
+@pytest.mark.parametrize(
+    ("cpus", "preemption", "default"), [(1, True, 10), (6, True, 12), (1, False, 1), (3, False, 3)]
+)
+def test_a_default_maxactive_is_not_saved(cpus: int, preemption: bool, default: int) -> None:
+    profile = replace(profile_named("linux-6.1"), preemption=preemption)
+    with Kernel(MachineConfig(cpus=cpus), profile=profile) as kernel:
+        for line in ("r:a gcd", f"r{default}:b gcd", f"r{default + 1}:c gcd", "r100:d gcd", "p:e gcd"):
+            kernel.write_file("tracing/kprobe_events", line)
+        assert f"\nr{default}:kprobes/b gcd\n" in kernel.read_file("tracing/dynamic_events")
+        assert saved(kernel) == [
+            "r:kprobes/a gcd",
+            "r:kprobes/b gcd",
+            f"r{default + 1}:kprobes/c gcd",
+            "r100:kprobes/d gcd",
+            "p:kprobes/e gcd",
+        ]

@@ -54,6 +54,33 @@ def test_says_what_it_measures(
     assert "--json" in capsys.readouterr().out
 
 
+def test_a_checkout_measures_its_own_code(tmp_path: Path) -> None:
+    """Neither the installed kprobefs nor that in the working directory is used."""
+    for name in ("checkout", "elsewhere"):
+        (tmp_path / name / "kprobefs").mkdir(parents=True)
+        (tmp_path / name / "kprobefs" / "__init__.py").write_text(f"NAME = {name!r}\n")
+        (tmp_path / name / "kprobefs" / "__main__.py").write_text("import kprobefs\nprint(kprobefs.NAME)\n")
+    benchmarks = tmp_path / "checkout" / "benchmarks"
+    benchmarks.mkdir()
+    shutil.copy(BENCHMARKS / "common.py", benchmarks)
+    (benchmarks / "own.py").write_text(
+        "import subprocess\n"
+        "from common import PROGRAM\n"
+        "import kprobefs\n"
+        "print(kprobefs.NAME, flush=True)\n"
+        "subprocess.run(PROGRAM, check=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, benchmarks / "own.py"],
+        cwd=tmp_path / "elsewhere",
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["checkout", "checkout"]
+
+
 @pytest.mark.mounted
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="/dev/fuse is missing")

@@ -100,6 +100,15 @@ class Kretprobe(Kprobe[RegsT]):
         self._missed = value - self.instances_missed
 
 
+def default_maxactive(cpus: int, *, has_minimum: bool) -> int:
+    """Return the maxactive of a return probe that is registered without one.
+
+    `has_minimum`: whether the kernel is preemptible, or ProbeRule.MAXACTIVE_TEN is one of its rules.
+    Mirrors: kernel/kprobes.c:register_kretprobe (v6.1).
+    """
+    return max(_MIN_MAXACTIVE, 2 * cpus) if has_minimum else cpus
+
+
 def check_returns(address: int, blacklist: Container[int]) -> None:
     """Check that the return of the function at `address` can be hooked.
 
@@ -130,7 +139,7 @@ class Kretprobes:
         self._find_blacklist = blacklist
         profile = kprobes.profile
         has_minimum = profile.preemption or ProbeRule.MAXACTIVE_TEN in probe_rules_named(profile.probe_rules)
-        self._default_maxactive = max(_MIN_MAXACTIVE, 2 * cpus) if has_minimum else cpus
+        self.default_maxactive = default_maxactive(cpus, has_minimum=has_minimum)
 
     @cached_property
     def _blacklist(self) -> frozenset[int]:
@@ -155,7 +164,7 @@ class Kretprobes:
         if rp.data_size > KRETPROBE_MAX_DATA_SIZE:
             raise KernelError(errno.E2BIG, f"more than {KRETPROBE_MAX_DATA_SIZE} bytes of data")
         if rp.maxactive <= 0:
-            rp.maxactive = self._default_maxactive
+            rp.maxactive = self.default_maxactive
         self._prepare(rp, address)
         try:
             self._kprobes.register_kprobe(rp, KRETPROBE, partial(_hook_assembly, rp))

@@ -213,6 +213,7 @@ def test_our_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "r vfs_read+0x0 [FTRACE]",
         ]
         assert (opened, null, returned) == ("8", "1", "8")
+        saves_no_default_maxactive(directory)
         links_and_room(directory)
         appends_as_the_host_does(directory)
         names_come_and_go_as_the_hosts_do(directory)
@@ -255,6 +256,17 @@ def is_debugged(directory: Path) -> None:
     client.close()
 
 
+def saves_no_default_maxactive(directory: Path) -> None:
+    definitions = directory / "tracing" / "dynamic_events"
+    for line in ("r:chosen vfs_read", "r1:few vfs_read"):
+        with definitions.open("a") as file:
+            file.write(f"{line}\n")
+    lines = kprobefs("save", "-m", str(directory), program=REAL_PROGRAM).stdout.splitlines()
+    assert "r:kprobes/chosen vfs_read" in " ".join(lines).replace(" arg1=$retval", "")
+    assert any(line.startswith("r1:kprobes/few ") for line in lines)
+    assert any(line.startswith("r10:kprobes/chosen ") for line in definitions.read_text().splitlines())
+
+
 def test_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path / "runtime"))
     directory = tmp_path / "mnt"
@@ -276,4 +288,5 @@ def test_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         graph_has_the_commands_calls(directory)
         is_debugged(directory)
         is_refused_to_reboot(directory)
+        saves_no_default_maxactive(directory)
         assert mounted.log.count("\n") <= 2
