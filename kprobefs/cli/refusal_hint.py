@@ -50,9 +50,8 @@ def refusals(directory: str, past: Past) -> Iterator[str]:
         lines = text.splitlines() or [""]
         if logged is None or logged[2].split() not in map(str.split, lines):
             command = lines[0].strip() + "..." * (len(lines) > 1)
-            yield UNLOGGED.format(
-                file=file.lstrip("/"), command=command, reason=_no_such_kind(text, reason, tracefs) or reason
-            )
+            why = _no_such_kind(text, reason, tracefs) or _no_such_trigger(Path(directory), file, text)
+            yield UNLOGGED.format(file=file.lstrip("/"), command=command, reason=why or reason)
             return
     if logged is not None:
         yield logged_refusal(logged, (control_root(directory) / "machine" / "kallsyms").read_text)
@@ -122,4 +121,19 @@ def _no_such_kind(text: str, reason: str, tracefs: Path) -> str:
         kind = found["kind"]
         if reason == os.strerror(EINVAL) and not re.search(rf"\s{kind}:?\[", readme):
             return f"{NO_SUCH_KIND}{kind}"
+    return ""
+
+
+def _no_such_trigger(directory: Path, file: str, text: str) -> str:
+    """Return the reason that the kernel has no such trigger, or "" if this is not the reason.
+
+    `file`: path of the refused write from `directory` on. A trigger file without triggers lists their names.
+    """
+    name = re.match(r"\s*!?(\w+)", text)
+    if not file.endswith("/trigger") or name is None:
+        return ""
+    with suppress(OSError):
+        shown = (directory / file.lstrip("/")).read_text()
+        if shown.startswith("# Available triggers:") and name[1] not in shown.split():
+            return f"this kernel has no trigger {name[1]}"
     return ""

@@ -41,7 +41,8 @@ class GraphTracer:
         Raises: CliError (there is no tracer, it is in use, or the function cannot be traced).
         """
         if TRACER not in self._read("available_tracers").split():
-            why = "the kernel has no function graph; use a kernel or a --profile with ftrace"
+            profiles = "linux-6.1 or riscv-optprobes-2023-ftrace"
+            why = f"no function graph; use a --profile with ftrace, such as {profiles}, or --kprobes kernel"
             raise CliError(f"--graph {escape_for_terminal(function)}: {why}")
         self._check_free()
         for name in ("tracing_on", *(f"options/{name}" for name in options)):

@@ -77,3 +77,14 @@ def test_only_what_the_kernel_refused_is_named() -> None:
     assert hint.startswith("kprobefs: no hit of sent: the command ended with status 3")
     (hint,) = hints_of("echo 7 > tracing_on; echo nosuch > trace_clock")
     assert hint.startswith('kprobefs: tracing/trace_clock has refused "nosuch": ')
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_trigger_that_does_not_exist() -> None:
+    """The kernel's error is only EINVAL, as for an error in a trigger's text."""
+    file = "events/sched/sched_switch/trigger"
+    (hint,) = hints_of(f"echo 'nosuch:1' > {file}")
+    assert hint == f'kprobefs: tracing/{file} has refused "nosuch:1": this kernel has no trigger nosuch'
+    (hint,) = hints_of(f"echo 'traceoff:x' > {file}")
+    assert "no trigger" not in hint

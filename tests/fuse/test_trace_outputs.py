@@ -429,4 +429,4 @@ def test_a_call_graph_of_a_kernel_without_ftrace() -> None:
         "trace", "--profile", "kprobes-2010", "--graph", "vfs_read", "--", "true", program=REAL_PROGRAM
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("kprobefs: --graph vfs_read: the kernel has no function graph; use ")
+    assert done.stderr.startswith("kprobefs: --graph vfs_read: no function graph; use ")
