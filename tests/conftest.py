@@ -69,6 +69,7 @@ def strict_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ControlLock, "assert_held", own_thread.assert_held)
 
 
+_freeze = gc.freeze
 TIMER = pytest.StashKey[WorkerTimer]()
 """The timer that ends the worker."""
 CLONE_NEWNS = 0x20000
@@ -122,6 +123,17 @@ def pytest_collection_finish() -> None:
     gc.freeze = gc.unfreeze = lambda: None
     gc.set_threshold(YOUNG)
     gc.enable()
+
+
+@pytest.fixture(scope="module")
+def objects_excluded() -> None:
+    """Exclude the objects that earlier modules have left from garbage collection.
+
+    A module uses this fixture if it often reboots kernels or removes instances: each time, all garbage is
+    collected. The other tests' caches of kernels are most of the objects, and stay until the end.
+    """
+    gc.collect()
+    _freeze()
 
 
 def _null_device() -> tuple[int, ...]:

@@ -38,6 +38,8 @@ from tests.fuse.test_definitions import ALL, OUTSIDE
 from tests.kprobes.test_many_at_one_place import calls_of
 from tests.mounted.files import assert_errno
 
+pytestmark = pytest.mark.usefixtures("objects_excluded")
+
 CLIENT = Client(os.getpid(), 0, 0)
 MARK = REBOOT_MARK.decode()
 

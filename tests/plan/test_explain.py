@@ -110,8 +110,8 @@ def test_verdicts_of_a_function_are_those_of_coverage(arch: str, capsys: pytest.
     assert main(["coverage", "--arch", arch, "--json"]) == 0
     (counted,) = json.loads(capsys.readouterr().out)
     symbols = Random(5).sample(counted["symbols"], 60)
-    for symbol in symbols:
-        (found,) = explained(capsys, "--arch", arch, symbol["address"])
+    answers = explained(capsys, "--arch", arch, *(symbol["address"] for symbol in symbols))
+    for symbol, found in zip(symbols, answers, strict=True):
         insns = found["instructions"]
         verdicts = symbol["verdicts"]
         assert len(insns) == verdicts["instructions"]

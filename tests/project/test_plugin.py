@@ -20,6 +20,7 @@ from kprobefs.common import kernel_packages
 from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.common.kernel_packages import FLAVOURS, find
 from tests.fuse.harness import needs_fuse
+from tests.guests.linux import debian_kernel
 from tests.image.linux.debian import package
 
 ROOT = Path(__file__).parents[2]
@@ -349,9 +350,11 @@ def test_in_process(kernel):
 def test_fixtures_have_the_kernel_of_the_run(tmp_path: Path) -> None:
     """Otherwise each row of a matrix would test kprobefs's own kernel."""
     (tmp_path / "test_it.py").write_text(IN_A_RUN)
-    image = package("linux-image-cloud-amd64", "trixie")
+    kernel = "linux-image-cloud-amd64", "trixie"
+    image = debian_kernel.image(*kernel)
     for options, passed in ((("--image", str(image)), 3), (("--profile", "linux-6.12"), 4)):
-        result = run_pytest(tmp_path, run=(sys.executable, "-m", "kprobefs", "run", *options, "--"))
+        with debian_kernel.own_cache(*kernel):
+            result = run_pytest(tmp_path, run=(sys.executable, "-m", "kprobefs", "run", *options, "--"))
         assert f"{passed} passed" in result.stdout, result.stdout
         assert ("the fixture `kernel` has no distribution's kernel" in result.stdout) == (passed == 3)
 

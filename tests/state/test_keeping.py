@@ -27,6 +27,8 @@ from kprobefs.measure.bench import FUNCTION
 from kprobefs.measure.contention import instructions_a_call
 from tests.state.life import CLIENT, CONFIG, DEFINITIONS, Run, head_of, records_of
 
+pytestmark = pytest.mark.usefixtures("objects_excluded")
+
 
 @pytest.mark.parametrize("arch", ["x86_64", "riscv64"])
 def test_what_was_there_is_there_again(place: Path, arch: str) -> None:
