@@ -30,6 +30,7 @@ from emulated_kernel.trace.interface import INTERFACES, InterfaceRule  # noqa: E
 from emulated_kernel.trace.text.error_log import CommandError  # noqa: E402
 from emulated_kernel.trace.text.probe_errors import ProbeError  # noqa: E402
 from emulated_kernel.util.config import MachineConfig  # noqa: E402
+from emulated_kernel.util.errors import errno_name  # noqa: E402
 from emulated_kernel.vfs.core.node import Directory, Node  # noqa: E402
 from kprobefs.cli.parser import program_parser  # noqa: E402
 from scripts.called_functions import (  # noqa: E402
@@ -298,7 +299,7 @@ def _answer(kind: str, name: str) -> tuple[str, str]:
     reason = ERRORS[kind][name]
     number = reason.errno if isinstance(reason, RejectReason) else 0
     text = reason.texts[0] if isinstance(reason, CommandError) else reason.value
-    return f"`{errno.errorcode[number]}`" if number else "", str(text)
+    return f"`{errno_name(number)}`" if number else "", str(text)
 
 
 def _lines(places: set[str]) -> str:

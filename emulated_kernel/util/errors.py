@@ -9,6 +9,11 @@ _LINUX_NAMES = {errno_module.EDEADLK: "EDEADLK", errno_module.EOPNOTSUPP: "EOPNO
 """errno -> name in Linux, for the numbers to which errno.errorcode gives a different name."""
 
 
+def errno_name(number: int) -> str:
+    """Return the name that Linux gives an errno, such as "EOPNOTSUPP"; the number itself if it has none."""
+    return _LINUX_NAMES.get(number) or errno_module.errorcode.get(number, str(number))
+
+
 class KernelError(OSError):
     """Error of a call to the emulated kernel, with its errno.
 
@@ -24,7 +29,7 @@ class KernelError(OSError):
     @property
     def name(self) -> str:
         """The errno's symbolic name, such as "EINVAL"."""
-        return _LINUX_NAMES.get(self.errno) or errno_module.errorcode.get(self.errno, str(self.errno))
+        return errno_name(self.errno)
 
 
 class UnusableFile(KernelError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -183,7 +182,7 @@ def _of_foreign(kernel: PlannedKernel, line: Line) -> Iterator[Finding]:
 
 
 def _refused(kernel: PlannedKernel, engine: OfflineEngine, line: Line, error: KernelError) -> Answer:
-    number = errno.errorcode.get(error.errno or 0, "?")
+    number = error.name
     logged = engine.error_log.last
     if logged is None:
         found = DEFINITION.match(line.text)

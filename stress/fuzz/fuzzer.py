@@ -40,7 +40,7 @@ _WEIGHTS = {
 _PARTLY_DONE = frozenset(
     {
         *((kind, "EBUSY") for kind in ("kprobe_events", "dynamic_events", "uprobe_events")),
-        *((kind, "ENOTSUP") for kind in ("set_event", "enable")),
+        *((kind, "EOPNOTSUPP") for kind in ("set_event", "enable")),
     }
 )
 """(kind of file, errno) of commands that may have a partial effect.

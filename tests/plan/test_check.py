@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import shutil
@@ -126,7 +125,7 @@ def write(kernel: Kernel, text: str) -> str:
     try:
         kernel.write_file("/tracing/kprobe_events", f"{text}\n")
     except KernelError as error:
-        return errno.errorcode[error.errno]
+        return error.name
     return ""
 
 
@@ -203,7 +202,7 @@ def test_a_kind_that_the_kernel_lacks_is_refused_as_on_a_mount(profile: str) -> 
             try:
                 kernel.write_file("tracing/dynamic_events", text)
             except KernelError as error:
-                expected = errno.errorcode[error.errno or 0]
+                expected = error.name
             assert (answer.outcome, answer.is_error) == (expected, expected != "unchecked")
 
 
@@ -282,6 +281,15 @@ def kernel_with_types(tmp_path: Path, body: bytes = BODY) -> str:
     file = tmp_path / "vmlinuz"
     file.write_bytes(made.vmlinuz(source.elf(), "xz"))
     return str(file)
+
+
+def test_an_errno_has_the_name_that_linux_gives_it(tmp_path: Path) -> None:
+    """EOPNOTSUPP, to whose number Python's module errno gives the name of another standard."""
+    image = kernel_with_types(tmp_path, bytes.fromhex("53 ff20"))  # push %rbx; jmp *(%rax)
+    (answer,) = check_lines(planned_kernel(None, image, None, None), [Line("x", 1, "p:x f+6")])
+    assert answer.outcome == "EOPNOTSUPP"
+    (finding,) = answer.findings
+    assert finding.message.startswith("EOPNOTSUPP: ")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 
 from emulated_kernel.util.errors import KernelError
@@ -27,12 +26,12 @@ def write(mount: Mount | Mount, path: str, text: str, flags: int = 0) -> str:
     try:
         handle = mount.open(CLIENT, path, os.O_WRONLY | flags)
     except KernelError as error:
-        return errno.errorcode[error.errno or 0]
+        return error.name
     try:
         if text:
             mount.write(CLIENT, handle, text.encode(), 0)
     except KernelError as error:
-        return errno.errorcode[error.errno or 0]
+        return error.name
     finally:
         mount.release(handle)
     return ""

@@ -19,6 +19,7 @@ from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.image.live_image import LiveImage, Module
 from emulated_kernel.image.text_tables import ProbedTables
+from emulated_kernel.util.errors import errno_name
 from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux.parts import guest_of
 from tests.oracle.inside.mount_files import read, write
@@ -152,9 +153,8 @@ def compare_places(
         finding = verdict.check_traced(addr) or verdict.may_probe(addr)
         got = write(linux, "/tracing/kprobe_events", f"p:x{addr:x} {addr:#x}", os.O_APPEND)
         wanted = errno.EINVAL if addr in sites else finding.errno if finding else 0
-        tally.add(
-            f"{addr:#x} {finding}", got, errno.errorcode[wanted] if wanted else "", is_refused=bool(got)
-        )
+        name = errno_name(wanted) if wanted else ""
+        tally.add(f"{addr:#x} {finding}", got, name, is_refused=bool(got))
         if not finding and not got:
             outcome = verdict.optimized_region(addr)
             optimized = (
