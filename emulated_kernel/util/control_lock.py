@@ -101,11 +101,12 @@ class ControlLock:
         """
         self.at_release: Callable[[], object] | None = None
         """Function to call once, without the lock, when the thread that holds the lock releases it."""
-        self.is_dying: Callable[[], bool] = lambda: False
-        """Function that returns True if the process whose request the calling thread serves was killed.
+        self.is_dying: Callable[[int], bool] = lambda _thread: False
+        """Function that returns True if the process whose request a thread serves was killed.
 
-        A long write(2) of such a process must stop with EINTR. The FUSE daemon sets this attribute; without
-        it, no write stops.
+        The argument is the thread's threading.get_ident(). Any thread may call the function. A long write(2)
+        of such a process must stop with EINTR. The FUSE daemon sets this attribute; without it, no write
+        stops.
         """
         self.end_debugging: Callable[[], object] = lambda: None
         """Function that ends a debugger's session, before the kernel is closed; call it without the lock."""
@@ -233,7 +234,7 @@ class ControlLock:
             self._release()
             with self.waiting():
                 while not self._returned.wait(LOAN_SLICE):
-                    if self.is_dying():
+                    if self.is_dying(threading.get_ident()):
                         raise KernelError(errno.EINTR, "a debugger holds the guest")
             self._acquire()
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from threading import Event
+from threading import Event, get_ident
 from types import TracebackType
 from typing import Any, Self
 
@@ -169,7 +169,7 @@ class ControlFile(FileDescription):
 
     def _check_writer(self, client: Client) -> None:
         """Raise KernelError EINTR if the process of the write was killed. Lock: leaves."""
-        if self.fs.lock.is_dying():
+        if self.fs.lock.is_dying(get_ident()):
             self.give_up(client, errno.EINTR)
             raise KernelError(errno.EINTR, "the process was killed")
 

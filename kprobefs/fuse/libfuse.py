@@ -112,19 +112,12 @@ def context() -> FuseContext:
 
 
 class _Served(threading.local):
-    pid = 0
-    """Pid of the process that made the request; 0 before the first request."""
     opcode = 0
     """Opcode of the request; 0 before the first request."""
 
 
 served = _Served()
 """The request that the calling thread serves."""
-
-
-def served_pid() -> int:
-    """Return the pid of the process whose request the calling thread serves; 0 before the first request."""
-    return served.pid
 
 
 def is_interrupted() -> bool:

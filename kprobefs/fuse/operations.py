@@ -12,7 +12,6 @@ from functools import lru_cache, partial
 from time import time_ns
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from emulated_kernel.guests.common.proc import is_dying
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.vfs.core.client import STATUS_FLAGS, Client, DirEntry, Stat
@@ -176,7 +175,7 @@ class Server:
             self._mount.at_names_end(nodes.end_names)
         if not self._options.is_ordered:
             self._lock.waiting = workers.waiting
-        self._lock.is_dying = lambda: is_dying(libfuse.served_pid())
+        self._lock.is_dying = loop.is_client_killed
         workers.run()
 
     def stop(self) -> None:

@@ -92,6 +92,11 @@ class _LoopState:
         unique: int = IN_HEADER.unpack_from(self._request)[1]
         return unique
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether the thread answers a request."""
+        return self._opcode != 0
+
     def is_writing(self, unique: int) -> bool:
         """Return True if the request is the WRITE with this field `unique`."""
         return self._opcode == FUSE_WRITE and self.unique == unique
@@ -119,7 +124,7 @@ class _LoopState:
         thread's buffer. So a thread whose buffer has no request may still have taken one, unless the thread
         sleeps.
         """
-        if not self._opcode and self._is_running():
+        if not self.is_serving and self._is_running():
             return True
         return self.is_releasing
 
@@ -209,7 +214,8 @@ class SessionLoop:
         self._nodes = nodes
         self._acting = acting
         self._turns = ReadTurns()
-        self._states: list[_LoopState] = []
+        self._states: dict[int, _LoopState] = {}
+        """The loop's threads: threading.get_ident() -> state of the thread."""
         self._abandoned: dict[int, _LoopState] = {}
         """WRITEs that were answered before their end: `unique` -> state of the thread that executes it.
 
@@ -244,18 +250,29 @@ class SessionLoop:
             address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
             refusal = _NO_MEMORY, memoryview(buffer)[UNIQUE]
             state = _LoopState(buffer)
-            self._states.append(state)
+            self._states[threading.get_ident()] = state
         except MemoryError:
             return FAILED
         try:
             return self._answer(buffer, address, refusal, state)
         finally:
             self._turns.give_up()
-            self._states.remove(state)
+            del self._states[threading.get_ident()]
 
     def give_up_turn(self) -> None:
         """Let another thread read requests, because the calling thread waits for long."""
         self._turns.give_up()
+
+    def is_client_killed(self, thread: int) -> bool:
+        """Return True if the client of the request that a thread of this loop answers has been killed.
+
+        `thread` is the thread's threading.get_ident(); any thread may call this method. The host may have no
+        process of the client any more, because the client got the reply to its WRITE.
+        """
+        state = self._states.get(thread)
+        if state is None or not state.is_serving:
+            return False
+        return state.unique in self._abandoned or state.has_killed_client()
 
     def _answer(
         self, buffer: bytearray, address: int, refusal: tuple[bytes, memoryview], state: _LoopState
@@ -297,7 +314,6 @@ class SessionLoop:
         Return False if the reply may not have been sent for lack of memory, else True.
         """
         opcode, unique, node, uid, gid, pid = IN_HEADER.unpack_from(request)
-        served.pid = pid
         served.opcode = opcode
         found: bytes | int | None = None
         if opcode == FUSE_READ:
@@ -417,21 +433,19 @@ class SessionLoop:
         # A damaged guest may return any number.
         return WRITE_OUT.pack(count) if 0 <= count <= INT_MAX else -errno.EIO
 
-    def _interrupt(self, _nodes: KnownNodes, request: bytearray, _size: int) -> bytes | int | None:
-        """Reply EINTR to a WRITE that goes on, if its client has been killed.
+    def _interrupt(self, _nodes: KnownNodes, request: bytearray, _size: int) -> None:
+        """Reply EINTR to a WRITE that goes on, if its client has been killed. Return None.
 
         The write may take long in a slow guest, and its client could not end before the reply. Nobody sees
-        the reply. Return None for all other interrupted requests, which libfuse handles.
+        the reply. libfuse also handles the interrupt, so that a WRITE that waits ends.
         """
         (unique,) = INTERRUPT_IN.unpack_from(request, IN_HEADER.size)
-        for state in self._states.copy():
+        for state in self._states.copy().values():
             if state.is_writing(unique) and state.has_killed_client():
                 self._abandoned[unique] = state
                 # If the write fails, the request was answered meanwhile.
                 with suppress(OSError):
                     os.write(self._device, OUT_HEADER.pack(OUT_HEADER.size, -errno.EINTR, unique))
-                return _DONE
-        return None
 
     def _postpones(self, handle: int) -> bool:
         """Return True if another thread, which executes an abandoned WRITE to `handle`, will release it."""
@@ -490,7 +504,7 @@ class SessionLoop:
         """
         if own.is_releasing:
             return
-        for state in self._states.copy():
+        for state in self._states.copy().values():
             while state is not own and state.may_be_releasing():
                 sleep(RELEASE_PAUSE)
 

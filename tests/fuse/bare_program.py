@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -52,11 +53,16 @@ def build(options: MountOptions) -> Mount:
 
 
 def held(function: Callable[[T], None]) -> Callable[[T], None]:
-    """Return a function that waits for the end of the file $KPROBEFS_TEST_HOLDING, and calls `function`."""
+    """Return a function that waits for the end of the file $KPROBEFS_TEST_HOLDING, and calls `function`.
+
+    While it waits, the file's text is "held".
+    """
     holding = Path(os.environ["KPROBEFS_TEST_HOLDING"])
 
     def wait(argument: T) -> None:
         while holding.exists():
+            with suppress(FileNotFoundError), holding.open("r+") as file:
+                file.write("held")
             time.sleep(0.01)
         function(argument)
 

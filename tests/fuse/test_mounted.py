@@ -434,6 +434,33 @@ def test_a_killed_client_does_not_wait_for_the_end_of_its_write(
         assert "ERROR" not in mounted.log
 
 
+def test_a_write_stops_after_its_killed_client_has_ended(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client ends while the kernel enables the first of many events, which takes several steps."""
+    holding = tmp_path / "holding"
+    monkeypatch.setenv("KPROBEFS_TEST_HOLDING", str(holding))
+    with daemon(directory, "--seed", "672") as mounted:
+        limits = Path(mounted.path("machine/limits"))
+
+        def handles() -> list[str]:
+            return [line for line in limits.read_text().splitlines() if "open_files" in line]
+
+        write(mounted.path("kprobe_events"), b"".join(b"p:e%d int_sqrt\n" % number for number in range(300)))
+        before = handles()
+        holding.touch()
+        file = mounted.path("tracing/events/kprobes/enable")
+        client = subprocess.Popen(["sh", "-c", 'echo 1 > "$1"', "sh", file])
+        eventually(lambda: holding.read_text() == "held", "the write does not begin")
+        client.kill()
+        assert client.wait(PATIENCE) == -signal.SIGKILL
+        holding.unlink()
+        eventually(lambda: handles() == before, "a file is open")
+        assert Path(file).read_text() == "X\n"
+        assert mounted.stop(signal.SIGTERM) == 0
+        assert "ERROR" not in mounted.log
+
+
 def test_faults_become_eio_and_are_logged(directory: Path) -> None:
     with daemon(directory, "--seed", "667") as mounted:
         for _ in range(2):

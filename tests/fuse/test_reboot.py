@@ -522,7 +522,7 @@ def test_a_reboot_whose_writer_is_killed_changes_nothing(living: RebootableKerne
     user.write("/kprobe_events", "p:early int_sqrt\n")
     old = living._kernel
     asked = iter(range(1000))
-    living.mount.lock.is_dying = lambda: next(asked) == 2
+    living.mount.lock.is_dying = lambda _thread: next(asked) == 2
     with assert_errno(errno.EINTR):
         user.reboot()
     assert living._kernel is old

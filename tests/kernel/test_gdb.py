@@ -244,12 +244,12 @@ def test_machine_is_served_while_gdb_holds_the_guest(guest: Guest, gdb: GdbClien
 
 def test_a_waiting_request_ends_if_its_client_is_killed(guest: Guest, gdb: GdbClient) -> None:
     assert gdb.ip
-    guest.kernel.lock.is_dying = lambda: True
+    guest.kernel.lock.is_dying = lambda _thread: True
     try:
         with pytest.raises(KernelError) as error:
             Request(guest.read).done()
     finally:
-        guest.kernel.lock.is_dying = lambda: False
+        guest.kernel.lock.is_dying = lambda _thread: False
     assert error.value.errno == errno.EINTR
 
 

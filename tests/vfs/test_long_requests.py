@@ -138,11 +138,11 @@ def test_the_write_of_a_killed_process_stops(mount: Mount, is_probed: bool) -> N
         write(mount, "/kprobe_events", "p:probe vfs_write\n")
         write(mount, "/tracing/events/kprobes/probe/enable", "1\n")
     asked = iter([False, False, True])
-    mount.lock.is_dying = lambda: next(asked)
+    mount.lock.is_dying = lambda _thread: next(asked)
     with assert_errno(errno.EINTR):
         write(mount, "/machine/call", "int_sqrt 9\n" * 1000)
     assert read(mount, "/machine/call", OTHER).count("int_sqrt") == 3
-    mount.lock.is_dying = lambda: False
+    mount.lock.is_dying = lambda _thread: False
     assert write(mount, "/machine/call", "int_sqrt 9\n" * 3) == 33
 
 

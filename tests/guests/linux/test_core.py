@@ -9,7 +9,8 @@ import re
 import stat
 import struct
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -18,7 +19,6 @@ import pytest
 from emulated_kernel.guests.common import spill_file
 from emulated_kernel.guests.linux.boot import snapshot
 from emulated_kernel.guests.linux.boot.boot_protocol import HOST_SIZE
-from emulated_kernel.guests.linux.pc import linux_machine as machine
 from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine
 from emulated_kernel.guests.linux.vmcore import vmcore_files, vmcore_guest, vmcore_image
 from emulated_kernel.guests.linux.vmcore.vmcore_guest import ensure_core_cached, started_core
@@ -217,14 +217,15 @@ def test_a_dump_of_a_newer_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_who_asks(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever runs the dump's code ends with its client."""
-    asked = list[int]()
-    wanted_by = core(mount).guest.machine.wanted_by
+    asked = list[bool]()
+    wanted_until = core(mount).guest.machine.wanted_until
 
-    def noted(client: int) -> AbstractContextManager[None]:
-        asked.append(client)
-        return wanted_by(client)
+    def noted(is_unwanted: Callable[[], bool]) -> AbstractContextManager[None]:
+        asked.append(is_unwanted())
+        return wanted_until(is_unwanted)
 
-    monkeypatch.setattr(core(mount).guest.machine, "wanted_by", noted)
+    monkeypatch.setattr(core(mount).guest.machine, "wanted_until", noted)
+    monkeypatch.setattr(mount.lock, "is_dying", lambda thread: thread == threading.get_ident())
     note, directory = "/files/scratch/dir/note", mount.opendir(CLIENT, "/files/scratch")
     handle = mount.open(CLIENT, note, os.O_RDONLY)
     for ask in (
@@ -237,7 +238,7 @@ def test_who_asks(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         asked.clear()
         ask()
-        assert asked == [CLIENT.pid]
+        assert asked == [True]
     mount.release(handle)
     mount.release(directory)
 
@@ -686,10 +687,10 @@ def test_a_call_ends_with_its_client(shell: Files, mount: Mount, monkeypatch: py
         return len(asked) > 2
 
     with monkeypatch.context() as patch:
-        patch.setattr(machine, "is_dying", is_dying)
+        patch.setattr(mount.lock, "is_dying", is_dying)
         assert shell.errno("/machine/call", "__delay 0x7fffffffffffffff\n") == errno.EIO
     assert "its client was killed" in shell.read("/machine/call")
-    assert set(asked) == {CLIENT.pid}
+    assert set(asked) == {threading.get_ident()}
     assert memory(mount) == before
     assert shell.call("int_sqrt 144") == "int_sqrt = 0xc (12)\n"
 

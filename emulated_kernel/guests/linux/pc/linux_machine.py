@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
 
-from emulated_kernel.guests.common.proc import is_dying
 from emulated_kernel.guests.linux.guest_abi import GuestAbi
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
 from emulated_kernel.guests.linux.pc.board import Board, CountedTime
@@ -146,12 +145,13 @@ class LinuxMachine(ABC):
         self.call_at(address, stop)
 
     @contextmanager
-    def wanted_by(self, client: int) -> Iterator[None]:
-        """During the block, end a run if the host's thread with the id `client` is killed.
+    def wanted_until(self, is_unwanted: Callable[[], bool]) -> Iterator[None]:
+        """During the block, end a run if `is_unwanted` returns True, because its client was killed.
 
+        The watchdog's thread calls `is_unwanted`.
         The machine is dead after that, so use this only if the run can be rolled back.
         """
-        self._watchdog.ask(lambda: is_dying(client))
+        self._watchdog.ask(is_unwanted)
         try:
             yield
         finally:

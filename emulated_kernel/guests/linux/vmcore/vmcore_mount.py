@@ -6,6 +6,8 @@ import errno
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from threading import get_ident
 
 from emulated_kernel.guests.linux.mounts.probed_tree import engine_tree
 from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine
@@ -66,7 +68,8 @@ class VmcoreControlCalls(GuestCalls):
                 raise KernelError(errno.EIO, "the mount has ended")
             begins()
             try:
-                wanted = self.guest.machine.wanted_by(client.pid) if client else nullcontext()
+                is_dying = partial(self.engine.lock.is_dying, get_ident())
+                wanted = self.guest.machine.wanted_until(is_dying) if client else nullcontext()
                 with wanted, self.calls.bounded():
                     yield
             finally:
