@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from difflib import get_close_matches
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from emulated_kernel.util.lazy_pattern import lazy_pattern
+from emulated_kernel.util.similar_names import SHOWN, similar_names
 
 if TYPE_CHECKING:
     from emulated_kernel.image.kallsyms import Kallsyms
 
-SHOWN = 3
-"""Maximum number of similar symbols that an error message names."""
-SIMILAR = 0.7
-"""Least similarity, from 0 to 1, of a symbol that an error message names."""
 _COMPARED = 4 * SHOWN
 """Maximum number of similar names that are looked up; only names of functions are shown, at most SHOWN."""
 _SYMBOL = lazy_pattern(r"[A-Za-z_][\w.]*")
@@ -37,7 +33,7 @@ def nearest_symbols(name: str, kallsyms: Kallsyms) -> list[str]:
         return found
     for length in (_PREFIX, 2, 0):
         names = _starting(name[:length], kallsyms)
-        if found := _functions(get_close_matches(name, names, _COMPARED, SIMILAR), kallsyms):
+        if found := _functions(similar_names(name, names, _COMPARED), kallsyms):
             return found
     return []
 
@@ -52,7 +48,7 @@ def nearest_listed(name: str, listing: str) -> list[str]:
         return []
     for length in (_PREFIX, 2):
         begun = sorted(each for each in known if each.startswith(name[:length]))
-        if found := get_close_matches(name, begun, SHOWN):
+        if found := similar_names(name, begun):
             return found
     return []
 

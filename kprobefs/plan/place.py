@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
 
 from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.similar_names import similar_names
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
-from kprobefs.common.similar_symbols import SHOWN, SIMILAR, nearest_symbols
+from kprobefs.common.similar_symbols import nearest_symbols
 
 _INIT = "__init_begin", "__init_end"
 """Symbols at the start and the end of init memory, which is freed after boot."""
@@ -100,7 +100,7 @@ def _named(text: str, tables: ProbedTables) -> tuple[Symbol, int, tuple[Symbol, 
 def _nearest_in_module(name: str, tables: ProbedTables) -> list[str]:
     module = tables.find(name.partition(":")[0]) if isinstance(tables, LiveImage) else None
     known = [] if module is None else [f"{module.name}:{symbol.name}" for symbol in module.symbols]
-    return get_close_matches(name, list(dict.fromkeys(known)), SHOWN, SIMILAR)
+    return similar_names(name, known)
 
 
 def _not_text(text: str, address: int, where: Location | None, tables: ProbedTables) -> CliError:

@@ -6,7 +6,6 @@ import errno
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from emulated_kernel.image.linux.open_image import kernel_file
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import replace
 from emulated_kernel.util.safe_read import open_regular
+from emulated_kernel.util.similar_names import similar_names
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, explained
 from kprobefs.common.progress import counted
 from kprobefs.plan import debuginfod
@@ -89,7 +89,7 @@ class SourceLines:
             why = f"{len(paths)} files have this name: {known}{more}; give more of the path"
             raise CliError(f"{shown}: {why}", ExitStatus.USAGE)
         assert self._tables is not None
-        near = get_close_matches(file.rpartition("/")[2], sorted(self._tables.names), _SHOWN)
+        near = similar_names(file.rpartition("/")[2], sorted(self._tables.names))
         hint = f"; similar: {', '.join(map(escape_for_terminal, near))}" if near else ""
         why = f"the debug information has no code of such a file{hint}"
         raise CliError(f"{shown}: {why} (for a module, give MODULE:SYMBOL)", ExitStatus.USAGE)

@@ -32,6 +32,7 @@ from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError, UnusableFile
 from kprobefs.cli.main import main
 from kprobefs.common.errors import CliError
+from kprobefs.common.similar_symbols import nearest_listed, nearest_symbols
 from kprobefs.definitions.syntax import Line
 from kprobefs.measure.verdicts import ProbeOutcome, chosen_profile, outcome_of
 from kprobefs.mount_options import MountOptions, check_kprobes
@@ -485,6 +486,15 @@ def test_each_place_that_does_not_exist_is_named(
     first, second = captured.err.splitlines()
     assert "vfs_raed: this kernel has no such symbol" in first
     assert "nosuch: this kernel has no such symbol" in second
+
+
+@pytest.mark.parametrize("wrong", ["vfs_opne", "do_exti", "vfs_mkdri", "vfs_trunc"])
+def test_explain_and_trace_name_the_same_symbols(wrong: str) -> None:
+    with Kernel() as kernel:
+        listing = kernel.read_file("machine/kallsyms")
+    found = nearest_symbols(wrong, load_image().kallsyms)
+    assert found
+    assert nearest_listed(wrong, listing) == found
 
 
 @pytest.mark.parametrize("wrong", ["vfs_raed", "do_sys_opn", "tcp_sendmgs", "kmaloc"])

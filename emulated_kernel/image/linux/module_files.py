@@ -18,6 +18,7 @@ from emulated_kernel.image.linux.unusable import read_as, unusable
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.lazy_pattern import lazy_pattern
 from emulated_kernel.util.safe_read import PATIENCE, BoundedFileReader, identity, open_regular, read_regular
+from emulated_kernel.util.similar_names import similar_names
 
 _LIMIT = 64 << 20
 """Maximum size of an unpacked module in bytes."""
@@ -31,12 +32,6 @@ _MODULE_PACKAGES = "linux-modules-", "linux-modules-extra-"
 """Beginnings of the names of packages with modules, to which the kernel's release is added."""
 _PACKAGES = "linux-modules-{}_*.deb", "linux-modules-extra-{}_*.deb", "kernel-modules*-{}.rpm"
 """Patterns for the file names of packages with modules; `{}` is the kernel's release."""
-
-
-_SHOWN = 3
-"""Maximum number of similar names that the error for an unknown module shows."""
-_SIMILAR = 0.7
-"""Minimum similarity, from 0 to 1, to the unknown module's name that a shown name must have."""
 
 
 class ModuleFiles:
@@ -116,10 +111,8 @@ class ModuleFiles:
 
     def _missing(self, name: str) -> str:
         """Return the error text for a module that no source has: similar names, or the packages to add."""
-        from difflib import get_close_matches
-
         known = sorted({each for source in self._sources() for each in source.names})
-        if near := get_close_matches(name, known, _SHOWN, _SIMILAR):
+        if near := similar_names(name, known):
             return f"no module {name} comes with this kernel; nearest: {', '.join(near)}"
         packages = " or ".join(each + self._release for each in _MODULE_PACKAGES)
         more = ", or give --modules" if self._takes_more else ""

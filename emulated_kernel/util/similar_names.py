@@ -1,0 +1,17 @@
+"""Names that resemble a name which does not exist, for error messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+SHOWN = 3
+"""Maximum number of similar names that an error message has."""
+_SIMILAR = 0.7
+"""Least similarity, from 0 to 1, of a name that an error message has."""
+
+
+def similar_names(name: str, known: Iterable[str], count: int = SHOWN) -> list[str]:
+    """Return at most `count` of the names `known` that are similar to `name`, the most similar first."""
+    from difflib import get_close_matches
+
+    return get_close_matches(name, list(dict.fromkeys(known)), count, _SIMILAR)
