@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
 import sys
 import time
@@ -69,7 +71,7 @@ def print_images(*, as_json: bool) -> None:
             f"{image.size >> 20} MiB",
             "-" if image.age_seconds is None else _age(image.age_seconds),
             "-" if image.boot_seconds is None else f"{image.boot_seconds:.1f} s",
-            image.source or "?",
+            _shown(image.source or "?"),
         )
         for image in images()
     ]
@@ -86,6 +88,19 @@ def print_images(*, as_json: bool) -> None:
         begin = "  ".join(word.ljust(width) for word, width in zip(words, widths, strict=True))
         line = f"{begin.rstrip()}\n    {source}" if is_narrow else f"{begin}  {source}"
         print("\n".join(map(escape_for_terminal, line.split("\n"))))
+
+
+def _shown(path: str) -> str:
+    """Return the path of a file as users can copy it: on a terminal, with ~ for the home directory.
+
+    A path in a pipe is for programs, which do not replace ~. A shell does not replace it in quotes either, so
+    a path that needs quotes keeps its beginning.
+    """
+    home = os.path.expanduser("~").rstrip("/")
+    is_plain = shlex.quote(path) == path
+    if home and is_plain and sys.stdout.isatty() and path.startswith(f"{home}/"):
+        return f"~{path.removeprefix(home)}"
+    return path
 
 
 def _age(seconds: float) -> str:

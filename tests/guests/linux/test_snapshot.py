@@ -29,6 +29,7 @@ from emulated_kernel.guests.linux.pc.exception_cells import find_exception_cells
 from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from emulated_kernel.guests.linux.vmcore import vmcore_image
 from emulated_kernel.guests.linux.vmcore.vmcore_image import VmcoreOffsets
+from kprobefs.cli.images import Image
 from kprobefs.cli.main import main
 from kprobefs.common.errors import ExitStatus
 
@@ -397,6 +398,39 @@ def test_images_for_people_and_programs(
     assert rows[1][-2:] == ["-", "?"]
     assert main(["images", "--json", "--clear"]) == ExitStatus.USAGE
     assert len(snapshot.cached()) == 2
+
+
+@pytest.mark.parametrize(
+    ("home", "is_terminal", "name", "shown"),
+    [
+        ("/home/me", True, "linux.deb", "~/.cache/a/linux.deb"),
+        ("/home/me/", True, "linux.deb", "~/.cache/a/linux.deb"),
+        ("/home/me", False, "linux.deb", "/home/me/.cache/a/linux.deb"),
+        ("/home/m", True, "linux.deb", "/home/me/.cache/a/linux.deb"),
+        ("/", True, "linux.deb", "/home/me/.cache/a/linux.deb"),
+        ("/home/me", True, "linux&.deb", "/home/me/.cache/a/linux&.deb"),
+    ],
+)
+def test_a_path_on_a_terminal_begins_with_the_home_directorys_short_name(
+    home: str,
+    is_terminal: bool,
+    name: str,
+    shown: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = f"/home/me/.cache/a/{name}"
+    image = Image("6.1.0-test", "x86_64", path, 1 << 20, None, None, None)
+    monkeypatch.setattr("kprobefs.cli.images.images", lambda: [image])
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["images"]) == ExitStatus.OK
+    out = capsys.readouterr().out
+    assert out.split()[-1] == shown
+    assert (out.splitlines()[-1].strip() == shown) is is_terminal
+    assert main(["images", "--json"]) == ExitStatus.OK
+    assert json.loads(capsys.readouterr().out)[0]["source"] == path
 
 
 TEXTS = {
