@@ -23,14 +23,14 @@ from types import SimpleNamespace
 import pytest
 
 from emulated_kernel.util.control_lock import ControlLock
-from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client, Stat, StatFs
 from kprobefs.fuse import reply_channels
 from kprobefs.fuse.known_nodes import KnownNodes
 from kprobefs.fuse.operations import FuseOptions, Server
 from kprobefs.fuse.protocol import IN_HEADER
 from kprobefs.fuse.reply_channels import ReplyChannels
-from tests.fuse.harness import eventually, is_mounted
+from tests.fuse.harness import PATIENCE, eventually, is_mounted
 
 _PR_SET_PDEATHSIG = 1
 _RELEASE = tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
@@ -56,6 +56,8 @@ _STRANGE = {511: 511, 512: errno.EIO, 524: errno.EOPNOTSUPP, 4095: errno.EIO}
 _TOO_MUCH = 1 << 20
 _AT_ONCE = 9
 """Handle of a file whose writes need no libfuse."""
+_WAITING = 10
+"""Handle of a file whose writes wait for ever."""
 _ACTING = 8
 """Handle of a file that acts when it is closed, which takes a while."""
 _COUNTS = (-600, -5000, (1 << 32) - 600, 1 << 63, 5)
@@ -77,6 +79,7 @@ class _Recorded:
         """Names of the one file in `linked`."""
         self._size = 0
         self._starves = 0
+        self._waits = 0
 
     def is_control(self, path: str) -> bool:
         return path == "/kprobes" or path.startswith("/kprobes/known")
@@ -109,6 +112,8 @@ class _Recorded:
             return Stat(3, stat.S_IFREG | 0o644, len(self._links), 0, 0, self._size)
         if path.endswith("/closed/file"):
             return Stat(3, stat.S_IFREG | 0o644, 1, 0, 0, self._closed_acting)
+        if path.endswith("/waiting/file"):
+            return Stat(4, stat.S_IFREG | 0o644, 1, 0, 0, self._waits)
         if path.endswith(("/file", "/removes", "/expires")):
             return Stat(2, stat.S_IFREG | 0o644, 1, 0, 0, len(_CONTENT))
         return Stat(1, stat.S_IFDIR | 0o755, 2, 0, 0)
@@ -132,6 +137,8 @@ class _Recorded:
             return _ACTING
         if path.endswith("/at_once/file"):
             return _AT_ONCE
+        if path.endswith("/waiting/file"):
+            return _WAITING
         return 7
 
     def create(self, _client: Client, path: str, _mode: int, _flags: int) -> int:
@@ -184,11 +191,23 @@ class _Recorded:
             _testcapi.set_nomemory(count, count + 1)
 
     def write(self, _client: Client, handle: int, data: bytes, offset: int) -> int:
+        if handle == _WAITING:
+            raise WouldBlock
         assert isinstance(data, memoryview) == (handle == _AT_ONCE)
         assert bytes(data) == b"data"
         if offset in _STRANGE:
             raise KernelError(offset)
         return _COUNTS[offset]
+
+    def wait(self, _handle: int, timeout: float) -> None:
+        self._waits += 1
+        sleep(min(timeout, 0.05))
+
+    def give_up(self, _client: Client, handle: int, error: int) -> None:
+        self._asked("give up", f"{handle} {errno.errorcode[error]}")
+
+    def follow_processes(self) -> None:
+        pass
 
     def reads_host(self, _handle: int) -> bool:
         return False
@@ -439,6 +458,16 @@ def test_a_request_after_a_close_sees_its_effect(place: Path) -> None:
             else:
                 os.close(fd)
             assert (place / "scratch/closed/file").stat().st_size == count_
+
+
+def test_a_write_that_waits_ends_with_its_client(place: Path) -> None:
+    with _served(place) as asked:
+        file = place / "scratch/waiting/file"
+        client = subprocess.Popen(["sh", "-c", 'echo 1<> "$1"', "sh", file])
+        eventually(lambda: file.stat().st_size > 0)
+        client.kill()
+        assert client.wait(PATIENCE) == -signal.SIGKILL
+        assert f"give up {_WAITING} EINTR" in asked()
 
 
 def _header(opcode: int, node: int, body: bytes) -> bytearray:
