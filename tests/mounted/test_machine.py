@@ -56,7 +56,11 @@ def test_a_load_ends_after_its_duration(files: Files) -> None:
 
 def test_what_a_load_is_refused_for_stands_in_the_log(files: Files) -> None:
     for line, number, why in (
-        ("storm", errno.EINVAL, "load: 'storm' is no load: fork, files, pipe, tcp, udp, timers, all, stop"),
+        (
+            "storm",
+            errno.EINVAL,
+            "'storm' is no load: fork, files, pipe, tcp, loss, udp, timers, all, stop",
+        ),
         ("fork rate=0", errno.ERANGE, "load: 'rate=0': more than 0, at most 10000"),
         ("stop fork", errno.ENOENT, "load: fork doesn't run"),
     ):

@@ -21,6 +21,8 @@ from tests.guests.linux.files import Files
 from tests.guests.linux.parts import calls_of, control, guest_of
 from tests.guests.linux.probing import MODES, engine
 
+pytestmark = pytest.mark.usefixtures("objects_excluded")
+
 SHELL, OTHER, READER = Client(4001, 0, 0), Client(4002, 0, 0), Client(4003, 0, 0)
 EVENTS = "/tracing/events/kprobes"
 DEFINITIONS = """\
