@@ -48,6 +48,8 @@ def test_says_what_it_measures(
 ) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.setattr(sys, "argv", [name, "--help"])
+    # Benchmarks change the environment of their commands.
+    monkeypatch.setattr(os, "environ", os.environ.copy())
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
     assert ended.value.code == 0
