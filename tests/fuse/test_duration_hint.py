@@ -7,19 +7,12 @@ from pathlib import Path
 import pytest
 
 from kprobefs.cli.duration_hint import patches_slowly
+from tests.fuse import durations
+from tests.fuse.durations import READ
 from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
 from tests.image.linux.debian import package
 
-MEASURED = """\
-cd "$KPROBEFS/tracing"
-echo 'p:in vfs_read' > kprobe_events
-echo 'r:out vfs_read' >> kprobe_events
-echo 'lat u64 ns' > synthetic_events
-echo 'hist:keys=common_pid:t=common_timestamp' > events/kprobes/in/trigger
-echo 'hist:keys=common_pid:d=VALUE:onmatch(kprobes.in).lat($d)' > events/kprobes/out/trigger
-echo 'hist:keys=ns.log2' > events/synthetic/lat/trigger
-for n in 1 2 3 4 5 6 7 8 9 10; do head -c 8 ../dev/zero > /dev/null; done
-"""
+MEASURED = f"{durations.MEASURED}for n in 1 2 3 4 5 6 7 8 9 10; do {READ}; done\n"
 DURATION = MEASURED.replace("VALUE", "common_timestamp-$t")
 REMOVED = """\
 echo '!hist:keys=ns.log2' > events/synthetic/lat/trigger

@@ -5,18 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kprobefs.cli.unmatched_hint import HINT_LINE
+from tests.fuse import durations
+from tests.fuse.durations import READ
 from tests.fuse.harness import REAL_PROGRAM, kprobefs, needs_fuse
 
-MEASURED = """\
-cd "$KPROBEFS/tracing"
-echo 'p:in vfs_read' > kprobe_events
-echo 'r:out vfs_read' >> kprobe_events
-echo 'lat u64 ns' > synthetic_events
-echo 'hist:keys=common_pid:t=common_timestamp' > events/kprobes/in/trigger
-echo 'hist:keys=common_pid:d=common_timestamp-$t:onmatch(kprobes.in).lat($d)' > events/kprobes/out/trigger
-echo 'hist:keys=ns.log2' > events/synthetic/lat/trigger
-head -c 8 ../dev/zero > /dev/null
-"""
+MEASURED = durations.MEASURED.replace("VALUE", "common_timestamp-$t") + READ
 
 
 @needs_fuse

@@ -131,7 +131,7 @@ def test_the_place_has_the_verdict_of_its_instruction(kernel: PlannedKernel) -> 
 
 
 def test_a_region_is_whole_instructions_that_have_room_for_the_jump(kernel: PlannedKernel) -> None:
-    """The same is true for a jump that is refused, if the function does not end before."""
+    """A refused jump also has room, unless the function ends before."""
     regions = refusals = 0
     for found in explanations(kernel, 300):
         starts = {insn.address for insn in found.insns}

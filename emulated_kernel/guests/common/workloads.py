@@ -43,7 +43,7 @@ class WorkloadKind(Enum):
     TCP = "tcp"
     """Open a connection over the loopback device and send a message each way."""
     LOSS = "loss"
-    """As TCP, but the first copies of one message are lost, so that it is retransmitted."""
+    """Like TCP, but the guest loses the first copies of one message, and so sends it again."""
     UDP = "udp"
     """Send a message from a socket to the same socket, over the loopback device."""
     TIMERS = "timers"

@@ -1,0 +1,16 @@
+"""A script that measures how long vfs_read takes, by a synthetic event with a histogram."""
+
+from __future__ import annotations
+
+MEASURED = """\
+cd "$KPROBEFS/tracing"
+echo 'p:in vfs_read' > kprobe_events
+echo 'r:out vfs_read' >> kprobe_events
+echo 'lat u64 ns' > synthetic_events
+echo 'hist:keys=common_pid:t=common_timestamp' > events/kprobes/in/trigger
+echo 'hist:keys=common_pid:d=VALUE:onmatch(kprobes.in).lat($d)' > events/kprobes/out/trigger
+echo 'hist:keys=ns.log2' > events/synthetic/lat/trigger
+"""
+"""Definitions and triggers; VALUE is the expression of the duration."""
+READ = "head -c 8 ../dev/zero > /dev/null"
+"""Command with one hit."""
