@@ -289,7 +289,8 @@ def runtime_directory() -> Path:
             raise unwritable(each, error) from None
         # Hazard: in /tmp another user may have made it first.
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise CliError(f"{each}: belongs to somebody else; set {RUNTIME_DIRECTORY}")
+            remedy = f"set {RUNTIME_DIRECTORY} to a directory of your own"
+            raise CliError(f"{each}: belongs to somebody else; {remedy}")
     if found.st_mode & 0o077:
         path.chmod(0o700)
     return path

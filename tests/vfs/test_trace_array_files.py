@@ -532,7 +532,7 @@ def test_the_marker_s_event_is_set_while_it_has_a_trigger(tree: NodeTree) -> Non
 def test_reads_after_the_end_of_the_trace_find_later_records(
     of_cpu: bool, tree: NodeTree, cpus: tuple[int, int]
 ) -> None:
-    """As a loop with readline() expects. The answers are those of Linux 6.1."""
+    """A loop that calls readline() again after the end sees them. The answers are those of Linux 6.1."""
     path = f"per_cpu/cpu{cpus[0]}/trace" if of_cpu else "trace"
 
     def marks() -> list[str]:
