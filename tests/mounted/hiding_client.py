@@ -3,7 +3,9 @@
     open PATH    open a file; between the call and its reply the path's page is replaced
     exec NAME    take a name, and replace the page that holds the path of this program
 
-SLOW is a file whose reads wait. It is mapped over pages that this client has used.
+SLOW is a file whose reads wait. It is mapped over pages that this client has used. The last variable of the
+environment must be a page or longer. It lies between the path of this program and all that the client still
+uses.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def main() -> None:
             print(open_hidden(argument, slow), flush=True)
         else:
             libc.prctl(_PR_SET_NAME, argument.encode())
-            # The stack ends at this page; nothing below it is needed any more.
+            # The stack ends at this page. Nothing in it is needed any more; see the module's docstring.
             hide(libc.getauxval(_AT_EXECFN) // PAGE * PAGE, slow)
             print("hidden", flush=True)
 

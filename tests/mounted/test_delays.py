@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -56,6 +57,8 @@ class Hiding:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            # The last variable fills the page that the client hides, so that no frame of a function is in it.
+            env=os.environ | {"FILL": "x" * mmap.PAGESIZE},
         )
         # Once somebody waits for a page of the file, it cannot be opened any more.
         assert self.hears() == "ready"
