@@ -124,8 +124,11 @@ def main() -> int:
     from emulated_kernel.kernel.api import Kernel
     from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
     from kprobefs.cli import main as cli
+    from kprobefs.fuse.memory_reserve import share_heap
     from tests.fuse import bare_program
 
+    # The boots below start threads. The heap of a thread would remain, and a daemon's threads would use it.
+    share_heap()
     # What commands import when they are called is there for all forks.
     for module in pkgutil.walk_packages(kprobefs.__path__, "kprobefs."):
         if module.name not in ("kprobefs.__main__", "kprobefs.pytest_plugin"):
