@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from functools import cache
 from pathlib import Path
 
@@ -46,7 +47,8 @@ def _package(meta: str, suite: str, architecture: str) -> Path | str:
     name = binary or name
     found: Path | str | None = _cached(directory, name or meta)
     if isinstance(found, Path):
-        os.utime(found)
+        # A new mtime would be a new file for the caches of other processes. _prune() uses the atime.
+        os.utime(found, ns=(time.time_ns(), found.stat().st_mtime_ns))
     elif name:
         found = _fetched(directory, name, options)
         if binary and isinstance(found, Path):
@@ -152,7 +154,7 @@ def _fetched(directory: Path, name: str, options: tuple[str, ...]) -> Path | str
 
 def _prune(directory: Path, newest: Path) -> None:
     total = 0
-    for file in sorted(directory.glob("*.deb"), key=lambda each: -each.stat().st_mtime):
+    for file in sorted(directory.glob("*.deb"), key=lambda each: -each.stat().st_atime):
         total += file.stat().st_size
         if total > _LIMIT and file != newest:
             file.unlink()
