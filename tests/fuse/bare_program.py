@@ -38,6 +38,8 @@ def build(options: MountOptions) -> Mount:
         kernel.kprobes.set_optimization = lambda _allowed: sys.exit(3)  # type: ignore[method-assign]
     if options.machine.seed == 668:
         time.sleep(60)
+    if options.machine.seed == 673:
+        held(bool)(True)
     if options.machine.seed == 669:
         kernel.kprobes.set_optimization = held(kernel.kprobes.set_optimization)  # type: ignore[method-assign]
     if options.machine.seed == 672:
@@ -52,7 +54,7 @@ def build(options: MountOptions) -> Mount:
     return server
 
 
-def held(function: Callable[[T], None]) -> Callable[[T], None]:
+def held(function: Callable[[T], object]) -> Callable[[T], None]:
     """Return a function that waits for the end of the file $KPROBEFS_TEST_HOLDING, and calls `function`.
 
     While it waits, the file's text is "held".

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -77,6 +77,15 @@ def waits_for_mount(pid: int) -> bool:
     return Path(f"/proc/{pid}/wchan").read_text() == "request_wait_answer"
 
 
+def sleeps(pid: int) -> bool:
+    """Return True if all threads of a process sleep."""
+    # A thread that ends meanwhile does not sleep.
+    with suppress(OSError):
+        threads = Path(f"/proc/{pid}/task").glob("*/stat")
+        return {stat.read_text().rpartition(")")[2].split()[0] for stat in threads} == {"S"}
+    return False
+
+
 def kill_with_children(pid: int) -> None:
     """Kill a daemon, and the process that would unmount after its end."""
     for each in (*Path(f"/proc/{pid}/task/{pid}/children").read_text().split(), pid):
@@ -90,18 +99,19 @@ def environment() -> dict[str, str]:
 
 def eventually(
     condition: object,
-    message: str = "it never happened",
+    message: str | Callable[[], str] = "it never happened",
     patience: float = PATIENCE,
     interval: float = 0.005,
 ) -> None:
     """Wait until the function `condition` returns True, for at most `patience` seconds.
 
-    `interval`: seconds between two calls, which a condition that starts processes needs to be longer.
+    `message`: text of the failure, or a function that returns the text. `interval`: seconds between two
+    calls, which a condition that starts processes needs to be longer.
     """
     assert callable(condition)
     deadline = time.monotonic() + patience
     while not condition():
-        assert time.monotonic() < deadline, message
+        assert time.monotonic() < deadline, message() if callable(message) else message
         time.sleep(interval)
 
 
@@ -149,13 +159,30 @@ def _answers(directory: Path) -> bool:
 
 @contextmanager
 def watched(process: Process, limit: float = WATCHDOG) -> Iterator[None]:
-    """Limit the time for which a process may be stuck in the block."""
-    watchdog = threading.Timer(limit, process.kill)
+    """Limit the time for which a process may be stuck in the block.
+
+    Raises: AssertionError (the process had to be killed). If the block raises another exception then, the
+    exception gets a note.
+    """
+    late = threading.Event()
+
+    def kill() -> None:
+        late.set()
+        process.kill()
+
+    said = f"process {process.pid} was killed after {limit:g} seconds: the test needed it for longer"
+    watchdog = threading.Timer(limit, kill)
     watchdog.start()
     try:
         yield
+    except BaseException as error:
+        if late.is_set():
+            error.add_note(said)
+        raise
     finally:
         watchdog.cancel()
+    # The process may have ended in the block, which went on for longer.
+    assert not late.is_set() or process.wait(PATIENCE) != -signal.SIGKILL, said
 
 
 def _start(

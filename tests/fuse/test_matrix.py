@@ -210,7 +210,7 @@ def test_a_killed_matrix_leaves_no_command(tmp_path: Path) -> None:
     killed = subprocess.Popen(
         [*REAL_PROGRAM, "matrix", "--", "sh", "-c", script], cwd=tmp_path, stderr=subprocess.DEVNULL
     )
-    eventually((tmp_path / "pid").exists)
+    eventually((tmp_path / "pid").exists, patience=60)
     killed.kill()
     killed.wait()
     pid, mount = (tmp_path / "pid").read_text().split()

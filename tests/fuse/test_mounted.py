@@ -416,7 +416,7 @@ def test_a_killed_client_does_not_wait_for_the_end_of_its_write(
         file = mounted.path("kprobes/optimization")
         before = Path(mounted.path("machine/limits")).read_text()
         echo = subprocess.Popen(["sh", "-c", 'echo 0 > "$1"', "sh", file])
-        eventually(lambda: waits_for_mount(echo.pid), "it does not wait")
+        eventually(lambda: holding.read_text() == "held", "the write does not begin")
         handler = "import os, signal, sys; signal.signal(15, print); os.write(os.open(sys.argv[1], 1), b'1')"
         with subprocess.Popen([sys.executable, "-c", handler, file], stdout=subprocess.PIPE) as other:
             eventually(lambda: waits_for_mount(other.pid), "the other one does not wait")

@@ -36,6 +36,7 @@ from tests.fuse.harness import (
     kill_with_children,
     kprobefs,
     needs_fuse,
+    sleeps,
 )
 from tests.image.linux.debian import package
 
@@ -365,6 +366,7 @@ class TestMount:
             return sum(int(line.split()[1]) for line in status if "ctxt_switches" in line)
 
         time.sleep(0.2)
+        eventually(lambda: sleeps(mounted.process.pid))
         before = switches()
         time.sleep(0.5)
         assert switches() == before

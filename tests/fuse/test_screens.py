@@ -86,17 +86,28 @@ class Screen:
         # One look: what lives is another picture at the next.
         return any(len(line.rstrip()) > columns for line in self.lines(*options, "-J"))
 
-    def fits(self, columns: int, rows: int, first: str) -> list[str]:
-        """The screen after a change of its size, as soon as its first line is that."""
+    def fits(self, columns: int, rows: int, check: Callable[[list[str]], None]) -> None:
+        """Change the screen's size, and wait until the lines pass the check, and no line is wrapped.
+
+        `check`: function that raises AssertionError for wrong lines.
+        """
         self.resize(columns, rows)
-        start = time.monotonic()
-        _eventually(
-            lambda: re.match(first, self.lines()[0]) and not self.wraps(), f"no {first} in {self.lines()}"
-        )
-        # An old picture that happens to begin so is drawn anew by then.
-        time.sleep(max(0.0, start + 2 * REDRAWN - time.monotonic()))
-        assert not self.wraps()
-        return self.lines()
+        # Usually, the picture of the old size is gone by then.
+        time.sleep(2 * REDRAWN)
+        why = ""
+
+        def is_drawn() -> bool:
+            nonlocal why
+            lines = self.lines()
+            try:
+                check(lines)
+                assert not self.wraps()
+            except AssertionError as error:
+                why = "\n".join([str(error), *lines])
+                return False
+            return True
+
+        _eventually(is_drawn, lambda: why)
 
     def said(self) -> str:
         """All its words since it began, however the lines are broken."""
@@ -111,11 +122,16 @@ class Screen:
         self._run("kill-pane", "-t", self._pane)
 
     def until(self, pattern: str) -> list[str]:
-        """The screen as soon as it matches."""
-        _eventually(
-            lambda: re.search(pattern, "\n".join(self.lines())), f"no {pattern}:\n" + "\n".join(self.lines())
-        )
-        return self.lines()
+        """Return the first screen that matches."""
+        lines: list[str] = []
+
+        def matches() -> bool:
+            nonlocal lines
+            lines = self.lines()
+            return bool(re.search(pattern, "\n".join(lines)))
+
+        _eventually(matches, lambda: "\n".join([f"no {pattern}:", *lines]))
+        return lines
 
     def ended(self) -> list[str]:
         """The screen when the program has."""
@@ -178,23 +194,25 @@ def words_of(lines: Sequence[str]) -> str:
 def test_top(start: Start, mounted: Daemon) -> None:
     top = start(SIZES[0], "top", "-d", "0.2", str(mounted.directory))
     top.until("kprobes/reads .* ftrace")
-    for size in SIZES:
-        lines = top.fits(*size, "4 probes by rate  ")
+
+    def check(lines: list[str]) -> None:
+        assert lines[0].startswith("4 probes by rate  ")
         columns = {80: "HITS/S HITS MISSED COST", 60: "HITS/S HITS MISSED", 40: "HITS/S"}[size[0]]
         assert lines[1].split() == ["EVENT", "MODE", *columns.split()]
         # Names that differ at their ends alone.
         assert sum(bool(re.match(r"kprob\S*half_a_line_[12] +disarmed ", line)) for line in lines) == 2
         assert any(re.match(r"kprobes/inside +\S+ +off", line) for line in lines)
         assert "enter open" in lines[-1] or MORE_KEYS in lines[-1]
+
+    for size in SIZES:
+        top.fits(*size, check)
     for name in (*list(SORTS)[1:], "rate reversed"):
         top.press("s", *(["r"] if "reversed" in name else []))
         top.until(rf"4 probes by {name}  ")
     top.press("?")
-    top.until("keys of")
-    assert [line.split("  ")[0] for line in top.lines()[1:-1]] == [key for key, _ in KEYS]
-    assert words_of(top.lines()) == words_of(
-        ["keys of kprobefs top", *(" ".join(key) for key in KEYS), LEAVE]
-    )
+    lines = top.until(rf"keys of[^\0]*{LEAVE}")
+    assert [line.split("  ")[0] for line in lines[1:-1]] == [key for key, _ in KEYS]
+    assert words_of(lines) == words_of(["keys of kprobefs top", *(" ".join(key) for key in KEYS), LEAVE])
     top.press("x")
     top.until("4 probes")
     top.press("q")
@@ -204,13 +222,13 @@ def test_top(start: Start, mounted: Daemon) -> None:
 def test_an_opened_probe(start: Start, mounted: Daemon) -> None:
     top = start(SIZES[0], "top", "-d", "0.2", str(mounted.directory))
     top.until("EVENT")
-    while not top.lines()[0].startswith("4 probes by event"):
+    while (order := re.match(r"4 probes by \w+", top.lines()[0])) and order[0] != "4 probes by event":
         top.press("s")
-        top.until("4 probes by")
+        top.until(rf"^4 probes by (?!{order[0].split()[-1]} )")
     top.press("Down", "Down", "Down", "Enter")
     top.until("last records")
-    for size in SIZES:
-        lines = top.fits(*size, "kprobes/reads  ftrace ")
+
+    def check(lines: list[str]) -> None:
         said = words_of(lines)
         assert re.match(r"kprobes/reads ftrace [\d.]+/s \d+ hits 0 missed cost ", said)
         assert "reason vfs_read: " in said
@@ -221,6 +239,9 @@ def test_an_opened_probe(start: Start, mounted: Daemon) -> None:
         assert not any("\N{HORIZONTAL ELLIPSIS}" in line for line in lines)
         assert ("runs out of line" in said) == (size[0] > 40)
         assert lines[-1] == BACK or lines[-1].endswith(MORE_KEYS)
+
+    for size in SIZES:
+        top.fits(*size, check)
     top.press("q")
     top.ended()
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -87,16 +88,35 @@ def test_a_stopped_daemon(mounted: Daemon) -> None:
     assert mounted.process.wait(PATIENCE) == 0
 
 
-def test_what_is_asked_in_time(directory: Path) -> None:
+class Poll:
+    """A poll object that records in `expired` the timeouts that have expired, in milliseconds."""
+
+    expired: ClassVar[list[float]] = []
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self.register = self._poll.register
+
+    def poll(self, timeout: float) -> list[tuple[int, int]]:
+        found = self._poll.poll(timeout)
+        if not found:
+            self.expired.append(timeout)
+        return found
+
+
+def test_what_is_asked_in_time(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All mounts at once: many that hang take no longer than one, which is less than two seconds."""
     assert mountpoints.ANSWER_TIMEOUT + mountpoints.CONTROL_TIMEOUT < 2
+    # The daemon that serves may have to wait for a CPU.
+    monkeypatch.setattr(mountpoints, "ANSWER_TIMEOUT", 4.0)
+    monkeypatch.setattr(mountpoints, "poll", Poll)
     others = [directory, directory.with_name("b"), directory.with_name("c")]
     for other in others[1:]:
         other.mkdir()
     with daemon(others[0]) as one, daemon(others[1]) as two, daemon(others[2]), stopped(one), stopped(two):
-        start = time.monotonic()
+        Poll.expired.clear()
         found = mountpoints.conditions(map(str, others))
-        assert time.monotonic() - start < 2 * (mountpoints.ANSWER_TIMEOUT + mountpoints.CONTROL_TIMEOUT)
+        assert 0 < sum(Poll.expired) <= 1000 * mountpoints.ANSWER_TIMEOUT
     assert list(found.values()) == [MountState.HUNG, MountState.HUNG, MountState.SERVING]
 
 

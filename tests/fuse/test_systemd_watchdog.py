@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import struct
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,14 +27,26 @@ def heartbeat(tmp_path: Path) -> Iterator[ServiceWatchdog]:
     made.end()
 
 
+def await_reports(heartbeat: ServiceWatchdog, count: int) -> None:
+    """Wait until the child has written at least `count` more reports."""
+
+    def unread() -> int:
+        size = fcntl.ioctl(heartbeat.descriptor, termios.FIONREAD, bytes(4))
+        return int(struct.unpack("i", size)[0])
+
+    before = unread()
+    eventually(lambda: unread() - before >= count * len("panicked\n"))
+
+
 def test_the_latest_of_several_answers(heartbeat: ServiceWatchdog, tmp_path: Path) -> None:
     heartbeat.start()
-    time.sleep(0.1)
+    await_reports(heartbeat, 2)
     assert heartbeat.answer() == "serving"
     (tmp_path / "other").symlink_to("panicked")
-    time.sleep(0.1)
+    await_reports(heartbeat, 2)
     (tmp_path / "other").rename(tmp_path / STATE_LINK)
-    time.sleep(0.1)
+    # The child may have read the link before.
+    await_reports(heartbeat, 2)
     assert heartbeat.answer() == "panicked"
     (tmp_path / STATE_LINK).unlink()
     eventually(lambda: not heartbeat.answer())

@@ -21,6 +21,8 @@ from tests.fuse.harness import (
     PATIENCE,
     PROGRAM,
     REAL_PROGRAM,
+    RUN,
+    WATCHDOG,
     daemon,
     environment,
     eventually,
@@ -463,7 +465,9 @@ class TestTrace:
                     [*REAL_PROGRAM, *command, "sleep", "60"], env=environment(), stdout=subprocess.DEVNULL
                 )
                 enables = f"instances/trace_{process.pid}_*/events/trace_{process.pid}_*/vfs_write/enable"
-                eventually(lambda: [each.read_text() for each in tracing.glob(enables)] == ["1\n"])
+                eventually(
+                    lambda: [each.read_text() for each in tracing.glob(enables)] == ["1\n"], patience=RUN
+                )
                 return process
 
             killed, living = begin(), begin()
@@ -508,7 +512,11 @@ def test_a_signal_ends_it_while_its_own_mount_is_slow(
         text=True,
         start_new_session=True,
     )
-    eventually(lambda: waits_for_mount(process.pid) and holding.exists(), "it does not wait")
+
+    def waits() -> bool:
+        return waits_for_mount(process.pid) and holding.exists() and holding.read_text() == "held"
+
+    eventually(waits, "it does not wait", patience=WATCHDOG)
     try:
         process.send_signal(number)
         _, told = process.communicate(timeout=PATIENCE)
@@ -516,5 +524,5 @@ def test_a_signal_ends_it_while_its_own_mount_is_slow(
         eventually(lambda: not any(temporary.iterdir()), "its mount is still there")
         assert holding.exists()
     finally:
-        holding.unlink()
+        holding.unlink(missing_ok=True)
         process.kill()

@@ -213,7 +213,14 @@ def test_other_threads_run_while_the_guest_runs() -> None:
 
     thread = threading.Thread(target=count)
     thread.start()
-    assert machine.run().kind is TrapKind.BUDGET
+    most = 0
+    # On a busy host, a thread may sleep for longer than it wanted to.
+    for _ in range(10):
+        before = counted
+        assert machine.run().kind is TrapKind.BUDGET
+        most = max(most, counted - before)
+        if most > 20:
+            break
     done.set()
     thread.join()
-    assert counted > 20
+    assert most > 20

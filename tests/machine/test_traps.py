@@ -389,11 +389,11 @@ def test_running_from_a_hook_is_refused(start: Booter) -> None:
 
 def test_budget_stops_a_loop_and_running_goes_on(start: Booter) -> None:
     machine = start("again: inc rax; jmp again", run_budget=0.05)
-    begun = time.monotonic()
+    begun = time.thread_time()
     first = machine.run()
     count = machine.regs.ax
     second = machine.run()
-    assert 0.1 <= time.monotonic() - begun < 5
+    assert 0.1 <= time.thread_time() - begun < 5
     assert {first.kind, second.kind} == {TrapKind.BUDGET}
     assert machine.regs.ax > count > 1000
 

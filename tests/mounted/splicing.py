@@ -152,16 +152,26 @@ def a_poller() -> None:
     """Who polls and splices, as trace-cmd does, misses nothing of what fills the buffer many times over."""
     (TRACING / "buffer_size_kb").write_text("32")
     (TRACING / "buffer_percent").write_text("30")
-    count = 1500
-    marking = threading.Thread(target=mark, args=(0, count))
-    data = b""
+    count, ahead = 1500, 150
+    data, seen = b"", 0
+
+    def mark_all() -> None:
+        for first in range(0, count, 50):
+            # On a busy host, the writer could overtake the reader.
+            while seen < first - ahead:
+                time.sleep(0.001)
+            mark(first, 50)
+
+    marking = threading.Thread(target=mark_all)
     with opened(RAW, 0) as source:
         poll = select.poll()
         poll.register(source, select.POLLIN)
         marking.start()
         while marking.is_alive():
             if poll.poll(100):
-                data += spliced(source, 1 << 16)
+                taken = spliced(source, 1 << 16)
+                data += taken
+                seen += len(numbers(taken))
         marking.join()
         os.set_blocking(source, False)
         data += until_empty(lambda: os.read(source, PAGE))

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.fuse.harness import needs_fuse
+from tests.fuse.harness import eventually, needs_fuse
 from tests.mounted.files import EVENTS, Files, assert_errno
 
 pytestmark = [needs_fuse, pytest.mark.mounted]
@@ -42,15 +42,15 @@ def test_a_load_runs_while_the_mount_answers(files: Files) -> None:
 
 
 def test_a_load_ends_after_its_duration(files: Files) -> None:
-    files.write("machine/load", "files rate=50 duration=0.2\ntimers rate=50 duration=0.2\n")
-    assert {counts(line)["state"] for line in files.lines("machine/load")} == {"running"}
-    until = time.monotonic() + 10
-    while "running" in files.read("machine/load"):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    began = time.monotonic()
+    files.write("machine/load", "files rate=50 duration=1\ntimers rate=50 duration=1\n")
+    states = {counts(line)["state"] for line in files.lines("machine/load")}
+    assert states == {"running"} or time.monotonic() - began >= 1
+    eventually(lambda: "running" not in files.read("machine/load"))
+    assert time.monotonic() - began >= 1
     for line in files.lines("machine/load"):
         assert counts(line)["state"] == "done"
-        assert 1 <= int(counts(line)["rounds"]) <= 11
+        assert 1 <= int(counts(line)["rounds"]) <= 51
     assert os.listdir(files.path("scratch")) == []
 
 

@@ -168,7 +168,9 @@ def test_the_exit_of_a_process_wakes_who_polls(files: Files) -> None:
     """No process makes a request when the traced process ends."""
     # The mount knows this process as a client, and so the child as its descendant.
     files.write("tracing/events/sched/sched_process_exit/enable", "1")
-    child = subprocess.Popen(["sleep", "0.5"])
+    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    assert child.stdin is not None
+    ending = threading.Timer(0.3, child.stdin.close)
     try:
         pipe = os.open(files.path(PIPE), os.O_RDONLY | os.O_NONBLOCK)
         waiting = select.poll()
@@ -176,9 +178,11 @@ def test_the_exit_of_a_process_wakes_who_polls(files: Files) -> None:
         while waiting.poll(0):
             os.read(pipe, 4096)
         assert waiting.poll(0) == []
+        ending.start()
         assert waiting.poll(1000 * TIMEOUT)
-        assert f"sched_process_exit: comm=sleep pid={child.pid} " in os.read(pipe, 4096).decode()
+        assert f"sched_process_exit: comm=cat pid={child.pid} " in os.read(pipe, 4096).decode()
         os.close(pipe)
     finally:
+        ending.cancel()
         child.kill()
         child.wait()

@@ -21,6 +21,8 @@ from tests.fuse.harness import (
     kill_with_children,
     kprobefs,
     needs_fuse,
+    sleeps,
+    waits_for_mount,
 )
 from tests.mounted.files import Files, assert_errno
 
@@ -134,6 +136,8 @@ def test_run_passes_the_exit_status_on(command: list[str], status: int) -> None:
 def test_an_idle_daemon_sleeps(mounted: Daemon, files: Files) -> None:
     files.probe("p:a vfs_read")
     files.read("kprobes/list")
+    # The host tells the daemon later that the file was closed.
+    eventually(lambda: sleeps(mounted.process.pid), interval=0.1)
     before = mounted.cpu_seconds
     signal.sigtimedwait([], 0.5)
     assert mounted.cpu_seconds - before < 0.02
@@ -148,11 +152,7 @@ def test_sigterm_under_blocked_readers(mounted: Daemon, files: Files) -> None:
         except OSError as error:
             os._exit(error.errno or 1)
         os._exit(0)
-    eventually(lambda: Path(f"/proc/{pid}/wchan").exists() and _sleeps(pid))
+    eventually(lambda: waits_for_mount(pid))
     os.close(descriptor)
     assert mounted.stop(signal.SIGTERM) == 0
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (errno.EIO, errno.ECONNABORTED)
-
-
-def _sleeps(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "SD"

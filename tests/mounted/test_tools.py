@@ -70,10 +70,9 @@ class TestPlaces:
 def test_kprobe_perf(tmp_path: Path) -> None:
     """perf-tools: a probe on what the client's own opens run."""
     script = """
-        kprobe-perf -F -d 1 'p:vfs_open' & sleep 0.5
         cd /sys/kernel/debug/scratch
-        for name in a b c; do echo $name >$name; done
-        wait
+        (until [ -e "$HOME/done" ]; do echo a >a; sleep 0.05; done) &
+        kprobe-perf -F -d 1 'p:vfs_open'; touch "$HOME/done"; wait
     """
     out = as_system(script, tmp_path)
     assert "Tracing kprobe vfs_open for 1 seconds (buffered)..." in out

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from time import monotonic
 
 log = logging.getLogger("kprobefs.clients")
@@ -22,7 +22,14 @@ log = logging.getLogger("kprobefs.clients")
 PATIENCE = 0.005
 """Seconds after which another thread serves requests in place of the reader; see ProcessMemory.waiting."""
 TIMEOUT = 0.1
-"""Seconds after which a read by a helper is given up."""
+"""Seconds after which a read by a helper that sleeps is given up."""
+BUSY_TIMEOUT = 5.0
+"""Further seconds after which a read is given up although its helper does not sleep.
+
+On a busy host, a helper may wait for a CPU longer than TIMEOUT.
+"""
+BUSY_INTERVAL = 0.02
+"""Seconds between two looks at a helper that is late but does not sleep."""
 MAX_ABANDONED = 8
 """Maximum number of abandoned helpers that may still sleep in a read. At the maximum, all reads fail."""
 IDLE = 3
@@ -140,7 +147,7 @@ class _Helper:
         deadline = monotonic() + timeout
         if not self._answers_within(PATIENCE):
             with waiting():
-                self._answers_within(deadline - monotonic())
+                self._answers_by(deadline)
         (size,) = _SIZE.unpack(self._receive(_SIZE.size, deadline))
         answer = self._receive(size, deadline)
         found = []
@@ -165,13 +172,33 @@ class _Helper:
         assert self.process.stdout is not None
         data = b""
         while len(data) < size:
-            if not self._answers_within(deadline - monotonic()):
+            if not self._answers_by(deadline):
                 raise _GivenUpError
             part = os.read(self.process.stdout.fileno(), size - len(data))
             if not part:
                 raise _GivenUpError
             data += part
         return data
+
+    def _answers_by(self, deadline: float) -> bool:
+        """Wait until the process has written something or has ended, and return True.
+
+        Return False if the process sleeps at the monotonic time `deadline`, or if it does not sleep but is
+        still not done BUSY_TIMEOUT seconds later.
+        """
+        limit = deadline + BUSY_TIMEOUT
+        while not self._answers_within(deadline - monotonic()):
+            if monotonic() >= limit or not self._is_running():
+                # The process also sleeps after an answer, which may have come meanwhile.
+                return self._answers_within(0)
+            deadline = monotonic() + BUSY_INTERVAL
+        return True
+
+    def _is_running(self) -> bool:
+        """Return True if the process uses a CPU or waits for one."""
+        with suppress(OSError), open(f"/proc/{self.process.pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[:1] == [b"R"]
+        return False
 
     def end(self) -> None:
         """Close the pipes and kill the process, which may end much later."""
@@ -186,7 +213,7 @@ class ProcessMemory:
     """Reads files of /proc that can block. A read that takes too long fails. Thread-safe."""
 
     def __init__(self, timeout: float = TIMEOUT) -> None:
-        """Start without helpers. `timeout`: seconds after which a read is given up."""
+        """Start without helpers. `timeout`: seconds after which a read is given up if its helper sleeps."""
         self._timeout = timeout
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """Function that returns a context manager for a long wait, in which another thread serves requests.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -16,6 +17,14 @@ from emulated_kernel.util.config import MachineConfig
 FIRST_PID = 500
 """First pid of a client. The pids of the tests' process and of its relatives differ from run to run."""
 OWN_PID = FIRST_PID - 1
+
+
+@pytest.fixture
+def own_descriptors() -> Iterator[None]:
+    """Keep the collection of other tests' garbage from closing descriptors of this process."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @dataclass

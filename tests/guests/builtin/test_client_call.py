@@ -33,11 +33,8 @@ def waiting_in_open(path: str, flags: int, memory: ProcessMemory) -> Iterator[in
         try:
             for _ in range(2000):
                 call = client_call(process.pid, memory)
-                if (
-                    call is not None
-                    and call.name in ("open", "openat")
-                    and dict(call.paths).popitem()[1] == path
-                ):
+                is_open = call is not None and call.name in ("open", "openat")
+                if call is not None and is_open and path in dict(call.paths).values():
                     break
             yield process.pid
         finally:

@@ -111,7 +111,7 @@ def test_a_killed_task_is_replaced(kernel: Kernel) -> None:
 
 def test_ends_by_itself(kernel: Kernel) -> None:
     with kernel.lock:
-        kernel.loads.start(WorkloadOrder(WorkloadKind.FORK, rate=100, duration=0.3))
+        kernel.loads.start(WorkloadOrder(WorkloadKind.FORK, rate=30, duration=1))
     text = await_state(kernel, "done")
     rounds = int(text.split("rounds=")[1].split()[0])
     assert 1 <= rounds <= 30

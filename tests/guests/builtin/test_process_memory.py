@@ -74,6 +74,32 @@ def test_a_reader_that_sleeps_is_given_up(tmp_path: os.PathLike[str], memory: Pr
     assert memory.failures == 1
 
 
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each read use the CPU for twice the time after which a sleeping helper is given up."""
+    spin = f"time.thread_time() + {2 * module.TIMEOUT}\n    while time.thread_time() < end: pass\n"
+    program = module._HELPER.replace("import os", "import time, os", 1)
+    head, found, body = program.partition('    answer = b""\n')
+    assert found
+    monkeypatch.setattr(module, "_HELPER", f"{head}    end = {spin}{found}{body}")
+
+
+@pytest.mark.usefixtures("busy")
+def test_a_reader_that_waits_for_a_cpu_is_waited_for(memory: ProcessMemory) -> None:
+    for _ in range(2):
+        assert memory.read("/proc/self/comm", [(0, 16)]) is not None
+    assert memory.failures == 0
+
+
+@pytest.mark.usefixtures("busy")
+def test_a_reader_that_is_never_done_is_given_up(
+    memory: ProcessMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BUSY_TIMEOUT", module.TIMEOUT / 4)
+    with pytest.raises(TimeoutError):
+        memory.read("/proc/self/comm", [(0, 16)])
+
+
 def test_no_more_readers_than_that_sleep(
     tmp_path: os.PathLike[str], memory: ProcessMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -236,6 +236,7 @@ def test_names_are_read_anew(watch: HostProcesses) -> None:
         comm.write_text(before, encoding="utf-8")
 
 
+@pytest.mark.usefixtures("own_descriptors")
 def test_descriptors_are_given_back() -> None:
     before = len(os.listdir("/proc/self/fd"))
     watch = HostProcesses()
@@ -265,6 +266,7 @@ def test_no_processes() -> None:
     watch.close()
 
 
+@pytest.mark.usefixtures("own_descriptors")
 def test_ends_are_found_without_descriptors(few_descriptors: HostProcesses) -> None:
     """By the start time, at the next look."""
     watch = few_descriptors

@@ -81,6 +81,7 @@ def test_a_file_of_the_very_limit(tmp_path: Path) -> None:
         open_regular(link, os.O_NOFOLLOW)
 
 
+@pytest.mark.usefixtures("own_descriptors")
 def test_no_descriptor_is_left(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "f")
     before = os.listdir("/proc/self/fd")

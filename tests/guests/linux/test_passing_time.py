@@ -216,8 +216,8 @@ def test_a_dead_guest_answers_eio(shell: Shell) -> None:
 def test_with_the_real_clock_pauses_pass_in_the_guest() -> None:
     shell = Shell(is_clock_real=True)
     for pause in (0.3, 0.0):
-        shell.write("/tracing/trace_marker", "before")
         began = time.monotonic()
+        shell.write("/tracing/trace_marker", "before")
         time.sleep(pause)
         shell.write("/tracing/trace_marker", "after")
         took = time.monotonic() - began

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -23,17 +25,32 @@ def unexpected(_regs: Regs) -> None:
     raise AssertionError("Python got the trap")
 
 
-def interrupt_after(seconds: float, times: int) -> threading.Timer:
-    """Send SIGINT to the process, as a terminal does, from another thread."""
+def interrupt_after(seconds: float, times: int) -> threading.Thread:
+    """Send SIGINT to the process, as a terminal does, from another thread.
+
+    `seconds`: CPU time of this thread until the first signal. Each signal is delivered before the next one.
+    """
+    clock = time.pthread_getcpuclockid(threading.get_ident())
+    first = time.clock_gettime(clock) + seconds
+
+    def is_pending() -> bool:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return any(
+            int(mask, 16) >> signal.SIGINT - 1 & 1 for mask in re.findall(r"^ShdPnd:\s+(\w+)", status, re.M)
+        )
 
     def send() -> None:
+        while time.clock_gettime(clock) < first:
+            time.sleep(0.01)
         for _ in range(times):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.05)
+            while is_pending():
+                time.sleep(0.01)
 
-    timer = threading.Timer(seconds, send)
-    timer.start()
-    return timer
+    sender = threading.Thread(target=send)
+    sender.start()
+    return sender
 
 
 @pytest.fixture
@@ -50,10 +67,10 @@ def test_a_second_interrupt_ends_a_run_without_python(native: bool) -> None:
     machine = boot("int3; mov ebx, 7; hlt", run_budget=60, fast_registers=native)
     machine.breakpoints[CODE] = Redirect(CODE, lambda regs: regs.set("ip", CODE))
     started = time.monotonic()
-    timer = interrupt_after(0.2, 2)
+    sender = interrupt_after(0.2, 2)
     with pytest.raises(KeyboardInterrupt):
         machine.run()
-    timer.join()
+    sender.join()
     assert time.monotonic() - started < 30
     assert machine.hooks.native_traps > 1000 or not native
     assert machine.regs.ip in (CODE, CODE + 1)
@@ -69,9 +86,9 @@ def test_a_second_interrupt_ends_a_run_without_python(native: bool) -> None:
 def test_one_interrupt_waits_for_the_end_of_a_run() -> None:
     machine = boot("int3; hlt", run_budget=1)
     machine.breakpoints[CODE] = Redirect(CODE, unexpected)
-    timer = interrupt_after(0.1, 1)
+    sender = interrupt_after(0.1, 1)
     trap = machine.run()
-    timer.join()
+    sender.join()
     assert trap.kind is TrapKind.BUDGET
     assert machine.hooks.engine.is_interrupted
     machine.hooks.engine.is_interrupted = False
