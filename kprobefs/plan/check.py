@@ -17,7 +17,6 @@ from emulated_kernel.trace.text.chars import argv_split
 from emulated_kernel.trace.text.probe_errors import ProbeError
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, field
-from kprobefs.common.errors import CliError
 from kprobefs.common.similar_symbols import nearest_symbols
 from kprobefs.definitions.syntax import (
     DEFINITION,
@@ -30,7 +29,7 @@ from kprobefs.definitions.syntax import (
 from kprobefs.measure.verdicts import ProbeOutcome
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.offline_engine import OfflineEngine
-from kprobefs.plan.place import Place, module_name, nearest_in_module
+from kprobefs.plan.place import Place, module_name
 from kprobefs.plan.planned_kernel import ONLY_COUNTED, UNGUARDED, PlannedKernel
 
 PENDING = "pending"
@@ -42,12 +41,10 @@ REMOVED = "removed"
 WARNINGS = {
     "type-size": "A fetch argument reads fewer or more bits than the value has.",
     "type-sign": "A fetch argument shows a signed value as unsigned, or an unsigned value as signed.",
-    "no-module": "The module that a definition names does not come with the kernel, or cannot be read.",
     "no-parameter": "A fetch argument $argN reads a register or stack word that no parameter takes.",
     "no-member": "A fetch argument reads a structure at an offset at which no member begins.",
     "no-place": "A definition has no place, or a source line as its place.",
     "name-cut": "The event's name is cut at the kernel's limit.",
-    "needs-module": "The kernel refuses the definition until a module is loaded.",
     "never-returns": "The function of a return probe never returns.",
     "no-records": "The kernel counts the probe's hits, but records none of them.",
     "other-instruction": "The same symbol and offset is another instruction in some of the kernels.",
@@ -69,8 +66,6 @@ _PARAMETER = re.compile(r"\$arg([0-9]+)\b")
 """Pattern for a parameter of the function in a fetch argument."""
 _STUB = "__probestub_"
 """Beginning of the name of a function that has a tracepoint's parameters."""
-_MODULE_PLACE = re.compile(r"(?P<module>\w+):(?P<symbol>[^+%]+)")
-"""Pattern for a place in a module."""
 _OPERAND_ADDRESS = re.compile(r"(?<=[\w.])\+0x[0-9a-f]+|\b0x[0-9a-f]{6,}\b")
 """Pattern for the part of an instruction's text that differs between builds: an offset or an address."""
 _EXPRESSION = re.compile(
@@ -126,47 +121,6 @@ class Answer:
     def is_error(self) -> bool:
         """Whether the kernel refuses the line."""
         return any(finding.is_error for finding in self.findings)
-
-
-def check_with_modules(kernel: PlannedKernel, lines: Sequence[Line]) -> tuple[PlannedKernel, list[Answer]]:
-    """Return the kernel with the modules that `lines` name loaded, and its answers to the lines.
-
-    Warnings say which modules cannot be loaded, and which lines the kernel refuses without the modules.
-    """
-    loaded, unloadable = kernel, {}
-    if kernel.image is not None:
-        for module, symbol in _named_modules(lines):
-            try:
-                loaded = loaded.with_module(module, symbol)
-            except CliError as error:
-                unloadable[module] = str(error).removeprefix(f"{kernel.image}: ")
-    answers = check_lines(loaded, lines)
-    for answer in answers:
-        for module, _ in _named_modules([answer.line]):
-            if module in unloadable:
-                column = _word_column(answer.line.text, 1)
-                answer.findings.append(Finding("no-module", False, unloadable[module], column))
-    if loaded is kernel:
-        return kernel, answers
-    names = ", ".join(each.module.name for each in loaded.modules)
-    loaded.remarks += (f"with the modules that the definitions name, and those they need: {names}",)
-    for answer, without in zip(answers, check_lines(kernel, lines), strict=True):
-        refusal = next((each for each in without.findings if each.is_error), None)
-        if refusal is not None and not answer.is_error:
-            message = f"the kernel refuses this line until the module is loaded: {refusal.message}"
-            answer.findings.append(Finding("needs-module", False, message, refusal.column))
-    return loaded, answers
-
-
-def _named_modules(lines: Iterable[Line]) -> Iterator[tuple[str, str]]:
-    """Yield module and symbol of each place MODULE:SYMBOL, each module once."""
-    found = set()
-    for line in lines:
-        words = argv_split(line.text) if is_definition(line.text) and not line.text.startswith("-") else ()
-        place = _MODULE_PLACE.match(words[1]) if len(words) > 1 else None
-        if place is not None and place["module"] not in found:
-            found.add(place["module"])
-            yield place["module"], place["symbol"]
 
 
 def check_lines(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
@@ -269,14 +223,9 @@ def _hint(kernel: PlannedKernel, line: Line, rule: str, error: KernelError) -> s
     module, colon, function = place.partition(":")
     if rule == ProbeError.BAD_PROBE_ADDR.name and colon and "-" in module:
         return f"; modules have _ in place of -: {module_name(module)}:{function}"
-    if rule == ProbeError.BAD_PROBE_ADDR.name and colon:
-        near = nearest_in_module(re.split(r"[+%]", place, maxsplit=1)[0], kernel.tables)
-        return f"; there is {', '.join(near)}" if near else ""
     if rule == ProbeError.BAD_PROBE_ADDR.name and symbol and not kallsyms.count_name(symbol):
         near = nearest_symbols(symbol, kallsyms)
-        known = f"; there is {', '.join(near)}" if near else ""
-        of_module = f"; for a module's function, write MODULE:{symbol}"
-        return known if kernel.image is None else known + of_module
+        return f"; there is {', '.join(near)}" if near else ""
     if rule in (ProbeError.BAD_INSN_BNDRY.name, ProbeError.FAIL_REG_PROBE.name):
         return f" ({error.strerror})"
     return ""

@@ -18,7 +18,7 @@ from kprobefs.common.production_cpus import images_and_cpus
 from kprobefs.definitions.syntax import SETTING, Line, read_lines
 from kprobefs.measure.verdicts import ProbeOutcome, profile_text
 from kprobefs.mount_options import KPROBES
-from kprobefs.plan.check import PENDING, Answer, Finding, check_with_modules, warn_of_other_insns
+from kprobefs.plan.check import PENDING, Answer, Finding, check_lines, warn_of_other_insns
 from kprobefs.plan.planned_kernel import PlannedKernel, planned_kernel
 from kprobefs.plan.sarif import sarif_log
 
@@ -44,7 +44,7 @@ class CheckedFile:
     text: str
     settings: int
     """Number of lines that write a value to another file; no kernel checks them."""
-    answers: tuple[tuple[PlannedKernel, Sequence[Answer]], ...]
+    answers: tuple[tuple[PlannedKernel, tuple[Answer, ...]], ...]
 
 
 def run(
@@ -74,7 +74,7 @@ def run(
     for path, text in texts.items():
         lines = list(read_lines(path, text))
         settings = sum(SETTING.match(line.text) is not None for line in lines)
-        answers = tuple(check_with_modules(each, lines) for each in kernels)
+        answers = tuple((each, _checked(each, lines)) for each in kernels)
         warn_of_other_insns(answers)
         found.append(CheckedFile(path, text, settings, answers))
     if form == "json":
@@ -91,6 +91,10 @@ def run(
         print("\n\n".join("\n".join(_text(each)) for each in found))
     every = [answer for each in found for _, answers in each.answers for answer in answers]
     return not any(answer.is_error for answer in every)
+
+
+def _checked(kernel: PlannedKernel, lines: Sequence[Line]) -> tuple[Answer, ...]:
+    return tuple(check_lines(kernel, lines))
 
 
 def _read(path: str) -> str:

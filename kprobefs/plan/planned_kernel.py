@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 from emulated_kernel.arch.analysis.probe_rules import ProbeRule
 from emulated_kernel.image.builtin_image import KernelImage, load_image
@@ -73,8 +73,6 @@ class PlannedKernel:
         """Path of the kernel's file or package; None for a dump and for the built-in kernel."""
         self.modules: tuple[LinkedModule, ...] = ()
         """Loaded modules, in the order of loading."""
-        self._loaded: dict[str, bytes] = {}
-        """Name -> contents of the files of `modules`."""
         self._files: ModuleFiles | None = None
         """Files of the package's modules, which this kernel and its copies share."""
         self.cpu_description = cpu_description
@@ -114,44 +112,32 @@ class PlannedKernel:
         live.put_all(each.module if returns is None else each.booted(returns) for each in self.modules)
         return live
 
-    def with_module(self, name: str, symbol: str) -> PlannedKernel:
-        """Return a copy of this kernel that has loaded the module `name` of its package too.
-
-        The module's dependencies are loaded as well. `symbol` is what the user seeks in the module. If the
-        kernel itself has it, the error for an unknown module says so.
+    def with_module(self, name: str) -> PlannedKernel:
+        """Return a copy of this kernel with the module `name` of its package and the module's dependencies.
 
         Raises: CliError (there is no such module, or this kernel's modules are unknown).
         """
-        try:
-            loaded = self._loaded | dict(self._read_module(name))
-            with explained(self.image or ""):
-                modules = tuple(link_modules(cast("LinuxKernel", self.core), list(loaded.items())))
-        except CliError as error:
-            if not self.core.kallsyms.by_name(symbol):
-                raise
-            why = f"{error}; or leave the module out: the kernel itself has {escape_for_terminal(symbol)}"
-            raise CliError(why, error.status) from error
-        found = PlannedKernel(self.title, self.arch, self.core, self.profile, self.cpu_description)
-        found.modules = modules
-        found._loaded = loaded
-        found._files = self._files
-        found.image = self.image
-        found.remarks = self.remarks
-        found.is_booted = self.is_booted
-        found.has_own_kprobes = self.has_own_kprobes
-        found.strategy = self.strategy
-        return found
-
-    def _read_module(self, name: str) -> Sequence[tuple[str, bytes]]:
-        """Return names and contents of a module and its dependencies. Raises: CliError."""
-        if self.image is None or not isinstance(self.core, LinuxKernel):
-            why = "give --image, or mount the kernel and read the event's `reason`"
+        core = self.core
+        if self.image is None or not isinstance(core, LinuxKernel):
             where = escape_for_terminal(name)
-            raise CliError(f"{where}: only a kernel's package has modules; {why}", ExitStatus.USAGE)
+            raise CliError(
+                f"{where}: only a kernel's package has modules; give --image, or mount the kernel and read "
+                "the event's `reason`",
+                ExitStatus.USAGE,
+            )
         with explained(self.image):
             # If the package were opened again, it would be unpacked again.
-            self._files = self._files or ModuleFiles(kernel_file(self.image), self.core.release)
-            return self._files.read(name)
+            self._files = self._files or ModuleFiles(kernel_file(self.image), core.release)
+            files = self._files.read(name)
+            found = PlannedKernel(self.title, self.arch, core, self.profile, self.cpu_description)
+            found._files = self._files
+            found.image = self.image
+            found.remarks = self.remarks
+            found.is_booted = self.is_booted
+            found.has_own_kprobes = self.has_own_kprobes
+            found.strategy = self.strategy
+            found.modules = tuple(link_modules(core, files))
+            return found
 
     @cached_property
     def judge(self) -> Judge:

@@ -554,33 +554,6 @@ def test_debian(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "vfs_read" in wrong["findings"][0]["message"]
 
 
-def test_modules_that_definitions_name_are_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The answers are those of a kernel with the modules. Warnings tell what it refuses without them."""
-    package = debian.package("linux-image-cloud-amd64")
-    file = tmp_path / "x.probes"
-    lines = {
-        "p:a nf_conntrack:nf_conntrack_in skb=$arg1": ("ftrace", ["needs-module"]),
-        "p:b nf_conntrack_in": ("ftrace", ["needs-module"]),
-        "p:c nf_conntrack:nf_conntrack_in": ("ftrace", []),
-        "p:d nf_conntrack:nf_conntrack_in+3": ("EILSEQ", ["BAD_INSN_BNDRY"]),
-        "p:e nf_conntrack:nf_conntrack_im": ("ENOENT", ["BAD_PROBE_ADDR"]),
-        "p:f nosuch:vfs_read": ("pending", ["no-module"]),
-        "p:g vfs_read": ("ftrace", []),
-    }
-    file.write_text("\n".join(lines) + "\n")
-    assert main(["check", str(file), "--image", str(package), "--json"]) == 1
-    (found,) = json.loads(capsys.readouterr().out)
-    (kernel,) = found["kernels"]
-    assert "nf_defrag_ipv4" in kernel["remarks"][-1]
-    answers = [
-        (line["outcome"], [finding["rule"] for finding in line["findings"]]) for line in kernel["lines"]
-    ]
-    assert answers == list(lines.values())
-    messages = [finding["message"] for line in kernel["lines"] for finding in line["findings"]]
-    assert "nf_conntrack:nf_conntrack_in" in messages[3]
-    assert "the kernel itself has vfs_read" in messages[4]
-
-
 def test_the_guide_shows_what_the_command_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
