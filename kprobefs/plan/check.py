@@ -16,7 +16,6 @@ from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe
 from emulated_kernel.trace.text.chars import argv_split
 from emulated_kernel.trace.text.probe_errors import ProbeError
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass, field
 from kprobefs.common.similar_symbols import nearest_symbols
 from kprobefs.definitions.syntax import (
     DEFINITION,
@@ -27,31 +26,14 @@ from kprobefs.definitions.syntax import (
     is_definition,
 )
 from kprobefs.measure.verdicts import ProbeOutcome
+from kprobefs.plan.answer import PENDING, REMOVED, UNCHECKED, Answer, Finding
+from kprobefs.plan.arguments import changed_parameters
+from kprobefs.plan.check_settings import SettingChecks
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.offline_engine import OfflineEngine
 from kprobefs.plan.place import Place, module_name
 from kprobefs.plan.planned_kernel import ONLY_COUNTED, UNGUARDED, PlannedKernel
 
-PENDING = "pending"
-"""Outcome of a probe whose module is not loaded."""
-UNCHECKED = "unchecked"
-"""Outcome of a line that defines an event of another kind than kprobe events."""
-REMOVED = "removed"
-"""Outcome of a line that removes events."""
-WARNINGS = {
-    "type-size": "A fetch argument reads fewer or more bits than the value has.",
-    "type-sign": "A fetch argument shows a signed value as unsigned, or an unsigned value as signed.",
-    "no-parameter": "A fetch argument $argN reads a register or stack word that no parameter takes.",
-    "no-member": "A fetch argument reads a structure at an offset at which no member begins.",
-    "no-place": "A definition has no place, or a source line as its place.",
-    "name-cut": "The event's name is cut at the kernel's limit.",
-    "never-returns": "The function of a return probe never returns.",
-    "no-records": "The kernel counts the probe's hits, but records none of them.",
-    "other-instruction": "The same symbol and offset is another instruction in some of the kernels.",
-    "patched-by-ftrace": "The kernel accepts the probe at an instruction that ftrace patches.",
-    "takes-jump": "A probe lies in the instructions that the jump of another probe would replace.",
-}
-"""Name of each warning -> its meaning."""
 _OTHER_KINDS = {
     "s": None,
     "e": InterfaceRule.EVENT_PROBES,
@@ -75,68 +57,24 @@ _EXPRESSION = re.compile(
 """Pattern for the expression of a fetch argument with at most one dereference."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """An error or a warning about a line of a definitions file."""
-
-    rule: str
-    """Name of the rule that was violated: a name in error_log's table, an errno, or a key of WARNINGS."""
-    is_error: bool
-    message: str
-    column: int | None = None
-    """Column in the line's text, from 0 on; None if the finding is about the whole line."""
-
-
-@dataclass(slots=True)
-class Answer:
-    """A kernel's answer to a line that is written to kprobe_events, with errors and warnings."""
-
-    line: Line
-    outcome: str
-    """Value of ProbeOutcome, PENDING, UNCHECKED or REMOVED.
-
-    If the kernel refuses the line, the name of the errno.
-    """
-    reason: str = ""
-    """Reason why the probe is not optimized, or why it is pending; "" if there is nothing to explain."""
-    findings: list[Finding] = field(default_factory=list)
-    region: range = range(0)
-    """Addresses that the probe's jump replaces; empty if there is no jump."""
-    breakpoint_kind: str | None = None
-    """Value of BreakpointKind, also for an optimized probe; None if there is no breakpoint."""
-    traps_at_return: bool = False
-    """Whether the probe is a return probe whose trampoline traps."""
-    address: int = 0
-    """The probed address; 0 if there is no probe."""
-    insn: str = ""
-    """The probed instruction as text; "" for a place without offset and address, or without a probe."""
-    probe: TraceKprobe | None = None
-    """The probe that the line has created; None if it has created none."""
-    extended: str | None = None
-    """Outcome under the kernel's strategy; None if there is no strategy or no probe."""
-    extended_reason: str = ""
-    """The tactics that the jump needs under the strategy, or the rule by which the strategy refuses it."""
-
-    @property
-    def is_error(self) -> bool:
-        """Whether the kernel refuses the line."""
-        return any(finding.is_error for finding in self.findings)
-
-
 def check_lines(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
     """Return a kernel's answers to lines, as if they were written to its kprobe_events in this order.
 
-    Lines that write a value to another file (FILE = VALUE) get no answer.
+    The lines that write a value to another file (FILE = VALUE) are checked in part.
     """
     engine = OfflineEngine(kernel)
-    answers = [_answer(kernel, engine, line) for line in lines if not SETTING.match(line.text)]
+    settings = SettingChecks(kernel, engine)
+    answers = [_answer(kernel, engine, settings, line) for line in lines]
     left = set(engine.kprobe_events.probes())
     _find_taken_jumps([answer for answer in answers if answer.probe in left])
     return answers
 
 
-def _answer(kernel: PlannedKernel, engine: OfflineEngine, line: Line) -> Answer:
+def _answer(kernel: PlannedKernel, engine: OfflineEngine, settings: SettingChecks, line: Line) -> Answer:
+    if SETTING.match(line.text):
+        return settings.answer(line)
     if _is_foreign(line.text, kernel.interface):
+        settings.named(line.text)
         return Answer(line, UNCHECKED, findings=[*_of_foreign(kernel, line)])
     events = engine.kprobe_events
     before = events.count
@@ -144,6 +82,7 @@ def _answer(kernel: PlannedKernel, engine: OfflineEngine, line: Line) -> Answer:
     try:
         events.write(line.text.encode("utf-8", "surrogateescape") + b"\n")
     except KernelError as error:
+        settings.named(line.text)
         return _refused(kernel, engine, line, error)
     if events.count <= before:
         return Answer(line, REMOVED)
@@ -171,14 +110,17 @@ def _of_foreign(kernel: PlannedKernel, line: Line) -> Iterator[Finding]:
     """
     yield from _no_place(line)
     words = argv_split(line.text)
-    if kernel.btf is None or len(words) < 2 or line.text[0] not in "ft":
+    if len(words) < 2 or line.text[0] not in "ft":
         return
     name = words[1].partition("%")[0]
     is_point = line.text[0] == "t"
+    count = None
     with suppress(KernelError):
-        # The first parameter of a tracepoint's stub is the data of its user.
-        found = prototype(kernel.btf, f"{_STUB}{name}" if is_point else name)
-        yield from _no_parameter(line, name, found.words(kernel.whole.judge.arch.word_size), int(is_point))
+        if kernel.btf is not None:
+            # The first parameter of a tracepoint's stub is the data of its user.
+            found = prototype(kernel.btf, f"{_STUB}{name}" if is_point else name)
+            count = found.words(kernel.whole.judge.arch.word_size)
+    yield from _no_parameter(line, name, count, int(is_point))
 
 
 def _refused(kernel: PlannedKernel, engine: OfflineEngine, line: Line, error: KernelError) -> Answer:
@@ -327,11 +269,16 @@ def _cut_name(line: Line, probe: TraceKprobe) -> Iterator[Finding]:
 
 
 def _no_parameter(line: Line, name: str, count: int | None, hidden: int = 0) -> Iterator[Finding]:
-    """Yield warnings about fetch arguments $argN of the function `name` with an N that is too large.
+    """Yield warnings about fetch arguments $argN of the function `name` that may not be its parameter N.
 
     `count`: number of words that the parameters take; None if it is unknown. `hidden`: number of first
     parameters that $argN does not count.
     """
+    if why := changed_parameters(name):
+        for number, word in enumerate(argv_split(line.text)[2:], 2):
+            if _PARAMETER.search(word):
+                message = f"{name}: {why}"
+                yield Finding("changed-parameters", False, message, _word_column(line.text, number))
     if count is None:
         return
     has = f"has {count - hidden} parameter{'s' * (count - hidden != 1)}"

@@ -170,6 +170,7 @@ def as_dict(explained: Explanation) -> dict[str, Any]:
             }
             for each in explained.arguments
         ],
+        "unknown_arguments": explained.unknown_arguments or None,
         "detoured": [insn.offset for insn in explained.detoured],
         "never_returns": explained.never_returns,
         "other_symbols": [f"{each.address:#x}" for each in explained.place.others],
