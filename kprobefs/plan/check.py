@@ -9,6 +9,7 @@ from contextlib import suppress
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.btf_declaration import Parameter, prototype
 from emulated_kernel.image.linux.btf_members import members_at, pointed_to, size_of
+from emulated_kernel.trace.fetch.fetch_types import String, SymbolString
 from emulated_kernel.trace.fetch.probe_arg import ProbeArg
 from emulated_kernel.trace.interface import Interface, InterfaceRule
 from emulated_kernel.trace.probes.definition import MAX_EVENT_NAME_LEN
@@ -52,7 +53,7 @@ _OPERAND_ADDRESS = re.compile(r"(?<=[\w.])\+0x[0-9a-f]+|\b0x[0-9a-f]{6,}\b")
 """Pattern for the part of an instruction's text that differs between builds: an offset or an address."""
 _EXPRESSION = re.compile(
     r"(?:(?P<offset>[+-](?:0x[0-9a-fA-F]+|[0-9]+))\()?"
-    r"(?P<base>\$arg[0-9]+|\$stack[0-9]+|\$retval|%[a-z0-9]+)\)?(?::(?P<type>[a-z0-9]+))?"
+    r"(?P<base>\$arg[0-9]+|\$stack[0-9]+|\$retval|%[a-z0-9]+)\)?(?::(?P<type>[a-z0-9]+)(?:\[[0-9]+\])?)?"
 )
 """Pattern for the expression of a fetch argument with at most one dereference."""
 
@@ -306,7 +307,7 @@ def _types(
     for number, arg in enumerate(probe.args):
         found = _EXPRESSION.fullmatch(arg.expression)
         parameter = None if found is None else known.get(found["base"])
-        if found is None or parameter is None or arg.type.is_dynamic or arg.count:
+        if found is None or parameter is None:
             continue
         column = _word_column(line.text, number + 2)
         if found["offset"] is None:
@@ -317,7 +318,7 @@ def _types(
 
 def _scalar(arg: ProbeArg, parameter: Parameter, kind: str | None, column: int) -> Iterator[Finding]:
     wanted = parameter.fetch_type
-    if not wanted or (kind or "").startswith(("b", "sym")):
+    if not wanted or arg.type.is_dynamic or arg.count or (kind or "").startswith(("b", "sym")):
         return
     name = f"{parameter.name or 'the result'} ({parameter.type})"
     bits = 8 * parameter.size
@@ -342,15 +343,22 @@ def _member(btf: Btf, arg: ProbeArg, parameter: Parameter, offset: int, column: 
         message = f"{arg.name} reads at offset {offset} of {name}, which has {size} bytes"
         yield Finding("no-member", False, message, column)
         return
-    found = [each for each in members_at(btf, structure, offset) if not each.is_bitfield]
+    around = [each for each in members_at(btf, structure, offset) if not each.is_bitfield]
+    found = [each for each in around if not each.skipped]
     if not found:
-        yield Finding("no-member", False, f"no member of {name} begins at offset {offset}", column)
-    elif arg.type.size not in {each.size for each in found}:
-        member = found[0]
-        message = (
-            f"{arg.name} reads {8 * arg.type.size} bits of {name}.{member.path}, which has {8 * member.size}"
-        )
-        yield Finding("type-size", False, message, column)
+        message = f"no member of {name} begins at offset {offset}"
+        if around:
+            message += f", which is within {around[0].path} at offset {offset - around[0].skipped}"
+        yield Finding("no-member", False, message, column)
+        return
+    is_text = isinstance(arg.type, String) and not isinstance(arg.type, SymbolString)
+    size = 1 if is_text else arg.type.size
+    if arg.count or size in {each.size for each in found} or (arg.type.is_dynamic and not is_text):
+        return
+    message = f"{arg.name} reads {8 * size} bits of {name}.{found[0].path}, which has {8 * found[0].size}"
+    if is_text:
+        message = f"{arg.name} reads text at {name}.{found[0].path}, which is no array of characters"
+    yield Finding("type-size", False, message, column)
 
 
 # Columns
