@@ -24,6 +24,8 @@ WARNINGS = {
     "changed-parameters": "A fetch argument $argN reads a parameter that the compiler may have changed.",
     "no-event": "A setting names an event that neither the kernel nor a line before has.",
     "no-function": "A setting names a function that the kernel does not have, or that ftrace cannot trace.",
+    "needs-module": "The kernel refuses the definition while the module of its place is not loaded.",
+    "no-module": "A definition waits for a module that does not come with the kernel.",
     "never-returns": "The function of a return probe never returns.",
     "no-records": "The kernel counts the probe's hits, but records none of them.",
     "other-instruction": "The same symbol and offset is another instruction in some of the kernels.",
@@ -70,6 +72,8 @@ class Answer:
     """The probed instruction as text; "" for a place without offset and address, or without a probe."""
     probe: TraceKprobe | None = None
     """The probe that the line has created; None if it has created none."""
+    unloaded: str = ""
+    """Outcome while the modules that the lines name are not loaded; "" if the outcome is the same."""
     extended: str | None = None
     """Outcome under the kernel's strategy; None if there is no strategy or no probe."""
     extended_reason: str = ""

@@ -17,6 +17,7 @@ from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe
 from emulated_kernel.trace.text.chars import argv_split
 from emulated_kernel.trace.text.probe_errors import ProbeError
 from emulated_kernel.util.errors import KernelError
+from kprobefs.common.errors import CliError
 from kprobefs.common.similar_symbols import nearest_symbols
 from kprobefs.definitions.syntax import (
     DEFINITION,
@@ -47,6 +48,8 @@ The value is None if all kernels have it.
 """
 _PARAMETER = re.compile(r"\$arg([0-9]+)\b")
 """Pattern for a parameter of the function in a fetch argument."""
+_MODULE = re.compile(r"[A-Za-z_]\w*")
+"""Pattern for the name of a module, as the kernel has it."""
 _STUB = "__probestub_"
 """Beginning of the name of a function that has a tracepoint's parameters."""
 _OPERAND_ADDRESS = re.compile(r"(?<=[\w.])\+0x[0-9a-f]+|\b0x[0-9a-f]{6,}\b")
@@ -61,8 +64,60 @@ _EXPRESSION = re.compile(
 def check_lines(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
     """Return a kernel's answers to lines, as if they were written to its kprobe_events in this order.
 
-    The lines that write a value to another file (FILE = VALUE) are checked in part.
+    The lines that write a value to another file (FILE = VALUE) are checked in part. The modules that places
+    name are loaded if they come with the kernel, and the answers say what differs while they are not.
     """
+    known = list(lines)
+    answers = _answers(kernel, known)
+    modules, missing = _modules(kernel, known)
+    if modules:
+        before = answers
+        answers = _answers(kernel.with_modules(modules), known)
+        for answer, unloaded in zip(answers, before, strict=True):
+            _compare(answer, unloaded, ", ".join(modules))
+    for answer in answers:
+        if why := missing.get(_place(answer.line)):
+            answer.findings.append(Finding("no-module", False, why, _word_column(answer.line.text, 1)))
+    return answers
+
+
+def _modules(kernel: PlannedKernel, lines: Iterable[Line]) -> tuple[list[str], dict[str, str]]:
+    """Return the modules of the kernel that places name, and place -> why the kernel has no such module."""
+    found: dict[str, None] = {}
+    missing: dict[str, str] = {}
+    for place in dict.fromkeys(map(_place, lines)):
+        module, colon, rest = place.partition(":")
+        if not colon or kernel.image is None or _MODULE.fullmatch(module) is None or module in found:
+            continue
+        try:
+            kernel.with_module_of(module, re.split("[+%]", rest, maxsplit=1)[0])
+        except CliError as error:
+            missing[place] = str(error)
+        else:
+            found[module] = None
+    return [*found], missing
+
+
+def _place(line: Line) -> str:
+    """Return the place of a kprobe's or return probe's definition, or "" for other lines."""
+    found = DEFINITION.match(line.text)
+    if found is None or found["kind"] not in "pr" or not found["rest"]:
+        return ""
+    return found["rest"].split(maxsplit=1)[0]
+
+
+def _compare(answer: Answer, unloaded: Answer, modules: str) -> None:
+    """Note in an answer what the kernel answers while the modules `modules` are not loaded."""
+    if answer.outcome == unloaded.outcome:
+        return
+    answer.unloaded = unloaded.outcome
+    refused = next((finding for finding in unloaded.findings if finding.is_error), None)
+    if refused is not None:
+        message = f"refused while the module is not loaded ({modules}): {refused.message}"
+        answer.findings.append(Finding("needs-module", False, message, refused.column))
+
+
+def _answers(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
     engine = OfflineEngine(kernel)
     settings = SettingChecks(kernel, engine)
     answers = [_answer(kernel, engine, settings, line) for line in lines]

@@ -202,14 +202,17 @@ def _messages(answer: Answer) -> Iterator[tuple[str, int | None]]:
     """Yield (message, column or None) of each finding, and of the reason why the probe has no jump."""
     for each in answer.findings:
         yield f"{'error' if each.is_error else 'warning'}: {each.message} [{each.rule}]", each.column
-    is_told = any(finding.message == answer.reason for finding in answer.findings)
-    reason = "" if is_told else f": {answer.reason}"
+    is_repeated = any(finding.message == answer.reason for finding in answer.findings)
+    reason = "" if is_repeated else f": {answer.reason}"
     if answer.outcome == ProbeOutcome.BREAKPOINT.value:
         traps = _TRAPS[BreakpointKind(answer.breakpoint_kind)]
         traps += ", and one at the return" * answer.traps_at_return
         yield f"{answer.outcome}, {answer.breakpoint_kind} ({traps}){reason}", None
     elif answer.outcome == PENDING:
         yield f"{answer.outcome}{reason}", None
+    is_told = any(finding.rule == "needs-module" for finding in answer.findings)
+    if answer.unloaded and not is_told:
+        yield f"with its module loaded; {answer.unloaded} until then", None
     if answer.extended is not None and answer.outcome == ProbeOutcome.BREAKPOINT.value:
         yield f"extended: {answer.extended}: {answer.extended_reason}", None
 
@@ -245,6 +248,7 @@ def _line_as_dict(text: str, answer: Answer) -> dict[str, Any]:
         "definition": answer.line.text,
         "outcome": answer.outcome,
         "reason": answer.reason,
+        "unloaded": answer.unloaded or None,
         "breakpoint": answer.breakpoint_kind,
         "traps_at_return": answer.traps_at_return,
         "extended": None

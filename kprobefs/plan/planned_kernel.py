@@ -127,14 +127,14 @@ class PlannedKernel:
         live.put_all(each.module if returns is None else each.booted(returns) for each in self.modules)
         return live
 
-    def with_module(self, name: str) -> PlannedKernel:
-        """Return a copy of this kernel with the module `name` of its package and the module's dependencies.
+    def with_modules(self, names: Iterable[str]) -> PlannedKernel:
+        """Return a copy of this kernel with the modules `names` of its package and their dependencies.
 
         Raises: CliError (there is no such module, or this kernel's modules are unknown).
         """
         core = self.core
         if self.image is None or not isinstance(core, LinuxKernel):
-            where = escape_for_terminal(name)
+            where = escape_for_terminal(", ".join(names))
             raise CliError(
                 f"{where}: only a kernel's package has modules; give --image, or mount the kernel and read "
                 "the event's `reason`",
@@ -143,7 +143,9 @@ class PlannedKernel:
         with explained(self.image):
             # If the package were opened again, it would be unpacked again.
             self._files = self._files or ModuleFiles(kernel_file(self.image), core.release)
-            files = self._files.read(name)
+            files: dict[str, bytes] = {}
+            for name in names:
+                files |= {each: data for each, data in self._files.read(name) if each not in files}
             found = PlannedKernel(self.title, self.arch, core, self.profile, self.cpu_description)
             found._files = self._files
             found.image = self.image
@@ -151,8 +153,21 @@ class PlannedKernel:
             found.is_booted = self.is_booted
             found.has_own_kprobes = self.has_own_kprobes
             found.strategy = self.strategy
-            found.modules = tuple(link_modules(core, files))
+            found.modules = tuple(link_modules(core, [*files.items()]))
             return found
+
+    def with_module_of(self, module: str, symbol: str) -> PlannedKernel:
+        """Return a copy of this kernel with `module`, which a place names before `symbol`.
+
+        Raises: CliError (as with_modules(); the message says if the kernel itself has the symbol).
+        """
+        try:
+            return self.with_modules([module])
+        except CliError as error:
+            if not self.tables.kallsyms.by_name(symbol):
+                raise
+            why = f"{error}; or leave the module out: the kernel itself has {escape_for_terminal(symbol)}"
+            raise CliError(why, error.status) from error
 
     @cached_property
     def judge(self) -> Judge:

@@ -446,6 +446,30 @@ def test_names_that_are_cut_ambiguous_or_only_split(
     assert len(re.findall("0x[0-9a-f]{16}", twice["findings"][0]["message"])) == 2
 
 
+def test_lines_with_modules_are_judged_with_them_loaded() -> None:
+    """The package's modules are loaded; other modules are awaited, as by a kernel without them."""
+    package = debian.package("linux-image-cloud-amd64")
+    lines = {
+        "p:a nls_cp437:uni2char a=$arg1": ("ftrace", "EINVAL", ["needs-module"]),
+        "r:c nls_cp437:uni2char": ("ftrace", "pending", []),
+        "p:d nls_cp437:uni2char+3": ("EILSEQ", "pending", ["BAD_INSN_BNDRY"]),
+        "p:e nls_cp437:uni2chra": ("ENOENT", "pending", ["BAD_PROBE_ADDR"]),
+        "p:f nls_cp43:uni2char": ("pending", "", ["no-module"]),
+        "p:g vfs:vfs_read": ("pending", "", ["no-module"]),
+        "p:h vfs_read": ("ftrace", "", []),
+    }
+    kernel = planned_kernel(None, str(package), None, None)
+    answers = check_lines(kernel, [Line("", number, line) for number, line in enumerate(lines, 1)])
+    found = {
+        each.line.text: (each.outcome, each.unloaded, [finding.rule for finding in each.findings])
+        for each in answers
+    }
+    assert found == lines
+    messages = {each.line.text: each.findings[0].message for each in answers if each.findings}
+    assert "nearest: nls_cp437" in messages["p:f nls_cp43:uni2char"]
+    assert "the kernel itself has vfs_read" in messages["p:g vfs:vfs_read"]
+
+
 # The command
 
 
