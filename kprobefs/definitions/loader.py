@@ -14,10 +14,10 @@ from fnmatch import fnmatchcase
 from emulated_kernel.util.lazy_pattern import lazy_pattern
 from kprobefs.common.errors import escape_for_terminal
 from kprobefs.definitions.syntax import (
+    DEFINING,
     DEFINITION,
     LISTS,
     NOT_A_LINE,
-    RECORDS,
     SETTING,
     Definition,
     Line,
@@ -26,6 +26,7 @@ from kprobefs.definitions.syntax import (
     is_definition,
     is_trigger,
     parse_definition,
+    refused_path,
     saved_triggers,
     saved_words,
     unescaped,
@@ -40,8 +41,6 @@ CURSOR = lazy_pattern(r"^ *\^$")
 """Matches the line of an error_log that points at the position of the error."""
 DYNAMIC_EVENTS = "dynamic_events"
 """Name of the file to which definitions are written."""
-DEFINING = (DYNAMIC_EVENTS, "kprobe_events", "synthetic_events", "uprobe_events")
-"""Names of files in which a write defines events."""
 TRIAL = "kprobefs_trial"
 """Name of an event that exists while a new definition of another event is tried."""
 LAGGING_FILES = ("enable", "optimized")
@@ -224,10 +223,8 @@ class Loader:
         if parts[-1] in DEFINING:
             self._known = None
             self._triggers.clear()
-        if path.startswith("/") or ".." in parts:
-            raise DefinitionError("not a file of the tracefs")
-        if parts[-1] in RECORDS:
-            raise DefinitionError("not a setting")
+        if why := refused_path(path):
+            raise DefinitionError(why)
         if parts[0] == "instances" and len(parts) > 1 and parts[1]:
             self._make(f"instances/{parts[1]}")
         self._check_mode(path)

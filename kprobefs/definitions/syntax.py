@@ -59,6 +59,8 @@ LISTS = (
     "stack_trace_filter",
 )
 """Names of files that contain a list of words. Writing a word adds it to the list."""
+DEFINING = ("dynamic_events", "kprobe_events", "synthetic_events", "uprobe_events")
+"""Names of files in which a write defines events."""
 RECORDS = frozenset({
     "trace", "trace_pipe", "trace_pipe_raw", "trace_marker", "trace_marker_raw", "snapshot", "snapshot_raw",
     "saved_cmdlines", "saved_tgids", "error_log", "free_buffer",
@@ -170,6 +172,14 @@ def _as_shown(kind: str, place: str) -> str:
             return f"{offset[1]}:0x{number:016x}"
         return f"{offset[1]}+{number}" if number else offset[1]
     return place
+
+
+def refused_path(path: str) -> str:
+    """Return why no line may write to the file `path`, or "" if a line may write to it."""
+    parts = path.split("/")
+    if path.startswith("/") or ".." in parts:
+        return "not a file of the tracefs"
+    return "not a setting" if parts[-1] in RECORDS else ""
 
 
 def is_trigger(text: str) -> bool:

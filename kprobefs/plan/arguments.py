@@ -8,7 +8,10 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.entry_values import STACK_WORD, EntryValues, ValuePlace
 from emulated_kernel.image.linux.btf_declaration import Parameter
 from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.lazy_pattern import lazy_pattern
 
+_CHANGED = lazy_pattern(r"\.(?:isra|constprop|part|cold)\b")
+"""Pattern for the suffix of a function that the compiler made from one of the source."""
 _HALF = 4
 """Size in bytes of the lower half of a 64-bit register."""
 
@@ -27,6 +30,20 @@ class Argument:
     """Registers and stack words with the value, such as `%r12` or `$stack2`, in the order of `fetches`."""
     remark: str = ""
     """Reason why there is no fetch argument; "" if there is one."""
+
+
+def changed_parameters(function: str) -> str:
+    """Return why the parameters of a function may differ from those in the source; "" if they do not.
+
+    GCC names such a function NAME.isra.0, NAME.constprop.0 or NAME.part.0. Linux does not find its
+    parameters, because BTF has the names of the source.
+    """
+    suffix = _CHANGED.search(function)
+    if suffix is None:
+        return ""
+    source = function[: suffix.start()]
+    what = f"the compiler made it from {source}, and its parameters may differ"
+    return f"{what}; $argN reads the registers of a call"
 
 
 def arguments_at(

@@ -9,6 +9,7 @@ from contextlib import suppress
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.btf_declaration import Parameter, prototype
 from emulated_kernel.image.linux.btf_members import members_at, pointed_to, size_of
+from emulated_kernel.trace.fetch.fetch_types import String, SymbolString
 from emulated_kernel.trace.fetch.probe_arg import ProbeArg
 from emulated_kernel.trace.interface import Interface, InterfaceRule
 from emulated_kernel.trace.probes.definition import MAX_EVENT_NAME_LEN
@@ -16,7 +17,7 @@ from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe
 from emulated_kernel.trace.text.chars import argv_split
 from emulated_kernel.trace.text.probe_errors import ProbeError
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass, field
+from kprobefs.common.errors import CliError
 from kprobefs.common.similar_symbols import nearest_symbols
 from kprobefs.definitions.syntax import (
     DEFINITION,
@@ -27,31 +28,14 @@ from kprobefs.definitions.syntax import (
     is_definition,
 )
 from kprobefs.measure.verdicts import ProbeOutcome
+from kprobefs.plan.answer import PENDING, REMOVED, UNCHECKED, Answer, Finding
+from kprobefs.plan.arguments import changed_parameters
+from kprobefs.plan.check_settings import SettingChecks
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.offline_engine import OfflineEngine
 from kprobefs.plan.place import Place, module_name
 from kprobefs.plan.planned_kernel import ONLY_COUNTED, UNGUARDED, PlannedKernel
 
-PENDING = "pending"
-"""Outcome of a probe whose module is not loaded."""
-UNCHECKED = "unchecked"
-"""Outcome of a line that defines an event of another kind than kprobe events."""
-REMOVED = "removed"
-"""Outcome of a line that removes events."""
-WARNINGS = {
-    "type-size": "A fetch argument reads fewer or more bits than the value has.",
-    "type-sign": "A fetch argument shows a signed value as unsigned, or an unsigned value as signed.",
-    "no-parameter": "A fetch argument $argN reads a register or stack word that no parameter takes.",
-    "no-member": "A fetch argument reads a structure at an offset at which no member begins.",
-    "no-place": "A definition has no place, or a source line as its place.",
-    "name-cut": "The event's name is cut at the kernel's limit.",
-    "never-returns": "The function of a return probe never returns.",
-    "no-records": "The kernel counts the probe's hits, but records none of them.",
-    "other-instruction": "The same symbol and offset is another instruction in some of the kernels.",
-    "patched-by-ftrace": "The kernel accepts the probe at an instruction that ftrace patches.",
-    "takes-jump": "A probe lies in the instructions that the jump of another probe would replace.",
-}
-"""Name of each warning -> its meaning."""
 _OTHER_KINDS = {
     "s": None,
     "e": InterfaceRule.EVENT_PROBES,
@@ -64,79 +48,89 @@ The value is None if all kernels have it.
 """
 _PARAMETER = re.compile(r"\$arg([0-9]+)\b")
 """Pattern for a parameter of the function in a fetch argument."""
+_MODULE = re.compile(r"[A-Za-z_]\w*")
+"""Pattern for the name of a module, as the kernel has it."""
 _STUB = "__probestub_"
 """Beginning of the name of a function that has a tracepoint's parameters."""
 _OPERAND_ADDRESS = re.compile(r"(?<=[\w.])\+0x[0-9a-f]+|\b0x[0-9a-f]{6,}\b")
 """Pattern for the part of an instruction's text that differs between builds: an offset or an address."""
 _EXPRESSION = re.compile(
     r"(?:(?P<offset>[+-](?:0x[0-9a-fA-F]+|[0-9]+))\()?"
-    r"(?P<base>\$arg[0-9]+|\$stack[0-9]+|\$retval|%[a-z0-9]+)\)?(?::(?P<type>[a-z0-9]+))?"
+    r"(?P<base>\$arg[0-9]+|\$stack[0-9]+|\$retval|%[a-z0-9]+)\)?(?::(?P<type>[a-z0-9]+)(?:\[[0-9]+\])?)?"
 )
 """Pattern for the expression of a fetch argument with at most one dereference."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """An error or a warning about a line of a definitions file."""
-
-    rule: str
-    """Name of the rule that was violated: a name in error_log's table, an errno, or a key of WARNINGS."""
-    is_error: bool
-    message: str
-    column: int | None = None
-    """Column in the line's text, from 0 on; None if the finding is about the whole line."""
-
-
-@dataclass(slots=True)
-class Answer:
-    """A kernel's answer to a line that is written to kprobe_events, with errors and warnings."""
-
-    line: Line
-    outcome: str
-    """Value of ProbeOutcome, PENDING, UNCHECKED or REMOVED.
-
-    If the kernel refuses the line, the name of the errno.
-    """
-    reason: str = ""
-    """Reason why the probe is not optimized, or why it is pending; "" if there is nothing to explain."""
-    findings: list[Finding] = field(default_factory=list)
-    region: range = range(0)
-    """Addresses that the probe's jump replaces; empty if there is no jump."""
-    breakpoint_kind: str | None = None
-    """Value of BreakpointKind, also for an optimized probe; None if there is no breakpoint."""
-    traps_at_return: bool = False
-    """Whether the probe is a return probe whose trampoline traps."""
-    address: int = 0
-    """The probed address; 0 if there is no probe."""
-    insn: str = ""
-    """The probed instruction as text; "" for a place without offset and address, or without a probe."""
-    probe: TraceKprobe | None = None
-    """The probe that the line has created; None if it has created none."""
-    extended: str | None = None
-    """Outcome under the kernel's strategy; None if there is no strategy or no probe."""
-    extended_reason: str = ""
-    """The tactics that the jump needs under the strategy, or the rule by which the strategy refuses it."""
-
-    @property
-    def is_error(self) -> bool:
-        """Whether the kernel refuses the line."""
-        return any(finding.is_error for finding in self.findings)
 
 
 def check_lines(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
     """Return a kernel's answers to lines, as if they were written to its kprobe_events in this order.
 
-    Lines that write a value to another file (FILE = VALUE) get no answer.
+    The lines that write a value to another file (FILE = VALUE) are checked in part. The modules that places
+    name are loaded if they come with the kernel, and the answers say what differs while they are not.
     """
+    known = list(lines)
+    answers = _answers(kernel, known)
+    modules, missing = _modules(kernel, known)
+    if modules:
+        before = answers
+        answers = _answers(kernel.with_modules(modules), known)
+        for answer, unloaded in zip(answers, before, strict=True):
+            _compare(answer, unloaded, ", ".join(modules))
+    for answer in answers:
+        if why := missing.get(_place(answer.line)):
+            answer.findings.append(Finding("no-module", False, why, _word_column(answer.line.text, 1)))
+    return answers
+
+
+def _modules(kernel: PlannedKernel, lines: Iterable[Line]) -> tuple[list[str], dict[str, str]]:
+    """Return the modules of the kernel that places name, and place -> why the kernel has no such module."""
+    found: dict[str, None] = {}
+    missing: dict[str, str] = {}
+    for place in dict.fromkeys(map(_place, lines)):
+        module, colon, rest = place.partition(":")
+        if not colon or kernel.image is None or _MODULE.fullmatch(module) is None or module in found:
+            continue
+        try:
+            kernel.with_module_of(module, re.split("[+%]", rest, maxsplit=1)[0])
+        except CliError as error:
+            missing[place] = str(error)
+        else:
+            found[module] = None
+    return [*found], missing
+
+
+def _place(line: Line) -> str:
+    """Return the place of a kprobe's or return probe's definition, or "" for other lines."""
+    found = DEFINITION.match(line.text)
+    if found is None or found["kind"] not in "pr" or not found["rest"]:
+        return ""
+    return found["rest"].split(maxsplit=1)[0]
+
+
+def _compare(answer: Answer, unloaded: Answer, modules: str) -> None:
+    """Note in an answer what the kernel answers while the modules `modules` are not loaded."""
+    if answer.outcome == unloaded.outcome:
+        return
+    answer.unloaded = unloaded.outcome
+    refused = next((finding for finding in unloaded.findings if finding.is_error), None)
+    if refused is not None:
+        message = f"refused while the module is not loaded ({modules}): {refused.message}"
+        answer.findings.append(Finding("needs-module", False, message, refused.column))
+
+
+def _answers(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
     engine = OfflineEngine(kernel)
-    answers = [_answer(kernel, engine, line) for line in lines if not SETTING.match(line.text)]
+    settings = SettingChecks(kernel, engine)
+    answers = [_answer(kernel, engine, settings, line) for line in lines]
     left = set(engine.kprobe_events.probes())
     _find_taken_jumps([answer for answer in answers if answer.probe in left])
     return answers
 
 
-def _answer(kernel: PlannedKernel, engine: OfflineEngine, line: Line) -> Answer:
+def _answer(kernel: PlannedKernel, engine: OfflineEngine, settings: SettingChecks, line: Line) -> Answer:
+    if SETTING.match(line.text):
+        return settings.answer(line)
     if _is_foreign(line.text, kernel.interface):
+        settings.named(line.text)
         return Answer(line, UNCHECKED, findings=[*_of_foreign(kernel, line)])
     events = engine.kprobe_events
     before = events.count
@@ -144,6 +138,7 @@ def _answer(kernel: PlannedKernel, engine: OfflineEngine, line: Line) -> Answer:
     try:
         events.write(line.text.encode("utf-8", "surrogateescape") + b"\n")
     except KernelError as error:
+        settings.named(line.text)
         return _refused(kernel, engine, line, error)
     if events.count <= before:
         return Answer(line, REMOVED)
@@ -171,14 +166,17 @@ def _of_foreign(kernel: PlannedKernel, line: Line) -> Iterator[Finding]:
     """
     yield from _no_place(line)
     words = argv_split(line.text)
-    if kernel.btf is None or len(words) < 2 or line.text[0] not in "ft":
+    if len(words) < 2 or line.text[0] not in "ft":
         return
     name = words[1].partition("%")[0]
     is_point = line.text[0] == "t"
+    count = None
     with suppress(KernelError):
-        # The first parameter of a tracepoint's stub is the data of its user.
-        found = prototype(kernel.btf, f"{_STUB}{name}" if is_point else name)
-        yield from _no_parameter(line, name, found.words(kernel.whole.judge.arch.word_size), int(is_point))
+        if kernel.btf is not None:
+            # The first parameter of a tracepoint's stub is the data of its user.
+            found = prototype(kernel.btf, f"{_STUB}{name}" if is_point else name)
+            count = found.words(kernel.whole.judge.arch.word_size)
+    yield from _no_parameter(line, name, count, int(is_point))
 
 
 def _refused(kernel: PlannedKernel, engine: OfflineEngine, line: Line, error: KernelError) -> Answer:
@@ -327,11 +325,16 @@ def _cut_name(line: Line, probe: TraceKprobe) -> Iterator[Finding]:
 
 
 def _no_parameter(line: Line, name: str, count: int | None, hidden: int = 0) -> Iterator[Finding]:
-    """Yield warnings about fetch arguments $argN of the function `name` with an N that is too large.
+    """Yield warnings about fetch arguments $argN of the function `name` that may not be its parameter N.
 
     `count`: number of words that the parameters take; None if it is unknown. `hidden`: number of first
     parameters that $argN does not count.
     """
+    if why := changed_parameters(name):
+        for number, word in enumerate(argv_split(line.text)[2:], 2):
+            if _PARAMETER.search(word):
+                message = f"{name}: {why}"
+                yield Finding("changed-parameters", False, message, _word_column(line.text, number))
     if count is None:
         return
     has = f"has {count - hidden} parameter{'s' * (count - hidden != 1)}"
@@ -359,7 +362,7 @@ def _types(
     for number, arg in enumerate(probe.args):
         found = _EXPRESSION.fullmatch(arg.expression)
         parameter = None if found is None else known.get(found["base"])
-        if found is None or parameter is None or arg.type.is_dynamic or arg.count:
+        if found is None or parameter is None:
             continue
         column = _word_column(line.text, number + 2)
         if found["offset"] is None:
@@ -370,7 +373,7 @@ def _types(
 
 def _scalar(arg: ProbeArg, parameter: Parameter, kind: str | None, column: int) -> Iterator[Finding]:
     wanted = parameter.fetch_type
-    if not wanted or (kind or "").startswith(("b", "sym")):
+    if not wanted or arg.type.is_dynamic or arg.count or (kind or "").startswith(("b", "sym")):
         return
     name = f"{parameter.name or 'the result'} ({parameter.type})"
     bits = 8 * parameter.size
@@ -395,15 +398,22 @@ def _member(btf: Btf, arg: ProbeArg, parameter: Parameter, offset: int, column: 
         message = f"{arg.name} reads at offset {offset} of {name}, which has {size} bytes"
         yield Finding("no-member", False, message, column)
         return
-    found = [each for each in members_at(btf, structure, offset) if not each.is_bitfield]
+    around = [each for each in members_at(btf, structure, offset) if not each.is_bitfield]
+    found = [each for each in around if not each.skipped]
     if not found:
-        yield Finding("no-member", False, f"no member of {name} begins at offset {offset}", column)
-    elif arg.type.size not in {each.size for each in found}:
-        member = found[0]
-        message = (
-            f"{arg.name} reads {8 * arg.type.size} bits of {name}.{member.path}, which has {8 * member.size}"
-        )
-        yield Finding("type-size", False, message, column)
+        message = f"no member of {name} begins at offset {offset}"
+        if around:
+            message += f", which is within {around[0].path} at offset {offset - around[0].skipped}"
+        yield Finding("no-member", False, message, column)
+        return
+    is_text = isinstance(arg.type, String) and not isinstance(arg.type, SymbolString)
+    size = 1 if is_text else arg.type.size
+    if arg.count or size in {each.size for each in found} or (arg.type.is_dynamic and not is_text):
+        return
+    message = f"{arg.name} reads {8 * size} bits of {name}.{found[0].path}, which has {8 * found[0].size}"
+    if is_text:
+        message = f"{arg.name} reads text at {name}.{found[0].path}, which is no array of characters"
+    yield Finding("type-size", False, message, column)
 
 
 # Columns

@@ -18,7 +18,8 @@ from kprobefs.common.production_cpus import images_and_cpus
 from kprobefs.definitions.syntax import SETTING, Line, read_lines
 from kprobefs.measure.verdicts import ProbeOutcome, profile_text
 from kprobefs.mount_options import KPROBES
-from kprobefs.plan.check import PENDING, Answer, Finding, check_lines, warn_of_other_insns
+from kprobefs.plan.answer import PENDING, UNCHECKED, Answer, Finding
+from kprobefs.plan.check import check_lines, warn_of_other_insns
 from kprobefs.plan.planned_kernel import PlannedKernel, planned_kernel
 from kprobefs.plan.sarif import sarif_log
 
@@ -43,7 +44,7 @@ class CheckedFile:
     path: str
     text: str
     settings: int
-    """Number of lines that write a value to another file; no kernel checks them."""
+    """Number of lines that write a value to another file; they are checked in part."""
     answers: tuple[tuple[PlannedKernel, tuple[Answer, ...]], ...]
 
 
@@ -73,7 +74,7 @@ def run(
     found = []
     for path, text in texts.items():
         lines = list(read_lines(path, text))
-        settings = sum(SETTING.match(line.text) is not None for line in lines)
+        settings = sum(map(_is_setting, lines))
         answers = tuple((each, _checked(each, lines)) for each in kernels)
         warn_of_other_insns(answers)
         found.append(CheckedFile(path, text, settings, answers))
@@ -153,9 +154,16 @@ def _text(checked: CheckedFile) -> Iterator[str]:
         yield from _details(checked.path, row)
     errors = [finding.is_error for _, answers in checked.answers for _, finding in _findings(answers)]
     yield ""
-    skipped = f"; {_counted(checked.settings, 'setting')} not checked" if checked.settings else ""
+    unchecked = sum(
+        any(answer.outcome == UNCHECKED for answer in row) for row in rows if _is_setting(row[0].line)
+    )
+    skipped = f"; {_counted(unchecked, 'value')} of settings not checked" if unchecked else ""
     where = f" in {len(kernels)} kernels" if len(kernels) > 1 else ""
     yield f"{_counted(sum(errors), 'error')}, {_counted(errors.count(False), 'warning')}{where}{skipped}"
+
+
+def _is_setting(line: Line) -> bool:
+    return SETTING.match(line.text) is not None
 
 
 def _shown(definition: str) -> str:
@@ -194,14 +202,17 @@ def _messages(answer: Answer) -> Iterator[tuple[str, int | None]]:
     """Yield (message, column or None) of each finding, and of the reason why the probe has no jump."""
     for each in answer.findings:
         yield f"{'error' if each.is_error else 'warning'}: {each.message} [{each.rule}]", each.column
-    is_told = any(finding.message == answer.reason for finding in answer.findings)
-    reason = "" if is_told else f": {answer.reason}"
+    is_repeated = any(finding.message == answer.reason for finding in answer.findings)
+    reason = "" if is_repeated else f": {answer.reason}"
     if answer.outcome == ProbeOutcome.BREAKPOINT.value:
         traps = _TRAPS[BreakpointKind(answer.breakpoint_kind)]
         traps += ", and one at the return" * answer.traps_at_return
         yield f"{answer.outcome}, {answer.breakpoint_kind} ({traps}){reason}", None
     elif answer.outcome == PENDING:
         yield f"{answer.outcome}{reason}", None
+    is_told = any(finding.rule == "needs-module" for finding in answer.findings)
+    if answer.unloaded and not is_told:
+        yield f"with its module loaded; {answer.unloaded} until then", None
     if answer.extended is not None and answer.outcome == ProbeOutcome.BREAKPOINT.value:
         yield f"extended: {answer.extended}: {answer.extended_reason}", None
 
@@ -237,6 +248,7 @@ def _line_as_dict(text: str, answer: Answer) -> dict[str, Any]:
         "definition": answer.line.text,
         "outcome": answer.outcome,
         "reason": answer.reason,
+        "unloaded": answer.unloaded or None,
         "breakpoint": answer.breakpoint_kind,
         "traps_at_return": answer.traps_at_return,
         "extended": None

@@ -102,26 +102,12 @@ def _explanations(
             chosen = kernel
             if module is not None:
                 if module not in with_modules:
-                    with_modules[module] = _with_module(kernel, module, place)
+                    symbol = place.removeprefix(f"{module}:").partition("+")[0]
+                    with_modules[module] = kernel.with_module_of(module, symbol)
                 chosen = with_modules[module]
             yield Explanation(chosen, find_place(place, chosen.tables))
         except CliError as error:
             yield error
-
-
-def _with_module(kernel: PlannedKernel, module: str, place: str) -> PlannedKernel:
-    """Return the kernel with `module`, which the user's text `place` names, and the module's dependencies.
-
-    Raises: CliError (there is no such module, or the kernel's modules are unknown).
-    """
-    try:
-        return kernel.with_module(module)
-    except CliError as error:
-        symbol = place.removeprefix(f"{module}:").partition("+")[0]
-        if not kernel.tables.kallsyms.by_name(symbol):
-            raise
-        why = f"{error}; or leave the module out: the kernel itself has {escape_for_terminal(symbol)}"
-        raise CliError(why, error.status) from error
 
 
 def as_dict(explained: Explanation) -> dict[str, Any]:
@@ -170,6 +156,7 @@ def as_dict(explained: Explanation) -> dict[str, Any]:
             }
             for each in explained.arguments
         ],
+        "unknown_arguments": explained.unknown_arguments or None,
         "detoured": [insn.offset for insn in explained.detoured],
         "never_returns": explained.never_returns,
         "other_symbols": [f"{each.address:#x}" for each in explained.place.others],

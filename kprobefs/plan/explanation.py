@@ -20,7 +20,7 @@ from emulated_kernel.kprobes.return_hook.hook_sets import COLD_PART
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.measure.verdicts import Judge, ProbeOutcome, Verdict
-from kprobefs.plan.arguments import Argument, arguments_at
+from kprobefs.plan.arguments import Argument, arguments_at, changed_parameters
 from kprobefs.plan.place import Place
 from kprobefs.plan.planned_kernel import PlannedKernel, Variant
 
@@ -343,14 +343,25 @@ class Explanation:
         """The prototype in C, or a text with the reason why it isn't known."""
         if self.prototype is not None:
             return self.prototype.text
-        if "." in self.symbol.name:
-            return "no prototype: the compiler made this function, and its parameters may differ"
         count = self.kernel.argument_count(self.symbol.name)
         if count is not None and self.kernel.btf is None:
             return f"no prototype: this kernel has no BTF; {count} parameter{'s' * (count != 1)}"
+        return f"no prototype: {self._no_prototype}"
+
+    @property
+    def _no_prototype(self) -> str:
+        """The reason why the function's prototype isn't known."""
+        if why := changed_parameters(self.symbol.name):
+            return why
         if self.place.where.module is not None:
-            return f"no prototype: types of modules are not read ({self.place.where.module})"
-        return f"no prototype: {'it is not in the BTF' if self.kernel.btf else 'this kernel has no BTF'}"
+            return f"types of modules are not read ({self.place.where.module})"
+        return "it is not in the BTF" if self.kernel.btf else "this kernel has no BTF"
+
+    @property
+    def unknown_arguments(self) -> str:
+        """The reason why it isn't known which parameters the function has; "" if they are known."""
+        is_known = self.prototype is not None or self.kernel.argument_count(self.symbol.name) is not None
+        return "" if is_known else self._no_prototype
 
     @property
     def argument_words(self) -> int | None:

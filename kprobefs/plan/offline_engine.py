@@ -146,8 +146,8 @@ class OfflineEngine:
         interface = kernel.interface
         self.error_log = LastError(interface.texts)
         self.registry = EventRegistry()
-        for group, name in kernel.static_events:
-            self.registry.add_own(StaticEvent(group, name))
+        for group, name, fields in kernel.static_events:
+            self.registry.add_own(StaticEvent(group, name, fields))
         self.messages: list[str] = []
         """Lines that the kernel would write to its log."""
         commands = EventCommands(self.registry, self.error_log, self.messages.append, Limits(), interface)

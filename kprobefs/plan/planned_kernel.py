@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +10,7 @@ from emulated_kernel.arch.analysis.probe_rules import ProbeRule
 from emulated_kernel.image.builtin_image import KernelImage, load_image
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.btf import Btf
+from emulated_kernel.image.linux.kernel_events import KernelEvent
 from emulated_kernel.image.linux.linked_module import LinkedModule, link_modules
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, ReturnThunks
 from emulated_kernel.image.linux.module_files import ModuleFiles
@@ -17,13 +18,15 @@ from emulated_kernel.image.linux.open_image import kernel_file
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.image.prototypes import load_argument_counts
 from emulated_kernel.image.text_tables import ProbedTables, Range
-from emulated_kernel.image.trace_events import event_definitions, syscall_definitions
+from emulated_kernel.image.trace_events import EventDefinition, event_definitions, syscall_definitions
 from emulated_kernel.image.types_file import load_types
 from emulated_kernel.kprobes.profile import KERNEL_INTERFACE, Profile, with_strategy
 from emulated_kernel.trace.events import syscall_events
 from emulated_kernel.trace.events.ftrace_entries import ftrace_entry_events
 from emulated_kernel.trace.events.print_event import PrintEvent
+from emulated_kernel.trace.events.static_event import layout_fields
 from emulated_kernel.trace.interface import LINUX_6_1, Interface, interface_named
+from emulated_kernel.trace.ring.trace_entry import EventField
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.linux_rule import series_of
@@ -43,6 +46,18 @@ _RETURN_TRAP = "kretprobe_brk_handler"
 """Symbol of the function that handles the breakpoint of the return trampoline."""
 _ALLOWED = "kprobes_allow_optimization"
 """Symbol of the variable that sysctl debug.kprobes-optimization shows and sets."""
+
+
+_TRIGGERS = {
+    "traceon": "traceon_trigger", "traceoff": "traceoff_trigger", "snapshot": "snapshot_trigger",
+    "stacktrace": "stacktrace_trigger", "enable_event": "event_enable_trigger",
+    "disable_event": "event_enable_trigger", "hist": "event_hist_trigger",
+    "enable_hist": "hist_enable_trigger", "disable_hist": "hist_enable_trigger",
+}  # fmt: skip
+"""Name of a trigger -> Linux's function that performs it; a kernel built without the trigger lacks it.
+
+Mirrors: kernel/trace/trace_events_trigger.c, kernel/trace/trace_events_hist.c (v6.12)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +127,14 @@ class PlannedKernel:
         live.put_all(each.module if returns is None else each.booted(returns) for each in self.modules)
         return live
 
-    def with_module(self, name: str) -> PlannedKernel:
-        """Return a copy of this kernel with the module `name` of its package and the module's dependencies.
+    def with_modules(self, names: Iterable[str]) -> PlannedKernel:
+        """Return a copy of this kernel with the modules `names` of its package and their dependencies.
 
         Raises: CliError (there is no such module, or this kernel's modules are unknown).
         """
         core = self.core
         if self.image is None or not isinstance(core, LinuxKernel):
-            where = escape_for_terminal(name)
+            where = escape_for_terminal(", ".join(names))
             raise CliError(
                 f"{where}: only a kernel's package has modules; give --image, or mount the kernel and read "
                 "the event's `reason`",
@@ -128,7 +143,9 @@ class PlannedKernel:
         with explained(self.image):
             # If the package were opened again, it would be unpacked again.
             self._files = self._files or ModuleFiles(kernel_file(self.image), core.release)
-            files = self._files.read(name)
+            files: dict[str, bytes] = {}
+            for name in names:
+                files |= {each: data for each, data in self._files.read(name) if each not in files}
             found = PlannedKernel(self.title, self.arch, core, self.profile, self.cpu_description)
             found._files = self._files
             found.image = self.image
@@ -136,8 +153,21 @@ class PlannedKernel:
             found.is_booted = self.is_booted
             found.has_own_kprobes = self.has_own_kprobes
             found.strategy = self.strategy
-            found.modules = tuple(link_modules(core, files))
+            found.modules = tuple(link_modules(core, [*files.items()]))
             return found
+
+    def with_module_of(self, module: str, symbol: str) -> PlannedKernel:
+        """Return a copy of this kernel with `module`, which a place names before `symbol`.
+
+        Raises: CliError (as with_modules(); the message says if the kernel itself has the symbol).
+        """
+        try:
+            return self.with_modules([module])
+        except CliError as error:
+            if not self.tables.kallsyms.by_name(symbol):
+                raise
+            why = f"{error}; or leave the module out: the kernel itself has {escape_for_terminal(symbol)}"
+            raise CliError(why, error.status) from error
 
     @cached_property
     def judge(self) -> Judge:
@@ -233,18 +263,37 @@ class PlannedKernel:
         return core.btf if core.has_btf else None
 
     @property
-    def static_events(self) -> Iterator[tuple[str, str]]:
-        """Group and name of each event that the kernel itself has; without BTF, only the group ftrace."""
+    def static_events(self) -> Iterator[tuple[str, str, tuple[EventField, ...]]]:
+        """Group, name and fields of each event that the kernel itself has.
+
+        If has_event_names is False, these are only the events of the group ftrace. The fields are empty if
+        they are not known, as for system calls.
+        """
         core = self.core
         word = self.judge.arch.word_size
         for own in (PrintEvent(word, 0), *ftrace_entry_events(word, LINUX_6_1)):
-            yield own.group, own.name
+            yield own.group, own.name, own.fields
         if isinstance(core, KernelImage):
-            yield from ((event.system, event.name) for event in event_definitions(core))
+            yield from _with_fields(event_definitions(core))
             for call in syscall_definitions(core):
-                yield from ((syscall_events.GROUP, name) for name in syscall_events.event_names(call.name))
+                yield from (
+                    (syscall_events.GROUP, name, ()) for name in syscall_events.event_names(call.name)
+                )
         elif self.btf is not None:
-            yield from ((event.system, event.name) for event in core.events)
+            yield from _with_fields(core.events)
+
+    @property
+    def has_event_names(self) -> bool:
+        """Whether the names of the kernel's own events are known; a distribution's kernel needs BTF."""
+        return isinstance(self.core, KernelImage) or self.btf is not None
+
+    @property
+    def triggers(self) -> Collection[str]:
+        """Names of the commands that the trigger files of events take."""
+        if not self.has_own_kprobes:
+            return _TRIGGERS.keys()
+        count = self.tables.kallsyms.count_name
+        return [name for name, function in _TRIGGERS.items() if count(function)]
 
     def argument_count(self, function: str) -> int | None:
         """Return the number of a function's parameters in the built-in kernel; None if it isn't known."""
@@ -357,6 +406,15 @@ def _booted(image: str, profile_name: str | None, cpu: str) -> PlannedKernel:
     made.remarks = tuple(report.remarks)
     made.is_booted = True
     return made
+
+
+def _with_fields(
+    events: Iterable[EventDefinition | KernelEvent],
+) -> Iterator[tuple[str, str, tuple[EventField, ...]]]:
+    """Yield group, name and fields of events. The kernel makes the fields of system calls at boot."""
+    for event in events:
+        fields = () if event.system == syscall_events.GROUP else tuple(layout_fields(event.fields))
+        yield event.system, event.name, fields
 
 
 def _dumped(vmcore: str, profile_name: str | None) -> PlannedKernel:

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from emulated_kernel.trace.text.probe_errors import ProbeError
 from kprobefs import __version__
-from kprobefs.plan.check import WARNINGS, Finding
+from kprobefs.plan.answer import WARNINGS, Finding
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 

@@ -119,6 +119,8 @@ def answers(explained: Explanation) -> Iterator[tuple[str, list[str]]]:
         yield "nearest", [*_nearest(explained)]
     if explained.arguments:
         yield "arguments", [_argument(argument) for argument in explained.arguments]
+    elif explained.unknown_arguments and explained.verdict.outcome is not ProbeOutcome.REFUSED:
+        yield "arguments", [f"unknown: {explained.unknown_arguments}"]
     if explained.never_returns:
         yield "returns", ["never, on no path: a return probe is never hit"]
     if (passed := explained.place.passed) is not None:

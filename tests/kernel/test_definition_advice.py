@@ -9,7 +9,8 @@ from emulated_kernel.vfs.core.client import Client
 from kprobefs.definitions.loader import Loader
 from kprobefs.definitions.syntax import Line, advice
 from kprobefs.definitions.tracefs_files import TreeFiles
-from kprobefs.plan.check import UNCHECKED, check_lines
+from kprobefs.plan.answer import UNCHECKED
+from kprobefs.plan.check import check_lines
 from kprobefs.plan.planned_kernel import planned_kernel
 
 NO_PLACE = "a definition needs a place; write "

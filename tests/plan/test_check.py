@@ -23,7 +23,8 @@ from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from kprobefs.cli.main import main
 from kprobefs.definitions.syntax import Line
-from kprobefs.plan.check import WARNINGS, Answer, check_lines
+from kprobefs.plan.answer import WARNINGS, Answer
+from kprobefs.plan.check import check_lines
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.place import find_place
 from kprobefs.plan.planned_kernel import planned_kernel
@@ -243,8 +244,73 @@ def test_names_of_modules_that_cannot_exist_are_explained() -> None:
     assert "an empty name" in empty.reason
 
 
-def test_settings_are_no_definitions() -> None:
-    assert checked("kprobes/enabled = 0") == []
+@pytest.mark.parametrize(
+    ("line", "outcome", "rules"),
+    [
+        ("kprobes/enabled = 0", "unchecked", []),
+        ("events/kprobes/reads/enable = 1", "unchecked", []),
+        ("instances/a/events/kprobes/reads/enable = 1", "unchecked", []),
+        ("events/kprobes/raeds/enable = 1", "unchecked", ["no-event"]),
+        ("events/kprobes/raeds/filter = n > 1", "unchecked", ["no-event"]),
+        ("events/kprobes/refused/enable = 1", "unchecked", []),
+        ("events/synthetic/lat/enable = 1", "unchecked", []),
+        ("events/kprobes/enable = 1", "unchecked", []),
+        ("events/kprobes/reads/filter = n > 1 || common_pid == 2", "accepted", []),
+        ("events/kprobes/reads/filter = 0", "accepted", []),
+        ("events/kprobes/reads/filter = m > 1", "EINVAL", ["FIELD_NOT_FOUND"]),
+        ("events/sched/sched_switch/filter = prev_pid > 1 && CPUS", "EINVAL", ["FIELD_NOT_FOUND"]),
+        ("events/sched/sched_switch/filter = prev_pid > ", "EINVAL", ["INVALID_VALUE"]),
+        ("events/syscalls/sys_enter_read/filter = x > 1", "unchecked", []),
+        ("events/kprobes/reads/trigger = hist:keys=common_pid", "unchecked", []),
+        ("events/kprobes/reads/trigger = histogram:keys=common_pid", "EINVAL", ["EINVAL"]),
+        ("events/kprobes/reads/trigger = enable_event:sched:sched_switch", "unchecked", []),
+        ("events/kprobes/reads/trigger = !enable_event:sched:sched_swich:1", "unchecked", ["no-event"]),
+        ("set_ftrace_filter = vfs_read tcp_* !vfs_write vfs_open:traceoff", "unchecked", []),
+        ("set_graph_function = vfs_raed", "unchecked", ["no-function"]),
+        ("set_ftrace_notrace = linux_banner", "unchecked", ["no-function"]),
+        ("trace = 1", "EINVAL", ["EINVAL"]),
+        ("/etc/motd = 1", "EINVAL", ["EINVAL"]),
+    ],
+)
+def test_settings_are_checked_in_part(line: str, outcome: str, rules: list[str]) -> None:
+    before = "p:reads vfs_read n=$arg3", "p:refused nowhere_at_all", "s:lat u64 d"
+    answer = checked(*before, line)[-1]
+    assert answer.outcome == outcome
+    assert [finding.rule for finding in answer.findings] == rules
+    assert answer.is_error is (outcome not in ("accepted", "unchecked"))
+
+
+@pytest.mark.parametrize(
+    "text", ["n > 1", "n >", "m == 1", "n == x", "(n == 1", "comm ~ 1", 'comm ~ "a"', "n ~ 3", "", "CPU & 1"]
+)
+def test_filters_are_judged_as_on_a_mount(text: str) -> None:
+    """The oracle is the filter file of a kernel with the same event."""
+    answer = checked("p:reads vfs_read n=$arg3", f"events/kprobes/reads/filter = {text}")[-1]
+    with Kernel(MachineConfig()) as kernel:
+        kernel.write_file("tracing/kprobe_events", "p:reads vfs_read n=$arg3")
+        expected = "accepted"
+        try:
+            kernel.write_file("tracing/events/kprobes/reads/filter", text or "\n")
+        except KernelError as error:
+            expected = error.name
+    assert answer.outcome == expected
+
+
+def test_functions_that_the_compiler_changed(typed: str) -> None:
+    kernel = planned_kernel(None, typed, None, "linux-6.12")
+    for line, rules in (
+        ("p:x split.isra.0 a=$arg1 b=%di c=+0($arg2):u8", ["changed-parameters"] * 2),
+        ("p:x split.isra.0 b=%di", []),
+        ("r:x split.isra.0 a=$arg1", ["changed-parameters"]),
+        ("f:x split.isra.0 a=$arg1", ["changed-parameters"]),
+        ("p:x f a=$arg1:s32", []),
+    ):
+        (answer,) = check_lines(kernel, [Line("x", 1, line)])
+        assert not answer.is_error
+        assert [finding.rule for finding in answer.findings] == rules
+    explained = Explanation(kernel, find_place("split.isra.0", kernel.tables))
+    assert "split" in explained.unknown_arguments
+    assert not Explanation(kernel, find_place("f", kernel.tables)).unknown_arguments
 
 
 @pytest.mark.parametrize("function", ["panic", "do_group_exit"])
@@ -312,6 +378,13 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("c=+8($arg3)", []),
         ("c=+0($arg3):u64", ["type-size"]),
         ("c=+4($arg3):u32", ["no-member"]),
+        ("c=+1($arg3):s32", ["no-member"]),
+        ("c=+12($arg3):u64", ["no-member"]),
+        ("c=+1($arg3):string", ["no-member"]),
+        ("c=+9($arg3):x8[4]", ["no-member"]),
+        ("c=+8($arg3):x8[4]", []),
+        ("c=+8($arg3):string", ["type-size"]),
+        ("c=+8($arg3):symbol", []),
         ("c=+16($arg3):u64", ["no-member"]),
         ("c=+0(%dx):u8 d=%r8:u8", ["type-size"]),
         ("d=$comm e=@linux_banner:string", []),
@@ -373,6 +446,30 @@ def test_names_that_are_cut_ambiguous_or_only_split(
     assert len(re.findall("0x[0-9a-f]{16}", twice["findings"][0]["message"])) == 2
 
 
+def test_lines_with_modules_are_judged_with_them_loaded() -> None:
+    """The package's modules are loaded; other modules are awaited, as by a kernel without them."""
+    package = debian.package("linux-image-cloud-amd64")
+    lines = {
+        "p:a nls_cp437:uni2char a=$arg1": ("ftrace", "EINVAL", ["needs-module"]),
+        "r:c nls_cp437:uni2char": ("ftrace", "pending", []),
+        "p:d nls_cp437:uni2char+3": ("EILSEQ", "pending", ["BAD_INSN_BNDRY"]),
+        "p:e nls_cp437:uni2chra": ("ENOENT", "pending", ["BAD_PROBE_ADDR"]),
+        "p:f nls_cp43:uni2char": ("pending", "", ["no-module"]),
+        "p:g vfs:vfs_read": ("pending", "", ["no-module"]),
+        "p:h vfs_read": ("ftrace", "", []),
+    }
+    kernel = planned_kernel(None, str(package), None, None)
+    answers = check_lines(kernel, [Line("", number, line) for number, line in enumerate(lines, 1)])
+    found = {
+        each.line.text: (each.outcome, each.unloaded, [finding.rule for finding in each.findings])
+        for each in answers
+    }
+    assert found == lines
+    messages = {each.line.text: each.findings[0].message for each in answers if each.findings}
+    assert "nearest: nls_cp437" in messages["p:f nls_cp43:uni2char"]
+    assert "the kernel itself has vfs_read" in messages["p:g vfs:vfs_read"]
+
+
 # The command
 
 
@@ -394,9 +491,14 @@ def test_several_kernels_have_a_column_each(
     file.write_text("# comment\np:x f\np:y vfs_read\nkprobes/enabled = 0\n")
     assert main(["check", str(file), "--image", typed, "--image", typed]) == 1
     text = capsys.readouterr().out
-    assert text.splitlines()[-1] == "2 errors, 0 warnings in 2 kernels; 1 setting not checked"
-    rows = [line.split()[:4] for line in text.splitlines() if line[:1].isdigit() and "p:" in line]
-    assert rows == [["2", "ftrace", "ftrace", "p:x"], ["3", "ENOENT", "ENOENT", "p:y"]]
+    assert text.splitlines()[-1].startswith("2 errors, 0 warnings in 2 kernels; 1 ")
+    table = text[text.index("definition") :].splitlines()
+    rows = [line.split()[:4] for line in table if re.match("[2-4]     ", line)]
+    assert rows == [
+        ["2", "ftrace", "ftrace", "p:x"],
+        ["3", "ENOENT", "ENOENT", "p:y"],
+        ["4", "unchecked", "unchecked", "kprobes/enabled"],
+    ]
     assert max(map(len, text.splitlines())) <= 80
     assert main(["check", str(file), "--image", typed, "--sarif"]) == 1
     log = json.loads(capsys.readouterr().out)

@@ -611,8 +611,8 @@ def test_a_module_of_debians_package(
         return open_package(file)
 
     monkeypatch.setattr(module_files, "open_package", counting)
-    kernel = planned_kernel(None, package, None, None).with_module("nls_cp437")
-    assert len(kernel.with_module("nls_cp437").modules) == 1
+    kernel = planned_kernel(None, package, None, None).with_modules(["nls_cp437"])
+    assert len(kernel.with_modules(["nls_cp437"]).modules) == 1
     assert len(opened) == 1
     again = Explanation(kernel, find_place("nls_cp437:uni2char+0x5", kernel.tables))
     # The module's address is made up.

@@ -20,6 +20,8 @@ class ScalarMember:
     size: int
     """Size of the member in bytes."""
     is_bitfield: bool
+    skipped: int = 0
+    """Number of the member's bytes before the offset; 0 if the member begins there."""
 
 
 def pointed_to(btf: Btf, number: int) -> int | None:
@@ -32,7 +34,7 @@ def pointed_to(btf: Btf, number: int) -> int | None:
 
 
 def members_at(btf: Btf, number: int, offset: int) -> list[ScalarMember]:
-    """Return the members that begin at a byte offset of the structure with the type id `number`.
+    """Return the members that have the byte at an offset of the structure with the type id `number`.
 
     The list has several members if the offset is in a union.
     """
@@ -70,7 +72,7 @@ def _members_at(
         return
     if kind.kind not in (Kind.STRUCT, Kind.UNION):
         if not bit % 8:
-            yield ScalarMember(path, size_of(btf, number), is_bitfield=False)
+            yield ScalarMember(path, size_of(btf, number), is_bitfield=False, skipped=bit // 8)
         return
     for member in btf.members(btf.resolve(number)):
         limit.take()

@@ -451,7 +451,7 @@ def test_a_module_linked_offline_has_the_verdicts_of_the_loaded_one(
     """Function by function; alternatives, which only the loaded one has, change few of them."""
     suite = request.node.callspec.params["mount"]
     package = debian.package(debian.META_PACKAGES[0], suite)
-    planned = planned_kernel(None, str(package), None, None).with_module(module)
+    planned = planned_kernel(None, str(package), None, None).with_modules([module])
     shell.write("/machine/modules", f"load {module}\n")
     live = engine.live.find(module)
     assert live is not None

@@ -182,6 +182,20 @@ def test_its_own_kprobes_are_accepted_where_ftrace_patches(
     assert [each["patched_by_ftrace"] for each in json.loads(capsys.readouterr().out)] == [True, False]
 
 
+def test_its_own_tracefs_has_no_histograms(
+    image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Debian builds this kernel without them; kprobefs's tracefs has them over this kernel, too."""
+    file = tmp_path / "x.probes"
+    names = "hist:keys=common_pid", "traceoff"
+    file.write_text("".join(f"events/sched/sched_switch/trigger = {name}\n" for name in names))
+    for kprobes, expected in (("kprobefs", "unchecked"), ("kernel", "EINVAL")):
+        main(["check", str(file), "--image", str(image), "--kprobes", kprobes, "--json"])
+        (found,) = json.loads(capsys.readouterr().out)
+        outcomes = [line["outcome"] for line in found["kernels"][0]["lines"]]
+        assert outcomes == [expected, "unchecked"]
+
+
 def test_explain(image: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--image", str(image), "vfs_read+8"]) == 0
     text = capsys.readouterr().out

@@ -1,0 +1,85 @@
+"""The answers of a kernel to lines of a definitions file, and the warnings about them."""
+
+from __future__ import annotations
+
+from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe
+from emulated_kernel.util.fast_dataclass import dataclass, field
+from kprobefs.definitions.syntax import Line
+
+PENDING = "pending"
+"""Outcome of a probe whose module is not loaded."""
+UNCHECKED = "unchecked"
+"""Outcome of a line that defines an event of another kind than kprobe events, or that sets a value."""
+ACCEPTED = "accepted"
+"""Outcome of a setting whose value the kernel takes."""
+REMOVED = "removed"
+"""Outcome of a line that removes events."""
+WARNINGS = {
+    "type-size": "A fetch argument reads fewer or more bits than the value has.",
+    "type-sign": "A fetch argument shows a signed value as unsigned, or an unsigned value as signed.",
+    "no-parameter": "A fetch argument $argN reads a register or stack word that no parameter takes.",
+    "no-member": "A fetch argument reads a structure at an offset at which no member begins.",
+    "no-place": "A definition has no place, or a source line as its place.",
+    "name-cut": "The event's name is cut at the kernel's limit.",
+    "changed-parameters": "A fetch argument $argN reads a parameter that the compiler may have changed.",
+    "no-event": "A setting names an event that neither the kernel nor a line before has.",
+    "no-function": "A setting names a function that the kernel does not have, or that ftrace cannot trace.",
+    "needs-module": "The kernel refuses the definition while the module of its place is not loaded.",
+    "no-module": "A definition waits for a module that does not come with the kernel.",
+    "never-returns": "The function of a return probe never returns.",
+    "no-records": "The kernel counts the probe's hits, but records none of them.",
+    "other-instruction": "The same symbol and offset is another instruction in some of the kernels.",
+    "patched-by-ftrace": "The kernel accepts the probe at an instruction that ftrace patches.",
+    "takes-jump": "A probe lies in the instructions that the jump of another probe would replace.",
+}
+"""Name of each warning -> its meaning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """An error or a warning about a line of a definitions file."""
+
+    rule: str
+    """Name of the rule that was violated: a name in error_log's table, an errno, or a key of WARNINGS."""
+    is_error: bool
+    message: str
+    column: int | None = None
+    """Column in the line's text, from 0 on; None if the finding is about the whole line."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """A kernel's answer to a line that is written to kprobe_events, with errors and warnings."""
+
+    line: Line
+    outcome: str
+    """Value of ProbeOutcome, PENDING, UNCHECKED, ACCEPTED or REMOVED.
+
+    If the kernel refuses the line, the name of the errno.
+    """
+    reason: str = ""
+    """Reason why the probe is not optimized, or why it is pending; "" if there is nothing to explain."""
+    findings: list[Finding] = field(default_factory=list)
+    region: range = range(0)
+    """Addresses that the probe's jump replaces; empty if there is no jump."""
+    breakpoint_kind: str | None = None
+    """Value of BreakpointKind, also for an optimized probe; None if there is no breakpoint."""
+    traps_at_return: bool = False
+    """Whether the probe is a return probe whose trampoline traps."""
+    address: int = 0
+    """The probed address; 0 if there is no probe."""
+    insn: str = ""
+    """The probed instruction as text; "" for a place without offset and address, or without a probe."""
+    probe: TraceKprobe | None = None
+    """The probe that the line has created; None if it has created none."""
+    unloaded: str = ""
+    """Outcome while the modules that the lines name are not loaded; "" if the outcome is the same."""
+    extended: str | None = None
+    """Outcome under the kernel's strategy; None if there is no strategy or no probe."""
+    extended_reason: str = ""
+    """The tactics that the jump needs under the strategy, or the rule by which the strategy refuses it."""
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the kernel refuses the line."""
+        return any(finding.is_error for finding in self.findings)
