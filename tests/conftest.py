@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
@@ -46,6 +47,12 @@ MUCH_MEMORY = 300 << 20
 _FROM_OUTSIDE = ("BUILD_NUMBER", "CI", "COLUMNS", "FORCE_COLOR", "LINES", "NOTIFY_SOCKET", "NO_COLOR", "TERM")
 for _variable in _FROM_OUTSIDE:
     os.environ.pop(_variable, None)
+
+# A shell lets the commands that it runs in the background ignore these, and so the programs under test.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 # A loaded machine is slow, so there is no deadline for an example or for drawing one. Without a database, two
 # runs with one seed test the same examples. The phase "explain" would exceed max_examples.

@@ -232,8 +232,6 @@ def test_a_signal_leaves_the_results_of_ended_runs(number: signal.Signals, tmp_p
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # A shell in the background has ignored SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     eventually((tmp_path / "pid").exists, patience=60)
     started.send_signal(number)

@@ -34,7 +34,10 @@ def unpacked(package: str) -> Path:
             subprocess.run(words, cwd=place, capture_output=True, timeout=_SECONDS, check=True)
         except (subprocess.SubprocessError, OSError) as error:
             pytest.skip(f"{package} can't be fetched: {error}")
-        # Another test may have been faster.
-        if not kept.exists():
+        try:
             (Path(place) / "files").rename(kept)
+        except OSError:
+            # Another test may have been faster.
+            if not kept.exists():
+                raise
     return kept

@@ -37,12 +37,12 @@ def source(name: str) -> Path:
     packages = [each for each in known.stdout.split() if _PACKAGE.fullmatch(each)]
     if not packages:
         pytest.skip("apt knows no package of the kernel's source")
-    with tempfile.TemporaryDirectory() as place:
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept.parent) as place:
         words = ["sh", "-c", _EXTRACT, "sh", min(packages), name]
         try:
             subprocess.run(words, cwd=place, capture_output=True, timeout=_SECONDS, check=True)
         except (subprocess.SubprocessError, OSError) as error:
             pytest.skip(f"{min(packages)} can't be fetched: {error}")
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(Path(place) / name, kept)
+        (Path(place) / name).rename(kept)
     return kept

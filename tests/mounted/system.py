@@ -14,7 +14,8 @@ import pytest
 from tests.fuse.harness import REAL_PROGRAM, kprobefs
 
 SOURCES = Path(__file__).parent
-TIMEOUT = 60
+TIMEOUT = 100
+"""Time limit of a script in seconds, which is less than that of a test."""
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="a user namespace with all ids needs root")
 OWN_LOCK = """case $HOME/ in /var/tmp/*) ;; *) mount --rbind "$HOME" /var/tmp ;; esac
 """

@@ -25,19 +25,29 @@ pytestmark = [
 ]
 
 WORK = """
-    cd /sys/kernel/debug/scratch
-    work() {
-        (until [ "$(cat $1)" = "$2" ]; do sleep 0.05; done
-         sleep 0.5
-         for i in 1 2 3; do mkdir d; rmdir d; done) 2>/dev/null &
-    }
+import os, sys, time
+from pathlib import Path
+Path("/proc/self/comm").write_text("mkdir")
+file, text = Path(sys.argv[1]), sys.argv[2]
+while not file.exists() or file.read_text() != f"{text}\\n":
+    time.sleep(0.05)
+time.sleep(0.5)
+for _ in range(3):
+    os.mkdir("d")
+    os.rmdir("d")
 """
-"""work FILE TEXT: three rounds, once a file of tracefs reads so; the tool clears the buffer behind that."""
+"""Makes three rounds, once a file of tracefs has a text; the tool clears the buffer behind that.
+
+One process makes them all, since a tool waits for two seconds only.
+"""
 
 
 def _tool(tmp_path: Path, *commands: str) -> list[str]:
     """What each command prints, one behind the other in one mount."""
-    script = WORK + "\n".join(f"{command}\necho =next=\nwait" for command in commands)
+    (tmp_path / "work.py").write_text(WORK)
+    work = f'work() {{ {shlex.quote(sys.executable)} {tmp_path / "work.py"} "$@" & }}'
+    each = "\n".join(f"{command}\necho =next=\nwait" for command in commands)
+    script = f"cd /sys/kernel/debug/scratch\n{work}\n{each}"
     return as_system(f"({script}) 2>&1", tmp_path).split("=next=\n")[:-1]
 
 

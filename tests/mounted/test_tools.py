@@ -174,7 +174,7 @@ END
     def test_record_into_small_buffers_loses_nothing(self, tmp_path: Path) -> None:
         """1000 records of 52 bytes through buffers of 32 KiB."""
         script = f"""{self.PROBE}
-            timeout 40 trace-cmd record -b 32 -e foo -o trace.dat {PYTHON} load 1000 >/dev/null
+            timeout 80 trace-cmd record -b 32 -e foo -o trace.dat {PYTHON} load 1000 >/dev/null
             trace-cmd report -i trace.dat >report
             grep -c foo: report; grep -ci lost report || :
         """
@@ -184,7 +184,7 @@ END
 
     def test_stream_shows_events_while_they_come(self, tmp_path: Path) -> None:
         script = f"""{self.PROBE}
-            timeout -k 1 40 trace-cmd stream -b 32 -e foo >stream &
+            timeout -k 1 80 trace-cmd stream -b 32 -e foo >stream &
             cd /sys/kernel/tracing
             until [ "$(cat events/kprobes/foo/enable tracing_on)" = $'1\\n1' ]; do sleep 0.1; done
             cd "$HOME"
@@ -210,7 +210,7 @@ END
 until grep -q '^read events: [1-9]' /sys/kernel/tracing/per_cpu/cpu*/stats; do sleep 0.1; done
 sleep 0.5
 END
-            timeout 20 trace-cmd profile -p nop -b 32 -e sched_switch -e raw_syscalls sh command
+            timeout 80 trace-cmd profile -p nop -b 32 -e sched_switch -e raw_syscalls sh command
         """
         assert "Event: sys_enter:" in as_system(script, tmp_path, "--cpus", self.CPUS)
 

@@ -17,7 +17,8 @@ _LIMIT = 400 << 20
 """Bytes that are kept; the oldest packages go first."""
 _SECONDS = 60
 """A fetch may take; less than a test may, so that a slow network skips and fails nothing."""
-_LISTS = "lists"
+_LISTS = f"lists-{os.getpid()}"
+"""Directory of this process; another worker may ask apt at the same time."""
 _APT_LISTS = Path("/var/lib/apt/lists")
 """apt's lists of packages; each update of them changes the directory."""
 _KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
