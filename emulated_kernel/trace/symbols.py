@@ -62,6 +62,8 @@ class KernelSymbols:
         """Returns the number of symbols with the name `NAME` everywhere, or `MODULE:NAME` in a module."""
         self.count_in_kernel = kallsyms.count_in_kernel
         """Returns the number of symbols with the name `NAME` outside of modules."""
+        self.locate_each = kallsyms.locate_each
+        """Yields name, offset and module for each of several ascending addresses of functions."""
         self.has_module = kallsyms.has_module
         """Returns True if a module of that name is loaded. Mirrors: find_module (v6.1)."""
         self.is_return_trampoline: Callable[[int], bool] = (

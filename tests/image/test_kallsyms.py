@@ -46,6 +46,24 @@ def test_addresses_that_no_symbol_has(address: int) -> None:
     assert table((0x2000, "T", "a")).lookup(address) is None
 
 
+def test_many_addresses_are_located_as_single_ones() -> None:
+    """Addresses before and after all symbols, and within symbols, of which several have one address."""
+    places = ((0x80, "A", "offset"), (0x2000, "T", "a"), (0x2000, "T", "b"), (0x2010, "T", "c"))
+    symbols = table(*places, (0x8000, "D", "d"))
+    addresses = (0, 0x90, 0xFFF, 0x1000, 0x2000, 0x2000, 0x200F, 0x2010, 0x7FFF, 0x8FFF, 0x9000, 1 << 63)
+    for each in (symbols, Kallsyms([], 0x1000, 0x9000)):
+        single = [each.lookup(address) for address in addresses]
+        expected = [None if where is None else (where.name, where.offset, where.module) for where in single]
+        assert [*each.locate_each(addresses)] == expected
+
+
+def test_the_symbols_of_a_kernel_are_located(image: KernelImage) -> None:
+    addresses = sorted({each + way for each in image.kallsyms.table.addresses for way in (0, 1)})
+    for address, found in zip(addresses, image.kallsyms.locate_each(addresses), strict=True):
+        where = image.kallsyms.lookup(address)
+        assert found == (where and (where.name, where.offset, where.module))
+
+
 def test_per_cpu_offsets_are_no_addresses(image: KernelImage) -> None:
     assert image.kallsyms.lookup_name("current_task") is not None
     assert image.kallsyms.lookup(image.abi["percpu.current_task"]) is None

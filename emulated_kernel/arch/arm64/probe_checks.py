@@ -150,9 +150,9 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
             return self._named(Rejection(RejectReason.NOT_ALIGNED, addr))
         return found
 
-    def is_entry_site(self, where: Location) -> bool:
-        """Return True if the fentry site at `where` is the second nop at a function's entry."""
-        return SIZE <= where.offset <= 2 * SIZE
+    def is_entry_site(self, offset: int) -> bool:
+        """Return True if an fentry site at this offset in a function is the second nop at its entry."""
+        return SIZE <= offset <= 2 * SIZE
 
     def _forbidden(self, symbol: Symbol, addr: int) -> Rejection | None:
         """Return the reason to reject a probe at `addr`: an fentry site, or a reason of ProbeChecker.

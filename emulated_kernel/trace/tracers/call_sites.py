@@ -69,13 +69,15 @@ class KernelFunctions:
     def _at(self, fentry: Iterable[int]) -> Iterator[TraceableFunction]:
         if self._sites is None:
             return
-        for site in sorted(fentry):
-            where = self._symbols.lookup(site)
-            if where is not None and self._is_entry(where):
-                yield TraceableFunction(site, where.name, where.module)
-            elif where is not None:
-                name = f"{_INVALID_FUNCTION}_{where.offset}"
-                yield TraceableFunction(site, name, where.module, is_dropped=True)
+        sites = sorted(fentry)
+        for site, where in zip(sites, self._symbols.locate_each(sites), strict=True):
+            if where is None:
+                continue
+            name, offset, module = where
+            if self._is_entry(offset):
+                yield TraceableFunction(site, name, module)
+            else:
+                yield TraceableFunction(site, f"{_INVALID_FUNCTION}_{offset}", module, is_dropped=True)
 
     @property
     def has_sites(self) -> bool:

@@ -255,8 +255,8 @@ class FunctionGraph:
 def traceable_functions(image: ProbedTables, verdict: ProbeChecker[Any]) -> dict[str, int]:
     """Return a map name -> fentry site of the traceable functions, in the order of their addresses."""
     found: dict[str, int] = {}
-    for site in sorted(image.mcount):
-        where = image.kallsyms.lookup(site)
-        if where is not None and verdict.is_entry_site(where):
-            found[where.symbol.name] = site
+    sites = sorted(image.mcount)
+    for site, where in zip(sites, image.kallsyms.locate_each(sites), strict=True):
+        if where is not None and verdict.is_entry_site(where[1]):
+            found[where[0]] = site
     return found
