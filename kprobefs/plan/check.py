@@ -33,7 +33,7 @@ from kprobefs.plan.arguments import changed_parameters
 from kprobefs.plan.check_settings import SettingChecks
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.offline_engine import OfflineEngine
-from kprobefs.plan.place import Place, module_name
+from kprobefs.plan.place import Place, module_name, nearest_in_module
 from kprobefs.plan.planned_kernel import ONLY_COUNTED, UNGUARDED, PlannedKernel
 
 _OTHER_KINDS = {
@@ -92,7 +92,7 @@ def _modules(kernel: PlannedKernel, lines: Iterable[Line]) -> tuple[list[str], d
         try:
             kernel.with_module_of(module, re.split("[+%]", rest, maxsplit=1)[0])
         except CliError as error:
-            missing[place] = str(error)
+            missing[place] = str(error).removeprefix(f"{kernel.image}: ")
         else:
             found[module] = None
     return [*found], missing
@@ -221,9 +221,14 @@ def _hint(kernel: PlannedKernel, line: Line, rule: str, error: KernelError) -> s
     module, colon, function = place.partition(":")
     if rule == ProbeError.BAD_PROBE_ADDR.name and colon and "-" in module:
         return f"; modules have _ in place of -: {module_name(module)}:{function}"
+    if rule == ProbeError.BAD_PROBE_ADDR.name and colon:
+        near = nearest_in_module(re.split(r"[+%]", place, maxsplit=1)[0], kernel.tables)
+        return f"; there is {', '.join(near)}" if near else ""
     if rule == ProbeError.BAD_PROBE_ADDR.name and symbol and not kallsyms.count_name(symbol):
         near = nearest_symbols(symbol, kallsyms)
-        return f"; there is {', '.join(near)}" if near else ""
+        known = f"; there is {', '.join(near)}" if near else ""
+        of_module = f"; for a module's function, write MODULE:{symbol}"
+        return known if kernel.image is None else known + of_module
     if rule in (ProbeError.BAD_INSN_BNDRY.name, ProbeError.FAIL_REG_PROBE.name):
         return f" ({error.strerror})"
     return ""

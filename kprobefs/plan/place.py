@@ -87,7 +87,7 @@ def _named(text: str, tables: ProbedTables) -> tuple[Symbol, int, tuple[Symbol, 
     found = kallsyms.by_name(name)
     if not found:
         is_in_module = module_of(name) is not None
-        near = _nearest_in_module(name, tables) if is_in_module else nearest_symbols(name, kallsyms)
+        near = nearest_in_module(name, tables) if is_in_module else nearest_symbols(name, kallsyms)
         hint = f"; nearest: {', '.join(near)}" if near else ""
         if not near and _PATTERN.search(name):
             hint = "; `coverage --function` takes patterns"
@@ -97,10 +97,12 @@ def _named(text: str, tables: ProbedTables) -> tuple[Symbol, int, tuple[Symbol, 
     return found[0], offset, found[1:]
 
 
-def _nearest_in_module(name: str, tables: ProbedTables) -> list[str]:
-    module = tables.find(name.partition(":")[0]) if isinstance(tables, LiveImage) else None
-    known = [] if module is None else [f"{module.name}:{symbol.name}" for symbol in module.symbols]
-    return similar_names(name, known)
+def nearest_in_module(name: str, tables: ProbedTables) -> list[str]:
+    """Return functions of a loaded module with names similar to `name`. All have the form MODULE:SYMBOL."""
+    where, _, symbol = name.partition(":")
+    module = tables.find(where) if isinstance(tables, LiveImage) else None
+    known = () if module is None else tuple(each.name for each in module.symbols if each.is_text)
+    return [f"{where}:{each}" for each in similar_names(symbol, known)]
 
 
 def _not_text(text: str, address: int, where: Location | None, tables: ProbedTables) -> CliError:

@@ -457,6 +457,7 @@ def test_lines_with_modules_are_judged_with_them_loaded() -> None:
         "p:f nls_cp43:uni2char": ("pending", "", ["no-module"]),
         "p:g vfs:vfs_read": ("pending", "", ["no-module"]),
         "p:h vfs_read": ("ftrace", "", []),
+        "p:i nosuch_function": ("ENOENT", "", ["BAD_PROBE_ADDR"]),
     }
     kernel = planned_kernel(None, str(package), None, None)
     answers = check_lines(kernel, [Line("", number, line) for number, line in enumerate(lines, 1)])
@@ -466,7 +467,11 @@ def test_lines_with_modules_are_judged_with_them_loaded() -> None:
     }
     assert found == lines
     messages = {each.line.text: each.findings[0].message for each in answers if each.findings}
-    assert "nearest: nls_cp437" in messages["p:f nls_cp43:uni2char"]
+    assert "there is nls_cp437:uni2char" in messages["p:e nls_cp437:uni2chra"]
+    assert messages["p:f nls_cp43:uni2char"].startswith(
+        "no module nls_cp43 comes with this kernel; nearest: nls_cp437"
+    )
+    assert "write MODULE:nosuch_function" in messages["p:i nosuch_function"]
     assert "the kernel itself has vfs_read" in messages["p:g vfs:vfs_read"]
 
 
