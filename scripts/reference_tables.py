@@ -340,9 +340,10 @@ def raised_errnos(modules: Mapping[str, ast.Module]) -> Mapping[str, set[str]]:
 def _raising(
     nodes: Mapping[Definition, ast.FunctionDef], calls: Iterable[tuple[Definition, Definition, ast.Call]]
 ) -> Mapping[Definition, tuple[int, str]]:
-    """Return a map function -> index and name of its argument that is the errno of the OSError it makes.
+    """Find the functions that raise an OSError whose errno is one of their parameters.
 
-    `calls`: caller, called function, and node of each call. Arguments that the caller sets do not count.
+    Return a map function -> index and name of that parameter. `calls`: caller, called function, and node of
+    each call. Parameters that the function assigns to do not count.
     """
     found = {OS_ERROR: (0, "errno")}
     known = 0

@@ -142,7 +142,8 @@ TARGETS = {
 }
 
 
-# Has retpolines in place of indirect jumps and calls, like distributions' kernels. Tests load it by its path.
+# A kernel with retpolines in place of indirect jumps and calls, like distributions' kernels. Tests load it by its
+# path.
 TARGETS["x86_64-retpoline"] = replace(
     TARGETS["x86_64"],
     flags=f"{TARGETS['x86_64'].flags} -mindirect-branch=thunk-extern -mindirect-branch-register "
@@ -151,8 +152,8 @@ TARGETS["x86_64-retpoline"] = replace(
     has_types=False,
 )
 
-# Has landing pads at the entries of C functions and no jump tables, as CONFIG_X86_KERNEL_IBT builds a kernel.
-# Tests load it by its path.
+# A kernel with landing pads at the entries of C functions and without jump tables, like one that is built with
+# CONFIG_X86_KERNEL_IBT. Tests load it by its path.
 TARGETS["x86_64-ibt"] = replace(
     TARGETS["x86_64"],
     flags=TARGETS["x86_64"].flags.replace("-fcf-protection=none", "-fcf-protection=branch -fno-jump-tables"),

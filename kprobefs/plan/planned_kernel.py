@@ -356,7 +356,7 @@ def check_own_kprobes(kprobes: str, *, has_kernel: bool, profile: str | None, st
 
 
 def _use_own_kprobes(made: PlannedKernel) -> None:
-    """Make the verdicts on a kernel those of its own kprobes. On x86, both are the same."""
+    """Make the verdicts those of the kernel's own kprobes. On x86, kprobefs's kprobes have the same."""
     if made.arch in WITH_OPTPROBES:
         return
     assert isinstance(made.core, LinuxKernel)

@@ -279,7 +279,11 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
         return None if reason is None else Rejection(reason, addr)
 
     def insn_size(self, where: Location) -> int:
-        """Return the size of the instruction, so that equal instructions are prepared once."""
+        """Return the exact size of the instruction, not an upper limit as in the base class.
+
+        Instructions with equal bytes are prepared once (copy_insn._prepare_anywhere). With an upper limit,
+        the bytes after an instruction would make equal instructions different.
+        """
         facts = self._function(where.symbol).analysis.flow.facts
         return facts[where.symbol.address + where.offset].length
 

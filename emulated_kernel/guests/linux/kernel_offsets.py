@@ -34,7 +34,7 @@ KernelOffsets has their addresses only for kernels without SYSCALL_WORK.
 TEXT_POKE = "__text_poke"
 """Symbol of x86's function that writes text."""
 POKED = f"{TEXT_POKE}(addr)", f"{TEXT_POKE}(len)"
-"""Keys in KernelOffsets.offsets of the numbers of the function's parameters; absent if BTF lacks them."""
+"""Keys in KernelOffsets.offsets: the positions of __text_poke()'s parameters. Absent if BTF lacks them."""
 FREES_TEXT = "module_memfree", "execmem_free"
 """Symbols of the function that frees memory for code; the second exists since Linux 6.10."""
 _OPTIONAL = (
@@ -348,7 +348,7 @@ def _of_free_pages(btf: Btf) -> dict[str, int]:
 
 
 def _of_text_poke(btf: Btf) -> dict[str, int]:
-    """Return key -> number of the parameter for the keys POKED; {} if BTF lacks the function."""
+    """Return key -> position of that parameter of __text_poke(), for the keys POKED; {} if BTF lacks it."""
     try:
         _, parameters = btf.prototype(TEXT_POKE)
     except KernelError as error:

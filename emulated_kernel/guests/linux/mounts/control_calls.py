@@ -429,7 +429,8 @@ class LinuxControlCalls(GuestCalls):
             except KernelError as error:
                 return partial(self._returns, task, -(error.errno or EIO))
             except Exception:
-                # `once` raises the error again when the request itself calls it.
+                # RunOnce keeps the exception, and raises it again in the request, which logs it. Only the
+                # guest's call must end here.
                 return partial(self._returns, task, -EIO)
 
         return serve
