@@ -32,7 +32,7 @@ _EXPORT = "__ksymtab_"
 def dependencies(modules: Mapping[str, bytes]) -> dict[str, list[str]]:
     """Return name of a module -> names of the modules whose exported symbols the module uses.
 
-    Mirrors: depmod's modules.dep
+    Mirrors: depmod's modules.dep.
     """
     symbols = {name: ElfFile(data).symbols for name, data in modules.items()}
     owner = {
@@ -142,8 +142,8 @@ TARGETS = {
 }
 
 
-# A kernel with retpolines in place of indirect jumps and calls, like distributions' kernels. Tests load it by its
-# path.
+# A kernel with retpolines in place of indirect jumps and calls, like distributions' kernels. Tests load it by
+# its path.
 TARGETS["x86_64-retpoline"] = replace(
     TARGETS["x86_64"],
     flags=f"{TARGETS['x86_64'].flags} -mindirect-branch=thunk-extern -mindirect-branch-register "
@@ -152,7 +152,7 @@ TARGETS["x86_64-retpoline"] = replace(
     has_types=False,
 )
 
-# A kernel with landing pads at the entries of C functions and without jump tables, like one that is built with
+# A kernel with landing pads at the entries of C functions and without jump tables, like one with the option
 # CONFIG_X86_KERNEL_IBT. Tests load it by its path.
 TARGETS["x86_64-ibt"] = replace(
     TARGETS["x86_64"],
@@ -524,7 +524,7 @@ def _sort_ex_table(data: bytes) -> bytes:
 
     Each entry is relative to its own address.
 
-    Mirrors: scripts/sorttable.c (v6.1)
+    Mirrors: scripts/sorttable.c (v6.1).
     """
     section = ElfFile(data).sections["__ex_table"]
     pairs = []

@@ -187,7 +187,7 @@ class PlannedKernel:
     def traps_at_return(self) -> bool:
         """Whether the kernel's own return probes begin their trampoline with a breakpoint, as on arm64.
 
-        Mirrors: arch/arm64/kernel/probes/kprobes_trampoline.S:__kretprobe_trampoline (v6.12)
+        Mirrors: arch/arm64/kernel/probes/kprobes_trampoline.S:__kretprobe_trampoline (v6.12).
         """
         return self.has_own_kprobes and self.tables.kallsyms.lookup_name(_RETURN_TRAP) is not None
 

@@ -26,7 +26,7 @@ from emulated_kernel.util.fast_dataclass import replace
 def detoured_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
     """Return the region that the jump of a probe at `addr` replaces, or the rejection of the jump.
 
-    Mirrors: arch/x86/kernel/kprobes/opt.c:arch_prepare_optimized_kprobe (v6.1)
+    Mirrors: arch/x86/kernel/kprobes/opt.c:arch_prepare_optimized_kprobe (v6.1).
     """
     if addr in analysis.layout.entry_text:
         return Rejection(RejectReason.ENTRY_TEXT, addr)

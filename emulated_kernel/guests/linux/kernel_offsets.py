@@ -289,7 +289,7 @@ def _stack_top(kernel: LinuxKernel) -> int | None:
     Return None if the kernel has no known symbol for the word.
 
     Mirrors: arch/x86/include/asm/processor.h:cpu_current_top_of_stack (v5.10, v6.1),
-    arch/x86/include/asm/current.h:struct pcpu_hot (v6.12)
+    arch/x86/include/asm/current.h:struct pcpu_hot (v6.12).
     """
     own = kernel.per_cpu(STACK_TOP)
     hot = kernel.kallsyms.lookup_name("pcpu_hot")
@@ -323,7 +323,7 @@ def dentry_slow_path_flags(btf: Btf) -> int:
 
     The lookup of a dentry with one of these flags needs code of the guest kernel.
 
-    Mirrors: include/linux/dcache.h:DCACHE_OP_REVALIDATE, DCACHE_MANAGED_DENTRY (v6.1)
+    Mirrors: include/linux/dcache.h:DCACHE_OP_REVALIDATE, DCACHE_MANAGED_DENTRY (v6.1).
     """
     asks = 0
     for name, number in _DENTRY_FLAGS.items():
