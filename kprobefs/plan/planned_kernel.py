@@ -56,7 +56,7 @@ _TRIGGERS = {
 }  # fmt: skip
 """Name of a trigger -> Linux's function that performs it; a kernel built without the trigger lacks it.
 
-Mirrors: kernel/trace/trace_events_trigger.c, kernel/trace/trace_events_hist.c (v6.12)
+Mirrors: kernel/trace/trace_events_trigger.c, kernel/trace/trace_events_hist.c (v6.12).
 """
 
 
