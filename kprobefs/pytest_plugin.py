@@ -117,7 +117,7 @@ def _own_frames_hidden(error: BaseException | None) -> Iterator[None]:
 
 def _is_refusal(error: BaseException) -> bool:
     """Return True for a KernelError, and for the error of a mount that fails."""
-    # An error that was raised has its module loaded.
+    # If the error is a KernelError, its module is loaded, so no import is needed.
     errors = sys.modules.get("emulated_kernel.util.errors")
     if errors is not None and isinstance(error, errors.KernelError):
         return True

@@ -453,9 +453,11 @@ class Arch(ABC):
     def detour(self, region: Region, buffer: int) -> Detour:
         """Return the detour of a region for the address `buffer`.
 
-        A breakpoint in it calls the handler in Python.
+        A breakpoint in it calls the handler in Python, which finds the probe by the breakpoint's address. So
+        the detour has no operand for the probe, and no call of optimized_callback().
         Raises: KernelError EINVAL, ERANGE (an instruction cannot be moved that far).
-        Mirrors: arch/x86/kernel/kprobes/opt.c:arch_prepare_optimized_kprobe (v6.1).
+        Mirrors: arch/x86/kernel/kprobes/opt.c:arch_prepare_optimized_kprobe, optprobe_template_val,
+        optprobe_template_call, optprobe_template_end (v6.1).
         """
         save, restore = self.around_handler(region)
         template = save + self.breakpoint + restore

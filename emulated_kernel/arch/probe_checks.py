@@ -315,7 +315,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         """Return True if an fentry site at this offset in a function is its start, or after its landing pad.
 
         Linux: the fentry site of a discarded weak function lies in the function before it.
-        Mirrors: kernel/trace/ftrace.c:test_for_valid_rec (v6.1)
+        Mirrors: kernel/trace/ftrace.c:test_for_valid_rec (v6.1).
         """
         return not offset or (offset <= len(self.landing_pad) and self._has_pads)
 

@@ -32,7 +32,7 @@ _EXPORT = "__ksymtab_"
 def dependencies(modules: Mapping[str, bytes]) -> dict[str, list[str]]:
     """Return name of a module -> names of the modules whose exported symbols the module uses.
 
-    Mirrors: depmod's modules.dep
+    Mirrors: depmod's modules.dep.
     """
     symbols = {name: ElfFile(data).symbols for name, data in modules.items()}
     owner = {
@@ -142,7 +142,8 @@ TARGETS = {
 }
 
 
-# Has retpolines in place of indirect jumps and calls, like distributions' kernels. Tests load it by its path.
+# A kernel with retpolines in place of indirect jumps and calls, like distributions' kernels. Tests load it by
+# its path.
 TARGETS["x86_64-retpoline"] = replace(
     TARGETS["x86_64"],
     flags=f"{TARGETS['x86_64'].flags} -mindirect-branch=thunk-extern -mindirect-branch-register "
@@ -151,8 +152,8 @@ TARGETS["x86_64-retpoline"] = replace(
     has_types=False,
 )
 
-# Has landing pads at the entries of C functions and no jump tables, as CONFIG_X86_KERNEL_IBT builds a kernel.
-# Tests load it by its path.
+# A kernel with landing pads at the entries of C functions and without jump tables, like one with the option
+# CONFIG_X86_KERNEL_IBT. Tests load it by its path.
 TARGETS["x86_64-ibt"] = replace(
     TARGETS["x86_64"],
     flags=TARGETS["x86_64"].flags.replace("-fcf-protection=none", "-fcf-protection=branch -fno-jump-tables"),
@@ -523,7 +524,7 @@ def _sort_ex_table(data: bytes) -> bytes:
 
     Each entry is relative to its own address.
 
-    Mirrors: scripts/sorttable.c (v6.1)
+    Mirrors: scripts/sorttable.c (v6.1).
     """
     section = ElfFile(data).sections["__ex_table"]
     pairs = []

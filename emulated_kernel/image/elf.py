@@ -188,7 +188,7 @@ def nm_letter(binding: int, kind: int, flags: int, section: int) -> str:
     """Return the letter that nm prints for a symbol of type `kind` (STT) and binding `binding` (STB).
 
     `flags` and `section` are the flags and the type of the symbol's section.
-    Mirrors: bfd_decode_symclass
+    Mirrors: bfd_decode_symclass.
     """
     if binding == STB_WEAK:
         return "V" if kind == STT_OBJECT else "W"

@@ -70,7 +70,7 @@ def is_mapping_symbol(name: str) -> bool:
     """Return True if a symbol named `name` only marks a place in a function, and is not a function's name.
 
     Assemblers for RISC-V and ARM create symbols of this kind, and some linkers keep them.
-    Mirrors: include/linux/module_symbol.h:is_mapping_symbol (v6.12)
+    Mirrors: include/linux/module_symbol.h:is_mapping_symbol (v6.12).
     """
     return name.startswith((".L", "L0", "$"))
 
@@ -170,7 +170,7 @@ class Kallsyms:
 
     lookup() finds addresses from `start` (_stext) up to `end` (_end), exclusive.
 
-    Mirrors: kernel/kallsyms.c (v6.1)
+    Mirrors: kernel/kallsyms.c (v6.1).
     """
 
     _last: tuple[int, Location | None] = (-1, None)
@@ -266,7 +266,7 @@ class Kallsyms:
     def lookup_name(self, name: str) -> int | None:
         """Return the address of the first symbol with this name, or None if there is none.
 
-        Mirrors: kernel/kallsyms.c:kallsyms_lookup_name (v6.1)
+        Mirrors: kernel/kallsyms.c:kallsyms_lookup_name (v6.1).
         """
         found = self._named(name)
         if found:
@@ -307,7 +307,7 @@ class Kallsyms:
 
         If several symbols have one address, return the first in the table.
 
-        Mirrors: kernel/kallsyms.c:get_symbol_pos (v6.1)
+        Mirrors: kernel/kallsyms.c:get_symbol_pos (v6.1).
         """
         if not self.start <= address < self.end:
             return self._in_modules(address)
@@ -417,7 +417,7 @@ def _order(symbol: Symbol) -> tuple[int, bool, bool, int, str]:
     At one address, symbols that are not weak come first. After that, symbols that the linker script doesn't
     define come first, and then names with fewer underscores.
 
-    Mirrors: scripts/kallsyms.c:compare_symbols (v6.1)
+    Mirrors: scripts/kallsyms.c:compare_symbols (v6.1).
     """
     name = symbol.name
     underscores = len(name) - len(name.lstrip("_"))
@@ -427,7 +427,7 @@ def _order(symbol: Symbol) -> tuple[int, bool, bool, int, str]:
 def _is_linker_made(name: str) -> bool:
     """Return True if the linker script may define a name.
 
-    Mirrors: scripts/kallsyms.c:may_be_linker_script_provide_symbol (v6.1)
+    Mirrors: scripts/kallsyms.c:may_be_linker_script_provide_symbol (v6.1).
     """
     if len(name) < 8 or not name.startswith("__"):
         return False

@@ -128,7 +128,7 @@ def ex_table(address: int, data: bytes, layout: str = "<iii") -> Iterator[ExTabl
     """Decode the exception table at `address`, whose entries are relative to their own address.
 
     `layout`: format of an entry for Python's struct module.
-    Mirrors: include/asm-generic/extable.h (v5.0 to v6.12)
+    Mirrors: include/asm-generic/extable.h (v5.0 to v6.12).
     """
     for at, (insn, fixup, *_) in _entries(layout, data):
         yield ExTableEntry(address + at + insn & _ADDRESS, address + at + 4 + fixup & _ADDRESS)
@@ -148,7 +148,7 @@ def jump_labels(address: int, data: bytes, layout: str = "<iiq") -> Iterator[Jum
 def static_calls(address: int, data: bytes) -> Iterator[StaticCall]:
     """Decode a table of static calls.
 
-    Mirrors: include/linux/static_call_types.h:struct static_call_site (v6.1)
+    Mirrors: include/linux/static_call_types.h:struct static_call_site (v6.1).
     """
     for at, (site, key) in _entries("<ii", data):
         yield StaticCall(address + at + site & _ADDRESS, address + at + 4 + key & _ADDRESS & ~_KEY_FLAGS)
@@ -174,7 +174,7 @@ def bugs(
 def return_sites(address: int, data: bytes) -> Iterator[int]:
     """Yield the addresses of jumps to the return thunk.
 
-    Mirrors: arch/x86/kernel/alternative.c:apply_returns (v6.1)
+    Mirrors: arch/x86/kernel/alternative.c:apply_returns (v6.1).
     """
     for at, (site,) in _entries("<i", data):
         yield address + at + site & _ADDRESS
@@ -191,7 +191,7 @@ def plain_return(code: bytes) -> bytes | None:
 def blacklist(symbols: Kallsyms, listed: Iterable[int], areas: Iterable[Range]) -> Iterator[BlacklistEntry]:
     """Yield the functions at the addresses `listed`, then all functions in `areas`.
 
-    Mirrors: kernel/kprobes.c:populate_kprobe_blacklist, kprobe_add_area_blacklist (v6.1)
+    Mirrors: kernel/kprobes.c:populate_kprobe_blacklist, kprobe_add_area_blacklist (v6.1).
     """
     for address in listed:
         found = blacklisted(symbols, address)

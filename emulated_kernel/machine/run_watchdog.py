@@ -45,15 +45,15 @@ class HandlerTime:
         self.since = 0.0
         """CPU time of the thread at the start of the measured callback in progress; 0.0 if there is none."""
 
-    def keep(self) -> None:
-        """Measure from now on, in all runs until `is_continued` is set to False."""
+    def keep_measuring(self) -> None:
+        """Measure the callbacks' time from now on, across runs, until `is_continued` is set to False."""
         self.is_continued = True
         self.is_measured = True
         self._start_seconds = self.seconds
 
     @property
     def kept(self) -> float:
-        """Number of measured seconds since keep() that count towards no budget; 0 after the measurement."""
+        """Number of seconds since keep_measuring() that count towards no budget; 0 after the measurement."""
         return HANDLERS_FREE * (self.seconds - self._start_seconds) if self.is_continued else 0.0
 
     def measure(self, callback: Callable[..., object], *args: object) -> object:

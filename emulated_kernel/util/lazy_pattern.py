@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from typing import AnyStr
 
     def lazy_pattern(pattern: AnyStr, flags: int = 0) -> re.Pattern[AnyStr]:
-        """Return an object with the attributes of a compiled pattern.
+        """Return an object that compiles `pattern` when one of its attributes is first used.
 
-        The functions of the module re do not accept the object.
+        It has the attributes of a compiled pattern, but the functions of the module re do not accept it.
         """
 
 else:

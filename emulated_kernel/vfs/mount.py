@@ -509,8 +509,8 @@ class Mount:
     def holding_changes(self) -> Iterator[None]:
         """Make changes of control files wait until the end of the `with` block, which builds another kernel.
 
-        The other kernel will replace this one, and would not have the changes. Hold the lock at the start
-        and the end of the block.
+        The other kernel will replace this one, and would not have the changes. The caller holds the lock when
+        the block begins and when it ends, but not in between.
         """
         self.lock.assert_held()
         gate = Event()

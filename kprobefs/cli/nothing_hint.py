@@ -206,9 +206,10 @@ def nothing_hints(ended: EndedCommand, past: Past) -> Iterator[str]:
 
 
 def _not_by_scratch(ended: EndedCommand, past: Past) -> Iterator[str]:
-    """Yield hints about events that only pass hits to triggers, if no hit came from the command's files.
+    """Yield a hint for each event that was hit but records nothing, because only its triggers use the hits.
 
-    The hits of such events are those of control files, or of the guest's own work.
+    There are no such hints if the command has used a file in scratch/. Without such a use, the hits come from
+    control files or from the guest's own work.
     """
     if past.used is None or "/scratch" in past.used or _has_other_work(ended.directory):
         return

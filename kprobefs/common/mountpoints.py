@@ -228,7 +228,11 @@ class _Question:
         self._readable.register(self._pipe, POLLIN)
 
     def answer(self, start: float) -> MountState:
-        """Return the mount's state. Wait at most for the two timeouts, which begin at the time `start`."""
+        """Return the mount's state, which the child process reports.
+
+        Wait for the daemon until ANSWER_TIMEOUT after `start`, and for its kernel until CONTROL_TIMEOUT after
+        that. `start`: monotonic time in seconds.
+        """
         try:
             found = self._line(start + ANSWER_TIMEOUT)
             if not found:

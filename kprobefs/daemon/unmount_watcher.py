@@ -75,7 +75,8 @@ def _watch(
 ) -> NoReturn:
     """Wait for the daemon's end, then unmount `directory`. Never return.
 
-    Do not look up the directory before the daemon has ended: autofs may guard it.
+    The directory is not looked up before the daemon has ended: at an automount point, the lookup would wait
+    for the mount.
     """
     # Hazard: this is a forked copy of the daemon. No exception may unwind into the daemon's frames.
     try:

@@ -435,9 +435,10 @@ class _ExistingTriggers:
         return any(each.covers(wanted) for each in self._listed.get(wanted.key(), ()))
 
     def is_unsure(self, text: str) -> bool:
-        """Return True if the file must be read again to know whether it has the trigger.
+        """Return True if the file must be read again to know whether it has the trigger that `text` sets.
 
-        The kernel completes the parameters of a trigger, so that a written trigger may now be equal to it.
+        The kernel adds default parameters to a trigger that was written. The trigger may therefore now equal
+        the one in `text`.
         """
         return _Trigger(text).key() in self._written
 

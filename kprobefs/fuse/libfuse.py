@@ -60,7 +60,7 @@ INT_MAX = (1 << 31) - 1
 _ENOTSUPP = 524
 """The errno ENOTSUPP, which is above MAX_ERRNO, but which kernels return to processes.
 
-Mirrors: include/linux/errno.h (v6.1)
+Mirrors: include/linux/errno.h (v6.1).
 """
 _SECOND = 1_000_000_000
 

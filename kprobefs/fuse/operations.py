@@ -117,8 +117,9 @@ class Server:
     def serve(self, directory: str, ready: Callable[[], None]) -> None:
         """Mount on `directory` and answer requests until it is unmounted.
 
-        `ready` is called when the directory is mounted. Requests wait until `ready` returns. Install signal
-        handlers before, because libfuse replaces default handlers. Raises: CliError.
+        `ready` is called when the directory is mounted. Requests wait until `ready` returns. The caller must
+        already have installed its signal handlers, because libfuse replaces those that are the default.
+        Raises: CliError.
         """
         self._operations.ready = ready
         # entry_timeout: the directory of a deleted event has to be gone at the next lookup.

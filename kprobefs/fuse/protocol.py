@@ -1,6 +1,6 @@
 """The FUSE protocol: opcodes, and layouts of the structures that the session loop reads or changes.
 
-Mirrors: include/uapi/linux/fuse.h (v6.1)
+Mirrors: include/uapi/linux/fuse.h (v6.1).
 """
 
 from __future__ import annotations

@@ -30,11 +30,11 @@ class Reader:
 
 
 class ReadTurns:
-    """The turn to read requests from /dev/fuse, which one thread has.
+    """Lets one thread at a time read requests from /dev/fuse: the one that has the turn.
 
-    The thread with the turn reads the next request when it has answered the last one. Most requests take
-    less than BUSY seconds. If several threads read, the host's kernel wakes another thread for each request.
-    This thread then competes for Python's global lock with the thread that has just answered.
+    The thread with the turn reads the next request when it has answered the last one. Most requests take less
+    than BUSY seconds. With several readers, the host's kernel would wake another thread at each request. That
+    thread would compete for Python's global lock with the thread that has just answered.
 
     One of the threads without the turn is the successor. If the thread with the turn answers one request for
     BUSY seconds, the successor takes the turn. While requests arrive, the successor wakes every BUSY seconds.

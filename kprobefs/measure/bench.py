@@ -321,9 +321,9 @@ def loop_of_calls(kernel: Kernel, hits: int) -> Loop:
 
 
 def _loop(kernel: Kernel, hits: int) -> Loop:
-    """Write a loop of calls into the guest's text, for RISC-V.
+    """Write guest code for RISC-V that calls FUNCTION repeatedly, each time with the last result.
 
-    The result of a call is the argument of the next one. The function returns 0 for the argument 0.
+    FUNCTION returns 0 for the argument 0.
     """
     machine = kernel.machine
     arch = kernel.arch

@@ -131,7 +131,7 @@ class Subject:
 
         Since v6.16, ftrace changes only the second instruction of a site.
         Mirrors: kernel/kprobes.c:check_ftrace_location (v6.12), arch/riscv/kernel/ftrace.c:ftrace_call_adjust
-        (v6.16)
+        (v6.16).
         """
         if not self.arch.startswith("riscv") or self._has("kprobe_ftrace_handler") is not False:
             return frozenset()
@@ -143,7 +143,7 @@ class Subject:
         """Addresses that ftrace patches and at which a RISC-V kernel's own kprobes are accepted nevertheless.
 
         Before v6.16, ftrace patches both instructions of a site, and the kernel refuses a probe at the first.
-        Mirrors: arch/riscv/kernel/ftrace.c:__ftrace_modify_call (v6.12)
+        Mirrors: arch/riscv/kernel/ftrace.c:__ftrace_modify_call (v6.12).
         """
         if not self.refused_sites or self._has("ftrace_call_adjust"):
             return frozenset()

@@ -274,7 +274,7 @@ def _find_taken_jumps(answers: Sequence[Answer]) -> None:
     """Change the answers for probes whose jumps would cover another line's probe: they remain breakpoints.
 
     Add a warning to both lines.
-    Mirrors: arch/x86/kernel/kprobes/opt.c:arch_check_optimized_kprobe (v6.1)
+    Mirrors: arch/x86/kernel/kprobes/opt.c:arch_check_optimized_kprobe (v6.1).
     """
     for answer in answers:
         inside = range(answer.region.start + 1, answer.region.stop)

@@ -44,7 +44,7 @@ class CheckedFile:
     path: str
     text: str
     settings: int
-    """Number of lines that write a value to another file; they are checked in part."""
+    """Number of lines with a setting (`FILE = VALUE`) instead of a definition; they are checked in part."""
     answers: tuple[tuple[PlannedKernel, tuple[Answer, ...]], ...]
 
 

@@ -1,6 +1,6 @@
 """Client of debuginfod servers: downloads a build's debug information into the cache of debuginfod's clients.
 
-Mirrors: elfutils debuginfod/debuginfod-client.c (the request, the environment variables and the cache)
+Mirrors: elfutils debuginfod/debuginfod-client.c (the request, the environment variables and the cache).
 """
 
 from __future__ import annotations

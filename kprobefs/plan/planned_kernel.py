@@ -56,7 +56,7 @@ _TRIGGERS = {
 }  # fmt: skip
 """Name of a trigger -> Linux's function that performs it; a kernel built without the trigger lacks it.
 
-Mirrors: kernel/trace/trace_events_trigger.c, kernel/trace/trace_events_hist.c (v6.12)
+Mirrors: kernel/trace/trace_events_trigger.c, kernel/trace/trace_events_hist.c (v6.12).
 """
 
 
@@ -187,7 +187,7 @@ class PlannedKernel:
     def traps_at_return(self) -> bool:
         """Whether the kernel's own return probes begin their trampoline with a breakpoint, as on arm64.
 
-        Mirrors: arch/arm64/kernel/probes/kprobes_trampoline.S:__kretprobe_trampoline (v6.12)
+        Mirrors: arch/arm64/kernel/probes/kprobes_trampoline.S:__kretprobe_trampoline (v6.12).
         """
         return self.has_own_kprobes and self.tables.kallsyms.lookup_name(_RETURN_TRAP) is not None
 
@@ -356,7 +356,7 @@ def check_own_kprobes(kprobes: str, *, has_kernel: bool, profile: str | None, st
 
 
 def _use_own_kprobes(made: PlannedKernel) -> None:
-    """Make the verdicts on a kernel those of its own kprobes. On x86, both are the same."""
+    """Make the verdicts those of the kernel's own kprobes. On x86, kprobefs's kprobes have the same."""
     if made.arch in WITH_OPTPROBES:
         return
     assert isinstance(made.core, LinuxKernel)

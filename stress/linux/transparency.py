@@ -262,7 +262,7 @@ class Caller:
         self._rewind.keep()
 
     def note_switches(self) -> None:
-        """Note in `has_switched` whether further calls switch to another task."""
+        """From now on, set `has_switched` if a call switches to another task."""
 
         def note() -> None:
             self.has_switched = True

@@ -41,7 +41,7 @@ def of_no_configuration(options):
 
 
 def test_options_are_read_through_the_machines_configuration_too() -> None:
-    found = readers({"clock", "state", "modules"}, parsed(a=OPTIONS).items())
+    found = readers({"clock", "state", "modules"}, parsed(a=OPTIONS))
     assert found == {
         "clock": {
             f"`kprobefs/a.py:{name}`"
@@ -54,8 +54,29 @@ def test_options_are_read_through_the_machines_configuration_too() -> None:
 
 def test_options_of_the_library_are_no_options_of_the_program() -> None:
     tree = ast.parse("def f(self, config):\n    return self.options.flags, self.config.clock")
-    found = readers({"flags", "clock"}, [("emulated_kernel/a.py", tree)])
+    found = readers({"flags", "clock"}, {"emulated_kernel/a.py": tree})
     assert found == {"clock": {"`emulated_kernel/a.py:f`"}}
+
+
+def test_functions_that_get_an_option_as_an_argument_are_listed() -> None:
+    text = """
+def chosen(name, again=None):
+    return further(name)
+
+def further(name):
+    return name
+
+def by_position(parsed):
+    return chosen(parsed.cpu)
+
+def by_name(parsed):
+    return further(name=parsed.clock), chosen("rome", again=parsed.clock.name)
+"""
+    found = readers({"cpu", "clock"}, parsed(a=text))
+    assert found == {
+        "cpu": {"`kprobefs/a.py:by_position`", "`kprobefs/a.py:chosen`"},
+        "clock": {"`kprobefs/a.py:by_name`", "`kprobefs/a.py:further`"},
+    }
 
 
 ERRORS = """

@@ -22,7 +22,7 @@ The number means the stack pointer as the base of an access, and in add_immediat
 WORD = 8
 """Size of a register in bytes."""
 BRK = bytes.fromhex("800020d4")
-"""The instruction `brk #4`. Mirrors: arch/arm64/include/asm/brk-imm.h:KPROBES_BRK_IMM (v6.12)"""
+"""The instruction `brk #4`. Mirrors: arch/arm64/include/asm/brk-imm.h:KPROBES_BRK_IMM (v6.12)."""
 NOP = bytes.fromhex("1f2003d5")
 ADDRESS_SIZE = 4 * SIZE
 """Size in bytes of the code that set_to_address() returns."""

@@ -34,7 +34,7 @@ _TWO_SOURCES = {
 }  # fmt: skip
 
 _UNARY_MASK = 0xFFF0707F
-"""Bits that name an instruction with one source register and no other operand."""
+"""Mask of the bits that identify an instruction with one source register and no other operand."""
 _ONE_SOURCE = {
     i_type(opcode, 0, funct3, 0, immediate): name
     for name, opcode, immediate, funct3 in (
@@ -46,7 +46,7 @@ _ONE_SOURCE = {
 }  # fmt: skip
 
 _SHIFT_MASK = 0xFC00707F
-"""Bits that name an instruction with one source register and the number of a bit."""
+"""Mask of the bits that identify an instruction with a source register and a shift amount or bit index."""
 _BIT_NUMBER = {
     i_type(opcode, 0, funct3, 0, immediate): name
     for name, opcode, immediate, funct3 in (
@@ -57,7 +57,7 @@ _BIT_NUMBER = {
 }  # fmt: skip
 
 _BLOCK_MASK = 0xFFF07FFF
-"""Bits that name an instruction whose only operand is an address in a register."""
+"""Mask of the bits that identify an instruction whose only operand is an address in a register."""
 _BLOCKS = {
     i_type(RiscvOpcode.MISC_MEM, 0, 2, 0, immediate): name
     for name, immediate in (("cbo.inval", 0), ("cbo.clean", 1), ("cbo.flush", 2), ("cbo.zero", 4))

@@ -436,13 +436,10 @@ class RiscvLowering(Lowering):
 
 
 def in_slot(offset: int) -> int:
-    """Return the word of a load from sp + `offset`, with rd = 0; _patch_slot() fills in rd."""
+    """Return the encoding of a load from sp + `offset` with rd = 0; _patch_slot() fills in rd."""
     return int.from_bytes(load(ZERO, SP, offset, WORD), "little")
 
 
 def in_register(number: int, offset: int = 0) -> int:
-    """Return the word of an addi that copies the register `number` plus `offset`, with rd = 0.
-
-    _patch_slot() fills in rd.
-    """
+    """Return the encoding of `addi x0, x<number>, offset`; _patch_slot() fills in rd."""
     return int.from_bytes(asm.addi(ZERO, number, offset), "little")

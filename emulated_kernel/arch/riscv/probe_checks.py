@@ -244,7 +244,10 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
         return analysis.at(addr)
 
     def register_text(self, addr: int) -> str:
-        """Return a text that names the register that a jump prefers, and an instruction that may read it."""
+        """Return a text that says which instruction may need the first register of REGISTER_PREFERENCE.
+
+        `addr`: address of a probe for whose jump no register is free.
+        """
         analysis = self._analysis(addr)
         register = REGISTER_PREFERENCE[0]
         at = analysis.first_need(addr, register)

@@ -174,7 +174,7 @@ class FunctionFlow:
 def _unpatched(function: Function) -> bytes:
     """Return the function's code with ftrace's nop at every fentry site, regardless of the current bytes.
 
-    Mirrors: arch/x86/kernel/kprobes/core.c:__recover_probed_insn (v6.1)
+    Mirrors: arch/x86/kernel/kprobes/core.c:__recover_probed_insn (v6.1).
     """
     code = bytearray(function.code[: function.size])
     for site in function.fentry_sites:

@@ -45,7 +45,7 @@ def can_boost(insn: X86Insn, rules: ProbeRules, *, may_fault: bool = False) -> b
     """Return True if Linux boosts `insn`: a jump back can follow its copy in place of a breakpoint.
 
     `rules`: the kernel's probe rules. `may_fault`: the instruction is in __ex_table, so it can't be boosted.
-    Mirrors: arch/x86/kernel/kprobes/core.c:can_boost (v6.1, v6.12)
+    Mirrors: arch/x86/kernel/kprobes/core.c:can_boost (v6.1, v6.12).
     """
     if may_fault or len(insn.opcode) > 2:
         return False
@@ -81,7 +81,7 @@ def copy_instruction(code: bytes, addr: int, real: int, bits: int = 64) -> tuple
 
     Raises: KernelError EINVAL (the instruction must not be copied, or its displacement doesn't reach from
     `real`). See check_copyable for the instructions that must not be copied.
-    Mirrors: arch/x86/kernel/kprobes/core.c:__copy_instruction (v6.1)
+    Mirrors: arch/x86/kernel/kprobes/core.c:__copy_instruction (v6.1).
     """
     insn = decode_insn(code, bits)
     check_copyable(insn)
@@ -111,7 +111,7 @@ def check_copyable(insn: X86Insn) -> None:
 def masks_exceptions(insn: X86Insn) -> bool:
     """Return True for `pop %ss` and `mov ..., %ss`, which delay the breakpoint that follows them.
 
-    Mirrors: arch/x86/include/asm/insn.h:insn_masking_exception (v6.1)
+    Mirrors: arch/x86/include/asm/insn.h:insn_masking_exception (v6.1).
     """
     return insn.opcode == b"\x17" or (insn.opcode == b"\x8e" and insn.reg == 2)
 
@@ -123,7 +123,7 @@ def prepare(
 
     `may_fault`: the instruction has an exception table entry.
     Raises: KernelError EINVAL, EOPNOTSUPP, ENOSPC (the instruction has 15 bytes).
-    Mirrors: arch/x86/kernel/kprobes/core.c:arch_copy_kprobe (v6.1)
+    Mirrors: arch/x86/kernel/kprobes/core.c:arch_copy_kprobe (v6.1).
     """
     found = _prepare_anywhere(code, bits, rules, may_fault)
     if found is not None:
@@ -160,7 +160,7 @@ def prepare_emulation(insn: X86Insn, addr: int, bits: int = 64) -> X86Emulation 
     """Return the emulation of `insn`, or None if its copy can be stepped.
 
     Raises: KernelError EOPNOTSUPP (a control transfer that can be neither stepped nor emulated).
-    Mirrors: arch/x86/kernel/kprobes/core.c:prepare_emulation (v6.1)
+    Mirrors: arch/x86/kernel/kprobes/core.c:prepare_emulation (v6.1).
     """
     opcode = insn.opcode[0]
     if opcode == 0x0F:

@@ -92,7 +92,7 @@ def decode_insn(code: bytes, bits: int = 64) -> X86Insn:
     """Decode the instruction at the start of `code`, in the mode of 32 or 64 bits.
 
     Raises: KernelError EINVAL (the instruction is undecodable or incomplete).
-    Mirrors: arch/x86/lib/insn.c:insn_decode (v6.1)
+    Mirrors: arch/x86/lib/insn.c:insn_decode (v6.1).
     """
     return _decode(bytes(code[:MAX_INSN_SIZE]), bits)
 

@@ -26,7 +26,7 @@ from emulated_kernel.util.fast_dataclass import replace
 def detoured_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
     """Return the region that the jump of a probe at `addr` replaces, or the rejection of the jump.
 
-    Mirrors: arch/x86/kernel/kprobes/opt.c:arch_prepare_optimized_kprobe (v6.1)
+    Mirrors: arch/x86/kernel/kprobes/opt.c:arch_prepare_optimized_kprobe (v6.1).
     """
     if addr in analysis.layout.entry_text:
         return Rejection(RejectReason.ENTRY_TEXT, addr)
@@ -279,7 +279,11 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
         return None if reason is None else Rejection(reason, addr)
 
     def insn_size(self, where: Location) -> int:
-        """Return the size of the instruction, so that equal instructions are prepared once."""
+        """Return the exact size of the instruction, not an upper limit as in the base class.
+
+        Instructions with equal bytes are prepared once (copy_insn._prepare_anywhere). With an upper limit,
+        the bytes after an instruction would make equal instructions different.
+        """
         facts = self._function(where.symbol).analysis.flow.facts
         return facts[where.symbol.address + where.offset].length
 

@@ -37,7 +37,7 @@ class WatchedCalls:
         self.before_more: list[Callable[[bool], object]] = []
         """Functions to call before patched text can be executed by more kinds of system calls.
 
-        Each function opens in the guest, too, the files that clients have open, and so runs the guest. Its
+        Each function opens the clients' open files in the guest too, and runs the guest for that. Its
         argument is True if Calls.NAMES is one of the added kinds.
         """
         text.before_change = self._before_change

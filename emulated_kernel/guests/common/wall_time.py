@@ -65,6 +65,6 @@ class WallTime:
 
         Times that the guest cannot store are replaced by the nearest time that it can store.
 
-        Mirrors: fs/inode.c:timestamp_truncate (v6.1)
+        Mirrors: fs/inode.c:timestamp_truncate (v6.1).
         """
         return min(max(wall_ns + EXPLICIT_NS, EXPLICIT_NS // 2), LATEST_NS)

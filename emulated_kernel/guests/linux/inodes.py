@@ -62,7 +62,7 @@ class Inodes:
     def stat(self, inode: int) -> Stat:
         """Return the attributes of the inode at an address.
 
-        Mirrors: fs/stat.c:generic_fillattr (v6.1)
+        Mirrors: fs/stat.c:generic_fillattr (v6.1).
         """
         data = self._read(inode, self._layout.size)
         (superblock,) = self._superblock.unpack_from(data)

@@ -34,7 +34,7 @@ KernelOffsets has their addresses only for kernels without SYSCALL_WORK.
 TEXT_POKE = "__text_poke"
 """Symbol of x86's function that writes text."""
 POKED = f"{TEXT_POKE}(addr)", f"{TEXT_POKE}(len)"
-"""Keys in KernelOffsets.offsets of the numbers of the function's parameters; absent if BTF lacks them."""
+"""Keys in KernelOffsets.offsets: the positions of __text_poke()'s parameters. Absent if BTF lacks them."""
 FREES_TEXT = "module_memfree", "execmem_free"
 """Symbols of the function that frees memory for code; the second exists since Linux 6.10."""
 _OPTIONAL = (
@@ -289,7 +289,7 @@ def _stack_top(kernel: LinuxKernel) -> int | None:
     Return None if the kernel has no known symbol for the word.
 
     Mirrors: arch/x86/include/asm/processor.h:cpu_current_top_of_stack (v5.10, v6.1),
-    arch/x86/include/asm/current.h:struct pcpu_hot (v6.12)
+    arch/x86/include/asm/current.h:struct pcpu_hot (v6.12).
     """
     own = kernel.per_cpu(STACK_TOP)
     hot = kernel.kallsyms.lookup_name("pcpu_hot")
@@ -323,7 +323,7 @@ def dentry_slow_path_flags(btf: Btf) -> int:
 
     The lookup of a dentry with one of these flags needs code of the guest kernel.
 
-    Mirrors: include/linux/dcache.h:DCACHE_OP_REVALIDATE, DCACHE_MANAGED_DENTRY (v6.1)
+    Mirrors: include/linux/dcache.h:DCACHE_OP_REVALIDATE, DCACHE_MANAGED_DENTRY (v6.1).
     """
     asks = 0
     for name, number in _DENTRY_FLAGS.items():
@@ -348,7 +348,7 @@ def _of_free_pages(btf: Btf) -> dict[str, int]:
 
 
 def _of_text_poke(btf: Btf) -> dict[str, int]:
-    """Return key -> number of the parameter for the keys POKED; {} if BTF lacks the function."""
+    """Return key -> position of that parameter of __text_poke(), for the keys POKED; {} if BTF lacks it."""
     try:
         _, parameters = btf.prototype(TEXT_POKE)
     except KernelError as error:

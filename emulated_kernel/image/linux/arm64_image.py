@@ -32,7 +32,7 @@ _ALIGNMENT = 2 << 20
 _LINKED = 0xFFFF800080000000
 """Address at which kernels with 48-bit virtual addresses are linked. The 2 GiB before it are for modules.
 
-Mirrors: arch/arm64/include/asm/memory.h:KIMAGE_VADDR (v6.12)
+Mirrors: arch/arm64/include/asm/memory.h:KIMAGE_VADDR (v6.12).
 """
 
 
@@ -87,7 +87,7 @@ def relocated(segments: Sequence[LoadSegment]) -> tuple[LoadSegment, ...]:
 
     The relocation stores addresses in the kernel's data. In the kernel's file, there may be zeros in place of
     the addresses.
-    Mirrors: arch/arm64/kernel/head.S:__relocate_kernel (v6.1), arch/arm64/kernel/pi/relocate.c (v6.12)
+    Mirrors: arch/arm64/kernel/head.S:__relocate_kernel (v6.1), arch/arm64/kernel/pi/relocate.c (v6.12).
 
     Raises: KernelError ENOEXEC (a relocation of a word that is not aligned).
     """

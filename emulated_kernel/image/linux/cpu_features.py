@@ -43,7 +43,7 @@ class _Alternative(NamedTuple):
 def feature_numbers(kernel: LinuxKernel) -> Mapping[str, int]:
     """Return name of a CPU feature in /proc/cpuinfo -> its number; empty if the kernel's symbols lack them.
 
-    Raises: KernelError ENODATA (no BTF). Mirrors: arch/x86/kernel/cpu/capflags.c:x86_cap_flags (v6.1)
+    Raises: KernelError ENODATA (no BTF). Mirrors: arch/x86/kernel/cpu/capflags.c:x86_cap_flags (v6.1).
     """
     start = kernel.kallsyms.lookup_name(_FLAGS)
     if start is None:
@@ -72,7 +72,7 @@ def with_features(
     """Return a booted kernel with the alternatives that its boot would have chosen with more CPU features.
 
     `unpatched`: the kernel in its file. `had`: numbers of the features with which the kernel has booted.
-    `named`: names of further features. Mirrors: arch/x86/kernel/alternative.c:apply_alternatives (v6.1)
+    `named`: names of further features. Mirrors: arch/x86/kernel/alternative.c:apply_alternatives (v6.1).
     """
     numbers = feature_numbers(unpatched)
     has = {*had, *(numbers[name] for name in named if name in numbers)}

@@ -68,7 +68,7 @@ def find_symbols(vmlinux: LinkedMemory) -> list[Symbol]:
     """Return all symbols of kallsyms in its order, without sizes; an empty list if there are no tables.
 
     The layouts of v5.0 to v7.3 are known.
-    Mirrors: kernel/kallsyms.c:kallsyms_sym_address, kallsyms_expand_symbol (v6.1, v7.2)
+    Mirrors: kernel/kallsyms.c:kallsyms_sym_address, kallsyms_expand_symbol (v6.1, v7.2).
     """
     budget = _Budget(2 * _MAX_SYMBOLS)
     for segment in vmlinux.segments:

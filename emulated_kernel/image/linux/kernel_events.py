@@ -138,7 +138,7 @@ def eval_maps(structures: Structures, maps: tuple[int, ...]) -> dict[str, dict[s
 def with_values(text: str, values: Mapping[str, int]) -> str:
     """Return a print format in which constants are replaced by their `values`, except in strings.
 
-    Mirrors: kernel/trace/trace_events.c:update_event_printk (v6.1)
+    Mirrors: kernel/trace/trace_events.c:update_event_printk (v6.1).
     """
     return _TEXT_OR_NAME.sub(lambda found: str(values.get(found[0], found[0])), text) if values else text
 

@@ -127,7 +127,7 @@ class _Linker:
     def _place(self, sections: list[SectionHeader]) -> Range:
         """Give sections addresses, one after the other, from the next page on.
 
-        Mirrors: kernel/module/main.c:layout_sections (v6.1)
+        Mirrors: kernel/module/main.c:layout_sections (v6.1).
         """
         first = self.end
         for section in sections:

@@ -74,7 +74,7 @@ class ReturnThunks(Enum):
     def has_thunk(self, site: int) -> bool:
         """Return True if the return at `site` keeps its jump to the return thunk.
 
-        Mirrors: arch/x86/kernel/alternative.c:cpu_wants_rethunk_at (v6.1.139)
+        Mirrors: arch/x86/kernel/alternative.c:cpu_wants_rethunk_at (v6.1.139).
         """
         return self is ReturnThunks.THUNKS or (self is ReturnThunks.ITS and not site & _SECOND_HALF)
 
@@ -196,7 +196,7 @@ class LinuxKernel:
         function's first nop, which may be before the function's entry. riscv64: the fentry site is the
         function's entry. arm64: the site is the second nop from the function's entry on; if a landing pad
         (bti c) is at the entry, the nops follow the landing pad.
-        Mirrors: arch/arm64/kernel/ftrace.c:ftrace_call_adjust (v6.12)
+        Mirrors: arch/arm64/kernel/ftrace.c:ftrace_call_adjust (v6.12).
         """
         before = 0 if self.architecture == "x86_64" else self._nops_before
         for entry in entries:
@@ -338,7 +338,7 @@ class LinuxKernel:
 
         The variable has its own symbol or, from v6.2 to v6.14, is a member of pcpu_hot. Since v6.15, the
         variables are linked at addresses of the kernel, and the offset is negative: base + offset wraps.
-        Mirrors: arch/x86/include/asm/percpu.h:__my_cpu_offset, asm/current.h:struct pcpu_hot (v6.12)
+        Mirrors: arch/x86/include/asm/percpu.h:__my_cpu_offset, asm/current.h:struct pcpu_hot (v6.12).
         """
         hot = self.kallsyms.lookup_name("pcpu_hot")
         path = f"pcpu_hot.{name.lstrip('_')}"
@@ -405,8 +405,8 @@ class LinuxKernel:
 
         The compiler has made nops there. Other kernels are returned unchanged. x86: see
         ProbeChecker.unpatched_code().
-        Mirrors: arch/arm64/kernel/ftrace.c:ftrace_init_nop (v6.12)
-        Mirrors: arch/riscv/kernel/ftrace.c:ftrace_init_nop (v6.12, v6.16)
+        Mirrors: arch/arm64/kernel/ftrace.c:ftrace_init_nop (v6.12).
+        Mirrors: arch/riscv/kernel/ftrace.c:ftrace_init_nop (v6.12, v6.16).
         """
         if self.architecture == "x86_64" or not self.mcount:
             return self

@@ -58,12 +58,12 @@ class KprobeCtlblk:
         self.by_breakpoint = by_breakpoint
         self.python[0] = head is not None
 
-    def stay(self) -> None:
+    def enter_python(self) -> None:
         """Route all traps to Python, because the guest will run within the current hit."""
         self.python[0] = 1
 
-    def resume(self) -> None:
-        """Undo stay(), because the guest has finished its run within the current hit."""
+    def leave_python(self) -> None:
+        """Undo enter_python(), because the guest has finished its run within the current hit."""
         self.python[0] = 0
 
     def reset_current(self, head: AggrKprobe) -> None:

@@ -335,7 +335,7 @@ class FtraceSites:
         self._update(changed)
 
     def detach(self, ops: FtraceOps) -> None:
-        """Remove `ops` from all of its sites, which do not call it any more.
+        """Remove `ops` from all of its sites, so that they no longer call it.
 
         Mirrors: kernel/trace/ftrace.c:unregister_ftrace_function (v6.1).
         """

@@ -102,7 +102,7 @@ class HitHandling:
         ctlblk = self.ctlblk
 
         def go_on(live: Regs) -> None:
-            ctlblk.resume()
+            ctlblk.leave_python()
             on_return(live)
 
         then = machine.clock.holding(go_on) if machine.in_clock_loop(head.address) else go_on
@@ -110,7 +110,7 @@ class HitHandling:
             (head,), point, machine.regs, in_frame=in_frame, on_return=then
         ):
             return False
-        ctlblk.stay()
+        ctlblk.enter_python()
         return True
 
     # By a breakpoint
@@ -156,7 +156,7 @@ class HitHandling:
                 keep_cost(perf_counter_ns() - started)
             elif owner is head and head.is_left_open:
                 ctlblk.started = started
-                ctlblk.stay()
+                ctlblk.enter_python()
                 return
             ctlblk.running = None
             ctlblk.by_breakpoint = False
@@ -185,7 +185,7 @@ class HitHandling:
         if reentered:
             ctlblk.save_previous(head)
         if insn.slot is not None:
-            ctlblk.stay()
+            ctlblk.enter_python()
             regs.ip = insn.slot
             if insn.lead:
                 regs.step(True)
@@ -518,8 +518,8 @@ def _hit_again(
     """Continue a hit by a call of ftrace's trampoline, after the guest has run the assembly handler.
 
     Call `hit` again with `site`, `frame` and `then`, the arguments of its first call, and with `started`, the
-    time at which the hit started. `_live`, the registers at this time, is not used. The code is
-    a function of the module, because a closure in by_call() would slow down all other hits.
+    time at which the hit started. `_live`: the registers after the assembly handler; not used. This is a
+    module-level function, because a closure in by_call() would slow down all other hits.
     """
     hit(site, frame, then, started)
 

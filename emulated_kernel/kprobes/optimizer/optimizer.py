@@ -28,7 +28,10 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, field
 
 OPTIMIZE_DELAY = 5
-"""Number of jiffies from a request to the optimizer's run; the delay lets one run serve several requests."""
+"""Number of jiffies from a request to the optimizer's run; the delay lets one run serve several requests.
+
+Mirrors: kernel/kprobes.c:OPTIMIZE_DELAY (v6.1).
+"""
 
 
 _STAGES = {
@@ -77,8 +80,14 @@ class Optimizer:
     allowed: bool = field(default=True, init=False)
     """Value of sysctl debug.kprobes-optimization."""
     optimizing: Queue = field(default_factory=dict, init=False)
+    """Probes that wait for their jumps. Mirrors: kernel/kprobes.c:optimizing_list (v6.1)."""
     unoptimizing: Queue = field(default_factory=dict, init=False)
+    """Probes whose jumps wait to be removed. Mirrors: kernel/kprobes.c:unoptimizing_list (v6.1)."""
     freeing: Queue = field(default_factory=dict, init=False)
+    """Probes whose jumps have been removed; the next run frees those that are unused.
+
+    Mirrors: kernel/kprobes.c:freeing_list (v6.1).
+    """
 
     def __post_init__(self) -> None:
         self.work = DelayedWork(self._run, self._scheduler)
@@ -353,6 +362,7 @@ class Optimizer:
             self.stages.reverse(head, self._breakpoint(head) + head.saved_tail)
 
     def _kick(self) -> None:
+        """Let the optimizer run after the delay. Mirrors: kernel/kprobes.c:kick_kprobe_optimizer (v6.1)."""
         self.work.schedule(OPTIMIZE_DELAY)
 
     def _run(self) -> None:

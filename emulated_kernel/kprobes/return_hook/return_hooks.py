@@ -297,7 +297,7 @@ class ReturnHooks:
         If False, only the instance of the oldest hook of the call has the real address; the other instances
         have the trampoline's address. The value is True with the shadow stack KretprobeInstTable, except in
         a distribution's kernel with rethooks. It is False with all other shadow stacks.
-        Mirrors: kernel/kprobes.c:__kretprobe_trampoline_handler, kernel/trace/rethook.c (v6.12)
+        Mirrors: kernel/kprobes.c:__kretprobe_trampoline_handler, kernel/trace/rethook.c (v6.12).
         """
         has_rethooks = "task_struct.rethooks" in self._abi and "rethook_flush_trap" not in self._abi
         return isinstance(self.stack, KretprobeInstTable) and not has_rethooks

@@ -48,7 +48,7 @@ _ABORTS = (0x20, 0x21, 0x24, 0x25)
 The order is: instruction abort in user mode and in the kernel, data abort in user mode and in the kernel.
 """
 BRK: Final = bytes.fromhex("800020d4")
-"""The instruction `brk #4`. Mirrors: arch/arm64/include/asm/brk-imm.h:KPROBES_BRK_IMM (v6.12)"""
+"""The instruction `brk #4`. Mirrors: arch/arm64/include/asm/brk-imm.h:KPROBES_BRK_IMM (v6.12)."""
 BRK_EXCEPTION: Final = 7
 """Unicorn's number of the exception that brk causes."""
 SVC_EXCEPTION: Final = 2
@@ -171,7 +171,7 @@ class Arm64Cpu(CpuModel):
     def access_fault(self, ip: int, address: int, *, write: bool, present: bool) -> Trap:
         """Return the trap for a failed data access of the kernel; see CpuModel.
 
-        Mirrors: arch/arm64/include/asm/esr.h:ESR_ELx_EC_DABT_CUR, ESR_ELx_WNR, ESR_ELx_FSC_PERM (v6.12)
+        Mirrors: arch/arm64/include/asm/esr.h:ESR_ELx_EC_DABT_CUR, ESR_ELx_WNR, ESR_ELx_FSC_PERM (v6.12).
         """
         status = 0xF if present else 7
         return fault(ip, 0x25 << _CLASS_SHIFT | FULL_SIZE | int(write) << 6 | status, address)

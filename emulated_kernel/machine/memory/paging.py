@@ -248,7 +248,7 @@ class Arm64PageTables(PageTables):
 
     The attribute index of each entry is 0, that of normal memory in Linux. Each new entry has the bit AF
     (accessed), because the CPU would raise a fault on an access without it.
-    Mirrors: arch/arm64/include/asm/pgtable-hwdef.h, arch/arm64/include/asm/memory.h:MT_NORMAL (v6.1)
+    Mirrors: arch/arm64/include/asm/pgtable-hwdef.h, arch/arm64/include/asm/memory.h:MT_NORMAL (v6.1).
     """
 
     shifts = (39, 30, 21, 12)

@@ -188,7 +188,7 @@ def check_patched_text(bench: Bench) -> None:
 
 
 def check_trap_registers(bench: Bench) -> None:
-    """Check that the guest reads the host's values of sepc, scause and stval, and that sret uses them."""
+    """Check that the guest reads sepc, scause and stval as the host has set them, and that sret uses them."""
     for number, value in ((SEPC, bench.va + 16), (SCAUSE, 7), (STVAL, 9)):
         bench.engine.reg_write(number, value)
     end = bench.run(_READ_TRAP_REGISTERS)

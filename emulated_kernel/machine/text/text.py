@@ -97,7 +97,7 @@ class OriginalBytes(Mapping[int, int]):
         return kept & 0xFF
 
     def pieces(self) -> Iterator[tuple[int, bytes]]:
-        """Yield (address, original bytes) of neighbouring bytes in a word, in order of their addresses."""
+        """Yield (address, original bytes) for each run of changed bytes in a word, in order of address."""
         for word in sorted(self.words):
             kept = self.words[word]
             differs = (kept >> _BITS).to_bytes(WORD_SIZE, "little")

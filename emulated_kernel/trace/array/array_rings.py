@@ -42,7 +42,7 @@ class ArrayRings(ABC):
     """The ring buffers of a trace array, one per CPU, with their switches.
 
     Callers serialise all calls, and `listeners` are called under the callers' lock.
-    Mirrors: kernel/trace/trace.h:struct array_buffer (v6.1)
+    Mirrors: kernel/trace/trace.h:struct array_buffer (v6.1).
     """
 
     def __init__(self, system: TracingServices, *, expanded: bool) -> None:
@@ -70,7 +70,7 @@ class ArrayRings(ABC):
         self._sizes = [0] * system.cpus
         """Capacity in bytes that each CPU's buffer had when it was last resized.
 
-        Mirrors: kernel/trace/trace.h:struct trace_array_cpu.entries (v6.12)
+        Mirrors: kernel/trace/trace.h:struct trace_array_cpu.entries (v6.12).
         """
         self.note_sizes()
 
@@ -205,7 +205,7 @@ class ArrayRings(ABC):
     def set_tracing_on(self, on: bool) -> None:
         """Switch recording on or off. Switching it off wakes readers that wait for data.
 
-        Mirrors: kernel/trace/trace.c:tracer_tracing_on, tracer_tracing_off (v6.1)
+        Mirrors: kernel/trace/trace.c:tracer_tracing_on, tracer_tracing_off (v6.1).
         """
         if on == self._tracing_on:
             return
@@ -254,14 +254,14 @@ class ArrayRings(ABC):
     def is_expanded(self) -> bool:
         """Whether the buffers have got their full size or a size that was written to buffer_size_kb.
 
-        Mirrors: kernel/trace/trace.h:struct trace_array.ring_buffer_expanded (v6.12)
+        Mirrors: kernel/trace/trace.h:struct trace_array.ring_buffer_expanded (v6.12).
         """
         return self._expands_alone or self.system.is_expanded
 
     def expand(self) -> None:
         """Give the buffers their full size, unless they have it. Callers do this before an event is enabled.
 
-        Mirrors: kernel/trace/trace.c:tracing_update_buffers (v6.1)
+        Mirrors: kernel/trace/trace.c:tracing_update_buffers (v6.1).
         """
         if not self.is_expanded:
             self._resize(DEFAULT_BUFFER_SIZE, None, errno.EBUSY)
@@ -270,7 +270,7 @@ class ArrayRings(ABC):
         """Resize the buffer of one CPU, or of all if `cpu` is None: execute a write to buffer_size_kb.
 
         Raises: KernelError EINVAL (the size is 0), ENOMEM (no memory, or a trace file is open for reading).
-        Mirrors: kernel/trace/trace.c:tracing_entries_write (v6.1)
+        Mirrors: kernel/trace/trace.c:tracing_entries_write (v6.1).
         """
         if not size_kb:
             raise KernelError(errno.EINVAL, "buffer_size_kb: the size is 0; write at least 1")
@@ -304,7 +304,7 @@ class ArrayRings(ABC):
     def note_sizes(self, cpu: int | None = None) -> None:
         """Make buffer_size_kb show the current size of the buffer of one CPU, or of all if `cpu` is None.
 
-        Mirrors: kernel/trace/trace.c:update_buffer_entries (v6.12)
+        Mirrors: kernel/trace/trace.c:update_buffer_entries (v6.12).
         """
         for number in self._cpus(cpu):
             self._sizes[number] = self.buffers[number].size

@@ -36,7 +36,7 @@ class RawPipe(PipeReader):
         The result is b"" only if `size` is 0 or the pipe is closed.
         Raises: WouldBlock (there is no event).
         Deviates: Linux fills a page only with the events that fit into `size`, and pads it.
-        Mirrors: kernel/trace/trace.c:tracing_buffers_read (v6.1)
+        Mirrors: kernel/trace/trace.c:tracing_buffers_read (v6.1).
         """
         del nonblock
         if self._closed or not size:
@@ -59,7 +59,7 @@ class RawPipe(PipeReader):
         Raises: KernelError EAGAIN (no sub-buffer is full), EINVAL (a read(2) has left a part of a page).
         Deviates: Linux waits for a full sub-buffer unless the call is non-blocking. Linux refuses a call
         for fewer bytes than a sub-buffer has; here, the next call returns the rest.
-        Mirrors: kernel/trace/trace.c:tracing_buffers_splice_read (v6.1)
+        Mirrors: kernel/trace/trace.c:tracing_buffers_splice_read (v6.1).
         """
         if len(self._page) % PAGE_SIZE:
             raise KernelError(errno.EINVAL, "trace_pipe_raw: a page is half read; read(2) its rest first")

@@ -68,7 +68,7 @@ class TracingServices:
 
     The buffers stay small until something is traced. Before Linux 6.8, this value applies to the buffers of
     all trace arrays.
-    Mirrors: kernel/trace/trace.c:ring_buffer_expanded (v6.1)
+    Mirrors: kernel/trace/trace.c:ring_buffer_expanded (v6.1).
     """
 
 

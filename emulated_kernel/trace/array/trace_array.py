@@ -81,7 +81,7 @@ class TraceArray(ArrayRings, Recorder):
     """The ring buffers of all CPUs, the recording of events in them, and the files that show or control them.
 
     Callers serialise all methods with one lock, and `listeners` are called under it.
-    Mirrors: kernel/trace/trace.c:struct trace_array (v6.1)
+    Mirrors: kernel/trace/trace.c:struct trace_array (v6.1).
     """
 
     def __init__(self, system: TracingServices, *, expanded: bool = False) -> None:
@@ -149,7 +149,7 @@ class TraceArray(ArrayRings, Recorder):
         """Record the call chains of a hit that the options stacktrace and userstacktrace select.
 
         The option userstacktrace has no effect for a hit in an NMI.
-        Mirrors: kernel/trace/trace.c:trace_buffer_unlock_commit_regs, ftrace_trace_userstack (v6.1)
+        Mirrors: kernel/trace/trace.c:trace_buffer_unlock_commit_regs, ftrace_trace_userstack (v6.1).
         """
         system = self.system
         flags = self.options.flags
@@ -376,7 +376,7 @@ class TraceArray(ArrayRings, Recorder):
         Return the number of bytes of `data` that were recorded; the rest needs another write(2).
         Raises: KernelError EINVAL (option markers is off), EBADF (tracing is off), ENODEV (no trace array
         records the markers).
-        Mirrors: kernel/trace/trace.c:tracing_mark_write (v6.1)
+        Mirrors: kernel/trace/trace.c:tracing_mark_write (v6.1).
         """
         self._check_markers()
         return self._to_targets(TraceArray._write_text, data) if data else 0
@@ -419,7 +419,7 @@ class TraceArray(ArrayRings, Recorder):
         of bytes taken, which is the size of the recorded data.
         Raises: KernelError EINVAL (option markers is off, or a wrong size), EBADF (tracing is off), ENODEV
         (no trace array records the markers).
-        Mirrors: kernel/trace/trace.c:tracing_mark_raw_write (v6.1)
+        Mirrors: kernel/trace/trace.c:tracing_mark_raw_write (v6.1).
         """
         self._check_markers()
         return self._to_targets(TraceArray._write_raw, data)
@@ -564,7 +564,7 @@ class TraceArray(ArrayRings, Recorder):
     def clear_trace(self, cpu: int | None = None) -> None:
         """Forget the events of one CPU or of all, as opening the trace file with O_TRUNC does.
 
-        Mirrors: kernel/trace/trace.c:tracing_reset_cpu, tracing_reset_online_cpus (v6.1)
+        Mirrors: kernel/trace/trace.c:tracing_reset_cpu, tracing_reset_online_cpus (v6.1).
         """
         for number in self._cpus(cpu):
             self.buffers[number].reset()
@@ -619,7 +619,7 @@ class TraceArray(ArrayRings, Recorder):
     def write_tracing_on(self, number: int) -> None:
         """Execute a write to tracing_on: switch recording on or off, and tell the tracer if it is now on.
 
-        Mirrors: kernel/trace/trace.c:rb_simple_write (v6.1)
+        Mirrors: kernel/trace/trace.c:rb_simple_write (v6.1).
         """
         was_on = self.tracing_on
         self.set_tracing_on(number != 0)
@@ -649,7 +649,7 @@ class TraceArray(ArrayRings, Recorder):
     def set_clock(self, name: str) -> None:
         """Switch to another clock and clear the buffers: times of different clocks cannot be compared.
 
-        Raises: KernelError EINVAL (an unknown clock). Mirrors: kernel/trace/trace.c:tracing_set_clock (v6.1)
+        Raises: KernelError EINVAL (an unknown clock). Mirrors: kernel/trace/trace.c:tracing_set_clock (v6.1).
         """
         clock = find_clock(name)
         if clock is None:
@@ -671,7 +671,7 @@ class TraceArray(ArrayRings, Recorder):
         rounded up to whole sub-buffers.
         Deviates: in Linux the counters in `stats` still count the removed records.
         Raises: KernelError EINVAL (0, or more than 512), EBUSY (a trace file is open for reading), ENOMEM.
-        Mirrors: kernel/trace/trace.c:buffer_subbuf_size_write (v6.12)
+        Mirrors: kernel/trace/trace.c:buffer_subbuf_size_write (v6.12).
         """
         self.system.lock.assert_held()
         order = (-(-(size_kb << 10) // PAGE_SIZE) - 1).bit_length()
@@ -685,7 +685,7 @@ class TraceArray(ArrayRings, Recorder):
     def _set_order(self, order: int) -> None:
         """Replace all buffers by empty buffers of about the same capacity with sub-buffers of `order`.
 
-        Mirrors: kernel/trace/ring_buffer.c:ring_buffer_subbuf_order_set (v6.12)
+        Mirrors: kernel/trace/ring_buffer.c:ring_buffer_subbuf_order_set (v6.12).
         """
         snapshot = self.snapshot
         old = [*self.buffers, *(snapshot.buffers if snapshot.is_allocated else ())]

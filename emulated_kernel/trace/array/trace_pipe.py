@@ -48,7 +48,7 @@ class PipeReader:
 
         One CPU's pipe is readable only if buffer_percent of the CPU's buffer is full. With option block,
         every pipe is readable.
-        Mirrors: kernel/trace/ring_buffer.c:ring_buffer_poll_wait, full_hit (v6.1)
+        Mirrors: kernel/trace/ring_buffer.c:ring_buffer_poll_wait, full_hit (v6.1).
         """
         if self._array.options.flags & TraceOption.BLOCK:
             return True
@@ -103,7 +103,7 @@ class TracePipe(PipeReader):
         """Open the pipe.
 
         Raises: KernelError EBUSY (a pipe of this CPU or of all CPUs is open already).
-        Mirrors: kernel/trace/trace.c:open_pipe_on_cpu, close_pipe_on_cpu (v6.1)
+        Mirrors: kernel/trace/trace.c:open_pipe_on_cpu, close_pipe_on_cpu (v6.1).
         """
         if None in array.piped or (array.piped if cpu is None else cpu in array.piped):
             raise KernelError(errno.EBUSY, "trace_pipe: another reader has it open; close that one first")
@@ -126,7 +126,7 @@ class TracePipe(PipeReader):
         read returns the text that exceeds `size`. While tracing is off, a blocking reader that has read
         something is at the end. After close(), every reader is at the end.
         Raises: WouldBlock (there is no event).
-        Mirrors: kernel/trace/trace.c:tracing_read_pipe, tracing_wait_pipe (v6.1)
+        Mirrors: kernel/trace/trace.c:tracing_read_pipe, tracing_wait_pipe (v6.1).
         """
         if self._closed:
             return b""

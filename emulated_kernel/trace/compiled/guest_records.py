@@ -84,7 +84,7 @@ class GuestRecords(TaskObserver):
         return self._clock.is_virtual
 
     def allocate(self, size: int) -> RingMemory:
-        """Allocate pages of `size` bytes for a ring buffer.
+        """Allocate `size` bytes of pages for a ring buffer.
 
         Raises: KernelError ENOMEM.
         """
@@ -93,10 +93,10 @@ class GuestRecords(TaskObserver):
 
     @contextmanager
     def exchanged(self, old: Sequence[RingMemory], sizes: Sequence[int]) -> Iterator[list[RingMemory]]:
-        """Free the pages of the ring buffers `old`, and allocate pages of `sizes` bytes for other buffers.
+        """Free the pages of the ring buffers `old`, and allocate pages for buffers of the sizes `sizes`.
 
-        The new pages may overlap the old ones. The old data is intact at the start of the `with` block, and
-        gone after its end. An exception in the block undoes the exchange.
+        The sizes are in bytes. The new pages may overlap the old ones. The old data is intact at the start of
+        the `with` block, and gone after its end. An exception in the block undoes the exchange.
         Raises: KernelError ENOMEM.
         """
         pages = [memory.address for memory in old]

@@ -301,7 +301,7 @@ class NextPageEmitter:
     def _change(self) -> None:
         """Emit code that makes the next page the tail page, which begins at the time of the request.
 
-        Mirrors: kernel/trace/ring_buffer.c:rb_move_tail (v6.1)
+        Mirrors: kernel/trace/ring_buffer.c:rb_move_tail (v6.1).
         """
         emit = self._emit
         self._set("changing", 1)

@@ -39,7 +39,7 @@ class _Wanted:
         )
 
     def covers(self, other: _Wanted) -> bool:
-        """Return True if `other` has the same module as this word, and all names that this word has."""
+        """Return True if this word names each event that `other` names, and both have the same module."""
         pairs = ((self.match, other.match), (self.group, other.group), (self.name, other.name))
         return self.module == other.module and all(mine in (None, theirs) for mine, theirs in pairs)
 

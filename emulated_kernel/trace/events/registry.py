@@ -61,7 +61,7 @@ class EventRegistry:
         self.hist_waiters: list[Callable[[], None]] = []
         """Functions to call at each hit of a histogram, for clients that poll hist files.
 
-        Mirrors: kernel/trace/trace_events.c:hist_poll_wq (v7.2)
+        Mirrors: kernel/trace/trace_events.c:hist_poll_wq (v7.2).
         """
         self.registered = 0
         """Count of all registrations of events so far; removals do not reduce it."""

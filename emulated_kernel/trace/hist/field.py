@@ -346,8 +346,8 @@ def execname_value(hit: HistHit) -> Value:
 def _chain_value(field: HistField) -> Callable[[HistHit], Value]:
     """Return the function that computes the value of a call chain: WORD bytes for each caller.
 
-    The value of a key is the call chain in the field of the event, if the key names a field. The value of a
-    variable is always the call chain of the hit.
+    A key that names a field of the event has the call chain in that field. All other keys, and variables,
+    have the call chain of the hit.
     """
     owner = field.owner
     declared = field.field

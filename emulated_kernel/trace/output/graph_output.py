@@ -1,6 +1,6 @@
 """Records of the function_graph tracer, and their text: a tree of calls with durations.
 
-Mirrors: kernel/trace/trace_functions_graph.c (v6.1)
+Mirrors: kernel/trace/trace_functions_graph.c (v6.1).
 """
 
 from __future__ import annotations

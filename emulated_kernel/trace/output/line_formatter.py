@@ -1,7 +1,7 @@
 """Lines of the trace file: a record's context (task, CPU, flags, time) and its text.
 
 Lines are str in which bytes that are not UTF-8 are surrogates. encode_text() converts lines to bytes.
-Mirrors: kernel/trace/trace_output.c, kernel/trace/trace.c:print_trace_line (v6.1)
+Mirrors: kernel/trace/trace_output.c, kernel/trace/trace.c:print_trace_line (v6.1).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _RESCHED = (".", "n", "p", "N", "l", "b", "L", "B")
 def latency_flags(flags: int, preempt_count: int, columns: FlagColumns = DEFAULT_COLUMNS) -> str:
     """Return the characters of irqs-off, need-resched, hardirq/softirq, preempt-depth, migrate-disable.
 
-    Mirrors: kernel/trace/trace_output.c:trace_print_lat_fmt (v6.1, v7.2)
+    Mirrors: kernel/trace/trace_output.c:trace_print_lat_fmt (v6.1, v7.2).
     """
     bh_off = flags & EntryFlag.BH_OFF if columns.has_migrate else 0
     if flags & EntryFlag.IRQS_OFF:

@@ -17,7 +17,7 @@ class TraceOption(IntFlag):
     """Options of a trace array that do not depend on the tracer, in the order of trace_options.
 
     In the file, most names are the members' names in lower case, with `-` for `_`.
-    Mirrors: kernel/trace/trace.h:TRACE_FLAGS (v6.1, v6.12, v7.2), as configured for x86_64
+    Mirrors: kernel/trace/trace.h:TRACE_FLAGS (v6.1, v6.12, v7.2), as configured for x86_64.
     """
 
     PRINT_PARENT = auto()
@@ -164,7 +164,7 @@ class TraceOptions:
         """Switch an option on (1) or off (0).
 
         Raises: KernelError EINVAL (an unknown name, a value other than 0 and 1, or the tracer refuses).
-        Mirrors: kernel/trace/trace.c:trace_options_core_write, trace_options_write (v6.1)
+        Mirrors: kernel/trace/trace.c:trace_options_core_write, trace_options_write (v6.1).
         """
         if value not in (0, 1):
             raise KernelError(errno.EINVAL, f"{name}: {value} is neither 0 nor 1")

@@ -1,6 +1,6 @@
 """Trace files: the comment lines of the header, and the records of all CPUs, sorted by time.
 
-Mirrors: kernel/trace/trace.c:trace_default_header, print_trace_header, print_lat_help_header (v6.1)
+Mirrors: kernel/trace/trace.c:trace_default_header, print_trace_header, print_lat_help_header (v6.1).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TraceHeader:
 def header_text(facts: TraceHeader, flags: TraceOption) -> str:
     """Return the header of a trace file. The trace options `flags` select its lines and columns.
 
-    Mirrors: kernel/trace/trace_functions_graph.c:print_graph_headers_flags (v6.1)
+    Mirrors: kernel/trace/trace_functions_graph.c:print_graph_headers_flags (v6.1).
     """
     start = f"# tracer: {facts.tracer}\n#\n"
     latency = TraceOption.LATENCY_FMT in flags

@@ -278,7 +278,8 @@ class TraceTprobe(TraceKprobe):
         """
         hit = self.kind.called
         hit.regs = regs
-        # A Linux with ftrace's count there does not disable preemption for its tracepoints.
+        # Linux adds one of the two amounts. The versions in which ftrace raises the count in records do not
+        # disable preemption for tracepoints.
         with within_another(hit, preempt_count=self.more_count or preempt_count):
             self.hit(hit)
 

@@ -118,7 +118,7 @@ class HandlerCosts:
         return 0 if head.insn is None else head.insn.lead
 
     def _put_step(self, step: int, ret: int, lead: int) -> int:
-        """Write code at `step` that traps as a step of the probed instruction does and continues at `ret`.
+        """Write code at `step` that causes the trap at the end of a single step, and then continues at `ret`.
 
         Return the address at which the trap is handled. `lead`: size in bytes of the code that sets the trap
         flag for the step, or 0 if the step ends with a breakpoint.

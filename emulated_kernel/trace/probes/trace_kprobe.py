@@ -500,7 +500,7 @@ class TraceKprobe(TraceProbe):
 
         Linux subtracts one preempt_disable(). A return in the exception of a breakpoint has two: those of the
         exception and of the trampoline's handler.
-        Mirrors: arch/arm64/kernel/debug-monitors.c:brk_handler, kernel/trace/rethook.c (v7.2)
+        Mirrors: arch/arm64/kernel/debug-monitors.c:brk_handler, kernel/trace/rethook.c (v7.2).
         """
         return self.engine.disabled_once if self.place.is_return and self._returns_by_breakpoint else 0
 

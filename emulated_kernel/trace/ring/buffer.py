@@ -2,7 +2,7 @@
 
 All state of the buffer is in that memory, in the layout that ring_layout.py describes.
 
-Mirrors: kernel/trace/ring_buffer.c (v6.1)
+Mirrors: kernel/trace/ring_buffer.c (v6.1).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RingBuffer(RingWriter):
         """Return the event that consume() would return, or None if there is no event.
 
         The call may swap the reader page with the head page.
-        Mirrors: kernel/trace/ring_buffer.c:ring_buffer_peek (v6.1)
+        Mirrors: kernel/trace/ring_buffer.c:ring_buffer_peek (v6.1).
         """
         found = self._next_event()
         return None if found is None else Consumed(found[0], found[1], self._control.lost_events)
@@ -91,7 +91,7 @@ class RingBuffer(RingWriter):
     def consume(self) -> Consumed | None:
         """Remove the oldest event and return it, or None if there is no event.
 
-        Mirrors: kernel/trace/ring_buffer.c:ring_buffer_consume (v6.1)
+        Mirrors: kernel/trace/ring_buffer.c:ring_buffer_consume (v6.1).
         """
         found = self._next_event()
         if found is None:
@@ -124,7 +124,7 @@ class RingBuffer(RingWriter):
         """Swap the reader page with the head page if all data of the reader page was consumed.
 
         Return False if the buffer has no unread data.
-        Mirrors: kernel/trace/ring_buffer.c:rb_get_reader_page (v6.1)
+        Mirrors: kernel/trace/ring_buffer.c:rb_get_reader_page (v6.1).
         """
         self.check()
         control = self._control
@@ -257,7 +257,7 @@ class RingBuffer(RingWriter):
 
         Return None if there is no unread event, or if `full` is set and all unread events are on the tail
         page, which is not full.
-        Mirrors: kernel/trace/ring_buffer.c:ring_buffer_read_page (v6.1)
+        Mirrors: kernel/trace/ring_buffer.c:ring_buffer_read_page (v6.1).
         """
         if not self._take_reader_page():
             return None
@@ -365,7 +365,7 @@ class RingBuffer(RingWriter):
     def reset(self) -> None:
         """Empty the buffer and reset its counters.
 
-        Mirrors: kernel/trace/ring_buffer.c:rb_reset_cpu (v6.1)
+        Mirrors: kernel/trace/ring_buffer.c:rb_reset_cpu (v6.1).
         """
         self.generation += 1
         self.check()
@@ -408,7 +408,7 @@ class RingBuffer(RingWriter):
         sub-buffers are overrun. The caller must release the old pages after guest code has stopped writing
         to them.
         `images`: the result of kept(nr_pages) if `place` overlaps the old pages; otherwise None.
-        Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1)
+        Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1).
         """
         self.check()
         tail = self._tail()

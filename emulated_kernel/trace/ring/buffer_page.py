@@ -16,7 +16,7 @@ previous event.
     30 TIME_EXTEND   a u32 follows: delta >> 27
     31 TIME_STAMP    a u32 follows: absolute time >> 27
 
-Mirrors: include/linux/ring_buffer.h, kernel/trace/ring_buffer.c (v6.1)
+Mirrors: include/linux/ring_buffer.h, kernel/trace/ring_buffer.c (v6.1).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_DATA_SIZE = PAGE_DATA_SIZE - 8
 """Maximum size of a payload in bytes. With the two u32 of its header, such a payload fills 4096 bytes.
 
 The maximum is the same with larger sub-buffers.
-Mirrors: kernel/trace/ring_buffer.c:struct trace_buffer.max_data_size (v6.12)
+Mirrors: kernel/trace/ring_buffer.c:struct trace_buffer.max_data_size (v6.12).
 """
 
 MISSED_EVENTS = 1 << 31
@@ -58,7 +58,7 @@ def event_size(payload_size: int) -> int:
     """Return the size on a page, in bytes, of an event with a payload of `payload_size` bytes.
 
     The size includes the header and padding.
-    Mirrors: kernel/trace/ring_buffer.c:rb_calculate_event_length (v6.1)
+    Mirrors: kernel/trace/ring_buffer.c:rb_calculate_event_length (v6.1).
     """
     size = max(payload_size, 1) + (4 if payload_size <= MAX_SMALL_DATA else 8)
     size = (size + 3) & ~3

@@ -18,7 +18,7 @@ USER_HZ = 100
 class TraceClock:
     """A clock that can be written to trace_clock.
 
-    Mirrors: kernel/trace/trace.c:trace_clocks (v6.1)
+    Mirrors: kernel/trace/trace.c:trace_clocks (v6.1).
     """
 
     name: str

@@ -1,6 +1,6 @@
 """RingWriter: the writing half of a ring buffer, which adds events to the tail page and moves the tail.
 
-Mirrors: kernel/trace/ring_buffer.c (v6.1)
+Mirrors: kernel/trace/ring_buffer.c (v6.1).
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class RingWriter:
         """Report that guest code has damaged the buffer, and empty the buffer.
 
         In Linux, recording stops instead, and a warning is logged.
-        Mirrors: kernel/trace/ring_buffer.c:RB_WARN_ON (v6.1)
+        Mirrors: kernel/trace/ring_buffer.c:RB_WARN_ON (v6.1).
         """
         self.place.report("ring buffer", "its control block does not describe its pages")
         control = self._control
@@ -223,7 +223,7 @@ class RingWriter:
     def write(self, payload: bytes, time_stamp: int) -> bool:
         """Append one event. Return False if the buffer is full, the event too large, or recording off.
 
-        Mirrors: kernel/trace/ring_buffer.c:ring_buffer_write (v6.1)
+        Mirrors: kernel/trace/ring_buffer.c:ring_buffer_write (v6.1).
         """
         size = len(payload)
         length = event_size(size)
@@ -302,7 +302,7 @@ class RingWriter:
         not overwrite events, count a dropped event and return False.
 
         For speed, this is one long function: the guest's recording code calls it for each page.
-        Mirrors: kernel/trace/ring_buffer.c:rb_move_tail (v6.1)
+        Mirrors: kernel/trace/ring_buffer.c:rb_move_tail (v6.1).
         """
         words = self._words
         table = self._table

@@ -42,7 +42,7 @@ class SavedCmdlines(TaskNames):
     """Cache of task names: pid -> name, for a fixed number of tasks.
 
     A new entry replaces the oldest one. Pids with the same low 15 bits share an entry.
-    Mirrors: kernel/trace/trace.c:trace_save_cmdline, trace_find_cmdline (v6.1)
+    Mirrors: kernel/trace/trace.c:trace_save_cmdline, trace_find_cmdline (v6.1).
     """
 
     def __init__(self, size: int = DEFAULT_SIZE) -> None:
@@ -73,7 +73,7 @@ class SavedCmdlines(TaskNames):
 
         The size becomes the number of tasks that fit into the pages that Linux would allocate.
         Raises: KernelError EINVAL (0, or more than PID_MAX_DEFAULT).
-        Mirrors: kernel/trace/trace.c:tracing_saved_cmdlines_size_write (v6.1)
+        Mirrors: kernel/trace/trace.c:tracing_saved_cmdlines_size_write (v6.1).
         """
         if not 0 < size <= PID_MAX_DEFAULT:
             raise KernelError(errno.EINVAL, f"saved_cmdlines_size: {size} is not in 1..{PID_MAX_DEFAULT}")

@@ -86,9 +86,10 @@ class Functions(Collection[TraceableFunction]):
         return (_function(site, entry) for site, entry in self._functions.items())
 
     def shown(self, index: int) -> Iterator[str]:
-        """Yield `shown` of all functions from the function with this index on.
+        """Yield the line (TraceableFunction.shown) of each function from index `index` on.
 
-        It makes no object for a function of the kernel: each read(2) of the list of all calls this function.
+        Kernel functions get no object here, because each read(2) of available_filter_functions calls this
+        method.
         """
         entries = islice(self._functions.values(), index, None)
         return (entry if isinstance(entry, str) else entry.shown for entry in entries)

@@ -22,7 +22,7 @@ from emulated_kernel.util.errors import KernelError
 
 
 class WordEdit(ABC):
-    """The copy of a set of functions in one open file: written words change it, and close() applies it."""
+    """An open file's working copy of a set of functions. Written words change it, and close() applies it."""
 
     def __init__(self, *, truncate: bool) -> None:
         self._is_truncated = truncate

@@ -114,7 +114,7 @@ class StackTracer(FunctionWatcher):
             self._hooks.detach(self._user)
 
     def _check(self, site: int, hit: ProbeHit) -> None:
-        """Handle a call: if the stack is deeper than stack_max_size, store its depth there, and its callers.
+        """Handle a call: if the stack is deeper than stack_max_size, set that size, and keep the call chain.
 
         Mirrors: kernel/trace/trace_stack.c:check_stack (v6.1).
         """

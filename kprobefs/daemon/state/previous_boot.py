@@ -25,7 +25,7 @@ LAST = "last"
 The earlier records of an instance NAME are in the instance `last.NAME`.
 """
 NAME_MAX = 255
-"""Maximum length of a file name in bytes. Mirrors: include/uapi/linux/limits.h (v6.1)"""
+"""Maximum length of a file name in bytes. Mirrors: include/uapi/linux/limits.h (v6.1)."""
 
 
 def is_last(instance: str) -> bool:

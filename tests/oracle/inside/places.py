@@ -43,7 +43,7 @@ def refused_sites(kernel: LinuxKernel) -> frozenset[int]:
     `kernel`: the kernel with its text as it runs. On RISC-V since v6.16, ftrace changes only the second
     instruction of a site, and the first is `auipc`.
     Mirrors: kernel/kprobes.c:check_ftrace_location (v6.12), arch/riscv/kernel/ftrace.c:ftrace_call_adjust
-    (v6.16)
+    (v6.16).
     """
     if kernel.kallsyms.lookup_name("kprobe_ftrace_handler") is not None:
         return frozenset()

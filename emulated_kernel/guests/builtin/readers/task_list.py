@@ -28,10 +28,7 @@ def task_structs(reader: GuestReader, symbols: Kallsyms, abi: Mapping[str, int])
 
 
 def read_tasks(reader: GuestReader, symbols: Kallsyms, abi: Mapping[str, int]) -> Iterator[TaskInfo]:
-    """Return the task whose task_struct is at address `task`.
-
-    Raises: MemoryFault (the task_struct is unreadable).
-    """
+    """Yield all tasks, the idle task first. A damaged task is reported and left out."""
     return reader.each(task_structs(reader, symbols, abi), lambda task: read_task(reader, task, abi))
 
 

@@ -331,7 +331,7 @@ class GuestRunner:
         if used <= MAX_CALL / 2:
             return False
         if not handlers.is_continued:
-            handlers.keep()
+            handlers.keep_measuring()
         return used - handlers.kept > MAX_CALL
 
     def _run_elsewhere(self, request: Request, action: Callable[[], int]) -> int:

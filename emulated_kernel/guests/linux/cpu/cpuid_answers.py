@@ -22,7 +22,7 @@ _FAST_STRINGS = 1
 Without this bit, Linux clears `rep_good` and `erms` of an Intel CPU, but not `fsrm`. With `fsrm` alone,
 memmove() of 5.10 and 6.1 writes beyond the end of short copies.
 
-Mirrors: arch/x86/kernel/cpu/intel.c:early_init_intel (v6.1)
+Mirrors: arch/x86/kernel/cpu/intel.c:early_init_intel (v6.1).
 """
 _VENDOR = 0
 _BASIC = 1

@@ -34,7 +34,7 @@ _IMMUNITIES = {
 }
 """File of vulnerabilities -> bits of IA32_ARCH_CAPABILITIES with which the file reads "Not affected".
 
-Mirrors: arch/x86/include/asm/msr-index.h:MSR_IA32_ARCH_CAPABILITIES (v6.1.176)
+Mirrors: arch/x86/include/asm/msr-index.h:MSR_IA32_ARCH_CAPABILITIES (v6.1.176).
 """
 _ABOUT = {
     "retbleed": _RSBA,

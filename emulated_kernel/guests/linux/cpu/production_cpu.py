@@ -66,7 +66,7 @@ class ProductionCpu:
     def signature(self) -> int:
         """Value of eax after CPUID leaf 1: the CPU's family, model and stepping.
 
-        Mirrors: arch/x86/lib/cpu.c:x86_family, x86_model (v6.1)
+        Mirrors: arch/x86/lib/cpu.c:x86_family, x86_model (v6.1).
         """
         family = min(self.family, 15)
         high = self.model >> 4 if family in (6, 15) else 0

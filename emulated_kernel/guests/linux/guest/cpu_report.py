@@ -118,7 +118,7 @@ def show_threads(machine: PcMachine, kernel: LinuxKernel, cpu: ProductionCpu) ->
     Since v6.6 a kernel counts threads by the CPUs that the firmware has listed. If more than one thread of
     a core is online in production, make the kernel act as if a second thread had come online. This happens
     before init starts. The scheduler's code and some mitigations depend on the presence of sibling threads.
-    Mirrors: kernel/cpu.c:cpu_smt_set_num_threads, _cpu_up (v6.12), kernel/sched/core.c:sched_cpu_activate
+    Mirrors: kernel/cpu.c:cpu_smt_set_num_threads, _cpu_up (v6.12), kernel/sched/core.c:sched_cpu_activate.
     """
     lookup = kernel.kallsyms.lookup_name
     counted = lookup("cpu_smt_set_num_threads")

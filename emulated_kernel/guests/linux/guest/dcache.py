@@ -191,7 +191,7 @@ class DcacheReader:
         Return None if the dentry is not cached.
         Invariant: if a dentry leaves the table, is renamed or freed, bytes of the dentry change. Among them
         are its link in the hash chain and its sequence count.
-        Mirrors: fs/dcache.c:__d_lookup (v6.1)
+        Mirrors: fs/dcache.c:__d_lookup (v6.1).
         """
         key = self._name_hash(parent, name)
         table, shift = self._hash_table
@@ -220,7 +220,7 @@ def name_hash(parent: int, name: bytes) -> int:
     """Return length and hash of a name, in the form of a dentry's d_name.hash_len.
 
     `parent`: address of the dentry of the directory that contains the name.
-    Mirrors: fs/namei.c:full_name_hash (v6.1, with CONFIG_DCACHE_WORD_ACCESS)
+    Mirrors: fs/namei.c:full_name_hash (v6.1, with CONFIG_DCACHE_WORD_ACCESS).
     """
     x = 0
     y = parent
@@ -242,10 +242,10 @@ def name_hash(parent: int, name: bytes) -> int:
 def name_hash_by_bytes(parent: int, name: bytes) -> int:
     """Return the value of name_hash() in a kernel without CONFIG_DCACHE_WORD_ACCESS.
 
-    Mirrors: fs/namei.c:full_name_hash, include/linux/stringhash.h:partial_name_hash (v6.1)
+    Mirrors: fs/namei.c:full_name_hash, include/linux/stringhash.h:partial_name_hash (v6.1).
     """
     value = parent
     for byte in name:
         value = (value + (byte << 4) + (byte >> 4)) * 11 & _WORD
-    # Mirrors: include/linux/hash.h:hash_long
+    # Mirrors: include/linux/hash.h:hash_long.
     return len(name) << 32 | (value * _GOLDEN_RATIO & _WORD) >> 32

@@ -81,7 +81,7 @@ class ExecObserver:
         finally:
             self._task = None
             self._unhide()
-        tasks.has_new_memory(task)
+        tasks.update_page_tables(task)
 
     def _is_executing(self) -> bool:
         return self._task is not None and self._tasks.running() == self._task.address

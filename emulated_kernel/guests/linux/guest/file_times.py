@@ -44,7 +44,7 @@ class FileTimes:
             return self._memory.translate(self._root, timekeeper + offset[f"timekeeper.{name}"])
 
         def place(name: str) -> int:
-            """Return the index, among the words of RAM, of the word at the timekeeper's member `name`."""
+            """Return the index in `_words` of the timekeeper's member `name`."""
             return physical(name) >> 3
 
         self._tsc_read = symbols[TIME_READ]
@@ -80,7 +80,7 @@ class FileTimes:
         If the clock source is not the TSC, change nothing, and return the time of the latest tick. The
         kernel computes the same time again at its next tick. Invariant: other clocks of the kernel return
         the same values as without this method.
-        Mirrors: kernel/time/timekeeping.c:timekeeping_forward_now (v6.1)
+        Mirrors: kernel/time/timekeeping.c:timekeeping_forward_now (v6.1).
         """
         words = self._words
         if words[self._clock] != self._known_clock:

@@ -87,10 +87,10 @@ _VALID = 1
 _FLAGS = 8
 """Offset in bytes of the flags in an irq_work's node.
 
-Mirrors: include/linux/smp_types.h:__call_single_node (v6.12)
+Mirrors: include/linux/smp_types.h:__call_single_node (v6.12).
 """
 _CLAIMED = 3
-"""Flags of a queued irq_work. Mirrors: include/linux/irq_work.h:IRQ_WORK_CLAIMED (v6.12)"""
+"""Flags of a queued irq_work. Mirrors: include/linux/irq_work.h:IRQ_WORK_CLAIMED (v6.12)."""
 _MASK = (1 << 64) - 1
 _TABLES_AT = 2 * PAGE
 """Offset in bytes of the page tables from the code page. The data page is between them."""
@@ -157,7 +157,7 @@ class IrqWorkWakeup(Wakeup):
         """Queue the irq_work for `task`, and make its interrupt pending; see Wakeup.
 
         The guest wakes the task when it runs again.
-        Mirrors: kernel/irq_work.c:irq_work_queue (v6.12)
+        Mirrors: kernel/irq_work.c:irq_work_queue (v6.12).
         """
         self._words[self._task >> 3] = task
         ram = self._machine.memory.ram

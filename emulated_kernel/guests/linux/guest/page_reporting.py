@@ -31,7 +31,7 @@ class PageReporting:
     It gives back nothing if this is unsafe for the kernel. In this case `high` keeps a value that no number
     of free pages reaches, so that look() is never called.
     No CPU may be allocating memory: all tasks are in user mode or sleep.
-    Mirrors: mm/page_reporting.c:page_reporting_process (v6.1)
+    Mirrors: mm/page_reporting.c:page_reporting_process (v6.1).
     """
 
     def __init__(self, memory: LinuxMemory, root: int, facts: KernelOffsets) -> None:

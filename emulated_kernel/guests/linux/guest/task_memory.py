@@ -29,7 +29,7 @@ class TaskMemory:
         self._table = table
         self._scheduler = scheduler
 
-    def has_new_memory(self, task: LinuxTask) -> None:
+    def update_page_tables(self, task: LinuxTask) -> None:
         """Update the address of a task's page tables, because an execve has replaced its memory."""
         task.root = self._table.page_tables_of(task.address)
         task.entries.clear()

@@ -85,7 +85,7 @@ class LinuxTasks(RunningLinux):
         memory = TaskMemory(machine.memory, table, scheduler)
         self.copy_to_user = memory.copy_to_user
         self.copy_from_user = memory.copy_from_user
-        self.has_new_memory = memory.has_new_memory
+        self.update_page_tables = memory.update_page_tables
 
         life = TaskLife(machine, facts, structs, table, scheduler, self.events)
         self._life = life

@@ -51,7 +51,7 @@ _JMP_SIZE = 5
 _PLATFORM_IPI = 0xF7
 """Vector of the platform interrupt.
 
-Mirrors: arch/x86/include/asm/irq_vectors.h:X86_PLATFORM_IPI_VECTOR (v6.1)
+Mirrors: arch/x86/include/asm/irq_vectors.h:X86_PLATFORM_IPI_VECTOR (v6.1).
 """
 _TEXT = X86_64.host_code
 _DATA = _TEXT + PAGE

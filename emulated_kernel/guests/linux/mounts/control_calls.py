@@ -101,7 +101,7 @@ X86_STUBS = ControlStubs(
     returns=0x66,
 )
 _STREAMS = ("trace_marker", "trace_marker_raw")
-"""Names of control files without a position. Mirrors: kernel/trace/trace.c:tracing_mark_open (v6.1)"""
+"""Names of control files without a position. Mirrors: kernel/trace/trace.c:tracing_mark_open (v6.1)."""
 _LONGEST_PATH = 16 << 10
 """Maximum number of bytes that are read for a path: names and members of dentries."""
 _DEEPEST = 64
@@ -121,7 +121,7 @@ _EVEN = "/control"
 All in _TOPS are at depth 1. vfs_rmdir() locks a directory and its parent, so these need different inodes.
 """
 _S_DEAD = 16
-"""Flag of the inode of a removed directory. Mirrors: include/linux/fs.h:S_DEAD (v6.1)"""
+"""Flag of the inode of a removed directory. Mirrors: include/linux/fs.h:S_DEAD (v6.1)."""
 _MASK = (1 << 64) - 1
 
 
@@ -429,7 +429,8 @@ class LinuxControlCalls(GuestCalls):
             except KernelError as error:
                 return partial(self._returns, task, -(error.errno or EIO))
             except Exception:
-                # `once` raises the error again when the request itself calls it.
+                # RunOnce keeps the exception, and raises it again in the request, which logs it. Only the
+                # guest's call must end here.
                 return partial(self._returns, task, -EIO)
 
         return serve

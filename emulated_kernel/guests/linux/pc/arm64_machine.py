@@ -236,7 +236,7 @@ class Arm64Machine(LinuxMachine):
         """Return a function that returns the address of the running task's task_struct; see LinuxMachine.
 
         In the kernel, the address is in sp_el0. In user mode, it is in a per-CPU variable.
-        Mirrors: arch/arm64/include/asm/current.h:get_current, arch/arm64/kernel/entry.S:kernel_entry (v6.12)
+        Mirrors: arch/arm64/include/asm/current.h:get_current, arch/arm64/kernel/entry.S:kernel_entry (v6.12).
         """
         cpu = self.cpu
         entry_task = self._per_cpu(facts) + facts.per_cpu[ENTRY_TASK]

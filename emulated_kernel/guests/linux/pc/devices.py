@@ -89,7 +89,7 @@ class Pc(Board):
         if port == _PIT_CHANNEL2:
             # The channel never counts. If it were 0xff, the calibration of the TSC at boot would read it
             # 100,000 times before it fails.
-            # Mirrors: arch/x86/kernel/tsc.c:pit_expect_msb (v6.1)
+            # Mirrors: arch/x86/kernel/tsc.c:pit_expect_msb (v6.1).
             return 0
         if port == _PORT_61:
             # Toggle the output of channel 2 and the refresh bit, because code waits for a change of either.

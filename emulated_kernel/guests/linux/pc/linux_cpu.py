@@ -189,8 +189,8 @@ class LinuxCpu(ABC):
         """Set the registers of a system call.
 
         `values`: the arguments and number of the call, the instruction pointer, and the registers
-        GuestAbi.counter and GuestAbi.kept, in the order of GuestAbi.call. The methods assign to each
-        register by its name, which takes a fifth of the time of a loop over the names.
+        GuestAbi.counter and GuestAbi.kept, in the order of GuestAbi.call. Each implementation sets the
+        registers one by one, because a loop over the names would take five times as long.
         """
 
     @abstractmethod

@@ -35,10 +35,10 @@ _MODE_SIZE = 48 + VICTIMS * (ENTRY_SIZE + 16) + 8
 _KERNEL_AT = _TABLES_AT - (_MODES - _KERNEL) * _MODE_SIZE
 """Offset of further words for the kernel's mode: those of _HEAD, and then the mode's replaced entries."""
 _HEAD = struct.Struct("<QQqQQQ")
-"""Layout of the words at _KERNEL_AT.
+"""Layout of the words at _KERNEL_AT, which are the first members of QEMU's CPUTLBDesc.
 
-The words are the address and mask of large pages, the start of a period, the greatest use in the period, the
-number of used entries, and the number of replaced entries.
+The members are large_page_addr, large_page_mask, window_begin_ns, window_max_entries, n_used_entries and
+vindex.
 """
 _USED_AT = _KERNEL_AT + 32
 _VICTIMS_AT = _KERNEL_AT + _HEAD.size

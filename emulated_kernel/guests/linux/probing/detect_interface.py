@@ -54,7 +54,7 @@ def interface_with(kernel: LinuxKernel, profile: Profile) -> Interface:
 
     If the profile has no ftrace, the interface has no fprobe events and no probe events on tracepoints.
     Linux builds both together.
-    Mirrors: kernel/trace/Kconfig:FPROBE_EVENTS (v6.12)
+    Mirrors: kernel/trace/Kconfig:FPROBE_EVENTS (v6.12).
     """
     found = detect_interface(kernel)
     return found if profile.ftrace else replace(found, rules=found.rules - _WITH_FTRACE)

@@ -52,7 +52,7 @@ _FAULTABLE = "tracepoint_ext.faultable"
 _NO_SYSCALL = "sys_ni_syscall"
 """Symbol of the system call table's entry for a number without a system call.
 
-Mirrors: kernel/trace/trace_syscalls.c:find_syscall_meta (v6.1)
+Mirrors: kernel/trace/trace_syscalls.c:find_syscall_meta (v6.1).
 """
 _WORD = 8
 _INT = 4

@@ -39,7 +39,7 @@ _NAME = 512
 """Maximum length of a symbol's name in bytes. Mirrors: include/linux/kallsyms.h:KSYM_NAME_LEN (v6.1)."""
 _UNFORMED = 3
 _CORE_DATA = (1, 2, 3)
-"""Values of the memory types for data. Mirrors: include/linux/module.h:enum mod_mem_type (v6.12)"""
+"""Values of the memory types for data. Mirrors: include/linux/module.h:enum mod_mem_type (v6.12)."""
 _INIT_DATA = (5, 6)
 """Values of the memory types for data of init functions."""
 _CORE_TEXT = 0
@@ -211,7 +211,7 @@ class LoadedModules:
         """Yield the symbols of the module at `module` that are in `parts` of its memory or in `per_cpu`.
 
         The size of a symbol extends to the next symbol, or to the end of its part of memory.
-        Mirrors: kernel/module/kallsyms.c:find_kallsyms_symbol (v6.1)
+        Mirrors: kernel/module/kallsyms.c:find_kallsyms_symbol (v6.1).
         Deviates: Linux also shows the file's other symbols while the init function runs.
         """
         value = self._structures.value
@@ -251,7 +251,7 @@ class LoadedModules:
     def _exported(self, module: int) -> frozenset[tuple[str, int]]:
         """Return (name, address) of each symbol that the module exports.
 
-        Mirrors: kernel/module/kallsyms.c:is_exported (v6.1)
+        Mirrors: kernel/module/kallsyms.c:is_exported (v6.1).
         """
         size = self._structures.btf.size("kernel_symbol")
         address, data = self._table(module, "syms", "num_syms", size)
@@ -268,7 +268,7 @@ class LoadedModules:
     def _blacklist(self, module: int, symbols: tuple[Symbol, ...]) -> Iterator[BlacklistEntry]:
         """Yield the module's functions that cannot be probed.
 
-        Mirrors: kernel/kprobes.c:add_module_kprobe_blacklist (v6.1)
+        Mirrors: kernel/kprobes.c:add_module_kprobe_blacklist (v6.1).
         """
         functions = {symbol.address: symbol for symbol in reversed(symbols) if symbol.size}
         listed = set(self._words(module, "kprobe_blacklist"))

@@ -49,7 +49,7 @@ class ModuleEvents:
     def came(self, module: Module) -> None:
         """Add the events of a module that is being loaded; its init function has not run yet.
 
-        Mirrors: kernel/trace/trace_events.c:trace_module_add_events (v6.1)
+        Mirrors: kernel/trace/trace_events.c:trace_module_add_events (v6.1).
         """
         try:
             events = self._loaded.events(module.address)
@@ -89,7 +89,7 @@ class ModuleEvents:
         used.
         Linux: a buffer that may have records of these events is emptied.
         Deviates: their triggers are removed too.
-        Mirrors: kernel/trace/trace_events.c:trace_module_remove_events (v6.1)
+        Mirrors: kernel/trace/trace_events.c:trace_module_remove_events (v6.1).
         """
         batch, events = self._there.pop(name, (None, []))
         if batch is None:

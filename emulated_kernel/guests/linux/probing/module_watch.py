@@ -105,7 +105,7 @@ class ModuleWatch:
         """Call `first` and `last` whenever a module gets the state COMING, LIVE or GOING.
 
         `first` is called before all other notifiers, `last` after them.
-        Mirrors: register_module_notifier, notifier_chain_register (v6.1)
+        Mirrors: register_module_notifier, notifier_chain_register (v6.1).
         """
         head = self._kernel.kallsyms.lookup_name("module_notify_list")
         if head is None:

@@ -202,7 +202,7 @@ class VmcoreGuest(RunningLinux):
         """Return the timekeeper's time at its last tick, in nanoseconds; 0 if the timekeeper is not found.
 
         Also advance the TSC to the kernel's last reading of it, if the dump has such a reading.
-        Mirrors: kernel/time/timekeeping.c:timekeeping_get_ns (v6.1)
+        Mirrors: kernel/time/timekeeping.c:timekeeping_get_ns (v6.1).
         """
         symbols = self._facts.symbols
         pc = self.machine.pc

@@ -218,6 +218,6 @@ def _optional(kernel: RunningKernel) -> dict[str, int]:
     clock = kernel.kallsyms.lookup_name("hv_clock_boot")
     if clock is not None:
         # This is KVM's clock.
-        # Mirrors: arch/x86/include/asm/pvclock-abi.h:struct pvclock_vcpu_time_info (v6.1)
+        # Mirrors: arch/x86/include/asm/pvclock-abi.h:struct pvclock_vcpu_time_info (v6.1).
         found["tsc_timestamp"] = clock + 8
     return found
