@@ -427,6 +427,14 @@ class Arch(ABC):
         """Offset in bytes of the word with the real return address from the sp that a return handler sees."""
         return self.trampoline_slot + (self.word_size if self.registers.link is None else 0)
 
+    def hooked_slot(self, pointer: int, slots: Iterable[int]) -> int | None:  # noqa: ARG002 - some need them
+        """Return the stack slot of the hooked call that the kernel's unwinder has found, or None.
+
+        `slots`: stack slots of all pending calls. `pointer`: address that the unwinder passes to
+        ftrace_graph_ret_addr(). Here it is the address of the slot.
+        """
+        return pointer
+
     @abstractmethod
     def return_trampoline(self, address: int) -> HandlerStub:
         """Return the return trampoline for placement at `address`, which hooked functions return to.

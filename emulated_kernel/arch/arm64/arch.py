@@ -5,7 +5,7 @@ A probed instruction is executed in an insn slot, simulated by the host, or repl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from errno import EINVAL
 from types import MappingProxyType
 from typing import Any
@@ -153,6 +153,15 @@ class Arm64(Arch):
         frame = self.entry_frame(by_interrupt=False)
         frame.regs |= {"x30": (IP, 0), "x9": ("x30", 0)}
         return frame
+
+    def hooked_slot(self, pointer: int, slots: Iterable[int]) -> int | None:
+        """Return the slot of the call whose caller has the frame pointer `pointer`; see Arch.
+
+        The caller's frame record is at its stack pointer, or above it if the caller has passed arguments on
+        the stack.
+        Mirrors: arch/arm64/kernel/stacktrace.c:kunwind_recover_return_address (v6.12).
+        """
+        return max((slot for slot in slots if slot <= pointer), default=None)
 
     def return_trampoline(self, address: int) -> HandlerStub:
         return return_trampoline(address)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import MappingProxyType
 from typing import Any
 
@@ -114,6 +114,14 @@ class Riscv(Arch):
 
     def ftrace_trampoline(self) -> HandlerStub:
         return detours.ftrace_trampoline(self.breakpoint)
+
+    def hooked_slot(self, pointer: int, slots: Iterable[int]) -> int | None:
+        """Return the slot of a call that has stored its return address at `pointer`; see Arch.
+
+        The call has done so below its slot. The slots of the calls that it has made are below `pointer`.
+        Mirrors: arch/riscv/kernel/stacktrace.c:walk_stackframe (v6.12).
+        """
+        return min((slot for slot in slots if slot > pointer), default=None)
 
     def return_trampoline(self, address: int) -> HandlerStub:  # noqa: ARG002 - the hook's signature
         return detours.return_trampoline(self.breakpoint)

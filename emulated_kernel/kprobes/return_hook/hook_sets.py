@@ -43,6 +43,7 @@ class HookSets(TaskObserver):
 
         `chosen` is the name of a shadow stack to use instead of the profile's, or None.
         """
+        self._arch = arch
         self._hits = kprobes.hits
         self._sets: list[ReturnHooks] = []
         self._make = partial(ReturnHooks, machine, abi, arch, kprobes, scheduler, self._sets)
@@ -81,6 +82,18 @@ class HookSets(TaskObserver):
             if before is None:
                 return address
             found = before
+
+    def caller_near(self, pointer: int, address: int) -> int:
+        """Return the real return address of a call, as the kernel's own unwinder asks for it.
+
+        `pointer`: see Arch.hooked_slot(). `address`: the address to which the call returns. It is also the
+        result if no pending call has replaced it.
+        Mirrors: kernel/trace/fgraph.c:ftrace_graph_ret_addr (v6.1).
+        """
+        if not any(hooks.trampoline.is_one(address) for hooks in self._sets):
+            return address
+        slot = self._arch.hooked_slot(pointer, (slot for hooks in self._sets for slot in hooks.slots()))
+        return address if slot is None else self.real_return_address(slot, address)
 
     def trampolines(self) -> Iterator[tuple[str, Trampoline]]:
         """Iterate over pairs of a trampoline's name in Linux and the trampoline."""

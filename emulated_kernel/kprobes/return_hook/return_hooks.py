@@ -392,6 +392,10 @@ class ReturnHooks:
                 yield from calls
                 return
 
+    def slots(self) -> Iterator[int]:
+        """Yield the addresses of the stack slots of all tasks' pending calls."""
+        return (call.frame for task in self._nearest_tasks() for call in self.stack.pending(task))
+
     def _nearest_tasks(self) -> Iterator[int]:
         """Yield all tasks, the current one first. Listing the other tasks is slow and seldom needed."""
         current = self._tasks.current()

@@ -65,6 +65,8 @@ class Trampoline:
         """Address to which functions return if a hook has a handler in guest code; 0 if no hook has one."""
         self.native_breakpoint: int | None = None
         """Address of the breakpoint that is the native trampoline in the form BREAKPOINT; else None."""
+        self.on_install: list[Callable[[], object]] = []
+        """Functions to call after the trampoline has been created."""
         self._native_code: CompiledCode | None = None
         self._is_guest_notified = False
         """Whether the guest knows the trampoline's addresses."""
@@ -89,6 +91,8 @@ class Trampoline:
             self.filled_in = address + stub.trap + len(arch.breakpoint)
         self.address = address
         self.size = size
+        for notify in self.on_install:
+            notify()
 
     def notify_guest(self) -> None:
         """Tell the guest the trampoline's address, so that its unwinder asks the host for the caller.

@@ -45,6 +45,7 @@ from tests.guests.linux.processor_tests import (
     records,
     write,
 )
+from tests.guests.linux.stack_dumps import check_stack_dumps
 from tests.guests.linux.test_riscv64 import META, SUITE
 from tests.guests.linux.user_reads import UserReads, check_hits, check_other_loads_fault
 from tests.image.linux.debian import package
@@ -332,3 +333,10 @@ def test_tracers(traced: Mount) -> None:
 
 def test_the_kernel_does_not_notice() -> None:
     check_unnoticed(new_engine, FUNCTIONS, "riscv", least=(500, 100))
+
+
+@pytest.mark.parametrize("profile", [RISCV_PROFILE, RISCV_FTRACE_PROFILE])
+def test_stack_dumps_show_the_callers_of_hooked_calls(profile: str) -> None:
+    engine = new_engine(profile)
+    mount = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    check_stack_dumps(mount, engine, ("dump_backtrace", "show_stack"))

@@ -24,6 +24,7 @@ from emulated_kernel.guests.linux.probing.module_watch import ModuleWatch
 from emulated_kernel.guests.linux.probing.probed_linux import ProbedLinux
 from emulated_kernel.guests.linux.probing.replaced_calls import ReplacedCalls
 from emulated_kernel.guests.linux.probing.tracing import linux_tracing
+from emulated_kernel.guests.linux.probing.unwinder_answers import ANSWERED_FUNCTIONS, UnwinderAnswers
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.live_image import LiveImage, Module
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
@@ -58,12 +59,13 @@ class KernelEngine:
         *,
         pauses: bool = True,
     ) -> None:
-        """Build the engine over `kernel`, which has the text in memory; blacklist REPLACED_FUNCTIONS.
+        """Build the engine over `kernel`, which has the text in memory.
 
+        The kernel's functions that the host replaces or answers are put on the blacklist.
         Over a kernel without preemption, the rules of `profile` for such kernels apply. `pauses`: see
         MachineConfig.pauses.
         """
-        kernel.forbid(REPLACED_FUNCTIONS)
+        kernel.forbid((*REPLACED_FUNCTIONS, *ANSWERED_FUNCTIONS))
         if not kernel.is_preemptible:
             profile = replace(profile, preemption=False)
         self.guest = guest
@@ -90,6 +92,7 @@ class KernelEngine:
         tracing, points = self._build_tracing(engine)
         self.kprobes = engine.kprobes
         self._hook_sets = engine.hook_sets
+        UnwinderAnswers(self.machine, self.kernel, self._arch, engine.hook_sets)
         # Events of modules are added after tracing is built, because they use its static keys and registry.
         self._module_events = self._add_module_events(loaded, tracing, points)
         self.components = KernelComponents(
