@@ -214,13 +214,17 @@ def kprobefs_image(request: pytest.FixtureRequest) -> Path | None:
     return found
 
 
-def _options_of_run(request: pytest.FixtureRequest) -> dict[str, str]:
-    """Return the options that select the kernel of `kprobefs run` or `kprobefs matrix`, if it runs pytest.
+def _is_marked(request: pytest.FixtureRequest) -> bool:
+    """Return True if a marker chooses the test's kernel."""
+    return any(map(request.node.get_closest_marker, (MARKER, KERNELS_MARKER)))
 
-    The result is empty if pytest was started otherwise, or if a marker chooses the test's kernel.
+
+def _options_of_run() -> dict[str, str]:
+    """Return the options of the mount of `kprobefs run` or `kprobefs matrix`, if it runs pytest, or else {}.
+
+    The options select the kernel, the way of probing and the clock.
     """
-    is_marked = any(map(request.node.get_closest_marker, (MARKER, KERNELS_MARKER)))
-    if is_marked or "KPROBEFS" not in os.environ:
+    if "KPROBEFS" not in os.environ:
         return {}
     words = shlex.split(os.environ.get("KPROBEFS_OPTIONS", ""))
     return {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
@@ -236,7 +240,7 @@ def kernel(kprobefs_arch: str, request: pytest.FixtureRequest) -> Iterator[Kerne
     from emulated_kernel import Kernel, MachineConfig
     from emulated_kernel.util.fast_dataclass import replace
 
-    chosen = _options_of_run(request)
+    chosen = {} if _is_marked(request) else _options_of_run()
     if "image" in chosen:
         why = "the fixture `kernel` has no distribution's kernel; use `tracefs` or `kprobefs_mount`"
         pytest.fail(f"{chosen['image']}: {why}", pytrace=False)
@@ -260,7 +264,8 @@ def kprobefs_mount(
     None has the default of `kprobefs mount`.
 
     In a command of `kprobefs run` or `kprobefs matrix`, the mount has the kernel of that command, unless a
-    marker, `arch`, `image` or `profile` chooses another one.
+    marker, `arch`, `image` or `profile` chooses another one. It has the command's clock in each case, and its
+    way of probing with each distribution's kernel.
     """
     with ExitStack() as stack:
 
@@ -277,9 +282,11 @@ def kprobefs_mount(
             return_hook: str | None = None,
             layout: str = "full",
         ) -> Path:
-            is_chosen = any(each is not None for each in (arch, image, profile))
-            options: dict[str, object] = {} if is_chosen else {**_options_of_run(request)}
-            if not options:
+            options: dict[str, object] = {**_options_of_run()}
+            if _is_marked(request) or any(each is not None for each in (arch, image, profile)):
+                kept = ("clock",) if image is None else ("clock", "kprobes")
+                options = {name: value for name, value in options.items() if name in kept}
+            if "arch" not in options and "image" not in options:
                 options["arch"] = arch or kprobefs_arch
             given = {
                 "image": image,

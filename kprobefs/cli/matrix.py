@@ -27,8 +27,16 @@ from kprobefs.cli.run import end_with_parent, in_foreground
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.common.output_file import OutputFile
 
-BLAMED = re.compile(r"error|fail|not found|no such|cannot|can't|invalid|traceback|assert", re.IGNORECASE)
+BLAMED = re.compile(
+    r"error|fail|not found|no such|cannot|can't|invalid|traceback|assert|exception|panic|denied",
+    re.IGNORECASE,
+)
 """Pattern for a line of a log that probably contains the reason why the command failed."""
+_HEADINGS = (
+    (re.compile(r"Traceback \(most recent call last\):"), re.compile(r"(\S.*)")),
+    (re.compile(r"=+ (?:FAILURES|ERRORS) =+"), re.compile(r"E {3,}(.*)")),
+)
+"""Patterns for a heading of Python or pytest, and for the first later line with the reason, as group 1."""
 COLUMNS = 80
 """Maximum length in characters of a row of the table."""
 MIN_SHOWN = 20
@@ -310,7 +318,7 @@ def result(case: Case, status: int, seconds: float, log: Path) -> Result:
     if panic := _printed(panic_hint.HINT_LINE, text):
         line = panic
     elif status and (refusal := _printed(refusal_hint.HINT_LINE, text)):
-        line = f"{line}; {refusal}"
+        line = f"{line.rstrip(':')}; {refusal}"
     return Result(case, status, seconds, log, line, _hint(text))
 
 
@@ -344,9 +352,13 @@ def _blamed(text: str) -> str:
     Hints of `kprobefs run` are ignored. Return "" if there is no other line. In the returned line, the path
     of the mount is replaced by $KPROBEFS.
     """
-    lines = [line.strip() for line in text.splitlines()]
-    written = [line for line in lines if line and not _is_hint(line)]
-    blamed = next((line for line in written if BLAMED.search(line)), written[0] if written else "")
+    written = [line for line in text.splitlines() if line.strip() and not _is_hint(line.strip())]
+    at = next((number for number, line in enumerate(written) if BLAMED.search(line)), 0)
+    blamed = written[at].strip() if written else ""
+    for heading, reason in _HEADINGS:
+        if heading.fullmatch(blamed):
+            found = filter(None, map(reason.match, written[at + 1 :]))
+            blamed = next((line[1].strip() for line in found), blamed)
     return MOUNT.sub("$KPROBEFS", blamed)
 
 

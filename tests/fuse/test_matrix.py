@@ -293,6 +293,21 @@ def test_a_renamed_package_is_named_with_its_release(tmp_path: Path) -> None:
         ),
         ("kprobefs: /nosuch: No such file\n", "kprobefs: /nosuch: No such file"),
         ("", "status 3"),
+        (
+            'x\nTraceback (most recent call last):\n  File "a", line 1, in f\n    raise KeyError("error")\n'
+            "KeyError: 'b'\n",
+            "KeyError: 'b'",
+        ),
+        ("Traceback (most recent call last):\n", "Traceback (most recent call last):"),
+        ("bash: x: Permission denied\nTraceback (most recent call last):\nE\n", "bash: x: Permission denied"),
+        (
+            "t.py F\n\n==== FAILURES ====\n___ test_a ___\n>   assert 1 == 2\nE   assert 1 == 2\nE   x\n",
+            "assert 1 == 2",
+        ),
+        (
+            "=== ERRORS ===\n___ ERROR at setup of test_a ___\nE       RuntimeError: why\n",
+            "RuntimeError: why",
+        ),
         ("cat: /t/kprobefs-a1_b2c3d/mnt/x: No such file", "cat: $KPROBEFS/x: No such file"),
     ],
 )

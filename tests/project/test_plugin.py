@@ -343,6 +343,35 @@ def test_marked(kprobefs_mount):
 def test_in_process(kernel):
     assert kernel.config.profile == "linux-6.12"
 """
+WAY = """\
+import json
+import subprocess
+import sys
+import pytest
+
+@pytest.fixture
+def way(kprobefs_mount):
+    def of(**options):
+        mounted = kprobefs_mount(**options)
+        words = sys.executable, "-m", "kprobefs", "status", "--json", mounted
+        (found,) = json.loads(subprocess.check_output(words))
+        return not (mounted / "kprobes" / "stats").exists(), found["daemon"]["clock"] == "model"
+    return of
+
+def test_plain(way):
+    assert way() == (True, True)
+
+@pytest.mark.kernels("6")
+def test_another_kernel(way):
+    assert way() == (True, True)
+
+@pytest.mark.kernels("6")
+def test_another_way(way):
+    assert way(kprobes="kprobefs", clock="virtual") == (False, False)
+
+def test_of_kprobefs(way):
+    assert way(arch="x86_64") == (False, True)
+"""
 
 
 @needs_fuse
@@ -357,6 +386,20 @@ def test_fixtures_have_the_kernel_of_the_run(tmp_path: Path) -> None:
             result = run_pytest(tmp_path, run=(sys.executable, "-m", "kprobefs", "run", *options, "--"))
         assert f"{passed} passed" in result.stdout, result.stdout
         assert ("the fixture `kernel` has no distribution's kernel" in result.stdout) == (passed == 3)
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_marked_tests_have_the_clock_and_the_way_of_probing_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a row of a matrix with --kprobes kernel is green without having asked a kernel's kprobes."""
+    (tmp_path / "test_it.py").write_text(WAY)
+    image = debian_kernel.image()
+    monkeypatch.setenv("KPROBEFS_KERNELS", str(image))
+    run = sys.executable, "-m", "kprobefs", "run", "--image", str(image), "--kprobes", "kernel"
+    result = run_pytest(tmp_path, run=(*run, "--clock", "model", "--"))
+    assert "4 passed" in result.stdout, result.stdout
 
 
 @pytest.mark.parametrize(
