@@ -64,9 +64,11 @@ class EntryValues:
         *,
         is_function: bool,
         has_jump_table: bool,
+        cold: Iterable[tuple[int, bytes]] = (),
     ) -> None:
         """Analyse the function at `start`, whose unpatched machine code is `code`.
 
+        `cold`: addresses and unpatched code of the parts that the compiler split off. They usually jump back.
         `ways`: address of an instruction -> further targets, by jump labels or exception fixups.
         `is_function`: True if a caller enters at the start with arguments; False for a part that the compiler
         split off.
@@ -76,7 +78,8 @@ class EntryValues:
         self._arch = arch
         self._insns = {
             at: _with_calls_that_write(insn, arch)
-            for at, insn in arch.frame_insns(code, start, switches_stack=False)
+            for first, part in ((start, code), *cold)
+            for at, insn in arch.frame_insns(part, first, switches_stack=False)
         }
         entry = arch.entry_frame(by_interrupt=False)
         top = entry.at(arch.registers.sp)

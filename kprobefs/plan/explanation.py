@@ -408,10 +408,19 @@ class Explanation:
             symbol.address,
             self.kernel.ways,
             is_function=COLD_PART.search(symbol.name) is None,
-            has_jump_table=self.judge.checker.has_jump_table(symbol),
+            has_jump_table=any(map(self.judge.checker.has_jump_table, (symbol, *self._cold_parts))),
+            cold=[(part.address, self.judge.checker.unpatched_code(part)) for part in self._cold_parts],
         )
 
     # Text
+
+    @cached_property
+    def _cold_parts(self) -> tuple[Symbol, ...]:
+        """The parts of the function that the compiler split off, and to which the function jumps."""
+        targets = {insn.target for insn in self._frame_insns.values() if insn.target is not None}
+        places = (self.kernel.tables.kallsyms.lookup(target) for target in sorted(targets))
+        parts = dict.fromkeys(place.symbol for place in places if place is not None)
+        return tuple(part for part in parts if COLD_PART.sub("", part.name) == self.symbol.name != part.name)
 
     @cached_property
     def _frame_insns(self) -> Mapping[int, Any]:

@@ -313,7 +313,7 @@ def test_functions_that_the_compiler_changed(typed: str) -> None:
     assert not Explanation(kernel, find_place("f", kernel.tables)).unknown_arguments
 
 
-@pytest.mark.parametrize("function", ["panic", "do_group_exit"])
+@pytest.mark.parametrize("function", ["panic", "do_group_exit", "do_exit", "make_task_dead"])
 def test_a_return_probe_that_is_never_hit(function: str) -> None:
     (answer,) = checked(f"r:x {function}")
     assert [finding.rule for finding in answer.findings] == ["never-returns"]

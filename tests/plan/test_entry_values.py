@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 
+from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.entry_values import STACK_WORD, EntryValues
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.kernel.api import Kernel
@@ -145,3 +146,32 @@ def test_told_places_hold_the_entry_values(kernel: Kernel) -> None:
     assert checker.checked["register"] > 2000
     assert checker.checked["stack"] > 200
     assert checker.checked["register half"] > 50 or kernel.config.arch == "i386"
+
+
+@pytest.mark.parametrize(
+    ("cold", "kept"),
+    [
+        ("31ff {jump}", {"si"}),  # xor %edi,%edi
+        ("90 {jump}", {"di", "si"}),
+        ("31ff 0f0b", {"di", "si"}),
+        ("{call} 0f0b", {"di", "si"}),
+    ],
+)
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_cold_part_belongs_to_its_function(cold: str, kept: set[str], ends: bool) -> None:
+    """Where it jumps back to, a place has the value on both ways; its paths decide about a return."""
+    start, part, back = 0x1000, 0x2000, 0x1008
+    head = bytes.fromhex("85c0 0f84") + (part - back).to_bytes(4, "little", signed=True)
+    code = head + bytes.fromhex("90 ebfd" if ends else "90 c3")  # nop; a loop, or ret
+
+    def relative(opcode: str, target: int, at: int) -> str:
+        return opcode + (target - at - 5).to_bytes(4, "little", signed=True).hex()
+
+    first = len(bytes.fromhex(cold.partition("{")[0]))
+    jump = relative("e9", back, part + first)
+    filled = bytes.fromhex(cold.format(jump=jump, call=relative("e8", 0x9000, part)))
+    arch = arch_named("x86_64")
+    cold_part = [(part, filled)]
+    values = EntryValues(arch, code, start, {}, is_function=True, has_jump_table=False, cold=cold_part)
+    assert {name for name in ("di", "si") if values.at(back).get(name)} == kept
+    assert values.returns is not ends
