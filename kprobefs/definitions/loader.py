@@ -120,7 +120,7 @@ class Loader:
                     yield
             if len(later) == len(now):
                 break
-            later = by_need(later)
+            later = [later[index] for index in by_need([line.text for line in later])]
         return failed + failed_triggers
 
     def _do(self, text: str) -> None:

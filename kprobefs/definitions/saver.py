@@ -18,6 +18,7 @@ from kprobefs.definitions.syntax import (
     setting_line,
 )
 from kprobefs.definitions.tracefs_files import Files
+from kprobefs.definitions.trigger_order import by_need
 
 if TYPE_CHECKING:
     from emulated_kernel.vfs.trees.stats import ProbeSwitches
@@ -206,10 +207,12 @@ class _Array:
             value = _text(self.files, f"{self.directory}{event}/filter").rstrip("\n")
             if value not in ("", NO_FILTER) and not REFUSED_FILTER.search(value):
                 yield setting_line(f"{event}/filter", value)
+        triggers = []
         for number, event in enumerate(events):
             yield from _pause(number)
             for value in saved_triggers(_text(self.files, f"{self.directory}{event}/trigger")):
-                yield setting_line(f"{event}/trigger", value)
+                triggers.append(setting_line(f"{event}/trigger", value))
+        yield from (triggers[index] for index in by_need(triggers))
 
     def _sizes(self) -> Iterator[str]:
         """Yield lines that set the buffer size of each CPU, for an array whose CPUs have different sizes."""
@@ -226,7 +229,8 @@ class _Array:
         for value in self.lines("current_tracer"):
             if value not in DEFAULTS["current_tracer"]:
                 yield f"current_tracer = {value}"
-        options = self.lines("trace_options")
+        # Linux: the tracer nop refuses each write of this option, which is an example.
+        options = [word for word in self.lines("trace_options") if word != "notest_nop_refuse"]
         if wanted := [word for word in options if is_instance or not _is_default(word)]:
             yield f"trace_options = {' '.join(wanted)}"
         for event in sorted(word.replace(":", "/", 1) for word in self.lines("set_event")):

@@ -6,39 +6,36 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from emulated_kernel.util.lazy_pattern import lazy_pattern
-from kprobefs.definitions.syntax import Line
 
 _DEFINED = lazy_pattern(r"(?<=[:,=])(?P<name>\w+)=")
 """Matches `NAME=` at the start of a field or of an assignment within one."""
 _USED = lazy_pattern(r"\$(?P<name>\w+)")
 
 
-def by_need(lines: Sequence[Line]) -> list[Line]:
-    """Return the lines of triggers in an order in which each variable is defined before it is used.
+def by_need(triggers: Sequence[str]) -> list[int]:
+    """Return the indices of `triggers` in an order in which each variable is defined before it is used.
 
-    Lines that do not depend on each other keep their order. If lines depend on each other in a circle, one
-    of them comes too early.
+    Triggers that do not depend on each other keep their order. If triggers depend on each other in a circle,
+    one of them comes too early.
     """
     defining = defaultdict[str, list[int]](list)
-    for index, line in enumerate(lines):
-        for match in _DEFINED.finditer(line.text):
+    for index, trigger in enumerate(triggers):
+        for match in _DEFINED.finditer(trigger):
             defining[match["name"]].append(index)
-    ordered: list[Line] = []
+    ordered: list[int] = []
     visited: set[int] = set()
     # A stack in place of recursion: a chain of variables may be longer than Python's limit.
-    for first in range(len(lines)):
+    for first in range(len(triggers)):
         pending = [(first, False)]
         while pending:
             index, is_ready = pending.pop()
             if is_ready:
-                ordered.append(lines[index])
+                ordered.append(index)
             elif index not in visited:
                 visited.add(index)
                 pending.append((index, True))
                 needed = {
-                    number
-                    for match in _USED.finditer(lines[index].text)
-                    for number in defining[match["name"]]
+                    number for match in _USED.finditer(triggers[index]) for number in defining[match["name"]]
                 }
                 pending += [(number, False) for number in sorted(needed - visited, reverse=True)]
     return ordered

@@ -295,6 +295,41 @@ def test_round_trip(layout: str, directory: Path, tmp_path: Path) -> None:
         assert state_of(tracefs) == state
 
 
+VARIABLES = """\
+p:kprobes/writes vfs_write
+r:kprobes/done vfs_write
+s:synthetic/lat u64 ns
+events/kprobes/writes/trigger = hist:keys=common_pid:t=common_timestamp
+events/kprobes/done/trigger = hist:keys=common_pid:d=common_timestamp-$t:onmatch(kprobes.writes).lat($d)
+instances/slow/events/kprobes/done/filter = common_pid > 1
+instances/slow/trace_options = sym-offset stacktrace
+trace_options = nooverwrite sym-offset
+instances/slow/events/kprobes/done/enable = 1
+"""
+"""The event that uses the variable comes first by name."""
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_saved_file_is_loaded_line_by_line(directory: Path, tmp_path: Path) -> None:
+    """By the loop of the guide, as on a production machine: each line needs only those before it."""
+    guide = (Path(__file__).parents[2] / "docs/guide/plan-probes.md").read_text()
+    start = guide.index("    while IFS= read -r line")
+    script = guide[start : guide.index("saved.probes", start)] + '"$SAVED"'
+    file, saved = tmp_path / "a.probes", tmp_path / "saved.probes"
+    file.write_text(VARIABLES)
+    with daemon(directory, "--layout", "tracefs", program=REAL_PROGRAM) as first:
+        applied = command("apply", first, str(file))
+        assert (applied.stderr, applied.returncode) == ("", 0)
+        assert command("save", first, str(saved)).returncode == 0
+    with daemon(directory, "--layout", "tracefs", program=REAL_PROGRAM) as second:
+        environment = {**os.environ, "SAVED": str(saved)}
+        words = ["sh", "-ec", script]
+        loaded = subprocess.run(words, cwd=directory, env=environment, stderr=subprocess.PIPE, check=False)
+        assert (loaded.stderr, loaded.returncode) == (b"", 0)
+        assert command("save", second).stdout == saved.read_text()
+
+
 @needs_fuse
 @pytest.mark.mounted
 def test_the_program_at_a_tracefs(directory: Path) -> None:
