@@ -19,6 +19,11 @@ NAMES = 5
 """Maximum number of names that a hint lists."""
 NO_HIT = "no hit of {names}: {why}"
 ENDED_EARLY = "the command ended with status {status} before a probe was hit"
+MISSED = "{hits} missed, because the CPU handled another probe"
+MISSED_RETURNS = (
+    "{hits} missed, because earlier calls have not returned and no instance is free; "
+    "a larger maxactive (r100:NAME PLACE) takes more calls"
+)
 UNARMED = "{reason}, so the probes were not armed"
 NO_RECORD = "{name} has {hits} and no record in the trace; {why}"
 NOT_BY_SCRATCH = "{name} has {hits}, none of them by a file in scratch/; {why}"
@@ -33,8 +38,8 @@ KPROBES_OFF = "kprobes/enabled was 0"
 DISARMED = "Kprobes globally disabled"
 """Text of Linux's message when all kprobes are disarmed."""
 FTRACE_ENABLED = "sysctl/kernel/ftrace_enabled"
-HITS = lazy_pattern(r" *(\S+) +(\d+) +\d+")
-"""Pattern for a line of kprobe_profile (event, hits, misses); its groups are the event and its hits."""
+HITS = lazy_pattern(r" *(\S+) +(\d+) +(\d+)")
+"""Pattern for a line of kprobe_profile; its groups are the event, its hits and its misses."""
 BUFFERED = lazy_pattern(r"^(?:entries|overrun|dropped events|read events): (\d+)$", re.MULTILINE)
 """Pattern for the lines of a buffer's `stats` that count records: present, overwritten, dropped or read."""
 
@@ -51,6 +56,8 @@ class PastEvent:
     """The event as GROUP/EVENT."""
     places: Sequence[str]
     hits: int
+    missed: int = 0
+    at_return: bool = False
     armed: bool = True
     unarmed: str = ""
     recording: bool = True
@@ -166,6 +173,21 @@ def why_no_hit(ended: EndedCommand, places: Sequence[str], unarmed: str = "") ->
     return why + _other_ways(ended.directory)
 
 
+def why_missed(missed: int, *, at_return: bool) -> str:
+    """Return the reason why `missed` hits of a probe, or of a return probe, were missed."""
+    return (MISSED_RETURNS if at_return else MISSED).format(hits=counted(missed))
+
+
+def profile_counts(tracefs: Path) -> tuple[Counter[str], Counter[str]]:
+    """Return event -> hits and event -> missed hits, from kprobe_profile. The events have no groups."""
+    hits: Counter[str] = Counter()
+    missed: Counter[str] = Counter()
+    for name, count, misses in HITS.findall((tracefs / "kprobe_profile").read_text()):
+        hits[name] += int(count)
+        missed[name] += int(misses)
+    return hits, missed
+
+
 def _why_not_outside(ended: EndedCommand) -> str:
     """Return the sentence that a file of the command's words hits no probe; "" if they name no such file."""
     for file in _files_outside(ended):
@@ -229,8 +251,14 @@ def _has_other_work(directory: str) -> bool:
 def _without_hits(ended: EndedCommand, events: Sequence[PastEvent]) -> Iterator[str]:
     """Yield hints about events without hits.
 
-    There is one for each reason why events were never armed, and one for all other events.
+    There is one for each reason why events were never armed, one for each event whose hits were missed, and
+    one for all other events.
     """
+    for event in events:
+        if event.missed:
+            why = why_missed(event.missed, at_return=event.at_return)
+            yield NO_HIT.format(names=_names([event]), why=why)
+    events = [event for event in events if not event.missed]
     armed = [event for event in events if event.armed]
     for reason in dict.fromkeys(event.unarmed for event in events if not event.armed):
         names = _names(event for event in events if not event.armed and event.unarmed == reason)
@@ -281,14 +309,12 @@ def present_events(directory: str) -> Past:
     disarm(directory)
     were_armed = _disarmings(root) != before
     tracefs = Path(directory, HostFiles(directory).tracefs())
-    hits: Counter[str] = Counter()
-    for name, count in HITS.findall((tracefs / "kprobe_profile").read_text()):
-        hits[name] += int(count)
+    hits, missed = profile_counts(tracefs)
     listed = (root / "kprobes" / "list").read_text().splitlines()
     has_calls = _switch(root / FTRACE_ENABLED)
     is_on = _switch(tracefs / "tracing_on")
     events = []
-    for path, place in _enabled_events(tracefs):
+    for path, place, at_return in _enabled_events(tracefs):
         symbol = place.rpartition(":")[2].partition("+")[0]
         probes = [line for line in listed if f" {symbol}+" in line]
         unarmed = KPROBES_OFF if not were_armed else _why_unarmed(probes, has_calls=has_calls)
@@ -298,6 +324,8 @@ def present_events(directory: str) -> Past:
                 f"{path.parent.name}/{path.name}",
                 [place],
                 hits[path.name],
+                missed[path.name],
+                at_return=at_return,
                 armed=not unarmed,
                 unarmed=unarmed,
                 # Whether recording was on during the whole command is not known.
@@ -340,11 +368,11 @@ def _why_unarmed(probes: Sequence[str], *, has_calls: bool) -> str:
     return ""
 
 
-def _enabled_events(tracefs: Path) -> Iterator[tuple[Path, str]]:
-    """Yield (directory, place) of each kprobe event that is enabled in at least one trace array.
+def _enabled_events(tracefs: Path) -> Iterator[tuple[Path, str, bool]]:
+    """Yield (directory, place, whether it is a return probe) of each enabled kprobe event.
 
-    The directory is that of the event in the top-level trace array. An event that is enabled only because it
-    has triggers is yielded too.
+    An event counts if at least one trace array has it enabled, also if it is enabled only because it has
+    triggers. The directory is that of the event in the top-level trace array.
     """
     instances = list((tracefs / "instances").iterdir())
     for line in (tracefs / "kprobe_events").read_text().splitlines():
@@ -353,7 +381,7 @@ def _enabled_events(tracefs: Path) -> Iterator[tuple[Path, str]]:
         switches = (array / path / "enable" for array in (tracefs, *instances))
         # Linux: "0*" and "1*" are the soft mode, in which triggers run.
         if any(switch.read_text().strip() != "0" for switch in switches):
-            yield tracefs / path, place
+            yield tracefs / path, place, event.startswith("r")
 
 
 def _has_records(tracefs: Path) -> bool:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.cli.nothing_hint import (
-    HITS,
     UNARMED,
     EndedCommand,
     History,
     counted,
+    profile_counts,
     switched_off,
+    why_missed,
     why_no_hit,
 )
 from kprobefs.cli.scratch_copies import copies_of_arguments
@@ -470,6 +471,10 @@ class AttachedProbes:
             from kprobefs.plan.planned_kernel import ONLY_COUNTED
 
             return ONLY_COUNTED
+        _, missed = profile_counts(self._tracefs)
+        for probe in session.probes:
+            if probe.definition and (count := missed[probe.event.rpartition("/")[2]]):
+                return why_missed(count, at_return=probe.definition.startswith("r"))
         places = [probe.place or probe.event.replace("/", ":") for probe in session.probes]
         if session.request.graph is not None:
             places.append(session.request.graph)
@@ -488,8 +493,8 @@ class AttachedProbes:
         if ProbeRule.RISCV_RECORDS in ProbeRule.of(series_of(release)):
             return False
         own = {event.rpartition("/")[2] for event in self._events()}
-        counts = HITS.findall((self._tracefs / "kprobe_profile").read_text())
-        return any(hits != "0" for event, hits in counts if event in own)
+        hits, _ = profile_counts(self._tracefs)
+        return any(hits[event] for event in own)
 
     def _unfiltered(self, own: set[int]) -> int:
         """Return the number of hits in all processes except `own`, including hits that the filter drops."""

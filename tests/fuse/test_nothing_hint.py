@@ -126,6 +126,24 @@ def test_what_the_history_tells(place: Path, number: int) -> None:
         assert bool(hint) is bool(expected), lines
 
 
+@pytest.mark.parametrize(("line", "why"), [("r1:it gcd", "earlier calls"), ("p:it gcd", "the CPU handled")])
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_missed_hits_are_no_reason_to_look_elsewhere(
+    place: Path, line: str, why: str, is_removed: bool
+) -> None:
+    with Kernel() as kernel:
+        define(kernel, [line, "p:other gcd"])
+        probes = [*kernel.tracing.kprobe_events.probes()]
+        probes[0].nmissed = 3
+        if is_removed:
+            remove(kernel, probes)
+        history = kernel.components.tracing.kprobe_events.history
+        events = [PastEvent(**event) for event in history.events()]
+    first, second = nothing_hints(EndedCommand(("true",), 5, str(place), "/"), Past(events))
+    assert first.startswith(f"no hit of it: 3 hits missed, because {why}")
+    assert second.startswith("no hit of other: the command ended with status 5")
+
+
 @pytest.mark.parametrize(
     ("files", "end"),
     [

@@ -46,8 +46,9 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
     def remove(self, probe: TraceKprobe) -> None:
         event = probe.event
         filters = filter_texts(event)
+        missed = probe.nmissed
         super().remove(probe)
-        self.history.removed(probe, event, filters)
+        self.history.removed(probe, event, filters, missed)
 
     def profile_records(self, start: int = 0) -> Iterator[str]:
         """Return the lines of kprobe_profile from line `start` on: event, hits, missed hits."""

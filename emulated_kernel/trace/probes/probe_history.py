@@ -24,6 +24,10 @@ class PastEvent(TypedDict):
     """The event as GROUP/EVENT."""
     places: list[str]
     hits: int
+    missed: int
+    """Number of missed hits, as in kprobe_profile."""
+    at_return: bool
+    """Whether the event is a return probe."""
     armed: bool
     """Whether all probes of the event were armed at some time at which the event was enabled."""
     unarmed: str
@@ -48,6 +52,9 @@ class _Enabled:
     """Trace array that has the event enabled -> value of its off_since() when this was first seen."""
     removed: dict[str, int] = field(default_factory=dict)
     """Place of a removed probe of the event -> its hits."""
+    at_return: bool = False
+    missed: int = 0
+    """Number of missed hits of removed probes."""
     forgotten_hits: int = 0
     """Number of hits of removed probes that `removed` does not have any more."""
     filters: list[str] = field(default_factory=list)
@@ -83,15 +90,17 @@ class ProbeHistory:
             known.unarmed = reasons[0] if reasons else known.unarmed
             _note_recording(event, known)
 
-    def removed(self, probe: TraceKprobe, event: KprobeTraceEvent, filters: list[str]) -> None:
+    def removed(self, probe: TraceKprobe, event: KprobeTraceEvent, filters: list[str], missed: int) -> None:
         """Record the removal of a probe of `event`.
 
-        `filters`: texts of the event's filters before the removal.
+        `filters`: texts of the event's filters before the removal. `missed`: the probe's missed hits then.
         """
         known = self._present.get(event)
         if known is None:
             return
         known.removed[probe.place_text] = known.removed.get(probe.place_text, 0) + probe.hits
+        known.missed += missed
+        known.at_return = probe.place.is_return
         if len(known.removed) > MAX_REMOVED:
             known.forgotten_hits += known.removed.pop(next(iter(known.removed)))
         if event.probes:
@@ -139,6 +148,8 @@ def _past(event: KprobeTraceEvent, known: _Enabled) -> PastEvent:
         event=f"{event.group}/{event.name}",
         places=list(hits),
         hits=sum(hits.values()) + known.forgotten_hits,
+        missed=known.missed + sum(probe.nmissed for probe in event.probes),
+        at_return=known.at_return or any(probe.place.is_return for probe in event.probes),
         armed=known.armed,
         unarmed=known.unarmed,
         recording=known.recording,
