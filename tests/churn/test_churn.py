@@ -8,7 +8,8 @@ from stress.churn.__main__ import churn, main, verdict
 from stress.churn.session import Session
 from tests.sample import fewer
 
-SECONDS = fewer(20, 4)
+pytestmark = pytest.mark.usefixtures("objects_excluded")
+SECONDS = fewer(20, 10)
 
 
 @pytest.mark.slow

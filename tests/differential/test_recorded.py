@@ -20,6 +20,7 @@ def sample() -> Sample:
     return Sample.load()
 
 
+@pytest.mark.usefixtures("objects_excluded")
 @pytest.mark.parametrize("name", AREAS)
 def test_answers(sample: Sample, name: str) -> None:
     area, tally, normal = AREAS[name], Tally(), Normal(sample.events)

@@ -148,6 +148,7 @@ def refused(shell: Shell, path: str, text: str) -> None:
         pytest.fail(f"{path} takes {text!r}")
 
 
+@pytest.mark.usefixtures("objects_excluded")
 @pytest.mark.parametrize("is_watched", [False, True])
 def test_requests_leave_no_garbage(is_watched: bool) -> None:
     """All objects of a request are freed at its end, without a collection of reference cycles."""

@@ -12,6 +12,7 @@ from unicorn import riscv_const
 
 from emulated_kernel.arch.riscv import encoder as asm
 from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I, Riscv
+from emulated_kernel.arch.riscv.encoder import C_EBREAK
 from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, Handling, RiscvOpcode, decode_insn
 from emulated_kernel.machine.interrupts.trap_handlers import LinkedJump
 from emulated_kernel.util.errors import KernelError
@@ -33,7 +34,8 @@ def values_of(rng: random.Random) -> dict[str, int]:
 
 
 def on_processor(code: bytes, values: dict[str, int]) -> tuple[dict[str, int], int]:
-    machine = Flat({CODE - PAGE: b"\x01\0" * PAGE * 2}, values)
+    # Breakpoints end the blocks that Unicorn translates, also the block at the next address.
+    machine = Flat({CODE - PAGE: C_EBREAK * PAGE}, values)
     machine.uc.mem_write(CODE, code)
     ip = machine.step(CODE)
     return machine.registers(), ip
