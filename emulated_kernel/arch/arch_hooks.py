@@ -443,6 +443,22 @@ class Arch(ABC):
         the real return address in the word above the saved registers.
         """
 
+    def filler_size(self, code: bytes) -> int:  # noqa: ARG002 - for x86
+        """Return the number of unused bytes at the end of a function's code.
+
+        Return 0 if unwinders do not require that hooked calls return to an address in the kernel's text.
+        """
+        return 0
+
+    def trampoline_entry(self, source: int, trampoline: int) -> bytes:
+        """Return code for the address `source` in the kernel's text that enters a return trampoline.
+
+        Functions that return to `source` execute no more instructions than if they return to `trampoline`.
+        The code has `call_size` bytes. Only an architecture with `filler_size` has such code.
+        Raises: KernelError ERANGE (too far).
+        """
+        raise NotImplementedError
+
     returns: ReturnCode | None = None
     """Generator of return handlers in guest code; None if Python handles every return."""
 

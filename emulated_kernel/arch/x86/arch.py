@@ -103,6 +103,12 @@ class X86(Arch):
     def return_trampoline(self, address: int) -> HandlerStub:
         return detours.return_trampoline(self._frame, address)
 
+    def filler_size(self, code: bytes) -> int:
+        return detours.filler_size(code, self.bits)
+
+    def trampoline_entry(self, source: int, trampoline: int) -> bytes:
+        return detours.trampoline_entry(source, trampoline)
+
     def ftrace_trampoline(self) -> HandlerStub:
         return detours.ftrace_trampoline(self._frame)
 

@@ -12,11 +12,16 @@ from emulated_kernel.arch.analysis.detour_region import Region
 from emulated_kernel.arch.arch_hooks import HandlerStub, OriginalPlace, StubEnd
 from emulated_kernel.arch.x86.copy_insn import DISP32_SIZE, JMP32_SIZE, relative_jump
 from emulated_kernel.arch.x86.encoder import AX, CX, INT3, SP
-from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
+from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE, decode_insn
 from emulated_kernel.arch.x86.pt_regs import POPF, RegsFrame, push_address
 from emulated_kernel.arch.x86.relocate import guarded_popf, is_popf, is_relocated_call, relocate
+from emulated_kernel.util.errors import KernelError
 
 RET = b"\xc3"
+OWN_SIZE = len(push_address(0))
+"""Size in bytes of the instruction with which a return trampoline pushes its own address."""
+_FILLERS = (INT3, b"\x90", b"\x0f\x1f")
+"""Opcodes of int3 and of nops."""
 MAX_DETOUR = 160
 """Maximum size in bytes of a detour: the template, and at most MAX_COPIED bytes."""
 MAX_DETOURED = MAX_INSN_SIZE + DISP32_SIZE
@@ -63,6 +68,29 @@ def return_trampoline(frame: RegsFrame, address: int) -> HandlerStub:
     own = push_address(address)
     save = own + frame.save_whole(own, -1, words=1)
     return HandlerStub(save + INT3 + frame.restore_whole + RET, len(save))
+
+
+def filler_size(code: bytes, bits: int) -> int:
+    """Implement Arch.filler_size: count the bytes of int3 and nop after the last other instruction."""
+    at = end = 0
+    while at < len(code):
+        try:
+            insn = decode_insn(code[at:].ljust(MAX_INSN_SIZE, b"\0"), bits)
+        except KernelError:
+            return 0
+        at += insn.length
+        if insn.opcode not in _FILLERS:
+            end = at
+    return max(len(code) - end, 0)
+
+
+def trampoline_entry(source: int, trampoline: int) -> bytes:
+    """Implement Arch.trampoline_entry: a call in place of the push with which a return trampoline begins.
+
+    Linux prints a word of the stack as a caller only if it is the address of a function.
+    Mirrors: arch/x86/kernel/dumpstack.c:show_trace_log_lvl (v6.1).
+    """
+    return relative_call(source, trampoline + OWN_SIZE)
 
 
 def around_handler(frame: RegsFrame, region: Region) -> tuple[bytes, bytes]:

@@ -13,7 +13,7 @@ from emulated_kernel.arch.arch_hooks import ReturnCode, ReturnDispatch
 from emulated_kernel.arch.program.base_lowering import lay_out
 from emulated_kernel.arch.program.ir import CallHost, HandlerCode, Program
 from emulated_kernel.arch.x86 import encoder as asm
-from emulated_kernel.arch.x86.detour import RET, return_trampoline
+from emulated_kernel.arch.x86.detour import OWN_SIZE, RET, return_trampoline
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.encoder import AX, SP, Encoder, jump_through
 from emulated_kernel.arch.x86.lowering import LEAVING, NUMBERS, SLOT_FLAGS, SLOT_SP, X86Lowering
@@ -102,7 +102,6 @@ def _flags_keeping(body: X86Lowering, encoder: Encoder, live: set[int]) -> tuple
     return encoder.push(AX), encoder.pop(AX), 1
 
 
-_OWN_SIZE = len(push_address(0))
 _NO_CONSTANTS: Mapping[str, int] = {}
 
 
@@ -120,13 +119,13 @@ class X86ReturnCode(ReturnCode):
         address = buffer + self._dispatch(program, 0, saves_all=saves_all).entry if own is None else own
         found = self._dispatch(program, address, saves_all=saves_all)
         stub = return_trampoline(self._frame, address)
-        slow = stub.code[_OWN_SIZE:]
+        slow = stub.code[OWN_SIZE:]
         finish = self._frame.restore + RET if saves_all else b""
         behind = len(found.code)
         return ReturnDispatch(
             code=found.code + slow + finish,
             entry=found.entry,
-            trap=behind + stub.trap - _OWN_SIZE,
+            trap=behind + stub.trap - OWN_SIZE,
             finish=behind + len(slow) if finish else None,
         )
 

@@ -218,7 +218,7 @@ class NativeReturns:
         if self._dispatch is None:
             builder = ProgramBuilder()
             self._emit_dispatch(builder)
-            made = self._compiler.trampoline(builder, self._trampoline.native_breakpoint)
+            made = self._compiler.trampoline(builder, self._trampoline.native_return_address)
             if made is None:
                 return False
             self._dispatch, self._finish = made

@@ -19,6 +19,8 @@ from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 RETHOOK_TRAMPOLINE = "arch_rethook_trampoline"
 GRAPH_TRAMPOLINE = "return_to_handler"
+RETURN_PLACE = "return_place"
+"""Key in the ABI table of an address in the kernel's text, to whose unused bytes hooked functions return."""
 _COLD = r"\.cold(\.\d+)?"
 COLD_PART = lazy_pattern(f"{_COLD}$")
 
@@ -48,7 +50,10 @@ class HookSets(TaskObserver):
         self._sets: list[ReturnHooks] = []
         self._make = partial(ReturnHooks, machine, abi, arch, kprobes, scheduler, self._sets)
         profile = kprobes.profile
-        self.first = self._make(stack=chosen or profile.return_hook, form=profile.trampoline)
+        self._place = abi.get(RETURN_PLACE)
+        self.first = self._make(
+            stack=chosen or profile.return_hook, form=profile.trampoline, place=self._place
+        )
         self._graph: ReturnHooks | None = None
         machine.on_leave.append(self._abandon)
         machine.preempt_if(lambda: not self.first.stack.is_locked)
@@ -62,7 +67,8 @@ class HookSets(TaskObserver):
             # Guest code that asks for a caller means the trampoline of the first set, so install that one.
             self.first.install()
             # Linux: return_to_handler is code on all architectures.
-            self._graph = self._make(stack=RetStack.name, form=TrampolineForm.ASSEMBLY)
+            place = None if self._place is None else self._place + return_place_size(self._arch, 1)
+            self._graph = self._make(stack=RetStack.name, form=TrampolineForm.ASSEMBLY, place=place)
         return self._graph
 
     def real_return_address(self, slot: int, address: int) -> int:
@@ -122,6 +128,11 @@ class HookSets(TaskObserver):
         self._hits.ctlblk.abandon()
         for hooks in self._sets:
             hooks.abandon()
+
+
+def return_place_size(arch: Arch, sets: int = 2) -> int:
+    """Return the number of bytes at RETURN_PLACE that the trampolines of `sets` sets of hooks use."""
+    return sets * (arch.call_size + len(arch.breakpoint))
 
 
 def never_returning(image: ProbedTables, arch: Arch) -> list[int]:

@@ -59,10 +59,11 @@ class ReturnHooks:
         *,
         stack: str,
         form: TrampolineForm,
+        place: int | None,
     ) -> None:
         """Create the object and add it to `sets`, the list of the kernel's ReturnHooks.
 
-        `stack` is the name of the shadow stack, and `form` that of the trampoline.
+        `stack` is the name of the shadow stack, and `form` that of the trampoline. `place`: see Trampoline.
         """
         self._machine = machine
         self._memory = machine.memory
@@ -81,7 +82,7 @@ class ReturnHooks:
         """Address of a removed hook -> the hook. The map has only hooks that may still have pending calls."""
         self._has_assembly: bool | None = None
         """Whether a hook has handlers in assembly; None if that must be determined at the next return."""
-        self.trampoline = Trampoline(machine, abi, arch, form, self._returned, self._run_asm_handlers)
+        self.trampoline = Trampoline(machine, abi, arch, form, self._returned, self._run_asm_handlers, place)
         self._has_traps = False
         self.stack = self._make_stack(stack)
         self.native = self._make_native()

@@ -45,7 +45,13 @@ class Trampoline:
         form: TrampolineForm,
         returned: Returned,
         run_asm_handlers: RunAsmHandlers,
+        place: int | None = None,
     ) -> None:
+        """Prepare the trampoline; the guest does not change before install().
+
+        `place`: address of unused bytes of the kernel's text, to which functions return; None: they return
+        to the host's code. See Arch.trampoline_entry().
+        """
         self._machine = machine
         self._memory = machine.memory
         self._abi = abi
@@ -68,6 +74,7 @@ class Trampoline:
         self.on_install: list[Callable[[], object]] = []
         """Functions to call after the trampoline has been created."""
         self._native_code: CompiledCode | None = None
+        self._place = place
         self._is_guest_notified = False
         """Whether the guest knows the trampoline's addresses."""
 
@@ -77,13 +84,21 @@ class Trampoline:
             return
         text = self._machine.text
         arch = self._arch
-        stub = arch.return_trampoline(0) if self.form is TrampolineForm.ASSEMBLY else None
+        place = self._place
+        is_code = self.form is TrampolineForm.ASSEMBLY
+        stub = arch.return_trampoline(0) if is_code and place is None else None
         size = len(arch.breakpoint if stub is None else stub.code)
-        address = text.alloc_text(2 * size if stub is None else size)
-        if stub is None:
+        if place is None:
             # The memory is filled with breakpoints already.
+            address = text.alloc_text(2 * size if stub is None else size)
+        else:
+            # The bytes before are for the entry of the native trampoline, or for its breakpoint.
+            address = place + arch.call_size
+            text.replace(place, (arch.call_size + size) // size * arch.breakpoint)
+        if stub is None:
             self._machine.breakpoints[address] = self._on_breakpoint
-            self.native_breakpoint = address + size
+            if not is_code:
+                self.native_breakpoint = address + size if place is None else place
         else:
             stub = arch.return_trampoline(address)
             text.poke(address, stub.code)
@@ -131,12 +146,26 @@ class Trampoline:
         self._native_code = code
         self.native = 0
         if code is not None:
-            self.native = self.native_breakpoint or code.entry
+            self.native = self.native_breakpoint or self._entry(code.entry)
             for trap in code.traps:
                 self._machine.breakpoints[trap] = self._on_saved
-            if self.native != code.entry:
+            if self.native == self.native_breakpoint:
                 self._machine.breakpoints[self.native] = Redirect(code.entry, _go_to, code.entry)
         self._notify_native()
+
+    @property
+    def native_return_address(self) -> int | None:
+        """Address to which functions will return after adopt_native(); None if it is that of the code."""
+        return self.native_breakpoint or self._place
+
+    def _entry(self, code: int) -> int:
+        """Return the address to which functions return in order to enter the native trampoline at `code`."""
+        place = self._place
+        if place is None:
+            return code
+        # While a return is handled, the stack has the address after the entry, which is that for Python.
+        self._machine.text.replace(place, self._arch.trampoline_entry(place, code))
+        return place
 
     def replace_return_address(self, regs: Any) -> tuple[int, int]:
         """Replace the return address at a function's entry; return the real address and the slot's address.

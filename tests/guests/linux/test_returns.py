@@ -10,12 +10,15 @@ import pytest
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
+from emulated_kernel.guests.linux.probing import probe_engine
 from emulated_kernel.guests.linux.probing.kernel_stacks import KernelStacks
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
+from emulated_kernel.machine.instruction_count import InstructionCount
 from emulated_kernel.vfs.core.node import Owner
 from stress.linux.everywhere import ALWAYS
 from tests.guests.linux.probing import engine, workload
+from tests.guests.linux.stack_dumps import check_stack_dumps
 from tests.oracle.inside.mount_files import read, write
 from tests.sample import fewer
 
@@ -88,3 +91,31 @@ def test_nothing_is_left_where_a_task_has_its_calls() -> None:
     assert not [
         line for line in read(mount, "/machine/dmesg").splitlines() if "WARN" in line or "BUG" in line
     ]
+
+
+def test_stack_dumps_show_the_callers_of_hooked_calls() -> None:
+    guest = engine(PROFILES[DEFAULT])
+    mount = probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+    check_stack_dumps(mount, guest, ("show_stack", "show_trace_log_lvl"))
+
+
+def test_a_return_by_the_kernels_text_takes_as_many_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code there takes the place of one instruction of kprobefs's trampoline."""
+
+    def instructions() -> int:
+        guest = engine(PROFILES[DEFAULT])
+        mount = probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False)
+        for name in ("vfs_write", "ksys_write"):
+            assert not write(mount, "/kprobe_events", f"r:hooked/{name} {name}", os.O_APPEND)
+        assert not write(mount, "/tracing/events/hooked/enable", "1")
+        counter = InstructionCount(guest.machine.engine)
+        with guest.lock:
+            workload(guest)
+            before = counter.value
+            workload(guest)
+        assert guest.components.engine.hook_sets.first.trampoline.native
+        return counter.value - before
+
+    with_place = instructions()
+    monkeypatch.setattr(probe_engine, "return_place", lambda _kernel, _arch: {})
+    assert with_place == instructions()

@@ -24,7 +24,11 @@ from emulated_kernel.guests.linux.probing.module_watch import ModuleWatch
 from emulated_kernel.guests.linux.probing.probed_linux import ProbedLinux
 from emulated_kernel.guests.linux.probing.replaced_calls import ReplacedCalls
 from emulated_kernel.guests.linux.probing.tracing import linux_tracing
-from emulated_kernel.guests.linux.probing.unwinder_answers import ANSWERED_FUNCTIONS, UnwinderAnswers
+from emulated_kernel.guests.linux.probing.unwinder_answers import (
+    ANSWERED_FUNCTIONS,
+    UnwinderAnswers,
+    return_place,
+)
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.live_image import LiveImage, Module
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
@@ -79,7 +83,11 @@ class KernelEngine:
         self._place_user_access()
         self.replaced_calls = ReplacedCalls(self._arch, self.machine.memory)
         """Reads the arguments, and sets the results, of kernel functions that the host replaces."""
-        self._abi = linux_abi(self.kernel, guest) | {"host_clock": self.machine.clock.cell}
+        self._abi = {
+            **linux_abi(self.kernel, guest),
+            **return_place(self.kernel, self._arch),
+            "host_clock": self.machine.clock.cell,
+        }
         self._stacks = KernelStacks(
             self.kernel, guest.machine, self.machine.memory, guest.per_cpu, guest.running
         )

@@ -9,15 +9,38 @@ from typing import Any
 from emulated_kernel.arch.arch_hooks import Arch, ByteMemory, Emulation
 from emulated_kernel.guests.linux.probing.replaced_calls import ReplacedCalls
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel
-from emulated_kernel.kprobes.return_hook.hook_sets import HookSets
+from emulated_kernel.kprobes.return_hook.hook_sets import RETURN_PLACE, HookSets, return_place_size
 from emulated_kernel.machine.interrupts.trap_handlers import Redirect
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.util.errors import KernelError
 
 _FIND = "ftrace_graph_ret_addr"
+_TRAMPOLINES = (
+    "arch_rethook_trampoline",
+    "__kretprobe_trampoline",
+    "kretprobe_trampoline",
+    "return_to_handler",
+)
+"""Names of the kernel's own return trampolines, after whose code there may be room."""
 ANSWERED_FUNCTIONS = (_FIND,)
 """Kernel functions that the host answers for hooked calls. Breakpoints replace their first instructions."""
+
+
+def return_place(kernel: LinuxKernel, arch: Arch) -> dict[str, int]:
+    """Return RETURN_PLACE -> address after the code of one of the kernel's own trampolines.
+
+    Return {} if there is not enough room, or if the unwinders need no such address.
+    """
+    needed = return_place_size(arch)
+    for name in _TRAMPOLINES:
+        address = kernel.kallsyms.lookup_name(name)
+        found = None if address is None else kernel.kallsyms.lookup(address)
+        if found is not None:
+            start, size = found.symbol.address, found.symbol.size
+            if arch.filler_size(kernel.read(start, size)) >= needed:
+                return {RETURN_PLACE: start + size - needed}
+    return {}
 
 
 class UnwinderAnswers:
