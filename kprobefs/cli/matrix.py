@@ -75,7 +75,7 @@ class Result:
     seconds: float
     log: Path
     line: str
-    """Why the kernel has panicked, or else the first line of the log with a reason why the command failed.
+    """Reason why the kernel has panicked, or else the first line of the log that says why the command failed.
 
     The line is "" if the command has passed and the kernel has not panicked.
     """
@@ -123,7 +123,11 @@ def _case(names: Iterable[str | None], options: Mapping[str, str | None]) -> Cas
 
 
 def _short(image: str) -> str:
-    """Return a name for the kernel in the file `image`: its release, after the file name if that has none."""
+    """Return a name for the kernel in the file `image`: the release in the file's name.
+
+    If the file's name contains no release, return the file's name, followed by the release of the kernel in
+    it.
+    """
     name = os.path.basename(image)
     found = re.match(r"(?:linux-(?:image|binary|modules)-|vmlinuz-|kernel-(?:core-)?)(\d[^_]*)", name)
     if found:

@@ -80,7 +80,7 @@ class ServiceWatchdog:
         os.close(answers)
 
     def start(self) -> None:
-        """Start the child's requests to the mount. Call this when the mount answers."""
+        """Start the child's requests to the mount, which must already answer."""
         os.close(self._start)
 
     def answer(self) -> str:
