@@ -162,7 +162,7 @@ def slots(node: Node) -> Iterator[object]:
 
 
 def walk_files(directory: Directory, path: str) -> Iterator[tuple[str, Node]]:
-    """Yield the path and the node of each file. Of many similar directories, only the first one is used."""
+    """Yield the path and the node of each file. If there are many similar directories, use the first one."""
     names = directory.names()
     children = [(name, child) for name in names if (child := directory.get(name)) is not None]
     if len(children) > MANY and sum(isinstance(child, Directory) for _, child in children) > MANY:

@@ -235,7 +235,7 @@ def run_on_worker(options: Sequence[str], command: Sequence[str], directory: str
 
 
 class _Runs:
-    """The processes of the runs that have begun, which signals end."""
+    """The processes of the runs that have begun. SIGINT and SIGTERM end these processes."""
 
     def __init__(self) -> None:
         self._processes: set[subprocess.Popen[bytes]] = set()

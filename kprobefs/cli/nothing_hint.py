@@ -26,7 +26,7 @@ HINT_LINE = lazy_pattern(
     r"kprobefs: (?:no hit of .*: |\w+ has \d+ hits?"
     r"(?: and no record in the trace|, none of them by a file in scratch/); ).*"
 )
-"""Pattern for a line of the output of `kprobefs run` that has a hint of this module."""
+"""Pattern for a line with a hint of this module in the output of `kprobefs run`."""
 OTHER_WAYS = {"load": "machine/load (fork, tcp, timers...)", "call": "machine/call"}
 """File in machine/ by which the kernel runs code without a file in scratch/ -> its name for a hint."""
 KPROBES_OFF = "kprobes/enabled was 0"

@@ -224,8 +224,8 @@ class Place:
     def _after_each(self, cpu: OtherCpu, size: int, what: str, hits: int) -> list[CpuState]:
         """Return the states of a CPU after each instruction except the last one at the probe.
 
-        The instructions are the current bytes, of which there are `size`. `what`: description of the states.
-        `hits`: number of hits that the CPU will still have in these states.
+        The instructions are `size` bytes of the current text. `what`: description of the states. `hits`:
+        number of hits that the CPU will still have in these states.
         """
         code = self.kernel.machine.text.current(self.address, size)
         inner = self.kernel.arch.instruction_boundaries(code, self.address)[1:]
