@@ -7,8 +7,8 @@ import sys
 YOUNG_OBJECTS = 20_000
 """Number of new objects after which Python looks for garbage.
 
-A command that starts a daemon creates 30,000 objects, none of which is garbage. With Python's own number,
-it would look for garbage a hundred times.
+A command that starts a daemon creates 30,000 objects, none of which is garbage. With the default number,
+Python would look for garbage a hundred times.
 """
 
 

@@ -54,8 +54,8 @@ class CalledFunctions:
     def called(self, caller: Definition, call: ast.Call) -> Definition | None:
         """Return the function that `call` in the function `caller` calls; None if the names leave it open.
 
-        For a class, return its constructor. A method of `self` is searched in the class around the caller and
-        its bases. A subclass can have another one.
+        For a class, return its constructor. A method of `self` is looked up in the class around the caller,
+        and in the bases of this class. A subclass may override the method that is found.
         """
         match call.func:
             case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
@@ -90,7 +90,7 @@ class CalledFunctions:
         return package if Definition(package, "") in self.nodes else f"{path}.py"
 
     def _named(self, scope: Definition, value: ast.expr) -> Definition | None:
-        """Return what an expression such as `name` or `module.name` names in the function `scope`."""
+        """Return the definition that an expression such as `module.name` has in the function `scope`."""
         if isinstance(value, ast.Subscript):
             return self._named(scope, value.value)
         if isinstance(value, ast.Attribute):
@@ -144,7 +144,7 @@ class CalledFunctions:
         return None
 
     def _is_unbound(self, function: Definition) -> bool:
-        """Return True for a method that the class's name calls, so that `self` is one of the arguments."""
+        """Return True for a method: a call by the class's name passes `self` as one of the arguments."""
         node = self.nodes[function]
         return isinstance(node, ast.FunctionDef) and [each.arg for each in node.args.args[:1]] == ["self"]
 

@@ -47,7 +47,7 @@ class Code(Enum):
 
 
 NEW_ONE_OF = 4
-"""In a sample, the chain is compared at one of that many instructions of code that the host has added."""
+"""In a sample, one of this many instructions is compared in code that the host has added."""
 
 
 class Chains:

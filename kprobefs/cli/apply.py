@@ -22,7 +22,7 @@ MAX_WIDTH = 1024
 def which_mount(named: str | None) -> str:
     """Return the directory of the mount that `named` or $KPROBEFS selects, else of the only mount.
 
-    Raises: CliError (no mount is there, the mount does not answer, or none is selected and there are
+    Raises: CliError (there is no mount, the mount does not answer, or none is selected and there are
     several).
     """
     chosen = named or os.environ.get("KPROBEFS")

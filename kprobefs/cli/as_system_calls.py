@@ -1,4 +1,4 @@
-"""Answers to system calls of a command under `--as-system` that its seccomp filter passes on."""
+"""Answers the system calls that the seccomp filter of a command under `--as-system` passes on."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ class CallAnswerer:
             return self._statfs(opened, waiting, caller)
 
     def _copying(self, waiting: _Waiting) -> int | None:
-        """Return EINVAL if the call copies from a text file of the mount; the caller then uses read(2).
+        """Return EINVAL if the call copies from a text file of the mount, as Linux's tracefs does.
 
-        Return None for other files, so that the kernel executes the call. Linux's tracefs returns EINVAL too.
+        The caller then uses read(2). Return None for other files, so that the kernel executes the call.
         """
         number = waiting.arguments[waiting.call.file] & 0xFFFFFFFF
         found = Found(f"/proc/{waiting.task}/fd/{number}")
@@ -159,7 +159,7 @@ class _Waiting:
         fcntl.ioctl(self._listener, _NOTIF_ID_VALID, struct.pack("=Q", self._id))
 
     def finish(self, result: int | None) -> None:
-        """Continue the caller, whose call returns 0 or fails with the errno `result`.
+        """Let the caller continue: its call returns 0, or fails with the errno `result`.
 
         If `result` is None, the kernel executes the call.
         """

@@ -178,8 +178,9 @@ def install_filter(*, own_user: bool, listen: bool) -> int | None:
     """Install the filter on the calling process and return the listener's descriptor.
 
     `own_user`: the process is in a user namespace of its own. Then perf_event_open(2) fails with EACCES,
-    because ids of events are those of the host's kernel. Also, mount(2) waits for the listener. `listen`:
-    create the listener, for which the other intercepted calls wait. If `listen` is False, return None.
+    because ids of events are those of the host's kernel. In addition, mount(2) waits for the listener.
+    `listen`: create the listener, whose answers the other intercepted calls await. If `listen` is False,
+    return None.
     Raises: OSError (ENOSYS: the machine's system calls are unknown; EBUSY: there is a listener already).
     """
     machine = this_machine()

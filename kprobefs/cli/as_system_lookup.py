@@ -289,7 +289,7 @@ class Lookup:
     def take_all_rights(self) -> None:
         """Make all permitted capabilities of this thread effective.
 
-        Call this before system calls in which the kernel checks the capabilities of this thread.
+        System calls in which the kernel checks the capabilities of this thread need this first.
         """
         self._set_effective(self._permitted)
 

@@ -64,7 +64,7 @@ class MountStatus:
 def states(directory: str | None = None) -> list[MountStatus]:
     """Return the status of all mounts of kprobefs, or of the mount on `directory`, within two seconds.
 
-    A mount that ends in the meantime is left out: its daemon may no longer answer, although it does not fail.
+    A mount that ends in the meantime is left out. Its daemon may no longer answer, but that is no failure.
     """
     directories: dict[str, str] = {}
     for point in mountpoints.our_mounts():

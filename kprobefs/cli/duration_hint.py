@@ -76,7 +76,7 @@ def _entries(hist: Path) -> list[int]:
 
 
 def _measures(tracefs: Path) -> Iterator[bool]:
-    """Yield True for each trigger file of a probe's event that contains `common_timestamp`, else False."""
+    """Yield, for each trigger file of a probe's event, whether the file contains `common_timestamp`."""
     lines = (tracefs / "dynamic_events").read_text().splitlines()
     groups = {line.partition(":")[2].partition("/")[0] for line in lines if not line.startswith("s:")}
     for group in sorted(groups):

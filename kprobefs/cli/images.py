@@ -93,8 +93,8 @@ def print_images(*, as_json: bool) -> None:
 def _shown(path: str) -> str:
     """Return the path of a file as users can copy it: on a terminal, with ~ for the home directory.
 
-    A path in a pipe is for programs, which do not replace ~. A shell does not replace it in quotes either, so
-    a path that needs quotes keeps its beginning.
+    A path in a pipe is for programs, which do not replace ~. A shell does not replace ~ within quotes, so a
+    path that needs quotes keeps the home directory.
     """
     home = os.path.expanduser("~").rstrip("/")
     is_plain = shlex.quote(path) == path

@@ -83,7 +83,7 @@ class Result:
     seconds: float
     log: Path
     line: str
-    """Why the kernel has panicked, or else the first line of the log with a reason why the command failed.
+    """Reason why the kernel has panicked, or else the first line of the log that says why the command failed.
 
     The line is "" if the command has passed and the kernel has not panicked.
     """
@@ -131,7 +131,11 @@ def _case(names: Iterable[str | None], options: Mapping[str, str | None]) -> Cas
 
 
 def _short(image: str) -> str:
-    """Return a name for the kernel in the file `image`: its release, after the file name if that has none."""
+    """Return a name for the kernel in the file `image`: the release in the file's name.
+
+    If the file's name contains no release, return the file's name, followed by the release of the kernel in
+    it.
+    """
     name = os.path.basename(image)
     found = re.match(r"(?:linux-(?:image|binary|modules)-|vmlinuz-|kernel-(?:core-)?)(\d[^_]*)", name)
     if found:
@@ -239,7 +243,7 @@ def run_on_worker(options: Sequence[str], command: Sequence[str], directory: str
 
 
 class _Runs:
-    """The processes of the runs that have begun, which signals end."""
+    """The processes of the runs that have begun. SIGINT and SIGTERM end these processes."""
 
     def __init__(self) -> None:
         self._processes: set[subprocess.Popen[bytes]] = set()

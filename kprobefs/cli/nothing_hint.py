@@ -31,7 +31,7 @@ HINT_LINE = lazy_pattern(
     r"kprobefs: (?:no hit of .*: |\w+ has \d+ hits?"
     r"(?: and no record in the trace|, none of them by a file in scratch/); ).*"
 )
-"""Pattern for a line of the output of `kprobefs run` that has a hint of this module."""
+"""Pattern for a line with a hint of this module in the output of `kprobefs run`."""
 OTHER_WAYS = {"load": "machine/load (fork, tcp, timers...)", "call": "machine/call"}
 """File in machine/ by which the kernel runs code without a file in scratch/ -> its name for a hint."""
 KPROBES_OFF = "kprobes/enabled was 0"
@@ -50,7 +50,7 @@ READ_SIZE = 1 << 16
 
 @dataclass(frozen=True)
 class PastEvent:
-    """A kprobe event that was enabled at some time, with the keys of a line in machine/history."""
+    """A kprobe event that was enabled at some time. The attributes are named like keys of machine/history."""
 
     event: str
     """The event as GROUP/EVENT."""
@@ -189,7 +189,7 @@ def profile_counts(tracefs: Path) -> tuple[Counter[str], Counter[str]]:
 
 
 def _why_not_outside(ended: EndedCommand) -> str:
-    """Return the sentence that a file of the command's words hits no probe; "" if they name no such file."""
+    """Return the message that a file outside of the mount hits no probe; "" if the command names none."""
     for file in _files_outside(ended):
         outside = f"files outside of the mount, such as {escape_for_terminal(file)}, hit no probe"
         return outside + _other_ways(ended.directory)
@@ -301,7 +301,7 @@ def _disarmings(root: Path) -> list[str]:
 def present_events(directory: str) -> Past:
     """Disarm all probes, and return the data about the mount's kprobe events from its files.
 
-    Call this if the kernel keeps no history of events. Events that are disabled or removed are missing.
+    This is for a kernel that keeps no history of events. Events that were disabled or removed are missing.
     """
     root = control_root(directory)
     # The kernel logs nothing if the probes were disarmed before. It does not see a read of its log.

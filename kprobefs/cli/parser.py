@@ -88,7 +88,7 @@ class _CommandParser(_ArgumentParser):
     """
 
     def __init__(self, *, add_arguments: Callable[[argparse.ArgumentParser], object], **options: Any) -> None:
-        """Store the arguments of the parser; `add_arguments` is the function that adds the command's."""
+        """Store `options`, and `add_arguments`, the function that adds the command's arguments."""
         # The attributes of the base class are missing until __getattr__() builds the parser.
         self._unbuilt: tuple[Callable[[argparse.ArgumentParser], object], dict[str, Any]] | None
         self._unbuilt = add_arguments, options

@@ -66,7 +66,7 @@ def last_logged(error_log: str) -> re.Match[str] | None:
 
 
 def place_advice(place: str, message: str) -> str:
-    """Return which command explains why the kernel refused a probe at `place`, or "" for other errors.
+    """Return advice to run `kprobefs explain` about a refused probe at `place`; "" for other errors.
 
     `message`: text that contains the kernel's error.
     """
@@ -98,7 +98,7 @@ def logged_refusal(entry: re.Match[str], kallsyms: Callable[[], str]) -> str:
 
 
 def no_such_kind(past: Past, definition: str, tracefs: Path) -> str:
-    """Return the reason that the kernel has no such kind of event, if it refused `definition` therefore.
+    """Return the message that the kernel has no such kind of event, if it refused `definition` for that.
 
     Return "" if this is not so, or if the kernel has refused another write since.
     """
@@ -108,7 +108,7 @@ def no_such_kind(past: Past, definition: str, tracefs: Path) -> str:
 
 
 def _no_such_kind(text: str, reason: str, tracefs: Path) -> str:
-    """Return the reason that the kernel has no such kind of event, or "" if this is not the reason.
+    """Return the message that the kernel has no such kind of event; "" if this is not the reason.
 
     `text`: the refused write. `reason`: the kernel's reason. A kernel that answers itself has only the errno,
     and its README lists the kinds of events.
@@ -125,7 +125,7 @@ def _no_such_kind(text: str, reason: str, tracefs: Path) -> str:
 
 
 def _no_such_trigger(directory: Path, file: str, text: str) -> str:
-    """Return the reason that the kernel has no such trigger, or "" if this is not the reason.
+    """Return the message that the kernel has no such trigger; "" if this is not the reason.
 
     `file`: path of the refused write from `directory` on. A trigger file without triggers lists their names.
     """

@@ -150,7 +150,7 @@ def _hints(options: MountOptions, ended: EndedCommand, past: Past) -> list[str]:
 
 
 def check_host() -> None:
-    """Check that the host allows a mount. Call this before anything is created. Raises: CliError."""
+    """Check that the host allows a mount, before anything is created. Raises: CliError."""
     try:
         mountpoints.check_proc()
     except CliError as failure:
@@ -375,7 +375,7 @@ def _is_in_no_path(name: str) -> bool:
 
 
 def end_with_parent() -> None:
-    """Make the host send SIGHUP to this process when its parent is killed. Call it between fork and exec."""
+    """Make the host send SIGHUP to this process when its parent is killed; called between fork and exec."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
 
 

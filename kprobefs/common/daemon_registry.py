@@ -1,4 +1,4 @@
-"""The registry of running daemons, with a record for each daemon that only the daemon's user can read."""
+"""The registry of running daemons: one record for each, which only the daemon's user can read."""
 
 from __future__ import annotations
 

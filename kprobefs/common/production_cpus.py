@@ -12,8 +12,8 @@ from kprobefs.common.errors import CliError, ExitStatus
 def images_and_cpus(images: Sequence[str], cpus: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Yield (file of a kernel, CPU or None) for each combination of the kernels and CPUs.
 
-    CPUs are those of x86-64. If one of the kernels is for x86-64, each other kernel is yielded once, without
-    a CPU. Raises: CliError (CPUs are given, and all kernels are for other architectures).
+    All CPUs are models of x86-64, so a kernel for another architecture is yielded once, without a CPU.
+    Raises: CliError (CPUs are given, and no kernel is for x86-64).
     """
     architectures: dict[str, str] = {}
     for path in images if cpus else ():

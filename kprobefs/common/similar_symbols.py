@@ -41,7 +41,7 @@ def nearest_symbols(name: str, kallsyms: Kallsyms) -> list[str]:
 def nearest_listed(name: str, listing: str) -> list[str]:
     """Return at most SHOWN symbols that are most similar to `name`. `listing`: content of a kallsyms file.
 
-    Return [] if `name` is no name of a symbol, or if there is such a symbol.
+    Return [] if the symbol exists, or if no symbol can have such a name.
     """
     known = {word for line in listing.splitlines() for word in line.split()[2:3]}
     if name in known or not _SYMBOL.fullmatch(name):

@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 def prepare(options: MountOptions) -> None:
     """Boot the distribution's kernel, or convert the vmcore, if the options name one. Raises: CliError.
 
-    This takes seconds. The result is cached for build_kernel(). Call this function while a terminal can
-    show the progress.
+    This takes seconds, and shows the progress on a terminal. The result is cached for build_kernel().
     """
     if options.vmcore is not None:
         _convert_vmcore(options.vmcore)

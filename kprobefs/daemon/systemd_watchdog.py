@@ -62,11 +62,10 @@ def watchdog_interval() -> float | None:
 class ServiceWatchdog:
     """A child process that reads the mount's state at regular intervals and reports it to the daemon.
 
-    If the read blocks because a request holds the control lock, the child reports that the mount is busy.
-    The child reports this only while the daemon uses CPU time, because a stopped or deadlocked daemon uses
-    none.
-    The watchdog is not a thread: a process that waits for an answer from its own FUSE mount cannot be
-    killed. Create the object before /dev/fuse is opened and while the caller has no threads.
+    If the read blocks because a request holds the control lock, the child reports that the mount is busy. The
+    child reports this only while the daemon uses CPU time, because a stopped or deadlocked daemon uses none.
+    The watchdog is not a thread: a process that waits for an answer from its own FUSE mount cannot be killed.
+    The object must be created before /dev/fuse is opened, and while the caller has no threads.
     """
 
     def __init__(self, directory: str, interval: float) -> None:
@@ -80,7 +79,7 @@ class ServiceWatchdog:
         os.close(answers)
 
     def start(self) -> None:
-        """Start the child's requests to the mount. Call this when the mount answers."""
+        """Start the child's requests to the mount, which must already answer."""
         os.close(self._start)
 
     def answer(self) -> str:

@@ -33,7 +33,8 @@ class UnmountWatcher:
 
     If there is an Orphaned, the child then waits for the end of the daemon's parent, and does the work. The
     child must hold no descriptor of /dev/fuse. Otherwise, requests would wait for an answer even after the
-    daemon's end. So start the child before /dev/fuse is opened, and while the caller has no threads.
+    daemon's end. So the object must be created before /dev/fuse is opened, and while the caller has no
+    threads.
     Mirrors: fusermount's option auto_unmount (libfuse 3).
     """
 

@@ -52,7 +52,7 @@ MAX_NAMES = 500
 CACHED_ATTRIBUTES = 500
 """Maximum number of results of attr_bytes() that are cached."""
 PAGED_SIZE = 1 << 40
-"""Value of st_size, in bytes, of files that can be spliced. The host's kernel ends a splice(2) there."""
+"""Value of st_size, in bytes, of files that can be spliced. A splice(2) ends at this offset."""
 
 _Key = tuple[int, bytes]
 """Node id of a directory, and a name in the directory."""

@@ -51,8 +51,8 @@ ENDING_WORD = b"!"
 def share_heap() -> None:
     """Make all threads use one heap of malloc(3): a thread with its own heap can't use the reserve.
 
-    Call this function before another thread starts. If a thread has already made a heap of its own, malloc(3)
-    continues to use that heap. Then the reserve may be in one heap, and a request may need the other.
+    No other thread may have started. If a thread has already made a heap of its own, malloc(3) continues to
+    use that heap. Then the reserve may be in one heap, and a request may need the other.
     """
     libc = ctypes.PyDLL(None)
     # musl has only one heap.
@@ -83,9 +83,9 @@ class MemoryReserve:
         """Whether less than FLOOR bytes were free at the last check, because open files use the reserve."""
 
     def check(self) -> None:
-        """Free the reserve if less than HEADROOM is free; otherwise allocate it.
+        """Free the reserve if less than HEADROOM is free; otherwise allocate it. This precedes each request.
 
-        Do nothing during another check. Call this method before a request.
+        During another check, do nothing.
         """
         # Another thread is checking, and one check is enough.
         if not self._lock.acquire(blocking=False):

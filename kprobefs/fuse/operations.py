@@ -192,11 +192,15 @@ class Server:
 class _AttributesFor(threading.local):
     """Records whether a client or only libfuse has caused the next getattr in this thread.
 
-    libfuse calls getattr for a client's stat(2) and LOOKUP. The guest repeats these as system calls of the
-    client. The guest must run nothing in three other cases. libfuse calls getattr to complete its reply to
-    create, mknod, mkdir, symlink and link. The LOOKUP may be that of a directory that exists as long as the
-    mount. Or the guest may have repeated the LOOKUP already. In these cases, skip_client() is called before
-    libfuse calls getattr. libfuse makes all calls of one request in one thread.
+    libfuse calls getattr for a client's stat(2) and LOOKUP, which the guest repeats as system calls of the
+    client. In three cases the guest must run nothing:
+
+    - libfuse completes its reply to create, mknod, mkdir, symlink or link.
+    - The LOOKUP is that of a directory that exists as long as the mount.
+    - The guest has already repeated the LOOKUP.
+
+    In these cases, skip_client() is called before libfuse calls getattr. libfuse makes all calls of one
+    request in one thread.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """OwnPaths: paths of the files in directories where clients change names, so that OPEN needs no libfuse.
 
-While a request removes or changes a name, no path is recorded. Such a request begins when each open by a path
-that it drops has ended. So the path of an open is that of its node.
+While a request removes or changes a name, no path is recorded. Before such a request, its paths are dropped,
+and it waits until all opens in progress have ended. So no open uses a path that has changed.
 """
 
 from __future__ import annotations

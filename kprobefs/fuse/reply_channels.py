@@ -1,4 +1,4 @@
-"""ReplyChannels: the channels to the host's kernel that libfuse gets, some of which change its replies."""
+"""ReplyChannels: the channels through which libfuse replies to the host's kernel; some change the reply."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class Subject:
 
     @cached_property
     def refused_sites(self) -> frozenset[int]:
-        """Addresses that a RISC-V kernel's own kprobes refuse, because ftrace changes the instruction there.
+        """Addresses that a RISC-V kernel's own kprobes refuse, because ftrace changes their instructions.
 
         Since v6.16, ftrace changes only the second instruction of a site.
         Mirrors: kernel/kprobes.c:check_ftrace_location (v6.12), arch/riscv/kernel/ftrace.c:ftrace_call_adjust
@@ -252,7 +252,7 @@ def _unpacked(path: Path) -> bytes:
 
 
 class RecordedTables:
-    """Text and tables of a kernel of which a file has only some functions; implements ProbedTables.
+    """Text and tables of a kernel that is known only by some functions in a file; implements ProbedTables.
 
     The file is one like tests/oracle/functions-*.json.gz. The text between its functions is unknown: its
     symbols have the name "?", and no bytes.

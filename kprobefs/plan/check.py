@@ -289,10 +289,10 @@ def _find_taken_jumps(answers: Sequence[Answer]) -> None:
 
 
 def warn_of_other_insns(checked: Sequence[tuple[PlannedKernel, Sequence[Answer]]]) -> None:
-    """Add a warning to the answers of several kernels for places that are not the same instruction in them.
+    """Warn about each place at which several kernels have different instructions, in all of their answers.
 
-    `checked`: each kernel with its answers to the same lines. An offset belongs to one build of a kernel, so
-    that such a probe is elsewhere in the function.
+    `checked`: each kernel with its answers to the same lines. An offset belongs to one build of a kernel; in
+    another build, the probe is elsewhere in the function.
     """
     for row in zip(*(answers for _, answers in checked), strict=True):
         kernels: dict[str, list[str]] = {}

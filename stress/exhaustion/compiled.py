@@ -81,7 +81,7 @@ class CompiledProof(Proof):
 
 @dataclass
 class CompiledPlace(Place):
-    """Place with a handler in guest code, which is compiled only in the stages that test its compilation."""
+    """Place whose handler is guest code, and is compiled only in the stages that test its compilation."""
 
     proof: CompiledProof
     codes: list[CompiledCode] = field(default_factory=list, init=False)

@@ -117,9 +117,9 @@ class Proof:
         return replace(live, registers=live.registers - free)
 
     def loose_flags(self, address: int, size: int) -> int:
-        """Return the flags that the code of the region leaves undefined, and that may differ therefore.
+        """Return the flags that may differ, because the code of a region leaves them undefined.
 
-        `address` and `size`: of the region.
+        `address`, `size`: address of the region, and its size in bytes.
         """
         arch = self.probed.kernel.arch
         if not self.bench.all_live.flags:
@@ -224,8 +224,8 @@ class Place:
     def _after_each(self, cpu: OtherCpu, size: int, what: str, hits: int) -> list[CpuState]:
         """Return the states of a CPU after each instruction except the last one at the probe.
 
-        The instructions are the current bytes, of which there are `size`. `what`: description of the states.
-        `hits`: number of hits that the CPU will still have in these states.
+        The instructions are `size` bytes of the current text. `what`: description of the states. `hits`:
+        number of hits that the CPU will still have in these states.
         """
         code = self.kernel.machine.text.current(self.address, size)
         inner = self.kernel.arch.instruction_boundaries(code, self.address)[1:]
@@ -353,7 +353,7 @@ class Place:
         self.probed.settle()
 
     def _leaving(self, standing: CpuState) -> CpuState:
-        """Return the state for a CPU in the detour of an unregistered probe, in which it calls no handler."""
+        """Return the state that `standing` has after the probe is unregistered: no handler is called."""
         return CpuState(standing.what, standing.registers, standing.memory, 0)
 
     def _unregister(self) -> None:
@@ -454,5 +454,5 @@ class Place:
 
 
 def joined(some: Group, others: Group) -> Group:
-    """Return, for each CPU, the states in both groups."""
+    """Return, for each CPU, its states in `some` and then those in `others`."""
     return [a + b for a, b in zip(some, others, strict=True)]

@@ -188,7 +188,7 @@ class Session:
     def _drop_triggers(self, array: str = TRACING) -> None:
         """Remove all triggers, and all commands on functions, by writing "!" and each of their lines.
 
-        The state at the end of a line is not written.
+        The trigger's state, which the end of a line shows, is left out.
         """
         triggers = [path for path in self.writable(f"{array}/events") if path.endswith("/trigger")]
         for path in (f"{array}/set_ftrace_filter", *triggers):

@@ -12,13 +12,13 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.errors import KernelError
 
 MAX_READS = 300_000
-"""Maximum number of reads in one call of a reader. So many reads take about half a second."""
+"""Maximum number of reads in one call of a reader. This number of reads takes about half a second."""
 MAX_BYTES = 64 << 20
 """Maximum number of bytes that one call of a reader may read."""
 NOT_CANONICAL = 0x1234_5678_9ABC_DEF0
 _WORD = 8
 _WHOLE = 16
-"""Maximum size in words of memory whose words are all damaged; of more memory, random words are damaged."""
+"""Maximum number of words of a read of which all are damaged. Of a longer read, random words are damaged."""
 Readers = Mapping[str, Callable[[], object]]
 """Name -> a function that reads the guest's memory."""
 

@@ -68,7 +68,7 @@ PLANS = (
 """Commands that plan probes, with their arguments; they are run on damaged files that are kernels."""
 DEFINITIONS = "p:one func_0 pid=$arg1\nr:two func_1 $retval\np:three func_2+1 +0(%di):u64\n"
 SHOWN_EVERY = 20
-"""One of this many refused files is also passed to the command line, because that takes longer."""
+"""Only one of this many refused files is also passed to the command line, which takes longer."""
 
 
 class Mutated:

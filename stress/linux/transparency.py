@@ -130,7 +130,7 @@ class Effect:
     pending: frozenset[int] = frozenset()
     """Physical addresses of the shadow stacks' words in the task_structs that the call has copied."""
     remains: frozenset[int] = frozenset()
-    """Physical addresses of words on the stacks of tasks that no function has written since it was called."""
+    """Physical addresses of words on tasks' stacks that no running function has written since its call."""
 
     def difference(self, other: Effect, loose_flags: int) -> str:
         """Return a description of the differences to another effect, or "" if there are none.

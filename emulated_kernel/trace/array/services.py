@@ -41,7 +41,7 @@ class TracingServices:
     tasks: Tasks
     stack: CallStack
     current_ctx: ProbeHit
-    """The current task and its context, for the triggers of markers, which no probe's hit causes."""
+    """The current task and its context in the form of a hit, for the triggers of markers."""
     memory: GuestRecords
     """Allocator of the ring buffers' memory; it also lets guest code write to the buffers."""
     markers: PrintEvent

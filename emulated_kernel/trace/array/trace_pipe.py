@@ -63,12 +63,12 @@ class PipeReader:
     def wait(self, timeout: float) -> None:
         """Wait until read() may return new data, for at most `timeout` seconds.
 
-        Hazard: call this without the control lock, which the writers of events need.
+        Hazard: the caller must not hold the control lock, which the writers of events need.
         """
         self._changed.wait(timeout)
 
     def subscribe(self, notify: Callable[[], None]) -> None:
-        """Call `notify` once: when the pipe becomes ready or closed, or now if it is ready or closed."""
+        """Call `notify` once: when the pipe becomes ready or closed, or at once if it already is."""
         if self.ready() or self._closed:
             notify()
         else:

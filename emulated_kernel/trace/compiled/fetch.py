@@ -180,9 +180,10 @@ class FetchEmitter:
     def _access(self, address: int, user: bool, fault: Label, load: Callable[[Label], None]) -> None:
         """Emit loads at the address in the register `address`, which is in user memory if `user` is set.
 
-        `load` emits the loads, which jump to its argument if they fault. If the architecture requires it, the
-        code allows access to user memory meanwhile. If `user` is not set, it does so for addresses in the
-        lower half. `fault`: label at which a fault continues.
+        `load` emits the loads; its argument is the label to which they jump at a fault. `fault`: label at
+        which a fault continues. If the architecture requires it, the emitted code allows access to user
+        memory during the loads. If `user` is not set, it does this only for addresses in the lower half of
+        the address space.
         """
         if self._arch.reads_user:
             load(fault)

@@ -25,7 +25,7 @@ class HitCounter:
     index: int
     """Index of the counter in the words of each CPU."""
     release: Callable[[], None]
-    """Frees the counter. Call it only after the guest code that increments the counter is freed."""
+    """Frees the counter, after the guest code that increments the counter was freed."""
 
     @property
     def value(self) -> int:
@@ -94,9 +94,9 @@ class GuestAddresses:
     last_pid: int
     """Per-CPU offset of a u64: the pid whose name was saved last."""
     request: int
-    """Per-CPU offset of the words of a request for room in a ring buffer, which next_page.py lists.
+    """Per-CPU offset of a request for room in a ring buffer, whose words next_page.py lists.
 
-    Time and length of the event are the arguments of RecordTarget.make_room.
+    The time and the length of the event in the request are the arguments of RecordTarget.make_room.
     """
     scratch: int
     """Per-CPU offset of the scratch memory of SCRATCH_SIZE bytes, in which guest code assembles an entry."""

@@ -169,9 +169,9 @@ class NextPageEmitter:
         )
 
     def _to_entry(self, register: int, table: int) -> None:
-        """Emit code that replaces an index in `register` by the address of the entry in `table`.
+        """Emit code that replaces an index in `register` by the address of the entry in `table`, less _TABLE.
 
-        The address is less _TABLE, which a later load or store adds.
+        The later load or store of the entry adds _TABLE.
         """
         self._emit(
             ComputeImmediate(Arithmetic.SHL, register, 3),

@@ -91,7 +91,8 @@ class CallStack:
     def callers(self, regs: Any) -> list[int]:
         """Return the call chain: the ip of `regs`, then the callers' return addresses, innermost first.
 
-        Functions at its start that record a static event are omitted. Linux skips a fixed number of frames.
+        Functions that record a static event are omitted at the start of the chain. Linux skips a fixed number
+        of frames instead.
         """
         place = getattr(regs, self._arch.registers.ip)
         addresses = chain((place,), (caller.address for caller in self.returns(place, regs)))

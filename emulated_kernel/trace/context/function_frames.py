@@ -128,7 +128,7 @@ class FrameTables:
     def _wholes(self, symbol: Symbol) -> Sequence[Symbol]:
         """Return the functions to which the symbol's code may belong, so that it may jump into their code.
 
-        A cold part belongs to the function of which it is a part. A label in assembly belongs to the
+        A cold part belongs to the function that the compiler has split. A label in assembly belongs to the
         function before the label. For other symbols, the result is empty.
         """
         cold = COLD_PART.search(symbol.name)
@@ -162,7 +162,7 @@ class FrameTables:
 
 
 def _exits_to(frames: FunctionFrames, part: range) -> Mapping[int, Frame]:
-    """Return target address -> frame for a function's jumps into `part`, such as its cold part."""
+    """Return a map target address -> frame, for a function's jumps into `part`, such as its cold part."""
     return {at: frame for at, frame in frames.exits.items() if at in part}
 
 

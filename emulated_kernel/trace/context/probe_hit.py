@@ -145,7 +145,7 @@ class ProbeHit:
     def origin(self) -> Origin:
         """Return the CPU, task and context flags of the hit, which all of its entries have in common.
 
-        After keep_origin(True), read these values only once for the hit.
+        After keep_origin(True), these values are read only once for each hit.
         """
         kept = self._origin
         if kept is not None and kept[0] == self.handler_preempt_count:

@@ -38,7 +38,10 @@ class TracepointStub:
     preempt_count: int = 1
     """Amount that the tracepoint adds to preempt_count in Linux, but not in the guest."""
     switch: Callable[[bool], None] | None = None
-    """Allows or forbids calls of the function; None if a tracepoint that is on always calls the function."""
+    """Function that allows or forbids calls of the stub.
+
+    None if the tracepoint always calls the stub while the tracepoint is on.
+    """
 
 
 class Tracepoint:

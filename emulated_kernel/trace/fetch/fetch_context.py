@@ -33,7 +33,7 @@ class FetchContext:
     in_kernel: bool = True
     """Whether the probe is in the kernel. If it is in a program, expressions name file offsets."""
     finish: Callable[[ProbeArg], ProbeArg] | None = None
-    """For event probes: resolves the event's field that an argument names, after the argument is parsed."""
+    """Function for event probes that resolves the event's field in an argument, after it is parsed."""
     in_fprobe: bool = False
     """Whether the probe is an fprobe or on a tracepoint, so that registers have no names."""
     types: Callable[[], Btf | None] = no_types
@@ -50,7 +50,7 @@ class FetchContext:
     """Numbers of the function arguments that a return probe stores at the function's entry, in this order."""
 
     has_field: Callable[[str], bool] | None = None
-    """For event probes: returns whether the event has a field with the given name."""
+    """Function for event probes that returns whether the event has a field with the given name."""
 
     @cached_property
     def btf(self) -> Btf | None:

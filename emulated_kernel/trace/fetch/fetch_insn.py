@@ -46,7 +46,7 @@ class FetchOp(Enum):
     # Stage 2: replace the value by the word at the address value + `value`.
     DEREF = auto()
     UDEREF = auto()
-    """Replace the value by the word of user memory at the address value + `value`."""
+    """Replace the loaded address by the word of user memory at this address plus `value`."""
     CPU_PTR = auto()
     """Replace the address of a per-CPU variable by the address of the current CPU's instance."""
     # Stage 3: store `size` bytes, either of the value itself or of the memory at value + `value`.
@@ -89,7 +89,7 @@ class FetchStages:
     load: FetchInsn
     derefs: FetchProgram
     pointer: FetchInsn | None
-    """For an array of strings: the dereference that reads each string's address. Otherwise None."""
+    """For an array of strings, the dereference that reads the address of each string; otherwise None."""
     store: FetchInsn
     bitfield: FetchInsn | None
     count: int

@@ -1,6 +1,7 @@
 """Types of fetch arguments: their allowed sources, their fields in a record, fetching and printing.
 
-A new kind of type needs a class here. If guest code is to fetch it, add it to _EMITTERS in compiled/fetch.py.
+A new kind of type needs a class here. If guest code fetches it, it also needs an entry in _EMITTERS of
+compiled/fetch.py.
 """
 
 from __future__ import annotations

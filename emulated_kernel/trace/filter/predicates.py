@@ -130,7 +130,7 @@ class FunctionPredicate:
     function: range
 
     def test(self, entry: RawEntry) -> bool:
-        """Return True if the entry's address is in the function; if `op` is NE, if it is not."""
+        """Return True if the entry's address is in the function; if `op` is NE, return True if it is not."""
         address = int.from_bytes(entry.data[self.offset : self.offset + self.size], "little")
         return (address in self.function) is (self.op is FilterOp.EQ)
 

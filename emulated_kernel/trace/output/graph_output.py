@@ -111,7 +111,7 @@ class GraphPrinter:
         self.cpus = [_CpuState() for _ in range(cpus)]
 
     def prints(self, record: bytes) -> bool:
-        """Return True if a call graph shows a record: a call, a return, or a record printed as a comment."""
+        """Return True if a call graph shows the record: as a call, as a return, or as a comment."""
         return TRACE_ENTRY.unpack_from(record)[0] not in (EntryType.STACK, EntryType.FN)
 
     def line(self, entry: TimedRecord, following: bytes | None, formatter: LineFormatter) -> str:

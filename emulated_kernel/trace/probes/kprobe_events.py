@@ -91,7 +91,10 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
         return self.probe_class(self, definition, self._engine)
 
     def _refuse(self, failure: KernelError) -> None:
-        """Raise the error for a command whose probe cannot be registered, unless it is `failure` itself."""
+        """Raise the error with which the command fails; by default, do nothing, so that `failure` is raised.
+
+        `failure`: the error of registering the command's probe.
+        """
 
     def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> ProbeDefinition | None:
         return parse_definition(argv, self._symbols, log, self._letters)

@@ -74,10 +74,10 @@ class ProbeHistory:
         """Number of hits of removed events that are not in the history any more."""
 
     def note(self, events: Iterable[KprobeTraceEvent] | None = None) -> None:
-        """Record the state of those of `events` that are enabled.
+        """Record the state of each enabled event of `events`, and empty `off_since` of each disabled one.
 
-        Empty `off_since` of the others. By default, `events` are all present events that were enabled at an
-        earlier call. Callers call this method after each change that may arm or disarm probes.
+        By default, `events` are all present events that were enabled at an earlier call. This method is
+        called after each change that may arm or disarm probes.
         """
         for event in list(self._present) if events is None else events:
             if not event.is_enabled:

@@ -253,7 +253,7 @@ class CallRecorder:
         self._arguments = attrgetter(*system.arch.registers.arguments[:COUNT])
 
     def select_options(self) -> None:
-        """Record in the way that the tracer's options select now.
+        """From now on, record in the way that the tracer's options select.
 
         Linux: the options are those of all trace arrays. A trace array selects its handler when its tracer
         starts, and when an option is switched in it.

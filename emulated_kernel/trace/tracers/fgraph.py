@@ -53,7 +53,7 @@ class GraphUser(ABC):
         """Handle the return of a hooked call. `instance` has the data that entered() returned."""
 
     def compiled(self) -> CompiledGraph | None:
-        """Return the settings of guest code that replaces both handlers, or None if Python must run them."""
+        """Return the settings of guest code for entered() and returned(), or None if Python must run them."""
         return None
 
 
@@ -142,7 +142,7 @@ class FunctionGraph:
         self._running = None
 
     def caller_of(self, instance: RethookNode) -> RethookNode | None:
-        """Return the innermost hooked call in which a hooked call was made, directly or indirectly.
+        """Return the innermost hooked call from which the call of `instance` was made, perhaps indirectly.
 
         Return None if there is no such call.
         """

@@ -310,9 +310,9 @@ class FunctionSet(EditedSet):
         return self._lines(self)
 
     def records_at_open(self) -> Callable[[int], Iterator[str]]:
-        """Return the function that renders the lines for an open file, from a line on, for one read(2).
+        """Return a function that yields the lines of an open file from an index on, for one read(2).
 
-        The file shows the functions that the set has now.
+        The lines show the functions that the set has now.
         Mirrors: kernel/trace/ftrace.c:ftrace_regex_open (v6.1).
         """
         return partial(self.shown_from, shown=_ShownSites(self.sites, self.is_empty))
@@ -382,9 +382,9 @@ class GraphSet(EditedSet):
         return GraphEdit(self, truncate=truncate)
 
     def records_at_open(self) -> Callable[[int], Iterator[str]]:
-        """Return the function that renders the lines for an open file, from a line on, for one read(2).
+        """Return a function that yields the lines of an open file from an index on, for one read(2).
 
-        The file shows the functions that the set has at the read.
+        The lines show the functions that the set has at the read.
         Mirrors: kernel/trace/ftrace.c:g_start (v6.1).
         """
         return self.records_from

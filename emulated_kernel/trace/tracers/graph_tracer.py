@@ -102,8 +102,8 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
 
         Python handles the calls if the clock or an option keeps guest code from writing to the buffers.
         Python also handles the calls if the lists of pids are very long, or if the arguments are recorded.
-        Guest code implements all other settings. FtraceSites always passes calls of functions that have a
-        further ftrace_ops to Python.
+        Guest code implements all other settings. If a function has a further ftrace_ops, FtraceSites passes
+        its calls to Python.
         """
         target = self._array.ring_target()
         pids = self._pids

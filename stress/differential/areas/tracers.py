@@ -28,7 +28,7 @@ _READING = ("vfs_read", "ksys_read")
 _ANY = ("stacktrace", "traceoff", "traceoff:2")
 """Commands for any function."""
 _UNREAD = ("snapshot", "snapshot:1", "stacktrace:3")
-"""Commands for functions outside of _READING, which the two kernels call different numbers of times."""
+"""Commands for functions outside of _READING: the kernels do not call those in _READING equally often."""
 
 _EVENTS = ("enable_event:keep:probed", "disable_event:keep:probed")
 """Commands that enable or disable events, for the same functions as the commands in _UNREAD."""
