@@ -60,7 +60,10 @@ class MachineConfig:
     ram_size: int = 64 << 20
     """Size of the guest's memory in bytes."""
     image: Path | None = None
-    """File of the kernel to run; None selects the architecture's prebuilt kernel."""
+    """File of a kernel of kprobefs; None selects the architecture's prebuilt one.
+
+    A distribution's kernel can only be mounted: `kprobefs mount --image FILE`.
+    """
     clock: str = "virtual"
     """Mode of the clock: "virtual" (the same seed gives the same timestamps), "real", or "model".
 
