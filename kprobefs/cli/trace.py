@@ -252,7 +252,12 @@ class AttachedProbes:
         if advice := place_advice(escape_for_terminal(probe.place), message):
             return advice
         symbol = re.split(r"[+%]", probe.place, maxsplit=1)[0]
-        return self._nearest(symbol) or f"understood as {escape_for_terminal(probe.understood)}"
+        nearest = self._nearest(symbol)
+        understood = f"understood as {escape_for_terminal(probe.understood)}"
+        if nearest and probe.names_event:
+            # The first word may have been meant as the place.
+            return f"{nearest}; {understood}"
+        return nearest or understood
 
     def _output(self) -> TraceOutput:
         """Return the object that writes the records of the session's events.

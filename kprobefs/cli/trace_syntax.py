@@ -38,6 +38,8 @@ class AskedProbe:
     is_return: bool = False
     understood: str = ""
     """The meaning that was chosen, for error messages; "" if the text has only one possible meaning."""
+    names_event: bool = False
+    """Whether the first word was taken as the event's name, and not as the place."""
 
 
 def parse_probes(texts: Sequence[str], group: str) -> list[AskedProbe]:
@@ -77,7 +79,8 @@ def _parse(text: str, group: str, taken: set[str]) -> AskedProbe:
     place = probe["place"]
     definition = f"{probe['kind']}:{group}/{name} {place}{probe['arguments']}"
     is_return = probe["kind"][0] == "r" or place.endswith("%return")
-    return AskedProbe(text, f"{group}/{name}", definition, place, is_return, understood)
+    names_event = bool(probe.groupdict().get("event"))
+    return AskedProbe(text, f"{group}/{name}", definition, place, is_return, understood, names_event)
 
 
 def free_name(place: str, group: str, taken: set[str]) -> str:

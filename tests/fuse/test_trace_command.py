@@ -422,6 +422,10 @@ class TestTrace:
                 "                     ^",
             ]
             assert "understood as a line of kprobe_events: the event reads at vfs_read; " in other.stderr
+            meant = kprobefs(
+                "trace", "p:vfs_read coutn", "-m", str(directory), "--", "true", program=REAL_PROGRAM
+            )
+            assert "the event vfs_read at coutn; " in " ".join(meant.stderr.split())
             # Linux: the position of the missing value is behind the end of the filter.
             for text, lines in (
                 (("p:vfs_raed",), ["      ^", "    nearest: vfs_read, vfs_write, vfs_rmdir"]),
