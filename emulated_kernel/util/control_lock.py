@@ -65,6 +65,7 @@ class ControlLock:
         "at_release",
         "end_debugging",
         "is_dying",
+        "is_interrupted",
         "is_lent",
         "turn",
         "user",
@@ -107,6 +108,12 @@ class ControlLock:
         The argument is the thread's threading.get_ident(). Any thread may call the function. A long write(2)
         of such a process must stop with EINTR. The FUSE daemon sets this attribute; without it, no write
         stops.
+        """
+        self.is_interrupted: Callable[[int], bool] = lambda _thread: False
+        """Function that returns True if the process whose request a thread serves got a signal meanwhile.
+
+        The argument is that of `is_dying`. While a debugger holds the guest, such a request fails with EINTR,
+        because the guest has done nothing for it. So a debugger that waits for itself can be interrupted.
         """
         self.end_debugging: Callable[[], object] = lambda: None
         """Function that ends a debugger's session, before the kernel is closed; call it without the lock."""
@@ -228,13 +235,14 @@ class ControlLock:
     def _await_return(self) -> None:
         """Release the lock, which this thread has just acquired, until the loan ends; then acquire it again.
 
-        Raises: KernelError EINTR (the client of the request was killed).
+        Raises: KernelError EINTR (the client of the request was killed or interrupted).
         """
         while self.is_lent:
             self._release()
             with self.waiting():
                 while not self._returned.wait(LOAN_SLICE):
-                    if self.is_dying(threading.get_ident()):
+                    thread = threading.get_ident()
+                    if self.is_interrupted(thread) or self.is_dying(thread):
                         raise KernelError(errno.EINTR, "a debugger holds the guest")
             self._acquire()
 

@@ -177,6 +177,7 @@ class Server:
         if not self._options.is_ordered:
             self._lock.waiting = workers.waiting
         self._lock.is_dying = loop.is_client_killed
+        self._lock.is_interrupted = loop.is_client_interrupted
         workers.run()
 
     def stop(self) -> None:

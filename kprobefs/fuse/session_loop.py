@@ -75,6 +75,8 @@ class _LoopState:
     def __init__(self, request: bytearray) -> None:
         self._request = request
         self._stat = f"/proc/self/task/{threading.get_native_id()}/stat"
+        self.interrupted = 0
+        """The field `unique` of the last request whose client got a signal while the thread served it."""
 
     @property
     def _opcode(self) -> int:
@@ -96,6 +98,11 @@ class _LoopState:
     def is_serving(self) -> bool:
         """Whether the thread answers a request."""
         return self._opcode != 0
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the client of the request got a signal since it made the request."""
+        return self.is_serving and self.interrupted == self.unique
 
     def is_writing(self, unique: int) -> bool:
         """Return True if the request is the WRITE with this field `unique`."""
@@ -274,6 +281,14 @@ class SessionLoop:
             return False
         return state.unique in self._abandoned or state.has_killed_client()
 
+    def is_client_interrupted(self, thread: int) -> bool:
+        """Return True if the client of the request that a thread of this loop answers got a signal meanwhile.
+
+        `thread` is the thread's threading.get_ident(); any thread may call this method.
+        """
+        state = self._states.get(thread)
+        return state is not None and state.is_interrupted
+
     def _answer(
         self, buffer: bytearray, address: int, refusal: tuple[bytes, memoryview], state: _LoopState
     ) -> int:
@@ -434,13 +449,15 @@ class SessionLoop:
         return WRITE_OUT.pack(count) if 0 <= count <= INT_MAX else -errno.EIO
 
     def _interrupt(self, _nodes: KnownNodes, request: bytearray, _size: int) -> None:
-        """Reply EINTR to a WRITE that goes on, if its client has been killed. Return None.
+        """Note that a client got a signal. If it has been killed, reply EINTR to its WRITE. Return None.
 
         The write may take long in a slow guest, and its client could not end before the reply. Nobody sees
         the reply. libfuse also handles the interrupt, so that a WRITE that waits ends.
         """
         (unique,) = INTERRUPT_IN.unpack_from(request, IN_HEADER.size)
         for state in self._states.copy().values():
+            if state.is_serving and state.unique == unique:
+                state.interrupted = unique
             if state.is_writing(unique) and state.has_killed_client():
                 self._abandoned[unique] = state
                 # If the write fails, the request was answered meanwhile.

@@ -6,6 +6,7 @@ import os
 import signal
 import stat
 import subprocess
+import sys
 
 import pytest
 
@@ -16,6 +17,17 @@ from tests.mounted.files import Files
 
 pytestmark = [needs_fuse, pytest.mark.mounted]
 PATIENCE = 60.0
+INTERRUPTED = 7
+SIGNALLED = f"""
+import os, signal, sys
+def end(*_):
+    raise SystemExit({INTERRUPTED})
+signal.signal(signal.SIGUSR1, end)
+name = sys.argv[1]
+print("ready", flush=True)
+{{action}}
+"""
+"""A program that ends by a signal once its system call has ended."""
 
 
 def test_a_debugger_holds_the_guest(files: Files) -> None:
@@ -35,6 +47,17 @@ def test_a_debugger_holds_the_guest(files: Files) -> None:
                 reader.wait(0.5)
             reader.send_signal(signal.SIGTERM)
             assert reader.wait(PATIENCE) == -signal.SIGTERM
+        # It ends by a signal that its process handles, too: gdb may wait for itself.
+        for action in ("os.stat(name)", "os.listdir(name)", "open(name).read()"):
+            words = [sys.executable, "-c", SIGNALLED.format(action=action)]
+            name = directory / "scratch" / ("" if "listdir" in action else "file")
+            with subprocess.Popen([*words, str(name)], stdout=subprocess.PIPE) as waiting:
+                assert waiting.stdout is not None
+                assert waiting.stdout.readline() == b"ready\n"
+                with pytest.raises(subprocess.TimeoutExpired):
+                    waiting.wait(0.5)
+                waiting.send_signal(signal.SIGUSR1)
+                assert waiting.wait(PATIENCE) == INTERRUPTED
         client.send("c")
         assert Request(lambda: files.read("scratch/file")).done() == "hello"
     finally:
