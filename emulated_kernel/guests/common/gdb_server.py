@@ -351,7 +351,7 @@ class GdbSession:
         return None
 
     def _note_step(self, address: int) -> None:
-        """Note that gdb inserts a breakpoint at `address`, if this is how it steps over a probe.
+        """Note a breakpoint that gdb inserts at `address`, if gdb inserts it to step over a probe.
 
         Then the next packet to continue is executed as a step. gdb steps by breakpoints on RISC-V, and on
         any processor after it has passed a breakpoint in memory by a write of ip. gdb puts its breakpoint

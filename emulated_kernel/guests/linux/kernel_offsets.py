@@ -213,7 +213,7 @@ def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
 
 
 def _user_access(kernel: LinuxKernel, functions: tuple[str, ...]) -> Iterator[tuple[int, int]]:
-    """Yield (address, code) of each csrs and csrc of sstatus with a register operand in `functions`."""
+    """Yield (address, code) of each csrs or csrc of sstatus in `functions` that has a register as operand."""
     for name in functions:
         start = kernel.kallsyms.lookup_name(name)
         if start is None:
@@ -348,7 +348,7 @@ def _of_free_pages(btf: Btf) -> dict[str, int]:
 
 
 def _of_text_poke(btf: Btf) -> dict[str, int]:
-    """Return key -> position of that parameter of __text_poke(), for the keys POKED; {} if BTF lacks it."""
+    """Return the positions of __text_poke()'s parameters by the keys POKED; {} if BTF lacks the function."""
     try:
         _, parameters = btf.prototype(TEXT_POKE)
     except KernelError as error:

@@ -144,7 +144,8 @@ def _digest(source: Path, *_unchanged: int) -> tuple[Reading, str]:
     """Return (reading, digest) of the file `source`. The digest is the file's SHA-256 in hexadecimal.
 
     If `reading.stored` is empty, the caller can pass the reading to remember(), which stores the digest for
-    later processes. This process caches the result; `_unchanged`, the file's identity, is a part of the key.
+    later processes. This process caches the last result. `_unchanged`: the file's identity, which makes a
+    changed file another key of the cache.
     Raises: OSError (also if the file is not regular), KernelError ENOEXEC (the file is too large for a
     kernel).
     """
@@ -236,7 +237,7 @@ def save_tables(
 
 
 def keep(target: Path, write: Callable[[IO[bytes]], None]) -> None:
-    """Create the file `target`, whose content the function `write` writes to the open file that it is given.
+    """Create the file `target` with the content that `write` writes to the open file that is its argument.
 
     The file appears at `target` when it is complete. Then the least recently used snapshots are removed if
     all snapshots together are too large. Raises: OSError.
@@ -517,7 +518,10 @@ def cached() -> list[CachedKernel]:
 
 
 def _kept(about: Mapping[str, Any], *, is_tables: bool) -> str:
-    """Return what a snapshot with the header `about` has, as CachedKernel.kept."""
+    """Describe the content of a snapshot with the header `about`, for CachedKernel.kept.
+
+    The text is "" if the header is missing.
+    """
     if not about:
         return ""
     if is_tables:

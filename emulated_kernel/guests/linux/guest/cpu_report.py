@@ -113,7 +113,7 @@ def rdmsr_sites(kernel: LinuxKernel) -> Sequence[int]:
 
 
 def show_threads(machine: PcMachine, kernel: LinuxKernel, cpu: ProductionCpu) -> None:
-    """Make the kernel find as many threads in a core as the production CPU has, because the guest has one.
+    """Make the kernel find as many threads in a core as the production CPU has; the guest's core has one.
 
     Since v6.6 a kernel counts threads by the CPUs that the firmware has listed. If more than one thread of
     a core is online in production, make the kernel act as if a second thread had come online. This happens

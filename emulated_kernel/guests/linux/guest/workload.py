@@ -164,7 +164,11 @@ class LinuxWorkload:
         self._send(task, self._socket, self._socket, b"u" * MESSAGE_SIZE)
 
     def _lose(self, task: LinuxTask, sink: int, source: int, message: bytes) -> None:
-        """Send a message from socket `sink` to `source`, whose filter drops the first copies of it."""
+        """Send a message from socket `sink` to `source`, and lose its first copies.
+
+        TCP then sends the message again. For _LOSS_NS nanoseconds, a socket filter of `source` drops all
+        copies.
+        """
         # struct sock_fprog: the number of instructions and their address.
         program = struct.pack("<HxxxxxxQ", 1, BUFFER + 16) + _DROP_ALL
         self._tasks.copy_to_user(task, BUFFER, program)

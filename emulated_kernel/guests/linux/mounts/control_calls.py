@@ -126,7 +126,10 @@ _MASK = (1 << 64) - 1
 
 
 def _stubs(abi: GuestAbi) -> ControlStubs:
-    """Return the stubs of control files; a processor's module is imported only for a kernel of it."""
+    """Return the stubs of control files for a processor.
+
+    The module of a processor is imported only for a kernel of that processor.
+    """
     if abi is ARM64:
         from emulated_kernel.guests.linux.mounts.arm64_control_stubs import ARM64_STUBS
 
@@ -352,7 +355,8 @@ class LinuxControlCalls(GuestCalls):
     ) -> None:
         """Create or remove a directory by `act`, in a call of the guest if probes could notice it.
 
-        The client's task calls mkdirat(2), or unlinkat(2) if `args` is empty; see GuestCalls.
+        The client's task calls mkdirat(2) with the arguments `args` after the path, or unlinkat(2) if `args`
+        is empty; see GuestCalls.
         """
         del names
         place = self._root + path
@@ -494,7 +498,8 @@ class LinuxControlCalls(GuestCalls):
         """Finish the guest's lookup of a control file or a directory of control files.
 
         simple_lookup() has returned. If kprobefs's tree has the dentry's path, let the guest call
-        d_instantiate() with the inode that all files, or all directories at the same parity of depth, share.
+        d_instantiate() with a shared inode. All files share one inode, and all directories at the same parity
+        of depth share one.
         """
         self._go_to(self._stubs.lookup_ends)
         if regs.get(self._calls.result):

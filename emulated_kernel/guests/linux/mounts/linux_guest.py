@@ -72,8 +72,8 @@ class DeferredCloses(Generic[File]):
     def __init__(self, close: Callable[[LinuxTask | None, int], None]) -> None:
         """Create an empty queue.
 
-        `close`: makes a task, or any task if it is None, call close(2) on a descriptor. `close` must not
-        raise.
+        `close(task, fd)`: makes a task, or any task if `task` is None, call close(2) on the descriptor `fd`.
+        `close` must not raise.
         """
         self._close = close
         self.deferred: deque[File] = deque()

@@ -69,7 +69,7 @@ class NativeCore:
         self._memory.write(root, va, data)
 
     def passed_in_step(self) -> Callable[[int], bool]:
-        """Implement DebuggedMachine.passed_in_step: a step over a breakpoint passes the handling of the hit.
+        """Implement DebuggedMachine.passed_in_step: a step does not stop in the handling of a hit.
 
         On x86-64, the handling consists of exception handlers, in which the stack pointer is lower, and of
         the copied instruction, which is outside of the kernel's text. Branches are not copied, because Linux
@@ -97,7 +97,7 @@ class NativeCore:
         return None if found is None else found[0] - address
 
     def _passed_with_exceptions(self) -> Callable[[int], bool]:
-        """Return a function that passes exceptions and the copied instruction, for passed_in_step().
+        """Return the function of passed_in_step() for processors other than x86-64.
 
         The copy is outside of the kernel's image, and a breakpoint after it causes another exception. The
         step ends at the first instruction in the image after the return from an exception.

@@ -141,9 +141,9 @@ class Arm64LinuxCpu(LinuxCpu):
         self._enter(_FROM_USER, _SVC_SYNDROME, ip + _SVC_SIZE)
 
     def entry(self, ip: int) -> KernelEntry:
-        """Return the table by which the host does the same as syscall(ip).
+        """Return the table by which the host's routine does the same as syscall(ip).
 
-        Unicorn reports the address after the svc.
+        When the routine runs, Unicorn has set ip to the address after the svc already.
         """
         assert isinstance(self.regs, FastRegs)
         place = self.regs.address_of
@@ -164,7 +164,7 @@ class Arm64LinuxCpu(LinuxCpu):
         )
 
     def is_exception_entry(self, address: int) -> bool:
-        """Return True at the vectors; see LinuxCpu."""
+        """Return True if `address` is that of an exception vector; see LinuxCpu."""
         return address - self._vbar[0] in _VECTORS
 
     def raise_exception(self, trap: Trap) -> None:
@@ -178,8 +178,8 @@ class Arm64LinuxCpu(LinuxCpu):
         """Store the translator's flags for kernel mode, for later entries into the kernel.
 
         This method must be called when code in kernel mode has caused an exception. Unicorn: a write of the
-        processor state by the host does not change the translator's flags. They are stored in elr_el3,
-        which the guest does not use, so that snapshots contain them.
+        processor state by the host does not change the translator's flags. The flags are stored in elr_el3,
+        which the guest does not use, so that snapshots contain the flags.
         """
         self._kernel_hflags[0] = self._hflags[0]
 

@@ -43,8 +43,9 @@ def only(found: Set[int], what: str) -> int:
 class WordSearch:
     """Search for the offset of one word in the CPU state.
 
-    The words are compared in place. Hazard: Unicorn's structure is shorter than STATE_SIZE. A copy of it in
-    the memory behind would have each value that the searched word gets.
+    The words are compared in place, not in a copy. Hazard: Unicorn's structure is shorter than STATE_SIZE, so
+    the search includes memory after it. A copy of the structure in this memory would have the same values as
+    the searched word.
     """
 
     def __init__(self, state: int, code: str = "Q") -> None:

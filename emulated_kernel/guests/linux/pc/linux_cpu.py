@@ -379,8 +379,9 @@ class PcCpu(LinuxCpu):
         self._code_and_stack[:] = _SEGMENTS_OF_SYSCALL
 
     def entry(self) -> KernelEntry | None:
-        """Return the table by which the host does the same as syscall(), before Unicorn advances ip.
+        """Return the table by which the host's routine does the same as syscall().
 
+        After the routine, Unicorn advances ip by the instruction's size.
         Return None before the first system call, and if the kernel lets user mode set its direction flag.
         """
         if self._system_call is None or self._system_call[1] & _DIRECTION:

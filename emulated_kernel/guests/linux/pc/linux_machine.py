@@ -146,10 +146,10 @@ class LinuxMachine(ABC):
 
     @contextmanager
     def wanted_until(self, is_unwanted: Callable[[], bool]) -> Iterator[None]:
-        """During the block, end a run if `is_unwanted` returns True, because its client was killed.
+        """During the block, end a run when `is_unwanted` returns True.
 
-        The watchdog's thread calls `is_unwanted`.
-        The machine is dead after that, so use this only if the run can be rolled back.
+        This means that no client waits for the run's result any more. The watchdog's thread calls
+        `is_unwanted`. An ended run leaves the machine dead, so use this only if the run can be rolled back.
         """
         self._watchdog.ask(is_unwanted)
         try:

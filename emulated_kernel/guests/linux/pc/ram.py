@@ -91,7 +91,7 @@ class LinuxMemory:
     def forbid_execution(self, root: int, data: range) -> None:
         """Make the large pages that are completely in `data` not executable.
 
-        The caller drops translated addresses.
+        The caller must drop the CPU's cached address translations afterwards.
         """
         start = -(-data.start // LARGE_PAGE_SIZE) * LARGE_PAGE_SIZE
         for va in range(start, data.stop - LARGE_PAGE_SIZE + 1, LARGE_PAGE_SIZE):

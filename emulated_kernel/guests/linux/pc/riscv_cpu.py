@@ -122,9 +122,9 @@ class RiscvLinuxCpu(LinuxCpu):
         self._enter(riscv.CAUSE_ECALL, ip, 0)
 
     def entry(self) -> KernelEntry:
-        """Return the table by which the host does the same as syscall() for each ecall of user mode.
+        """Return the table by which the host's routine does the same as syscall() for an ecall of user mode.
 
-        Unicorn reports the address after the ecall.
+        When the routine runs, Unicorn has set ip to the address after the ecall already.
         """
         assert isinstance(self.regs, FastRegs)
         ip = self.regs.address_of("ip")

@@ -50,10 +50,10 @@ def profile_of(kernel: LinuxKernel, riscv: str = RISCV_PROFILE) -> Profile:
 
 
 def interface_with(kernel: LinuxKernel, profile: Profile) -> Interface:
-    """Return the interface of a mount of `kernel`, whose profile takes over the kernel's own interface.
+    """Return the tracefs interface of a mount of `kernel`, whose probes follow `profile`.
 
-    If the profile has no ftrace, the interface has no fprobe events and no probe events on tracepoints.
-    Linux builds both together.
+    The interface is the kernel's own. If the profile has no ftrace, the interface has no fprobe events and no
+    probe events on tracepoints. Linux builds both together.
     Mirrors: kernel/trace/Kconfig:FPROBE_EVENTS (v6.12).
     """
     found = detect_interface(kernel)

@@ -274,7 +274,7 @@ class KernelTracepoints:
         return SyscallTracepoint(made.tracepoint, _WORD, start, 0 if is_faultable else -self._own_count)
 
     def of_module(self, events: Iterable[KernelEvent], batch: EventBatch) -> list[KernelStaticEvent]:
-        """Return the trace events of a module, in the module's order; `batch` is empty."""
+        """Return the trace events of a module, in the module's order; `batch` must be empty."""
         made = [self._event(event, batch, None) for event in events] if self._hands_over else []
         return [event for event in made if event is not None]
 
@@ -321,7 +321,10 @@ class KernelTracepoints:
 
     @cached_property
     def _has_stubs(self) -> bool:
-        """Whether tracepoints have stubs, as since Linux 6.3. A lookup for each event would take 3 ms."""
+        """Whether tracepoints have stubs, as they do since Linux 6.3.
+
+        The result is cached, because a lookup for each event would take 3 ms.
+        """
         return self._kernel.kallsyms.lookup_name("__probestub_sched_switch") is not None
 
     @cached_property
@@ -507,7 +510,7 @@ class KernelStaticEvent(StaticEvent):
 
     @cached_property
     def fields(self) -> tuple[EventField, ...]:
-        """The event's own fields. A start computes those of a few events only."""
+        """The event's own fields, computed at the first use: a start needs those of a few events only."""
         return tuple(layout_fields(self._definitions, self._common_size))
 
     @property

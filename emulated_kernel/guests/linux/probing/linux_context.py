@@ -81,10 +81,10 @@ def _per_cpu_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
 def _shadow_stacks(btf: Btf, *, may_have_traced: bool) -> dict[str, int]:
     """Return name -> offset of the fields of task_struct in which shadow stacks keep pending calls.
 
-    Python keeps the pending calls for which the kernel has no field. If the kernel has rethooks, they are in
-    the kernel's own field `rethooks`. The kernel then only clears kretprobe_instances at fork, so this field
-    serves as `ret_stack`. Otherwise, the kernel's kretprobes use kretprobe_instances, and the kernel's own
-    ret_stack serves.
+    Python keeps the pending calls for which the kernel has no field. Two fields are needed: `rethooks` and
+    `ret_stack`. If the kernel has rethooks, its own field `rethooks` is used. Such a kernel does not use
+    kretprobe_instances except to clear it at fork, so kretprobe_instances serves as `ret_stack`. A kernel
+    without rethooks needs kretprobe_instances for its kretprobes, so only its own ret_stack is used.
     All fields are 0 when a task is created. The kernel reads them again long after the task has ended. The
     guest has no rethooks of its own, because no module that probes can be loaded.
     `may_have_traced`: see RunningLinux; then ret_stack may not be 0.

@@ -64,7 +64,7 @@ class ModuleWatch:
 
     @contextmanager
     def _logged(self) -> Iterator[None]:
-        """Log an error of reading a module in the block, and ignore it; the module stays unknown."""
+        """During the block, log an error of reading a module, and suppress it; the module stays unknown."""
         try:
             yield
         except (KernelError, MemoryFault, HardwareError, ValueError, StructError) as error:

@@ -149,7 +149,7 @@ class KernelEngine:
         return build_probe_engine(kernel)
 
     def _run_tasks(self) -> None:
-        """Run each runnable task once."""
+        """Run each runnable task once, so that tasks leave text that is about to be patched."""
         self.guest.idle(_TURN)
 
     def _run_all_tasks(self) -> nullcontext[bool]:

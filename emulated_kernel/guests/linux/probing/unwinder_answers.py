@@ -59,7 +59,7 @@ class UnwinderAnswers:
         hook_sets.first.trampoline.on_install.append(self._install)
 
     def _install(self) -> None:
-        """Put a breakpoint on the function for good, if the kernel has the function."""
+        """Put a breakpoint on the function permanently, if the kernel has the function."""
         function = self._kernel.kallsyms.lookup_name(_FIND)
         if function is None:
             return
@@ -71,7 +71,10 @@ class UnwinderAnswers:
         _, _, address, pointer = self._arch.registers.arguments[:4]
 
         def asked(regs: Any) -> None:
-            """Mirrors: kernel/trace/fgraph.c:ftrace_graph_ret_addr (v6.1)."""
+            """Return the real return address for a trampoline; otherwise run the kernel's own function.
+
+            Mirrors: kernel/trace/fgraph.c:ftrace_graph_ret_addr (v6.1).
+            """
             returned_to = getattr(regs, address)
             found = self._sets.caller_near(getattr(regs, pointer), returned_to)
             if found == returned_to:

@@ -107,7 +107,7 @@ def vmcore_mount(guest: VmcoreGuest, engine: KernelEngine, owner: Owner, *, is_t
 
     Only functions that clients call run in the kernel. The file of the dump stays unchanged.
     `is_tracefs`: tracefs is the root, and listings show nothing else.
-    Unlike the mount of a running Linux guest it has no `clients_own`, because called functions may remove
+    Unlike GuestFs, the file systems have no `clients_own` directories, because called functions may remove
     files, too.
     """
     strategy = VmcoreControlCalls(guest, engine)
