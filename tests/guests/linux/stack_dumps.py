@@ -23,17 +23,18 @@ _MOST = 64
 """Maximum number of frames of a stack trace."""
 
 
-def _printed(mount: Mount, call: str) -> list[str]:
+def printed(mount: Mount, call: str) -> list[str]:
     """Call a kernel function, and return the lines that it has printed, without their times."""
     # The log loses its oldest lines.
     last = read(mount, "/machine/dmesg").splitlines()[-1]
-    assert not write(mount, "/machine/call", call)
+    refused = write(mount, "/machine/call", call)
+    assert not refused, (call, refused)
     lines = read(mount, "/machine/dmesg").splitlines()
     new = lines[len(lines) - lines[::-1].index(last) :]
     return [_STAMP.sub("", line) for line in new]
 
 
-def _frames(lines: list[str]) -> list[str]:
+def frames_of(lines: list[str]) -> list[str]:
     """Return the frames of a dump, without the addresses that the unwinder does not trust."""
     return [found["place"] for line in lines if (found := _FRAME.match(line))]
 
@@ -42,13 +43,13 @@ def _tasks(mount: Mount) -> dict[str, list[str]]:
     """Return task -> frames, of all kernel threads that sleep or are idle."""
     found: dict[str, list[str]] = {}
     frames: list[str] = []
-    for line in _printed(mount, "show_state_filter 0"):
+    for line in printed(mount, "show_state_filter 0"):
         if task := _TASK.match(line):
             name, state, pid, parent = task.groups()
             frames = []
             if state in "SI" and parent in ("0", "2") and name != "init":
                 found[f"{name}-{pid}"] = frames
-        frames += _frames([line])
+        frames += frames_of([line])
     return found
 
 
@@ -73,11 +74,11 @@ def check_stack_dumps(mount: Mount, engine: LinuxEngine, dumping: tuple[str, ...
     `dumping`: functions that are called during dump_stack().
     """
     # The first call of each function allocates memory.
-    _printed(mount, "dump_stack")
+    printed(mount, "dump_stack")
     with engine.lock:
         # Work of the boot ends.
         engine.guest.idle(1_000_000)
-    frames = _frames(_printed(mount, "dump_stack"))
+    frames = frames_of(printed(mount, "dump_stack"))
     tasks = _tasks(mount)
     with engine.lock:
         traces = _traces(engine)
@@ -87,7 +88,7 @@ def check_stack_dumps(mount: Mount, engine: LinuxEngine, dumping: tuple[str, ...
     def compare() -> None:
         # Python hooks the first call of a function, and guest code the others.
         for _ in range(3):
-            assert _frames(_printed(mount, "dump_stack")) == frames
+            assert frames_of(printed(mount, "dump_stack")) == frames
         for _ in range(2):
             now = _tasks(mount)
             assert len(now.keys() & tasks) > 20

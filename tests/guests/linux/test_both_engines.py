@@ -17,6 +17,7 @@ from emulated_kernel.kprobes.profile import DEFAULT, PROFILES
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.mount import Mount
 from tests.guests.linux.probing import PLAIN, boundaries, engine
+from tests.guests.linux.stack_dumps import frames_of, printed
 from tests.oracle.inside.mount_files import read, write
 from tests.oracle.inside.places import OPTIMIZING
 
@@ -158,6 +159,31 @@ def test_each_has_its_own_places_in_the_same_functions(both: Both) -> None:
         both.enable(first, on=False)
     for mount in (both.native, both.ours):
         assert not write(mount, "/tracing/kprobe_events", "", os.O_TRUNC)
+
+
+def test_stack_dumps_show_the_callers_of_calls_that_both_hook(both: Both) -> None:
+    """Return probes of kprobefs hook some of the calls, and the kernel's own function graph the others."""
+    dumping = "show_trace_log_lvl", "show_stack", "sched_show_task", "show_state_filter"
+    # Of all tasks, those in a freezable sleep.
+    shows = "show_state_filter 0x2000"
+
+    def dumps() -> list[list[str]]:
+        return [frames_of(printed(both.ours, call)) for call in ("dump_stack", shows)]
+
+    expected = dumps()
+    assert all(expected)
+    for mine, theirs in ((dumping[:2], dumping[2:]), (dumping[2:], dumping[:2]), (dumping, ())):
+        assert both.define(both.ours, *(f"r:{name} {name}" for name in mine)) == [""] * len(mine)
+        assert both.enable(both.ours) == ""
+        for name in theirs:
+            assert not write(both.native, "/tracing/set_ftrace_filter", name, os.O_APPEND)
+        assert not write(both.native, "/tracing/current_tracer", "function_graph" if theirs else "nop")
+        for _ in range(3):
+            assert dumps() == expected
+        assert not write(both.native, "/tracing/current_tracer", "nop")
+        assert not write(both.native, "/tracing/set_ftrace_filter", "", os.O_TRUNC)
+        both.enable(both.ours, on=False)
+        assert not write(both.ours, "/tracing/kprobe_events", "", os.O_TRUNC)
 
 
 @pytest.mark.parametrize("entry", [False, True], ids=["within", "entry"])
