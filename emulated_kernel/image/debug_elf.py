@@ -116,7 +116,8 @@ def debug_elf(
 def _with_rest(section: MemorySection) -> Iterator[MemorySection]:
     """Yield the section, and another one for the rest of its memory if its contents are shorter.
 
-    A section with contents is within the contents of its segment; gdb warns of others.
+    The split is needed because gdb warns of a section with contents that extends beyond its segment's
+    contents.
     """
     size = len(section.data)
     if not 0 < size < section.size:

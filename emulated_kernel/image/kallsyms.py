@@ -325,7 +325,7 @@ class Kallsyms:
         return found
 
     def locate_each(self, addresses: Iterable[int]) -> Iterator[tuple[str, int, str | None] | None]:
-        """Yield name, offset and module for each of `addresses`, which ascend, as lookup() finds them.
+        """Yield name, offset and module of each address, as lookup() finds them; `addresses` must ascend.
 
         One pass over the table takes a tenth of the time of a lookup() for each function of a kernel.
         """

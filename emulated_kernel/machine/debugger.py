@@ -62,7 +62,7 @@ class DebuggedMachine(Protocol):
         """Register `action`, a function to call before the emulator is freed."""
 
     def passed_in_step(self) -> Callable[[int], bool]:
-        """Return a function that decides which instructions a debugger's step passes without a stop.
+        """Return a function that decides at which instructions a debugger's step does not stop.
 
         The step begins at the breakpoint of a probe, which is at the current ip. The debugger calls the
         function before each instruction, with the instruction's address. The step ends at the first address

@@ -100,10 +100,10 @@ class ProbedMachine(ABC):
         """Call `may_end` at each end of a quantum; if it returns False, the CPU runs one more instruction."""
 
     def passed_in_step(self) -> Callable[[int], bool]:
-        """Implement DebuggedMachine.passed_in_step: a step over a breakpoint passes generated code.
+        """Implement DebuggedMachine.passed_in_step: a step from a probe does not stop in generated code.
 
-        A breakpoint that is in generated code itself, such as the one that calls a detour's handlers, is one
-        instruction of this code.
+        In generated code itself there are breakpoints too, such as the one that calls a detour's handlers. A
+        step from such a breakpoint executes one instruction.
         """
         if self.text.is_generated(self.regs.ip):
             return lambda _address: False

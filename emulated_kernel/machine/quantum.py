@@ -64,7 +64,10 @@ class Quantum:
             self._words.left += _INTERRUPT
 
     def stop_at(self, address: int) -> None:
-        """End the next run at `address`, where an interrupt returns to, if the run comes there soon."""
+        """End the next run when it reaches `address`, to which an interrupt returns.
+
+        The run ends earlier if it has executed its number of instructions and _INTERRUPT further ones.
+        """
         self._words.end = address
 
     def disarm(self) -> None:
@@ -73,7 +76,10 @@ class Quantum:
         self.stop_outside(None)
 
     def stop_outside(self, within: Callable[[int], bool] | None) -> None:
-        """End the next run at the first instruction for which `within` returns False; None: at none."""
+        """End the next run at the first instruction for which `within` returns False.
+
+        If `within` is None, no instruction ends the run.
+        """
         self._within = within
         self._words.is_bounded = within is not None
 

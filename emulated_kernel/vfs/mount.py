@@ -126,7 +126,7 @@ class Mount:
         return True
 
     def at_names_end(self, action: Callable[[Collection[str | None]], object]) -> None:
-        """Call `action` whenever a front end must look up names again for which name_lasts() was True.
+        """Call `action` whenever a front end must look up names again, although name_lasts() was True.
 
         The file systems call FileSystem.on_names_end with the lock. The thread that holds the lock calls
         `action` once it has released the lock, before its request ends. The argument of `action` is a list
@@ -154,7 +154,10 @@ class Mount:
         return self._with_mounts(path, self.filesystem_at(path).readdir(path, client))
 
     def _with_mounts(self, path: str, entries: list[DirEntry]) -> list[DirEntry]:
-        """Return the entries of a directory as they are with the mounted prefixes."""
+        """Return `entries` of the directory `path`, with those of prefixes mounted in it.
+
+        If `path` is a prefix itself, the entry ".." gets the inode number of the directory above it.
+        """
         if path != "/" and path in self._table:
             with suppress(KernelError):
                 above = self.getattr(posixpath.dirname(path)).ino

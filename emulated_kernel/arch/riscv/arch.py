@@ -118,7 +118,8 @@ class Riscv(Arch):
     def hooked_slot(self, pointer: int, slots: Iterable[int]) -> int | None:
         """Return the slot of a call that has stored its return address at `pointer`; see Arch.
 
-        The call has done so below its slot. The slots of the calls that it has made are below `pointer`.
+        `pointer` is below the slot of this call, and above the slots of the calls that the hooked function
+        has made.
         Mirrors: arch/riscv/kernel/stacktrace.c:walk_stackframe (v6.12).
         """
         return min((slot for slot in slots if slot > pointer), default=None)

@@ -77,7 +77,7 @@ LinkedCall = Callable[[int, int, int, int], bytes]
 def relocate(insn: RiscvInsn, code: bytes, addr: int, to: int, jump: Jump, linked_call: LinkedCall) -> bytes:
     """Return code at `to` with the effect of `insn` at `addr`, whose bytes are `code`.
 
-    `jump` and `linked_call` encode the jumps that need a register, or something else in its place.
+    `jump` and `linked_call` encode the jumps that need a register, or other code in place of such a jump.
     Raises: KernelError EINVAL (the instruction can't be moved), ERANGE (out of reach).
     """
     kind = relocation_of(insn)

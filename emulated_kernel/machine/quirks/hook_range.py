@@ -21,7 +21,7 @@ class HookRange:
     """
 
     def __init__(self, hook: int, at: range) -> None:
-        """Find, in the struct hook at the address `hook`, the fields with the range `at`."""
+        """Find the fields with the range `at` in Unicorn's struct hook, which is at the address `hook`."""
         self._at = at[0], at[-1]
         place = own_memory(hook, _HOOK_SIZE).find(struct.pack("<2Q", *self._at))
         self._cells = None if place < 0 else (ctypes.c_uint64 * 2).from_address(hook + place)
@@ -29,7 +29,7 @@ class HookRange:
     def use(self, on: bool) -> None:
         """Move the hook to its range if `on` is True, otherwise to no address.
 
-        The caller drops translated code. If the hook's range was not found, the hook stays.
+        The caller must drop translated code afterwards. If the hook's range was not found, the hook stays.
         """
         if self._cells is not None:
             self._cells[0], self._cells[1] = self._at if on else _NOWHERE

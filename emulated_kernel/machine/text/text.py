@@ -507,7 +507,7 @@ class Text:
         return at >= 0 and va < self._originals[at][1]
 
     def _announce(self, va: int) -> None:
-        """Call `before_first_change` if `va` is in original text; called while the ledger is empty."""
+        """Call all of `before_first_change` if `va` is in original text. The ledger must be empty."""
         if self.is_original(va):
             for callback in self.before_first_change:
                 callback()

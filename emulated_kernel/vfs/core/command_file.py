@@ -34,7 +34,7 @@ Taken = TypeVar("Taken", int, None)
 def explained(
     log: Callable[[str], None], file: str, execute: Callable[[bytes], Taken]
 ) -> Callable[[bytes], Taken]:
-    """Wrap `execute`: write the message of a KernelError that `execute` raises to the kernel log.
+    """Wrap `execute`: if it raises a KernelError, write the error's message to the kernel log.
 
     `file` names the file in the message. The writing process sees only the errno.
     """
