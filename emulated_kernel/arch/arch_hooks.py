@@ -431,7 +431,7 @@ class Arch(ABC):
         """Return the stack slot of the hooked call that the kernel's unwinder has found, or None.
 
         `slots`: stack slots of all pending calls. `pointer`: address that the unwinder passes to
-        ftrace_graph_ret_addr(). Here it is the address of the slot.
+        ftrace_graph_ret_addr(). In this implementation, it is the address of the slot itself.
         """
         return pointer
 

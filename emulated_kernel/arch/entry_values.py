@@ -98,8 +98,9 @@ class EntryValues:
 
         Stack words are counted from the one above the return address. The result is empty if no path to the
         address is known, or if the function has a jump table.
-        Hazard: the result has stack words that are not parameters. These belong to the function's caller. Do
-        not use them: code that got a pointer to such a word from the caller may have changed the word.
+        Hazard: the result has stack words that are not parameters. These belong to the function's caller.
+        Callers must not use them: code that got a pointer to such a word from the caller may have changed the
+        word.
         """
         search = self._search
         if search is None or addr not in search.frames or addr in search.guessed or self._has_jump_table:

@@ -15,7 +15,7 @@ _LIMIT = 16 << 20
 
 
 def pack_original_text(pieces: Iterable[tuple[int, bytes]]) -> bytes:
-    """Return the contents of the note. `pieces`: addresses with the original text there."""
+    """Return the contents of the note. `pieces`: pairs of an address and its original text."""
     return zlib.compress(b"".join(_PIECE.pack(va, len(text)) + text for va, text in pieces), 1)
 
 

@@ -49,9 +49,9 @@ def core_headers(
     """Return the first bytes of an ELF core, in which physical address n is at offset RAM_OFFSET + n.
 
     `ranges`: mapped memory. `cpus`: registers of each CPU, by name. `vmcoreinfo`: text of the note
-    VMCOREINFO; if it is b"", the core has no such note. `original_text`: addresses with the text that probes
-    have replaced there, for a note that kprobefs reads. If the program headers of all ranges do not fit
-    before RAM_OFFSET, the smallest ranges get no program header.
+    VMCOREINFO; if it is b"", the core has no such note. `original_text`: pairs of an address and the text
+    that probes have replaced at it, for a note that kprobefs reads. If the program headers of all ranges do
+    not fit before RAM_OFFSET, the smallest ranges get no program header.
     """
     is_64 = model.bits == 64
     header_size, program_size = (64, 56) if is_64 else (52, 32)

@@ -61,9 +61,9 @@ class HostCalls:
         """Run from a complete register state until the function returns; return the complete end state.
 
         Both states are register sets of the CPU model. `start.sp` can be `stack_top`; on x86 the return
-        address is written there. The function returns to a halt instruction, which ends the run. In the end
-        state, ip is the address after this instruction. The guest's own registers are always restored. The
-        clock isn't set, so that the same start gives the same end.
+        address is written to the stack at `start.sp`. The function returns to a halt instruction, which ends
+        the run. In the end state, ip is the address after this instruction. The guest's own registers are
+        always restored. The clock isn't set, so that the same start gives the same end.
 
         Raises: GuestFault, BudgetExceeded (as `call`), MemoryFault (the stack isn't writable).
         """

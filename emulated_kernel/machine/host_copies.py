@@ -48,7 +48,7 @@ class HostCopies:
         """Make the host execute the guest's repeated copies that have a fixup, from now on.
 
         `fixups`: addresses of the instructions in the kernel's exception table. If the host has no routine or
-        no fast registers, do nothing. Call this method before the guest runs.
+        no fast registers, do nothing. The guest must not have run yet.
         """
         code = self._cpu.repeated_copy
         routine = routine_address("copy") if code else None

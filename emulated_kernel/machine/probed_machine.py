@@ -60,7 +60,7 @@ class ProbedMachine(ABC):
         yield from self.text.ledger.pieces()
 
     def in_clock_loop(self, address: int) -> bool:
-        """Return True if an address is in one of `clock_loops`; handlers must not advance the clock there."""
+        """Return True if an address is in one of `clock_loops`, where handlers must not advance the clock."""
         return any(address in loop for loop in self.clock_loops)
 
     @abstractmethod
@@ -116,11 +116,11 @@ class ProbedMachine(ABC):
 
     @property
     def debug_traps(self) -> TrapHandlers:
-        """Address at which a single step ends -> handler, called during the run, with regs.ip there."""
+        """Address at which a single step ends -> handler, called in the run, with this address in regs.ip."""
         return self.hooks.debug_traps
 
     def raise_fault(self, fault: MemoryFault) -> None:
-        """Raise a page fault of the instruction at regs.ip; call this only in a breakpoint handler."""
+        """Raise a page fault of the instruction at regs.ip; only breakpoint handlers may call this."""
         present = self.memory.is_mapped(fault.address)
         trap = self.model.access_fault(self.regs.ip, fault.address, write=fault.write, present=present)
         self.hooks.raise_exception(trap)

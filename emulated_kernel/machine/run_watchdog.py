@@ -53,7 +53,7 @@ class HandlerTime:
 
     @property
     def kept(self) -> float:
-        """Number of seconds since keep_measuring() that count towards no budget; 0 after the measurement."""
+        """Seconds of the callbacks since keep_measuring() that no budget counts; 0 after the measurement."""
         return HANDLERS_FREE * (self.seconds - self._start_seconds) if self.is_continued else 0.0
 
     def measure(self, callback: Callable[..., object], *args: object) -> object:

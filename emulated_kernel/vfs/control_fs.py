@@ -263,8 +263,8 @@ class ControlDirectory(OpenDirectory):
 class PendingWrite:
     """One write(2) to a control file, done step by step. Between two steps, other threads get the lock.
 
-    Use the object as a context manager. In the `with` block, pass `step` to retry_yielding_lock(), which
-    calls `step` until the write has ended.
+    The object is a context manager. In its `with` block, the caller passes `step` to retry_yielding_lock(),
+    which calls `step` until the write has ended.
     """
 
     __slots__ = (
@@ -668,7 +668,7 @@ class ControlFs(FileSystem):
 
         A file of machine/ that is open for reading only needs no guest. For such a file, the thread gets
         the lock even while a debugger holds the guest.
-        The caller has to check `lock.is_lent` in the `with` block; its value cannot become true there.
+        The caller has to check `lock.is_lent` in the `with` block; its value cannot become true in the block.
         """
         if path.startswith(_ALWAYS_OPEN) and flags & os.O_ACCMODE == os.O_RDONLY:
             return self.lock.observing()

@@ -61,8 +61,8 @@ def ftrace_trampoline(frame: RegsFrame) -> HandlerStub:
 def return_trampoline(frame: RegsFrame, address: int) -> HandlerStub:
     """Return the return trampoline for `address`, which hooked functions return to.
 
-    It pushes its own address into the word that held the return address. An unwinder then sees a hooked
-    function until the handler stores the real return address there.
+    The trampoline pushes its own address into the word that held the return address. An unwinder then sees a
+    hooked function until the handler stores the real return address there.
     Mirrors: arch/x86/kernel/rethook.c:arch_rethook_trampoline (v6.1).
     """
     own = push_address(address)

@@ -301,16 +301,16 @@ class Encoder:
     def compare_exchange_8(self, base: int, offset: int) -> bytes:
         """Encode a locked compare and exchange of 8 bytes.
 
-        If dx:ax equals the bytes in memory, the instruction stores cx:bx there, else it loads them into
-        dx:ax.
+        If dx:ax equals the bytes in memory, the instruction stores cx:bx in their place, else it loads them
+        into dx:ax.
         """
         return self._operand(_CMPXCHG8B, 1, base, offset)
 
     def compare_exchange(self, base: int, offset: int, src: int) -> bytes:
         """Encode a locked compare and exchange of a word.
 
-        If ax equals the word in memory, the instruction stores src there and sets ZF, else it loads the word
-        into ax.
+        If ax equals the word in memory, the instruction stores src in its place and sets ZF, else it loads
+        the word into ax.
         """
         return self._operand(self._compare_exchange, src, base, offset)
 

@@ -90,8 +90,9 @@ class SavedRegisters:
 def _flags_keeping(body: X86Lowering, encoder: Encoder, live: set[int]) -> tuple[bytes, bytes, int]:
     """Return code that keeps ax, which contains the saved flags, and code that loads ax again.
 
-    The codes surround a program. If the program doesn't use ax, both are empty. The third result is the
-    number of words that the first code pushes: 0 if it copies ax to a free register.
+    The first code runs before a program, and the second code after it. If the program doesn't use ax, both
+    codes are empty. The third result is the number of words that the first code pushes: 0 if it copies ax to
+    a free register.
     """
     if AX not in body.used:
         return b"", b"", 0

@@ -41,7 +41,7 @@ class Liveness:
     def at(self, addr: int) -> LiveRegisters:
         """Return the live registers and flags before the instruction at `addr`.
 
-        Everything is live if no instruction is known there.
+        Everything is live if no instruction is known at this address.
         """
         return _as_names(self._live.get(addr, _ALL) | _STACK_POINTER)
 

@@ -35,7 +35,8 @@ def punned_jump(region: Region, target: int) -> bytes:
 def has_room(region: Region, bits: int) -> bool:
     """Return True if the region's jump can lead to a detour in unused address space.
 
-    All addresses that the jump can reach there must be near enough for the displacements in the detour.
+    All addresses in this space that the jump can reach must be near enough for the displacements in the
+    detour.
     """
     reached = targets(region)
     found = False

@@ -164,8 +164,8 @@ class Guest:
     def give_up(self, task: GuestTask, error: int) -> None:
         """End the system call in which a task sleeps: the call fails with the errno `error`.
 
-        Call this when the task's host process no longer waits for the call. Otherwise the task would sleep
-        until the process makes another request. If the task sleeps in no system call, do nothing.
+        This is needed when the task's host process no longer waits for the call. Otherwise the task would
+        sleep until the process makes another request. If the task sleeps in no system call, do nothing.
         """
         if not self.is_dead and task.request is not None:
             self.runner.interrupt(task, error)

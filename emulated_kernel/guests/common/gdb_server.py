@@ -353,8 +353,8 @@ class GdbSession:
     def _note_step(self, address: int) -> None:
         """Note a breakpoint that gdb inserts at `address`, if gdb inserts it to step over a probe.
 
-        Then the next packet to continue is executed as a step. gdb steps by breakpoints on RISC-V, and on
-        any processor after it has passed a breakpoint in memory by a write of ip. gdb puts its breakpoint
+        Then the next packet to continue is executed as a step. gdb steps by breakpoints on RISC-V, and on any
+        processor after it has skipped a breakpoint in memory by a write of ip. gdb puts its breakpoint
         at the next instruction. This would be wrong if the probed instruction is a branch.
         GDB: c.ebreak is decoded as a jump to the address in register 0, so the breakpoint is at 0.
         """
@@ -438,11 +438,11 @@ class GdbSession:
         """Set register `number` of the layout; return the reply for gdb: OK, or an error.
 
         Only general registers of the current CPU except ip can be changed. The emulator cannot change ip in
-        the middle of a run. Setting any other register to its present value succeeds, because gdb writes
-        all registers at once.
-        gdb passes a breakpoint in memory by a write of ip, before it continues. At a probe's breakpoint,
-        this write succeeds without effect: the guest itself handles the breakpoint, and executes the probed
-        instruction.
+        the middle of a run. Setting any other register to its present value succeeds, because gdb writes all
+        registers at once.
+        To continue after a breakpoint in memory, gdb first writes the next instruction's address to ip. At a
+        probe's breakpoint, such a write succeeds without effect: the guest itself handles the breakpoint, and
+        executes the probed instruction.
         """
         name, size = self._layout[number]
         now = self._values().get(name, 0) & (1 << 8 * size) - 1

@@ -70,9 +70,9 @@ class ProcessWatch:
     """Interface that reports host processes to the process tracker.
 
     This base class reports no events; the Python API and tests use it. The methods call(), next_fd() and
-    program() take pids of the host. These methods can take a tenth of a second, so call them without the
-    control lock. All other methods take and return pids of the guest, which number() returns, and need the
-    lock.
+    program() take pids of the host. These methods can take a tenth of a second, so their caller must not hold
+    the control lock. All other methods take and return pids of the guest, which number() returns, and need
+    the lock.
     """
 
     def set_wait_context(self, waiting: Callable[[], AbstractContextManager[object]]) -> None:

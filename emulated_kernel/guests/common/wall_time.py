@@ -37,7 +37,7 @@ class WallTime:
         self._wall = array("q", [time_ns() - min(self._guest_ns(), _LATEST_CLOCK)])
 
     def remember(self) -> None:
-        """Remember the current moment. Call this before the guest may give a file a timestamp."""
+        """Remember the current moment. This must be done before the guest may give a file a timestamp."""
         wall = time_ns()
         guest = min(self._guest_ns(), _LATEST_CLOCK)
         # The guest's time may run faster than the wall clock. Files of a later moment must not look older.

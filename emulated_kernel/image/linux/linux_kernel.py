@@ -403,8 +403,8 @@ class LinuxKernel:
     def with_ftrace_sites(self) -> Self:
         """Return a copy of this arm64 or riscv64 kernel, with its fentry sites as ftrace writes them at boot.
 
-        The compiler has made nops there. Other kernels are returned unchanged. x86: see
-        ProbeChecker.unpatched_code().
+        In the kernel's file, these sites are nops of the compiler. Other kernels are returned unchanged. x86:
+        see ProbeChecker.unpatched_code().
         Mirrors: arch/arm64/kernel/ftrace.c:ftrace_init_nop (v6.12).
         Mirrors: arch/riscv/kernel/ftrace.c:ftrace_init_nop (v6.12, v6.16).
         """

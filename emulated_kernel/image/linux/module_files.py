@@ -151,7 +151,7 @@ class _Package:
 
     @property
     def is_package(self) -> bool:
-        """Whether the file is a package, as far as the last read() knows."""
+        """Whether the file is a package, according to the last read()."""
         return self._is_package
 
     @property

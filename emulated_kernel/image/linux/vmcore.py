@@ -199,7 +199,7 @@ class CoreFile:
             return max(self._size, at)
 
     def check_unchanged(self) -> None:
-        """Check that the file didn't change since it was opened; call this after the last read.
+        """Check that the file didn't change since it was opened; needed after the last read.
 
         Raises: UnusableFile (the file changed).
         """

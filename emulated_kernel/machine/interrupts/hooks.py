@@ -167,8 +167,8 @@ class TrapHooks:
     def enter_calls(self, vector: int, entry: KernelEntry) -> None:
         """Enter the guest's kernel at the exception `vector` of a system call without Python, from now on.
 
-        Call this after end_runs_at(). Python still gets the exception if a check of `entry` fails, if the
-        host has no routine, and while traps are charged.
+        The caller must have called end_runs_at(). Python still gets the exception if a check of `entry`
+        fails, if the host has no routine, and while traps are charged.
         """
         routine = routine_address("enter")
         if routine is None or self._arrival is None:
@@ -372,7 +372,7 @@ class TrapHooks:
         self.raise_exception(trap)
 
     def raise_exception(self, trap: Trap) -> None:
-        """Pass an exception to the fault hooks, and then to the guest; call this only in a callback."""
+        """Pass an exception to the fault hooks, and then to the guest; only callbacks may call this."""
         regs = self.regs
         for hook in self.fault_hooks:
             if hook(trap, regs):

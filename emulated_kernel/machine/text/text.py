@@ -140,7 +140,7 @@ class OriginalBytes(Mapping[int, int]):
         self.changes += 1
 
     def originals(self, va: int, now: bytes) -> bytes:
-        """Return the original bytes of the text at `va`. `now`: the bytes that are there now."""
+        """Return the original bytes of the text at `va`. `now`: the current bytes of this text."""
         found = bytearray(now)
         end = va + len(now)
         for word in range(va // WORD_SIZE, -(-end // WORD_SIZE)):

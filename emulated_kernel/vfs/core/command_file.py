@@ -86,7 +86,7 @@ def each_line(
 
 
 class WrittenList(Protocol):
-    """Interface of a list that a file shows, to which a write adds entries, and which O_TRUNC clears."""
+    """Interface of a list that a file shows. A write adds entries to the list, and O_TRUNC removes all."""
 
     def records_from(self, start: int) -> Iterable[str]:
         """Return the lines of the file from index `start` on. The file has one line for each entry."""

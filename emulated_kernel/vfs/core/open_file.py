@@ -220,7 +220,7 @@ class OpenFile:
     def prepare(self, client: Client, data: bytes) -> Callable[[], Steps]:
         """Read the host files that a client's write of `data` names; return a function that begins the write.
 
-        Hazard: do not hold the control lock, because host files may be slow.
+        Hazard: the caller must not hold the control lock, because host files may be slow.
         """
         del client
         return lambda: self._write_steps(data)

@@ -1,4 +1,4 @@
-"""PastRequests: what a mount remembers of its requests, for hints after a command has ended."""
+"""PastRequests: a mount's record of its requests, for hints after a command has ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from emulated_kernel.util.errors import KernelError
 MAX_TEXT = 4096
 """Maximum number of bytes of a refused write that are kept."""
 _CLIENTS_OWN = ("scratch", "dev")
-"""Directories of the root in which errors are the clients' business."""
+"""Directories of the root that belong to clients. Refused requests in them are not recorded."""
 
 
 class PastRequests:

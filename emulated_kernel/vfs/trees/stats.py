@@ -129,7 +129,7 @@ class HistoryFile(StreamFile):
     __slots__ = ()
 
     def __init__(self, kernel: KernelComponents, past: Callable[[], PastRequests] = PastRequests) -> None:
-        """Describe the file for `kernel`. `past`: returns what the mount remembers of its requests."""
+        """Describe the file for `kernel`. `past`: returns the mount's record of past requests."""
 
         def lines() -> Iterator[str]:
             tracing = kernel.tracing

@@ -40,8 +40,8 @@ def walk_of(text: str, path: str) -> tuple[str, bool] | None:
 def walks_at_end(call: ClientCall, path: str, found: Stat | None) -> Sequence[str] | None:
     """Return a call's paths, relative to the mount's root, if the call ends with the lookup of `path`.
 
-    Return None if the call does not end there, or if its paths could not be read from the client's memory.
-    `found`: the attributes of the file at `path`; None if it does not exist.
+    Return None if the call does not end with this lookup, or if its paths could not be read from the client's
+    memory. `found`: the attributes of the file at `path`; None if it does not exist.
     """
     if call.is_hidden:
         return None

@@ -325,7 +325,11 @@ class GuestRunner:
         return request.result
 
     def _is_overdue(self, since: float) -> bool:
-        """Return True if a call has used MAX_CALL; `since` is the thread's CPU time when the call began."""
+        """Return True if a call has used more than MAX_CALL seconds of CPU time.
+
+        `since`: the thread's CPU time when the call began. In the second half of the limit, only a part of
+        the handlers' time counts.
+        """
         used = thread_time() - since
         handlers = self._machine.handler_time
         if used <= MAX_CALL / 2:

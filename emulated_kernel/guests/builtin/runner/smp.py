@@ -224,9 +224,9 @@ class SmpGuestRunner(GuestRunner):
             self._deliver(Vector(self._kernel.take_sent(cpu)))
 
     def _run_interrupt(self) -> None:
-        """Deliver the lowest pending interrupt as _interrupt_current() does; the next turn lasts to its end.
+        """Deliver the lowest pending interrupt, and let the next turn last until the interrupt's end.
 
-        With a short quantum, a sync would otherwise take a hundred turns.
+        With a short quantum, a sync would otherwise take a hundred turns. See _interrupt_current().
         """
         ip = self._machine.regs.ip
         self._interrupt_current()

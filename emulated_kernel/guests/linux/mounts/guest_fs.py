@@ -154,7 +154,7 @@ class GuestFile(FileDescription):
     def mask(self) -> int:
         """Return the poll mask of the events for which the file is ready. Lock: needs.
 
-        The guest reports POLLPRI of some files only once, such as that of hist files.
+        For some files, such as hist files, the guest reports POLLPRI only once.
         """
         ready = self.fs.guest.syscalls.poll(self.fd, POLLED)
         self.urgent |= ready & select.POLLPRI

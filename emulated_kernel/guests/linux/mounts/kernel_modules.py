@@ -25,8 +25,8 @@ class KernelModules:
     def prepared(self, data: bytes, refused: Collection[str] = ()) -> Callable[[LinuxTask, str], None]:
         """Parse a command, read the module files, and return the function that executes the command.
 
-        Call this without the control lock. The returned function takes the writer's task and the content of
-        /proc/modules. `refused`: names of kernel functions that no module may use.
+        The caller must not hold the control lock. The returned function takes the writer's task and the
+        content of /proc/modules. `refused`: names of kernel functions that no module may use.
         Raises: KernelError EINVAL (not a command), ENOENT (no such module, or no module files), ENOEXEC (an
         unusable file), EPERM (a refused function), and errors of reading a file.
         """

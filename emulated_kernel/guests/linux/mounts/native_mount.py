@@ -199,7 +199,7 @@ class MachineFs(FileSystem):
     guest: LinuxGuest
 
     def __init__(self, guest: LinuxGuest, limits: Limits, past: Callable[[], PastRequests]) -> None:
-        """Create the file system. `past`: returns what the mount remembers of its requests."""
+        """Create the file system. `past`: returns the mount's record of past requests."""
         super().__init__(guest.lock)
         self.guest = guest
         self.past = past

@@ -146,7 +146,7 @@ def _bytes_at(address: int, size: int) -> memoryview:
 
 
 class LinuxCpu(ABC):
-    """The live CPU of a machine. Use it only while the guest is stopped, or inside a hook."""
+    """The live CPU of a machine. It may be used only while the guest is stopped, or in a hook."""
 
     regs: Regs
     exception_return: ClassVar[bytes] = b""
@@ -202,7 +202,7 @@ class LinuxCpu(ABC):
 
 
 class PcCpu(LinuxCpu):
-    """The x86-64 CPU of a PC. Use it only while the guest is stopped, or inside a hook.
+    """The x86-64 CPU of a PC. It may be used only while the guest is stopped, or in a hook.
 
     Raises: HardwareError (Unicorn's CPU state does not have the layout of `_State`).
     """

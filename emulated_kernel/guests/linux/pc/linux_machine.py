@@ -149,7 +149,7 @@ class LinuxMachine(ABC):
         """During the block, end a run when `is_unwanted` returns True.
 
         This means that no client waits for the run's result any more. The watchdog's thread calls
-        `is_unwanted`. An ended run leaves the machine dead, so use this only if the run can be rolled back.
+        `is_unwanted`. An ended run leaves the machine dead, so the caller must be able to roll the run back.
         """
         self._watchdog.ask(is_unwanted)
         try:

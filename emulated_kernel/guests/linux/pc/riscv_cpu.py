@@ -29,7 +29,7 @@ _PAGE_NUMBER = (1 << 44) - 1
 
 
 class RiscvLinuxCpu(LinuxCpu):
-    """The live CPU of a RISC-V machine. Use it only while the guest is stopped, or inside a hook."""
+    """The live CPU of a RISC-V machine. It may be used only while the guest is stopped, or in a hook."""
 
     exception_return: ClassVar[bytes] = bytes.fromhex("73002010")
     """Code of sret."""

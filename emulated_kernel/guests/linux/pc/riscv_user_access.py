@@ -1,9 +1,9 @@
 """UserAccess: lets a riscv64 kernel access user memory without a loss of all cached address translations.
 
-Linux sets SUM before it copies from or to user memory, and clears SUM afterwards. Unicorn drops its whole
-TLB at both. Before each of these instructions, a routine of the host changes SUM in place of Unicorn. When it
-clears SUM, it drops the translations of user pages only, so that kernel code without SUM faults there as on a
-real CPU.
+Linux sets SUM before it copies from or to user memory, and clears SUM afterwards. Unicorn drops its whole TLB
+at each change of SUM. Before each instruction that changes SUM, a routine of the host makes the change in
+place of Unicorn. When the routine clears SUM, it drops the translations of user pages only. Kernel code
+without SUM then faults at user addresses, as on a real CPU.
 """
 
 from __future__ import annotations
