@@ -13,7 +13,6 @@ import pytest
 from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
 
 from emulated_kernel.machine.native.host_code import PYTHON_TRAPS
-from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.control_lock import ControlLock
 from kprobefs.common.mountpoints import detach, our_mounts
 from tests import own_thread
@@ -152,7 +151,14 @@ NULL_DEVICE = _null_device()
 
 
 def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * PAGE_SIZE
+    """Return the size in bytes of the process's resident memory, without pages of files.
+
+    A mount of a distribution's kernel maps its snapshot. These pages belong to the page cache, and are half
+    of the mount's resident memory.
+    """
+    lines = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines()
+    sizes = dict(line.split(":", 1) for line in lines)
+    return sum(int(sizes[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
 
 
 class _Collector:

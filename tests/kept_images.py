@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache, cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,12 +15,12 @@ _T = TypeVar("_T")
 _load = builtin_image.load_image
 _PREBUILT: dict[str, builtin_image.KernelImage] = {}
 """Architecture -> prebuilt image. Tests can share the images, because nothing changes them."""
-_MOST_TEXT = 1 << 20
-"""Maximum size in bytes of text whose branches are kept; a distribution's kernel has more."""
+_SMALL_TEXT = 1 << 20
+"""Maximum size in bytes of text whose branches are found at once; a distribution's kernel has more."""
 _MOST_TEXTS = 20
 """Number of texts whose branches are kept."""
 _BRANCHES: dict[tuple[object, int, bytes], XrefIndex] = {}
-"""(function that finds branches, address of text, the text) -> the branches. Nothing changes them."""
+"""(function that finds branches, address of text, its digest) -> the branches. Nothing changes them."""
 
 
 def load_image(path: Path | str | None = None, arch: str = "x86_64") -> builtin_image.KernelImage:
@@ -52,24 +53,29 @@ def _once(
 
 
 class _KeptXrefs(CodeXrefs):
-    """References of which the branches of small kernels are found once in a process.
+    """References of which the branches of a text are found once in a process.
 
-    The search takes several times as long as a boot. tests/arch/test_references.py tests CodeXrefs itself.
+    The search takes several times as long as a boot of a small kernel, and a second in a distribution's.
+    tests/arch/test_references.py tests CodeXrefs itself.
     """
 
     @cached_property
     def _own_branches(self) -> XrefIndex:
         (start, end), *_ = self._image.text_ranges
-        if end - start > _MOST_TEXT:
-            return super()._own_branches
         code = bytes(self._image.read(start, end - start))
         find = self._possible_branches
-        key = getattr(find, "__func__", find), start, code
-        if key not in _BRANCHES:
-            if len(_BRANCHES) == _MOST_TEXTS:
-                _BRANCHES.clear()
-            _BRANCHES[key] = XrefIndex(_found(find, start, code), distance="i")
-        return _BRANCHES[key]
+        key = getattr(find, "__func__", find), start, sha256(code).digest()
+        if key not in _BRANCHES and len(_BRANCHES) == _MOST_TEXTS:
+            _BRANCHES.clear()
+        if len(code) <= _SMALL_TEXT:
+            if key not in _BRANCHES:
+                _BRANCHES[key] = XrefIndex(_found(find, start, code), distance="i")
+            return _BRANCHES[key]
+        own = super()._own_branches
+        kept = _BRANCHES.setdefault(key, own)
+        # Of the kernels with this text, only the last one stays in memory.
+        kept._search = own._search
+        return kept
 
 
 def _found(find: PossibleReferences, start: int, code: bytes) -> Callable[[object], list[Reference]]:

@@ -166,8 +166,9 @@ def main(argv: list[str] | None = None) -> int:
                 "places hit": len(armed.found.hits),
                 "hits": armed.found.hits.total(),
                 "traps without Python": armed.found.native_traps,
-                "calls of Python": armed.found.python_calls.total(),
             }
+            if options.compiled:
+                figures["calls of Python"] = armed.found.python_calls.total()
             totals.update({(mode, what): number for what, number in figures.items()})
             print(f"{mode}, part {part}: {_text(figures)}", flush=True)
     for mode in options.modes:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
 
 from tests.fuse.harness import ROOT, needs_fuse
+from tests.sample import share
 
 pytestmark = [
     pytest.mark.mounted,
@@ -41,11 +43,11 @@ def sources(version: str) -> str:
 @pytest.mark.parametrize(
     ("version", "tests"),
     [
-        ("6.12", ("dynevent/add_remove_tprobe.tc", "kprobe/kprobe_args_char.tc")),
-        ("7.2", ("00basic/trace_marker.tc", "dynevent/enable_disable_tprobe.tc")),
+        ("6.12", share(("dynevent/add_remove_tprobe.tc", "kprobe/kprobe_args_char.tc"), 1, 2)),
+        ("7.2", share(("00basic/trace_marker.tc", "dynevent/enable_disable_tprobe.tc"), 1, 2)),
     ],
 )
-def test_selftests_pass(version: str, tests: tuple[str, ...]) -> None:
+def test_selftests_pass(version: str, tests: Sequence[str]) -> None:
     directory = sources(version)
     if not os.path.isfile(f"{directory}/ftracetest"):
         pytest.skip(f"no selftests of Linux {version}: {directory}")

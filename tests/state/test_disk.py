@@ -27,6 +27,8 @@ from kprobefs.daemon.state.saved_state import RETRY_PAUSE
 from kprobefs.daemon.state.state_directory import StateDirectory
 from tests.state.life import DEFINITIONS, Run, head_of
 
+pytestmark = pytest.mark.usefixtures("objects_excluded")
+
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:

@@ -23,6 +23,8 @@ from kprobefs.daemon.reboot import RebootableKernel
 from kprobefs.mount_options import parsed_limits
 from tests.guests.builtin.conftest import FIRST_PID, dmesg
 
+pytestmark = pytest.mark.usefixtures("objects_excluded")
+
 CLIENT = Client(FIRST_PID, 0, 0)
 LIMITS = "/machine/limits"
 EVENTS = "/tracing/dynamic_events"

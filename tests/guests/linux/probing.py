@@ -6,7 +6,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import islice
@@ -268,7 +268,10 @@ class Probed(NamedTuple):
     native_traps: int
     """Number of traps that did not enter Python."""
     python_calls: Counter[str]
-    """Name of a function of emulated_kernel.kprobes.hit -> number of calls during the workload."""
+    """Name of a function of emulated_kernel.kprobes.hit -> number of calls during the workload.
+
+    They are counted only if all handlers are guest code: to count them slows down all code in Python.
+    """
 
 
 def probed(
@@ -285,7 +288,7 @@ def probed(
     counters = GuestCounters(engine, addresses) if is_compiled else None
     probes, hits = armed(engine, addresses, may_lack_detours=may_lack_detours, counters=counters)
     before = engine.machine.hooks.native_traps
-    with engine.lock, calls_of_hits() as calls:
+    with engine.lock, calls_of_hits() if is_compiled else nullcontext(Counter[str]()) as calls:
         answers = workload(engine)
     native = engine.machine.hooks.native_traps - before
     breakpoints = len(unpatched(engine, probes))

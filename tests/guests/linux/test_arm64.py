@@ -28,8 +28,9 @@ from emulated_kernel.guests.linux.pc.gic_board import (
     GicBoard,
 )
 from emulated_kernel.guests.linux.probing.tracing import printk_formats
+from emulated_kernel.guests.linux.table_cache import kernel_from_file
 from emulated_kernel.image.linux.arm64_image import Arm64Image
-from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
+from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.open_image import is_linux, open_vmlinux
 from emulated_kernel.machine.cpu import arm64
 from emulated_kernel.machine.traps.trap import GuestFault
@@ -59,7 +60,7 @@ def image() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def kernel(image: Path) -> LinuxKernel:
-    return open_kernel(str(image))
+    return kernel_from_file(str(image))
 
 
 @pytest.fixture(scope="module")

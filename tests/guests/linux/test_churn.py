@@ -13,6 +13,8 @@ from tests.guests.linux import debian_kernel
 from tests.guests.linux.files import Files
 from tests.sample import fewer
 
+pytestmark = pytest.mark.usefixtures("objects_excluded")
+
 
 @pytest.mark.parametrize("kprobes", KPROBES)
 def test_nothing_grows_and_the_kernel_does_not_complain(kprobes: str) -> None:

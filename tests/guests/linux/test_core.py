@@ -586,10 +586,12 @@ def test_page_tables_that_lead_nowhere(dumped: Path, monkeypatch: pytest.MonkeyP
     assert refused.value.status == ExitStatus.USAGE
 
 
+@pytest.mark.usefixtures("mount")
 def test_what_was_kept_of_a_dump_with_a_text_for_an_address(
     dumped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is made anew."""
+    subprocess.run(["cp", "-a", "--sparse=always", dumped.parent / "kprobefs", tmp_path], check=True)
     read, damaged = snapshot.read, []
 
     def first_damaged(
@@ -602,7 +604,6 @@ def test_what_was_kept_of_a_dump_with_a_text_for_an_address(
         return kept
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    ensure_core_cached(str(dumped))
     (before,) = snapshot.cached()
     monkeypatch.setattr(snapshot, "read", first_damaged)
     guest, _ = started_core(str(dumped))
@@ -763,15 +764,18 @@ msleep: it sleeps, and nothing else runs in a dump{" "}
     )
 
 
+@pytest.mark.usefixtures("mount")
 def test_places_of_a_dump_are_explained_without_running_it(
     dumped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The dump's text is as its machine has patched it: the emulated CPU needs no return thunks."""
     image = str(debian_kernel.image())
-    monkeypatch.setenv("XDG_CACHE_HOME", str(dumped.parent / "explained"))
     answers = []
     for option, source in (("--vmcore", str(dumped)), ("--image", image), ("--vmcore", str(dumped))):
-        assert main(["explain", option, source, "tcp_sendmsg+0x19", "--json"]) == 0
+        with monkeypatch.context() as patch:
+            if option == "--vmcore":
+                patch.setenv("XDG_CACHE_HOME", str(dumped.parent))
+            assert main(["explain", option, source, "tcp_sendmsg+0x19", "--json"]) == 0
         answers.append(json.loads(capsys.readouterr().out)[0])
     dump, linked, again = answers
     assert dump == again

@@ -155,6 +155,8 @@ def test_trees_are_the_kernel_s_own_tracer_s() -> None:
         roots = "shmem_file_read_iter generic_file_write_iter shmem_unlink"
         select(shell, roots, "set_graph_function")
         shell.write("/tracing/set_graph_notrace", "*balance_dirty*")
+        # Debian's kernel itself takes two seconds to patch the entries of all functions.
+        select(shell, "shmem_* *file* *folio* *inode* *mnt* *write*")
         shell.write("/tracing/max_graph_depth", "4")
         shell.write("/tracing/current_tracer", "function_graph")
         for option in ("funcgraph-tail", "nofuncgraph-overhead"):

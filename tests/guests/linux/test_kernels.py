@@ -24,6 +24,8 @@ from tests.guests.linux.files import Files
 from tests.guests.linux.parts import guest_of
 from tests.oracle.inside.mount_files import read, write
 
+pytestmark = pytest.mark.usefixtures("objects_excluded")
+
 SHELL, OTHER = Client(4001, 0, 0), Client(4002, 1000, 1000)
 
 

@@ -24,6 +24,7 @@ from emulated_kernel.guests.linux.pc.riscv_board import (
     TIMER_INTERRUPT,
     SbiBoard,
 )
+from emulated_kernel.guests.linux.table_cache import kernel_from_file
 from emulated_kernel.image.linux.linked_module import link_modules
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
 from emulated_kernel.image.linux.open_image import is_linux, open_vmlinux
@@ -64,7 +65,7 @@ def tasks(image: Path) -> Iterator[LinuxTasks]:
 
 @pytest.fixture(scope="module")
 def kernel(image: Path) -> LinuxKernel:
-    return open_kernel(str(image))
+    return kernel_from_file(str(image))
 
 
 @pytest.fixture(scope="module")

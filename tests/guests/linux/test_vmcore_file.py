@@ -97,46 +97,60 @@ def test_a_mount_shows_the_kernel_of_a_core(
     mount.close()
 
 
-@pytest.mark.parametrize("is_ours", [True, False])
 def test_explain_finds_jumps_of_probes(
-    guest: LinuxEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
+    guest: LinuxEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The dump has the jump also after the probe has been disabled, until the optimizer removes it.
 
     A dump by kprobefs has the text without probes in a note, so the verdicts are those without probes. The
     dump of another program has no note.
     """
-    if not is_ours:
-        monkeypatch.setattr(guest.machine, "original_text", lambda: ())
     mount = probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False)
-    checker = guest.kprobes.probe_checker
     optimizer = guest.kprobes.optimizer
     assert optimizer is not None
-    where = guest.kernel.kallsyms.lookup(guest.kernel.required("tcp_sendmsg"))
-    assert where is not None
-    start = where.symbol.address
-    places = checker.boundaries(where.symbol)
-    place = next(
-        at for at in places if not checker.may_probe(at) and isinstance(checker.optimized_region(at), Region)
-    )
-    write(mount, "/tracing/kprobe_events", f"p:jump tcp_sendmsg+{place - start}\n")
-    write(mount, "/tracing/events/kprobes/jump/enable", "1\n")
-    found = []
-    for enabled in ("1", "0"):
-        write(mount, "/tracing/events/kprobes/jump/enable", f"{enabled}\n")
-        if enabled == "1":
-            with guest.lock:
-                optimizer.work.flush()
-        assert guest.machine.text.current(place, 1) == b"\xe9"
-        found.append(explained(guest, tmp_path / enabled))
+    start = guest.kernel.required("tcp_sendmsg")
+    enabled, disabled = places = separate_places(guest, start)
+    for place in places:
+        line = f"p:at_{place:x} tcp_sendmsg+{place - start}\n"
+        write(mount, "/tracing/kprobe_events", line, os.O_APPEND)
+        write(mount, f"/tracing/events/kprobes/at_{place:x}/enable", "1\n")
     with guest.lock:
         optimizer.work.flush()
-    write(mount, "/tracing/kprobe_events", "-:jump\n")
+    write(mount, f"/tracing/events/kprobes/at_{disabled:x}/enable", "0\n")
+    assert [guest.machine.text.current(place, 1) for place in places] == [b"\xe9"] * 2
+    ours = explained(guest, tmp_path / "ours")
+    with monkeypatch.context() as patch:
+        patch.setattr(guest.machine, "original_text", lambda: ())
+        others = explained(guest, tmp_path / "others")
+    with guest.lock:
+        optimizer.work.flush()
+    assert guest.machine.text.current(disabled, 1) != b"\xe9"
+    write(mount, f"/tracing/events/kprobes/at_{enabled:x}/enable", "0\n")
+    with guest.lock:
+        optimizer.work.flush()
+    for place in places:
+        write(mount, "/tracing/kprobe_events", f"-:at_{place:x}\n", os.O_APPEND)
     without = explained(guest, tmp_path / "removed")
     assert not without.detoured
-    for each in found:
-        assert [insn.offset for insn in each.detoured] == ([] if is_ours else [place - start])
-        assert (each.insns == without.insns) is is_ours
+    assert not ours.detoured
+    assert ours.insns == without.insns
+    assert [start + insn.offset for insn in others.detoured] == places
+    assert others.insns != without.insns
+
+
+def separate_places(guest: LinuxEngine, start: int) -> list[int]:
+    """Return the first two places in a function that can have jumps that do not overlap."""
+    checker = guest.kprobes.probe_checker
+    where = guest.kernel.kallsyms.lookup(start)
+    assert where is not None
+    found: list[int] = []
+    end = start
+    for place in checker.boundaries(where.symbol):
+        region = checker.optimized_region(place)
+        if place >= end and not checker.may_probe(place) and isinstance(region, Region):
+            found.append(place)
+            end = region.addr + region.length
+    return found[:2]
 
 
 def test_a_note_leads_to_no_other_memory(guest: LinuxEngine, tmp_path: Path) -> None:
