@@ -541,7 +541,7 @@ def _coverage(parsed: argparse.Namespace) -> int:
 def _explain(parsed: argparse.Namespace) -> int:
     from kprobefs.plan import explain
 
-    outputs = {"svg": parsed.svg, "html": parsed.html}
+    outputs = {"svg": parsed.svg, "html": parsed.html, "stages": parsed.stages}
     errors = explain.run(
         parsed.places,
         arch=parsed.arch,

@@ -552,6 +552,11 @@ def _add_explain(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--html", metavar="FILE", help="write a page with all its parts to FILE, not the text"
     )
+    command.add_argument(
+        "--stages",
+        metavar="FILE",
+        help="write a picture of the text while the jump is written and removed, in kprobefs's own kernel",
+    )
 
 
 def _add_check(command: argparse.ArgumentParser) -> None:

@@ -37,9 +37,10 @@ def run(
 
     Return an error for each place that can't be explained.
 
-    `whole` shows whole functions. `as_json` prints JSON instead of text. `outputs`: form of a document, `svg`
-    or `html` -> path of the file to write. `debug_info` is the path of a file with the kernel's debug
-    information, for lines of source files. `kprobes` is the way of probing the kernel of `image` or `vmcore`.
+    `whole` shows whole functions. `as_json` prints JSON instead of text. `outputs`: form of a document
+    (`svg`, `html` or `stages`) -> path of the file to write. `debug_info` is the path of a file with the
+    kernel's debug information, for lines of source files. `kprobes` is the way of probing the kernel of
+    `image` or `vmcore`.
     Raises: CliError (no such kernel; a file that can't be written).
     """
     if debug_info is not None and not any(map(is_source_line, places)):
@@ -69,11 +70,20 @@ def run(
 
 
 def _document(form: str, found: Sequence[Explanation], *, whole: bool) -> str:
-    """Return the document with the explanations in the form `svg` or `html`."""
+    """Return the document with the explanations in the form `svg`, `html` or `stages`.
+
+    Raises: CliError (`stages` without a single place at which a jump is written).
+    """
     if form == "svg":
         from kprobefs.plan.picture import picture
 
         return picture(found, whole=whole)
+    if form == "stages":
+        from kprobefs.plan.stages_picture import stages_picture
+
+        if len(found) > 1:
+            raise CliError("--stages: the picture is of one place; give one", ExitStatus.USAGE)
+        return stages_picture(found[0])
     from kprobefs.plan.page import page
 
     return page(found, whole=whole)

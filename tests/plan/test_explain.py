@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any, BinaryIO
@@ -31,7 +32,7 @@ from emulated_kernel.kprobes.profile import PROFILES, RISCV_PROFILE, RISCV_PROFI
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError, UnusableFile
 from kprobefs.cli.main import main
-from kprobefs.common.errors import CliError
+from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.common.similar_symbols import nearest_listed, nearest_symbols
 from kprobefs.definitions.syntax import Line
 from kprobefs.measure.verdicts import ProbeOutcome, chosen_profile, outcome_of
@@ -576,6 +577,57 @@ def test_the_cached_answer_is_the_first_one(
     assert "6.1.0-made" in capsys.readouterr().out
     kept.write_bytes(kept.read_bytes()[:-1] + b"?")
     assert explained(capsys, "--image", str(image), "vfs_read+0x5", "quiet") == first
+
+
+STAGES = [
+    "before",
+    "armed",
+    "optimize 1: ",
+    "optimize 2: ",
+    "optimize 3: ",
+    "back 1: ",
+    "back 2: ",
+    "disarmed",
+]
+"""Beginnings of the titles of the picture's rows, with _ for a blank."""
+STAGED = {
+    "x86_64": "int_sqrt+0x20",
+    "i386": "vfs_write+0x5",
+    "riscv64": "int_sqrt+0x1c",
+    "riscv64i": "gcd+0x24",
+}
+
+
+@pytest.mark.parametrize("arch", STAGED)
+def test_the_stages_of_a_place(arch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first and the last row have the place's bytes, and the row of the jump has others."""
+    file = tmp_path / "x.svg"
+    assert main(["explain", "--arch", arch, STAGED[arch], "--stages", str(file)]) == 0
+    assert capsys.readouterr().out == ""
+    texts = [each.text or "" for each in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")]
+    assert STAGED[arch] in texts[0]
+    starts = [
+        next(n for n, text in enumerate(texts) if text.startswith(head.replace("_", " "))) for head in STAGES
+    ]
+    parts = [texts[first:last] for first, last in pairwise([*starts, len(texts)])]
+    rows = ["".join(text for text in part if re.fullmatch("[0-9a-f]{2}", text)) for part in parts]
+    (found,) = explained(capsys, "--arch", arch, STAGED[arch])
+    start, end = (int(address, 16) for address in found["region"])
+    insns = [insn for insn in found["instructions"] if start <= int(insn["address"], 16) < end]
+    assert "".join(insn["bytes"] for insn in insns).startswith(rows[0])
+    assert rows[0]
+    assert rows[0] == rows[-1] != rows[4]
+    assert len(set(map(len, rows))) == 1
+
+
+@pytest.mark.parametrize("places", [["gcd"], ["vfs_write+0x10"], ["gcd+0x5", "gcd+0x8"]])
+def test_no_stages_without_one_jump(
+    places: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.svg"
+    assert main(["explain", *places, "--stages", str(file)]) == ExitStatus.USAGE
+    assert "--stages: " in capsys.readouterr().err
+    assert not file.exists()
 
 
 def test_a_notrace_function_takes_no_event(image: Path, capsys: pytest.CaptureFixture[str]) -> None:
