@@ -82,10 +82,6 @@ def _run_command(arguments: Sequence[str] | None, build: Builder | None) -> int:
     except SystemExit as end:
         # --help and --version are done.
         return int(end.code or 0)
-    if parsed.chosen in STARTS:
-        from kprobefs.common import compile_ahead
-
-        compile_ahead.begin(parsed.arch)
     return int(COMMANDS[parsed.chosen](parsed))
 
 
@@ -721,5 +717,3 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "debug-info": _debug_info,
 }
 """Name of a command -> the function that runs it with the parsed options and returns the exit status."""
-STARTS = ("mount", "run", "trace", "tour")
-"""Names of the commands that start a daemon."""

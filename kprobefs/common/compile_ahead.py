@@ -12,8 +12,14 @@ import signal
 import struct
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
+from contextlib import ExitStack, suppress
+from importlib.machinery import (
+    BYTECODE_SUFFIXES,
+    SOURCE_SUFFIXES,
+    FileFinder,
+    SourceFileLoader,
+    SourcelessFileLoader,
+)
 from importlib.util import cache_from_source
 from types import CodeType
 
@@ -25,18 +31,31 @@ if TYPE_CHECKING:
     from typing import Any
 
 FILE_NAME = "kprobefs-bytecode"
-"""Name of the anonymous file with the code, as in /proc/PID/fd."""
-_LIBRARY = emulated_kernel.__path__[0]
+"""Name of the anonymous files, as in /proc/PID/fd."""
+_PLACE = os.path.dirname(emulated_kernel.__path__[0])
+"""Directory of the packages."""
 _PACKAGES = (
+    "emulated_kernel.arch.x86",
     "emulated_kernel.vfs",
     "emulated_kernel.guests.builtin",
     "emulated_kernel.trace",
     "emulated_kernel.kprobes",
     "emulated_kernel.machine",
+    "emulated_kernel.components",
+    "emulated_kernel.kernel",
+    "emulated_kernel.guests.common",
+    "kprobefs.definitions",
+    "emulated_kernel.arch.program",
+    "emulated_kernel.arch.analysis",
 )
-"""Packages of which a mount needs nearly all modules. The package that it imports last is the first one."""
+"""Packages of which most mounts need nearly all modules.
+
+A mount imports most modules of the first packages late. So they are compiled by then.
+"""
 _SIZE = struct.Struct("Q")
 """Number before each record in the file: the size of the record."""
+_MISSED_SIZE = 1 << 20
+"""Number of bytes that suffices for the paths of all modules."""
 
 
 class CompileAhead:
@@ -49,22 +68,24 @@ class CompileAhead:
     def __init__(self, directories: Sequence[str]) -> None:
         """Start the process, which compiles all modules in `directories` and below.
 
-        Imports of these modules take the code from now on. Raises: OSError (no process, or no file).
+        Imports of these modules take the code from now on. The process skips modules that were imported
+        before. Raises: OSError (no process, or no file).
         """
         self._directories = tuple(os.path.join(directory, "") for directory in directories)
         self._codes: dict[tuple[str, int], CodeType] = {}
         self._position = 0
         self._is_ended = False
         self._owner = os.getpid()
-        self._file = os.memfd_create(FILE_NAME, os.MFD_CLOEXEC)
-        try:
+        with ExitStack() as undo:
+            self._file = os.memfd_create(FILE_NAME, os.MFD_CLOEXEC)
+            undo.callback(os.close, self._file)
+            self._missed = os.memfd_create(FILE_NAME, os.MFD_CLOEXEC)
+            """File with the paths of the modules that their import compiles, one in each line."""
+            undo.callback(os.close, self._missed)
             self._compiler = os.fork()
-        except OSError:
-            os.close(self._file)
-            raise
+            undo.pop_all()
         if self._compiler == 0:
             try:
-                signal.signal(signal.SIGINT, signal.SIG_DFL)
                 self._compile()
             # If a module cannot be compiled, its import reports the error.
             finally:
@@ -79,27 +100,39 @@ class CompileAhead:
         self._codes.clear()
         self._is_ended = True
         os.close(self._file)
+        os.close(self._missed)
         if os.getpid() == self._owner:
             os.kill(self._compiler, signal.SIGKILL)
             os.waitpid(self._compiler, 0)
 
     def take(self, path: str, source: bytes) -> CodeType | None:
         """Return the code of the module at `path`, or None if this source has not been compiled yet."""
-        while not self._is_ended and self._read_record():
+        if self._is_ended:
+            return None
+        while self._read_record():
             pass
-        return self._codes.pop((path, hash(source)), None)
+        code = self._codes.pop((path, hash(source)), None)
+        if code is None:
+            # Without space for the path, the process compiles the module in vain.
+            with suppress(OSError):
+                os.write(self._missed, os.fsencode(f"{path}\n"))
+        return code
 
     def _compile(self) -> None:
         for path in _sources(self._directories):
             # Without its owner, nobody needs the code.
             if os.getppid() != self._owner:
                 return
+            if os.fsencode(f"{path}\n") in os.pread(self._missed, _MISSED_SIZE, 0):
+                continue
             with open(path, "rb") as file:
                 source = file.read()
             code = compile(source, path, "exec", dont_inherit=True)
             # The hash is that of the other process, too, because it has forked this one.
             record = marshal.dumps((path, hash(source), code))
-            os.write(self._file, _SIZE.pack(len(record)) + record)
+            data = _SIZE.pack(len(record)) + record
+            if os.write(self._file, data) < len(data):
+                return
 
     def _read_record(self) -> bool:
         """Read the next record. Return False if it has not been written completely."""
@@ -127,7 +160,8 @@ class CompileAhead:
         if not self._is_ours(directory):
             raise ImportError(directory)
         # typeshed wants a class, but Python calls what it is given with a name and a path.
-        return FileFinder(directory, (self._loader, SOURCE_SUFFIXES))  # type: ignore[arg-type]
+        source: Any = (self._loader, SOURCE_SUFFIXES)
+        return FileFinder(directory, source, (SourcelessFileLoader, BYTECODE_SUFFIXES))
 
     def _loader(self, name: str, path: str) -> SourceFileLoader:
         return _Loader(name, path, self)
@@ -158,14 +192,13 @@ _running: list[CompileAhead] = []
 """What begin() has started and end() has not ended."""
 
 
-def begin(arch: str) -> None:
-    """Start a process that compiles what a mount of a kernel for `arch` imports, if this is useful."""
-    package = "emulated_kernel.arch.riscv" if arch.startswith("riscv") else "emulated_kernel.arch.x86"
-    directories = [os.path.join(_LIBRARY, *name.split(".")[1:]) for name in (package, *_PACKAGES)]
-    if package not in sys.modules and _is_useful(directories[0]):
-        # The host may allow no further process or file. The start reports that, if it needs them, too.
-        with suppress(OSError):
-            _running.append(CompileAhead(directories))
+def begin() -> None:
+    """Start a process that compiles what a mount of a kernel imports, if this is useful."""
+    if _PACKAGES[0] in sys.modules or not _is_useful(_directory(_PACKAGES[0])):
+        return
+    # The host may allow no further process or file. The start reports that, if it needs them, too.
+    with suppress(OSError):
+        _running.append(CompileAhead([_directory(package) for package in _PACKAGES]))
 
 
 def end() -> None:
@@ -178,3 +211,7 @@ def _is_useful(directory: str) -> bool:
     """Return True if a package has no bytecode, and this process may use a second CPU."""
     is_compiled = os.path.exists(cache_from_source(os.path.join(directory, "__init__.py")))
     return not is_compiled and len(os.sched_getaffinity(0)) > 1
+
+
+def _directory(package: str) -> str:
+    return os.path.join(_PLACE, *package.split("."))
