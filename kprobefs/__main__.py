@@ -12,6 +12,10 @@ Python would look for garbage a hundred times.
 """
 
 
+STARTS = ("mount", "run", "trace", "tour")
+"""Names of the commands that start a daemon, and import ten times as many modules as others."""
+
+
 def main() -> int:
     """Run the program, and return its exit status."""
     gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
@@ -19,6 +23,10 @@ def main() -> int:
     is_interrupted = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.argv[1:2] and sys.argv[1] in STARTS:
+        from kprobefs.common import compile_ahead
+
+        compile_ahead.begin()
     from kprobefs.cli.main import main as program
 
     try:

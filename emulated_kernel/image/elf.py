@@ -165,13 +165,18 @@ class ElfFile:
         entry = struct.Struct("<" + self._layout.symbol)
         if len(data) % entry.size:
             _bad("symbol table of odd size")
+        # All names are decoded at once, because a call for each of them would take a fifth of the time.
+        text = names.decode("ascii", "replace")
         symbols = []
         for fields in entry.iter_unpack(data):
             if self.bits == 64:
-                name, info, _, section, value, size = fields
+                start, info, _, section, value, size = fields
             else:
-                name, value, size, info, _, section = fields
-            symbols.append(ElfSymbol(_string(names, name), value, size, info & 15, info >> 4, section))
+                start, value, size, info, _, section = fields
+            end = text.find("\0", start)
+            if end < 0:
+                _bad("a name is outside of its string table")
+            symbols.append(ElfSymbol(text[start:end], value, size, info & 15, info >> 4, section))
         return symbols
 
     def _unpack(self, layout: str, offset: int, what: str) -> tuple[int, ...]:

@@ -92,6 +92,8 @@ class _ImageReader:
         self._image = image
         self.word = image.bits // 8
         self._code = "Q" if self.word == 8 else "I"
+        self._strings: dict[int, str] = {}
+        """Address -> string. The linker merges equal strings, such as names of types."""
 
     def words(self, address: int, count: int) -> tuple[int, ...]:
         data = self._image.read(address, count * self.word) if count else b""
@@ -108,4 +110,7 @@ class _ImageReader:
             at += self.word
 
     def string(self, address: int) -> str:
-        return self._image.string(address, _STRING_MAX)
+        found = self._strings.get(address)
+        if found is None:
+            found = self._strings[address] = self._image.string(address, _STRING_MAX)
+        return found

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from emulated_kernel.guests.common.process_memory import ProcessMemory
 from emulated_kernel.util.fast_dataclass import replace
-from kprobefs.common import mountpoints
+from kprobefs.common import compile_ahead, mountpoints
 from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.daemon import daemon
 from kprobefs.daemon.service import SIGNALS
@@ -208,6 +208,8 @@ def run_traced(directory: str, command: Sequence[str], tracing: TraceSession) ->
     The status is 128 + number if a signal ended the command.
     Raises: CliError.
     """
+    # This process starts no daemon.
+    compile_ahead.end()
     return _runner(command, tracing).run(directory, tracing)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from select import POLLERR, poll
 from typing import NoReturn
 
-from kprobefs.common import mountpoints
+from kprobefs.common import compile_ahead, mountpoints
 from kprobefs.common.daemon_registry import log_path, sweep
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, fork, resource_hint
 from kprobefs.daemon.log_file import check_log, last_line, open_log
@@ -140,6 +140,7 @@ class DaemonStart:
             answer = pipe.read(len(READY))
             if answer != READY:
                 answer += pipe.read()
+        compile_ahead.end()
         if not answer:
             # A daemon that was killed leaves its mount and its record.
             sweep()

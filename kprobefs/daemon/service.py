@@ -18,7 +18,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import replace
 from emulated_kernel.util.threads import start_thread
 from kprobefs import __version__
-from kprobefs.common import mountpoints
+from kprobefs.common import compile_ahead, mountpoints
 from kprobefs.common.daemon_registry import Daemon, Registration
 from kprobefs.common.errors import CliError, escape_for_terminal, resource_hint
 from kprobefs.daemon.apply_process import ApplyProcess
@@ -210,6 +210,7 @@ class Service:
         # The kernel's objects live as long as the mount. Frozen, they do not slow down full collections.
         gc.disable()
         served = self._build(self._options)
+        compile_ahead.end()
         traps = "native" if served.has_native_traps else "python"
         arch = served.architecture or registration.daemon.arch
         # If there is no space for the longer record, `status` continues to show the first one.

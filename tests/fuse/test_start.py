@@ -7,17 +7,20 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from emulated_kernel.image.builtin_image import PREBUILT
+from kprobefs.common.compile_ahead import FILE_NAME
 from kprobefs.common.errors import ADDRESS_SPACE, DATA, FILES, ExitStatus
 from tests.fuse.harness import (
     PATIENCE,
     PROGRAM,
     REAL_PROGRAM,
+    daemon,
     environment,
     eventually,
     is_mounted,
@@ -433,3 +436,38 @@ def test_a_full_disk_for_a_file(command: str, tmp_path: Path, monkeypatch: pytes
     done = kprobefs(*words, program=REAL_PROGRAM)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("kprobefs: /dev/full: No space left on device")
+
+
+@pytest.fixture
+def without_bytecode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the command of a program that finds no bytecode."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path / "none"))
+    # No process that has imported the modules forks this one.
+    return [sys.executable, "-P", "-m", "kprobefs"]
+
+
+def test_a_start_without_bytecode_leaves_no_compiler(without_bytecode: list[str]) -> None:
+    """The process that compiles modules ends before the command of `run` begins."""
+    script = """
+        children=$(cat /proc/$PPID/task/$PPID/children)
+        echo $children
+        for child in $children; do ls -l /proc/$child/fd; done
+        echo $$
+    """
+    done = kprobefs("run", "--", "sh", "-c", script, program=without_bytecode)
+    children, *descriptors, shell = done.stdout.splitlines()
+    assert (done.returncode, done.stderr, len(children.split())) == (0, "", 2)
+    assert shell in children.split()
+    assert not any(f"memfd:{FILE_NAME}" in line for line in descriptors)
+
+
+def test_a_foreground_without_bytecode_leaves_no_compiler(
+    without_bytecode: list[str], directory: Path
+) -> None:
+    with daemon(directory, program=without_bytecode) as served:
+        pid = served.process.pid
+        [_watcher] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        targets = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+        assert not any(f"memfd:{FILE_NAME}" in target for target in targets)
+        assert Path(served.path("kprobes", "enabled")).read_text() == "1\n"

@@ -1,0 +1,217 @@
+"""Compiles modules in a second process, for a start that finds no bytecode of them.
+
+Without bytecode, compiling takes more than half of the time of a start, and a process of Python compiles
+with one CPU only. The imports themselves stay the same, in the same order.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import signal
+import struct
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from importlib.machinery import (
+    BYTECODE_SUFFIXES,
+    SOURCE_SUFFIXES,
+    FileFinder,
+    SourceFileLoader,
+    SourcelessFileLoader,
+)
+from importlib.util import cache_from_source
+from types import CodeType
+
+import emulated_kernel
+
+# Not from typing, which takes longer to import than most modules here.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+FILE_NAME = "kprobefs-bytecode"
+"""Name of the anonymous files, as in /proc/PID/fd."""
+_PLACE = os.path.dirname(emulated_kernel.__path__[0])
+"""Directory of the packages."""
+_PACKAGES = (
+    "emulated_kernel.arch.x86",
+    "emulated_kernel.vfs",
+    "emulated_kernel.guests.builtin",
+    "emulated_kernel.trace",
+    "emulated_kernel.kprobes",
+    "emulated_kernel.machine",
+    "emulated_kernel.components",
+    "emulated_kernel.kernel",
+    "emulated_kernel.guests.common",
+    "kprobefs.definitions",
+    "emulated_kernel.arch.program",
+    "emulated_kernel.arch.analysis",
+)
+"""Packages of which most mounts need nearly all modules.
+
+A mount imports most modules of the first packages late. So they are compiled by then.
+"""
+_SIZE = struct.Struct("Q")
+"""Number before each record in the file: the size of the record."""
+_MISSED_SIZE = 1 << 20
+"""Number of bytes that suffices for the paths of all modules."""
+
+
+class CompileAhead:
+    """A process that compiles modules, and their code, which the process that imports them takes.
+
+    The code is in an anonymous file, so that nothing is written to the host's file systems. A process that
+    this one forks can take code, too. Modules that are not compiled yet are compiled by their import.
+    """
+
+    def __init__(self, directories: Sequence[str]) -> None:
+        """Start the process, which compiles all modules in `directories` and below.
+
+        Imports of these modules take the code from now on. The process skips modules that were imported
+        before. Raises: OSError (no process, or no file).
+        """
+        self._directories = tuple(os.path.join(directory, "") for directory in directories)
+        self._codes: dict[tuple[str, int], CodeType] = {}
+        self._position = 0
+        self._is_ended = False
+        self._owner = os.getpid()
+        with ExitStack() as undo:
+            self._file = os.memfd_create(FILE_NAME, os.MFD_CLOEXEC)
+            undo.callback(os.close, self._file)
+            self._missed = os.memfd_create(FILE_NAME, os.MFD_CLOEXEC)
+            """File with the paths of the modules that their import compiles, one in each line."""
+            undo.callback(os.close, self._missed)
+            self._compiler = os.fork()
+            undo.pop_all()
+        if self._compiler == 0:
+            try:
+                self._compile()
+            # If a module cannot be compiled, its import reports the error.
+            finally:
+                os._exit(0)
+        sys.path_hooks.insert(0, self._finder)
+        self._forget_finders()
+
+    def end(self) -> None:
+        """End the process, if this process has started it. Imports compile all modules from now on."""
+        sys.path_hooks.remove(self._finder)
+        self._forget_finders()
+        self._codes.clear()
+        self._is_ended = True
+        os.close(self._file)
+        os.close(self._missed)
+        if os.getpid() == self._owner:
+            os.kill(self._compiler, signal.SIGKILL)
+            os.waitpid(self._compiler, 0)
+
+    def take(self, path: str, source: bytes) -> CodeType | None:
+        """Return the code of the module at `path`, or None if this source has not been compiled yet."""
+        if self._is_ended:
+            return None
+        while self._read_record():
+            pass
+        code = self._codes.pop((path, hash(source)), None)
+        if code is None:
+            # Without space for the path, the process compiles the module in vain.
+            with suppress(OSError):
+                os.write(self._missed, os.fsencode(f"{path}\n"))
+        return code
+
+    def _compile(self) -> None:
+        for path in _sources(self._directories):
+            # Without its owner, nobody needs the code.
+            if os.getppid() != self._owner:
+                return
+            if os.fsencode(f"{path}\n") in os.pread(self._missed, _MISSED_SIZE, 0):
+                continue
+            with open(path, "rb") as file:
+                source = file.read()
+            code = compile(source, path, "exec", dont_inherit=True)
+            # The hash is that of the other process, too, because it has forked this one.
+            record = marshal.dumps((path, hash(source), code))
+            data = _SIZE.pack(len(record)) + record
+            if os.write(self._file, data) < len(data):
+                return
+
+    def _read_record(self) -> bool:
+        """Read the next record. Return False if it has not been written completely."""
+        size = _SIZE.size
+        head = os.pread(self._file, size, self._position)
+        if len(head) == size:
+            (length,) = _SIZE.unpack(head)
+            record = os.pread(self._file, length, self._position + size)
+            if len(record) == length:
+                path, key, code = marshal.loads(record)
+                self._codes[path, key] = code
+                self._position += size + length
+                return True
+        return False
+
+    def _forget_finders(self) -> None:
+        """Let Python ask sys.path_hooks again about the directories of the modules."""
+        for directory in filter(self._is_ours, [*sys.path_importer_cache]):
+            del sys.path_importer_cache[directory]
+
+    def _is_ours(self, directory: str) -> bool:
+        return os.path.join(directory, "").startswith(self._directories)
+
+    def _finder(self, directory: str) -> FileFinder:
+        if not self._is_ours(directory):
+            raise ImportError(directory)
+        # typeshed wants a class, but Python calls what it is given with a name and a path.
+        source: Any = (self._loader, SOURCE_SUFFIXES)
+        return FileFinder(directory, source, (SourcelessFileLoader, BYTECODE_SUFFIXES))
+
+    def _loader(self, name: str, path: str) -> SourceFileLoader:
+        return _Loader(name, path, self)
+
+
+class _Loader(SourceFileLoader):
+    """Loads a module by the code that another process has compiled."""
+
+    def __init__(self, name: str, path: str, ahead: CompileAhead) -> None:
+        super().__init__(name, path)
+        self._ahead = ahead
+
+    # typeshed takes the method for a static one.
+    def source_to_code(self, data: Any, path: Any, **options: Any) -> CodeType:  # type: ignore[override]
+        code = self._ahead.take(path, data)
+        return code or super().source_to_code(data, path, **options)
+
+
+def _sources(directories: Sequence[str]) -> Iterator[str]:
+    for directory in directories:
+        for place, _, names in os.walk(directory):
+            for name in names:
+                if name.endswith(".py"):
+                    yield os.path.join(place, name)
+
+
+_running: list[CompileAhead] = []
+"""What begin() has started and end() has not ended."""
+
+
+def begin() -> None:
+    """Start a process that compiles what a mount of a kernel imports, if this is useful."""
+    if _PACKAGES[0] in sys.modules or not _is_useful(_directory(_PACKAGES[0])):
+        return
+    # The host may allow no further process or file. The start reports that, if it needs them, too.
+    with suppress(OSError):
+        _running.append(CompileAhead([_directory(package) for package in _PACKAGES]))
+
+
+def end() -> None:
+    """End what begin() has started. A process that was forked in the meantime calls this function, too."""
+    while _running:
+        _running.pop().end()
+
+
+def _is_useful(directory: str) -> bool:
+    """Return True if a package has no bytecode, and this process may use a second CPU."""
+    is_compiled = os.path.exists(cache_from_source(os.path.join(directory, "__init__.py")))
+    return not is_compiled and len(os.sched_getaffinity(0)) > 1
+
+
+def _directory(package: str) -> str:
+    return os.path.join(_PLACE, *package.split("."))
