@@ -28,7 +28,7 @@ PATIENCE = 10.0
 """Time limit in seconds for effects that should occur at once."""
 RUN = 30.0
 """Time limit of a command in seconds."""
-WATCHDOG = 60.0
+WATCHDOG = 90.0
 """Time in seconds after which a daemon is killed.
 
 Requests that are stuck in the daemon then fail, and the test does not hang.
