@@ -24,9 +24,9 @@ PROGRAM = [sys.executable, str(ROOT / "tests" / "fuse" / "bare_program.py")]
 """Command of the program that does not watch host processes."""
 REAL_PROGRAM = [sys.executable, "-m", "kprobefs"]
 """Command of the program as users start it."""
-PATIENCE = 10.0
+PATIENCE = 30.0
 """Time limit in seconds for effects that should occur at once."""
-RUN = 30.0
+RUN = 60.0
 """Time limit of a command in seconds."""
 WATCHDOG = 90.0
 """Time in seconds after which a daemon is killed.

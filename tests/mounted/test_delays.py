@@ -21,7 +21,7 @@ from tests.mounted.files import TIMEOUT, Files
 pytestmark = [needs_fuse, pytest.mark.mounted]
 
 HIDING = Path(__file__).with_name("hiding_client.py")
-PROMPT = 2.0
+PROMPT = 10.0
 """Seconds within which a request of somebody else is answered, on a busy machine."""
 
 
