@@ -86,6 +86,14 @@ def sleeps(pid: int) -> bool:
     return False
 
 
+def is_alive(pid: int) -> bool:
+    """Return True unless a process has ended; in a container, it may stay as a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def kill_with_children(pid: int) -> None:
     """Kill a daemon, and the process that would unmount after its end."""
     for each in (*Path(f"/proc/{pid}/task/{pid}/children").read_text().split(), pid):
