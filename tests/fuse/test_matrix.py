@@ -18,7 +18,7 @@ from kprobefs.cli.main import main
 from kprobefs.cli.nothing_hint import NO_HIT, NO_RECORD
 from kprobefs.common import production_cpus
 from kprobefs.common.errors import ExitStatus
-from tests.fuse.harness import REAL_PROGRAM, eventually, needs_fuse
+from tests.fuse.harness import REAL_PROGRAM, eventually, is_alive, needs_fuse
 from tests.image.linux import debian
 
 X86, ARM = "/x86.deb", "/arm.deb"
@@ -214,7 +214,7 @@ def test_a_killed_matrix_leaves_no_command(tmp_path: Path) -> None:
     killed.kill()
     killed.wait()
     pid, mount = (tmp_path / "pid").read_text().split()
-    eventually(lambda: not Path("/proc", pid).exists())
+    eventually(lambda: not is_alive(int(pid)))
     eventually(lambda: not os.path.lexists(mount))
 
 
@@ -242,7 +242,7 @@ def test_a_signal_leaves_the_results_of_ended_runs(number: signal.Signals, tmp_p
     suite = ElementTree.parse(tmp_path / "report.xml").getroot()
     assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("3", "0", "2")
     pid, mount = (tmp_path / "pid").read_text().split()
-    eventually(lambda: not Path("/proc", pid).exists())
+    eventually(lambda: not is_alive(int(pid)))
     assert not os.path.lexists(mount)
 
 

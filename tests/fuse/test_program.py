@@ -32,6 +32,7 @@ from tests.fuse.harness import (
     daemon,
     environment,
     eventually,
+    is_alive,
     is_mounted,
     kill_with_children,
     kprobefs,
@@ -260,7 +261,7 @@ class TestMount:
         assert os.getsid(pid) != os.getsid(0)
         assert kprobefs("umount", str(directory)).returncode == 0
         assert not is_mounted(directory)
-        eventually(lambda: not Path(f"/proc/{pid}").exists())
+        eventually(lambda: not is_alive(pid))
 
     def test_status_for_people(self, mounted: Daemon) -> None:
         result = kprobefs("status")

@@ -23,6 +23,7 @@ from tests.fuse.harness import (
     daemon,
     environment,
     eventually,
+    is_alive,
     is_mounted,
     kprobefs,
     needs_fuse,
@@ -226,7 +227,7 @@ def test_the_daemon_ends_with_its_starter(directory: Path, number: signal.Signal
     time.sleep(0.2)
     starter.send_signal(number)
     starter.wait(PATIENCE)
-    eventually(lambda: not Path(f"/proc/{pid}").exists(), "the daemon is still there")
+    eventually(lambda: not is_alive(pid), "the daemon is still there")
     assert not is_mounted(directory)
     # Nothing keeps the next start from succeeding.
     assert kprobefs("mount", str(directory)).returncode == 0
@@ -288,7 +289,7 @@ def test_killing_the_runner_ends_its_command_and_removes_its_directory() -> None
     process.kill()
     process.wait(PATIENCE)
     process.stdout.close()
-    eventually(lambda: not Path(f"/proc/{pid}").exists(), "the command is still there")
+    eventually(lambda: not is_alive(int(pid)), "the command is still there")
     eventually(lambda: not Path(path).parent.exists(), "its directory is still there")
 
 
@@ -310,9 +311,9 @@ def test_what_the_command_has_started_ends_with_it(number: signal.Signals) -> No
         process.send_signal(number)
         process.wait(PATIENCE)
         for pid in (shell, child, job):
-            eventually(lambda pid=pid: not Path(f"/proc/{pid}").exists(), "it is still there")
+            eventually(lambda pid=pid: not is_alive(pid), "it is still there")
         eventually(lambda: not Path(path).parent.exists(), "the directory is still there")
-        assert Path(f"/proc/{others}").exists()
+        assert is_alive(others)
     finally:
         for pid in (session, others):
             os.kill(pid, signal.SIGKILL)

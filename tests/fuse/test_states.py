@@ -28,6 +28,7 @@ from tests.fuse.harness import (
     daemon,
     environment,
     eventually,
+    is_alive,
     is_mounted,
     kill_with_children,
     kprobefs,
@@ -297,4 +298,4 @@ def test_daemons_whose_namespace_is_left_by_all_others_end(count: int, directory
     states = json.loads(result.stdout)
     pids = [state["daemon"]["pid"] for state in states if state["directory"].startswith(f"{directory}/")]
     assert len(pids) == count
-    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "a daemon is still there")
+    eventually(lambda: not any(map(is_alive, pids)), "a daemon is still there")

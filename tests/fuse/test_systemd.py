@@ -20,12 +20,12 @@ import pytest
 
 from kprobefs.cli import install_service
 from kprobefs.common.errors import CliError
-from tests.fuse.harness import REAL_PROGRAM, ROOT, daemon, eventually, kprobefs, needs_fuse
+from tests.fuse.harness import REAL_PROGRAM, ROOT, RUN, daemon, eventually, kprobefs, needs_fuse
 
 UNITS = ROOT / "systemd"
 SYSTEMD = Path("/usr/lib/systemd/systemd")
 MANAGER = Path(__file__).parent / "systemd_manager.sh"
-ISOLATED = "timeout -k 2 150 unshare -m -p -f -u -i -C --mount-proc --kill-child"
+ISOLATED = "timeout -k 2 900 unshare -m -p -f -u -i -C --mount-proc --kill-child"
 NAMESPACES = re.compile(
     r"^(?!PrivateMounts=no$|PrivateNetwork=|ProtectClock=|ProtectHostname=)"
     r"(Protect|Private|ReadOnly|ReadWrite|Inaccessible|Bind|Root|Temporary|Mount)\w*=",
@@ -202,9 +202,9 @@ def manager(units: Path) -> Iterator[Manager]:
     )
     try:
         found: list[int] = []
-        eventually(lambda: found.extend(_systemd_below(process.pid)) or found, "systemd didn't start")
+        _eventually(lambda: found.extend(_systemd_below(process.pid)) or found, "systemd didn't start")
         running = Manager(found[0])
-        eventually(lambda: running.inside("systemctl", "show").returncode == 0, "no answer")
+        _eventually(lambda: running.inside("systemctl", "show").returncode == 0, "no answer")
         yield running
     finally:
         process.terminate()
@@ -212,7 +212,7 @@ def manager(units: Path) -> Iterator[Manager]:
         _remove_groups(group)
 
 
-_eventually = partial(eventually, interval=0.1)
+_eventually = partial(eventually, interval=0.1, patience=RUN)
 """eventually() for conditions that ask the manager, which takes three processes and some work of its own."""
 
 

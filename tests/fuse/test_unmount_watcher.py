@@ -24,6 +24,7 @@ from tests.fuse.harness import (
     daemon,
     environment,
     eventually,
+    is_alive,
     is_mounted,
     kprobefs,
     needs_fuse,
@@ -46,13 +47,6 @@ DEADLY = [
 
 def children(pid: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize("number", DEADLY, ids=str)

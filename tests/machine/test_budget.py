@@ -110,7 +110,7 @@ def test_runs_that_end_with_their_budget_lose_nothing(fast: bool) -> None:
     machine = boot(source, fast_registers=fast, run_budget=0.001)
     kinds = dict.fromkeys(TrapKind, 0)
     expected = 0
-    until = time.monotonic() + 30
+    until = time.monotonic() + 90
     machine.regs.di = length = 400_000
     while min(kinds[TrapKind.BUDGET], kinds[TrapKind.HYPERCALL]) < 150:
         assert time.monotonic() < until, kinds
@@ -120,7 +120,9 @@ def test_runs_that_end_with_their_budget_lose_nothing(fast: bool) -> None:
             continue
         expected += length
         assert (trap.number, machine.regs.bx) == (2, expected)
-        length = max(1000, length + (5000 if kinds[TrapKind.BUDGET] < kinds[TrapKind.HYPERCALL] else -5000))
+        # On a busy host, the watchdog's thread may be many times as late as its budget is long.
+        step = length // 50
+        length = max(1000, length + (step if kinds[TrapKind.BUDGET] < kinds[TrapKind.HYPERCALL] else -step))
         machine.regs.di = length
 
 

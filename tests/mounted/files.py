@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EVENTS = "tracing/events/kprobes"
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 """Time limit of a test's command in seconds."""
 
 

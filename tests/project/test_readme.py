@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -135,8 +136,10 @@ def _keeping_compiler(directory: Path) -> dict[str, str]:
     objects.mkdir(parents=True, exist_ok=True)
     os.utime(objects)
     for other in objects.parent.iterdir():
-        if other.stat().st_mtime < time.time() - DAY:
-            shutil.rmtree(other, ignore_errors=True)
+        # Another worker may have removed it.
+        with suppress(FileNotFoundError):
+            if other.stat().st_mtime < time.time() - DAY:
+                shutil.rmtree(other, ignore_errors=True)
     path = f"{directory}:{KPROBEFS.parent}:{os.environ['PATH']}"
     return {"PATH": path, "KEPT_OBJECTS": str(objects), "KEPT_COMPILER": compiler}
 

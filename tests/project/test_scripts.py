@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuse.harness import eventually
+from tests.fuse.harness import eventually, is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file() and path.suffix != ".py")
@@ -238,7 +238,7 @@ def test_an_interrupt_of_the_terminal_ends_the_tests(tmp_path: Path, checkout: P
         assert running.returncode == 128 + signal.SIGINT
         assert "KeyboardInterrupt" in told
         assert (tmp_path / "cleaned").exists()
-        assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
+        assert not is_alive(int((tmp_path / "pid").read_text()))
         assert [*temporary.glob("tmp.*")] == []
     finally:
         if running.poll() is None:

@@ -43,7 +43,7 @@ class Session:
 
     def __init__(self, arch: str, seed: int, cpus: int) -> None:
         self.watch = ScriptedWatch(comms={SHELL.pid: "shell", WORKER.pid: "worker"})
-        self.kernel = Kernel(MachineConfig(arch=arch, seed=seed, cpus=cpus), self.watch)
+        self.kernel = Kernel(MachineConfig(arch=arch, seed=seed, cpus=cpus, pauses=False), self.watch)
         # Its process is a part of the session like any other.
         self.kernel.guest.processes._own_pid = 400
         self.mount: Mount = self.kernel.mount()

@@ -729,7 +729,7 @@ def test_a_walk_through_a_mount(dumped: Path, tmp_path: Path, monkeypatch: pytes
             ["sh", "-c", SCRIPT, "sh", str(directory)],
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=80,
             check=False,
         )
         assert (done.returncode, done.stderr) == (0, "")

@@ -15,17 +15,20 @@ from types import FrameType
 import pytest
 
 from emulated_kernel.arch.analysis.detour_region import Region
+from emulated_kernel.arch.architectures import linux_arch
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.initramfs import DEBUGFS, PROC, TRACEFS
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.probing.kernel_tracepoints import REPLACED_FUNCTIONS
 from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine, LinuxEngine
+from emulated_kernel.guests.linux.probing.unwinder_answers import ANSWERED_FUNCTIONS, return_place
 from emulated_kernel.guests.linux.vmcore.vmcore_guest import started_core
 from emulated_kernel.guests.linux.vmcore.vmcore_mount import vmcore_mount
 from emulated_kernel.image.linux.linked_module import link_modules
 from emulated_kernel.image.linux.linux_kernel import ReturnThunks
 from emulated_kernel.image.live_image import LiveImage
+from emulated_kernel.kprobes.return_hook.hook_sets import return_place_size
 from emulated_kernel.trace.events.static_event import StaticEvent
 from emulated_kernel.util.errors import KernelError, UnusableFile
 from emulated_kernel.vfs.core.client import Client
@@ -42,6 +45,8 @@ from tests.ledger import ledger_mismatches
 from tests.sample import fewer, share
 
 CLIENT = Client(4242, 0, 0)
+TAKEN = (*REPLACED_FUNCTIONS, *ANSWERED_FUNCTIONS)
+"""Kernel functions whose first instruction the engine may replace, and on which there are no probes."""
 SUITES = ("", "trixie")
 """A module has two pieces of memory up to 6.3, and seven later."""
 NLS = "nls_cp437"
@@ -84,7 +89,10 @@ def shell(mount: Mount, engine: LinuxEngine) -> Iterator[Files]:
     loaded = [line.split()[0] for line in shell.read("/machine/modules").splitlines()]
     for name in loaded:
         shell.write("/machine/modules", f"unload {name}\n")
-    taken = set(map(engine.kernel.kallsyms.lookup_name, REPLACED_FUNCTIONS))
+    taken = set(map(engine.kernel.kallsyms.lookup_name, TAKEN))
+    arch = linux_arch(engine.kernel.architecture)
+    for place in return_place(engine.kernel, arch).values():
+        taken |= {*range(place, place + return_place_size(arch))}
     assert taken.issuperset(ledger_mismatches(engine.machine.text))
     assert engine.live.text_ranges == engine.kernel.text_ranges
     assert not re.search("BUG|WARN|Oops|cut here", shell.read("/machine/dmesg"))
@@ -111,9 +119,7 @@ def test_the_kernel_says_the_same(shell: Files) -> None:
     ours = of_modules(shell.read("/tracing/available_filter_functions").splitlines())
     assert sorted(ours) == sorted(functions)
     lists = guests(shell, f"{DEBUGFS}/kprobes/blacklist"), shell.read("/kprobes/blacklist").splitlines()
-    forbidden, told = (
-        {line for line in lines if line.split()[1] not in REPLACED_FUNCTIONS} for lines in lists
-    )
+    forbidden, told = ({line for line in lines if line.split()[1] not in TAKEN} for lines in lists)
     assert told == forbidden
     stranger = Files(shell.mount, Client(4243, 1000, 1000)).read("/machine/kallsyms")
     assert {line.split()[0] for line in of_modules(stranger.splitlines())} == {"0" * 16}

@@ -201,7 +201,7 @@ def test_our_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ["sh", "-c", OURS, "sh", str(directory)],
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=80,
             check=False,
         )
         assert (done.returncode, done.stderr) == (0, "")
@@ -277,7 +277,7 @@ def test_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ["sh", "-c", SCRIPT, "sh", str(directory)],
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=80,
             check=False,
         )
         assert (done.returncode, done.stderr) == (0, "")

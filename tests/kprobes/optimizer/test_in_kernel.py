@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.guests.common.request_clock import NSEC_PER_JIFFY, PAUSE, RequestClock
+from emulated_kernel.guests.common import request_clock
+from emulated_kernel.guests.common.request_clock import NSEC_PER_JIFFY, RequestClock
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
@@ -51,12 +52,13 @@ def clock(now: int, *, virtual: bool) -> Any:
 
 
 class TestTime:
-    def test_requests_count_in_virtual_time(self) -> None:
+    def test_requests_count_in_virtual_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(request_clock, "PAUSE", 0.1)
         wall = [0.0]
         time = RequestClock(clock(7 * NSEC_PER_JIFFY, virtual=True), lambda: wall[0])
         assert time.jiffies() == 7
         time.count_request()
-        wall[0] += PAUSE / 2
+        wall[0] += 0.05
         time.count_request()
         assert time.jiffies() == 9
         wall[0] += 1
