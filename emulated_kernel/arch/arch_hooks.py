@@ -424,7 +424,10 @@ class Arch(ABC):
 
     @property
     def returned_at(self) -> int:
-        """Offset in bytes of the word with the real return address from the sp that a return handler sees."""
+        """Offset in bytes of the word with the real return address.
+
+        The offset counts from the sp that a return handler sees.
+        """
         return self.trampoline_slot + (self.word_size if self.registers.link is None else 0)
 
     def hooked_slot(self, pointer: int, slots: Iterable[int]) -> int | None:  # noqa: ARG002 - some need them

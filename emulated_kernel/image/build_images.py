@@ -441,7 +441,8 @@ def _compile_all(target: BuildTarget, work: Path, more: list[str]) -> list[Path]
 def _compile(target: BuildTarget, source: Path, output: Path, more: list[str]) -> None:
     """Compile one source file to the object `output`, with the additional options `more`.
 
-    The path relative to src/ keeps the name of the build directory out of __FILE__ and symbols.
+    The compiler gets a path relative to src/, so that __FILE__ and symbols do not contain the build
+    directory.
     """
     includes = ["-nostdinc", "-Iinclude", f"-I{target.arch_directory}/include"]
     flags = [*f"{COMMON_FLAGS} {target.flags}".split(), f"-ffile-prefix-map={output.parent}=.", *more]

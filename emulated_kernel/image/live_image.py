@@ -189,7 +189,7 @@ T = TypeVar("T")
 
 
 class LiveImage(Generic[Core]):
-    """Current tables of a kernel and of its loaded modules: all text that can be probed.
+    """Current tables of a kernel and of its loaded modules, for all text that can be probed.
 
     The class implements ProbedTables.
     """

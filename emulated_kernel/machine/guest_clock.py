@@ -107,7 +107,7 @@ class RealClock:
 
 
 class VirtualClock:
-    """Time that only runs of the guest advance, so that the same seed and input give the same timestamps."""
+    """Time that advances only by runs and readings: the same seed and input give the same timestamps."""
 
     RUN_NS = 1_000
     """Nanoseconds by which each run of the guest advances the time, in addition to the steps of readings."""

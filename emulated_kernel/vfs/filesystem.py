@@ -204,7 +204,10 @@ class FileSystem(ABC):
         raise self._refused(errno.EPERM, path)
 
     def truncate(self, client: Client, path: str, size: int) -> None:
-        """Set the size of the file at `path`. For O_TRUNC, open() is called. Raises: KernelError EINVAL."""
+        """Set the size of the file at `path`. Raises: KernelError EINVAL.
+
+        This method is not called for O_TRUNC, which open() handles.
+        """
         raise self._refused(errno.EINVAL, path)
 
     def chmod(self, client: Client, path: str, mode: int) -> None:

@@ -88,7 +88,7 @@ class RiscvFunctionAnalysis:
 
     @cached_property
     def rejections(self) -> dict[int, Rejection | None]:
-        """Address -> rejection of the first instruction at or after the address that a detour can't execute.
+        """Address -> rejection of the first instruction, from the address on, that a detour can't execute.
 
         The value is None if there is no such instruction up to the end of the function.
         """

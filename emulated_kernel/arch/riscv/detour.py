@@ -114,9 +114,9 @@ def stub_end(region: Region, to: int, breakpoint_: bytes, *, compressed: bool) -
 def _stub_insn(
     region: Region, to: int, breakpoint_: bytes, *, compressed: bool
 ) -> tuple[RiscvInsn, bytes, dict[int, int | LinkedJump]]:
-    """Return the region's only instruction, and its form at `to` without a jump back.
+    """Return the region's only instruction, its form at `to` without a jump back, and a map of breakpoints.
 
-    The third item maps breakpoints of the form, as in StubEnd.leads.
+    The map is that of StubEnd.leads, for the breakpoints in the form at `to`.
     """
     leads: dict[int, int | LinkedJump] = {}
 

@@ -129,7 +129,8 @@ def stub_end(region: Region, to: int, bits: int) -> StubEnd:
 def original_place(region: Region, copied: int, address: int, bits: int) -> OriginalPlace:
     """Implement Arch.original_place: map an address in the relocated instructions to the original one.
 
-    A relocated call is a push and a jump. Between the two, the place is still the call, with `pushed` bytes.
+    A relocated call is a push and a jump. At the jump, the place is still that of the call, and `pushed` is
+    the size of the return address that was pushed.
     """
     at = copied
     if is_popf(region.code, bits):

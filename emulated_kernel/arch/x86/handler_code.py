@@ -61,8 +61,8 @@ class SavedRegisters:
     """Code that saves registers around a program.
 
     The code pushes first the registers that the program only reads, then the registers that must be restored,
-    and last the status flags. lahf and sahf cost a third of pushf and popf, because popf ends a translated
-    block.
+    and last the status flags. The flags are saved by lahf and restored by sahf, which cost a third of pushf
+    and popf, because popf ends a translated block.
     """
 
     def __init__(self, body: X86Lowering, encoder: Encoder, live: set[int]) -> None:

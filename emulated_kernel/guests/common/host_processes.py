@@ -475,9 +475,9 @@ class HostProcesses(ProcessWatch):
 
 
 def _descriptor_bounds() -> tuple[int, int]:
-    """Return two maximum numbers: of pidfds and of open files /proc/PID/comm.
+    """Return the maximum number of pidfds, and that of open files /proc/PID/comm.
 
-    They depend on the limit of open files.
+    Both depend on this process's limit of open files.
     """
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY:

@@ -63,9 +63,10 @@ def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
 
 
 def decode_tables(kernel: LinuxKernel) -> None:
-    """Decode the tables that cached_parts() needs. `kernel` keeps them, and copies of it have them, too.
+    """Decode the tables that cached_parts() needs.
 
-    Ignore tables that cannot be decoded.
+    `kernel` keeps the decoded tables, and later copies of `kernel` have them, too. Ignore tables that cannot
+    be decoded.
     """
     for name in (*_ADDRESSES, *_WORDS, *_DEFINITIONS, "blacklist"):
         # Each later use of a table that cannot be decoded raises the error again.

@@ -80,7 +80,7 @@ class GuestMemory(ABC):
         yield 0, len(self.ram)
 
     def overlaid(self, start: int, size: int, file: BinaryIO, offset: int) -> None:  # noqa: B027
-        """Store that a range of `ram` is mapped from an offset of `file` from now on."""
+        """Record that a range of `ram` is now a mapping of `file`, which begins at `offset` in the file."""
 
     @abstractmethod
     def locate_text(self, va: int, size: int) -> int | None:
@@ -203,7 +203,7 @@ class GuestPool:
 
     @property
     def mapped(self) -> range:
-        """Address range of the mapped part of the window from which the pool allocates memory."""
+        """Address range of the mapped part of the pool's window."""
         return range(self._pool.base, self._mapped)
 
     def __contains__(self, va: int) -> bool:

@@ -59,7 +59,7 @@ class UnitPool:
     def _find(self, free: bytes, start: int, end: int) -> int:
         """Return the index of the first run of free units in [start, end), or -1 if there is none.
 
-        `free`: one zero byte for each unit of the run.
+        `free`: as many zero bytes as the run has units.
         """
         while (index := self._used.find(free, start, end)) < 0 and len(self._used) < min(end, self._count):
             self._cover(len(self._used) + max(len(self._used), len(free)))

@@ -211,7 +211,7 @@ def _search(pointer: int, pattern: bytes, size: int) -> Iterator[int]:
 
 
 def _follows_api(engine: Engine, cpu: CpuModel, address: int) -> bool:
-    """Return True if the registers at `address` are live: the API changes them, and sees changes of them."""
+    """Return True if the registers at `address` are live: the API writes them, and reads their changes."""
     state = (ctypes.c_uint64 * (cpu.ip_slot + 1)).from_address(address)
     first, *_, ip = cpu.registers.values()
     for register, slot in ((first, 0), (ip, cpu.ip_slot)):

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The user who has mounted, and this user's group.
+    """The user who created the mount, and this user's group.
 
     They own each node until chown(2) changes the node's owner.
     """

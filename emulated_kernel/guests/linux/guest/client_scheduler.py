@@ -137,9 +137,9 @@ class ClientScheduler:
     ) -> bool:
         """Run the guest until `is_done()` is true; return True.
 
-        Return False if the guest has run _ROUNDS times before, or if it is idle and `on_idle` ends the run.
-        `on_arrival` is called if a task arrives at its stub while `is_done()` is false; by default the task
-        is put to sleep. `on_idle` is called when the CPU is idle; its result False ends the run. By
+        Return False if this has not happened after _ROUNDS runs, or if the guest is idle and `on_idle` ends
+        the run. `on_arrival` is called if a task arrives at its stub while `is_done()` is false; by default
+        the task is put to sleep. `on_idle` is called when the CPU is idle; its result False ends the run. By
         default, time passes to the next timer interrupt.
         """
         return self._go_on_until(self.run(), is_done, on_arrival, on_idle)

@@ -89,7 +89,7 @@ class TaskMemory:
     def _touch(self, task: LinuxTask, page: int, first_byte: int) -> tuple[int, int, int]:
         """Give the task its own page in place of a missing or shared page.
 
-        The task writes to the page's first byte the value `first_byte`, which it already has. The kernel
+        The task writes `first_byte` to the page's first byte, which already has this value. The kernel
         handles the page fault of this write, and so provides the page. The first byte of a missing page is 0.
 
         Return the result of LinuxMemory.walk() for the page.

@@ -283,7 +283,7 @@ class LinuxControlCalls(GuestCalls):
                 directory.fd = self._called(partial(self._syscalls.open, task, path, flags))
 
     def listed(self, client: Client, directory: ControlDirectory) -> None:
-        """Repeat the client's getdents64(2), which lists what the guest knows of the directory."""
+        """Repeat the client's getdents64(2). The guest lists the entries that it knows."""
         fd = directory.fd
         if fd is None:
             return

@@ -93,7 +93,7 @@ class GuestFile(FileDescription):
             return data
 
     def _follow_flags(self, task: LinuxTask) -> None:
-        """Set the status flags of the guest's file to those of the client's."""
+        """Set the status flags of the guest's file to those of the client's open file."""
         self.fs.guest.syscalls.set_status_flags(task, self.fd, self.status)
         self.flags = self.flags & ~STATUS_FLAGS | self.status
 

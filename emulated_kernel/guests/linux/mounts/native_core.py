@@ -99,8 +99,9 @@ class NativeCore:
     def _passed_with_exceptions(self) -> Callable[[int], bool]:
         """Return the function of passed_in_step() for processors other than x86-64.
 
-        The copy is outside of the kernel's image, and a breakpoint after it causes another exception. The
-        step ends at the first instruction in the image after the return from an exception.
+        A step does not stop in exception handlers or at the copied instruction. The copy is outside of the
+        kernel's image, and a breakpoint after it causes another exception. The step ends at the first
+        instruction in the image after the return from an exception.
         Mirrors: arch/riscv/kernel/probes/kprobes.c:kprobe_breakpoint_handler,
         kprobe_single_step_handler (v6.12).
         """

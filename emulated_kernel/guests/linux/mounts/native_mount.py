@@ -124,7 +124,7 @@ class _TextFile(FileDescription):
 
 
 class _HistoryFile(FileDescription):
-    """An open file of machine/history, whose content is that at the time of each read."""
+    """An open file of machine/history. Each read renders the content again."""
 
     __slots__ = ()
 
@@ -218,7 +218,10 @@ class MachineFs(FileSystem):
         """Number of open files of machine/vmcore."""
 
     def history(self) -> bytes:
-        """Return the content of machine/history: the refused requests. The guest keeps the events itself."""
+        """Return the content of machine/history, which has the refused requests.
+
+        It has no events, because the guest's own tracefs keeps these.
+        """
         past = self.past()
         first = {"is_partial": True, "missing": past.missing, "refused": past.refused}
         return f"{json.dumps(first)}\n".encode()

@@ -340,7 +340,7 @@ def _range(start: int, size: int) -> Range:
 
 
 def _text(part: Range, places: range) -> Range:
-    """Return the address range `part`, which must be within `places`, where modules' text can be.
+    """Return the range `part`, after checking that it is in `places`, the addresses for modules' text.
 
     Raises: KernelError ENOEXEC (`part` is not within `places`).
     """
