@@ -388,7 +388,7 @@ def table(sides: Sequence[Side], *, has_spread: bool) -> Iterator[str]:
     `has_spread`: whether the table shows the spread of samples.
     """
     first, *others = sides
-    ratios = [f"{first.title} to {other.title}" for other in others]
+    ratios = [f"{first.title} / {other.title}" for other in others]
     head = ["", *(side.title for side in sides), *ratios]
     yield f"| {' | '.join(head)} |"
     yield f"| --- |{' ---: |' * (len(head) - 1)}"

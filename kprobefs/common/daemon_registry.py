@@ -287,7 +287,7 @@ def runtime_directory() -> Path:
             found = each.lstat()
         except OSError as error:
             raise unwritable(each, error) from None
-        # Hazard: in /tmp another user may have made it first.
+        # Hazard: in /tmp another user may have made the directory first.
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             remedy = f"set {RUNTIME_DIRECTORY} to a directory of your own"
             raise CliError(f"{each}: belongs to somebody else; {remedy}")
@@ -303,7 +303,7 @@ def _base_path() -> Path:
     """
     if chosen := os.environ.get(RUNTIME_DIRECTORY):
         if not chosen.startswith("/"):
-            # The commands and the daemon, which changes its working directory, would use different ones.
+            # The commands, and the daemon in another working directory, would use different directories.
             raise CliError(f"{RUNTIME_DIRECTORY}={chosen}: not an absolute path; set one, or unset it")
         return Path(chosen)
     user = _outer_uid()

@@ -266,7 +266,7 @@ class Loader:
         try:
             mode = self._files.mode(self._path(name))
         except OSError:
-            # The read or the write reports it.
+            # The read or the write reports the error.
             return
         if not stat.S_ISREG(mode) or not mode & stat.S_IWUSR:
             raise DefinitionError("not a setting")

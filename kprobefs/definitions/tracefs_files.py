@@ -40,7 +40,7 @@ class Files(ABC):
 
     @abstractmethod
     def read(self, name: str) -> str:
-        """Return the content of the file `name`. Use few requests, because each request may hit a probe."""
+        """Return the content of the file `name`, by few requests, because each request may hit a probe."""
 
     @abstractmethod
     def write(self, name: str, text: str) -> None:

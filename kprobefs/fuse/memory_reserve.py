@@ -83,9 +83,9 @@ class MemoryReserve:
         """Whether less than FLOOR bytes were free at the last check, because open files use the reserve."""
 
     def check(self) -> None:
-        """Free the reserve if less than HEADROOM is free; otherwise allocate it. This precedes each request.
+        """Free the reserve if less than HEADROOM is free; otherwise allocate it.
 
-        During another check, do nothing.
+        Each request calls this method first, except before `next_check`. During another check, do nothing.
         """
         # Another thread is checking, and one check is enough.
         if not self._lock.acquire(blocking=False):

@@ -120,7 +120,7 @@ class WorkerThreads:
                 return
 
     def _serve(self) -> None:
-        # It had no memory for its buffer.
+        # The thread had no memory for its buffer.
         if self._loop() == FAILED:
             with self._lock:
                 self._threads.remove(threading.current_thread())

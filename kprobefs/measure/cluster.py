@@ -114,7 +114,7 @@ _digests: dict[tuple[str, ...], str] = {}
 
 
 def code_digest(packages: Sequence[str] = PACKAGES) -> str:
-    """Return a digest of all files of packages, which differs if their code or images differ."""
+    """Return a digest of all files of packages; it changes if their code or their images change."""
     known = _digests.get(tuple(packages))
     if known is not None:
         return known

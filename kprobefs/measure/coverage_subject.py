@@ -113,7 +113,7 @@ class Subject:
         `has_jumps`: whether kprobefs's kprobes are optimized.
         """
         if self.arch in WITH_OPTPROBES:
-            # kprobefs obeys the kernel's configuration there.
+            # On x86, kprobefs's kprobes follow the configuration of the kernel.
             return ""
         missing: list[str] = []
         if has_jumps and self._has("arch_prepare_optimized_kprobe") is False:

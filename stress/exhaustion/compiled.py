@@ -163,7 +163,7 @@ class CompiledPlace(Place):
         return found
 
     def _compile(self) -> None:
-        """Compile the detour without running the machine; otherwise the jump's first hit compiles it."""
+        """Compile the detour here, without running the machine. Usually the jump's first hit compiles it."""
         with enabled(self.compiler):
             self.kernel.kprobes.routes.compile_detour(self.head)
         code = self.head.compiled

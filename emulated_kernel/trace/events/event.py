@@ -446,12 +446,12 @@ class EventFile:
     def fire(self, payload: bytes, hit: ProbeHit) -> None:
         """Run the triggers; record the hit unless the event is soft-disabled or its filter rejects the hit.
 
-        Entries that triggers write follow the entry of the hit. They precede it if the hit may still be
-        rejected, because Linux then keeps the hit's entry in trace_buffered_event. They also precede it if
-        a trigger enables or disables events. If a trigger needs the entry and no page can hold it, nothing
+        Usually, entries that triggers write follow the entry of the hit. They precede it in two cases: if the
+        hit may still be rejected, because Linux then keeps the hit's entry in trace_buffered_event, and if a
+        trigger enables or disables events. If a trigger needs the entry and no page can hold it, nothing
         happens.
-        Mirrors: trace_event_buffer_lock_reserve, __trace_trigger_soft_disabled,
-        __event_trigger_test_discard (v6.1).
+        Mirrors: trace_event_buffer_lock_reserve, __trace_trigger_soft_disabled, __event_trigger_test_discard
+        (v6.1).
         """
         recorder = self.recorder
         deferred: list[Trigger] = []

@@ -65,7 +65,7 @@ class _CpuState:
     last_pid: int = -1
     depth: int = 0
     functions: dict[int, int] = field(default_factory=dict)
-    """Depth -> address of the function that was entered there and has not returned yet."""
+    """Depth -> address of the function that was entered at this depth and has not returned yet."""
     was_leaf: bool = False
     """Whether the line of the last call also shows its return, so that the next return prints nothing."""
 

@@ -49,7 +49,7 @@ class _Enabled:
     recording: bool = False
     off: bool = True
     off_since: dict[Recorder, int | None] = field(default_factory=dict)
-    """Trace array that has the event enabled -> value of its off_since() when this was first seen."""
+    """Trace array that has the event enabled -> its off_since() when note() first saw this."""
     removed: dict[str, int] = field(default_factory=dict)
     """Place of a removed probe of the event -> its hits."""
     at_return: bool = False
