@@ -23,6 +23,8 @@ def main() -> int:
     is_interrupted = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # If the caller ignores SIGCHLD, the kernel would reap children that this process waits for.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if sys.argv[1:2] and sys.argv[1] in STARTS:
         from kprobefs.common import compile_ahead
 

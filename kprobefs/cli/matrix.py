@@ -33,7 +33,10 @@ BLAMED = re.compile(
 )
 """Pattern for a line of a log that probably contains the reason why the command failed."""
 _HEADINGS = (
-    (re.compile(r"Traceback \(most recent call last\):"), re.compile(r"(\S.*)")),
+    (
+        re.compile(r"Traceback \(most recent call last\):|Exception (?:in thread|ignored in).*"),
+        re.compile(r"(?!Traceback \()(\S.*)"),
+    ),
     (re.compile(r"=+ (?:FAILURES|ERRORS) =+"), re.compile(r"E {3,}(.*)")),
 )
 """Patterns for a heading of Python or pytest, and for the first later line with the reason, as group 1."""

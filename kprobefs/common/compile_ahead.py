@@ -28,6 +28,7 @@ import emulated_kernel
 # Not from typing, which takes longer to import than most modules here.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from importlib.abc import PathEntryFinder
     from typing import Any
 
 FILE_NAME = "kprobefs-bytecode"
@@ -156,12 +157,13 @@ class CompileAhead:
     def _is_ours(self, directory: str) -> bool:
         return os.path.join(directory, "").startswith(self._directories)
 
-    def _finder(self, directory: str) -> FileFinder:
+    def _finder(self, directory: str) -> PathEntryFinder:
         if not self._is_ours(directory):
             raise ImportError(directory)
         # typeshed wants a class, but Python calls what it is given with a name and a path.
         source: Any = (self._loader, SOURCE_SUFFIXES)
-        return FileFinder(directory, source, (SourcelessFileLoader, BYTECODE_SUFFIXES))
+        # Packages in a zip file are no directories, and Python's next hook imports them.
+        return FileFinder.path_hook(source, (SourcelessFileLoader, BYTECODE_SUFFIXES))(directory)
 
     def _loader(self, name: str, path: str) -> SourceFileLoader:
         return _Loader(name, path, self)

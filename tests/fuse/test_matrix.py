@@ -299,6 +299,10 @@ def test_a_renamed_package_is_named_with_its_release(tmp_path: Path) -> None:
             "KeyError: 'b'",
         ),
         ("Traceback (most recent call last):\n", "Traceback (most recent call last):"),
+        (
+            "Exception in thread Thread-1 (f):\nTraceback (most recent call last):\n  File 'a'\nOSError: b\n",
+            "OSError: b",
+        ),
         ("bash: x: Permission denied\nTraceback (most recent call last):\nE\n", "bash: x: Permission denied"),
         (
             "t.py F\n\n==== FAILURES ====\n___ test_a ___\n>   assert 1 == 2\nE   assert 1 == 2\nE   x\n",

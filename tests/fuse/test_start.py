@@ -439,6 +439,13 @@ def test_a_full_disk_for_a_file(command: str, tmp_path: Path, monkeypatch: pytes
     assert done.stderr.splitlines()[-1].startswith("kprobefs: /dev/full: No space left on device")
 
 
+IGNORING_CHILDREN = """
+import os, signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 @pytest.fixture
 def without_bytecode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the command of a program that finds no bytecode."""
@@ -461,6 +468,20 @@ def test_a_start_without_bytecode_leaves_no_compiler(without_bytecode: list[str]
     assert (done.returncode, done.stderr, len(children.split())) == (0, "", 2)
     assert shell in children.split()
     assert not any(f"memfd:{FILE_NAME}" in line for line in descriptors)
+
+
+@pytest.mark.parametrize("command", ["mount DIR", "run -- echo done"])
+def test_the_caller_may_ignore_ends_of_children(
+    command: str, without_bytecode: list[str], directory: Path
+) -> None:
+    """Programs inherit the ignored SIGCHLD, and the kernel then keeps no child's status."""
+    script = IGNORING_CHILDREN
+    words = (str(directory) if word == "DIR" else word for word in command.split())
+    done = kprobefs(*words, program=[sys.executable, "-c", script, *without_bytecode])
+    try:
+        assert (done.returncode, done.stderr) == (0, "")
+    finally:
+        kprobefs("umount", str(directory))
 
 
 def test_a_foreground_without_bytecode_leaves_no_compiler(

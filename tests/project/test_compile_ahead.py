@@ -187,6 +187,19 @@ def test_modules_without_source_are_found(package: Path, told: Callable[[str], s
     assert answer == f"one two {package}/one/__init__.pyc\n"
 
 
+def test_packages_in_a_zip_file_are_found(package: Path, told: Callable[[str], str]) -> None:
+    answer = told(f"""
+    import shutil
+    file = shutil.make_archive({str(package)!r}, "zip", {str(package)!r})
+    sys.path.append(file)
+    ahead = CompileAhead([file])
+    import one, two
+    print(one.value, two.value)
+    ahead.end()
+    """)
+    assert answer == "one two\n"
+
+
 def test_no_module_is_compiled_after_its_import(package: Path, told: Callable[[str], str]) -> None:
     answer = told(f"""
     import signal, time
