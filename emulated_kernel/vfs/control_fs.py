@@ -675,9 +675,12 @@ class ControlFs(FileSystem):
         return self.lock
 
     def _open_unseen(self, client: Client, path: str, flags: int) -> ControlFile:
-        """Open a file for a client, without a call of the guest."""
+        """Open a file for a client, without a call of the guest.
+
+        Hazard: GuestCalls.request() may run the guest, for example for the fork of a new client.
+        """
         file = ControlFile(self, path, flags, client)
-        GuestCalls.open(self.calls, client, file)
+        file.inner = self.tree.open(path, flags, client)
         self.opened[file] = None
         return file
 

@@ -55,8 +55,8 @@ def _why(tracefs: Path, first: tuple[str, str], last: Path, keys: str) -> str:
         return NO_FIRST_HIT.format(first=first[1])
     if _hits(last):
         return ""
-    profile = dict(HITS.findall((tracefs / "kprobe_profile").read_text()))
-    if profile.get(last.name) == "0":
+    profile = HITS.findall((tracefs / "kprobe_profile").read_text())
+    if any((name, hits) == (last.name, "0") for name, hits, _ in profile):
         return NO_HIT.format(last=last.name)
     return NO_MATCH.format(last=last.name, first=first[1], keys=keys)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from time import sleep
 
-from emulated_kernel.guests.common.proc import is_dying
+from emulated_kernel.guests.common.proc import has_signal, is_dying
 from emulated_kernel.util.fast_named_tuple import NamedTuple
 from emulated_kernel.vfs.core.client import Stat
 from kprobefs.fuse.known_nodes import KnownNodes, attr_bytes
@@ -76,7 +76,7 @@ class _LoopState:
         self._request = request
         self._stat = f"/proc/self/task/{threading.get_native_id()}/stat"
         self.interrupted = 0
-        """The field `unique` of the last request whose client got a signal while the thread served it."""
+        """The field `unique` of the last request that was interrupted, perhaps only to stop its client."""
 
     @property
     def _opcode(self) -> int:
@@ -101,8 +101,11 @@ class _LoopState:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the client of the request got a signal since it made the request."""
-        return self.is_serving and self.interrupted == self.unique
+        """Whether the client must end the request in order to handle a signal."""
+        if not self.is_serving or self.interrupted != self.unique:
+            return False
+        *_, pid = IN_HEADER.unpack_from(self._request)
+        return has_signal(pid)
 
     def is_writing(self, unique: int) -> bool:
         """Return True if the request is the WRITE with this field `unique`."""
@@ -282,7 +285,7 @@ class SessionLoop:
         return state.unique in self._abandoned or state.has_killed_client()
 
     def is_client_interrupted(self, thread: int) -> bool:
-        """Return True if the client of the request that a thread of this loop answers got a signal meanwhile.
+        """Return True if a thread of this loop answers a request whose client must handle a signal.
 
         `thread` is the thread's threading.get_ident(); any thread may call this method.
         """

@@ -58,7 +58,16 @@ def test_a_debugger_holds_the_guest(files: Files) -> None:
                     waiting.wait(0.5)
                 waiting.send_signal(signal.SIGUSR1)
                 assert waiting.wait(PATIENCE) == INTERRUPTED
-        client.send("c")
+        # A stop is no end: the request goes on waiting.
+        with subprocess.Popen(["cat", str(directory / "scratch/file")], stdout=subprocess.PIPE) as stopped:
+            for number in (signal.SIGTSTP, signal.SIGCONT):
+                with pytest.raises(subprocess.TimeoutExpired):
+                    stopped.wait(0.5)
+                stopped.send_signal(number)
+            with pytest.raises(subprocess.TimeoutExpired):
+                stopped.wait(0.5)
+            client.send("c")
+            assert stopped.communicate(timeout=PATIENCE)[0] == b"hello"
         assert Request(lambda: files.read("scratch/file")).done() == "hello"
     finally:
         client.close()

@@ -22,6 +22,20 @@ def fields(status: str) -> dict[str, str]:
     return dict(line.split(":\t", 1) for line in status.split("\n") if ":\t" in line)
 
 
+_STOPS = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
+"""Signals that only stop a process, whose system calls go on after SIGCONT."""
+
+
+def has_signal(thread: int) -> bool:
+    """Return True if a host thread, which waits in a system call, must end the call to handle a signal.
+
+    Signals that are blocked or only stop the process do not count, nor does a tracer that stops it.
+    """
+    status = fields(read(f"/proc/{thread}/status") or "")
+    own, shared, blocked = (int(status.get(name, "0"), 16) for name in ("SigPnd", "ShdPnd", "SigBlk"))
+    return bool((own | shared) & ~blocked & ~sum(1 << number - 1 for number in _STOPS))
+
+
 def is_dying(thread: int) -> bool:
     """Return True if SIGKILL is pending for a host thread, which then waits only for its request to end."""
     pending = fields(read(f"/proc/{thread}/status") or "").get("SigPnd", "0")

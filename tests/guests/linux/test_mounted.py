@@ -256,6 +256,21 @@ def is_debugged(directory: Path) -> None:
     client.close()
 
 
+def test_new_clients_while_a_debugger_holds_the_guest(tmp_path: Path) -> None:
+    """They open files of machine/, for which the guest does nothing: no fork and no close of earlier ones."""
+    directory = tmp_path / "mnt"
+    directory.mkdir()
+    with daemon(directory, "--image", str(debian_kernel.image()), program=REAL_PROGRAM):
+        file = directory / "scratch/file"
+        file.write_text("hello")
+        client = GdbClient((directory / "machine/gdb").read_text().strip())
+        for name in ("limits", "cpu"):
+            subprocess.run(["cat", str(directory / "machine" / name)], check=True, timeout=50)
+        client.close()
+        assert os.listdir(file.parent) == ["file"]
+        assert file.read_text() == "hello"
+
+
 def saves_no_default_maxactive(directory: Path) -> None:
     definitions = directory / "tracing" / "dynamic_events"
     for line in ("r:chosen vfs_read", "r1:few vfs_read"):
