@@ -85,9 +85,10 @@ class LineTables:
         }
 
     def _top(self, unit: Any) -> Any:
-        """Return the top DIE of a unit. Only its own declaration is parsed.
+        """Return the top DIE of a unit.
 
-        pyelftools parses all declarations of a unit, which takes most of the time for a kernel.
+        Of the unit's abbreviation declarations, only that of the top DIE is parsed. pyelftools would parse
+        all of them, which would take most of the time for a kernel.
         """
         table = Declarations(self._abbreviations, unit["debug_abbrev_offset"], unit.structs)
         unit.get_abbrev_table = lambda: table

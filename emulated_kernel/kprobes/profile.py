@@ -237,7 +237,7 @@ def profile_named(name: str) -> Profile:
 def check_architecture(name: str, arch: str) -> None:
     """Check that kprobefs's own kernel for `arch` can have the profile `name`.
 
-    On x86, the profiles for RISC-V would give jumps of x86. Raises: KernelError EINVAL.
+    Only a kernel for RISC-V can have the profiles for RISC-V. Raises: KernelError EINVAL.
     """
     if name in RISCV_PROFILES and not arch.startswith("riscv"):
         raise KernelError(errno.EINVAL, f"profile {name} is for RISC-V; add --arch riscv64")

@@ -38,7 +38,7 @@ _SETTLED = nullcontext()
 
 
 class _Gated(Exception):
-    """Raised if a change must wait for the event `gate`, because another kernel is built to replace this one.
+    """Raised if a change must wait for the event `gate`, because a kernel is being built to replace this one.
 
     The thread that waits must not hold the lock.
     """
@@ -586,7 +586,7 @@ class ControlFs(FileSystem):
     def _changing(self) -> Iterator[None]:
         """Hold the lock during the `with` block.
 
-        Before that, wait while another kernel is built to replace this one.
+        Before that, wait while another kernel is being built to replace this one.
         """
         while True:
             with self.lock:

@@ -21,7 +21,7 @@ _STAMP = lazy_pattern(r"^\[ *[0-9.]+\] ")
 def panic_hint(directory: str) -> str:
     """Return a hint if the kernel of the mount at `directory` has panicked; "" if it has not.
 
-    The reason is the last line of machine/dmesg.
+    The hint names the last line of machine/dmesg as the reason.
     """
     with suppress(OSError):
         if os.readlink(Path(directory, STATE_LINK)) == MountState.PANICKED.value:

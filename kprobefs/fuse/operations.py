@@ -191,7 +191,7 @@ class Server:
 
 
 class _AttributesFor(threading.local):
-    """Records whether a client or only libfuse has caused the next getattr in this thread.
+    """Records whether the guest may repeat the next getattr in this thread.
 
     libfuse calls getattr for a client's stat(2) and LOOKUP, which the guest repeats as system calls of the
     client. In three cases the guest must run nothing:
@@ -208,13 +208,13 @@ class _AttributesFor(threading.local):
         self._has_client = True
 
     def skip_client(self) -> None:
-        """Record that only libfuse causes the next getattr."""
+        """Record that the guest must not repeat the next getattr in this thread."""
         self._has_client = False
 
     def take_client(self) -> Callable[[], Client] | None:
         """Return a function that returns the client of this getattr.
 
-        Return None if only libfuse has caused the getattr.
+        Return None if the guest must not repeat the getattr.
         """
         has_client = self._has_client
         self._has_client = True

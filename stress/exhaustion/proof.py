@@ -431,7 +431,7 @@ class Place:
         return cpu.stale_problem(passed, window, jumps.values())
 
     def _jumps(self) -> dict[bytes, int]:
-        """Return a map bytes of a possible jump at the probe -> destination of the jump."""
+        """Return a map from the bytes of the jump that may be at the probe to the jump's destination."""
         if not self.proof.has_jumps:
             return {}
         buffer = self._buffer()

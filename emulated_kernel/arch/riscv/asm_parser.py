@@ -84,7 +84,7 @@ _BRANCH_RANGE = range(-0x1000, 0x1000)
 class RiscvAssembler(Assembler):
     """Assembler of RISC-V handlers, in GNU syntax.
 
-    `la` loads the address of a cell. A store to a cell takes a third register for the cell's address.
+    `la` loads the address of a cell. A store to a cell has a third operand: a register for its address.
     """
 
     def cells(self, source: SourceText) -> tuple[str, ...]:

@@ -86,9 +86,9 @@ def remove_stale(place: str) -> None:
 
 
 def _remove_unlocked(path: str) -> None:
-    """Remove a directory of a socket, unless the daemon that made it lives.
+    """Remove the directory of a GDB socket if it belongs to this user.
 
-    Raises: OSError (also if this daemon lives).
+    Raises: OSError (also if the daemon that made the directory still runs, and so holds its lock).
     """
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -20,7 +20,10 @@ VICTIMS = 8
 
 
 class SumWords(ctypes.Structure):
-    """Host memory for one instruction that changes SUM. Unicorn passes its address to the routine."""
+    """Words in host memory about one instruction of the guest that changes SUM.
+
+    Unicorn passes the address of these words to the routine that changes SUM in place of the instruction.
+    """
 
     _fields_ = (
         # Address in this process of the instruction in the text, and its code; other code is left to the CPU.

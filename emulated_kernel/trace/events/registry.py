@@ -126,7 +126,7 @@ class EventRegistry:
         self.add_own(event)
 
     def ids(self) -> EventIds:
-        """Return the ids of all events, for keeping() of another kernel's registry."""
+        """Return the ids of all events, as the argument of keeping() of another kernel's registry."""
         return EventIds(self._next_id, {event_id: (e.group, e.name) for event_id, e in self._by_id.items()})
 
     @contextmanager

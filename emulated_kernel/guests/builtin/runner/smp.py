@@ -328,8 +328,8 @@ class SmpGuestRunner(GuestRunner):
     def _await_time(self, request: Request, slept: int) -> None:
         """Advance the time by a jiffy; see GuestRunner._await_time.
 
-        First send timer interrupts to the other CPUs that have work. They make a task that is inactive in
-        user mode yield its CPU to tasks that wait for that CPU.
+        First send timer interrupts to the other CPUs that have work. A task in user mode whose process makes
+        no request then yields its CPU to tasks that wait for that CPU.
         """
         self._send_ticks()
         self._turn_to(TIME_KEEPER)

@@ -369,7 +369,7 @@ class GuestFs(FileSystem):
     # Changes
 
     def _change(self, client: Client, name: str, path: str, *arguments: int) -> None:
-        """Make the system call `name` on a path by the client's task."""
+        """Make the client's task do the system call `name` on a path. `arguments` follow the path."""
         with self.request(client) as task:
             self.guest.syscalls.on_path(task, name, self._place(path), *arguments)
 

@@ -195,7 +195,7 @@ class LinuxWorkloads:
         return LinuxWorkload(guest.tasks, guest.syscalls, guest.clients.execute, kind, pid)
 
     def slice_begins(self) -> None:
-        """Make the deferred closes in the guest, as at a request; see WorkloadHost. Raises: KernelError."""
+        """Perform the deferred closes in the guest, as before a request. Raises: KernelError."""
         guest = self._guest
         guest.check_open()
         try:
@@ -281,7 +281,7 @@ class LinuxGuest:
     # Requests. Invariant: keep the order of the steps, because traces depend on it.
 
     def begin(self, client: Client, opens: bool) -> LinuxTask:
-        """Make the deferred closes in the guest, and return the client's task. Lock: needs.
+        """Perform the deferred closes in the guest, and return the client's task. Lock: needs.
 
         `client`: a result of LinuxClients.informed() at this request.
         `opens`: see Request. If it is True, one file may remain in `closes.taken`.
@@ -302,7 +302,7 @@ class LinuxGuest:
         return task
 
     def settle(self) -> None:
-        """Begin a request that comes from no client: make all deferred closes in the guest. Lock: needs."""
+        """Begin a request that comes from no client: perform all deferred closes. Lock: needs."""
         if self.begins is not None:
             self.begins()
         if self.control_closes.deferred:

@@ -141,7 +141,7 @@ class Arm64LinuxCpu(LinuxCpu):
         self._enter(_FROM_USER, _SVC_SYNDROME, ip + _SVC_SIZE)
 
     def entry(self, ip: int) -> KernelEntry:
-        """Return the table by which the host's routine does the same as syscall(ip).
+        """Return the table that makes the host's routine for system calls do what syscall(ip) does.
 
         When the routine runs, Unicorn has set ip to the address after the svc already.
         """

@@ -25,7 +25,7 @@ _STEPS = TscWords.steps.offset // 8
 
 
 class TimeFollower(Protocol):
-    """Interface of an object that shows the machine's time to guest code. The code can advance the time."""
+    """Interface of an object that shows the machine's time to guest code, which can advance the time."""
 
     @property
     def host_address(self) -> int:

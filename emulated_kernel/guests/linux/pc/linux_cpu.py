@@ -379,10 +379,11 @@ class PcCpu(LinuxCpu):
         self._code_and_stack[:] = _SEGMENTS_OF_SYSCALL
 
     def entry(self) -> KernelEntry | None:
-        """Return the table by which the host's routine does the same as syscall().
+        """Return the table that makes the host's routine for system calls do what syscall() does.
 
-        After the routine, Unicorn advances ip by the instruction's size.
-        Return None before the first system call, and if the kernel lets user mode set its direction flag.
+        The ip in the table is lower by the size of a syscall, which Unicorn adds after the routine.
+        Return None before the first system call, and if the kernel's mask for system calls does not clear the
+        direction flag.
         """
         if self._system_call is None or self._system_call[1] & _DIRECTION:
             return None
