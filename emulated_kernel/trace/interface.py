@@ -107,7 +107,7 @@ class InterfaceRule(LinuxRule):
     )
     ENTRY_ARGS = (
         "6.12",
-        "events at a function's return can have its arguments, which its entry keeps",
+        "events at a function's return can have its arguments; their pointers are followed at the return",
         f"{_PROBE}:store_trace_entry_data",
         "kernel return probes support: $retval, $arg<N>, $comm",
     )

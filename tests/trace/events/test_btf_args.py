@@ -188,6 +188,19 @@ def test_fields_of_structures_are_read(kernel: Kernel) -> None:
     ]
 
 
+def test_a_return_keeps_values_and_reads_memory_late(kernel: Kernel) -> None:
+    """The function's entry keeps its pointer; what it points to is read when the function returns."""
+    define(kernel, "p:before strim text=+0($arg1):string")
+    define(kernel, "r:after strim arg=$arg1 ret=$retval text=+0($arg1):string")
+    enable(kernel, "before", "after")
+    start = kernel.call("strim", "text  ")
+    assert values(kernel, "before", "after") == [
+        'before text="text  "',
+        f'after arg={start:#x} ret={start:#x} text="text"',
+    ]
+    enable(kernel, "before", "after", on=False)
+
+
 def test_an_image_without_types_has_no_arguments_by_name() -> None:
     with Kernel(MachineConfig(arch="i386"), profile=profile_named("linux-6.12")) as kernel:
         for command in ("p:x vfs_read count", "p:x vfs_read $arg*", "p:x vfs_read $arg1:%pD"):
