@@ -446,6 +446,17 @@ def test_names_that_are_cut_ambiguous_or_only_split(
     assert len(re.findall("0x[0-9a-f]{16}", twice["findings"][0]["message"])) == 2
 
 
+def test_a_bare_name_of_a_modules_function_needs_a_line_with_the_module() -> None:
+    """The message about the bare name alone says what to write, and what it says is accepted."""
+    kernel = planned_kernel(None, str(debian.package("linux-image-cloud-amd64")), None, None)
+    bare, named = Line("", 1, "p:a nf_conntrack_in"), Line("", 2, "p:b nf_conntrack:nf_conntrack_in")
+    (alone,) = check_lines(kernel, [bare])
+    assert alone.outcome == "ENOENT"
+    assert "MODULE:nf_conntrack_in" in alone.findings[0].message
+    both = check_lines(kernel, [bare, named])
+    assert [(each.outcome, each.unloaded) for each in both] == [("ftrace", "ENOENT"), ("ftrace", "pending")]
+
+
 def test_lines_with_modules_are_judged_with_them_loaded() -> None:
     """The package's modules are loaded; other modules are awaited, as by a kernel without them."""
     package = debian.package("linux-image-cloud-amd64")
