@@ -73,7 +73,7 @@ class _KeptXrefs(CodeXrefs):
             return _BRANCHES[key]
         own = super()._own_branches
         kept = _BRANCHES.setdefault(key, own)
-        # Of the kernels with this text, only the last one stays in memory.
+        # The kept index then refers to this kernel, so that an earlier kernel with the same text is freed.
         kept._search = own._search
         return kept
 

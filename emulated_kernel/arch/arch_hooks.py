@@ -162,6 +162,22 @@ class Registers:
     """Attribute of the register with the return address on function entry; None if it is on the stack."""
 
 
+class TextReturns(ABC):
+    """Code in unused bytes of the kernel's text, by which hooked calls enter a return trampoline."""
+
+    @abstractmethod
+    def filler_size(self, code: bytes) -> int:
+        """Return the number of unused bytes at the end of a function's code."""
+
+    @abstractmethod
+    def trampoline_entry(self, source: int, trampoline: int) -> bytes:
+        """Return code for the address `source` in the kernel's text that enters a return trampoline.
+
+        Functions that return to `source` execute no more instructions than if they return to `trampoline`.
+        The code has Arch.call_size bytes. Raises: KernelError ERANGE (too far).
+        """
+
+
 class ReturnCode(ABC):
     """Generator of return handlers in guest code.
 
@@ -446,22 +462,8 @@ class Arch(ABC):
         the real return address in the word above the saved registers.
         """
 
-    def filler_size(self, code: bytes) -> int:  # noqa: ARG002 - for x86
-        """Return the number of unused bytes at the end of a function's code.
-
-        Return 0 if unwinders do not require that hooked calls return to an address in the kernel's text.
-        """
-        return 0
-
-    def trampoline_entry(self, source: int, trampoline: int) -> bytes:
-        """Return code for the address `source` in the kernel's text that enters a return trampoline.
-
-        Functions that return to `source` execute no more instructions than if they return to `trampoline`.
-        The code has `call_size` bytes. Only an architecture with `filler_size` has such code.
-        Raises: KernelError ERANGE (too far).
-        """
-        raise NotImplementedError
-
+    text_returns: TextReturns | None = None
+    """Code for returns by the kernel's text; None if unwinders do not require that calls return there."""
     returns: ReturnCode | None = None
     """Generator of return handlers in guest code; None if Python handles every return."""
 

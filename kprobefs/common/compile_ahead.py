@@ -121,7 +121,7 @@ class CompileAhead:
 
     def _compile(self) -> None:
         for path in _sources(self._directories):
-            # Without its owner, nobody needs the code.
+            # If the owner has ended, nobody needs the code.
             if os.getppid() != self._owner:
                 return
             if os.fsencode(f"{path}\n") in os.pread(self._missed, _MISSED_SIZE, 0):
@@ -191,7 +191,7 @@ def _sources(directories: Sequence[str]) -> Iterator[str]:
 
 
 _running: list[CompileAhead] = []
-"""What begin() has started and end() has not ended."""
+"""The running process that begin() has started, until end(); empty if there is none."""
 
 
 def begin() -> None:

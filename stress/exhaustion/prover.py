@@ -29,7 +29,7 @@ _CODE = (*PACKAGES, "stress", "tests")
 
 
 class Proved(NamedTuple):
-    """What a Prover checks: a kernel, a kind of places, and the number of CPU states at each place."""
+    """The kernel and the kind of places that a Prover checks, and the number of CPU states at each place."""
 
     arch: str
     profile: str

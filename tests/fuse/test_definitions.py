@@ -312,7 +312,7 @@ instances/slow/events/kprobes/done/enable = 1
 @needs_fuse
 @pytest.mark.mounted
 def test_a_saved_file_is_loaded_line_by_line(directory: Path, tmp_path: Path) -> None:
-    """By the loop of the guide, as on a production machine: each line needs only those before it."""
+    """The guide's loop for production machines loads it: each line needs only lines before it."""
     guide = (Path(__file__).parents[2] / "docs/guide/plan-probes.md").read_text()
     start = guide.index("    while IFS= read -r line")
     script = guide[start : guide.index("saved.probes", start)] + '"$SAVED"'

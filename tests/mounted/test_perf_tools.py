@@ -36,9 +36,10 @@ for _ in range(3):
     os.mkdir("d")
     os.rmdir("d")
 """
-"""Makes three rounds, once a file of tracefs has a text; the tool clears the buffer behind that.
+"""Waits until a tool has written a text to a file of tracefs, and then makes and removes a directory 3 times.
 
-One process makes them all, since a tool waits for two seconds only.
+The tool clears the buffer after it has written the text, so the work begins half a second later. One process
+does all of it, because the tool waits for two seconds only.
 """
 
 

@@ -159,7 +159,7 @@ def test_told_places_hold_the_entry_values(kernel: Kernel) -> None:
 )
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_cold_part_belongs_to_its_function(cold: str, kept: set[str], ends: bool) -> None:
-    """Where it jumps back to, a place has the value on both ways; its paths decide about a return."""
+    """Where the cold part jumps back, only values of both ways count. Returns of both parts count."""
     start, part, back = 0x1000, 0x2000, 0x1008
     head = bytes.fromhex("85c0 0f84") + (part - back).to_bytes(4, "little", signed=True)
     code = head + bytes.fromhex("90 ebfd" if ends else "90 c3")  # nop; a loop, or ret

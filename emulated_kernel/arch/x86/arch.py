@@ -103,12 +103,6 @@ class X86(Arch):
     def return_trampoline(self, address: int) -> HandlerStub:
         return detours.return_trampoline(self._frame, address)
 
-    def filler_size(self, code: bytes) -> int:
-        return detours.filler_size(code, self.bits)
-
-    def trampoline_entry(self, source: int, trampoline: int) -> bytes:
-        return detours.trampoline_entry(source, trampoline)
-
     def ftrace_trampoline(self) -> HandlerStub:
         return detours.ftrace_trampoline(self._frame)
 
@@ -168,6 +162,7 @@ class X86_64(X86):
     fixed_registers = FRAME_64.fixed
     disassembler = Disassembler("CS_ARCH_X86", "CS_MODE_64", width=30)
     assembler = X86Assembler(64)
+    text_returns = detours.X86TextReturns(64)
     returns = X86ReturnCode(FRAME_64, "ax dx bx bp r12 r13 r14 r15")
     callee_saved = frozenset(["bx", "bp", "r12", "r13", "r14", "r15"])
     trampoline_slot = -8
@@ -199,6 +194,7 @@ class I386(X86):
     fixed_registers = FRAME_32.fixed
     disassembler = Disassembler("CS_ARCH_X86", "CS_MODE_32", width=30)
     assembler = X86Assembler(32)
+    text_returns = detours.X86TextReturns(32)
     returns = X86ReturnCode(FRAME_32, "ax dx bx bp si di")
     callee_saved = frozenset(["bx", "bp", "si", "di"])
     trampoline_slot = -4

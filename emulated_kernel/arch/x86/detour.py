@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from emulated_kernel.arch.analysis.detour_region import Region
-from emulated_kernel.arch.arch_hooks import HandlerStub, OriginalPlace, StubEnd
+from emulated_kernel.arch.arch_hooks import HandlerStub, OriginalPlace, StubEnd, TextReturns
 from emulated_kernel.arch.x86.copy_insn import DISP32_SIZE, JMP32_SIZE, relative_jump
 from emulated_kernel.arch.x86.encoder import AX, CX, INT3, SP
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE, decode_insn
@@ -70,27 +70,30 @@ def return_trampoline(frame: RegsFrame, address: int) -> HandlerStub:
     return HandlerStub(save + INT3 + frame.restore_whole + RET, len(save))
 
 
-def filler_size(code: bytes, bits: int) -> int:
-    """Implement Arch.filler_size: count the bytes of int3 and nop after the last other instruction."""
-    at = end = 0
-    while at < len(code):
-        try:
-            insn = decode_insn(code[at:].ljust(MAX_INSN_SIZE, b"\0"), bits)
-        except KernelError:
-            return 0
-        at += insn.length
-        if insn.opcode not in _FILLERS:
-            end = at
-    return max(len(code) - end, 0)
-
-
-def trampoline_entry(source: int, trampoline: int) -> bytes:
-    """Implement Arch.trampoline_entry: a call in place of the push with which a return trampoline begins.
+class X86TextReturns(TextReturns):
+    """Calls in unused bytes of the kernel's text, in place of the push with which a return trampoline begins.
 
     Linux prints a word of the stack as a caller only if it is the address of a function.
     Mirrors: arch/x86/kernel/dumpstack.c:show_trace_log_lvl (v6.1).
     """
-    return relative_call(source, trampoline + OWN_SIZE)
+
+    def __init__(self, bits: int) -> None:
+        self._bits = bits
+
+    def filler_size(self, code: bytes) -> int:
+        at = end = 0
+        while at < len(code):
+            try:
+                insn = decode_insn(code[at:].ljust(MAX_INSN_SIZE, b"\0"), self._bits)
+            except KernelError:
+                return 0
+            at += insn.length
+            if insn.opcode not in _FILLERS:
+                end = at
+        return max(len(code) - end, 0)
+
+    def trampoline_entry(self, source: int, trampoline: int) -> bytes:
+        return relative_call(source, trampoline + OWN_SIZE)
 
 
 def around_handler(frame: RegsFrame, region: Region) -> tuple[bytes, bytes]:

@@ -50,7 +50,7 @@ class Trampoline:
         """Prepare the trampoline; the guest does not change before install().
 
         `place`: address of unused bytes of the kernel's text, to which functions return; None: they return
-        to the host's code. See Arch.trampoline_entry().
+        to the host's code. See Arch.text_returns.
         """
         self._machine = machine
         self._memory = machine.memory
@@ -164,7 +164,8 @@ class Trampoline:
         if place is None:
             return code
         # While a return is handled, the stack has the address after the entry, which is that for Python.
-        self._machine.text.replace(place, self._arch.trampoline_entry(place, code))
+        assert self._arch.text_returns is not None
+        self._machine.text.replace(place, self._arch.text_returns.trampoline_entry(place, code))
         return place
 
     def replace_return_address(self, regs: Any) -> tuple[int, int]:

@@ -32,13 +32,16 @@ def return_place(kernel: LinuxKernel, arch: Arch) -> dict[str, int]:
 
     Return {} if there is not enough room, or if the unwinders need no such address.
     """
+    text_returns = arch.text_returns
+    if text_returns is None:
+        return {}
     needed = return_place_size(arch)
     for name in _TRAMPOLINES:
         address = kernel.kallsyms.lookup_name(name)
         found = None if address is None else kernel.kallsyms.lookup(address)
         if found is not None:
             start, size = found.symbol.address, found.symbol.size
-            if arch.filler_size(kernel.read(start, size)) >= needed:
+            if text_returns.filler_size(kernel.read(start, size)) >= needed:
                 return {RETURN_PLACE: start + size - needed}
     return {}
 
