@@ -161,9 +161,17 @@ def mounted(runtime_directory: Path) -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
+    """Start a tmux server of the tests' own. It lasts without panes.
+
+    Otherwise it would end with its last pane, and a client that connects meanwhile would fail.
+    """
     name = f"kprobefs-{time.monotonic_ns()}"
+    tmux = partial(subprocess.run, check=True, timeout=PATIENCE)
+    tmux(
+        ["tmux", "-L", name, "-f", "/dev/null", "start-server", ";", "set-option", "-s", "exit-empty", "off"]
+    )
     yield name
-    subprocess.run(["tmux", "-L", name, "kill-server"], check=False, capture_output=True, timeout=PATIENCE)
+    tmux(["tmux", "-L", name, "kill-server"])
 
 
 Start = Callable[..., Screen]
