@@ -95,16 +95,23 @@ class MountOptions:
 
     @property
     def kernel_words(self) -> list[str]:
-        """Words of a command line that select the kernel, the way of probing and the clock of this mount."""
+        """Words of a command line that select the kernel, the way of probing and the clock of this mount.
+
+        The options and their values alternate.
+        """
         machine = self.machine
         words = ["--arch", machine.arch]
-        if machine.image is not None:
+        if self.vmcore is not None:
+            words = ["--vmcore", os.path.abspath(self.vmcore)]
+        elif machine.image is not None:
             image = str(machine.image)
             words = ["--image", image if image == HOST else os.path.abspath(image), "--kprobes", self.kprobes]
         if self.cpu is not None:
             words += ["--cpu", self.cpu]
         if not self.follows_version:
             words += ["--profile", machine.profile]
+        if machine.strategy is not None:
+            words += ["--strategy", machine.strategy]
         return [*words, "--clock", machine.clock]
 
     @property

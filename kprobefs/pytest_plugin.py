@@ -137,7 +137,8 @@ def _refusals_in_process(kernel: Kernel | None, error: BaseException | None) -> 
     with suppress(KernelError):
         entry = last_logged(kernel.read_file("/tracing/error_log"))
         if entry is not None and entry[1].endswith(str(getattr(error, "strerror", None))):
-            hint = logged_refusal(entry, lambda: kernel.read_file("/machine/kallsyms"))
+            options = ("--arch", kernel.config.arch)
+            hint = logged_refusal(entry, lambda: kernel.read_file("/machine/kallsyms"), options)
             yield escape_for_terminal(hint)
 
 
@@ -241,12 +242,13 @@ def kernel(kprobefs_arch: str, request: pytest.FixtureRequest) -> Iterator[Kerne
     from emulated_kernel.util.fast_dataclass import replace
 
     chosen = {} if _is_marked(request) else _options_of_run()
-    if "image" in chosen:
+    if image := chosen.get("image") or chosen.get("vmcore"):
         why = "the fixture `kernel` has no distribution's kernel; use `tracefs` or `kprobefs_mount`"
-        pytest.fail(f"{chosen['image']}: {why}", pytrace=False)
+        pytest.fail(f"{image}: {why}", pytrace=False)
     config = MachineConfig(arch=chosen.get("arch", kprobefs_arch))
     if "profile" in chosen:
         config = replace(config, profile=chosen["profile"])
+    config = replace(config, strategy=chosen.get("strategy"))
     with Kernel(config) as booted:
         yield booted
 
@@ -286,7 +288,7 @@ def kprobefs_mount(
             if _is_marked(request) or any(each is not None for each in (arch, image, profile)):
                 kept = ("clock",) if image is None else ("clock", "kprobes")
                 options = {name: value for name, value in options.items() if name in kept}
-            if "arch" not in options and "image" not in options:
+            if not options.keys() & {"arch", "image", "vmcore"}:
                 options["arch"] = arch or kprobefs_arch
             given = {
                 "image": image,

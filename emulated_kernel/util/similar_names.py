@@ -10,6 +10,12 @@ _SIMILAR = 0.7
 """Least similarity, from 0 to 1, of a name that an error message has."""
 
 
+def similar_names_hint(names: Iterable[str]) -> str:
+    """Return the end of an error message that shows similar names; "" without names."""
+    shown = ", ".join(names)
+    return f"; similar names: {shown}" if shown else ""
+
+
 def similar_names(name: str, known: Iterable[str], count: int = SHOWN) -> list[str]:
     """Return at most `count` of the names `known` that are similar to `name`, the most similar first."""
     from difflib import get_close_matches

@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
 from signal import SIG_IGN, SIGINT, SIGTERM, getsignal, signal
-from textwrap import wrap
 from types import FrameType
 from typing import IO
 from xml.etree import ElementTree
@@ -26,6 +25,7 @@ from kprobefs.cli import duration_hint, nothing_hint, panic_hint, refusal_hint, 
 from kprobefs.cli.run import end_with_parent, in_foreground
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.common.output_file import OutputFile
+from kprobefs.common.terminal import lines_of
 
 BLAMED = re.compile(
     r"error|fail|not found|no such|cannot|can't|invalid|traceback|assert|exception|panic|denied",
@@ -385,7 +385,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
         shown = line if has_room else ""
         yield f"{name:<{width}}  {result.verdict:<7}{result.seconds:>9.1f}  {shown}".rstrip()
         if not has_room:
-            yield from wrap(line, COLUMNS, initial_indent="    ", subsequent_indent="    ")
+            yield from lines_of(line, COLUMNS, "    ", "    ")
     if failed := [result for result in results if result.status]:
         yield f"logs: {escape_for_terminal(str(failed[0].log.parent))}"
     hints: dict[str, list[str]] = {}
@@ -394,7 +394,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
             hints.setdefault(result.hint, []).append(result.case.name)
     for hint, names in hints.items():
         which = f"{len(names)} of {len(results)} kernels ({', '.join(names)})"
-        yield from wrap(escape_for_terminal(f"hint of {which}: {hint}"), COLUMNS, break_on_hyphens=False)
+        yield from lines_of(escape_for_terminal(f"hint of {which}: {hint}"), COLUMNS)
 
 
 def as_json(results: Sequence[Result]) -> str:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from errno import EINVAL
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emulated_kernel.util.lazy_pattern import lazy_pattern
+from emulated_kernel.util.similar_names import similar_names_hint
+from kprobefs.common.daemon_registry import running
 from kprobefs.common.similar_symbols import nearest_listed
 from kprobefs.definitions.syntax import DEFINITION
 from kprobefs.definitions.tracefs_files import HostFiles, control_root
+from kprobefs.mount_options import ARCHITECTURES, KPROBES
 
 if TYPE_CHECKING:
     from kprobefs.cli.nothing_hint import Past
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
 LOGGED = 'tracing/error_log ends with "{error}" for "{command}"{place}'
 UNLOGGED = '{file} has refused "{command}": {reason}'
 MISSING = "this kernel has no file {file}, and no command can create it"
+DEFAULTS = {("--arch", ARCHITECTURES[0]), ("--kprobes", KPROBES[0])}
+"""Options of `kprobefs explain` that a command can leave out."""
 NO_SUCH_KIND = "this kernel has no events of kind "
 HINT_LINE = lazy_pattern(
     r'kprobefs: (tracing/error_log ends with .*|\S+ has refused ".*|this kernel has no file .*)'
@@ -54,7 +60,8 @@ def refusals(directory: str, past: Past) -> Iterator[str]:
             yield UNLOGGED.format(file=file.lstrip("/"), command=command, reason=why or reason)
             return
     if logged is not None:
-        yield logged_refusal(logged, (control_root(directory) / "machine" / "kallsyms").read_text)
+        kallsyms = control_root(directory) / "machine" / "kallsyms"
+        yield logged_refusal(logged, kallsyms.read_text, options_of_mount(directory))
 
 
 def last_logged(error_log: str) -> re.Match[str] | None:
@@ -65,24 +72,35 @@ def last_logged(error_log: str) -> re.Match[str] | None:
     return last
 
 
-def place_advice(place: str, message: str) -> str:
+def options_of_mount(directory: str) -> Sequence[str]:
+    """Return the options that select the kernel of the mount at `directory`; empty if it is unknown."""
+    daemon = running(directory)
+    return daemon.options if daemon else ()
+
+
+def place_advice(place: str, message: str, options: Sequence[str]) -> str:
     """Return advice to run `kprobefs explain` about a refused probe at `place`; "" for other errors.
 
-    `message`: text that contains the kernel's error.
+    `message`: text that contains the kernel's error. `options`: names and values that select the kernel.
     """
     from emulated_kernel.trace.text.probe_errors import ProbeError
 
     at_place = (ProbeError.BAD_INSN_BNDRY, ProbeError.FAIL_REG_PROBE)
     if not any(text in message for error in at_place for text in error.texts):
         return ""
-    return f"`kprobefs explain {place}` says why, with the options --image and --kprobes of the mount"
+    words = ["kprobefs", "explain"]
+    for name, value in zip(options[::2], options[1::2], strict=True):
+        if name != "--clock" and (name, value) not in DEFAULTS:
+            words += [name, value]
+    return f"`{shlex.join([*words, place])}` says why"
 
 
-def logged_refusal(entry: re.Match[str], kallsyms: Callable[[], str]) -> str:
+def logged_refusal(entry: re.Match[str], kallsyms: Callable[[], str], options: Sequence[str]) -> str:
     """Return the hint about an entry of error_log, which last_logged() returned.
 
     If there is no such symbol, the hint names similar ones. If the place is refused, it names the command
-    that explains it. `kallsyms` returns the kernel's symbols.
+    that explains it. `kallsyms` returns the kernel's symbols. `options`: names and values that select the
+    kernel.
     """
     from emulated_kernel.trace.text.probe_errors import ProbeError
 
@@ -91,8 +109,8 @@ def logged_refusal(entry: re.Match[str], kallsyms: Callable[[], str]) -> str:
     if word and any(entry[1].endswith(text) for text in ProbeError.BAD_PROBE_ADDR.texts):
         with suppress(OSError):
             near = nearest_listed(re.split(r"[+%]", word[0], maxsplit=1)[0], kallsyms())
-            place += f"; there is {', '.join(near)}" if near else ""
-    if word and (advice := place_advice(word[0], entry[1])):
+            place += similar_names_hint(near)
+    if word and (advice := place_advice(word[0], entry[1], options)):
         place += f"; {advice}"
     return LOGGED.format(error=entry[1], command=entry[2].strip(), place=place)
 

@@ -245,12 +245,13 @@ class AttachedProbes:
         The advice says that the kernel has no such kind of events, or names similar symbols, or the command
         that explains the place, or says how the text of the probe was understood.
         """
-        from kprobefs.cli.refusal_hint import no_such_kind, place_advice
+        from kprobefs.cli.refusal_hint import no_such_kind, options_of_mount, place_advice
 
         if reason := no_such_kind(self._history.read(), probe.definition, self._tracefs):
             return reason
-        if advice := place_advice(escape_for_terminal(probe.place), message):
-            return advice
+        options = options_of_mount(self._directory)
+        if advice := place_advice(probe.place, message, options):
+            return escape_for_terminal(advice)
         symbol = re.split(r"[+%]", probe.place, maxsplit=1)[0]
         nearest = self._nearest(symbol)
         understood = f"understood as {escape_for_terminal(probe.understood)}"
@@ -328,7 +329,7 @@ class AttachedProbes:
         """Return a text that names the symbols that are most similar to `name`, or "" if none is similar."""
         with suppress(OSError):
             if found := nearest_listed(name, self._kallsyms.read_text()):
-                return f"nearest: {', '.join(map(escape_for_terminal, found))}"
+                return f"similar names: {', '.join(map(escape_for_terminal, found))}"
         return ""
 
     def _guest_pids(self, reader: RecordReader) -> list[int]:

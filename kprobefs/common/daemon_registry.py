@@ -10,7 +10,7 @@ import signal
 import stat
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from select import POLLIN, poll
@@ -77,6 +77,8 @@ class Daemon:
     """Directory that keeps the state, or "" if nothing keeps it."""
     clock: str = ""
     """Clock that the mount was started with, as `--clock` names it."""
+    options: Sequence[str] = ()
+    """Words of a command line that select the same kernel, as $KPROBEFS_OPTIONS has them."""
     isolate: bool = False
     """Whether the guest has pids of its own for the clients (`--isolate`)."""
 

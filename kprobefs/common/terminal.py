@@ -69,12 +69,21 @@ def wrap(text: str, stream: TextIO, indent: str = "", first: str = "", columns: 
         columns = os.get_terminal_size(stream.fileno()).columns or 80
     if "\n" in text or columns is None:
         return first + text
-    from textwrap import fill
-
     if len(first + text) <= columns:
         return first + text
-    return fill(
-        text.lstrip(),
+    return "\n".join(lines_of(text.lstrip(), columns, indent, first))
+
+
+def lines_of(text: str, columns: int, indent: str = "", first: str = "") -> list[str]:
+    """Return a line of text as lines of at most `columns` characters, broken only at blanks.
+
+    A longer word, such as a path, stays whole, so that it can be copied. `indent`: start of each further
+    line. `first`: text before the line.
+    """
+    from textwrap import wrap
+
+    return wrap(
+        text,
         columns,
         initial_indent=first,
         subsequent_indent=indent,

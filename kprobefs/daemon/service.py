@@ -335,5 +335,6 @@ class Service:
             profile=self._options.profile_name,
             state=self._options.state or "",
             clock=self._options.machine.clock,
+            options=self._options.kernel_words,
             isolate=self._options.isolate,
         )

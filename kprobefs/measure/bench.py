@@ -9,7 +9,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from textwrap import wrap
 from typing import Any
 
 from emulated_kernel.arch.architectures import arch_named
@@ -28,6 +27,7 @@ from emulated_kernel.util import config
 from emulated_kernel.util.config import ElfMachine, MachineConfig
 from emulated_kernel.util.fast_dataclass import dataclass, replace
 from kprobefs.common.progress import counted
+from kprobefs.common.terminal import lines_of
 
 ARCHITECTURES = tuple(config.ARCHITECTURES)
 _RISCV = tuple(name for name, elf in config.ARCHITECTURES.items() if elf is ElfMachine.RISCV)
@@ -495,7 +495,7 @@ def detours(sizes: Mapping[str, int | None]) -> Iterator[str]:
     found = [f"{mode}\xa0{size}" for mode, size in sizes.items() if size is not None]
     if found:
         text = f"bytes of a detour buffer, with its handler: {', '.join(found)}"
-        for line in wrap(text, _WIDTH, break_on_hyphens=False):
+        for line in lines_of(text, _WIDTH):
             yield line.replace("\xa0", " ")
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
-from textwrap import fill
 from threading import Lock
 from typing import Any
 
@@ -21,9 +20,11 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, field, replace
 from emulated_kernel.util.fast_named_tuple import NamedTuple
 from emulated_kernel.util.garbage_collection import garbage_collection_stopped
+from emulated_kernel.util.similar_names import similar_names_hint
 from kprobefs.common.errors import CliError, ExitStatus, explained
 from kprobefs.common.progress import Progress
 from kprobefs.common.similar_symbols import nearest_symbols
+from kprobefs.common.terminal import lines_of
 from kprobefs.measure import coverage_subject
 from kprobefs.measure.cluster import code_digest, run_on_cluster
 from kprobefs.measure.coverage_subject import Subject
@@ -121,8 +122,7 @@ class Source:
         found = [subject.of_functions(self.pattern) for subject in group]
         if not found[0].symbols:
             near = nearest_symbols(self.pattern, group[0].tables.kallsyms)
-            hint = f"; nearest: {', '.join(near)}" if near else ""
-            why = f"no such function in {group[0].title}{hint}"
+            why = f"no such function in {group[0].title}{similar_names_hint(near)}"
             raise CliError(f"--function {self.pattern}: {why}", ExitStatus.USAGE)
         return found
 
@@ -539,7 +539,7 @@ def tables(found: Coverage) -> Iterator[str]:
 
 
 def _wrapped(text: str, indent: str) -> str:
-    return fill(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines_of(text, _WIDTH, indent))
 
 
 def share(number: int, of: int) -> str:

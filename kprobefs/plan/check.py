@@ -17,6 +17,7 @@ from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe
 from emulated_kernel.trace.text.chars import argv_split
 from emulated_kernel.trace.text.probe_errors import ProbeError
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.similar_names import similar_names_hint
 from kprobefs.common.errors import CliError
 from kprobefs.common.similar_symbols import nearest_symbols
 from kprobefs.definitions.syntax import (
@@ -223,10 +224,10 @@ def _hint(kernel: PlannedKernel, line: Line, rule: str, error: KernelError) -> s
         return f"; modules have _ in place of -: {module_name(module)}:{function}"
     if rule == ProbeError.BAD_PROBE_ADDR.name and colon:
         near = nearest_in_module(re.split(r"[+%]", place, maxsplit=1)[0], kernel.tables)
-        return f"; there is {', '.join(near)}" if near else ""
+        return similar_names_hint(near)
     if rule == ProbeError.BAD_PROBE_ADDR.name and symbol and not kallsyms.count_name(symbol):
         near = nearest_symbols(symbol, kallsyms)
-        known = f"; there is {', '.join(near)}" if near else ""
+        known = similar_names_hint(near)
         of_module = f"; for a module's function, write MODULE:{symbol}"
         return known if kernel.image is None else known + of_module
     if rule in (ProbeError.BAD_INSN_BNDRY.name, ProbeError.FAIL_REG_PROBE.name):

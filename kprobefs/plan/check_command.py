@@ -15,6 +15,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.safe_read import read_named
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.common.production_cpus import images_and_cpus
+from kprobefs.common.terminal import lines_of
 from kprobefs.definitions.syntax import SETTING, Line, read_lines
 from kprobefs.measure.verdicts import ProbeOutcome, profile_text
 from kprobefs.mount_options import KPROBES
@@ -129,16 +130,14 @@ def _place(text: str, line: Line, finding: Finding) -> tuple[int, int | None]:
 def _text(checked: CheckedFile) -> Iterator[str]:
     kernels = [kernel for kernel, _ in checked.answers]
     for number, kernel in enumerate(kernels, 1):
-        yield from wrap(
+        yield from lines_of(
             f"{number}  {escape_for_terminal(kernel.title)}, for {kernel.cpu_description}; profile "
             f"{profile_text(kernel.profile.name, kernel.core)}{_missing(kernel)}",
             _WIDTH,
-            subsequent_indent="   ",
+            "   ",
         )
         for remark in kernel.remarks:
-            yield from wrap(
-                escape_for_terminal(remark), _WIDTH, initial_indent="   ", subsequent_indent="   "
-            )
+            yield from lines_of(escape_for_terminal(remark), _WIDTH, "   ", "   ")
     yield ""
     columns = "".join(f"{number:<{_OUTCOME_WIDTH}}" for number in range(1, len(kernels) + 1))
     yield f"{'line':<6}{columns}definition".rstrip()
@@ -192,7 +191,7 @@ def _details(path: str, row: Sequence[Answer]) -> Iterator[str]:
         which = "" if len(row) == 1 else f" ({'all' if len(numbers) == len(row) else ', '.join(numbers)})"
         shown = escape_for_terminal(f"{path}:{line.number}{which}: {message}")
         yield ""
-        yield from wrap(shown, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+        yield from lines_of(shown, _WIDTH, "  ")
         if column is not None and text == line.text and len(text) <= _WIDTH - 2:
             yield f"  {text}"
             yield f"  {' ' * column}^"

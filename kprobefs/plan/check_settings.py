@@ -15,7 +15,7 @@ from emulated_kernel.trace.filter.parse import parse_event_filter
 from emulated_kernel.trace.filter.words import FilterWords
 from emulated_kernel.trace.text.chars import SPACES, decode_command
 from emulated_kernel.util.lazy_pattern import lazy_pattern
-from emulated_kernel.util.similar_names import similar_names
+from emulated_kernel.util.similar_names import similar_names, similar_names_hint
 from kprobefs.common.similar_symbols import nearest_symbols
 from kprobefs.definitions.syntax import (
     DEFINING,
@@ -126,8 +126,9 @@ class SettingChecks:
             near = [f"{group}/{each}" for each in similar_names(name, registry.in_group(group))]
         else:
             near = similar_names(group, registry.groups())
-        hint = f"; there is {', '.join(near)}" if near else ""
-        message = f"neither the kernel nor a line before has the event {group}/{name}{hint}"
+        message = (
+            f"neither the kernel nor a line before has the event {group}/{name}{similar_names_hint(near)}"
+        )
         yield Finding("no-event", False, message, column)
 
     def _no_function(self, value: str, column: int) -> Iterator[Finding]:
@@ -146,7 +147,7 @@ class SettingChecks:
             why = "is not a function that ftrace can trace"
             if not found:
                 near = nearest_symbols(name, kallsyms)
-                why = "is no symbol of this kernel" + (f"; there is {', '.join(near)}" if near else "")
+                why = f"is no symbol of this kernel{similar_names_hint(near)}"
             yield Finding("no-function", False, f"{name} {why}", column + word.start())
 
     @cached_property

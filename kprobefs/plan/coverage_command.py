@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from textwrap import wrap
 
 from emulated_kernel.util.config import HOST
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.common.output_file import OutputFile
+from kprobefs.common.terminal import lines_of
 from kprobefs.measure.cluster import check_installed
 from kprobefs.measure.coverage import Coverage, Source, as_dict, by_verdict, coverage, share, tables
 from kprobefs.measure.results_file import ResultsFile
@@ -124,7 +124,7 @@ def _compared(found: Sequence[Coverage]) -> Iterator[str]:
     for number, each in enumerate(found, 1):
         text = f"{number}  {escape_for_terminal(each.subject.title)}, profile "
         text += profile_text(each.profile, each.subject.tables)
-        yield from wrap(text, _WIDTH, subsequent_indent="   ")
+        yield from lines_of(text, _WIDTH, "   ")
     counts = [by_verdict(each.total) for each in found]
     yield ""
     yield _row("of what registers", [str(number) for number in range(1, len(found) + 1)])

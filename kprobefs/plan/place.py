@@ -8,7 +8,7 @@ from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.util.fast_dataclass import dataclass
-from emulated_kernel.util.similar_names import similar_names
+from emulated_kernel.util.similar_names import similar_names, similar_names_hint
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.common.similar_symbols import nearest_symbols
 
@@ -88,7 +88,7 @@ def _named(text: str, tables: ProbedTables) -> tuple[Symbol, int, tuple[Symbol, 
     if not found:
         is_in_module = module_of(name) is not None
         near = nearest_in_module(name, tables) if is_in_module else nearest_symbols(name, kallsyms)
-        hint = f"; nearest: {', '.join(near)}" if near else ""
+        hint = similar_names_hint(near)
         if not near and _PATTERN.search(name):
             hint = "; `coverage --function` takes patterns"
         what = "this module" if is_in_module else "this kernel"

@@ -7,6 +7,7 @@ from itertools import groupby
 from textwrap import wrap
 
 from emulated_kernel.kprobes.codegen.guest_code import BreakpointKind
+from kprobefs.common.terminal import lines_of
 from kprobefs.measure.coverage_subject import WITH_OPTPROBES
 from kprobefs.measure.verdicts import ProbeOutcome, profile_text
 from kprobefs.plan.arguments import Argument
@@ -227,13 +228,7 @@ def _argument(argument: Argument) -> str:
 def _labelled(label: str, texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         indent = " " * _LABEL_WIDTH
-        yield from wrap(
-            text,
-            WIDTH,
-            initial_indent=f"{label:<{_LABEL_WIDTH}}",
-            subsequent_indent=f"{indent}  ",
-            break_on_hyphens=False,
-        )
+        yield from lines_of(text, WIDTH, f"{indent}  ", f"{label:<{_LABEL_WIDTH}}")
         label = ""
 
 
@@ -267,10 +262,4 @@ def _detour(explained: Explanation) -> Iterator[str]:
 
 
 def _wrapped(text: str, indent: str, further: str | None = None) -> list[str]:
-    return wrap(
-        text,
-        WIDTH,
-        initial_indent=indent,
-        subsequent_indent=f"{indent}  " if further is None else further,
-        break_on_hyphens=False,
-    )
+    return lines_of(text, WIDTH, f"{indent}  " if further is None else further, indent)

@@ -73,7 +73,7 @@ def test_a_pattern_selects_functions(capsys: pytest.CaptureFixture[str]) -> None
     assert len(selected) > 5
     assert found["symbols"] == selected
     assert "no such function" in refused(capsys, "--function", "nothing_*")
-    assert "nearest: vfs_read" in refused(capsys, "--function", "vfs_raed")
+    assert "similar names: vfs_read" in refused(capsys, "--function", "vfs_raed")
 
 
 def test_the_text_has_the_number_of_functions(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from kprobefs.cli.refusal_hint import HINT_LINE
@@ -15,8 +17,7 @@ LOGGED = (
 )
 AT_PLACE = (
     'tracing/error_log ends with "trace_kprobe: error: Probe point is not an instruction boundary" for '
-    '"p:x vfs_read+1", at "vfs_read+1"; `kprobefs explain vfs_read+1` says why, with the options --image and '
-    "--kprobes of the mount"
+    '"p:x vfs_read+1", at "vfs_read+1"; `kprobefs explain vfs_read+1` says why'
 )
 MISSING = "this kernel has no file tracing/nosuch, and no command can create it"
 
@@ -60,6 +61,9 @@ def test_a_distributions_kernel(kprobes: str) -> None:
     assert hints_of("echo 'f:reads vfs_read' >> dynamic_events", *options) == [kind]
     assert hints_of("echo 'p:oops vfs_read a=%nosuch' >> dynamic_events", *options) == [word]
     assert hints_of("echo x > nosuch", *options) == [missing]
+    words = options if kprobes == "kernel" else options[:2]
+    (place,) = hints_of("echo 'p:x vfs_read+1' >> dynamic_events", *options)
+    assert place.endswith(f"; `{shlex.join(['kprobefs', 'explain', *words, 'vfs_read+1'])}` says why")
 
 
 @needs_fuse

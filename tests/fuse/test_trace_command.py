@@ -428,7 +428,7 @@ class TestTrace:
             assert "the event vfs_read at coutn; " in " ".join(meant.stderr.split())
             # Linux: the position of the missing value is behind the end of the filter.
             for text, lines in (
-                (("p:vfs_raed",), ["      ^", "    nearest: vfs_read, vfs_write, vfs_rmdir"]),
+                (("p:vfs_raed",), ["      ^", "    similar names: vfs_read, vfs_write, vfs_rmdir"]),
                 (("p:vfs_read c=$arg3", "-f", "c >"), ["       ^"]),
             ):
                 wrong = kprobefs("trace", *text, "-m", str(directory), "--", "true", program=REAL_PROGRAM)

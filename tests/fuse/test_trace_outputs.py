@@ -412,7 +412,7 @@ def test_a_call_graph_after_a_killed_one(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "remedy"),
     [
-        ("vfs_raed", "nearest: vfs_read, vfs_write, vfs_rmdir"),
+        ("vfs_raed", "similar names: vfs_read, vfs_write, vfs_rmdir"),
         ("nosuch*", "see available_filter_functions"),
     ],
 )

@@ -478,9 +478,9 @@ def test_lines_with_modules_are_judged_with_them_loaded() -> None:
     }
     assert found == lines
     messages = {each.line.text: each.findings[0].message for each in answers if each.findings}
-    assert "there is nls_cp437:uni2char" in messages["p:e nls_cp437:uni2chra"]
+    assert "similar names: nls_cp437:uni2char" in messages["p:e nls_cp437:uni2chra"]
     assert messages["p:f nls_cp43:uni2char"].startswith(
-        "no module nls_cp43 comes with this kernel; nearest: nls_cp437"
+        "no module nls_cp43 comes with this kernel; similar names: nls_cp437"
     )
     assert "write MODULE:nosuch_function" in messages["p:i nosuch_function"]
     assert "the kernel itself has vfs_read" in messages["p:g vfs:vfs_read"]
@@ -515,7 +515,8 @@ def test_several_kernels_have_a_column_each(
         ["3", "ENOENT", "ENOENT", "p:y"],
         ["4", "unchecked", "unchecked", "kprobes/enabled"],
     ]
-    assert max(map(len, text.splitlines())) <= 80
+    # A long path stays one word, which can be copied.
+    assert max(len(line) for line in text.splitlines() if " " in line.strip()) <= 80
     assert main(["check", str(file), "--image", typed, "--sarif"]) == 1
     log = json.loads(capsys.readouterr().out)
     (result,) = log["runs"][0]["results"]

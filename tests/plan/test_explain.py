@@ -473,7 +473,7 @@ def test_places_that_exist_are_explained_beside_others(capsys: pytest.CaptureFix
     captured = capsys.readouterr()
     assert [each["place"] for each in json.loads(captured.out)] == ["vfs_read", "gcd+5"]
     first, second = captured.err.splitlines()
-    assert "vfs_raed: this kernel has no such symbol; nearest: vfs_read" in first
+    assert "vfs_raed: this kernel has no such symbol; similar names: vfs_read" in first
     assert "nosuch: this kernel has no such symbol" in second
 
 
@@ -501,7 +501,7 @@ def test_explain_and_trace_name_the_same_symbols(wrong: str) -> None:
 @pytest.mark.parametrize("wrong", ["vfs_raed", "do_sys_opn", "tcp_sendmgs", "kmaloc"])
 def test_a_wrong_name_names_symbols_that_exist(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, wrong)
-    names = line.partition("nearest: ")[2].split(", ")
+    names = line.partition("similar names: ")[2].split(", ")
     assert names[0]
     for name in names:
         assert main(["explain", name, "--json"]) in (0, 2)
@@ -511,7 +511,7 @@ def test_a_wrong_name_names_symbols_that_exist(wrong: str, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ("sys_read", "nearest: __x64_sys_read"),
+        ("sys_read", "similar names: __x64_sys_read"),
         (
             "nf-conntrack:nf_conntrack_in",
             "the kernel names this module nf_conntrack; give nf_conntrack:nf_co",
@@ -669,7 +669,7 @@ def test_a_module_of_debians_package(
     again = Explanation(kernel, find_place("nls_cp437:uni2char+0x5", kernel.tables))
     # The module's address is made up.
     assert found["address"] not in as_text(again, whole=True)
-    with pytest.raises(CliError, match="no such symbol; nearest: nls_cp437:uni2char"):
+    with pytest.raises(CliError, match="no such symbol; similar names: nls_cp437:uni2char"):
         find_place("nls_cp437:uni2chra", kernel.tables)
     with pytest.raises(CliError, match="no symbol is named"):
         find_place("nls_cp437:", kernel.tables)

@@ -232,7 +232,7 @@ def test_the_report_of_a_refusal_ends_with_the_users_line(tmp_path: Path) -> Non
     shown = run_pytest(tmp_path).stdout
     assert not OWN_FRAME.search(shown), shown
     assert shown.count("KernelError: [Errno 2] Invalid probed address or symbol") >= 2
-    assert shown.count('for "p:x vfs_raed", at "vfs_raed"; there is vfs_read') == 2
+    assert shown.count('for "p:x vfs_raed", at "vfs_raed"; similar names: vfs_read') == 2
     assert 'kernel.kallsyms_lookup_name("nosuch")\nE ' in shown
     assert OWN_FRAME.search(run_pytest(tmp_path, "--full-trace").stdout)
 
@@ -244,7 +244,7 @@ def test_the_report_of_a_refused_mount_ends_with_the_users_line(tmp_path: Path) 
     shown = run_pytest(tmp_path).stdout
     assert not OWN_FRAME.search(shown), shown
     assert "E       RuntimeError: kprobefs: /nosuch.deb: No such file" in shown
-    assert 'for "p:x vfs_raed", at "vfs_raed"; there is vfs_read' in shown
+    assert 'for "p:x vfs_raed", at "vfs_raed"; similar names: vfs_read' in shown
 
 
 def test_the_report_of_a_fault_has_its_frames(tmp_path: Path) -> None:

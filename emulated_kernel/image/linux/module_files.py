@@ -18,7 +18,7 @@ from emulated_kernel.image.linux.unusable import read_as, unusable
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.lazy_pattern import lazy_pattern
 from emulated_kernel.util.safe_read import PATIENCE, BoundedFileReader, identity, open_regular, read_regular
-from emulated_kernel.util.similar_names import similar_names
+from emulated_kernel.util.similar_names import similar_names, similar_names_hint
 
 _LIMIT = 64 << 20
 """Maximum size of an unpacked module in bytes."""
@@ -113,7 +113,7 @@ class ModuleFiles:
         """Return the error text for a module that no source has: similar names, or the packages to add."""
         known = sorted({each for source in self._sources() for each in source.names})
         if near := similar_names(name, known):
-            return f"no module {name} comes with this kernel; nearest: {', '.join(near)}"
+            return f"no module {name} comes with this kernel{similar_names_hint(near)}"
         packages = " or ".join(each + self._release for each in _MODULE_PACKAGES)
         more = ", or give --modules" if self._takes_more else ""
         return f"no module {name} comes with this kernel; put {packages} next to it{more}"

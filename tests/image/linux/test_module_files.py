@@ -71,7 +71,7 @@ def test_a_wrong_name_names_similar_modules(tmp_path: Path) -> None:
     package(tmp_path, next(iter(KINDS.values())))
     files = ModuleFiles(tmp_path / "made.deb", "6.1.0-made", (directory,))
     for wrong, right in (("nf_tabels", "nf_tables"), ("mde_3", "made_3")):
-        with pytest.raises(KernelError, match=rf"no module {wrong} comes with .*; nearest: .*{right}"):
+        with pytest.raises(KernelError, match=rf"no module {wrong} comes with .*; similar names: .*{right}"):
             files.read(wrong)
     with pytest.raises(KernelError, match="or give --modules"):
         files.read("zzz")
