@@ -412,9 +412,10 @@ class FileDescription:
         Lock: takes.
         """
 
-    def fsync(self, client: Client) -> None:
+    def fsync(self, client: Client, *, only_data: bool) -> None:
         """Write cached data to storage. Lock: either.
 
+        `only_data`: whether metadata may stay in the cache, as in fdatasync(2).
         Raises: KernelError EINVAL (the file has no such operation, like Linux's files without ->fsync).
         """
         raise KernelError(errno.EINVAL, self.path)
@@ -466,8 +467,8 @@ class OpenDirectory(FileDescription):
     def poll(self, notify: Callable[[], None] | None) -> int:
         raise KernelError(errno.EISDIR, self.path)
 
-    def fsync(self, client: Client) -> None:
-        raise KernelError(errno.EISDIR, self.path)
+    def fsync(self, client: Client, *, only_data: bool) -> None:
+        """Do nothing. Mirrors: fs/libfs.c:noop_fsync (v6.1)."""
 
     def ftruncate(self, client: Client, size: int) -> None:
         raise KernelError(errno.EISDIR, self.path)

@@ -463,10 +463,10 @@ class Mount:
         with suppress(KernelError, GuestFault, MemoryFault):
             self._root.follow_processes()
 
-    def fsync(self, client: Client, handle: int) -> None:
+    def fsync(self, client: Client, handle: int, *, only_data: bool = False) -> None:
         """Forward to the description of `handle`; see FileDescription.fsync."""
         opened = self._opened(handle)
-        opened.fsync(opened.fs.informed(client))
+        opened.fsync(opened.fs.informed(client), only_data=only_data)
 
     def ftruncate(self, client: Client, handle: int, size: int) -> None:
         """Forward to the description of `handle`; see FileDescription.ftruncate."""

@@ -318,9 +318,12 @@ class _Operations:
         self._needs_reserve()
         return self._mount.getdents(_client(), info.fh, start)
 
-    def fsync(self, path: str | None, _datasync: int, info: Any) -> None:
+    def fsync(self, path: str | None, datasync: int, info: Any) -> None:
         del path
-        self._mount.fsync(_client(), info.fh)
+        self._mount.fsync(_client(), info.fh, only_data=bool(datasync))
+
+    def fsyncdir(self, _path: str, datasync: int, handle: int) -> None:
+        self._mount.fsync(_client(), handle, only_data=bool(datasync))
 
     def statfs(self, path: str) -> dict[str, int]:
         usage = self._mount.statfs(path)

@@ -259,6 +259,10 @@ def test_a_file_from_open_to_close(client: ClientOfMount) -> None:
     )
     check(client, "fsync", (FD,), lambda: mount.fsync(CLIENT, handle), f"fd: {FD}", "0x0")
     check(client, "fdatasync", (FD,), lambda: mount.fsync(CLIENT, handle), f"fd: {FD}", "0x0")
+    with client.call("openat", AT_FDCWD, ROOT + "/scratch", os.O_DIRECTORY, 0):
+        directory = mount.opendir(CLIENT, "/scratch")
+    check(client, "fsync", (FD,), lambda: mount.fsync(CLIENT, directory), f"fd: {FD}", "0x0")
+    mount.release(directory)
     with client.call("lseek", FD, -1 & (1 << 64) - 1, os.SEEK_END):
         end = client.seen(lambda: client.look("/scratch/new"))
     assert end == [("lseek", f"fd: {FD}, whence: 2"), ("lseek", "0x2")]

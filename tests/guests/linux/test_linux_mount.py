@@ -7,7 +7,7 @@ import os
 import re
 import select
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -260,6 +260,52 @@ def test_scratch_is_a_tmpfs_with_owners(shell: Files) -> None:
     for change in (mount.unlink, mount.rmdir):
         with pytest.raises(KernelError):
             change(SHELL, "/machine/dmesg")
+
+
+def test_a_probe_sees_the_syncs_of_clients(shell: Files) -> None:
+    """fsync(2), fdatasync(2) and writes with O_SYNC are the client's own calls in the guest."""
+    shell.write(
+        "/kprobe_events",
+        "p:sync __x64_sys_fsync\np:data __x64_sys_fdatasync\np:wrote vfs_write\np:noop noop_fsync\n",
+    )
+    mount = shell.mount
+
+    def hits(flags: int, *calls: Callable[[int], object], path: str = "/scratch/f") -> dict[str, int]:
+        handle = (
+            mount.create(SHELL, path, 0o600, flags) if flags & os.O_ACCMODE else mount.opendir(SHELL, path)
+        )
+        shell.write("/tracing/events/kprobes/enable", "1")
+        before = profile()
+        for call in calls:
+            call(handle)
+        after = profile()
+        shell.write("/tracing/events/kprobes/enable", "0")
+        mount.release(handle)
+        return {name: after[name] - before[name] for name in after if after[name] != before[name]}
+
+    def profile() -> dict[str, int]:
+        rows = [line.split() for line in shell.read("/kprobe_profile").splitlines()]
+        return {name: int(count) for name, count, _ in rows}
+
+    def sync(handle: int) -> None:
+        mount.fsync(SHELL, handle)
+
+    def sync_data(handle: int) -> None:
+        mount.fsync(SHELL, handle, only_data=True)
+
+    def write(handle: int) -> None:
+        assert mount.write(SHELL, handle, b"text", 0) == 4
+
+    assert hits(os.O_RDWR, write) == {"wrote": 1}
+    assert hits(os.O_RDWR, sync) == {"sync": 1, "noop": 1}
+    assert hits(os.O_RDWR, sync_data, sync_data) == {"data": 2, "noop": 2}
+    assert hits(os.O_RDWR | os.O_SYNC, write) == {"wrote": 1, "noop": 1}
+    assert hits(os.O_RDWR | os.O_DSYNC, write) == {"wrote": 1, "noop": 1}
+    assert hits(os.O_RDONLY, sync, path="/scratch") == {"sync": 1, "noop": 1}
+    mount.fsync(SHELL, mount.opendir(SHELL, "/tracing"))
+    with pytest.raises(KernelError) as refused:
+        mount.fsync(SHELL, mount.open(SHELL, "/tracing/trace", os.O_RDONLY))
+    assert refused.value.errno == errno.EINVAL
 
 
 def test_an_open_directory_is_listed_where_it_is_now(shell: Files) -> None:

@@ -23,6 +23,8 @@ from emulated_kernel.vfs.control_fs import ATTRIBUTE_CALLS
 from emulated_kernel.vfs.core.client import GONE, INO_SPACES, Client, DirEntry, Stat, require_path
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory, is_device
 
+SYNC_CALLS = ("fsync", "fdatasync")
+"""System calls of clients that FileDescription.fsync repeats in the guest."""
 UTIME_NOW = UTIME_OMIT + 1
 """Value of tv_nsec with which utimensat(2) sets a file's time to the current time."""
 
@@ -93,14 +95,15 @@ class ScratchFile(FileDescription):
                 raise self.gone()
             return self.fs.write(client, self, data, offset)
 
-    def fsync(self, client: Client) -> None:
+    def fsync(self, client: Client, *, only_data: bool) -> None:
         """Repeat the client's call of fsync or fdatasync in the guest; see FileDescription.
 
         The file lives in the guest's memory, so there is nothing to write back.
         """
+        del only_data
         with self.fs.lock:
             self.check()
-            self.fs.on_file(client, self.path, self, ("fsync", "fdatasync"))
+            self.fs.on_file(client, self.path, self, SYNC_CALLS)
 
     def ftruncate(self, client: Client, size: int) -> None:
         """Set the size of the open file; see FileDescription."""
@@ -139,6 +142,13 @@ class ScratchDirectory(OpenDirectory):
                 with suppress(KernelError):
                     fs.on_file(client(), self.path, None, ATTRIBUTE_CALLS)
             return fs.look(require_path(self.path))
+
+    def fsync(self, client: Client, *, only_data: bool) -> None:
+        """Repeat the client's call of fsync or fdatasync in the guest; see FileDescription. Lock: takes."""
+        del only_data
+        if self.file is not None:
+            with self.fs.lock:
+                self.fs.on_file(client, self.path, self.file, SYNC_CALLS)
 
     def listed(self, client: Client) -> None:
         """Repeat the client's getdents64(2) in the guest; see OpenDirectory."""

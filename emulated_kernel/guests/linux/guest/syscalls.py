@@ -43,7 +43,7 @@ Mirrors: include/uapi/asm-generic/statfs.h:struct statfs (v6.1).
 """
 _DIRENT = struct.Struct("<QqHB")
 _POLLFD = struct.Struct("<ihh")
-_OPEN_FLAGS = os.O_ACCMODE | os.O_CREAT | os.O_EXCL | os.O_TRUNC | os.O_APPEND | os.O_NONBLOCK
+_OPEN_FLAGS = os.O_ACCMODE | os.O_CREAT | os.O_EXCL | os.O_TRUNC | os.O_APPEND | os.O_NONBLOCK | os.O_SYNC
 """Mask of the flags of open(2) that the host uses and that have the same value on all processors."""
 _PATHS = 500
 """Maximum number of paths that are cached as C strings."""
@@ -373,6 +373,13 @@ class LinuxSyscalls:
     def ftruncate(self, task: LinuxTask, fd: int, size: int) -> None:
         """Set the size of an open file, in bytes."""
         self._call(task, self._number["ftruncate"], fd, size)
+
+    def fsync(self, task: LinuxTask, fd: int, *, only_data: bool) -> None:
+        """Write cached data of an open file to storage.
+
+        `only_data`: call fdatasync(2) and not fsync(2).
+        """
+        self._call(task, self._number["fdatasync" if only_data else "fsync"], fd)
 
     def utimens(self, task: LinuxTask, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
         """Set the times of a file by utimensat(2), which does not follow a symbolic link.

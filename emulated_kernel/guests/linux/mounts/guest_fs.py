@@ -170,8 +170,14 @@ class GuestFile(FileDescription):
                 guest.pollers[self] = mask & ~select.POLLPRI, notify
             return mask
 
-    def fsync(self, client: Client) -> None:
-        """Do nothing: the file lives in the guest's memory, so there is nothing to write back."""
+    def fsync(self, client: Client, *, only_data: bool) -> None:
+        """Write cached data to storage; see FileDescription. Lock: takes.
+
+        The file lives in the guest's memory, but probes see the call.
+        """
+        guest = self.fs.guest
+        with Request(guest, client) as task:
+            guest.syscalls.fsync(task, self.fd, only_data=only_data)
 
     def ftruncate(self, client: Client, size: int) -> None:
         """Set the size of the open file; see FileDescription."""
@@ -214,6 +220,12 @@ class GuestDirectory(OpenDirectory):
             if self.entries is not None:
                 syscalls.rewind(task, self.fd)
             return self.fs.sorted_entries(syscalls.getdents(task, self.fd))
+
+    def fsync(self, client: Client, *, only_data: bool) -> None:
+        """Write the directory to storage by a call of the client's task; see FileDescription. Lock: takes."""
+        with self.fs.request(client) as task:
+            self.task = task
+            self.fs.guest.syscalls.fsync(task, self.fd, only_data=only_data)
 
     def release(self) -> None:
         """Release the description; the guest closes the directory before the next request. Lock: leaves."""

@@ -75,7 +75,7 @@ class _ModulesFile(FileDescription):
         with self.fs.request(client):
             return change()
 
-    def fsync(self, client: Client) -> None:
+    def fsync(self, client: Client, *, only_data: bool) -> None:
         """Do nothing: write(2) returns only after it has executed the command."""
 
 
@@ -119,7 +119,7 @@ class _TextFile(FileDescription):
         del notify
         return select.POLLIN | select.POLLRDNORM
 
-    def fsync(self, client: Client) -> None:
+    def fsync(self, client: Client, *, only_data: bool) -> None:
         """Do nothing: the file is read-only."""
 
 
@@ -135,7 +135,7 @@ class _HistoryFile(FileDescription):
         del client
         return self.fs.history()[offset : offset + size]
 
-    def fsync(self, client: Client) -> None:
+    def fsync(self, client: Client, *, only_data: bool) -> None:
         """Do nothing: the file is read-only."""
 
 
@@ -159,7 +159,7 @@ class _LoadFile(FileDescription):
             raise
         return len(data)
 
-    def fsync(self, client: Client) -> None:
+    def fsync(self, client: Client, *, only_data: bool) -> None:
         """Do nothing: write(2) returns only after it has executed the commands."""
 
 
@@ -179,7 +179,7 @@ class _CoreFile(FileDescription):
         del client
         return os.pread(self._core.fileno(), size, offset)
 
-    def fsync(self, client: Client) -> None:
+    def fsync(self, client: Client, *, only_data: bool) -> None:
         """Do nothing: the file is read-only."""
 
     def release(self) -> None:

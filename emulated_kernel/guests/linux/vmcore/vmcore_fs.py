@@ -41,7 +41,7 @@ class VmcoreFile(FileDescription):
         del client, data, offset
         raise KernelError(errno.EBADF, self.path)
 
-    def fsync(self, client: Client) -> None:
+    def fsync(self, client: Client, *, only_data: bool) -> None:
         """Do nothing: there is no data to write back."""
 
 
