@@ -15,6 +15,7 @@ from emulated_kernel.trace.interface import Interface, InterfaceRule
 from emulated_kernel.trace.probes.definition import MAX_EVENT_NAME_LEN
 from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe
 from emulated_kernel.trace.text.chars import argv_split
+from emulated_kernel.trace.text.numbers import kstrtol
 from emulated_kernel.trace.text.probe_errors import ProbeError
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.similar_names import similar_names_hint
@@ -374,7 +375,7 @@ def _types(
         if found["offset"] is None:
             yield from _scalar(arg, parameter, found["type"], column)
         elif kernel.btf is not None:
-            yield from _member(kernel.btf, arg, parameter, int(found["offset"], 0), column)
+            yield from _member(kernel.btf, arg, parameter, kstrtol(found["offset"].removeprefix("+")), column)
 
 
 def _scalar(arg: ProbeArg, parameter: Parameter, kind: str | None, column: int) -> Iterator[Finding]:

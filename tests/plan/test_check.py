@@ -376,6 +376,8 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("b=%si:u32", ["type-size"]),
         ("c=+0($arg3):s32", []),
         ("c=+8($arg3)", []),
+        ("c=+010($arg3) d=+0x8($arg3)", []),
+        ("c=+012($arg3)", ["no-member"]),
         ("c=+0($arg3):u64", ["type-size"]),
         ("c=+4($arg3):u32", ["no-member"]),
         ("c=+1($arg3):s32", ["no-member"]),
