@@ -1,4 +1,8 @@
-"""Unicorn's engines for reuse. Hooks make reference cycles, and engines to be freed slow down new ones."""
+"""Unicorn's engines for reuse.
+
+An engine with hooks is freed late because of reference cycles, and engines that wait for that slow down new
+ones.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Comparison of emulated x86 instructions with the processor: one step of the original, in ring 0."""
+"""Comparison of emulated x86 instructions with the processor, which executes the original instruction as a
+single step in ring 0.
+"""
 
 from __future__ import annotations
 

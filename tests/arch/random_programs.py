@@ -228,7 +228,7 @@ class Maker:
         self.ops.append(ir.Jump(self.label()))
 
     def loop(self) -> None:
-        """Emit a loop that jumps back to a label at most three times."""
+        """Emit a loop that is repeated at most three times."""
         if not self.placed or self.loops == 16:
             return
         counter = self.cell_at(COUNTERS + 8 * self.loops)
@@ -246,9 +246,10 @@ class Maker:
 
 
 class LockedMaker(Maker):
-    """Programs whose accesses to memory are mostly atomic.
+    """Maker of programs that access memory mostly by atomic operations.
 
-    If `link` names a register, a program replaces its value, a return address, at the end.
+    If `link` is not empty, each program ends with a write to this register, which holds the return address,
+    and a read of it.
     """
 
     offsets: Sequence[int] = (0, 8, 0x80, -0x80)
@@ -281,7 +282,10 @@ class LockedMaker(Maker):
 def make_case(
     rng: random.Random, bits: int, registers: Sequence[str], others: dict[str, int], per_cpu: int = CPU
 ) -> Case:
-    """`registers` get random values, except sp; `others` are those that a program can ask for besides."""
+    """Return a case with a random program.
+
+    `registers` get random values, except sp; `others` are further registers that the program may read.
+    """
     names = [name for name in (*registers, *others) if name != "sp"]
     program = Maker(rng, bits, names, per_cpu).make()
     mapped = (DATA, CPU, STACK, FAR) if bits == 64 else (DATA, CPU, STACK)

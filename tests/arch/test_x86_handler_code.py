@@ -1,4 +1,4 @@
-"""Compiled handlers do what their programs say, and leave what is live as it was."""
+"""Compiled handlers have the effects of their programs, and preserve all live registers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def register_id(name: str, bits: int) -> int:
 
 
 class Processor:
-    """Runs a stub on Unicorn as the host of a probe would: host calls and faults go where it says."""
+    """A processor that runs a stub on Unicorn.
+
+    Host calls and faults continue where the stub says, as with a probe's host.
+    """
 
     def __init__(self, uc: unicorn.Uc, case: Case, stub: HandlerCode, frame: RegsFrame | None) -> None:
         self.uc = uc
@@ -88,7 +91,7 @@ class Processor:
         uc.reg_write(self.ip, CODE + (call.trap + 1 if behind else call.label))
 
     def _check_frame(self, frame: RegsFrame) -> None:
-        """What the host finds in a struct pt_regs at the stack pointer."""
+        """Check the struct pt_regs at the stack pointer, in which the host finds the registers."""
         word = self.case.bits // 8
         at = self.uc.reg_read(register_id("sp", self.case.bits))
         values = {**self.case.registers, **frame.fixed}
@@ -169,7 +172,7 @@ ALL_REGISTERS = frozenset(REGISTER_NAMES)
 
 
 def listing(program: Program, live: LiveRegisters | None, start: int | None = None) -> list[str]:
-    """The mnemonics of the code, by default from its entry on."""
+    """Return the mnemonics of a program's code from `start` on, by default from its entry."""
     arch = X86_64()
     handler = arch.handler_code(program, PROBE, live)
     code = handler.code[handler.entry if start is None else start :]
@@ -185,7 +188,10 @@ def test_counting_takes_one_instruction_where_flags_are_dead() -> None:
 
 
 def test_counting_leaves_live_flags_alone() -> None:
-    """A load, a sum and a store, in a register that is pushed unless one is dead."""
+    """With live flags, a count is a load, a sum and a store.
+
+    The register for the sum is pushed unless a register is dead.
+    """
     assert listing(COUNT, LiveRegisters(ALL_REGISTERS, True)) == ["pushq", "movq", "leaq", "movq", "popq"]
     assert listing(COUNT, LiveRegisters(ALL_REGISTERS - {"r8"}, True)) == ["movq", "leaq", "movq"]
 

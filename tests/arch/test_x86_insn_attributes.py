@@ -1,4 +1,6 @@
-"""Facts of instructions are shared among ModRM bytes: that of each is what its own decoding says."""
+"""Instruction attributes are shared among ModRM bytes: those of an instruction are the same as when it is
+decoded alone.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ MODRM = (0x04, 0x05, 0x07, 0x3F, 0x44, 0x78, 0x85, 0xC0, 0xD0, 0xE5, 0xFF)
 
 
 def facts(table: DecodeCache, code: bytes) -> InsnAttributes | None:
-    """Of the first instruction."""
+    """Return the attributes of the first instruction."""
     return table.all(code.ljust(MAX_INSN_SIZE, b"\0"), 0, 2).get(0)
 
 

@@ -52,7 +52,7 @@ class Runner:
         self._is_left_out = False
 
     def call(self, start: RegisterSet) -> Outcome:
-        """Run a call to its end; an exception with a fixup continues there."""
+        """Run a call to its end and restore the memory. An exception with a fixup continues at the fixup."""
         trap, end = self._machine.trap_of(start, fixup=True)
         return Outcome(trap, end, self._memory.undo())
 
@@ -114,7 +114,7 @@ class Runner:
 
 
 class ProbesEverywhere:
-    """Probes that count hits, on each instruction of a set that can be probed."""
+    """Probes that count hits, on all given instructions that can be probed."""
 
     def __init__(self, kprobes: Kprobes, boundaries: Sequence[Boundary]) -> None:
         self._kprobes = kprobes

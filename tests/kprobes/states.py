@@ -71,7 +71,9 @@ class Arena:
         return self.base + ARENA_SIZE
 
     def pointer(self, rng: Random) -> int:
-        """Return an address in mapped memory, sometimes at the border of the memory."""
+        """Return an address in mapped memory, sometimes near a border of the memory or in memory that cannot
+        be written.
+        """
         choice = rng.random()
         if choice < 0.7:
             return self.base + 0x800 + rng.randrange(0, ARENA_SIZE - 0x1000, 8)

@@ -1,4 +1,4 @@
-"""A sample of the events that stress.everywhere puts on every instruction."""
+"""A sample of the test that stress.everywhere makes: events on every instruction."""
 
 from __future__ import annotations
 

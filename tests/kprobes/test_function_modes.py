@@ -1,7 +1,8 @@
-"""Whole functions under as many probes as fit, in every way that a probe can be reached.
+"""Whole functions under as many probes as possible, in every mode of a hit.
 
-test_functions.py has the steps by a second breakpoint. Each way calls other functions, and has probes on all
-instructions that they run and on a share of the rest; with KPROBEFS_WHOLE=1 everything.
+test_functions.py tests steps that end with a second breakpoint. Each mode is tested with another part of the
+functions. Probes are on all executed instructions and on a part of the others. With KPROBEFS_WHOLE=1, all
+functions and all instructions are tested.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ IN_PYTHON = {"boosted", "stepped by TF"}
 
 @dataclass(frozen=True)
 class Call:
-    """A call, how often each of its instructions is executed, and how it ends without probes."""
+    """A call, the number of executions of each instruction, and the outcome without probes."""
 
     start: RegisterSet
     counts: Counter[int]
@@ -93,7 +94,7 @@ class Bench:
         self.probed = [b for b in self.boundaries if b.addr in executed or b.addr in rest]
 
     def run(self, start: RegisterSet) -> Outcome:
-        """Without what is left on the free stack."""
+        """Return the outcome of a call, without changes of the free stack."""
         outcome = self._runner.call(start)
         free = range(self.top - STACK_SIZE, self.top)
         changes = {at: piece for at, piece in outcome.changes.items() if at not in free}
@@ -123,9 +124,10 @@ class Bench:
         return True
 
     def is_as(self, call: Call, outcome: Outcome) -> bool:
-        """Whether it ended as without probes.
+        """Return True if a call with probes ended as without.
 
-        A fault may be a copy's, and what is dead there may have been used.
+        A fault may happen in the copy of an instruction. Registers that are dead there may differ, and so
+        only the kind of the fault is compared.
         """
         if call.plain.trap.address != self.pad + 1:
             return _kind(outcome) == _kind(call.plain)
@@ -138,7 +140,7 @@ def _kind(outcome: Outcome) -> tuple[object, ...]:
 
 
 def _disjoint(boundaries: list[Boundary], kernel: Kernel) -> Iterator[int]:
-    """Half of the places that can have a jump at the same time."""
+    """Yield half of the places that can have a jump at the same time."""
     assert kernel.kprobes.optimizer is not None
     rng, free = Random(SEED), 0
     for boundary in boundaries:

@@ -1,4 +1,4 @@
-"""HitRing: what its probes record, trapped or in guest code."""
+"""HitRing: what its probes record, by hits that trap and by hits in guest code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def _behind_the_site(kernel: Kernel) -> int:
 @pytest.mark.parametrize("at_entry", [True, False])
 @pytest.mark.parametrize("settle", [False, True])
 def test_the_latest_hits_in_order(kernel: Kernel, at_entry: bool, settle: bool) -> None:
-    """The first hit traps, the others don't; all look alike."""
+    """The ring keeps the latest hits in their order.
+
+    The first hit traps, later hits do not, and their entries look alike.
+    """
     offset = 0 if at_entry else _behind_the_site(kernel)
     ring = kernel.hit_ring(*PLACES[kernel.arch.name], capacity=4)
     probe = ring.probe(symbol_name="gcd", offset=offset)

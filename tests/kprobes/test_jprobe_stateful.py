@@ -1,4 +1,4 @@
-"""Random acts on jprobes, kprobes and kretprobes of the same functions."""
+"""Random operations on jprobes, kprobes and kretprobes of the same functions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def assembled(arch: str, source: str) -> bytes:
 
 
 class Mirror(NamedTuple):
-    """A jprobe's guest function."""
+    """The guest function of a jprobe; `calls` is True if it calls another probed function."""
 
     entry: int
     cells: int
@@ -99,7 +99,7 @@ class Jprobing(Modelled):
         self.kernel.machine.free_pages(self.cells)
 
     def jprobe(self, function: str, *, disabled: bool = False, calls: bool = False) -> Jprobe:
-        """A jprobe with a mirror of its own."""
+        """Return a jprobe with its own guest function."""
         machine, number = self.kernel.machine, len(self.numbers)
         assert self.kernel.components.engine.jprobes is not None
         cells = self.cells + number * CELLS_SIZE
@@ -120,7 +120,7 @@ class Jprobing(Modelled):
         return jprobe
 
     def kretprobe(self, function: str, *, disabled: bool) -> Kretprobe:
-        """A kretprobe that counts the returns."""
+        """Return a kretprobe that counts the returns."""
         number, _ = self.counter()
 
         def returned(_instance: KretprobeInstance, _regs: Any) -> None:
@@ -172,7 +172,10 @@ class Jprobing(Modelled):
 
     @rule(functions=st.lists(NAMED, max_size=3), bad=st.sampled_from([0, 0, errno.ENOENT, errno.EINVAL]))
     def register_jprobes(self, functions: list[str], bad: int) -> None:
-        """All or none; a second jprobe of a function is as bad as an unknown name or the middle of one."""
+        """Register an array of jprobes, either all or none.
+
+        A second jprobe of a function, an unknown name and an address within a function are refused.
+        """
         jprobes = [self.jprobe(function) for function in functions]
         array, expected = [*jprobes], bad if functions else errno.EINVAL
         if bad:

@@ -1,6 +1,6 @@
-"""What liveness calls dead is overwritten at every instruction, and nothing comes of it.
+"""Noise in the registers that are dead by the liveness analysis, at every instruction, changes no result.
 
-A share of the functions is called, with probes at a share of the instructions; KPROBEFS_WHOLE=1 takes all.
+A part of the functions is called, with probes at a part of the instructions. With KPROBEFS_WHOLE=1, all are.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STACK_SIZE = 16 << 10
 
 
 class Calls:
-    """A call of each function that returns, and how it ended without probes."""
+    """A call of each function that returns, and its outcome without probes."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -77,7 +77,7 @@ class Calls:
 
     @contextmanager
     def _switches(self) -> Iterator[list[int]]:
-        """Grows when a task is switched."""
+        """Yield a list that grows at each task switch."""
         found: list[int] = []
         probe = Kprobe(symbol_name="__schedule", pre_handler=lambda *_: found.append(1))
         self.kernel.register_kprobe(probe)
@@ -85,14 +85,17 @@ class Calls:
         self.kernel.unregister_kprobe(probe)
 
     def _run(self, start: RegisterSet) -> Outcome:
-        """Without what is left on the stack."""
+        """Return the outcome of a call, without changes of the stack."""
         outcome = self._runner.call(start)
         stack = range(self.top - STACK_SIZE, self.top)
         changes = {at: bytes_ for at, bytes_ in outcome.changes.items() if at not in stack}
         return Outcome(outcome.trap, outcome.end, changes)
 
     def differing(self, cut_off: Callable[[], bool]) -> list[RegisterSet]:
-        """Calls that end otherwise now, without those that `cut_off` tells of or that take too long."""
+        """Return the calls whose outcome differs from that without probes.
+
+        Leave out calls for which `cut_off` returns True, and calls that take too long.
+        """
         finished = 0
         found = []
         for start, expected in self._returned:
@@ -105,7 +108,11 @@ class Calls:
         return found
 
     def unexplained(self, calls: list[RegisterSet]) -> list[str]:
-        """Those that don't read text, where breakpoints and jumps can be read as on Linux."""
+        """Return the entries of those calls whose difference has no known cause.
+
+        Known causes are calls that read text, in which breakpoints and jumps can be read as on Linux, and
+        flags that the emulator loses.
+        """
         runner = self._runner
         return [hex(start.ip) for start, counts in runner.counted(calls) if not runner.loses_flags(counts)]
 
@@ -118,7 +125,7 @@ def calls(request: pytest.FixtureRequest) -> Iterator[Calls]:
 
 
 class Overwriting:
-    """Probes that put noise into what is dead."""
+    """Probes that write noise into dead registers."""
 
     def __init__(self, names: set[str], pad: int) -> None:
         self._names = names
@@ -145,7 +152,7 @@ class Overwriting:
         return Kprobe(addr=addr, pre_handler=overwrite)
 
     def cut_off(self) -> bool:
-        """Whether the last call was; a new one starts."""
+        """Return True if the last call was cut off after too many hits, and begin to count for a new call."""
         left, self._left = self._left, MAX_HITS
         return left < 0
 
@@ -170,7 +177,7 @@ def test_what_is_dead_may_be_overwritten(calls: Calls) -> None:
 
 
 def greedy(counter: int, rng: Random) -> Program:
-    """A handler that counts, and overwrites as much as a program can."""
+    """Return a program that counts, and overwrites as many registers as a program can."""
     noise = [ir.SetImmediate(vreg, rng.getrandbits(64)) for vreg in rng.sample(range(6), rng.randint(1, 6))]
     vreg, label = noise[0].dst, Label(0)
     return (
@@ -184,7 +191,7 @@ def greedy(counter: int, rng: Random) -> Program:
 
 @pytest.mark.parametrize("saves_all", [False, True])
 def test_compiled_detours_are_transparent(calls: Calls, saves_all: bool) -> None:
-    """Many jumps at once."""
+    """Many jumps at once to detours with compiled handlers change no result."""
     kernel, arch, rng = calls.kernel, calls.arch, Random(SEED)
     text = kernel.machine.text
     buffers, pokes = [], []

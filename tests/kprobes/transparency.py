@@ -85,9 +85,10 @@ class Stepper:
         return self._effect(state, Fault.of(trap))
 
     def led_to(self, start: RegisterSet, unprobed: Effect) -> Effect:
-        """Execute an instruction whose effect without a probe is `unprobed`, until it has led there.
+        """Execute an instruction until the address at which it ends without a probe (`unprobed`).
 
-        A breakpoint ends the run. Outside of the text, the fault of the next fetch does.
+        A breakpoint at this address ends the run. Outside of the text, the fault of the next fetch ends the
+        run.
         """
         ip = unprobed.end.ip
         if unprobed.fault is None:

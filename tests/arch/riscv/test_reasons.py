@@ -1,4 +1,6 @@
-"""What is said of whole functions at once is what is said of each of their instructions."""
+"""The reasons that the probe checker returns for a whole function are those that it returns for each
+instruction.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_the_same_for_the_image(name: str, ftrace: bool) -> None:
 
 
 def _walked(found: RiscvFunctionAnalysis, addr: int) -> int | Rejection:
-    """As opt.c:search_copied_insn goes, from instruction to instruction."""
+    """Return the length of the region or a rejection, by a walk over the instructions as in
+    opt.c:search_copied_insn.
+    """
     at = addr
     while at < addr + LONG_JUMP_SIZE:
         insn = found.insns.get(at)

@@ -62,7 +62,10 @@ Pieces = Sequence[tuple[int, bytes]]
 
 
 class End(NamedTuple):
-    """End of a run: its registers, or its fault."""
+    """End of a run: its registers, or its fault.
+
+    `met` is the address of the breakpoint that ended the run.
+    """
 
     registers: State | None
     fault: tuple[int, int, int] | None
@@ -89,7 +92,7 @@ class Expected:
     """Bytes to write after a run with this end, to restore the memory."""
 
     def is_met(self, end: End, memory: Memory) -> bool:
-        """Return True if a run has ended like this one; `memory` is as that run left it."""
+        """Return True if a run that ended with `end` and left `memory` equals the unprobed run."""
         registers = end.registers and tuple(map(and_, end.registers, self.live))
         return (
             registers == self.registers
@@ -100,7 +103,7 @@ class Expected:
 
 
 def loose_flags(code: bytes, addr: int, bits: int, *, live: bool) -> int:
-    """Return the flags that may differ after instructions.
+    """Return the flags that may differ between two runs of the same instructions.
 
     They are the flags that the instructions leave undefined, which an emulator computes from earlier values.
     If no flag was live before (`live` is False), they are also the flags that no instruction touches.
@@ -132,7 +135,9 @@ def undefined_flags(code: bytes, addr: int, bits: int) -> int:
 
 
 def piece_size(probed: Probed, region: Region) -> int:
-    """Return the size of the whole instructions that a jump covers, also of those that it keeps."""
+    """Return the size of all instructions that a jump covers, including instructions whose bytes the jump
+    keeps.
+    """
     if not region.kept:
         return region.length
     size = region.length + probed.kernel.arch.max_insn_size
@@ -262,7 +267,9 @@ class Bench:
 
     @contextmanager
     def trapping(self, handlers: Mapping[int, Callable[[Regs], None]]) -> Iterator[None]:
-        """Set breakpoints with these handlers in the block, whatever code is at their addresses."""
+        """Within the block, replace the code at the addresses of `handlers` by breakpoints with these
+        handlers.
+        """
         breakpoints, text, trap = self.machine.breakpoints, self.machine.text, self._arch.breakpoint
         usual = {addr: (text.current(addr, len(trap)), breakpoints.get(addr)) for addr in handlers}
         breakpoints.update(handlers)
@@ -279,7 +286,7 @@ class Bench:
                     breakpoints[addr] = handler
 
     def until(self, *ends: int) -> AbstractContextManager[None]:
-        """Let pieces end before these addresses in the block."""
+        """Within the block, end runs before these addresses."""
 
         def stop(regs: Regs) -> None:
             self._met = regs.ip - len(self._arch.breakpoint)
@@ -296,9 +303,11 @@ class Bench:
         return End(None, (trap.vector, trap.error_code, trap.cr2), self._met)
 
     def step(self, start: State, targets: Iterable[int]) -> End:
-        """Execute a single instruction, and after a fault also that of its fixup; do not restore the memory.
+        """Execute a single instruction; after a fault, also execute the first instruction of its fixup. Do
+        not restore the memory.
 
-        `targets`: addresses to which it may jump. On a machine without a trap flag, breakpoints stop the run.
+        `targets`: addresses to which the instruction may jump. On a machine without a trap flag, breakpoints
+        stop the run.
         """
         flag = self._arch.trap_flag
         if not flag:
@@ -315,7 +324,10 @@ class Bench:
         return End(None, (trap.vector, trap.error_code, trap.cr2), None)
 
     def _behind(self, addr: int) -> int:
-        """Return the address after an instruction; for one that cannot be decoded, any address."""
+        """Return the address after an instruction.
+
+        If the code cannot be decoded, assume the length of a breakpoint.
+        """
         code = self.machine.text.current(addr, self._arch.max_insn_size)
         try:
             return addr + insn_length(self._arch, code)

@@ -28,7 +28,7 @@ ABI = {
 
 @dataclass
 class Pages:
-    """A machine's memory: one array; its own pages lie behind the tasks."""
+    """The memory of a machine: one array, in which allocated pages follow the tasks."""
 
     data: bytearray = field(default_factory=lambda: bytearray(1 << 20))
     free: int = 0x20_000
@@ -46,7 +46,7 @@ class Pages:
         return va
 
     def free_pages(self, va: int) -> None:
-        """They aren't used again."""
+        """Do nothing; freed pages are not used again."""
 
 
 Act = tuple[str, int, int]
