@@ -208,7 +208,9 @@ def _forget_frames(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Check that the test has not changed /dev/null, and collect garbage if it holds much."""
+    """Check that the test has not changed /dev/null, and collect garbage if the process uses many descriptors
+    or much memory.
+    """
     assert _null_device() == NULL_DEVICE, "/dev/null: changed by the test"
     _forget_frames(item)
     _collector.collect_if_needed()
@@ -252,7 +254,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m quick`, import the modules of quick tests only; importing all would take longer."""
+    """With `-m quick`, import only modules with quick tests, because importing all modules would take
+    longer.
+    """
     if config.option.markexpr != "quick" or not collection_path.name.startswith("test_"):
         return None
     return str(collection_path.relative_to(ROOT)) not in QUICK or None

@@ -1,4 +1,6 @@
-"""Whole functions at once: of each instruction the same as asking about it alone."""
+"""The reasons that the probe checker returns for a whole function are those that it returns for each
+instruction.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Through a real mount, every recorded write must get Linux's errno, error_log entry and read-back."""
+"""Each recorded write, repeated on a real mount, has Linux's errno, error_log entry and content of the
+file.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def tally_of() -> Iterator[Callable[[str], Tally]]:
-    """The comparison of a section, made once; on one mount for all: each record begins by clearing it."""
+    """Yield a function that compares the records of a section, once each.
+
+    All comparisons use one mount, because each record begins with a cleared state.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="kprobefs-test-") as parent,
         pytest.MonkeyPatch.context() as env,

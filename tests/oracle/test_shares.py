@@ -1,4 +1,6 @@
-"""The page's shares of what a real kernel optimized are those that its recorded flags come to."""
+"""The shares of optimized probes in the documentation are those that the recorded flags of a real kernel
+give.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of docs/reference have the rows that the source says, and no others."""
+"""The tables of docs/reference have the rows that the source implies, and no others."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def emulated_words(rng: random.Random) -> bytes:
     kind = rng.choice((0x17, 0x6F, 0x67, 0x63))
     word = rng.getrandbits(25) << 7 | kind
     if kind == 0x67:
-        # By registers whose value is code; targets are even.
+        # The base registers contain addresses of code; targets are even.
         word = word & 0x00000FFF & ~0x7000 | rng.choice((9, 15)) << 15 | rng.randrange(64) << 20
     elif kind == 0x63:
         word = word & ~0x7000 | rng.choice((0, 1, 4, 5, 6, 7)) << 12
@@ -158,7 +158,7 @@ def test_a_copy_computes_the_same(first: int) -> None:
         assert run(SLOT, values) == (expected, stored)
         changed = {name for name in NAMES if expected[name] != values[name]}
         assert changed <= {REGISTER_NAMES[n] for n in range(32) if kills >> n & 1}, code.hex()
-        # What isn't read doesn't matter.
+        # Registers that the instruction does not read have no effect.
         others = {
             name: value if reads >> REGISTER_NAMES.index(name) & 1 else rng.getrandbits(64)
             for name, value in values.items()

@@ -197,7 +197,7 @@ def test_what_is_live_is_needed(pieces: list[bytes], faulting: set[int]) -> None
     assert entries.isdisjoint(known.insns) or known.hazard is not None
     for addr, live in known.live.items():
         for register in (T1, A5):
-            # A temporary that isn't mentioned is nobody's, wherever control leaves.
+            # A temporary register that the function does not mention is never live.
             if live >> register & 1:
                 assert known.first_need(addr, register) is not None
             elif known.live_mask(0) >> register & 1:

@@ -141,7 +141,7 @@ def answer(mount: Mount | Mount, definition: str) -> tuple[str, str, str]:
         write(mount, path, "", os.O_TRUNC)
     result = write(mount, file, definition, os.O_APPEND)
     log = TIME.sub("", read(mount, "/tracing/error_log"))
-    # A word that Linux spells so up to 6.1.
+    # Up to 6.1, Linux spells a word in this way.
     events = ADDRESS.sub("(address)", read(mount, "/tracing/dynamic_events"))
     return result, log.replace("$-valiable", "$-variable"), events
 

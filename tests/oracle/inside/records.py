@@ -76,7 +76,10 @@ def recorded(mount: Mount | Mount, lines: Sequence[str]) -> tuple[list[str], lis
 
 
 def _unstamped(line: str) -> str:
-    """Return a record without what is not compared; see STAMP. Put a compared preemption depth first."""
+    """Return a record without the parts that are not compared (see STAMP).
+
+    If the preemption depth is compared, put this depth first.
+    """
     depth = _DEPTH.search(line) if _HAS_DEPTH.search(line) else None
     return (f"{depth[1]} " if depth else "") + STAMP.sub(" ", line)
 

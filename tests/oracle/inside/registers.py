@@ -1,4 +1,4 @@
-"""Registers of arguments in questions, for each architecture."""
+"""Registers of arguments in questions, for each architecture: `%di` becomes `%a0` on RISC-V."""
 
 from __future__ import annotations
 
