@@ -12,7 +12,7 @@ _COMMON = [
     "  unsigned char common_preempt_count; 3 1 0",
     "  int common_pid; 4 4 1",
 ]
-"""What all formats begin with."""
+"""Lines with which the fields of all formats begin."""
 
 
 def in_short(text: str) -> list[str]:

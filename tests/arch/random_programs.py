@@ -166,7 +166,7 @@ class Maker:
         else:
             self.ops.append(ir.GetRegister(base, "sp"))
             self.ops.append(ir.Load(other, base, 8 * rng.randrange(4), self.size()))
-            # Nothing below the stack pointer is to be looked at.
+            # A program must not read below the stack pointer.
             self.ops.append(ir.SetImmediate(base, self.number()))
 
     def cell(self) -> None:

@@ -37,7 +37,7 @@ STATUS = 0x8D5
 FLAGS = 0x246
 FRAMES = {64: FRAME_64, 32: FRAME_32}
 PER_CPU_BASE = {64: CPU, 32: 0}
-"""Unicorn has no way to set fs in a flat 32-bit mode."""
+"""Word size -> base of per-CPU addresses. In 32 bits it is 0, because Unicorn cannot set the base of fs."""
 NAMES = {64: REGISTER_NAMES, 32: REGISTER_NAMES[:8]}
 
 
@@ -72,7 +72,7 @@ class Processor:
             uc.reg_write(register_id(name, case.bits), case.registers[name])
         uc.reg_write(const.UC_X86_REG_EFLAGS, case.registers["flags"])
         uc.hook_add(unicorn.UC_HOOK_INTR, self._trap)
-        # Unicorn: without page tables 2.1.3 doesn't say which instruction it was that found no memory.
+        # Unicorn 2.1.3: without page tables, the program counter is not that of the faulting instruction.
         self.at = 0
         uc.hook_add(unicorn.UC_HOOK_CODE, self._note)
 
@@ -129,7 +129,7 @@ def check(case: Case, handler: HandlerCode, live: LiveRegisters, frame: RegsFram
     assert found.host_calls == expected.host_calls
     assert found.faults == expected.faults
     for start, data in expected.areas.items():
-        # Below the stack pointer is nobody's.
+        # The stack below the stack pointer is free and may differ.
         first = SP - STACK if start == STACK else 0
         assert found.areas[start][first:] == data[first:], hex(start)
     kept = live.registers & set(NAMES[case.bits])

@@ -11,7 +11,7 @@ from emulated_kernel.arch.x86.insn_attributes import DecodeCache, InsnAttributes
 
 HEADS = tuple(map(bytes.fromhex, ("", "0f", "66", "660f", "67", "48", "f30f", "c5", "0f38", "0f3a")))
 MODRM = (0x04, 0x05, 0x07, 0x3F, 0x44, 0x78, 0x85, 0xC0, 0xD0, 0xE5, 0xFF)
-"""One of each kind of operands, and more."""
+"""ModRM bytes: at least one for each kind of operands."""
 
 
 def facts(table: DecodeCache, code: bytes) -> InsnAttributes | None:

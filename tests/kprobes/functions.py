@@ -20,7 +20,7 @@ from tests.sample import fewer
 from tests.snapshot import DataSnapshot
 
 MAX_STEPS = fewer(3000, 3)
-"""Number of instructions from which on a call is long.
+"""Number of instructions after which a call is too long.
 
 Few calls that end take more than a third of this number.
 """

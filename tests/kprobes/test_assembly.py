@@ -40,20 +40,20 @@ class Texts(NamedTuple):
     """Handlers in the assembly language of an architecture."""
 
     argument: str
-    """The first argument's pt_regs name."""
+    """Name in pt_regs of the register with the first argument."""
     count: str
     add: str
     """Add the first argument to `sum`."""
     overwrite: str
-    """All registers and flags that it may."""
+    """Overwrite all registers and flags that a handler may overwrite."""
     fault: str
-    """Read where nobody is, between counting in `before` and in `behind`."""
+    """Count in `before`, read unmapped memory, and count in `behind`."""
     registers: int
-    """How many are overwritten."""
+    """Number of registers that `overwrite` overwrites."""
     watched: str
-    """A pt_regs name."""
+    """Name in pt_regs of the register that `watch` adds."""
     watch: str
-    """Add that register to `seen`, with no other one written where memory takes additions."""
+    """Add the register `watched` to `seen`, if possible without a write to another register."""
 
 
 def _x86(first: str, count: str, word: str, registers: list[str]) -> Texts:
@@ -113,7 +113,7 @@ MODES = {
     "optimized": ("optimized", 0),
     "called": ("ftrace", 0),
 }
-"""What a probe's mode is, and how many traps a hit takes: the breakpoint, and the end of the step."""
+"""Way -> mode of a probe, and number of traps of a hit: the breakpoint, and the end of the step."""
 CASES = [
     *((arch, way) for way in WAYS for arch in X86),
     *(

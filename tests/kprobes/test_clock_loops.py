@@ -19,7 +19,7 @@ from emulated_kernel.vfs.core.node_tree import NodeTree
 from tests.vfs.files import read, write
 
 NOTRACE = ("sched_clock", "local_clock")
-"""No events there."""
+"""Functions that read the clock and take no events."""
 PROFILES = ("linux-6.1", "linux-6.1-nopreempt", "kprobes-2010", "optprobes-2009")
 
 

@@ -75,7 +75,7 @@ def traps(kernel: Kernel, value: int) -> int:
 def test_the_second_hit_stays_in_the_guest(kernel: Kernel) -> None:
     event = optimized(kernel, f"p:a {PLACE} x=%di")
     kernel.call("int_sqrt", 2)
-    # The name of the task is asked for once a system call.
+    # The first record of a system call needs the name of the task.
     assert traps(kernel, 3) == 1
     assert event.probes[0].hits == 3
     assert len(list(kernel.trace.buffers[0])) == 3

@@ -40,7 +40,7 @@ CASES = [
     for i in range(3)
     for j in range(3)
 ]
-"""A third of them has each offset and each of the arguments in each way."""
+"""(architecture, way, offset, arguments): each way has each pair of an offset and arguments."""
 
 
 @contextmanager

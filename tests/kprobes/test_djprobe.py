@@ -18,7 +18,7 @@ from tests.kprobes.scripted import script
 from tests.ledger import ledger_mismatches
 
 OFFSET, LENGTH = 5, 6
-"""gcd: behind its fentry nop, whole instructions that a jump can replace."""
+"""Offset and length of instructions after the fentry nop of gcd that a jump can replace."""
 
 
 @pytest.fixture(params=["djprobe-2007", "djprobe-2007-preempt"])

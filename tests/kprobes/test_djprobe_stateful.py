@@ -22,10 +22,10 @@ from tests.kprobes.modelled import MOSTLY, PLACES, SELDOM, Modelled, run
 from tests.kprobes.scripted import script
 
 REACH = 0x20
-"""Bytes of gcd in which probes meet."""
+"""Size in bytes of the part of gcd in which probes are registered."""
 JUMP_SIZE = 5
 SLEEP = 1 << 28
-"""Jiffies: longer than any test."""
+"""Number of jiffies, which is longer than any test."""
 RELATIVE = (FlowControl.UNCONDITIONAL_BRANCH, FlowControl.CONDITIONAL_BRANCH, FlowControl.CALL)
 
 
@@ -35,7 +35,7 @@ class Asked(NamedTuple):
     number: int
     has_length: bool
     wrong: int
-    """Bytes too many."""
+    """Number of bytes by which the length is too large."""
     disabled: bool
     stepped: bool
 
@@ -93,14 +93,14 @@ class Djprobing(Modelled):
         assert isinstance(self.kprobes.optimizer, Djprobes)
         self.djprobes = self.kprobes.optimizer
         self.standing: int | None = None
-        """Where a task was preempted, that doesn't run on."""
+        """Address at which a preempted task stays, or None."""
         self.sleeper = 0
         """A kernel thread that sleeps uninterruptibly, or 0."""
         script(self.kernel).quiescent_in = lambda spans: (
             not any(self.standing is not None and start <= self.standing < end for start, end in spans)
         )
         self.instances: dict[int, int] = {}
-        """Address to length of each djprobe_instance."""
+        """Address -> length of each djprobe_instance."""
         self.jumps: set[int] = set()
         self.allowed = True
 

@@ -329,7 +329,7 @@ def test_list_is_in_the_order_of_the_hash_buckets(kernel: Kernel) -> None:
     assert listed == expected
     assert [probe.address for probe in kernel.kprobes] == expected
     assert max(map(len, table)) > 1, "no bucket has a chain"
-    # A reader goes on with the next bucket, without a look at those before.
+    # A read continues with the next bucket, and does not read earlier buckets again.
     records = list(kernel.kprobes.list_records(0))
     assert len(records) == len(table)
     assert list(kernel.kprobes.list_records(60)) == records[60:]

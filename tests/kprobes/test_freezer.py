@@ -25,7 +25,7 @@ MAX_PREEMPTIONS = 500
 CLIENTS = range(5000, 5003)
 FIRST_ARGUMENT = {"x86_64": "di", "i386": "ax"}
 BUDGET, SHORT = 5, 0.1
-"""Seconds of a run."""
+"""Run budgets in seconds."""
 
 
 class Freezing:
@@ -337,7 +337,7 @@ def test_a_reboot_of_a_kernel_that_panicked_while_all_were_frozen(undisturbed: F
         lookup = kernel.image.kallsyms.lookup_name
         regs.ip, banner = lookup("panic"), lookup("linux_banner")
         if kernel.config.arch == "i386":
-            # Behind the return address, as panic() takes any number.
+            # The argument of panic() is after the return address, because panic() takes variable arguments.
             kernel.machine.memory.write_u32(regs.sp + 4, banner)
         else:
             regs.di = banner
@@ -345,7 +345,7 @@ def test_a_reboot_of_a_kernel_that_panicked_while_all_were_frozen(undisturbed: F
 
     kernel.register_kprobe(Kprobe(symbol_name="thaw_processes", pre_handler=panic))
     kprobe = freezing.register(freezing.places[0])
-    # The jumps are written by then.
+    # The jumps are already written when the kernel panics.
     kernel.commit_kprobes()
     assert kernel.guest.is_dead
     assert kernel.kprobes.mode(kprobe) == "optimized"

@@ -70,13 +70,13 @@ class Bench:
         self.hits: Counter[int] = Counter()
         arena = build_arena(machine, rng, text=False)
         self.cell, self.cell_offset = counter_cell(machine)
-        """No memory of the guest's."""
+        """Cell for counts, at an address that the guest does not use, and its offset from the CPU's base."""
         self.top = top = machine.calls.stack_top
         self.pad = machine.model.layout.host_text
         machine.memory.write_word(top, self.pad)
         self._runner = Runner(machine, writable_memory(machine, arena), boundaries)
         entries = list({b.function: b.addr for b in reversed(self.boundaries)}.values())
-        # What probes leave on the stacks of other tasks is seen by nobody but this test.
+        # Calls that switch tasks are left out, because probes leave values on the stacks of the other tasks.
         switch = kernel.image.kallsyms.lookup_name("__schedule")
         part = 2 * list(WAYS).index(way) + (machine.model.bits == 32)
         called = [generate(arena, rng, entry)._replace(sp=top) for entry in share(entries, part, PARTS)]
@@ -85,7 +85,7 @@ class Bench:
             for start, counts in self._runner.counted(called)
             if switch not in counts
             and not self._runner.loses_flags(counts)
-            # A function's cold part, called, leaves the stack: a probe's frame has no place there.
+            # A cold part that is called may leave the stack, where no memory is mapped for a probe's frame.
             and (plain := self.run(start)).end.sp <= top + machine.model.word_size
         ]
         assert len(self.calls) > 0.6 * len(called)
@@ -162,7 +162,7 @@ def test_functions_end_as_without_probes(way: str, arch: str) -> None:
         if kernel.kprobes.optimizer is not None:
             kernel.kprobes.optimizer.flush()
             assert {kernel.kprobes.mode(probe) for probe in probes} == {"optimized"}
-        # The second time hits are handled by what the first ones had compiled.
+        # In the second round, handlers run that the first round has compiled.
         for call in bench.calls * 2:
             before = bench.count()
             outcome = bench.run(call.start)

@@ -34,7 +34,7 @@ CONFIG = MachineConfig(ram_size=24 << 20)
 CONFIGS = [CONFIG, replace(CONFIG, arch="i386")]
 PARTS = 36
 CALLS = 2
-"""Of each function, with other arguments each."""
+"""Number of calls of each function, with different arguments."""
 EFAULT = 14
 
 

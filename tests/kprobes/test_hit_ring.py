@@ -11,7 +11,7 @@ from emulated_kernel.util.config import MachineConfig
 from tests.ledger import ledger_mismatches
 
 PLACES = {"x86_64": ("di", "si"), "i386": ("ax", "dx"), "riscv64": ("a0", "a1"), "riscv64i": ("a0", "a1")}
-"""Where gcd's arguments are."""
+"""Architecture -> registers of gcd's arguments."""
 
 
 @pytest.fixture(params=list(PLACES))

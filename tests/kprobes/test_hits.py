@@ -48,7 +48,7 @@ def test_registers_at_the_hit_and_behind_it(kernel: Kernel) -> None:
     text = kernel.machine.alloc_pages(16)
     kernel.machine.memory.write(text, b"four\0")
     assert kernel.machine.call(strlen, text) == 4
-    # Linux: the handler sees the instruction pointer that int3 left, one byte further.
+    # Linux: the handler sees the instruction pointer after int3, which is one byte after the probe.
     assert seen == {"pre": (strlen + 1, text), "post": (second, text)}
 
 
@@ -264,7 +264,7 @@ def test_a_handler_that_makes_the_instruction_fault(kernel: Kernel) -> None:
     spoilt: list[int] = []
 
     def spoil(_kprobe: Kprobe, regs: Any) -> None:
-        # Once: printing the oops measures strings too.
+        # Only the first time, because printing the oops also calls strlen.
         if not spoilt:
             spoilt.append(regs.di)
             regs.di = 0x1000

@@ -76,7 +76,7 @@ INSTRUCTIONS = {
     "lodsq": "48 ad",
     "ud2": "0f 0b",
 }
-"""Name to code."""
+"""Name -> code in hexadecimal."""
 
 SHOW_TRAP_FLAG = ("pushf", "pushf, 16 bits")
 LOAD_TRAP_FLAG = ("popf", "popf, 16 bits")

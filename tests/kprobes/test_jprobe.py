@@ -68,7 +68,7 @@ MIRROR = """
     mov rax, {jprobe_return}
     call rax
 """
-"""Notes its arguments and spoils registers, flags, and the stack that the probed function owns."""
+"""Function that records its arguments, and overwrites registers, flags, and the probed function's stack."""
 
 
 MIRROR_32 = """
@@ -231,7 +231,7 @@ class TestFaultHandler:
                 regs.di, regs.ax = (kernel.image.kallsyms.lookup_name("linux_banner") or 0), 0
             return answer[0]
 
-        # Faults in strlen's first load; its post_handler keeps it from being boosted.
+        # The first load of strlen faults. The post_handler prevents boosting.
         kprobe = Kprobe(
             symbol_name="strlen", offset=5, fault_handler=fault, post_handler=lambda _kprobe, _regs: None
         )

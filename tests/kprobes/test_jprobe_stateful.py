@@ -22,7 +22,7 @@ from tests.kprobes.modelled import CALLS, PLACES, SELDOM, Modelled, run
 FUNCTIONS = sorted(CALLS)
 NAMED = st.sampled_from(FUNCTIONS)
 INNER = "int_sqrt"
-"""What some mirrors call."""
+"""Function that some mirrors call."""
 CALL = "mov {first}, {argument}; mov {scratch}, {inner}; call {scratch}"
 MIRROR = """
     mov {scratch}, {cells}
@@ -40,7 +40,7 @@ MIRROR = """
     mov {scratch}, {jprobe_return}
     call {scratch}
 """
-"""Counts, notes its arguments, and spoils registers, flags, and the stack that the probed function owns."""
+"""Function that counts, records its arguments, and overwrites registers, flags and its caller's stack."""
 NAMES: dict[str, dict[str, str | int]] = {
     "x86_64": {"scratch": "rax", "bx": "rbx", "sp": "rsp", "first": "rdi", "second": "rsi", "word": 8},
     "i386": {"scratch": "ecx", "bx": "ebx", "sp": "esp", "first": "eax", "second": "edx", "word": 4},
@@ -63,10 +63,10 @@ class Mirror(NamedTuple):
 
     entry: int
     cells: int
-    """Memory for what it counts and notes."""
+    """Address of the memory for the count and the arguments."""
     function: str
     calls: bool
-    """Whether it calls INNER, whose probes are missed then."""
+    """Whether the function calls INNER, whose probes miss these hits."""
 
 
 class Jprobing(Modelled):
@@ -87,7 +87,7 @@ class Jprobing(Modelled):
 
     def warm_up(self) -> None:
         super().warm_up()
-        # The first one makes a trampoline that stays.
+        # The first kretprobe allocates a trampoline, which stays allocated.
         kretprobe = Kretprobe(symbol_name="gcd")
         self.kernel.register_kretprobe(kretprobe)
         self.kernel.unregister_kretprobe(kretprobe)
@@ -164,7 +164,7 @@ class Jprobing(Modelled):
         jprobe = self.jprobe(function, disabled=disabled, calls=calls)
         if self.has_jprobe(function):
             self.refused(lambda: self.kernel.register_jprobe(jprobe), errno.EEXIST)
-            # As in Linux what was alone has an aggregator from now on.
+            # As in Linux, the first probe of the address has an aggregator from now on.
             self.model.points[self.entry(function)].shared = True
             return
         self.kernel.register_jprobe(jprobe)

@@ -35,11 +35,11 @@ from tests.sample import WHOLE, fewer, share
 SEED = 4
 PARTS = 12
 PROBED = 5
-"""One of that many instructions has a probe."""
+"""Number of instructions of which one has a probe."""
 SKIPPED = 0.5 if WHOLE else 0.8
-"""Share of the places for jumps that get none."""
+"""Share of the places for jumps that get no jump."""
 MAX_HITS = 5000
-"""Of a call; a longer one is cut off, and says nothing."""
+"""Maximum number of hits of a call. A call with more hits is cut off and not compared."""
 STACK_SIZE = 16 << 10
 
 
@@ -56,7 +56,7 @@ class Calls:
         machine, rng = kernel.machine, Random(SEED)
         self.pad = machine.model.layout.host_text
         self.counter, self.counter_offset = counter_cell(machine)
-        """A cell that is no memory of the guest's."""
+        """Cell for counts, at an address that the guest does not use, and its offset from the CPU's base."""
         self.top = top = machine.calls.stack_top
         arena = build_arena(machine, rng, text=False)
         machine.memory.write_word(top, self.pad)
@@ -69,8 +69,8 @@ class Calls:
             for start in called:
                 switches.clear()
                 end = self._run(start)
-                # Where a function faults its registers are seen by nobody but this test, and what is left
-                # on the stacks of other tasks by nobody either.
+                # Calls that fault or switch tasks are left out: no caller sees the registers at a fault,
+                # and no task reads the values that are left on the stacks of other tasks.
                 if end.trap.address == self.pad + 1 and not switches:
                     self._returned.append((start, end))
         assert len(self._returned) > 0.3 * len(called)
@@ -160,7 +160,7 @@ class Overwriting:
 def test_what_is_dead_may_be_overwritten(calls: Calls) -> None:
     overwriting = Overwriting(calls.names, calls.pad)
     live_at = calls.verdict.live_at
-    # To register and unregister a probe takes longer than its hits.
+    # Registering and unregistering a probe takes longer than its hits.
     boundaries = share(calls.boundaries, calls.arch.bits // 32, PROBED)
     probes = [
         overwriting.probe(boundary.addr, live)

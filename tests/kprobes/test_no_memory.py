@@ -15,7 +15,7 @@ from emulated_kernel.trace.output.graph_output import NAME
 from tests.ledger import ledger_mismatches
 
 Probed = tuple[Callable[[], int], Callable[[], object]]
-"""How many hits there were, and what changes the handler."""
+"""(function that returns the number of hits, function that changes the handler)."""
 
 
 def probe(kernel: Kernel, command: str) -> Probed:

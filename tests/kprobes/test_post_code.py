@@ -77,7 +77,7 @@ def used(kernel: Kernel) -> tuple[int, int]:
     return kernel.machine.records._cells.used, len(kernel.kprobes.compiler.codes)
 
 
-# Behind the instruction
+# After the instruction
 
 
 def test_behind_each_instruction(kernel: Kernel) -> None:
@@ -332,7 +332,7 @@ def test_messages_name_the_text(traced: Kernel) -> None:
     assert roots(traced, range(2)) == [0, 1]
 
 
-# Without room for them
+# Without memory for guest code
 
 
 def no_text(_size: int, _starts: range | None = None) -> int:

@@ -24,7 +24,7 @@ from tests.ledger import ledger_mismatches
 
 VALUE, OTHER = 8 * 9 * 25, 48
 TARGETS = {"int_sqrt": ((VALUE,), 42), "gcd": ((VALUE, OTHER), 24)}
-"""Functions, with what they are called with, and return."""
+"""Function -> its arguments in the test, and its result."""
 
 
 @pytest.fixture(
@@ -65,7 +65,7 @@ class Seen:
         self.before.append((kprobe.symbol_name, getattr(regs, self._argument)))
 
     def post_handler(self, kprobe: Kprobe, _regs: Any) -> None:
-        # It runs behind the pre_handler of the same hit.
+        # The post_handler runs after the pre_handler of the same hit.
         assert len(self.behind) < len(self.before)
         self.behind.append(kprobe.symbol_name)
 

@@ -81,7 +81,7 @@ def _noticed(stepper: Stepper, kernel: Kernel, arena: Arena, boundary: Boundary)
     native = _natively(stepper, kernel, boundary, starts, unprobed)
     found += [differences(a, b) for a, b in zip(unprobed, native, strict=True)] if native else []
     starts *= 2
-    # A state may lead to the clock: what it computes differs from run to run by itself.
+    # From some states, the code reads the clock, and so even two runs without a probe differ.
     return [
         f"{boundary}, state {i}: {d}"
         for i, d in enumerate(found)

@@ -31,7 +31,7 @@ DEFINED = re.compile(r"^\s*[a-z]\w*:(\w+)/(\w+)", re.MULTILINE)
 PENDING = "might be able to register after target module is loaded"
 MODULE = "ktgt"
 MODULE_STAND_INS = {"0": "ktgt_add", "EILSEQ": "ktgt_add", "EINVAL": "ktgt_np"}
-"""A module here, and its functions that stand for functions of one of the recorded kernel's modules."""
+"""Recorded errno -> function of MODULE that stands in for a function in a recorded kernel's module."""
 HASHED_ADDRESS = re.compile(r"\b0x[0-9a-f]{16}\b")
 PLACES = {"tracing": "tracing", "debug": "."}
 OPTIMIZATION = "/proc/sys/debug/kprobes-optimization"

@@ -19,7 +19,7 @@ RECORDINGS = oracle_directory() / "errors-6.1.jsonl"
 RECORDS: list[Record] = load(RECORDINGS) if RECORDINGS.exists() else []
 SECTIONS = sorted({record["section"] for record in RECORDS})
 COMPARABLE = 460
-"""At least so many of all records, or the exemptions exempt too much."""
+"""Minimum number of records that are compared; with fewer, too many records are exempt."""
 
 pytestmark = [
     needs_fuse,

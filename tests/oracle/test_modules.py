@@ -107,7 +107,7 @@ def test_story(replay: Replay) -> None:
     replay.define_return()
     replay.define(DEFINED[2])
     replay.enable("m1", "m2", "m3")
-    # There the function is too short for a jump behind its fifth byte.
+    # In the recorded kernel, the function is too short for a jump after its fifth byte.
     kernel.kprobes.set_optimization(False)
     replay.enable("m11")
     replay.agrees("module probes enabled")

@@ -14,7 +14,7 @@ from tests.oracle.shares import WAYS, share
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "coverage.md"
 DIRECTORY = oracle_directory()
 KERNELS = ("6.1", "6.1-rethunk")
-"""The page's columns."""
+"""Recordings that are columns of the page's table."""
 
 
 @pytest.mark.skipif(

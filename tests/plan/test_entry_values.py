@@ -91,7 +91,7 @@ class Checker(Runner):
         for name, places in self._of(call.symbol).at(state.ip).items():
             number = name.removeprefix(STACK_WORD)
             if number != name and int(number) >= self._stack_parameters(call.symbol):
-                # A word of the caller, who may have passed its address.
+                # The word belongs to the caller, which may have passed its address to the function.
                 continue
             wanted = call.words[int(number)] if number != name else getattr(call.start, name)
             for place in places:

@@ -687,7 +687,7 @@ def test_a_module_of_debians_package(
     assert len(kernel.with_modules(["nls_cp437"]).modules) == 1
     assert len(opened) == 1
     again = Explanation(kernel, find_place("nls_cp437:uni2char+0x5", kernel.tables))
-    # The module's address is made up.
+    # The address at which the module would be loaded is not known.
     assert found["address"] not in as_text(again, whole=True)
     with pytest.raises(CliError, match="no such symbol; similar names: nls_cp437:uni2char"):
         find_place("nls_cp437:uni2chra", kernel.tables)

@@ -79,7 +79,7 @@ apt-get install -qq --no-install-recommends sudo python3-venv >/dev/null
 python3 -m venv /opt/image
 export PATH=/opt/image/bin:$PATH
 """
-"""What CI's images have, and a minimal root has not: a pip that may install, and sudo."""
+"""Commands that add to a minimal root what CI's images have: sudo, and a pip that may install."""
 
 
 def script(recipe: str) -> str:

@@ -75,7 +75,7 @@ def test_returns_on_every_architecture(arch: str) -> None:
     figure = bench_return.measure(
         bench_return.ReturnCase("rethook", bench.OPTIMIZED, cpus=2, arch=arch), 20, 1
     )
-    # By the trap flag, which RISC-V doesn't have.
+    # Instructions are counted with the trap flag, which RISC-V does not have.
     assert (figure.instructions is None) == arch.startswith("riscv")
     assert fitting(bench_return.table([figure]))
 

@@ -215,7 +215,7 @@ SIDE = (
     "    return qemu.Side(title, lambda _prepared: ['printf', '%s\\n', *lines])\n"
     "reads = 'cat-7  [000] .....  0.1: reads: (vfs_read+0x0/0xd0) count=0x20000'\n"
 )
-"""A side whose machine prints lines."""
+"""Program for qemu.py that makes a side, whose machine prints lines."""
 
 
 def test_the_rows_of_both_sides_are_compared(tmp_path: Path) -> None:

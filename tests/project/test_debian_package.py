@@ -156,7 +156,7 @@ def test_bytecode_is_in_the_package(tmp_path: Path) -> None:
     subprocess.run(command, env={**os.environ, **paths}, check=True, timeout=30)
     (compiled,) = (module.parent / "__pycache__").iterdir()
     data = compiled.read_bytes()
-    # PEP 552: a hash, which isn't checked.
+    # PEP 552: bytecode with a hash of the source that is not checked.
     assert data[4:8] == b"\x01\0\0\0"
     assert b"/usr/lib/kprobefs/a.py" in data
     assert str(tmp_path).encode() not in data

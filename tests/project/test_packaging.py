@@ -116,7 +116,7 @@ def venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv = tmp_path_factory.mktemp("venvs") / "a venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     (site_packages,) = venv.glob("lib/python*/site-packages")
-    # As a .pth line, so that the .pth files over there (setuptools' distutils) work as well.
+    # With a .pth line, the .pth files of that directory (setuptools' distutils) also take effect.
     (site_packages / "dependencies.pth").write_text(
         f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
     )
@@ -175,7 +175,7 @@ class Program:
         self._command = [venv / "bin" / name, *({"kprobefs": ["status", "--no-such-option"]}.get(name, []))]
         self._directory = directory
         self.plain = self.answer({})
-        """Its answer without a variable of Python."""
+        """The answer of the program without a variable of Python."""
 
     def answer(self, variables: dict[str, str]) -> tuple[int, str, str]:
         own = {"PATH": os.environ["PATH"], "HOME": str(self._directory), "LC_ALL": "C.UTF-8"}

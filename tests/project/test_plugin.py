@@ -54,7 +54,7 @@ def run_pytest(directory: Path, *arguments: str, run: Sequence[str] = ()) -> sub
 
 def test_it_is_found_by_its_entry_point() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    # The name is the module's: pytest takes the two for one where it was named by -p already.
+    # The plugin has the name of its module, so that pytest loads it only once if -p also names it.
     assert project["entry-points"]["pytest11"] == {PLUGIN: PLUGIN}
 
 

@@ -37,7 +37,7 @@ EXAMPLES, FIRST, OWN, ASSEMBLY, REAL, TESTING, LIBRARY, DURATIONS, DEBUGGERS, OP
     )
 )
 SESSIONS = [
-    # Pages go on from block to block; each example has a mount of its own.
+    # Blocks of a page continue each other on one mount; each example has a separate mount.
     *(
         pytest.param([step for body in blocks("console mounted", page) for step in steps(body)], id=page.stem)
         for page in (README, FIRST, OPTIMIZATION)
@@ -50,7 +50,7 @@ SESSIONS = [
 DAY = 86400
 """Seconds for which the objects of other sources are kept."""
 MARK = "\x1e"
-"""Ends each command's output; no file of ours shows it."""
+"""Character that ends the output of each command. No file of a mount contains it."""
 
 
 @pytest.mark.mounted

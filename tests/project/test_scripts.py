@@ -27,7 +27,7 @@ def lib(command: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 PACKAGES = {"busybox": "busybox-static", "cc": "gcc", "perf": "linux-perf", "rpmbuild": "rpm"}
-"""Of programs that have another name."""
+"""Program -> its package, if their names differ."""
 SYSTEMS_OWN = {
     *("apt-cache", "apt-get", "dpkg-deb", "findmnt", "nsenter", "systemd-analyze", "true", "unshare"),
     *("go", "node", "npm"),

@@ -22,7 +22,7 @@ LINUX_NAMES = (
     "trace", "trace_clock", "trace_marker", "trace_marker_raw", "trace_options", "trace_pipe",
     "tracing_cpumask", "tracing_on", "trigger", "uprobe_events",
 )  # fmt: skip
-"""Files that Linux 6.1's names."""
+"""Files that the README of Linux 6.1 names."""
 BY_PERF = (
     "*type: * x8/16/32/64,*",
     "*place (kretprobe): *",
@@ -52,7 +52,7 @@ BY_SELFTESTS = (
     "imm-string",
     " <type>\\[<array-size>\\]",
 )
-"""What Linux's selftests require of it."""
+"""Texts that Linux's selftests search for in README."""
 
 
 README = readme_text(LINUX_6_1)

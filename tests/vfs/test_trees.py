@@ -431,7 +431,7 @@ def test_a_damaged_task_list_is_shown_as_far_as_it_leads(kernel: Kernel, tree: N
     assert set(shown) <= set(whole.splitlines())
 
 
-# What Linux's selftests require of README, and what perf-probe looks for in it (as its glob patterns).
+# Texts that Linux's selftests require in README, and glob patterns that perf-probe searches for there.
 @pytest.mark.parametrize(
     "feature",
     [

@@ -31,7 +31,7 @@ class NoMemory:
 
 def random_registers(rng: random.Random) -> dict[str, int]:
     values = {name: rng.choice((0, 1, CODE + 64, (1 << 64) - 2, rng.getrandbits(64))) for name in NAMES}
-    # Some are equal, and some are addresses that can be jumped to.
+    # Some values are equal, and some are addresses that can be jumped to.
     values["a5"] = values["s1"] = CODE + 2 * rng.randrange(100)
     return values
 

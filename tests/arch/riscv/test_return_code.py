@@ -20,7 +20,7 @@ from tests.arch.riscv.test_handler_code import ARCHS, FIXED, check, make
 HANDLER = CODE + PAGE
 CALLER = CODE + 2 * PAGE
 CHOICE = CPU + 0x80
-"""Where the trampoline's program finds its handler, or 0."""
+"""Word in which the trampoline's program finds its handler, or 0."""
 
 
 class RiscvLockedMaker(LockedMaker):

@@ -36,7 +36,7 @@ SAMPLE = fewer(40, 20)
 COMPILED_SAMPLE = fewer(10, 10)
 SITES_SAMPLE = fewer(5, 5)
 BROKEN = {"x86_64": ("linux-6.1", 12), "riscv64": (RISCV_OPTPROBES, 4)}
-"""Where protocols are broken: the profile, and how many places have to do."""
+"""Architecture -> profile, and number of places at which a broken protocol must be found."""
 
 
 def sample(places: Sequence[Where], size: int, is_one: Callable[[Where], bool]) -> Iterator[Where]:

@@ -62,10 +62,7 @@ Pieces = Sequence[tuple[int, bytes]]
 
 
 class End(NamedTuple):
-    """End of a run: its registers, or its fault.
-
-    `met` is the address of the breakpoint that ended the run.
-    """
+    """End of a run: its registers, or its fault."""
 
     registers: State | None
     fault: tuple[int, int, int] | None
@@ -215,9 +212,9 @@ class Bench:
         self._arch = arch = probed.kernel.arch
         self._model = model = machine.model
         self.all_live = probed.verdict.live_at(0)
-        """All registers and flags: at address 0 nothing is known, so that all count as live."""
+        """All registers and flags, which count as live at the unknown address 0."""
         self.noise = 64 if arch.bits == 64 else 31
-        """Maximum number of bits of numbers that are no pointers; on i386, a wider number could be one."""
+        """Maximum number of bits of random numbers; on i386, a wider number could be a pointer."""
         self.general = [name for name in model.registers if name not in ("sp", "ip", *model.saved_in_calls)]
         """Registers that may have any value."""
         self.frame = (len(arch.pt_regs) + 1) * arch.word_size
@@ -315,7 +312,7 @@ class Bench:
                 end = self._run(start)
             if end.registers is None:
                 return end
-            # A return leads to the pad, which has stopped the CPU behind its first instruction.
+            # A return leads to the pad, whose first instruction stops the CPU.
             ip = self._pad if self._met is None else self._met
             return end._replace(registers=end.registers._replace(ip=ip))
         trap, state = self.machine.trap_of(start._replace(flags=start.flags | flag), fixup=True)

@@ -86,7 +86,7 @@ def test_nothing_leads_into_a_region(arch: str, profile: str) -> None:
             for address in kernel.arch.instruction_boundaries(body, start):
                 region = kernel.kprobes.probe_checker.optimized_region(address)
                 if isinstance(region, Region):
-                    # A djprobe's last bytes stay what they are, and may be jumped to.
+                    # Jumps may lead to the end of a djprobe's region, whose bytes stay unchanged.
                     length = min(region.length, JUMP_SIZE) if is_djprobe else region.length
                     regions += 1
                     inside = slice(bisect_left(targets, address + 1), bisect_left(targets, address + length))

@@ -17,7 +17,7 @@ from tests.kprobes.optimizer.regions import Bench
 from tests.snapshot import image_data
 
 DIRECTION_FLAG = 0x400
-"""Neither set by gcd's first instructions nor looked at."""
+"""A flag that the first instructions of gcd neither set nor read."""
 
 
 def deviation(

@@ -228,7 +228,7 @@ def test_a_compiled_handler_moves_no_jump_while_changes_stop(
     kprobes.set_optimization(False)
     assert texts() == [trap + jump[len(trap) :]] * 3
     kprobes.set_optimization(True)
-    # The change turns round: its text is that of the second stage.
+    # The change is reversed; the text is the same as at the second stage.
     files.write("/kprobes/stages", "next")
     assert texts() == [jump] * 3
     files.write("/kprobes/stages", "0")

@@ -28,9 +28,9 @@ from tests.kprobes.optimizer.conftest import Probed
 from tests.ledger import ledger_mismatches
 
 CALLS = {"gcd": ((12, 18), 6), "lcm": ((21, 6), 42)}
-"""Arguments and results. In lcm regions have three and more instructions on all architectures."""
+"""Function -> arguments and result. Regions of lcm have at least three instructions on all architectures."""
 MEETING = 4
-"""Places in the function at which probes are registered."""
+"""Number of places in the function at which probes are registered."""
 
 
 @cache
@@ -86,7 +86,7 @@ class Optimizing(OnKernel):
         return Probed(self.kernel)
 
     def warm_up(self) -> None:
-        # The first ones make trampolines and pages of slots that stay.
+        # The first probes allocate trampolines and pages of slots, which stay allocated.
         self.kernel.unregister_kprobe(self.probed.probe(self.function, max(self.passes)))
         kretprobe = Kretprobe(symbol_name=self.function, handler=lambda _instance, _regs: None)
         self.kernel.register_kretprobe(kretprobe)
@@ -230,7 +230,7 @@ class Optimizing(OnKernel):
                 assert head.detour is not None
                 size = head.detour.length
                 behind.update(range(head.address + 1, head.address + size))
-                # What is hit often enough has its handlers in guest code, to which the jump leads then.
+                # After enough hits, the handlers are guest code, and the jump leads there.
                 jump = head.detour.jump
                 if head.compiled is not None:
                     jump = arch.detour_jump(head.detour.region, head.compiled.entry)

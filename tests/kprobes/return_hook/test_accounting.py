@@ -127,7 +127,7 @@ def test_a_module_that_goes(kernel: Kernel, make: Make) -> None:
     assert_well(kernel)
 
 
-# What others see of it
+# What stack traces and records show
 
 
 @pytest.mark.parametrize("form", TrampolineForm)

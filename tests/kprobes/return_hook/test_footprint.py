@@ -19,7 +19,7 @@ def test_the_slides_table() -> None:
     assert table["rethook"] == [480, 48 * KB, 24 * KB, 2.4 * MB]
     assert table["objpool"] == [1760, 176 * KB, 64_960, 6_496_000]
     assert table["fgraph"] == table["unified"] == [500 * 4096] * 4
-    # The same nodes; beside them 64 list heads for all.
+    # The nodes have the same size; 64 list heads are shared by all hooks.
     assert table["instances"] == [bytes_ + 64 * 8 for bytes_ in table["rethook"]]
 
 

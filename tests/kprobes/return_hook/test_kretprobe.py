@@ -17,7 +17,7 @@ from tests.kprobes.listed import list_lines
 from tests.kprobes.return_hook.conftest import Boot, dmesg
 
 PER_TASK = ("fgraph", "unified")
-"""They have no instances that could run out."""
+"""Shadow stacks without instances, which therefore cannot run out."""
 Seen = list[tuple[Any, ...]]
 
 
@@ -118,7 +118,7 @@ def test_batch_is_all_or_none(kernel: Kernel) -> None:
 def test_result_and_caller(boot: Boot, profile: str, stack: str) -> None:
     kernel = boot(profile, stack)
     if stack == "unified" and not PROFILES[profile].ftrace:
-        # It hooks fentry sites alone.
+        # This return hook works only at fentry sites.
         probe = Kretprobe(symbol_name="gcd")
         assert errno_of(lambda: kernel.register_kretprobe(probe)) == errno.EOPNOTSUPP
         assert list_lines(kernel.kprobes) == []
@@ -131,7 +131,7 @@ def test_result_and_caller(boot: Boot, profile: str, stack: str) -> None:
         seen.append((regs.ax, instance.ret_addr, regs.ip))
 
     kernel.register_kretprobe(Kretprobe(symbol_name="gcd", handler=returned))
-    # The newest runs first, and finds the stack as it is without the kretprobe.
+    # The newest kprobe runs first, and finds the original return address on the stack.
     read = kernel.machine.memory.read_u64
     kernel.register_kprobe(
         Kprobe(symbol_name="gcd", pre_handler=lambda _kprobe, regs: callers.append(read(regs.sp)))

@@ -36,7 +36,7 @@ WAYS = {
     "stepped": Profile("stepped", ftrace=False, optimizer=False, trampoline=TrampolineForm.BREAKPOINT),
 }
 TRAPS = {"ftrace": 0, "optimized": 0, "optimized, all registers": 0, "boosted": 1, "stepped": 3}
-"""Breakpoints met by a call: the entry, the end of its step, the trampoline."""
+"""Mode -> breakpoints that a call hits: at the entry, at the end of the step, and in the trampoline."""
 
 
 @pytest.fixture(params=NATIVE)

@@ -26,11 +26,11 @@ WAYS = {
     "all registers": Profile("all registers", ftrace=False, saving=RegisterSaving.ALL),
 }
 STACKS = ("rethook", "objpool", "fgraph")
-"""Without locks: a call may come between any two instructions of another."""
+"""Shadow stacks without locks, on which a call can interrupt another call after any instruction."""
 ALL_STACKS = (*STACKS, "instances")
 BELOW = 1024
 EVERY = 1 if WHOLE else 6
-"""Instructions from one interrupted to the next; each `maxactive` begins with another one."""
+"""Number of instructions between interruptions; each `maxactive` begins at another instruction."""
 
 
 @dataclass

@@ -31,8 +31,9 @@ SEED = 63
 LAYOUT = X86_64Cpu.layout
 CONFIG = MachineConfig(ram_size=24 << 20)
 NOTICES = ("panic", "free_task")
-"""The one prints return addresses, where the generated format leads to the stack. The other looks for hooks
-of the task that it is given, which is none, once there are any."""
+"""Functions that notice hooks. panic() prints return addresses, if its generated format names the stack.
+
+free_task() searches a task for hooks as soon as any hook exists, but the generated argument is no task."""
 FORMS = {
     "called": Profile("called", compiled=False),
     "breakpoints": Profile(
@@ -40,7 +41,7 @@ FORMS = {
     ),
     "optimized": Profile("optimized", compiled=False, ftrace=False),
 }
-"""The ways to a function's entry, with either form of the trampoline; Python handles all."""
+"""Name -> profile: each mode of the entry, with each form of the trampoline. Python handles all hits."""
 
 
 def ways_with_stacks(ways: Mapping[str, Profile]) -> list[tuple[str, str]]:
@@ -61,7 +62,7 @@ class Bench:
     boundaries: list[Boundary]
     arena: Arena
     calls: list[tuple[RegisterSet, dict[int, int], Outcome]]
-    """Registers at the entry, how often each instruction is run, and the end."""
+    """(registers at the entry, instruction -> number of executions, outcome without hooks) of each call."""
 
 
 def _entries(boundaries: list[Boundary]) -> list[int]:
@@ -75,9 +76,9 @@ def _entries(boundaries: list[Boundary]) -> list[int]:
 
 
 _GARBAGE = 2048
-"""Bytes below the caller's frame."""
+"""Number of bytes below the caller's frame that are overwritten."""
 _OTHER_PAD = 8
-"""Bytes from where calls return to, to another place that ends a run."""
+"""Offset from the usual return address to another address that ends a run."""
 
 
 def _call(state: RegisterSet, top: int) -> RegisterSet:
@@ -94,7 +95,7 @@ def benches(profile: Profile, part: int, parts: int) -> Iterator[Bench]:
 
 def _build_bench(kernel: Kernel, part: int, parts: int) -> Bench:
     machine = kernel.machine
-    # The guest is told of the trampoline first: wild calls read those words, too.
+    # The guest gets the trampoline's address first, because calls with wild pointers read these words, too.
     kernel.kretprobes.hooks.install()
     boundaries = all_boundaries(kernel.image)
     arena = build_arena(machine, Random(SEED), text=False)
@@ -105,10 +106,10 @@ def _build_bench(kernel: Kernel, part: int, parts: int) -> Bench:
     entries = share(_entries(boundaries), part, parts)
     starts = [_call(generate(arena, rng, entry), top) for entry in entries]
     switch = kernel.image.kallsyms.lookup_name("__switch_to")
-    # Memory is put back after each call, under the feet of other tasks that ran in it.
+    # Calls that switch tasks are left out, because each call is followed by a restore of all memory.
     counted = [(start, counts) for start, counts in runner.counted(starts) if switch not in counts]
     calls = [(start, counts, runner.call(start)) for start, counts in counted]
-    # A wild call that overwrites who is current takes the shadow stack along: it belongs to the task.
+    # A wild call may overwrite the current task, and thereby lose this task's shadow stack.
     abi = kernel.image.abi
     current = abi["percpu.base"] + abi["percpu.current_task"]
     kept = [call for call in calls if not call[2].changes.keys() & set(range(current, current + 8))]

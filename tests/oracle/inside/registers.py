@@ -1,4 +1,4 @@
-"""Registers of arguments in questions, for each architecture: `%di` becomes `%a0` on RISC-V."""
+"""Registers of arguments in questions, for each architecture."""
 
 from __future__ import annotations
 
