@@ -86,7 +86,7 @@ count_no_pauses()
 
 @pytest.fixture
 def strict_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check the control lock as outside of tests."""
+    """Check the control lock as programs outside of tests do."""
     monkeypatch.setattr(ControlLock, "assert_held", own_thread.assert_held)
 
 
@@ -101,7 +101,9 @@ RECORDS = Path("/run/kprobefs")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add an option for the way of hosts that have no routine for traps."""
+    """Add the option --python-traps, with which Python dispatches traps as on hosts without a routine for
+    traps.
+    """
     parser.addoption("--python-traps", action="store_true", help="let Python dispatch all traps of guests")
 
 

@@ -1,6 +1,6 @@
 """An interpreter for handler programs on flat memory.
 
-Tests compare the effects of machine code with its results.
+Tests compare the effects of machine code with the interpreter's.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Outcome:
 
 
 def host_answer(calls: list[int], number: int, write: object) -> bool:
-    """Answer a host call: record it, and let the program continue after every second call."""
+    """Answer a host call: record the call, and let the program continue after about half of the calls."""
     calls.append(number)
     write((DATA + 8 * (number % 16)), len(calls))  # type: ignore[operator]
     return (number + len(calls)) % 2 == 0
@@ -64,7 +64,7 @@ def interpret(case: Case) -> Outcome:
 
 
 class Maker:
-    """Makes random programs that end: each loop limits the number of its backward jumps."""
+    """Maker of random programs that end: each loop has a limited number of backward jumps."""
 
     def __init__(self, rng: random.Random, bits: int, names: Sequence[str], per_cpu: int) -> None:
         self.rng = rng

@@ -139,7 +139,7 @@ def test_nothing_changes_if_the_stack_faults(code: bytes) -> None:
 def test_operand_size_prefix_on_a_near_branch_is_ignored(flags: int, condition: int) -> None:
     """A near branch ignores an operand size prefix, as on Intel's processors and in Linux.
 
-    The processor of these tests does as AMD's.
+    The processor of these tests may behave as AMD's.
     """
     plain = ARCH.prepare(bytes((0x0F, 0x80 | condition)) + struct.pack("<i", 64), CODE, CODE).emulate
     prefixed = ARCH.prepare(bytes((0x66, 0x0F, 0x80 | condition)) + struct.pack("<i", 63), CODE, CODE).emulate

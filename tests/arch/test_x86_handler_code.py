@@ -47,9 +47,9 @@ def register_id(name: str, bits: int) -> int:
 
 
 class Processor:
-    """A processor that runs a stub on Unicorn.
+    """A processor (Unicorn) that runs a stub.
 
-    Host calls and faults continue where the stub says, as with a probe's host.
+    As with a probe's host, host calls and faults continue where the stub says.
     """
 
     def __init__(self, uc: unicorn.Uc, case: Case, stub: HandlerCode, frame: RegsFrame | None) -> None:

@@ -31,8 +31,8 @@ def length_for_linux(code: bytes, bits: int) -> int:
 
 
 def parts_with_the_processor(code: bytes) -> bool:
-    """Return True for byte strings that no assembler produces, and for which Linux is known to give another
-    length.
+    """Return True for byte strings that no assembler produces, and for which Linux is known to find another
+    length than the processor.
     """
     at = 0
     while at < len(code) and code[at] in LEGACY_PREFIXES:

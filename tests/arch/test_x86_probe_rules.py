@@ -85,9 +85,10 @@ def hazards(image: str, rules: ProbeRules) -> Counter[RejectReason | None]:
 
 
 def test_indirect_jumps_are_no_hazard_where_the_build_has_no_jump_tables() -> None:
-    """With later rules, indirect jumps are no reason against jumps in builds with retpolines or landing pads.
+    """With later rules, a function's indirect jumps do not prevent optimization in builds with retpolines or
+    landing pads.
 
-    The default image has jump tables, and so the reason remains.
+    In the default image, which has jump tables, they do.
     """
     for image in ("x86_64-retpoline", "x86_64-ibt"):
         old = hazards(image, OLD)

@@ -89,7 +89,7 @@ def test_as_the_original(code: str, bits: int) -> None:
 def test_a_popf_at_the_end_of_a_stub(bits: int) -> None:
     """At the end of a stub, a popf that sets the trap flag is left to Python, with an unchanged stack.
 
-    Other values have the effect of the original popf.
+    Any other popf has its original effect.
     """
     arch = X86_64() if bits == 64 else I386()
     dice = random.Random(bits)

@@ -251,7 +251,9 @@ class Unpicklable(Exception):
 
 
 def fail(what: str) -> object:
-    """Fail, or return a result that cannot be pickled."""
+    """Raise an exception that cannot be unpickled, return a result that cannot be pickled, or return
+    `what`.
+    """
     if what == "exception":
         raise Unpicklable(1, 2)
     if what == "result":

@@ -57,9 +57,9 @@ class Runner:
         return Outcome(trap, end, self._memory.undo())
 
     def counted(self, starts: Iterable[RegisterSet]) -> list[tuple[RegisterSet, Counter[int]]]:
-        """Return each call with a map instruction -> number of times that it is executed or tried.
+        """Return each call with instruction -> number of executions, including attempts that fault.
 
-        Leave out long calls, and calls that read text, in which they find breakpoints, as on Linux.
+        Leave out long calls, and calls that read text: as on Linux, these would find breakpoints there.
         """
         engine = self._machine.hooks.engine
         hook = engine.add_hook(HOOK_CODE, CODE_CALLBACK(self._count))
@@ -102,7 +102,7 @@ class Runner:
     def loses_flags(self, executed: Iterable[int]) -> bool:
         """Return True if the emulator may report wrong flags after a call that executed these instructions.
 
-        Unicorn: cmpxchg8b resets the flags that it does not set to their values at the start of its block.
+        Unicorn: cmpxchg8b resets all flags except ZF to their values at the start of its block.
         """
         original = self._machine.text.original
         return any(

@@ -104,7 +104,7 @@ class OnKernel(RuleBasedStateMachine):
         self.before = self._held()
 
     def warm_up(self) -> None:
-        """Make the first use of each kind of resource, which stays allocated afterwards."""
+        """Use each kind of resource that stays allocated after its first use."""
 
     def undo(self) -> None:
         """Unregister all probes, and do all deferred frees."""

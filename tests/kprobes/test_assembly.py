@@ -177,7 +177,7 @@ def test_a_handler_counts_from_the_first_hit_on(kernel: Kernel, texts: Texts) ->
 
 
 def test_hits_stay_in_the_guest(kernel: Kernel, texts: Texts, way: str) -> None:
-    """A hit of an assembly handler takes as many traps as the mode does without a handler."""
+    """A hit of an assembly handler takes only the traps of the probe's mode."""
     probe = Kprobe(symbol_name="int_sqrt", code=texts.count)
     kernel.register_kprobe(probe)
     settle(kernel)

@@ -197,7 +197,7 @@ CHANGES: dict[str, Callable[[Kprobes, Kprobe], object]] = {
 def test_a_handler_that_changes_its_probe_at_the_first_hit(way: str, change: str) -> None:
     """If a handler changes its probe at the first hit, this hit compiles no guest code.
 
-    Such code would lead to a place that the probe has left.
+    Such code would belong to the former state of the probe.
     """
     with Kernel(profile=Profile("of a test", ftrace=way == "call")) as kernel:
         hits = 0

@@ -112,8 +112,9 @@ class Djprobing(Modelled):
         self.kernel.commit_kprobes()
 
     def follow(self) -> None:
-        """Update the expected jumps after an operation: a jump is removed when its probe no longer wants
-        it.
+        """Update the expected jumps after an operation.
+
+        A jump remains only if its address is still in optimized().
         """
         self.instances = {
             addr: length for addr, length in self.instances.items() if addr in self.model.points

@@ -124,7 +124,7 @@ class Bench:
         return True
 
     def is_as(self, call: Call, outcome: Outcome) -> bool:
-        """Return True if a call with probes ended as without.
+        """Return True if a call with probes ended as the call without.
 
         A fault may happen in the copy of an instruction. Registers that are dead there may differ, and so
         only the kind of the fault is compared.

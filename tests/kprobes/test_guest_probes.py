@@ -28,7 +28,7 @@ BUDGET = 0.3
 
 
 class Which(IntEnum):
-    """The probes of modules/probing."""
+    """Numbers of the probes that the module `probing` can register."""
 
     NOTE = 0
     CHANGE = 1
@@ -45,7 +45,7 @@ class Which(IntEnum):
 
 
 class Noted(IntEnum):
-    """Values that handlers of the module record."""
+    """Numbers of the values that the handlers of the module `probing` record."""
 
     BEFORE = 0
     BEHIND = 1

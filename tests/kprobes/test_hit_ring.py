@@ -30,7 +30,7 @@ def _behind_the_site(kernel: Kernel) -> int:
 def test_the_latest_hits_in_order(kernel: Kernel, at_entry: bool, settle: bool) -> None:
     """The ring keeps the latest hits in their order.
 
-    The first hit traps, later hits do not, and their entries look alike.
+    The first hit traps and later hits do not, but all entries look alike.
     """
     offset = 0 if at_entry else _behind_the_site(kernel)
     ring = kernel.hit_ring(*PLACES[kernel.arch.name], capacity=4)

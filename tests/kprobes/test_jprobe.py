@@ -29,7 +29,8 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 def mirror(kernel: Kernel, source: str) -> int:
     """Assemble a function into guest memory and return its address.
 
-    In `source`, `{cells}` is memory for the function, and `{jprobe_return}` is the function that ends it.
+    In `source`, `{cells}` is memory for the function, and `{jprobe_return}` is what a jprobe's function must
+    call at its end.
     """
     from keystone import KS_ARCH_X86, KS_MODE_32, KS_MODE_64, Ks
 

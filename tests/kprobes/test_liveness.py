@@ -1,6 +1,7 @@
 """Noise in the registers that are dead by the liveness analysis, at every instruction, changes no result.
 
-A part of the functions is called, with probes at a part of the instructions. With KPROBEFS_WHOLE=1, all are.
+A part of the functions is called, with probes at a part of the instructions. With KPROBEFS_WHOLE=1, all
+functions and instructions are tested.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ STACK_SIZE = 16 << 10
 
 
 class Calls:
-    """A call of each function that returns, and its outcome without probes."""
+    """One call of each function that returns, with its outcome without probes."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel

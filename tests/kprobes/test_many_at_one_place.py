@@ -197,8 +197,8 @@ def test_handlers_follow_each_change_in_their_order() -> None:
     [("hist:keys=a if b == {}", errno.EEXIST), ("hist:keys=a:v{}=b", errno.EINVAL)],
 )
 def test_each_further_histogram_is_work_for_one(wanted: str, again: int) -> None:
-    """The work to add a histogram does not grow with the number of histograms, although the new one is
-    compared with all.
+    """The work to add a histogram does not grow with the number of histograms, although each new one is
+    compared with all existing ones.
     """
     totals = []
     with Kernel() as kernel:

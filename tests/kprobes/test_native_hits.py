@@ -194,7 +194,7 @@ def test_a_breakpoint_leads_to_a_slot_that_no_jump_reaches(arch: str) -> None:
 def test_a_task_in_a_relocated_call_has_called(arch: str) -> None:
     """A call instruction is relocated as a push of the return address and a jump.
 
-    At the jump, the probed address counts as being within the call.
+    A task at the jump counts as being in the call.
     """
     with booted(arch, "stepped") as kernel:
         start = kernel.image.kallsyms.lookup_name("vfs_read")
@@ -222,7 +222,10 @@ def test_a_task_in_a_relocated_call_has_called(arch: str) -> None:
 
 @pytest.mark.parametrize(("arch", "mode"), CASES)
 def test_the_file_cost_measures_the_traps_of_a_hit(arch: str, mode: str) -> None:
-    """The file `cost` shows as many traps as a hit takes. Each measured hit takes the same number."""
+    """The file `cost` shows as many traps as a hit takes.
+
+    Each hit of the measured copy takes the same number of traps.
+    """
     with booted(arch, mode) as kernel:
         files = Files(kernel)
         files.write("/kprobe_events", f"p:ev {FUNCTION}+{kernel.arch.call_size}")
@@ -403,8 +406,9 @@ def test_a_step_after_a_handler_in_python_has_no_state(arch: str, mode: str) -> 
 
 
 def test_while_python_has_a_cpu_hits_are_missed_in_python() -> None:
-    """While the hit of a Python handler lasts, and a guest function runs for the handler, hits of other
-    probes are missed.
+    """While the hit of a handler in Python lasts, other hits of its CPU are missed.
+
+    Python handles these, not the native routine.
     """
     with booted("x86_64", "stepped") as kernel:
         ring = recording(kernel)
@@ -483,7 +487,7 @@ def test_preemptions_come_at_the_same_places(arch: str, mode: str, monkeypatch: 
 
 @pytest.mark.parametrize(("arch", "mode"), CASES)
 def test_a_probe_goes_while_a_cpu_is_anywhere_in_its_hit(arch: str, mode: str) -> None:
-    """A probe is unregistered while a CPU is anywhere in its hit.
+    """A probe can be unregistered while a CPU is anywhere in its hit.
 
     The CPU completes the step, even if new probes take free slots.
     """
@@ -539,7 +543,7 @@ def boundaries(kernel: Kernel, name: str) -> list[int]:
 
 @pytest.mark.parametrize(("arch", "mode"), CASES)
 def test_a_fault_in_a_native_step_is_the_probed_instructions(arch: str, mode: str) -> None:
-    """A fault in a native single step is fixed up by the probed address.
+    """The fixup of a fault in a native single step is found by the probed address.
 
     After the fault, the CPU is not in a hit.
     """

@@ -115,9 +115,9 @@ def test_behind_each_instruction(kernel: Kernel) -> None:
 
 
 def test_a_step_ends_without_a_trap_more(kernel: Kernel) -> None:
-    """`post_code` costs no trap more than the mode takes without it; after a call there is no trap at all.
+    """On x86, a hit with `post_code` takes only the traps of its mode.
 
-    On RISC-V, the way back from the handler is a trap.
+    On RISC-V, a stepped hit takes one more, for the way back from the handler.
     """
     way = way_of(kernel)
     probe = Kprobe(symbol_name="int_sqrt", post_code=texts_of(kernel).count)
@@ -160,7 +160,7 @@ def test_behind_with_others_at_one_place(kernel: Kernel) -> None:
 def test_at_returns(kernel: Kernel) -> None:
     """`code` and `return_code` of a return probe share their cells.
 
-    They take no trap if the entry is a jump or a call.
+    Hits take no trap if the entry is a jump or a call.
     """
     before, count = used(kernel), texts_of(kernel).count
     probe = Kretprobe(symbol_name="int_sqrt", code=count, return_code=f"{result(kernel)}; {count}")
@@ -183,7 +183,7 @@ def test_at_returns(kernel: Kernel) -> None:
 def test_at_returns_with_a_handler_in_python(kernel: Kernel) -> None:
     """Handlers in assembly and in Python share a return, and see the same registers.
 
-    One reads a register that the calling convention does not keep.
+    One handler reads a register that the calling convention does not preserve.
     """
     texts, seen = texts_of(kernel), list[int]()
     watch = texts.watch.replace("rax", "rcx").replace("eax", "ecx")

@@ -121,8 +121,8 @@ def _is_taken(kernel: Kernel, head: AggrKprobe | None, outcome: Region | Rejecti
 
 @pytest.mark.parametrize("image", ["x86_64", "i386"])
 def test_sizes_of_instructions_are_those_that_linux_decodes(image: str) -> None:
-    """The probe checker and the instruction decoder agree about the size of an instruction, because its copy
-    is made of these bytes.
+    """The probe checker and the instruction decoder agree about the size of each instruction, which is the
+    size of its copy.
     """
     with booted("linux-6.1", image) as kernel:
         verdict = kernel.kprobes.probe_checker
@@ -244,7 +244,7 @@ def sprint(kernel: Kernel, addr: int) -> str:
 
 
 def disassembled(kernel: Kernel, addr: int) -> str:
-    """Return the disassembly of an instruction by another object than that of the probe checker."""
+    """Return the disassembly of an instruction, made without the probe checker."""
     names = address_names(kernel.image.kallsyms.lookup)
     size = kernel.kprobes.probe_checker.max_insn_size
     line = kernel.arch.disassemble(kernel.live.read(addr, size), addr, names)[0]

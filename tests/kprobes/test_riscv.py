@@ -241,7 +241,7 @@ class Fetched(Prefetch):
 def test_no_cpu_fetches_half_a_breakpoint(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU may fetch four bytes in two pieces.
 
-    Therefore a long ebreak is written and removed by way of the short one.
+    Therefore a four-byte ebreak is written and removed by way of the two-byte ebreak.
     """
     image, machine = kernel.image, kernel.machine
     for addr, insn in instructions(kernel, "gcd"):

@@ -1,4 +1,4 @@
-"""Insn slots: their pages, dirty slots, and the collector of these."""
+"""Insn slots: their pages, and the collection of slots that are no longer used."""
 
 from __future__ import annotations
 

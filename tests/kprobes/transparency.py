@@ -55,7 +55,7 @@ class Stepper:
         self._behind: RegisterSet | None = None
 
     def unprobed(self, start: RegisterSet) -> Effect:
-        """Execute the unprobed instruction by the trap flag, which the result does not have.
+        """Execute the unprobed instruction with the trap flag set, and clear the flag in the result.
 
         A repeated instruction traps after each repetition.
         """
@@ -107,7 +107,9 @@ class Stepper:
         return self._effect(state, None if has_led else Fault.of(trap))
 
     def probed(self, start: RegisterSet) -> Effect:
-        """Execute the instruction through the breakpoint of the probe that `probe` made for its address."""
+        """Execute the instruction through the breakpoint of the probe that probe() returned for this
+        address.
+        """
         self._behind = None
         trap, state = self._machine.trap_of(start)
         if trap.kind is TrapKind.HYPERCALL and trap.address == self._machine.model.layout.host_text + 1:

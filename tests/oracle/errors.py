@@ -125,7 +125,7 @@ class Mounted:
     def _remove_triggers(self) -> None:
         """Remove all triggers, because an event with a trigger cannot be removed.
 
-        Truncation removes histograms. Some of these cannot be removed by the line that they show.
+        Truncation removes histograms, some of which cannot be removed by the line that they show.
         """
         for path in self.root.glob("tracing/events/kprobes/*/trigger"):
             path.write_bytes(b"")
@@ -209,7 +209,7 @@ Its answers differ from Linux's. docs/reference/compatibility.md lists the areas
 
 
 def exemption(mounted: Mounted, record: Record) -> str | None:
-    """Return the reason why a record cannot be compared, or None if it can."""
+    """Return the reason why a record cannot be compared, or None if the record can be compared."""
     return next((reason for reason, applies in EXEMPTIONS.items() if applies(mounted, record)), None)
 
 

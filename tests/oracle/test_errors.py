@@ -1,5 +1,5 @@
-"""Each recorded write, repeated on a real mount, has Linux's errno, error_log entry and content of the
-file.
+"""Each recorded write, repeated on a real mount, has Linux's errno, error_log entry, kprobe_events and log
+messages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def tally_of() -> Iterator[Callable[[str], Tally]]:
-    """Yield a function that compares the records of a section, once each.
+    """Yield a function that compares the records of a section, and keeps the result.
 
     All comparisons use one mount, because each record begins with a cleared state.
     """

@@ -140,7 +140,7 @@ def test_the_place_has_the_verdict_of_its_instruction(kernel: PlannedKernel) -> 
 def test_a_region_is_whole_instructions_that_have_room_for_the_jump(kernel: PlannedKernel) -> None:
     """A region consists of whole instructions with room for the jump.
 
-    The bracket of a refused jump has room for it, too, unless the function ends before.
+    The range that `explain` marks for a refused jump also has room, unless the function ends before.
     """
     regions = refusals = 0
     for found in explanations(kernel, 300):
@@ -618,8 +618,9 @@ STAGED = {
 
 @pytest.mark.parametrize("arch", STAGED)
 def test_the_stages_of_a_place(arch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the picture of the stages, the first and the last row show the place's bytes, and the row of the
-    jump shows others.
+    """In the picture of the stages, the first and the last row show the place's original bytes.
+
+    The row of the jump shows other bytes.
     """
     file = tmp_path / "x.svg"
     assert main(["explain", "--arch", arch, STAGED[arch], "--stages", str(file)]) == 0

@@ -271,7 +271,7 @@ def test_without_its_programs_nothing_is_compared(tmp_path: Path) -> None:
 
 
 def _kept_module(image: Path) -> Path:
-    """Return the path for the compiled module of qemu.py. The path differs by image, compiler and source."""
+    """Return the path for the compiled module of qemu.py. The path depends on image, compiler and source."""
     source = (BENCHMARKS / "qemu_guest/kb.c").read_bytes()
     compiler = build_images.tool_version("gcc")
     digest = hashlib.sha256(repr((image.name, compiler, source)).encode()).hexdigest()

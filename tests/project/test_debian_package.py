@@ -166,7 +166,7 @@ def test_removing_leaves_nothing(package: Path, tmp_path: Path) -> None:
     """dpkg removes and purges the package without leftovers, also after an interpreter with other options has
     written bytecode.
 
-    An upgrade keeps the bytecode.
+    An upgrade does not remove the bytecode.
     """
     root = tmp_path / "root"
     for directory in ("info", "updates"):

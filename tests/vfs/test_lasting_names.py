@@ -112,8 +112,8 @@ def test_each_removal_is_reported_when_the_lock_is_free(mount: Mount) -> None:
 
 
 def test_a_path_leads_to_what_is_there_now(kernel: Kernel, mount: Mount) -> None:
-    """A path leads to the present file, even if the file of an earlier lookup was removed and another one was
-    made by anybody.
+    """A path leads to the present file, even if a client or the kernel has removed the file of an earlier
+    lookup and made another.
     """
 
     def inodes(*paths: str) -> list[int]:

@@ -68,7 +68,7 @@ def read(mount: Mount, path: str, client: Client = ROOT, size: int = 1 << 17) ->
 def others(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Within the block, let another client read kprobes/list whenever a long request releases the lock.
 
-    Yield the list of its answers.
+    Yield the list of texts that this client has read.
     """
     answers: list[str] = []
 

@@ -58,7 +58,9 @@ def test_a_file_of_one_read_loses_the_rest() -> None:
 
 
 def test_records_added_between_reads_are_seen() -> None:
-    """A read after records were added shows these, as recorded in quirks.json: read_while_changed."""
+    """A read after records were added shows the new records, as recorded in quirks.json:
+    read_while_changed.
+    """
     records = ["p:kprobes/a vfs_mkdir\n"]
     reader = SeqReader(listing(lambda: records))
     assert reader.read(10, 0) == b"p:kprobes/"

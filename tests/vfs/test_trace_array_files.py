@@ -335,7 +335,7 @@ def test_a_write_at_position_0_begins_a_new_word(tree: NodeTree) -> None:
     ],
 )
 def test_a_filter_is_shown_as_it_was_at_open(tree: NodeTree, name: str, before: str, shown: str) -> None:
-    """An open filter file shows the functions at its open.
+    """An open filter file shows the functions that were set at its open.
 
     A filter of the function graph shows the present functions instead.
     """
@@ -500,9 +500,10 @@ def test_only_instances_are_made_and_removed(tree: NodeTree) -> None:
 
 
 def test_commands_come_behind_the_last_function_or_the_note_of_none(tree: NodeTree) -> None:
-    """In set_ftrace_filter, commands follow the last function or the note about none.
+    """In set_ftrace_filter, commands follow the last function, or the note that there is no function.
 
-    As in t_start() and t_next(), a read(2) that begins before the commands ends there.
+    As with t_start() and t_next(), a read(2) that begins at this last function or note does not continue with
+    the commands. A read from an earlier function does.
     """
     write(tree, "set_ftrace_filter", "vfs_read:traceoff:3\n")
     file = opened(tree, "set_ftrace_filter")

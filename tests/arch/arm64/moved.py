@@ -132,7 +132,7 @@ class Mover:
 
 @contextmanager
 def mover(seed: int) -> Iterator[Mover]:
-    """Yield a Mover on an engine."""
+    """Yield a Mover that uses an engine of Unicorn."""
     with engines.lent(unicorn.UC_ARCH_ARM64, unicorn.UC_MODE_ARM) as uc:
         yield Mover(uc, seed)
 

@@ -46,7 +46,10 @@ class Arm64LockedMaker(LockedMaker):
 
 
 def make(seed: int) -> Case:
-    """Return a random program; half of them access memory atomically."""
+    """Return a case with a random program.
+
+    Programs with odd seeds access memory mostly by atomic operations.
+    """
     rng = random.Random(seed)
     flags = rng.getrandbits(4) << 28 | STATE
     fixed = {"sp": SP, "ip": PROBE, "flags": flags}

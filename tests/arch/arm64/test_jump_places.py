@@ -70,7 +70,7 @@ LAST = [None, RejectReason.NOT_COPYABLE_TO_DETOUR, RejectReason.HAS_FIXUP, Rejec
 def test_landing_pads_are_kept(strategy: str) -> None:
     """In a kernel with landing pads, no jump replaces a landing pad.
 
-    In a kernel without, these instructions can be replaced.
+    In a kernel without landing pads, the same instructions can be replaced.
     """
     pad = RejectReason.LANDING_PAD
     site = RejectReason.AT_FENTRY

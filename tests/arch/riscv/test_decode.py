@@ -54,7 +54,9 @@ def number(operand: str) -> int:
 
 
 def written_out(name: str, operands: str) -> tuple[str, list[str]]:
-    """Return the name and the operands of an instruction, without the short names that capstone uses."""
+    """Return the name and the operands of an instruction without capstone's aliases, such as `mv` for
+    `addi`.
+    """
     parts = [part.strip() for part in operands.split(",")] if operands else []
     short = name.removeprefix("c.")
     if name.startswith("c.") and short in _TWICE:

@@ -138,7 +138,7 @@ def copied_instructions(rng: random.Random) -> bytes:
 def test_a_copy_computes_the_same(first: int) -> None:
     """A copied instruction has the same effect in a slot as in place.
 
-    The instruction tables name all registers that it reads and changes.
+    The instruction tables name all registers that the instruction reads and changes.
     """
     for seed in range(first, first + 200):
         rng = random.Random(seed)

@@ -331,9 +331,9 @@ class TestBrokenCompilers(TestBrokenProtocols):
         assert self.finds(proof, "replaced code isn't waited for", "region or slot isn't waited for")
 
     def test_something_live_not_saved(self, proof: Proof, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Registers that are live but not saved are found.
+        """The proof finds a compiler that does not save live registers.
 
-        The proof starts where most registers that calls do not preserve are live, because it fails soonest
+        It starts at the places with most live registers that calls do not preserve, because it fails soonest
         there.
         """
         nothing = LiveRegisters(frozenset({"sp"}), flags=False)

@@ -169,10 +169,10 @@ def _riscv_targets(code: bytes, address: int, *, compressed: bool) -> Iterator[i
 def live_at_exit(probed: Probed, address: int, end: int) -> LiveRegisters:
     """Return the registers that code may read after the exit `end` of a region at `address`.
 
-    On RISC-V a temporary register that a function does not name is free in all of it, also at its calls
-    (RiscvFunctionAnalysis.live_mask). If the exit leads to another function, such a register counts as live
-    only if the other function has an instruction that names and reads it. The other function's returns,
-    calls and breakpoints, which the analysis regards as reading all registers, do not count.
+    On RISC-V, a temporary register that a function does not name is free in the whole function, also at its
+    calls (RiscvFunctionAnalysis.live_mask). If the exit leads to another function, such a register is live
+    only if an instruction of the other function names and reads it. The other function's returns, calls and
+    breakpoints, which the analysis regards as reading all registers, do not count.
     """
     verdict, symbols = probed.verdict, probed.kernel.image.kallsyms
     left, entered = symbols.lookup(address), symbols.lookup(end)
@@ -338,7 +338,7 @@ class Bench:
         return end
 
     def expect(self, start: State, live: Live | None = None, loose: int = 0) -> Expected:
-        """Run the unprobed piece.
+        """Run the unprobed piece, and return the end that a probed run must have.
 
         `live`: registers and flags that must be equal at the exit taken, except the flags `loose`; None: all.
         """
@@ -375,7 +375,8 @@ class Bench:
         return deviation
 
     def reads_below_stack(self, start: State) -> bool:
-        """Return True if the result depends on bytes below the stack pointer, read by an invalid index.
+        """Return True if the result depends on bytes below the stack pointer, which the code reads by an
+        invalid index.
 
         On a real CPU, an interrupt would have overwritten these bytes. Do not call this while the region is
         probed.

@@ -157,7 +157,7 @@ class TestHits:
         assert order == ["third", "second", "first"]
 
     def test_a_handler_cannot_go_elsewhere(self, probed: Probed) -> None:
-        """As in Linux, a detour ignores a pre-handler's change of ip and its result."""
+        """As in Linux, a detour ignores the result of a pre-handler, and a change of ip."""
 
         def leave(_kprobe: Kprobe, regs: Any) -> int:
             regs.ip = 0

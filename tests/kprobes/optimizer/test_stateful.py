@@ -35,8 +35,8 @@ MEETING = 4
 
 @cache
 def passes(arch: str, profile: str, function: str) -> dict[int, int]:
-    """Return offset -> number of times that one call executes this instruction, for the first offsets that
-    jumps cover, and the entry.
+    """Return offset -> number of executions in one call, for the entry and for the first offsets that jumps
+    cover.
     """
     found, covered = {}, {0}
     with Kernel(MachineConfig(arch=arch, profile=profile)) as kernel:

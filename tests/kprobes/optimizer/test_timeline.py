@@ -67,7 +67,7 @@ def test_an_optimizable_probe_is_an_aggregate(probed: Probed) -> None:
     """As in Linux, enabling an optimizable probe while all probes are disarmed removes [DISABLED], but the
     probe is not armed afterwards.
 
-    Enabled again, the probe is armed.
+    After another disabling and enabling, the probe is armed.
     """
     kprobes = probed.kernel.kprobes
     alone, aggregated = probed.probe("gcd", 0, disabled=True), probed.probe("gcd", GCD_HEAD, disabled=True)
@@ -84,7 +84,9 @@ def test_an_optimizable_probe_is_an_aggregate(probed: Probed) -> None:
 
 
 class TestRecordedList:
-    """Replay samples/kprobes_list_states.txt on gcd and int_sqrt, without its return probes."""
+    """The states of kprobes/list in samples/kprobes_list_states.txt, replayed on gcd and int_sqrt without
+    return probes.
+    """
 
     def sections(self) -> dict[str, dict[str, str]]:
         path = oracle_path("samples/kprobes_list_states.txt")

@@ -91,7 +91,7 @@ def test_whole_functions(
 ) -> None:
     """With a probe on any one instruction, a function returns the same result.
 
-    Hits of a breakpoint and hits of a jump are equally many.
+    A breakpoint and a jump count equally many hits.
     """
     probed = boot(profile, arch)
     kernel = probed.kernel

@@ -1,5 +1,5 @@
-"""At any time, the calls of a function are its returns seen, its misses, its pending calls and the calls that
-never return.
+"""Each entry of a hooked function is accounted for: as a return seen, a miss, a pending call, or a call that
+never returns.
 """
 
 from __future__ import annotations

@@ -168,9 +168,9 @@ def test_unregistered_while_calls_of_guest_code_are_pending(boot: Boot, stack: s
 
 
 def test_two_hooks_on_a_call(boot: Boot, stack: str) -> None:
-    """Of two hooks on a call, the newer one finds the trampoline as return address.
+    """Of two hooks on a call, the newer one finds the trampoline as return address, and Python handles both.
 
-    Python then handles both, and guest code again after one is unregistered.
+    After one is unregistered, guest code handles the other.
     """
     kernel = boot(return_hook=stack)
     first, ring = hooked(kernel, "int_sqrt")
@@ -268,7 +268,7 @@ def test_breakpoints_for_trampolines(arch: str) -> None:
     """If probes are stepped, one trampoline has a breakpoint for handlers in guest code, and another has a
     breakpoint for Python.
 
-    After either, the call returns to its caller.
+    The call then returns to its caller.
     """
     with Kernel(MachineConfig(arch=arch), profile=WAYS["stepped"]) as kernel:
         (first, ring), (second, another) = (hooked(kernel, "int_sqrt") for _ in range(2))

@@ -31,7 +31,10 @@ WAYS = {"live registers": Profile("ftrace"), "all registers": Profile("ftrace", 
 
 
 def warmed(kernel: Kernel, **options: int) -> tuple[Fprobe, HitRing]:
-    """Return an fprobe on gcd and on lcm, which calls gcd, after calls that had its guest code compiled."""
+    """Register an fprobe on gcd and lcm, and call lcm, which calls gcd, until the guest code is compiled.
+
+    Return the fprobe and the ring of its hits.
+    """
     ring = kernel.hit_ring(kernel.arch.registers.return_value)
     fp = ring.fprobe(PAIR, **options)
     kernel.register_fprobe(fp)

@@ -36,7 +36,7 @@ EVERY = 1 if WHOLE else 6
 @dataclass
 class Calls:
     """Calls of one function on the host's stack, instruction by instruction; `cpu` is the CPU that executes
-    the next one.
+    the next instruction.
     """
 
     kernel: Kernel
@@ -97,10 +97,10 @@ def calls(stack: str, way: str, maxactive: int) -> Iterator[tuple[Calls, Kretpro
 
 
 def through(made: Calls, interrupt: Callable[[int, RegisterSet], None], first: int) -> int:
-    """Repeat a call with `interrupt(number, state)` before another one of the instructions that probing has
-    added.
+    """Make calls, each with `interrupt(number, state)` before a different one of the instructions that
+    probing has added.
 
-    Return about how many such instructions a call executes.
+    Return about how many added instructions a call executes.
     """
     at = first % EVERY
     while _call(made, at, interrupt):

@@ -43,10 +43,10 @@ def sleepers(mount: Mount, number: int) -> tuple[int, list[Client]]:
 
 
 def test_eight_sleepers_and_one_instance(kernel: Kernel, stack: str) -> None:
-    """Of eight calls that sleep at the same time, maxactive=1 sees one and misses seven, as in
-    samples/quirks.json, maxactive1_8_sleepers.
+    """Of eight calls that sleep at the same time, a probe with maxactive=1 sees one and misses seven
+    (samples/quirks.json, maxactive1_8_sleepers).
 
-    Shadow stacks per task see all.
+    With a shadow stack per task, the probe sees all.
     """
     mount = kernel.mount()
     rp = Kretprobe(symbol_name="vfs_read", handler=lambda *_: None, maxactive=1)

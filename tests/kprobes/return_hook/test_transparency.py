@@ -45,7 +45,7 @@ FORMS = {
 
 
 def ways_with_stacks(ways: Mapping[str, Profile]) -> list[tuple[str, str]]:
-    """Return pairs of a way and a shadow stack that can be used together."""
+    """Return pairs of a name in `ways` and a shadow stack that can be used together."""
     return [
         (way, name)
         for way, profile in ways.items()

@@ -133,8 +133,8 @@ def compare_places(
 ) -> Tally:
     """Compare the errnos of probes' definitions, and the lines of kprobes/list for armed probes.
 
-    `kernel`: the kernel with its text as it runs. `sites`: the result of refused_sites(). If it is empty, the
-    kernel calls probes on fentry sites through ftrace.
+    `kernel`: the kernel with its text as it runs. `sites`: the result of refused_sites(). If `sites` is
+    empty, the kernel calls probes on fentry sites through ftrace.
     """
     arch = arch_named(architecture)
     # Linux makes jumps only on x86_64.
