@@ -95,9 +95,10 @@ def test_both_ways_of_a_branch_count() -> None:
 
 
 def test_loop_reads_what_the_last_round_left() -> None:
-    """A register that a loop reads is live if the previous round has written it.
+    """Registers that a further round of a loop reads are live.
 
-    The code is `add ax, dec cx, jnz back`; after the loop, ax and cx are overwritten.
+    The code is `add bx to ax; dec cx; jnz back`. After the loop, all three registers are overwritten, and so
+    they are dead.
     """
     code = "4801d8 48ffc9 75f8 31db 31c9 31c0 c3"
     assert {"ax", "bx", "cx"} <= live(code).registers

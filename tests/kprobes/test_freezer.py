@@ -29,7 +29,7 @@ BUDGET, SHORT = 5, 0.1
 
 
 class Freezing:
-    """A preemptible kernel with djprobes, and a kernel thread that runs crc32_le() in a loop."""
+    """A preemptible kernel with djprobes, and operations on its kernel threads, which run crc32_le()."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -51,7 +51,7 @@ class Freezing:
         return self.task(name)
 
     def regions(self) -> list[tuple[int, int]]:
-        """Return offset and length of regions in the loop of crc32_le()."""
+        """Return offset and length of the regions in the loop of crc32_le()."""
         verdict, entry = (
             self.kernel.kprobes.probe_checker,
             self.kernel.image.kallsyms.by_name("crc32_le")[0].address,

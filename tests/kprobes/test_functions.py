@@ -45,7 +45,7 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 
 def _probeable_functions(boundaries: list[Boundary]) -> list[int]:
-    """Return the first instruction of each function that can be probed."""
+    """Return the first instruction that can be probed of each function."""
     entries: dict[str, int] = {}
     for boundary in boundaries:
         if boundary.refusal is None:

@@ -51,8 +51,9 @@ def test_what_is_run_in_a_new_root_is_what_it_says(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_packages_are_those_of_the_system(recipe: str, tmp_path: Path) -> None:
-    """A recipe installs the packages of its system. libfuse's package has a different name in each release,
-    which scripts/lib.sh knows.
+    """A recipe installs the packages of its system.
+
+    The name of libfuse's package differs between releases; scripts/lib.sh knows each name.
     """
     image, commands = systems()[recipe]
     name, _, version = SYSTEMS[image].partition(":")

@@ -253,9 +253,7 @@ def test_init_is_that_of_the_library(options: dict[str, bool]) -> None:
 
 
 def test_a_class_gets_its_init_with_its_first_object() -> None:
-    """A dataclass gets its __init__ with its first object, also if the object's class is derived from it or
-    calls its __init__.
-    """
+    """A dataclass gets its __init__ with its first object, even if this is an object of a subclass."""
 
     @dataclass
     class Base:

@@ -81,8 +81,8 @@ def test_tactics(insns: tuple[bytes, ...], needed: set[Tactic]) -> None:
 
 
 def test_the_registers_of_a_call_are_free_in_the_callee() -> None:
-    """If a region ends with a call, t0 is free at the entry of the called function only if an fentry site
-    there may overwrite t0.
+    """If a region ends with a call, t0 is free at the called function's start only if an fentry site there
+    may overwrite t0.
     """
     allowed = found(MOVE, jal(RA, ADDR + 4, TRACED), RET)
     assert isinstance(allowed, Region)

@@ -12,8 +12,8 @@ def test_the_slides_table() -> None:
     """The memory with 10 CPUs and 500 tasks is computed for 1 and 100 probes, with 10 nodes per probe and
     with 500.
 
-    The slides show 1.6 KB and 160 KB. Their own formula gives 1760 bytes for one probe: (16 * 8) * 10 + 10 *
-    48.
+    The slides show 1.6 KB and 160 KB. Their own formula, (16 * 8) * 10 + 10 * 48, gives 1760 bytes for one
+    probe.
     """
     table = {row[0].stack: [cell.memory for cell in row] for row in memory_table(SHADOW_STACKS.values())}
     assert table["rethook"] == [480, 48 * KB, 24 * KB, 2.4 * MB]
