@@ -248,8 +248,8 @@ class Maker:
 class LockedMaker(Maker):
     """Maker of programs that access memory mostly by atomic operations.
 
-    If `link` is not empty, each program ends with a write to this register, which holds the return address,
-    and a read of it.
+    If `link` is not empty, this register holds the return address, and each program ends with a write and a
+    read of the return address.
     """
 
     offsets: Sequence[int] = (0, 8, 0x80, -0x80)

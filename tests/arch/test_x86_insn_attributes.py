@@ -1,4 +1,4 @@
-"""Instruction attributes are shared among ModRM bytes: those of an instruction are the same as when it is
+"""Instruction attributes are shared among ModRM bytes: each instruction has the same attributes as when
 decoded alone.
 """
 

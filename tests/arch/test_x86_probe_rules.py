@@ -88,7 +88,7 @@ def test_indirect_jumps_are_no_hazard_where_the_build_has_no_jump_tables() -> No
     """With later rules, a function's indirect jumps do not prevent optimization in builds with retpolines or
     landing pads.
 
-    In the default image, which has jump tables, they do.
+    In the default image, which has jump tables, indirect jumps still prevent optimization.
     """
     for image in ("x86_64-retpoline", "x86_64-ibt"):
         old = hazards(image, OLD)

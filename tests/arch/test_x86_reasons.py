@@ -1,6 +1,4 @@
-"""The reasons that the probe checker returns for a whole function are those that it returns for each
-instruction.
-"""
+"""The probe checker returns the same reasons for a whole function as for each of its instructions."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_a_trampoline_leaves_registers_to_the_handler(bits: int) -> None:
 def test_a_trampoline_may_save_all(bits: int) -> None:
     """A trampoline may save all registers before its program runs.
 
-    The handler then works on saved registers, and ends with a jump to the code that restores them.
+    The handler then works on saved registers, and ends with a jump to the code that restores the registers.
     """
     arch = ARCHS[bits]
     made = arch.returns.dispatch(_dispatch(5), BUFFER, saves_all=True)

@@ -1,4 +1,6 @@
-"""Execution of whole functions with a count of each instruction, to compare them with and without probes."""
+"""Execution of whole functions with a count of each instruction; runs with probes are compared with runs
+without.
+"""
 
 from __future__ import annotations
 

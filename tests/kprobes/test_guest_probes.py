@@ -102,10 +102,7 @@ def booted(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 @pytest.fixture
 def probing(booted: Kernel) -> Iterator[Probing]:
-    """Load the module, and unload it after the test.
-
-    Check that the probes that it left registered are gone.
-    """
+    """Load the module, and unload it after the test. Check that no probe of the module stays registered."""
     booted.load_module("probing")
     yield Probing(booted)
     booted.unload_module("probing")

@@ -92,7 +92,7 @@ def test_post_handler_changes_the_result(kernel: Kernel) -> None:
 
 
 class NestedRegs(SimpleNamespace):
-    """Registers of code that a handler runs, just after it has hit a probe's breakpoint."""
+    """Registers of code that a handler runs, just after this code has hit a probe's breakpoint."""
 
 
 def run_nested(kernel: Kernel, kprobe: Kprobe) -> NestedRegs:

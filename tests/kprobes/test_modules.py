@@ -191,7 +191,7 @@ class TestGone:
         """A probe was unregistered and its text restored, but a task may still be in its detour when the
         module is unloaded.
 
-        The detour is freed when no task is in it.
+        The detour is freed when no task is in the detour.
         """
         kernel, optimizer = probed.kernel, probed.optimizer
         probe = probed.probe("ktgt_add+5")

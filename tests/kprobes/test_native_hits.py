@@ -1,4 +1,4 @@
-"""Hits that stay out of Python: how often they enter Python, and that they are otherwise equal to other
+"""Hits that stay out of Python: the number of entries into Python, and the same effects as those of other
 hits.
 """
 
@@ -340,7 +340,7 @@ def test_a_handler_in_python_beside_native_hits_misses_none(arch: str, mode: str
 def test_a_handler_in_python_is_one_entry_into_python(arch: str, mode: str) -> None:
     """A hit with a pre-handler in Python enters Python once.
 
-    Its single step ends in the guest, unless a post-handler in Python follows.
+    The hit's single step ends in the guest, unless a post-handler in Python follows.
     """
     with booted(arch, mode) as kernel:
         seen: list[str] = []

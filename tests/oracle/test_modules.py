@@ -65,7 +65,8 @@ class Replay:
     def listed(self, text: str) -> list[str]:
         """Return the lines of a list, sorted by address.
 
-        Lines of one address keep their order; addresses are replaced by names, because they differ.
+        Lines of one address keep their order. Names replace the addresses, which differ from the recorded
+        ones.
         """
         lines = [line for line in text.splitlines() if self.has_return or line.split()[1] != "r"]
         first = min((int(line.split()[0], 16) for line in lines), default=0)

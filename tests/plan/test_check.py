@@ -335,7 +335,7 @@ def test_a_return_probe_that_is_never_hit(function: str) -> None:
 def kernel_with_types(tmp_path: Path, body: bytes = BODY) -> str:
     """Write a made kernel with BTF and return its path.
 
-    Its function int f(int number, unsigned long size, struct pair *pair) consists of `body`.
+    The kernel's function int f(int number, unsigned long size, struct pair *pair) consists of `body`.
     """
     source = made.Kernel()
     at = source.function("f", CALL_FENTRY + body + b"\xc3")

@@ -388,7 +388,7 @@ def test_a_picture_has_the_verdict_and_the_indentation_of_its_lines(
 ) -> None:
     """A picture shows the verdict with its reason.
 
-    It preserves spaces by xml:space, because not all renderers know the property white-space of CSS.
+    The picture preserves spaces by xml:space, because not all renderers know the property white-space of CSS.
     """
     svg = tmp_path / "x.svg"
     assert main(["explain", place, "--svg", str(svg)]) == 0
@@ -715,8 +715,8 @@ def test_a_profile_for_riscv_is_refused_on_x86() -> None:
 
 @pytest.mark.parametrize("arch", ["riscv64", "x86_64"])
 def test_the_head_names_the_profile_that_a_mount_needs(arch: str) -> None:
-    """An explanation names the profile that a mount needs for the same answer, unless it is the mount's
-    default.
+    """An explanation names the profile that a mount needs for the same answer, unless this profile is the
+    mount's default.
 
     The default linux-6.1 has no jumps on RISC-V.
     """

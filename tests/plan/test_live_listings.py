@@ -103,7 +103,7 @@ def test_the_jump_arrives_at_the_marked_part(arguments: str) -> None:
 def test_the_code_that_a_jump_enters_is_first(kernel: Kernel, planned: PlannedKernel) -> None:
     """While the optimizer stops at stages, the detour that the jump enters is listed first.
 
-    Its breakpoint leads to the compiled handler, which is listed, too.
+    The detour's breakpoint leads to the compiled handler, which is listed, too.
     """
     explained = optimized_place(planned, "int_sqrt")
     define(kernel, explained.title)

@@ -43,7 +43,7 @@ def address(symbol: str) -> int:
 def own_lines(path: Path, identity: bytes | None = None) -> Path:
     """Write debug information for kprobefs's own kernel to `path`.
 
-    It has lines of several files, one of which is included by two units.
+    The information has lines of several files, one of which is included by two units.
     """
     read, write = address("vfs_read"), address("vfs_write")
     sections = line_sections(

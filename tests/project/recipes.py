@@ -44,7 +44,7 @@ def containerfile() -> list[tuple[str, str]]:
 
 
 def systems() -> dict[str, tuple[str, list[str]]]:
-    """Return recipe -> its image, and the commands that it runs in the image."""
+    """Return recipe -> (image, commands that run in the image)."""
     job, steps = github()
     instructions = containerfile()
     (image,) = (arguments for name, arguments in instructions if name == "FROM")

@@ -233,7 +233,7 @@ OWN_FRAME = re.compile(r"^\S*(?:emulated_kernel|kprobefs|contextlib)\S*\.py:\d+:
 def test_the_report_of_a_refusal_ends_with_the_users_line(tmp_path: Path) -> None:
     """The report of a refused call ends with a line of the user's test.
 
-    It names symbols that exist, as `kprobefs check` does.
+    The report names symbols that exist, as `kprobefs check` does.
     """
     (tmp_path / "test_it.py").write_text(FAILING)
     shown = run_pytest(tmp_path).stdout

@@ -132,7 +132,10 @@ def test_ones_own_module_and_image(tmp_path: Path) -> None:
 
 
 def _keeping_compiler(directory: Path) -> dict[str, str]:
-    """Create a gcc in `directory` that keeps objects; return variables with which the shell finds it."""
+    """Create a gcc in `directory` that keeps compiled objects.
+
+    Return environment variables with which the shell finds this gcc.
+    """
     compiler = shutil.which("gcc")
     assert compiler is not None
     directory.mkdir()
@@ -153,7 +156,7 @@ def _keeping_compiler(directory: Path) -> dict[str, str]:
 def test_addresses_and_sizes_are_of_this_image(page: Path) -> None:
     """Addresses and sizes in the pages are those of this image.
 
-    Both change with each build of the image. If the assertion fails, its right side is the line to write.
+    Both change with each build of the image. If the assertion fails, the right side is the line to write.
     """
     with Kernel() as kernel:
         for body in blocks("console mounted", page):

@@ -127,8 +127,9 @@ def test_a_linked_venv_is_kept(tmp_path: Path) -> None:
 
 @pytest.fixture
 def dead_tree(tmp_path: Path) -> Path:
-    """Return a directory with the names of a mount's files as plain files: they can be written, but nothing
-    is traced.
+    """Return a directory with plain files that have the names of a mount's files.
+
+    These files can be written, but nothing is traced.
     """
     for name in (
         "kprobes/list",
@@ -197,9 +198,9 @@ def test_that_waits() -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Return a checkout with the scripts and a .venv that they find complete.
+    """Return a checkout with the scripts, and with a .venv that the scripts regard as complete.
 
-    Its Python is that of the tests.
+    The .venv runs the Python of the tests.
     """
     root = tmp_path / "checkout"
     shutil.copytree(ROOT / "scripts", root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))

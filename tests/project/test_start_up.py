@@ -1,4 +1,4 @@
-"""Modules that a start imports, and functions that dataclasses compile for it."""
+"""Modules that a start imports, and functions that dataclasses compile during a start."""
 
 from __future__ import annotations
 

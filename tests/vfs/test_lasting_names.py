@@ -19,7 +19,7 @@ STATS = "/kprobes/stats/kprobes/reads"
 class Ends:
     """A collector of the ends of names that a mount reports.
 
-    It checks that the control lock is free at each report.
+    The collector checks that the control lock is free at each report.
     """
 
     def __init__(self, mount: Mount) -> None:
@@ -33,7 +33,7 @@ class Ends:
         self._found += ends
 
     def take(self) -> list[str | None]:
-        """Return the ends that were reported since the last call."""
+        """Return the reported ends of names since the last call."""
         found, self._found = self._found, []
         return found
 

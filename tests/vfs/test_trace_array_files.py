@@ -522,9 +522,10 @@ def _directories(tree: NodeTree, path: str) -> list[str]:
 
 
 def test_ids_of_events_are_none_of_the_host_s(unchanged: NodeTree) -> None:
-    """Events have ids that no event of the host has, and so perf_event_open() fails for them.
+    """Events have ids from 1 << 15 on, which no event of the host has, so that perf_event_open() fails with
+    such an id.
 
-    Only the ids of tracing's own entries are Linux's.
+    Only tracing's own entries have Linux's ids.
     """
     ids: dict[int, str] = {}
     for event in _directories(unchanged, "events"):
@@ -552,7 +553,7 @@ def test_reads_after_the_end_of_the_trace_find_later_records(
 ) -> None:
     """After the end of the trace, a further read of the descriptor shows later records, as in Linux 6.1.
 
-    Thus, a loop with readline() sees them.
+    Thus, a loop with readline() finds later records.
     """
     path = f"per_cpu/cpu{cpus[0]}/trace" if of_cpu else "trace"
 

@@ -1,4 +1,4 @@
-"""The A64 encoder: a disassembler prints each instruction as it was requested."""
+"""The A64 encoder: a disassembler prints each instruction as requested."""
 
 from __future__ import annotations
 

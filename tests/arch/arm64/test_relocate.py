@@ -37,7 +37,7 @@ def test_in_place_and_relocated(moving: Mover) -> None:
     """Instructions of each relocated kind, and copied instructions, have the same effect in a detour as in
     place.
 
-    Some of them fault.
+    Some of these instructions fault.
     """
     rng = random.Random(3)
     found = set()
@@ -75,7 +75,7 @@ def test_what_is_not_moved(word: int) -> None:
 def test_a_blr_at_the_end_of_a_stub(register: int) -> None:
     """At the end of a stub, a `blr` is a breakpoint.
 
-    It leads to the address in the register and sets x30 to the return address.
+    The breakpoint leads to the address in the register and sets x30 to the return address.
     """
     region = ARCH.emulated_region(struct.pack("<I", 0xD63F0000 | register << 5), CODE)
     if register == 31:

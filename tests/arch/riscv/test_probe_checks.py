@@ -44,7 +44,7 @@ def verdict(
 ) -> tuple[int, str, str] | tuple[RejectReason, int]:
     """Return the region's length and the registers that the jumps there and back may overwrite.
 
-    If the place is rejected, return the rule and the offset of the instruction that violates it.
+    If the place is rejected, return the rule and the offset of the instruction that violates the rule.
     """
     found = detoured_region(analysis(code, **tables), ADDR + offset)
     if isinstance(found, Rejection):
@@ -254,7 +254,7 @@ def test_as_many_as_the_patch_says() -> None:
     found 51 %.
 
     With instructions of two sizes, the jump covers up to four instructions. Therefore only 38 to 43 % of the
-    places have room for it.
+    places have room for the jump.
     """
     pairs = total = optimizable = 0
     for function in recorded()[::40]:

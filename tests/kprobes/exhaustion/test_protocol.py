@@ -333,8 +333,8 @@ class TestBrokenCompilers(TestBrokenProtocols):
     def test_something_live_not_saved(self, proof: Proof, monkeypatch: pytest.MonkeyPatch) -> None:
         """The proof finds a compiler that does not save live registers.
 
-        It starts at the places with most live registers that calls do not preserve, because it fails soonest
-        there.
+        The proof starts at the places where most registers that calls do not preserve are live, because the
+        fault shows soonest there.
         """
         nothing = LiveRegisters(frozenset({"sp"}), flags=False)
         verdict = proof.probed.kernel.kprobes.compiler._verdict

@@ -102,8 +102,8 @@ class Expected:
 def loose_flags(code: bytes, addr: int, bits: int, *, live: bool) -> int:
     """Return the flags that may differ between two runs of the same instructions.
 
-    They are the flags that the instructions leave undefined, which an emulator computes from earlier values.
-    If no flag was live before (`live` is False), they are also the flags that no instruction touches.
+    An emulator computes flags that the instructions leave undefined from earlier values. If no flag was live
+    before (`live` is False), flags that no instruction touches may differ, too.
     """
     undefined = touched = loose = 0
     for insn in (*iced_decoder(code, addr, bits), None):

@@ -168,7 +168,7 @@ def punned() -> Iterator[Probed]:
 def test_a_punned_jump_comes_and_goes(punned: Probed) -> None:
     """A punned jump changes only bytes of the replaced instructions.
 
-    Its optimization waits for no CPU at the instruction whose bytes the jump keeps.
+    The optimizer waits for no CPU at the instruction whose bytes the jump keeps.
     """
     kernel = punned.kernel
     text = kernel.machine.text
@@ -197,7 +197,7 @@ def test_a_punned_jump_comes_and_goes(punned: Probed) -> None:
 
 @contextmanager
 def spans_asked(probed: Probed) -> Iterator[list[tuple[int, int]]]:
-    """Collect the address ranges that must be quiescent before jumps are written."""
+    """Yield a list of the address ranges that must be quiescent before jumps are written."""
     scheduler = probed.optimizer._scheduler
     asked: list[tuple[int, int]] = []
     really = scheduler.is_quiescent

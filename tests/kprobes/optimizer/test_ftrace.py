@@ -62,7 +62,7 @@ def test_handlers_change_arguments_and_the_way_on(probed: Probed) -> None:
 def test_post_handler(probed: Probed) -> None:
     """On an fentry site, a post-handler runs directly after the pre-handler.
 
-    Its ip is after the nop, as if the nop had been stepped.
+    The post-handler's ip is after the nop, as if the nop had been stepped.
     """
     order: list[tuple[str, int]] = []
     probe = probed.probe(

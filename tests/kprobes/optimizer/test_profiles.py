@@ -56,7 +56,7 @@ def test_the_step_is_invisible(boot: Callable[[str], Probed], profile: str) -> N
 def test_a_step_by_the_trap_flag_is_one_trap(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step by the trap flag takes one trap in addition to that of the breakpoint.
 
-    It starts no further run of the engine, with handlers in Python or in guest code.
+    Such a step starts no further run of the engine, with handlers in Python or in guest code.
     """
     profile = replace(PROFILES["kprobes-2010"], preemption=True)
     with Kernel(MachineConfig(arch=arch), profile=profile) as kernel:
@@ -157,7 +157,7 @@ def _find_rep(probed: Probed) -> tuple[str, int] | None:
 def _run_rep(kernel: Any, address: int, pages: int) -> None:
     """Run only the string instruction at `address`.
 
-    It copies 8 words from `pages` to the address 2048 bytes higher.
+    The instruction copies 8 words from `pages` to the address 2048 bytes higher.
     """
     from emulated_kernel.machine.cpu.registers import RegisterSet
 

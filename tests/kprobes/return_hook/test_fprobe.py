@@ -164,7 +164,7 @@ def test_refused(boot: Boot, options: dict[str, Any], error: int) -> None:
 def test_partial_registers(boot: Boot) -> None:
     """A handler cannot read or write registers that the fprobe does not save.
 
-    It can change the registers that are saved.
+    Registers that the fprobe saves can be changed.
     """
     kernel = boot()
     seen: list[int] = []

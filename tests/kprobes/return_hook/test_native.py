@@ -1,6 +1,4 @@
-"""Returns in guest code: they cause no traps, every call is counted once, and they work together with
-handlers in Python.
-"""
+"""Returns in guest code: no traps, one count for each call, and cooperation with handlers in Python."""
 
 from __future__ import annotations
 
@@ -168,9 +166,10 @@ def test_unregistered_while_calls_of_guest_code_are_pending(boot: Boot, stack: s
 
 
 def test_two_hooks_on_a_call(boot: Boot, stack: str) -> None:
-    """Of two hooks on a call, the newer one finds the trampoline as return address, and Python handles both.
+    """Of two hooks on a call, the newer one finds the trampoline as return address, and Python handles both
+    hooks.
 
-    After one is unregistered, guest code handles the other.
+    After one is unregistered, guest code handles the other hook.
     """
     kernel = boot(return_hook=stack)
     first, ring = hooked(kernel, "int_sqrt")

@@ -72,7 +72,7 @@ class Calls:
 
 @contextmanager
 def calls(stack: str, way: str, maxactive: int) -> Iterator[tuple[Calls, Kretprobe]]:
-    """Yield the calls of a function on two CPUs with a task each, and its kretprobe.
+    """Yield a Calls for a function on two CPUs with a task each, and the function's kretprobe.
 
     Guest code hooks the function.
     """
@@ -194,7 +194,7 @@ def test_what_the_slides_say_of_scalability() -> None:
     """With 8 CPUs, hooked calls need more instructions on rethook and instances, which share one free list or
     lock.
 
-    On objpool and fgraph they hardly do.
+    On objpool and fgraph, hooked calls hardly need more.
     """
     taken, locked = {}, {}
     for stack in ALL_STACKS:

@@ -63,8 +63,8 @@ def _is_same_end(bench: Bench, plain: Outcome, hooked: Outcome, trampolines: set
 def _counting(bench: Bench, cell: int, entry: int) -> Kretprobe:
     """Return a kretprobe that counts returns in `cell`.
 
-    Its program also overwrites all registers that it may; for every third function, the handler is in Python
-    instead.
+    The probe's program also overwrites all registers that a program may overwrite; for every third function,
+    the handler is in Python instead.
     """
 
     def emit(builder: ProgramBuilder, way: EntryKind) -> bool:
@@ -131,7 +131,7 @@ def _end_as_unhooked(bench: Bench, stack: str) -> None:
 
 @pytest.mark.parametrize(("way", "stack"), share(FPROBE_CASES, 2, 3))
 def test_functions_of_one_fprobe_end_as_unhooked_ones(way: str, stack: str) -> None:
-    """All functions are hooked by one fprobe, whose programs overwrite all registers that they may."""
+    """All functions are hooked by one fprobe, whose programs overwrite as many registers as possible."""
     with benches(WAYS[way], FPROBE_CASES.index((way, stack)), len(FPROBE_CASES)) as bench:
         _end_as_unhooked_by_an_fprobe(bench, stack)
 

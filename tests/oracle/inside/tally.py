@@ -28,7 +28,7 @@ class Tally:
     differences: list[str] = field(default_factory=list)
 
     def add(self, what: str, linux: object, ours: object, *, is_refused: bool) -> None:
-        """Count one question, and keep its two answers if they differ."""
+        """Count one question, and keep the two answers if they differ."""
         self.compared += 1
         self.refused += is_refused
         if linux != ours:
