@@ -86,7 +86,7 @@ count_no_pauses()
 
 @pytest.fixture
 def strict_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check the control lock as outside of tests."""
+    """Check the control lock as programs outside of tests do."""
     monkeypatch.setattr(ControlLock, "assert_held", own_thread.assert_held)
 
 
@@ -101,7 +101,9 @@ RECORDS = Path("/run/kprobefs")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add an option for the way of hosts that have no routine for traps."""
+    """Add the option --python-traps, with which Python dispatches traps as on hosts without a routine for
+    traps.
+    """
     parser.addoption("--python-traps", action="store_true", help="let Python dispatch all traps of guests")
 
 
@@ -135,9 +137,8 @@ def pytest_collectstart() -> None:
 def pytest_collection_finish() -> None:
     """Exclude all objects that exist after the collection of tests from garbage collection.
 
-    Scanning them takes a seventh of the time of all tests. gc.freeze() and gc.unfreeze() are disabled:
-    otherwise a reboot or a coverage in a test would include the objects again for all later tests.
-
+    Scanning these objects takes a seventh of the time of all tests. gc.freeze() and gc.unfreeze() are
+    disabled: otherwise a reboot or a coverage in a test would include the objects again for all later tests.
     """
     gc.collect()
     gc.freeze()
@@ -208,7 +209,9 @@ def _forget_frames(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Check that the test has not changed /dev/null, and collect garbage if it holds much."""
+    """Check that the test has not changed /dev/null, and collect garbage if the process uses many descriptors
+    or much memory.
+    """
     assert _null_device() == NULL_DEVICE, "/dev/null: changed by the test"
     _forget_frames(item)
     _collector.collect_if_needed()
@@ -252,7 +255,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m quick`, import the modules of quick tests only; importing all would take longer."""
+    """With `-m quick`, import only modules with quick tests, because importing all modules would take
+    longer.
+    """
     if config.option.markexpr != "quick" or not collection_path.name.startswith("test_"):
         return None
     return str(collection_path.relative_to(ROOT)) not in QUICK or None

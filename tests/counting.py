@@ -1,4 +1,6 @@
-"""Counts the work of actions in function calls or lines of Python, which do not depend on the host."""
+"""Counts of function calls and lines of Python, which measure the work of an action independently of the
+host.
+"""
 
 from __future__ import annotations
 

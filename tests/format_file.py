@@ -1,4 +1,4 @@
-"""A `format` file of tracefs in short, as the recorded ones of a real kernel are kept."""
+"""A `format` file of tracefs in the short form in which those of a real kernel are recorded."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ _COMMON = [
     "  unsigned char common_preempt_count; 3 1 0",
     "  int common_pid; 4 4 1",
 ]
-"""What all formats begin with."""
+"""Lines with which the fields of all formats begin."""
 
 
 def in_short(text: str) -> list[str]:
-    """Each own field with offset, size and sign, then the print format; of the name and the id the lines."""
+    """Return the lines of the name and the id, then each own field with offset, size and sign, and the print
+    format.
+    """
     lines = [_FIELD.sub(r"  \1 \2 \3 \4", line) for line in text.splitlines() if line]
     assert lines[2:7] == _COMMON
     return [*lines[:2], *lines[7:]]

@@ -1,4 +1,6 @@
-"""Prebuilt images, their tables of events and their branches, read once: thousands of tests boot a kernel."""
+"""Prebuilt images, their tables of events and their branches, which are read only once, because thousands of
+tests boot a kernel.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +55,10 @@ def _once(
 
 
 class _KeptXrefs(CodeXrefs):
-    """References of which the branches of a text are found once in a process.
+    """References whose branches within a text are found only once in a process.
 
-    The search takes several times as long as a boot of a small kernel, and a second in a distribution's.
-    tests/arch/test_references.py tests CodeXrefs itself.
+    The search takes several times as long as a boot of a small kernel, and a second in a distribution's
+    kernel. tests/arch/test_references.py tests CodeXrefs itself.
     """
 
     @cached_property
@@ -91,7 +93,7 @@ def keep_images() -> None:
     prototypes.load_argument_counts = cache(prototypes.load_argument_counts)
     for table in ("event_definitions", "syscall_definitions"):
         setattr(trace_events, table, _once(getattr(trace_events, table)))
-    # Imported only now, because its imports are among those modules.
+    # probe_checks is imported only here, because its imports use the functions replaced above.
     from emulated_kernel.arch import probe_checks
 
     vars(probe_checks)["CodeXrefs"] = _KeptXrefs

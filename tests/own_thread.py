@@ -1,4 +1,5 @@
-"""Relaxed check of the control lock: the main thread may use a kernel without the lock while it is free.
+"""Relaxed check of the control lock: the main thread may use a kernel without the lock while no thread holds
+the lock.
 
 Most tests use internal methods, and would have to take the lock everywhere. Outside of tests, the caller of
 such a method holds the lock. Other threads of a test, and daemons, still need the lock. Import this module in

@@ -59,7 +59,7 @@ class DataSnapshot:
         return ctypes.addressof(self._keep[-1])
 
     def unchanged(self) -> bool:
-        """Return True if memory is as it was."""
+        """Return True if memory has the contents of the snapshot."""
         return not any(_memcmp(where, kept, size) for _, where, kept, size in self._candidates())
 
     def changes(self) -> dict[int, tuple[int, int]]:

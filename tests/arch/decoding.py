@@ -1,4 +1,4 @@
-"""Lengths of instructions and breakpoints, by an architecture's own decoder."""
+"""Lengths and kinds of instructions, by the decoder of their architecture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Unicorn's engines for reuse. Hooks make reference cycles, and engines to be freed slow down new ones."""
+"""Unicorn's engines for reuse.
+
+An engine with hooks is freed late because of reference cycles, and engines that wait to be freed slow down
+new ones.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ _MOST_LENT = 100
 
 
 def take(arch: int, mode: int) -> unicorn.Uc:
-    """Return an engine in its initial state; give_back() returns it."""
+    """Return an engine in its initial state, which the caller gives back by give_back()."""
     free = _FREE[arch, mode]
     if free:
         uc, new = free.pop()
@@ -31,7 +35,7 @@ def take(arch: int, mode: int) -> unicorn.Uc:
 
 
 def give_back(uc: Any) -> None:
-    """Return an engine for reuse, without its memory and hooks.
+    """Take back an engine for reuse, and remove its memory and hooks.
 
     Hazard: a hook must not refer to the caller, because the engine would keep the caller alive for ever.
     """

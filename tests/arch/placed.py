@@ -1,4 +1,4 @@
-"""Handlers with the code that follows them in guest memory, as the engine places them."""
+"""Handler code and the code after it, as the engine places both in guest memory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from emulated_kernel.arch.program.ir import HandlerCode
 
 
 def going_on(arch: Arch, handler: HandlerCode, buffer: int, target: int) -> HandlerCode:
-    """Return a handler at `buffer` that continues at `target`."""
+    """Return a handler at `buffer` that ends with a jump to `target`."""
     return replace(handler, code=handler.code + arch.relative_jump(buffer + len(handler.code), target))
 
 
 def detouring(arch: Arch, handler: HandlerCode, buffer: int, region: Region) -> HandlerCode:
-    """Return a handler at `buffer`, followed by the instructions of a region."""
+    """Return a handler at `buffer`, followed by the relocated instructions of a region."""
     return replace(handler, code=handler.code + arch.relocated(region, buffer + len(handler.code)))

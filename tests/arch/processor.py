@@ -1,4 +1,6 @@
-"""Comparison of emulated x86 instructions with the processor: one step of the original, in ring 0."""
+"""Comparison of emulated x86 instructions with the processor, which executes the original instruction as a
+single step in ring 0.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ class Processor:
     def _step(self, code: bytes, values: dict[str, int], stack: bytes) -> tuple[dict[str, int], bytes]:
         mode = unicorn.UC_MODE_64 if self.arch.bits == 64 else unicorn.UC_MODE_32
         with engines.lent(unicorn.UC_ARCH_X86, mode) as uc:
-            # From 0 on: a jump with a 16-bit target leads there.
+            # Memory is mapped from 0 on, where a jump with a 16-bit target leads.
             uc.mem_map(0, CODE + SIZE)
             uc.mem_map(STACK, SIZE)
             uc.mem_write(CODE - SIZE, b"\xf4" * 2 * SIZE)

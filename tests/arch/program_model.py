@@ -1,4 +1,7 @@
-"""An interpreter for handler programs on flat memory, with which machine code is compared."""
+"""An interpreter for handler programs on flat memory.
+
+Tests compare the effects of machine code with the interpreter's.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ class Unmapped(Exception):
 
 
 class Regions:
-    """Memory as a few separate areas; accesses may not leave one."""
+    """Memory that consists of separate areas. An access must be within one area."""
 
     def __init__(self, areas: Mapping[int, bytes]) -> None:
         self.areas = {start: bytearray(data) for start, data in areas.items()}
@@ -90,7 +93,7 @@ MAX_STEPS = 200_000
 
 
 class ProgramMemory(Protocol):
-    """Numbers in memory. Raises: Unmapped."""
+    """Memory that is accessed as integers of `size` bytes. Raises: Unmapped."""
 
     def read(self, address: int, size: int, /) -> int: ...
 
@@ -99,7 +102,7 @@ class ProgramMemory(Protocol):
 
 @dataclass
 class Interpreter:
-    """Runs one program."""
+    """An interpreter that runs a handler program."""
 
     bits: int
     registers: dict[str, int]

@@ -43,7 +43,7 @@ class Outcome:
 
 
 def host_answer(calls: list[int], number: int, write: object) -> bool:
-    """Answer a host call: record it, and let the program continue after every second call."""
+    """Answer a host call: record the call, and let the program continue after about half of the calls."""
     calls.append(number)
     write((DATA + 8 * (number % 16)), len(calls))  # type: ignore[operator]
     return (number + len(calls)) % 2 == 0
@@ -64,7 +64,7 @@ def interpret(case: Case) -> Outcome:
 
 
 class Maker:
-    """Makes random programs that end: each loop limits the number of its backward jumps."""
+    """Maker of random programs that end: each loop has a limited number of backward jumps."""
 
     def __init__(self, rng: random.Random, bits: int, names: Sequence[str], per_cpu: int) -> None:
         self.rng = rng
@@ -166,7 +166,7 @@ class Maker:
         else:
             self.ops.append(ir.GetRegister(base, "sp"))
             self.ops.append(ir.Load(other, base, 8 * rng.randrange(4), self.size()))
-            # Nothing below the stack pointer is to be looked at.
+            # A program must not read below the stack pointer.
             self.ops.append(ir.SetImmediate(base, self.number()))
 
     def cell(self) -> None:
@@ -228,7 +228,7 @@ class Maker:
         self.ops.append(ir.Jump(self.label()))
 
     def loop(self) -> None:
-        """Emit a loop that jumps back to a label at most three times."""
+        """Emit a loop that is repeated at most three times."""
         if not self.placed or self.loops == 16:
             return
         counter = self.cell_at(COUNTERS + 8 * self.loops)
@@ -246,9 +246,10 @@ class Maker:
 
 
 class LockedMaker(Maker):
-    """Programs whose accesses to memory are mostly atomic.
+    """Maker of programs that access memory mostly by atomic operations.
 
-    If `link` names a register, a program replaces its value, a return address, at the end.
+    If `link` is not empty, this register holds the return address, and each program ends with a write and a
+    read of the return address.
     """
 
     offsets: Sequence[int] = (0, 8, 0x80, -0x80)
@@ -281,7 +282,10 @@ class LockedMaker(Maker):
 def make_case(
     rng: random.Random, bits: int, registers: Sequence[str], others: dict[str, int], per_cpu: int = CPU
 ) -> Case:
-    """`registers` get random values, except sp; `others` are those that a program can ask for besides."""
+    """Return a case with a random program.
+
+    `registers` get random values, except sp; `others` are further registers that the program may read.
+    """
     names = [name for name in (*registers, *others) if name != "sp"]
     program = Maker(rng, bits, names, per_cpu).make()
     mapped = (DATA, CPU, STACK, FAR) if bits == 64 else (DATA, CPU, STACK)

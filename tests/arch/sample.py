@@ -49,7 +49,10 @@ class SampleSymbols(Kallsyms):
 
 @dataclass
 class Sample:
-    """Implements ProbedTables; `names` are those of the ranges that rules refer to."""
+    """Tables of a sample, as a ProbedTables.
+
+    `names` are symbols that begin or end ranges to which rules refer.
+    """
 
     functions: Sequence[Function]
     text: range

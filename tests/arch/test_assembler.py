@@ -1,4 +1,6 @@
-"""Handlers in assembly become the instructions that were written, or are refused with place and reason."""
+"""The assembler of handlers produces the instructions that were written, or refuses the text with place and
+reason.
+"""
 
 from __future__ import annotations
 

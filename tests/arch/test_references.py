@@ -1,4 +1,4 @@
-"""References into a window: a search finds the same ones as the index of all references."""
+"""References into a range of addresses: a search finds the same references as the index of all references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program can call other code, and loses neither its own values nor those of the probed code."""
+"""A handler program can call other code, and keeps its own values and those of the probed code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ VALUES = [0xDEAD0000 + number for number in range(ir.NR_VREGS)]
 
 
 def program(base: int, turns: int) -> Program:
-    """Return a program that calls the routine, and stores the values of all virtual registers but one."""
+    """Return a program that calls the routine `turns` times, and then stores the values of all virtual
+    registers except the first.
+    """
     ops: list[ir.Op] = [ir.SetImmediate(number, value) for number, value in enumerate(VALUES)]
     ops += [ir.CallPerCpu(base + CELL)] * turns
     for number in range(1, ir.NR_VREGS):

@@ -1,4 +1,4 @@
-"""The static checks of djprobe, one by one."""
+"""The static checks of djprobe, one test for each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ADDR = 0xC031_2C3E
 
 
 def analyse(code: str, offset: int = 0, bits: int = 32, bug_size: int = 2) -> int | RejectReason:
-    """The length of the region, or the rule that forbids it."""
+    """Return the length of the region, or the rule that rejects the place."""
     data = bytes.fromhex(code.replace(" ", ""))
     analysis = X86FunctionAnalysis(Function("f", ADDR, len(data), data), DecodeCache(bits), bug_size=bug_size)
     found = djprobe.region(analysis, ADDR + offset)
@@ -92,7 +92,10 @@ def test_not_a_boundary() -> None:
 
 
 def test_decoding_starts_afresh_behind_a_bug() -> None:
-    """A line number and a file name stood behind the ud2: here they would swallow the next instruction."""
+    """Decoding continues after the line number and the file name that follow a BUG()'s ud2.
+
+    Otherwise these bytes would swallow the next instruction.
+    """
     code = "0f0b 0102 b8b8b8b8 89e5 89e5 40 c3"
     assert analyse(code, offset=8, bug_size=8) == 5
     assert analyse(code, offset=8, bug_size=2) is RejectReason.NOT_A_BOUNDARY

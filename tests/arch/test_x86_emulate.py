@@ -1,4 +1,4 @@
-"""Each emulated instruction against the processor: same registers, flags and stack."""
+"""Each emulated instruction, compared with the processor: registers, flags and stack are the same."""
 
 from __future__ import annotations
 
@@ -137,7 +137,10 @@ def test_nothing_changes_if_the_stack_faults(code: bytes) -> None:
 @drawn
 @given(flags=flag_sets, condition=st.sampled_from(CONDITIONS))
 def test_operand_size_prefix_on_a_near_branch_is_ignored(flags: int, condition: int) -> None:
-    """As Intel's processors do (and as Linux decodes); the test processor follows AMD here."""
+    """A near branch ignores an operand size prefix, as on Intel's processors and in Linux.
+
+    The processor of these tests may behave as AMD's.
+    """
     plain = ARCH.prepare(bytes((0x0F, 0x80 | condition)) + struct.pack("<i", 64), CODE, CODE).emulate
     prefixed = ARCH.prepare(bytes((0x66, 0x0F, 0x80 | condition)) + struct.pack("<i", 63), CODE, CODE).emulate
     assert plain is not None

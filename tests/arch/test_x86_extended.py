@@ -25,12 +25,12 @@ CALL, JMP, JMP8, JE8 = "e800100000", "e900100000", "eb40", "7440"
 
 
 def jump(at: int, target: int) -> str:
-    """Return the code of a jmp at an offset of the function."""
+    """Return the code of a jmp at the offset `at` of the function."""
     return "e9" + (target - (ADDR + at + 5)).to_bytes(4, "little", signed=True).hex()
 
 
 def found(code: str, offset: int = 0, kept: int = 0, **fields: Any) -> Region | Rejection:
-    """Return what the strategy makes of a place in a function with this code."""
+    """Return the strategy's region or rejection at `offset` of a function with this code."""
     data = bytes.fromhex(code.replace(" ", ""))
     function = Function("foo", ADDR, fields.pop("size", len(data)), data, **fields)
     return region(X86FunctionAnalysis(function, DecodeCache(64), LAYOUT), ADDR + offset, kept)
@@ -169,7 +169,9 @@ def test_a_jump_that_keeps_an_instruction_that_is_jumped_to() -> None:
 
 
 def test_a_kept_instruction_may_be_of_any_kind() -> None:
-    """A call, an undecodable trap and an exception table entry stay where they are."""
+    """A punned jump may keep a call, a trap or an instruction with an exception table entry, because the kept
+    instruction is not moved.
+    """
     for after in ("ffd0" + NOP3, "0f0b" + NOP3, "f4" + NOP3):
         assert punned(MOV + after + RET, 2).end == ADDR + 3
     allowed = found(MOV + MOV + RET, 0, 2, exception_entries=frozenset((ADDR + 3,)))

@@ -1,4 +1,4 @@
-"""Compiled handlers do what their programs say, and leave what is live as it was."""
+"""Compiled handlers have the effects of their programs, and preserve all live registers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STATUS = 0x8D5
 FLAGS = 0x246
 FRAMES = {64: FRAME_64, 32: FRAME_32}
 PER_CPU_BASE = {64: CPU, 32: 0}
-"""Unicorn has no way to set fs in a flat 32-bit mode."""
+"""Word size -> base of per-CPU addresses. In 32 bits it is 0, because Unicorn cannot set the base of fs."""
 NAMES = {64: REGISTER_NAMES, 32: REGISTER_NAMES[:8]}
 
 
@@ -47,7 +47,10 @@ def register_id(name: str, bits: int) -> int:
 
 
 class Processor:
-    """Runs a stub on Unicorn as the host of a probe would: host calls and faults go where it says."""
+    """A processor (Unicorn) that runs a stub.
+
+    As with a probe's host, host calls and faults continue where the stub says.
+    """
 
     def __init__(self, uc: unicorn.Uc, case: Case, stub: HandlerCode, frame: RegsFrame | None) -> None:
         self.uc = uc
@@ -69,7 +72,7 @@ class Processor:
             uc.reg_write(register_id(name, case.bits), case.registers[name])
         uc.reg_write(const.UC_X86_REG_EFLAGS, case.registers["flags"])
         uc.hook_add(unicorn.UC_HOOK_INTR, self._trap)
-        # Unicorn: without page tables 2.1.3 doesn't say which instruction it was that found no memory.
+        # Unicorn 2.1.3: without page tables, the program counter is not that of the faulting instruction.
         self.at = 0
         uc.hook_add(unicorn.UC_HOOK_CODE, self._note)
 
@@ -88,7 +91,7 @@ class Processor:
         uc.reg_write(self.ip, CODE + (call.trap + 1 if behind else call.label))
 
     def _check_frame(self, frame: RegsFrame) -> None:
-        """What the host finds in a struct pt_regs at the stack pointer."""
+        """Check the struct pt_regs at the stack pointer, in which the host finds the registers."""
         word = self.case.bits // 8
         at = self.uc.reg_read(register_id("sp", self.case.bits))
         values = {**self.case.registers, **frame.fixed}
@@ -126,7 +129,7 @@ def check(case: Case, handler: HandlerCode, live: LiveRegisters, frame: RegsFram
     assert found.host_calls == expected.host_calls
     assert found.faults == expected.faults
     for start, data in expected.areas.items():
-        # Below the stack pointer is nobody's.
+        # The stack below the stack pointer is free and may differ.
         first = SP - STACK if start == STACK else 0
         assert found.areas[start][first:] == data[first:], hex(start)
     kept = live.registers & set(NAMES[case.bits])
@@ -169,7 +172,7 @@ ALL_REGISTERS = frozenset(REGISTER_NAMES)
 
 
 def listing(program: Program, live: LiveRegisters | None, start: int | None = None) -> list[str]:
-    """The mnemonics of the code, by default from its entry on."""
+    """Return the mnemonics of a program's code from `start` on, by default from its entry."""
     arch = X86_64()
     handler = arch.handler_code(program, PROBE, live)
     code = handler.code[handler.entry if start is None else start :]
@@ -185,7 +188,10 @@ def test_counting_takes_one_instruction_where_flags_are_dead() -> None:
 
 
 def test_counting_leaves_live_flags_alone() -> None:
-    """A load, a sum and a store, in a register that is pushed unless one is dead."""
+    """With live flags, a count is a load, a sum and a store.
+
+    The register for the sum is pushed unless a register is dead.
+    """
     assert listing(COUNT, LiveRegisters(ALL_REGISTERS, True)) == ["pushq", "movq", "leaq", "movq", "popq"]
     assert listing(COUNT, LiveRegisters(ALL_REGISTERS - {"r8"}, True)) == ["movq", "leaq", "movq"]
 

@@ -1,4 +1,4 @@
-"""i386: what it decodes differently, and its emulated instructions against the processor."""
+"""i386: instructions that differ from 64 bits, and emulated instructions, compared with the processor."""
 
 from __future__ import annotations
 
@@ -88,7 +88,10 @@ def test_refused(code: str, error: int) -> None:
 
 
 def test_a_copy_has_no_displacement_to_mend() -> None:
-    """mov 0x11223344, %ecx: relative to the instruction in 64 bits."""
+    """The copy of `mov 0x11223344, %ecx` is unchanged in 32 bits.
+
+    In 64 bits, the operand would be relative to the instruction.
+    """
     code = bytes.fromhex("8b0d44332211")
     assert ARCH.prepare(code, CODE, 0xF000_0000).slot_bytes == code + b"\xcc"
 

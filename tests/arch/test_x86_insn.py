@@ -1,4 +1,4 @@
-"""Linux's view of instructions: lengths against iced-x86, fields, copies for the slot."""
+"""Linux's view of x86 instructions: lengths, compared with iced-x86; fields; and copies for the slot."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def length_for_linux(code: bytes, bits: int) -> int:
 
 
 def parts_with_the_processor(code: bytes) -> bool:
-    """Byte strings that no assembler makes, where Linux is known to give another length."""
+    """Return True for byte strings that no assembler produces, and for which Linux is known to find another
+    length than the processor.
+    """
     at = 0
     while at < len(code) and code[at] in LEGACY_PREFIXES:
         at += 1

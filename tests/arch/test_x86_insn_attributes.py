@@ -1,4 +1,6 @@
-"""Facts of instructions are shared among ModRM bytes: that of each is what its own decoding says."""
+"""Instruction attributes are shared among ModRM bytes: each instruction has the same attributes as when
+decoded alone.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ from emulated_kernel.arch.x86.insn_attributes import DecodeCache, InsnAttributes
 
 HEADS = tuple(map(bytes.fromhex, ("", "0f", "66", "660f", "67", "48", "f30f", "c5", "0f38", "0f3a")))
 MODRM = (0x04, 0x05, 0x07, 0x3F, 0x44, 0x78, 0x85, 0xC0, 0xD0, 0xE5, 0xFF)
-"""One of each kind of operands, and more."""
+"""ModRM bytes: at least one for each kind of operands."""
 
 
 def facts(table: DecodeCache, code: bytes) -> InsnAttributes | None:
-    """Of the first instruction."""
+    """Return the attributes of the first instruction."""
     return table.all(code.ljust(MAX_INSN_SIZE, b"\0"), 0, 2).get(0)
 
 

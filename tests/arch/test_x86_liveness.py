@@ -1,4 +1,6 @@
-"""What is called dead must not matter: changing it changes nothing at the end of the code."""
+"""Registers and flags that the liveness analysis calls dead: their values have no effect on the state at the
+end of the code.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,11 @@ def test_both_ways_of_a_branch_count() -> None:
 
 
 def test_loop_reads_what_the_last_round_left() -> None:
-    """add ax, dec cx, jnz back, then both are overwritten."""
+    """Registers that a further round of a loop reads are live.
+
+    The code is `add bx to ax; dec cx; jnz back`. After the loop, all three registers are overwritten, and so
+    they are dead.
+    """
     code = "4801d8 48ffc9 75f8 31db 31c9 31c0 c3"
     assert {"ax", "bx", "cx"} <= live(code).registers
     assert live(code, 8).registers.isdisjoint({"ax", "bx", "cx"})

@@ -37,7 +37,9 @@ def sample(*functions: Function, **fields: Any) -> Sample:
 
 
 def foo(code: str, at: int = ADDR, **fields: Any) -> Function:
-    """A function with an fentry site in front, unless `fields` says otherwise."""
+    """Return a function `foo` with this code, and with an fentry site at its start unless `fields` says
+    otherwise.
+    """
     data = bytes.fromhex(code.replace(" ", ""))
     fields = {"name": "foo", "size": len(data), "fentry_sites": (PatchSite(at, 5),)} | fields
     return Function(addr=at, code=data, **fields)
@@ -50,7 +52,7 @@ def verdict(
     blacklisted: tuple[str, ...] = (),
     **fields: Any,
 ) -> Answer:
-    """The answer at `offset` of such a function."""
+    """Return the answer of Linux's rules at `offset` of a function `foo` with this code."""
     known = sample(foo(code, **fields), *others, blacklisted=frozenset(blacklisted))
     return answer(linux_verdict(known), ADDR + offset)
 
@@ -60,7 +62,7 @@ def body(*insns: str) -> str:
 
 
 def found(answered: Answer) -> Rejection | None:
-    """The rule that decides."""
+    """Return the rejection that decides, or None if the place can be optimized."""
     decides = answered.refused or answered.detoured
     return decides if isinstance(decides, Rejection) else None
 
@@ -92,7 +94,10 @@ def test_inside_an_instruction(offset: int) -> None:
 
 
 def test_boundaries_count_from_the_function_start() -> None:
-    """The bytes 48 b8 swallow what would be a good instruction by itself."""
+    """Boundaries are decoded from the function's start.
+
+    The bytes 48 b8 take the next eight bytes as their operand, although these would be valid instructions.
+    """
     assert verdict(body("48b8" + MOV_RBP * 2 + "9090"), offset=7).errno == "EILSEQ"
 
 
@@ -247,7 +252,9 @@ def test_jump_into_the_thunks(target: int, harmful: bool) -> None:
 @pytest.mark.parametrize("opcode", ["70", "7f", "e0", "e2", "e3", "eb", "e9", "0f84"])
 @pytest.mark.parametrize(("into", "harmful"), [(0, False), (1, True), (4, True), (5, True), (6, False)])
 def test_jump_into_the_replaced_bytes(opcode: str, into: int, harmful: bool) -> None:
-    """The byte behind the five counts as well."""
+    """A jump to one of the replaced bytes except the first, or to the byte after them, prevents the
+    optimization.
+    """
     code = body(MOV_RBP, MOV_RBP, MOV_RBP)
     size = 4 if opcode in ("e9", "0f84") else 1
     distance = 5 + into - (len(code) // 2 + len(opcode) // 2 + size)
@@ -263,7 +270,9 @@ def test_call_into_the_replaced_bytes_is_no_jump() -> None:
 
 
 def test_vex_opcode_70_reads_as_a_conditional_jump() -> None:
-    """Linux compares opcode bytes: vpshufd with a fitting immediate looks like a jump back."""
+    """Linux compares opcode bytes only: vpshufd with a fitting immediate counts as a jump back into the
+    replaced bytes.
+    """
     code = body(MOV_RBP, MOV_RBP, MOV_RBP)
     distance = 7 - (len(code) // 2 + 5)
     vpshufd = "c5f970c0" + distance.to_bytes(1, "little", signed=True).hex()

@@ -1,4 +1,4 @@
-"""Rules of later versions about the places of probes and jumps on x86."""
+"""Rules of later Linux versions about the places of probes and of jumps on x86."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ def test_other_instructions_are_not(code: str) -> None:
     ],
 )
 def test_boosted(code: str, old: bool, new: bool) -> None:
-    """Copying into a detour and boosting follow one rule."""
+    """The same rule decides whether an instruction is boosted and whether it can be copied into a detour.
+
+    Later versions allow more instructions.
+    """
     arch = X86_64()
     padded = bytes.fromhex(code).ljust(16, b"\0")
     for rules, expected in ((OLD, old), (NEW, new)):
@@ -69,7 +72,7 @@ def test_boosted(code: str, old: bool, new: bool) -> None:
 
 
 def hazards(image: str, rules: ProbeRules) -> Counter[RejectReason | None]:
-    """Why the instructions of an image cannot become jumps."""
+    """Return reason -> number of instructions of an image that cannot become jumps for this reason."""
     arch = X86_64()
     kernel = load_image(PREBUILT / image / "vmlinux")
     checker = arch.probe_checker(kernel, arch.strategies["optprobe-linux"], ftrace=True, rules=rules)
@@ -82,7 +85,11 @@ def hazards(image: str, rules: ProbeRules) -> Counter[RejectReason | None]:
 
 
 def test_indirect_jumps_are_no_hazard_where_the_build_has_no_jump_tables() -> None:
-    """With retpolines or landing pads; the default image has jump tables, so it does not follow the rule."""
+    """With later rules, a function's indirect jumps do not prevent optimization in builds with retpolines or
+    landing pads.
+
+    In the default image, which has jump tables, indirect jumps still prevent optimization.
+    """
     for image in ("x86_64-retpoline", "x86_64-ibt"):
         old = hazards(image, OLD)
         new = hazards(image, NEW)
@@ -94,7 +101,9 @@ def test_indirect_jumps_are_no_hazard_where_the_build_has_no_jump_tables() -> No
 
 @pytest.mark.parametrize("preemption", [False, True])
 def test_functions_return_the_same_with_probes_on_all_their_instructions(preemption: bool) -> None:
-    """Boosted or detoured shifts and divisions give the results of unprobed code."""
+    """Functions return the same results with a probe on each instruction in turn, also if shifts and
+    divisions are boosted or detoured.
+    """
     outcomes = []
     for rules in ("linux-6.1", "linux-6.12"):
         with Kernel(profile=Profile("made", preemption, probe_rules=rules)) as kernel:

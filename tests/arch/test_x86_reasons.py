@@ -1,4 +1,4 @@
-"""Whole functions at once: of each instruction the same as asking about it alone."""
+"""The probe checker returns the same reasons for a whole function as for each of its instructions."""
 
 from __future__ import annotations
 

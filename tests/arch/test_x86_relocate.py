@@ -1,4 +1,6 @@
-"""Relocated instructions have the effect of the originals, on the processor: registers, flags and stack."""
+"""Relocated x86 instructions have the same effect on the processor as the originals: registers, flags and
+stack.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ NAMES = ("AX", "CX", "DX", "BX", "BP", "SI", "DI")
 def run(
     code: bytes, at: int, bits: int, values: Mapping[str, int], flags: int, top: int = 0
 ) -> tuple[object, ...]:
-    """Run code until it is left, and return where it goes, the registers, the flags and the memory.
+    """Run code until the CPU leaves it. Return the next address, the registers, the flags and the memory.
 
     `top`: word at the top of the stack.
     """
@@ -52,7 +54,7 @@ def run(
                 break
         registers = {name: uc.reg_read(number) for name, number in numbers.items()}
         stack = bytes(uc.mem_read(BASE + SIZE // 2 - 64, 128))
-        # The copy is left at its end where the original goes on behind itself.
+        # The CPU leaves the copy at its end if it leaves the original at its end.
         leads_to = "behind" if ip == at + len(code) else ip
         return leads_to, registers, uc.reg_read(const.UC_X86_REG_EFLAGS), stack
 
@@ -85,7 +87,10 @@ def test_as_the_original(code: str, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [64, 32])
 def test_a_popf_at_the_end_of_a_stub(bits: int) -> None:
-    """Python gets it if it sets the trap flag, with the same stack; otherwise it is as the original."""
+    """At the end of a stub, a popf that sets the trap flag is left to Python, with an unchanged stack.
+
+    Any other popf has its original effect.
+    """
     arch = X86_64() if bits == 64 else I386()
     dice = random.Random(bits)
     at, to = BASE + 0x2000, BASE + DETOUR

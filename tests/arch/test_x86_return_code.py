@@ -1,4 +1,4 @@
-"""What return hooks need of generated code: words that change at once, and ways out of a trampoline."""
+"""What return hooks need of x86 code: atomic changes of words, and ways out of a trampoline."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def _dispatch(target: int) -> Program:
 
 @pytest.mark.parametrize("bits", [64, 32])
 def test_a_trampoline_leaves_registers_to_the_handler(bits: int) -> None:
-    """It pushes its own address, and goes on through a register that no caller looks at."""
+    """If a trampoline saves no registers, it pushes its own address, and continues through a register that no
+    caller reads.
+    """
     arch = ARCHS[bits]
     made = arch.returns.dispatch(_dispatch(5), BUFFER, saves_all=False)
     assert made.finish is None
@@ -76,7 +78,10 @@ def test_a_trampoline_leaves_registers_to_the_handler(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [64, 32])
 def test_a_trampoline_may_save_all(bits: int) -> None:
-    """In front of its program, and for the handler, which goes on where all is restored."""
+    """A trampoline may save all registers before its program runs.
+
+    The handler then works on saved registers, and ends with a jump to the code that restores the registers.
+    """
     arch = ARCHS[bits]
     made = arch.returns.dispatch(_dispatch(5), BUFFER, saves_all=True)
     assert made.finish is not None
@@ -87,7 +92,7 @@ def test_a_trampoline_may_save_all(bits: int) -> None:
     assert (finish.count("pop"), finish[-1]) == (general, "ret")
     handler = arch.returns.handler((ir.GetRegister(0, "ax"), ir.Store(0, 0, 0, 4)), saves_all=True)
     placed = going_on(arch, handler, BUFFER + 0x1000, BUFFER + made.finish)
-    # Registers are the trampoline's by then: the value is in the frame.
+    # The handler takes the value from the frame, because the trampoline has overwritten registers.
     assert _mnemonics(arch, placed.code) == ["mov", "mov", "jmp"]
 
 

@@ -1,4 +1,6 @@
-"""`coverage --results` and `--scheduler`: runs that go on, and a cluster that loses a worker."""
+"""`coverage --results` and `--scheduler`: runs that continue an earlier run, and a cluster that loses a
+worker.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ if cluster._call.__name__ != "lost_once":
 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Numbers of the pieces that this process has counted."""
+    """Return a list that collects the numbers of the pieces that this process counts."""
     found: list[int] = []
     count = FunctionCounter.count_piece
 
@@ -57,7 +59,7 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def same_counts(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two results differ at most in their CPU time."""
+    """Return True if two results differ at most in their CPU time."""
     return {**one, "seconds": 0} == {**other, "seconds": 0}
 
 
@@ -142,13 +144,15 @@ def test_wrong_counts_in_a_file_are_one_line(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.fixture(scope="module")
 def mark(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """File that a worker makes before it is killed."""
+    """Return the path of a file that a worker makes before it is killed."""
     return tmp_path_factory.mktemp("lost") / "mark"
 
 
 @pytest.fixture(scope="module")
 def cluster(mark: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of the scheduler of a cluster of two workers, one of which is killed during a proof."""
+    """Yield the address of the scheduler of a cluster with two workers, one of which is killed during a
+    proof.
+    """
     distributed: Any = pytest.importorskip("distributed", reason="kprobefs[cluster] is not installed")
     folder = tmp_path_factory.mktemp("cluster")
     preload = folder / "lost.py"
@@ -247,7 +251,9 @@ class Unpicklable(Exception):
 
 
 def fail(what: str) -> object:
-    """Fail, or return a result that cannot be pickled."""
+    """Raise an exception that cannot be unpickled, return a result that cannot be pickled, or return
+    `what`.
+    """
     if what == "exception":
         raise Unpicklable(1, 2)
     if what == "result":

@@ -1,4 +1,4 @@
-"""`kprobefs coverage`: every instruction is counted once, by whatever it is counted."""
+"""`kprobefs coverage`: every instruction is counted exactly once, in each way of counting."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ MOVES = bytes.fromhex("4889e5") * 8
 
 
 def counted(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[Counted]:
-    """Return what the command prints with --json."""
+    """Run `coverage --json` and return its results."""
     assert main(["coverage", *arguments, "--json"]) == 0
     found: list[Counted] = json.loads(capsys.readouterr().out)
     return found
 
 
 def row(found: Counted) -> str:
-    """What the page has of one of our kernels: of what registers, or of all where pairs are counted."""
+    """Return the row of the page for a kernel: shares of the registered probes, or of all instructions if
+    pairs are counted.
+    """
     verdicts = found["verdicts"]
     total = verdicts["instructions"]
     if found["pairs"] is None:
@@ -45,7 +47,7 @@ def row(found: Counted) -> str:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that it ends with."""
+    """Check that `coverage` fails, and return the line of its error."""
     assert main(["coverage", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -54,7 +56,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def adds_up(found: Counted) -> bool:
-    """Whether each way of counting has the same sum."""
+    """Return True if all ways of counting have the same sum."""
     total = found["verdicts"]
     parts = [part["verdicts"] for part in found["symbols"]], list(found["sections"].values())
     reasons = sum(each["instructions"] for each in found["reasons"])
@@ -102,7 +104,10 @@ def test_profiles_decide_who_optimizes(
 
 
 def linux(tmp_path: Path) -> str:
-    """A vmlinuz of three functions: one that returns, one that nobody traces, one that is forbidden."""
+    """Write a vmlinuz with three functions, and return its path.
+
+    One function returns by a thunk, one is not traced, and one is blacklisted.
+    """
     kernel = made.Kernel()
     first = kernel.function("vfs_read", CALL_FENTRY + MOVES + made.RETURN_THUNK_CALL)
     site = kernel.text.end - 5
@@ -145,7 +150,9 @@ def test_a_distribution_s_kernel_once_for_each_kind_of_returns(
 def test_the_rules_are_those_of_the_kernels_own_version(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Coverage and explain choose the same rules. 6.12 optimizes shifts, 6.1 does not."""
+    """`coverage` and `explain` choose the rules of the kernel's own version: Linux 6.12 optimizes shifts, 6.1
+    does not.
+    """
     source = made.Kernel()
     at = source.function("vfs_read", CALL_FENTRY + bytes.fromhex("48c1e003") + MOVES + b"\xc3")
     source.table("mcount_loc", at.to_bytes(8, "little"))
@@ -270,7 +277,9 @@ def test_shares_of_a_real_kernel(
 
 
 def test_every_reason_and_tactic_survives_a_results_file() -> None:
-    """Some reasons against jumps and some tactics have the same names."""
+    """Every reason and tactic can be stored in a results file, although some reasons and tactics have the
+    same names.
+    """
     names: list[RejectReason | Tactics | None] = [None, *RejectReason, *((each,) for each in Tactic)]
     names.append(tuple(Tactic))
     counts = Counting(Counter({name: number for number, name in enumerate(names, 1)}), 3, 0.5)

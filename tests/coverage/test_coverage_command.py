@@ -1,4 +1,6 @@
-"""Outputs of `kprobefs coverage`: processes, patterns, comparisons, pages and pictures agree."""
+"""Outputs of `kprobefs coverage`: the results of processes, patterns, comparisons, pages and pictures
+agree.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,10 @@ def test_kernels_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_lines_have_at_most_80_columns(
     count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two columns for each image; more columns than fit are on further lines, and none is lost."""
+    """Each image has two columns in the table.
+
+    Columns that do not fit into 80 characters are on further lines, and no column is lost.
+    """
     file = linux(tmp_path)
     images = ["--image", file] * count
     assert main(["coverage", *images]) == 0
@@ -166,7 +171,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows(page: Path) -> list[list[str]]:
-    """The cells of the body of a page's table, without marks."""
+    """Return the cells of the rows in the body of a page's table, without markup."""
     (body,) = re.findall("<tbody>(.*)</tbody>", page.read_text(), re.DOTALL)
     return [
         [re.sub("<[^>]*>", "", cell) for cell in re.findall("<td[^>]*>(.*?)</td>", row, re.DOTALL)]
@@ -300,7 +305,7 @@ class Browser:
 
 
 class Tab:
-    """A tab with a page."""
+    """A tab of the browser with a page."""
 
     def __init__(self, browser: Browser, page: Path) -> None:
         self._browser = browser

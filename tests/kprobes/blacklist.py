@@ -1,4 +1,4 @@
-"""Check whether a kernel's blacklist forbids an address, by the result of the probe checker."""
+"""A check of an address against a kernel's blacklist, by the result of the probe checker."""
 
 from __future__ import annotations
 

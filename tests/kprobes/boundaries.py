@@ -121,7 +121,7 @@ def _walk(image: KernelImage) -> Iterator[Boundary]:
     while at < text.end:
         where = image.kallsyms.lookup(at)
         end = min(where.symbol.address + where.symbol.size, text.end)
-        # foo.cold may be probed where foo may.
+        # The part foo.cold may be probed if the function foo may.
         whole = image.kallsyms.lookup_name(where.name.partition(".")[0])
         is_forbidden = any(start <= whole < stop for start, stop in forbidden) if whole else False
         near = [(start, stop) for start, stop in forbidden if start < end and at < stop]

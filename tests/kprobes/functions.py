@@ -1,4 +1,6 @@
-"""Execution of whole functions with a count of each instruction, to compare them with and without probes."""
+"""Execution of whole functions with a count of each instruction; runs with probes are compared with runs
+without.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tests.sample import fewer
 from tests.snapshot import DataSnapshot
 
 MAX_STEPS = fewer(3000, 3)
-"""Number of instructions from which on a call is long.
+"""Number of instructions after which a call is too long.
 
 Few calls that end take more than a third of this number.
 """
@@ -52,14 +54,14 @@ class Runner:
         self._is_left_out = False
 
     def call(self, start: RegisterSet) -> Outcome:
-        """Run a call to its end; an exception with a fixup continues there."""
+        """Run a call to its end and restore the memory. An exception with a fixup continues at the fixup."""
         trap, end = self._machine.trap_of(start, fixup=True)
         return Outcome(trap, end, self._memory.undo())
 
     def counted(self, starts: Iterable[RegisterSet]) -> list[tuple[RegisterSet, Counter[int]]]:
-        """Return each call with a map instruction -> number of times that it is executed or tried.
+        """Return each call with instruction -> number of executions, including attempts that fault.
 
-        Leave out long calls, and calls that read text, in which they find breakpoints, as on Linux.
+        Leave out long calls, and calls that read text: as on Linux, these would find breakpoints there.
         """
         engine = self._machine.hooks.engine
         hook = engine.add_hook(HOOK_CODE, CODE_CALLBACK(self._count))
@@ -102,7 +104,7 @@ class Runner:
     def loses_flags(self, executed: Iterable[int]) -> bool:
         """Return True if the emulator may report wrong flags after a call that executed these instructions.
 
-        Unicorn: cmpxchg8b resets the flags that it does not set to their values at the start of its block.
+        Unicorn: cmpxchg8b resets all flags except ZF to their values at the start of its block.
         """
         original = self._machine.text.original
         return any(
@@ -114,7 +116,7 @@ class Runner:
 
 
 class ProbesEverywhere:
-    """Probes that count hits, on each instruction of a set that can be probed."""
+    """Probes that count hits, on all given instructions that can be probed."""
 
     def __init__(self, kprobes: Kprobes, boundaries: Sequence[Boundary]) -> None:
         self._kprobes = kprobes

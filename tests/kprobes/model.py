@@ -29,7 +29,7 @@ class Point:
 
 
 class Model:
-    """Model of Linux 6.1's registry of probes, without code."""
+    """A model of Linux 6.1's registry of probes, which patches no code."""
 
     def __init__(self, bits: int = 64) -> None:
         self._bits = bits
@@ -65,8 +65,8 @@ class Model:
     def enable(self, addr: int, entry: Entry) -> None:
         """Enable a probe.
 
-        As in Linux, the flag of the address stays set while all probes are disarmed. A probe that has the
-        address alone uses this flag as its own.
+        As in Linux, the flag of the address stays set while all probes are disarmed. The only probe of an
+        address uses this flag as its own.
         """
         point = self.points[addr]
         if point.shared or not self.all_disarmed:
@@ -86,7 +86,11 @@ class Model:
                     entry.hits += counts.get(addr, 0)
 
     def missed(self, counts: dict[int, int]) -> None:
-        """Count misses, for a call within a hit. As in Linux, disabled probes count them too."""
+        """Count the misses of a function's call from a handler; `counts` is instruction -> number of
+        executions.
+
+        As in Linux, disabled probes also count misses.
+        """
         for addr in self.armed():
             for entry in self.points[addr].entries:
                 entry.missed += counts.get(addr, 0)

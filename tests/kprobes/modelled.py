@@ -45,7 +45,9 @@ SELDOM = MOSTLY.map(operator.not_)
 
 
 class Reference(NamedTuple):
-    """Data about the functions without probes."""
+    """Probed boundaries of the functions in CALLS, and for a call of each function its result and the
+    executions of each instruction.
+    """
 
     boundaries: tuple[Boundary, ...]
     """The instructions that can be probed."""
@@ -56,7 +58,7 @@ class Reference(NamedTuple):
 
 @cache
 def reference(arch: str) -> Reference:
-    """Return the data about calls on an architecture."""
+    """Return the reference data of an architecture."""
     with Kernel(MachineConfig(arch=arch), profile=BREAKPOINTS) as kernel:
         boundaries = [b for b in all_boundaries(kernel.image) if b.function in CALLS]
         counts, results = {}, {}
@@ -82,7 +84,10 @@ def run(machine: type[OnKernel], examples: int, **attributes: Any) -> None:
 
 
 class OnKernel(RuleBasedStateMachine):
-    """Operations on a kernel that examples share: after undo(), its state is as before."""
+    """Operations on a kernel that several examples share.
+
+    After undo(), the kernel's state is the same as before the example.
+    """
 
     arch: ClassVar[str] = "x86_64"
     profile: ClassVar[Profile] = BREAKPOINTS
@@ -99,10 +104,10 @@ class OnKernel(RuleBasedStateMachine):
         self.before = self._held()
 
     def warm_up(self) -> None:
-        """Make the first use of each kind of resource, which stays allocated afterwards."""
+        """Use each kind of resource that stays allocated after its first use."""
 
     def undo(self) -> None:
-        """Unregister all probes, and free what is only freed later."""
+        """Unregister all probes, and do all deferred frees."""
 
     def _held(self) -> tuple[int, int, int]:
         machine = self.kernel.machine
@@ -165,7 +170,10 @@ class Modelled(OnKernel):
         return entries[number % len(entries)]
 
     def place(self, number: int) -> int:
-        """Return the address with a number. Few numbers occur, so that probes share addresses."""
+        """Return the address for a random number.
+
+        Only a few addresses exist, and so several probes share an address.
+        """
         return self.places[number % len(self.places)]
 
     def name(self, addr: int) -> tuple[str, int]:
@@ -209,7 +217,7 @@ class Modelled(OnKernel):
         return kprobe
 
     def act(self, verb: str, entry: Entry) -> None:
-        """Call the API function of a probe's kind for a `verb`, such as "disable"."""
+        """Call the API function for `verb` and the kind of the entry's probe, such as disable_kretprobe."""
         kind = {"k": "kprobe", "j": "jprobe", "r": "kretprobe"}[entry.kind]
         getattr(self.kernel, f"{verb}_{kind}")(self.owners.get(entry.kprobe, entry.kprobe))
 

@@ -40,7 +40,7 @@ class ScriptedGracePeriod(GracePeriod):
 
 
 class _InPart(ScriptedGracePeriod):
-    """Beside a kernel's own scheduler, which has answered until now."""
+    """A scripted scheduler that gives the answers of a kernel's own scheduler until a test changes them."""
 
     def __init__(self, real: GracePeriod) -> None:
         super().__init__()

@@ -71,7 +71,9 @@ class Arena:
         return self.base + ARENA_SIZE
 
     def pointer(self, rng: Random) -> int:
-        """Return an address in mapped memory, sometimes at the border of the memory."""
+        """Return an address in mapped memory, sometimes near a border of the memory or in memory that cannot
+        be written.
+        """
         choice = rng.random()
         if choice < 0.7:
             return self.base + 0x800 + rng.randrange(0, ARENA_SIZE - 0x1000, 8)
@@ -115,7 +117,7 @@ def build_arena(machine: Machine, rng: Random, *, text: bool = True) -> Arena:
 
 
 def writable_memory(machine: Machine, arena: Arena) -> DataSnapshot:
-    """Return a snapshot of all memory that the guest can write, the arena and the host's call stack.
+    """Return a snapshot of all memory that the guest can write, of the arena, and of the host's call stack.
 
     Memory that only the host uses is left out.
     """
@@ -133,7 +135,8 @@ def writable_memory(machine: Machine, arena: Arena) -> DataSnapshot:
 def image_and_arena(machine: Machine, arena: Arena) -> DataSnapshot:
     """Return a snapshot of the memory that the generated pointers point to.
 
-    It is faster to compare than a snapshot of all memory. In 32 bits, random numbers can point to any memory.
+    This snapshot is faster to compare than one of all memory. In 32 bits, random numbers can point to any
+    memory, and so the snapshot is of all memory.
     """
     if machine.model.bits == 32:
         return writable_memory(machine, arena)
@@ -141,9 +144,9 @@ def image_and_arena(machine: Machine, arena: Arena) -> DataSnapshot:
 
 
 def _unmap_unused(machine: Machine) -> None:
-    """Unmap RAM below the image, the host's memory and the memory of records.
+    """Unmap the RAM below the image, the pages of the host, and the pages of records.
 
-    In 32 bits, random numbers would point there.
+    In 32 bits, random numbers would point to this memory.
     """
     memory, layout = machine.memory, machine.model.layout
     low = layout.direct_map

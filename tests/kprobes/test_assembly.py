@@ -37,23 +37,23 @@ WAYS = {
 
 
 class Texts(NamedTuple):
-    """The same handlers for each architecture."""
+    """Handlers in the assembly language of an architecture."""
 
     argument: str
-    """The first argument's pt_regs name."""
+    """Name in pt_regs of the register with the first argument."""
     count: str
     add: str
     """Add the first argument to `sum`."""
     overwrite: str
-    """All registers and flags that it may."""
+    """Overwrite all registers and flags that a handler may overwrite."""
     fault: str
-    """Read where nobody is, between counting in `before` and in `behind`."""
+    """Count in `before`, read unmapped memory, and count in `behind`."""
     registers: int
-    """How many are overwritten."""
+    """Number of registers that `overwrite` overwrites."""
     watched: str
-    """A pt_regs name."""
+    """Name in pt_regs of the register that `watch` adds."""
     watch: str
-    """Add that register to `seen`, with no other one written where memory takes additions."""
+    """Add the register `watched` to `seen`, if possible without a write to another register."""
 
 
 def _x86(first: str, count: str, word: str, registers: list[str]) -> Texts:
@@ -113,7 +113,7 @@ MODES = {
     "optimized": ("optimized", 0),
     "called": ("ftrace", 0),
 }
-"""What a probe's mode is, and how many traps a hit takes: the breakpoint, and the end of the step."""
+"""Way -> mode of a probe, and number of traps of a hit: the breakpoint, and the end of the step."""
 CASES = [
     *((arch, way) for way in WAYS for arch in X86),
     *(
@@ -177,7 +177,7 @@ def test_a_handler_counts_from_the_first_hit_on(kernel: Kernel, texts: Texts) ->
 
 
 def test_hits_stay_in_the_guest(kernel: Kernel, texts: Texts, way: str) -> None:
-    """No more traps than the mode itself takes."""
+    """A hit of an assembly handler takes only the traps of the probe's mode."""
     probe = Kprobe(symbol_name="int_sqrt", code=texts.count)
     kernel.register_kprobe(probe)
     settle(kernel)
@@ -192,7 +192,10 @@ def test_hits_stay_in_the_guest(kernel: Kernel, texts: Texts, way: str) -> None:
 
 
 def test_no_register_is_changed_at_any_instruction(kernel: Kernel, texts: Texts) -> None:
-    """All are overwritten at each place, one after the other; what is counted and seen is as in Python."""
+    """At each instruction of int_sqrt, an assembly handler that overwrites all registers changes no result.
+
+    Assembly counts as many hits, and sees the same values, as Python.
+    """
     assert texts.registers >= len(kernel.arch.callee_saved)
     counted = 0
     for offset in boundaries(kernel, "int_sqrt"):
@@ -357,7 +360,7 @@ def test_cells_are_each_cpu_s_own(plain: Kernel) -> None:
 
 
 def test_a_handler_that_never_ends_is_ended() -> None:
-    """And the probed function goes on."""
+    """A handler that loops forever is ended after its run budget, and the probed function continues."""
     with Kernel(MachineConfig(run_budget=0.05)) as kernel:
         probe = Kprobe(
             symbol_name="int_sqrt", code="inc qword ptr [before]; again: jmp again; inc qword ptr [behind]"
@@ -371,7 +374,10 @@ def test_a_handler_that_never_ends_is_ended() -> None:
 
 
 def test_registration_leaves_the_record_s_handlers_alone(plain: Kernel) -> None:
-    """A probe that had only assembly gets a handler in Python later, which every hit then calls."""
+    """Registering a probe with assembly adds no handlers to its Kprobe object.
+
+    A handler in Python that is set later runs at every hit.
+    """
     seen: list[int] = []
     probe = Kprobe(
         "int_sqrt", code="inc qword ptr [before]", post_code="inc qword ptr [behind]", disabled=True

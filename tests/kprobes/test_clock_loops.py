@@ -1,6 +1,7 @@
-"""Probes in code that reads the clock until nobody else has moved it: handlers that read it too let that end.
+"""Probes in code that repeats a reading of the clock until the clock has not changed meanwhile. Handlers that
+also read the clock let this loop end.
 
-i386 alone has such loops; the others add to the clock in one step.
+Only i386 has such loops; other architectures add to the clock in one step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from emulated_kernel.vfs.core.node_tree import NodeTree
 from tests.vfs.files import read, write
 
 NOTRACE = ("sched_clock", "local_clock")
-"""No events there."""
+"""Functions that read the clock and take no events."""
 PROFILES = ("linux-6.1", "linux-6.1-nopreempt", "kprobes-2010", "optprobes-2009")
 
 
@@ -34,7 +35,7 @@ def tree(kernel: Kernel) -> NodeTree:
 
 
 def boundaries(kernel: Kernel) -> list[int]:
-    """The addresses in functions that read the clock at which an event can stand."""
+    """Return the addresses at which a probe can be registered, in the functions that read the clock."""
     found = []
     for loop in kernel.machine.clock_loops:
         where = kernel.image.kallsyms.lookup(loop.start)
@@ -52,7 +53,7 @@ def boundaries(kernel: Kernel) -> list[int]:
 
 
 def read_clocks(kernel: Kernel) -> None:
-    """Twice: handlers become guest code at the first hit."""
+    """Read the clocks several times, because handlers become guest code at the first hit."""
     for _ in range(3):
         before = kernel.call("ktime_get")
         kernel.call("ktime_get_real_ts64", b"x" * 16)

@@ -1,4 +1,6 @@
-"""The life of compiled handlers: when they are made, what drops them, and that they are given back."""
+"""The life of compiled handlers: when they are compiled, what makes the kernel drop them, and that their
+memory is freed.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def head(kernel: Kernel, event: KprobeTraceEvent) -> AggrKprobe:
 
 
 def optimized(kernel: Kernel, command: str) -> KprobeTraceEvent:
-    """Hit once as an optimized probe, so that its handler is compiled."""
+    """Define and enable an event, and hit it once as an optimized probe, so that its handler is compiled."""
     event = enabled(kernel, command)
     assert kernel.kprobes.optimizer is not None
     kernel.kprobes.optimizer.flush()
@@ -52,7 +54,7 @@ def optimized(kernel: Kernel, command: str) -> KprobeTraceEvent:
 
 
 def traps(kernel: Kernel, value: int) -> int:
-    """Breakpoints, debug traps and exceptions that a call of the probed function meets."""
+    """Return the number of breakpoints, debug traps and exceptions during a call of the probed function."""
     met = 0
     hooks = kernel.machine.hooks
 
@@ -73,7 +75,7 @@ def traps(kernel: Kernel, value: int) -> int:
 def test_the_second_hit_stays_in_the_guest(kernel: Kernel) -> None:
     event = optimized(kernel, f"p:a {PLACE} x=%di")
     kernel.call("int_sqrt", 2)
-    # The name of the task is asked for once a system call.
+    # The first record of a system call needs the name of the task.
     assert traps(kernel, 3) == 1
     assert event.probes[0].hits == 3
     assert len(list(kernel.trace.buffers[0])) == 3
@@ -193,7 +195,10 @@ CHANGES: dict[str, Callable[[Kprobes, Kprobe], object]] = {
     ],
 )
 def test_a_handler_that_changes_its_probe_at_the_first_hit(way: str, change: str) -> None:
-    """What the hit was about to compile would lead where the probe doesn't lead any more."""
+    """If a handler changes its probe at the first hit, this hit compiles no guest code.
+
+    Such code would belong to the former state of the probe.
+    """
     with Kernel(profile=Profile("of a test", ftrace=way == "call")) as kernel:
         hits = 0
 

@@ -1,4 +1,6 @@
-"""Compiled handlers leave the trace that Python's leave, to the byte and the nanosecond, in every mode."""
+"""Compiled handlers leave the same trace as handlers in Python, to the byte and the nanosecond, in every
+mode.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ CASES = [
     for i in range(3)
     for j in range(3)
 ]
-"""A third of them has each offset and each of the arguments in each way."""
+"""(architecture, way, offset, arguments): each way has each pair of an offset and arguments."""
 
 
 @contextmanager
@@ -61,7 +63,10 @@ def settle(kernel: Kernel) -> None:
 
 
 def story(kernel: Kernel, place: str, args: str) -> tuple[str, int]:
-    """Hits before and after optimization, with changes of what is done at them."""
+    """Make hits before and after optimization, while filters, buffer, clock and event change.
+
+    Return the trace with its statistics, and the number of hits.
+    """
     first = kernel.arch.registers.arguments[0]
     event = define(kernel, f"p:a {place} {args.replace('FIRST', first)}")
     texts = ["", "abc", "x" * 300, "abc"]
@@ -110,7 +115,7 @@ def test_compiled_or_not_the_trace_is_the_same(arch: str, way: str, offset: int,
 
 
 def boundary(kernel: Kernel, offset: int) -> int:
-    """The first instruction at or behind an offset of strlen."""
+    """Return the offset of the first instruction of strlen at or after `offset`."""
     start = kernel.image.kallsyms.lookup_name("strlen")
     assert start is not None
     body = kernel.machine.text.original(start, 64)

@@ -1,4 +1,4 @@
-"""Djprobe as its paper has it: lengths, conflicts, the commit, and how it waits."""
+"""Djprobe as in its paper: lengths, conflicts, the commit, and how a commit waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.kprobes.scripted import script
 from tests.ledger import ledger_mismatches
 
 OFFSET, LENGTH = 5, 6
-"""gcd: behind its fentry nop, whole instructions that a jump can replace."""
+"""Offset and length of instructions after the fentry nop of gcd that a jump can replace."""
 
 
 @pytest.fixture(params=["djprobe-2007", "djprobe-2007-preempt"])
@@ -29,7 +29,7 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 
 class Gcd:
-    """Probes in gcd() that note their hits."""
+    """Probes in gcd() that record the names of their hits."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -107,11 +107,14 @@ def test_a_length_that_the_analysis_does_not_give(gcd: Gcd, length: int) -> None
 
 
 class TestConflicts:
-    """Section 3.3.1, its three cases."""
+    """The three conflicts of section 3.3.1."""
 
     @pytest.mark.parametrize(("first", "mode"), [(LENGTH, "optimized"), (0, "int3")])
     def test_the_same_place(self, gcd: Gcd, first: int, mode: str) -> None:
-        """Collocated; optimized only if the first one is a djprobe."""
+        """A djprobe at the place of an earlier probe shares its aggregator.
+
+        The place is optimized only if the earlier probe is a djprobe.
+        """
         one, two = gcd.probe(length=first, name="one"), gcd.probe(name="two")
         gcd.kernel.commit_kprobes()
         modes = {gcd.kernel.kprobes.mode(probe).replace("boosted", "int3") for probe in (one, two)}
@@ -137,7 +140,9 @@ class TestConflicts:
 
 
 class TestAsked:
-    """What stats/*/reason says, and what a 1 into stats/*/optimized does for probes that have no length."""
+    """What stats/*/reason shows, and what a write of 1 to stats/*/optimized does for probes that have no
+    length.
+    """
 
     def test_a_kprobe_becomes_a_djprobe(self, gcd: Gcd) -> None:
         kprobe, kprobes = gcd.probe(length=0), gcd.kernel.kprobes
@@ -152,7 +157,9 @@ class TestAsked:
         assert "waits for commit_kprobes()" in gcd.kernel.kprobes.reason(gcd.probe())
 
     def test_refused(self, gcd: Gcd) -> None:
-        """Where the analysis says 0, where another probe is in the region, and where a kprobe came first."""
+        """Optimizing is refused if the analysis gives no length, if another probe is in the region, or if a
+        kprobe was first at the place.
+        """
         kprobes = gcd.kernel.kprobes
         jump, inner = gcd.probe(0xE, 0), gcd.probe(OFFSET + 3, 0)
         outer = gcd.probe()
@@ -172,7 +179,11 @@ class TestAsked:
 
 class TestWaiting:
     def test_a_task_in_the_region(self, gcd: Gcd) -> None:
-        """A preemptible kernel freezes all tasks; on the other one each CPU goes through the scheduler."""
+        """A commit fails with EBUSY while a task is in the region.
+
+        A preemptible kernel freezes all tasks; another kernel waits until each CPU has been through the
+        scheduler.
+        """
         djprobes = gcd.kernel.kprobes.optimizer
         assert isinstance(djprobes, Djprobes)
         scheduler, freezes = script(gcd.kernel), djprobes._profile.djprobe is QuiesceMethod.FREEZE_PROCESSES

@@ -1,4 +1,4 @@
-"""Random acts on djprobes, against the rules of their paper.
+"""Random operations on djprobes, compared with the rules of their paper.
 
 Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3.
 """
@@ -22,10 +22,10 @@ from tests.kprobes.modelled import MOSTLY, PLACES, SELDOM, Modelled, run
 from tests.kprobes.scripted import script
 
 REACH = 0x20
-"""Bytes of gcd in which probes meet."""
+"""Size in bytes of the part of gcd in which probes are registered."""
 JUMP_SIZE = 5
 SLEEP = 1 << 28
-"""Jiffies: longer than any test."""
+"""Number of jiffies, which is longer than any test."""
 RELATIVE = (FlowControl.UNCONDITIONAL_BRANCH, FlowControl.CONDITIONAL_BRANCH, FlowControl.CALL)
 
 
@@ -35,7 +35,7 @@ class Asked(NamedTuple):
     number: int
     has_length: bool
     wrong: int
-    """Bytes too many."""
+    """Number of bytes by which the length is too large."""
     disabled: bool
     stepped: bool
 
@@ -45,7 +45,7 @@ ASKED = st.builds(Asked, PLACES, MOSTLY, st.sampled_from([0, 0, 0, 0, -1, 1]), S
 
 @cache
 def regions(code: bytes) -> dict[int, int]:
-    """Offset to length of each region of a function that a jump can replace. Source: section 3.2."""
+    """Return offset -> length of each region of a function that a jump can replace. Source: section 3.2."""
     insns = list(Decoder(32, code))
     targets = {insn.near_branch_target for insn in insns if insn.flow_control in RELATIVE}
     found = {}
@@ -54,7 +54,7 @@ def regions(code: bytes) -> dict[int, int]:
         length = sum(insn.len for insn in region)
         entered = first.len < JUMP_SIZE and targets & set(range(first.ip + 1, first.ip + JUMP_SIZE))
         relative = any(insn.flow_control in RELATIVE for insn in region)
-        # The other exception, a return at the very end, gcd doesn't have.
+        # The paper's other exception is a return at the very end, which gcd does not have.
         if length >= JUMP_SIZE and first.ip + length < len(code) and not entered and not relative:
             found[first.ip] = length
     return found
@@ -70,7 +70,10 @@ def _region(insns: list[Instruction]) -> Iterator[Instruction]:
 
 
 class Djprobing(Modelled):
-    """Kprobes with and without a length in one function; jumps come with the commit and go at once."""
+    """Kprobes with and without a length in one function.
+
+    Jumps are written by the commit, and removed at once.
+    """
 
     arch = "i386"
     profile = PROFILES["djprobe-2007"]
@@ -90,14 +93,14 @@ class Djprobing(Modelled):
         assert isinstance(self.kprobes.optimizer, Djprobes)
         self.djprobes = self.kprobes.optimizer
         self.standing: int | None = None
-        """Where a task was preempted, that doesn't run on."""
+        """Address at which a preempted task stays, or None."""
         self.sleeper = 0
         """A kernel thread that sleeps uninterruptibly, or 0."""
         script(self.kernel).quiescent_in = lambda spans: (
             not any(self.standing is not None and start <= self.standing < end for start, end in spans)
         )
         self.instances: dict[int, int] = {}
-        """Address to length of each djprobe_instance."""
+        """Address -> length of each djprobe_instance."""
         self.jumps: set[int] = set()
         self.allowed = True
 
@@ -109,14 +112,17 @@ class Djprobing(Modelled):
         self.kernel.commit_kprobes()
 
     def follow(self) -> None:
-        """What the latest act means for the jumps: one goes with what it was written for."""
+        """Update the expected jumps after an operation.
+
+        A jump remains only if its address is still in optimized().
+        """
         self.instances = {
             addr: length for addr, length in self.instances.items() if addr in self.model.points
         }
         self.jumps &= self.optimized()
 
     def optimized(self) -> set[int]:
-        """The djprobes that have a jump, or get it with the next commit."""
+        """Return the addresses of djprobes that have a jump, or get one at the next commit."""
         return {
             addr
             for addr in self.model.armed() & self.instances.keys()
@@ -124,7 +130,7 @@ class Djprobing(Modelled):
         }
 
     def covered(self, addr: int, length: int) -> set[int]:
-        """The probes behind the first byte of a region."""
+        """Return the addresses of probes that are behind the first byte of a region."""
         return {other for other in self.model.points if addr < other < addr + length}
 
     def is_within_another(self, addr: int) -> bool:
@@ -140,7 +146,10 @@ class Djprobing(Modelled):
 
     @rule(asked=ASKED)
     def register(self, asked: Asked) -> None:
-        """Source: section 3.3.1, whose cases are in this order: EEXIST is the second."""
+        """Register a probe.
+
+        Source: section 3.3.1. The cases are checked in the paper's order; EEXIST is the second.
+        """
         number, has_length, wrong, disabled, stepped = asked
         addr = self.place(number)
         right = self.lengths.get(addr, 0)
@@ -167,7 +176,10 @@ class Djprobing(Modelled):
 
     @rule(number=st.none() | PLACES)
     def commit(self, number: int | None) -> None:
-        """Source: section 3.4; a task that stays in the way is an EBUSY that changes nothing."""
+        """Commit, with a task at an address or with none.
+
+        A commit that a task blocks fails with EBUSY and changes nothing. Source: section 3.4.
+        """
         self.standing = None if number is None else self.place(number) + 1
         waiting = self.optimized() - self.jumps
         never_freezes = self.sleeper and self.profile.djprobe is QuiesceMethod.FREEZE_PROCESSES
@@ -182,7 +194,7 @@ class Djprobing(Modelled):
 
     @rule(asleep=SELDOM)
     def put_to_sleep(self, asleep: bool) -> None:
-        """Begin or end a kernel thread that the freezer waits for in vain."""
+        """Begin or end the sleep of a kernel thread for which the freezer waits in vain."""
         if asleep == bool(self.sleeper):
             return
         if asleep:
@@ -201,7 +213,10 @@ class Djprobing(Modelled):
         self.follow()
 
     def patches(self) -> Mapping[int, bytes]:
-        """A breakpoint for each armed probe, or its jump; none lies within another."""
+        """Return address -> bytes of each armed probe: a breakpoint, or its jump.
+
+        No jump covers another probe's bytes.
+        """
         self.follow()
         found = dict(super().patches())
         for addr in self.jumps:

@@ -29,7 +29,10 @@ def address(kernel: Kernel, name: str) -> int:
 
 
 def refused(kernel: Kernel, kprobe: Kprobe) -> str:
-    """The errno's name that registering answers; nothing of it may remain."""
+    """Return the name of the errno with which registering `kprobe` fails.
+
+    Check that no part of the registration remains.
+    """
     before = (list_lines(kernel.kprobes), dict(kernel.machine.text.ledger), kernel.kprobes.slots.used)
     with pytest.raises(KernelError) as caught:
         kernel.register_kprobe(kprobe)
@@ -39,7 +42,7 @@ def refused(kernel: Kernel, kprobe: Kprobe) -> str:
 
 
 def flags(kernel: Kernel) -> list[str]:
-    """The last column of kprobes/list."""
+    """Return the last column of kprobes/list."""
     return [line.rstrip("\n").split("    ")[-1] for line in list_lines(kernel.kprobes)]
 
 
@@ -271,7 +274,7 @@ def test_a_second_probe_arms_a_disabled_first(kernel: Kernel) -> None:
 
 
 def test_enabling_a_lone_probe_while_all_are_disarmed_does_nothing(kernel: Kernel) -> None:
-    """Linux: the call succeeds, and the probe stays disabled when all are armed again."""
+    """As in Linux, enable_kprobe() succeeds, but the probe stays disabled when all probes are armed again."""
     kprobe = Kprobe(symbol_name="strlen", disabled=True)
     kernel.register_kprobe(kprobe)
     kernel.kprobes.set_enabled(False)
@@ -326,7 +329,7 @@ def test_list_is_in_the_order_of_the_hash_buckets(kernel: Kernel) -> None:
     assert listed == expected
     assert [probe.address for probe in kernel.kprobes] == expected
     assert max(map(len, table)) > 1, "no bucket has a chain"
-    # A reader goes on with the next bucket, without a look at those before.
+    # A read continues with the next bucket, and does not read earlier buckets again.
     records = list(kernel.kprobes.list_records(0))
     assert len(records) == len(table)
     assert list(kernel.kprobes.list_records(60)) == records[60:]

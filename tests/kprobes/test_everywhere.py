@@ -1,4 +1,4 @@
-"""A sample of the events that stress.everywhere puts on every instruction."""
+"""A sample of the test that stress.everywhere makes: events on every instruction."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_events_all_over_one_function_after_the_other(arch: str, profile: str) -
     assert [each.places for each in found] == [len(function) for function in asked]
     assert found[-1].hits > found[-1].hit_places > found[-1].places / 2
     assert not is_native or found[-1].native_traps > found[-1].hits / 2
-    # On RISC-V a jump covers two instructions at least, and each of them has a probe.
+    # On RISC-V, a jump covers at least two instructions, and with a probe on each there is no jump.
     assert any(each.optimized for each in found) == (not arch.startswith("riscv"))
 
 

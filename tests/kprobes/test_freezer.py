@@ -1,4 +1,4 @@
-"""The freezer: tasks that were really preempted, threads that don't freeze, and the commit."""
+"""The freezer: tasks that were preempted, threads that do not freeze, and the commit of djprobes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ MAX_PREEMPTIONS = 500
 CLIENTS = range(5000, 5003)
 FIRST_ARGUMENT = {"x86_64": "di", "i386": "ax"}
 BUDGET, SHORT = 5, 0.1
-"""Seconds of a run."""
+"""Run budgets in seconds."""
 
 
 class Freezing:
-    """A preemptible kernel of djprobe's with a thread that spins through crc32_le()."""
+    """A preemptible kernel with djprobes, and operations on its kernel threads, which run crc32_le()."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -45,13 +45,13 @@ class Freezing:
         self.kernel.machine.memory.write_u32(task.addr + self.kernel.image.abi["task_struct.flags"], flags)
 
     def start(self, function: str, argument: int, name: str) -> TaskInfo:
-        """Run a kernel thread."""
+        """Start a kernel thread that runs `function(argument)`; return its task."""
         address = self.kernel.image.kallsyms.by_name(function)[0].address
         self.kernel.call("kthread_run", address, argument, name.encode())
         return self.task(name)
 
     def regions(self) -> list[tuple[int, int]]:
-        """Offset and length of the regions of the loop in crc32_le() that have an inner boundary."""
+        """Return offset and length of the regions in the loop of crc32_le()."""
         verdict, entry = (
             self.kernel.kprobes.probe_checker,
             self.kernel.image.kallsyms.by_name("crc32_le")[0].address,
@@ -64,7 +64,10 @@ class Freezing:
         return found
 
     def time(self, offset: int = 0) -> Kprobe:
-        """A probe by which time passes while the thread runs; the guest's own time stands still then."""
+        """Return a probe whose hits advance the guest's clock by a jiffy each.
+
+        The clock would not advance otherwise while the thread runs.
+        """
         advance = self.kernel.machine.clock.advance
         return Kprobe(
             symbol_name="crc32_le",
@@ -73,7 +76,10 @@ class Freezing:
         )
 
     def preempt_in_region(self) -> tuple[int, int]:
-        """Let ticks preempt the thread until one met it within a region; the region's offset and length."""
+        """Let timer ticks preempt the thread until a preemption is within a region.
+
+        Return the region's offset and length.
+        """
         kernel = self.kernel
         for _ in range(MAX_PREEMPTIONS):
             kernel.register_kprobe(time := self.time())
@@ -86,7 +92,7 @@ class Freezing:
         pytest.fail("never preempted within a region")
 
     def region_with_a_task(self) -> tuple[int, int] | None:
-        """One at an inner boundary of which a task stands."""
+        """Return offset and length of a region in which a task is behind the first instruction, or None."""
         entry, kernel = self.kernel.image.kallsyms.by_name("crc32_le")[0].address, self.kernel.guest.kernel
         for offset, length in self.places:
             if not kernel.is_quiescent([(entry + offset + 1, entry + offset + length)]):
@@ -102,7 +108,7 @@ class Freezing:
         return kprobe
 
     def refused(self) -> str:
-        """What a commit says that ends in EBUSY; nothing is written then."""
+        """Check that a commit fails with EBUSY and writes nothing; return its message."""
         before = dict(self.kernel.machine.text.ledger)
         with pytest.raises(KernelError) as caught:
             self.kernel.commit_kprobes()
@@ -113,7 +119,9 @@ class Freezing:
 
 @pytest.fixture(params=ARCHITECTURES)
 def undisturbed(request: pytest.FixtureRequest) -> Iterator[Freezing]:
-    """Runs aren't cut into pieces, so that one which doesn't end is over its budget."""
+    """Yield a preemptible kernel whose runs are not cut into pieces, so that an endless run exceeds its
+    budget.
+    """
     config = MachineConfig(arch=request.param, run_budget=BUDGET, profile="djprobe-2007-preempt")
     with Kernel(config) as kernel:
         yield Freezing(kernel)
@@ -162,7 +170,7 @@ def test_who_never_comes_to_a_safe_point(freezing: Freezing) -> None:
 
 
 def test_clients_go_on_behind_the_commit(freezing: Freezing) -> None:
-    """Those in user mode; each answers its next system call."""
+    """Clients in user mode are frozen too. After the commit, their system calls work."""
     kernel = freezing.kernel
     guest = kernel.guest
     with kernel.lock:
@@ -176,7 +184,9 @@ def test_clients_go_on_behind_the_commit(freezing: Freezing) -> None:
 
 
 def test_a_call_of_the_freezer_leaves_nobody_frozen(freezing: Freezing) -> None:
-    """As whoever writes to machine/call may wish for."""
+    """After a call of freeze_processes(), as by a write to machine/call, system calls of clients work, and no
+    task stays frozen.
+    """
     kernel = freezing.kernel
     with kernel.lock:
         client = kernel.guest.processes.resident(CLIENTS[0], "client")
@@ -188,13 +198,15 @@ def test_a_call_of_the_freezer_leaves_nobody_frozen(freezing: Freezing) -> None:
 
 
 def crash(kernel: Kernel, regs: Regs) -> None:
-    """The task oopses."""
+    """Let the current task oops."""
     del kernel
     regs.ip = 0
 
 
 def hang(kernel: Kernel, regs: Regs) -> None:
-    """The task waits for what nobody gives back, with interrupts off, until its time is over."""
+    """Let the current task wait for a lock that is never free, with interrupts off, until its run budget is
+    used up.
+    """
     lookup = kernel.image.kallsyms.lookup_name
     regs.ip = lookup("_raw_spin_lock_irqsave")
     # A word that is never 0.
@@ -206,7 +218,10 @@ def hang(kernel: Kernel, regs: Regs) -> None:
 def test_a_freezer_that_is_stopped_leaves_nobody_frozen(
     undisturbed: Freezing, function: str, stop: Callable[[Kernel, Regs], None]
 ) -> None:
-    """By what a probe's handler does on its way; the jumps are written unless that is before."""
+    """A probe's handler makes the freezer oops or hang.
+
+    No task stays frozen, and the jumps are written only if the tasks were frozen before.
+    """
     freezing, kernel = undisturbed, undisturbed.kernel
     guest = kernel.guest
     with kernel.lock:
@@ -246,7 +261,10 @@ def test_a_freezer_that_is_stopped_leaves_nobody_frozen(
 
 
 def test_a_task_that_hangs_on_its_way_to_the_refrigerator(undisturbed: Freezing) -> None:
-    """It is killed when its time is over, and then all others are frozen."""
+    """A task that hangs before it is frozen is killed when its run budget is used up.
+
+    Then all other tasks are frozen and the commit succeeds.
+    """
     freezing, kernel = undisturbed, undisturbed.kernel
     hanging = freezing.start("load_memory", FOR_EVER, "hanging")
     kprobe = freezing.register(freezing.places[0])
@@ -270,7 +288,7 @@ def test_a_task_that_hangs_on_its_way_to_the_refrigerator(undisturbed: Freezing)
 
 
 def rebooted(old: Kernel) -> Kernel:
-    """A kernel in its place, as power makes it."""
+    """Replace the kernel `old` by a new one with the same configuration, and return the new one."""
     with old.lock:
         new = Kernel(old.config, lock=old.lock)
         list(new.replace_kernel(old, lambda: ()))
@@ -278,7 +296,7 @@ def rebooted(old: Kernel) -> Kernel:
 
 
 def committed_anew(kernel: Kernel) -> None:
-    """Nobody is frozen, and a commit freezes and writes."""
+    """Check that no task is frozen, that a commit writes a jump, and that a client's system call works."""
     freezing = Freezing(kernel)
     assert not any(freezing.flags(task) & PF_FROZEN for task in kernel.guest.kernel.tasks())
     kprobe = freezing.register(freezing.places[0])
@@ -290,7 +308,7 @@ def committed_anew(kernel: Kernel) -> None:
 
 
 def test_a_reboot_that_is_asked_for_while_all_are_frozen(undisturbed: Freezing) -> None:
-    """It waits for the commit's end."""
+    """A reboot that is requested while all tasks are frozen waits for the end of the commit."""
     freezing, kernel = undisturbed, undisturbed.kernel
     done: list[str] = []
     new: list[Kernel] = []
@@ -319,7 +337,7 @@ def test_a_reboot_of_a_kernel_that_panicked_while_all_were_frozen(undisturbed: F
         lookup = kernel.image.kallsyms.lookup_name
         regs.ip, banner = lookup("panic"), lookup("linux_banner")
         if kernel.config.arch == "i386":
-            # Behind the return address, as panic() takes any number.
+            # The argument of panic() is after the return address, because panic() takes variable arguments.
             kernel.machine.memory.write_u32(regs.sp + 4, banner)
         else:
             regs.di = banner
@@ -327,7 +345,7 @@ def test_a_reboot_of_a_kernel_that_panicked_while_all_were_frozen(undisturbed: F
 
     kernel.register_kprobe(Kprobe(symbol_name="thaw_processes", pre_handler=panic))
     kprobe = freezing.register(freezing.places[0])
-    # The jumps are written by then.
+    # The jumps are already written when the kernel panics.
     kernel.commit_kprobes()
     assert kernel.guest.is_dead
     assert kernel.kprobes.mode(kprobe) == "optimized"
@@ -337,12 +355,15 @@ def test_a_reboot_of_a_kernel_that_panicked_while_all_were_frozen(undisturbed: F
 
 
 def test_a_thread_that_does_not_freeze_and_was_preempted_in_the_region(freezing: Freezing) -> None:
-    """EBUSY, where it stands there when all others are frozen; then it runs on."""
+    """A commit fails with EBUSY if a thread that does not freeze is in the region.
+
+    When the thread can be frozen, a commit succeeds.
+    """
     kernel = freezing.kernel
     spin = freezing.start("load_memory", FOR_EVER, "spin")
     flags = freezing.flags(spin)
     freezing.set_flags(spin, flags | PF_NOFREEZE)
-    # In the loop, behind the regions that are looked at, so that a turn of the thread's is short.
+    # This probe is in the loop, after the regions in `places`, so that a turn of the thread is short.
     *freezing.places, (last, _) = freezing.places
     freezing.places = [(offset, length) for offset, length in freezing.places if offset + length <= last]
     kernel.register_kprobe(time := freezing.time(last))
@@ -352,7 +373,7 @@ def test_a_thread_that_does_not_freeze_and_was_preempted_in_the_region(freezing:
                 assert all_frozen
                 place = freezing.region_with_a_task()
                 if place is not None:
-                    # Who is frozen already stays, so that the commit finds the thread at this place.
+                    # The other tasks stay frozen, so that the commit finds the thread at this place.
                     kprobe = freezing.register(place)
                     told = freezing.refused()
                     break
@@ -369,7 +390,7 @@ def test_a_thread_that_does_not_freeze_and_was_preempted_in_the_region(freezing:
 
 
 def test_the_dead_are_in_nobodys_way(freezing: Freezing) -> None:
-    """A zombie's parent, frozen, can't reap it."""
+    """A zombie does not delay a commit, although its parent is frozen and cannot reap it."""
     kernel = freezing.kernel
     function = kernel.image.kallsyms.by_name("do_exit")[0].address
     pid = kernel.call("user_mode_thread", function, 0, signal.SIGCHLD)
@@ -382,7 +403,10 @@ def test_the_dead_are_in_nobodys_way(freezing: Freezing) -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_several_cpus(arch: str) -> None:
-    """Clients are wherever they ran last, and the threads of each CPU freeze or don't have to."""
+    """Commits succeed on 4 CPUs, with clients that last ran on different CPUs.
+
+    Afterwards no task is frozen.
+    """
     with Kernel(MachineConfig(arch=arch, cpus=4, profile="djprobe-2007-preempt")) as kernel:
         freezing, guest = Freezing(kernel), kernel.guest
         with kernel.lock:

@@ -1,7 +1,8 @@
-"""Whole functions under as many probes as fit, in every way that a probe can be reached.
+"""Whole functions under as many probes as possible, in every mode of a hit.
 
-test_functions.py has the steps by a second breakpoint. Each way calls other functions, and has probes on all
-instructions that they run and on a share of the rest; with KPROBEFS_WHOLE=1 everything.
+test_functions.py tests steps that end with a second breakpoint. Each mode is tested with another part of the
+functions. Probes are on all executed instructions and on a part of the others. With KPROBEFS_WHOLE=1, all
+functions and all instructions are tested.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ IN_PYTHON = {"boosted", "stepped by TF"}
 
 @dataclass(frozen=True)
 class Call:
-    """A call, how often each of its instructions is executed, and how it ends without probes."""
+    """A call, the number of executions of each instruction, and the outcome without probes."""
 
     start: RegisterSet
     counts: Counter[int]
@@ -69,13 +70,13 @@ class Bench:
         self.hits: Counter[int] = Counter()
         arena = build_arena(machine, rng, text=False)
         self.cell, self.cell_offset = counter_cell(machine)
-        """No memory of the guest's."""
+        """Cell for counts, at an address that the guest does not use, and its offset from the CPU's base."""
         self.top = top = machine.calls.stack_top
         self.pad = machine.model.layout.host_text
         machine.memory.write_word(top, self.pad)
         self._runner = Runner(machine, writable_memory(machine, arena), boundaries)
         entries = list({b.function: b.addr for b in reversed(self.boundaries)}.values())
-        # What probes leave on the stacks of other tasks is seen by nobody but this test.
+        # Calls that switch tasks are left out, because probes leave values on the stacks of the other tasks.
         switch = kernel.image.kallsyms.lookup_name("__schedule")
         part = 2 * list(WAYS).index(way) + (machine.model.bits == 32)
         called = [generate(arena, rng, entry)._replace(sp=top) for entry in share(entries, part, PARTS)]
@@ -84,7 +85,7 @@ class Bench:
             for start, counts in self._runner.counted(called)
             if switch not in counts
             and not self._runner.loses_flags(counts)
-            # A function's cold part, called, leaves the stack: a probe's frame has no place there.
+            # A cold part that is called may leave the stack, where no memory is mapped for a probe's frame.
             and (plain := self.run(start)).end.sp <= top + machine.model.word_size
         ]
         assert len(self.calls) > 0.6 * len(called)
@@ -93,7 +94,7 @@ class Bench:
         self.probed = [b for b in self.boundaries if b.addr in executed or b.addr in rest]
 
     def run(self, start: RegisterSet) -> Outcome:
-        """Without what is left on the free stack."""
+        """Return the outcome of a call, without changes of the free stack."""
         outcome = self._runner.call(start)
         free = range(self.top - STACK_SIZE, self.top)
         changes = {at: piece for at, piece in outcome.changes.items() if at not in free}
@@ -123,9 +124,10 @@ class Bench:
         return True
 
     def is_as(self, call: Call, outcome: Outcome) -> bool:
-        """Whether it ended as without probes.
+        """Return True if a call with probes ended as the call without.
 
-        A fault may be a copy's, and what is dead there may have been used.
+        A fault may happen in the copy of an instruction. Registers that are dead there may differ, and so
+        only the kind of the fault is compared.
         """
         if call.plain.trap.address != self.pad + 1:
             return _kind(outcome) == _kind(call.plain)
@@ -138,7 +140,7 @@ def _kind(outcome: Outcome) -> tuple[object, ...]:
 
 
 def _disjoint(boundaries: list[Boundary], kernel: Kernel) -> Iterator[int]:
-    """Half of the places that can have a jump at the same time."""
+    """Yield half of the places that can have a jump at the same time."""
     assert kernel.kprobes.optimizer is not None
     rng, free = Random(SEED), 0
     for boundary in boundaries:
@@ -160,7 +162,7 @@ def test_functions_end_as_without_probes(way: str, arch: str) -> None:
         if kernel.kprobes.optimizer is not None:
             kernel.kprobes.optimizer.flush()
             assert {kernel.kprobes.mode(probe) for probe in probes} == {"optimized"}
-        # The second time hits are handled by what the first ones had compiled.
+        # In the second round, handlers run that the first round has compiled.
         for call in bench.calls * 2:
             before = bench.count()
             outcome = bench.run(call.start)

@@ -1,6 +1,8 @@
-"""Whole functions under a probe on each instruction at once: the same results, and each hit counted.
+"""Whole functions with a probe on each instruction at once: the results are the same, and each hit is
+counted.
 
-A share of the functions, and probes where they run; KPROBEFS_WHOLE=1 calls all, with probes everywhere.
+A part of the functions is called, with probes on executed instructions. With KPROBEFS_WHOLE=1, all functions
+are called, with probes on all instructions.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ CONFIG = MachineConfig(ram_size=24 << 20)
 CONFIGS = [CONFIG, replace(CONFIG, arch="i386")]
 PARTS = 36
 CALLS = 2
-"""Of each function, with other arguments each."""
+"""Number of calls of each function, with different arguments."""
 EFAULT = 14
 
 
@@ -43,7 +45,7 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 
 def _probeable_functions(boundaries: list[Boundary]) -> list[int]:
-    """Entries of the functions, each once."""
+    """Return the first instruction that can be probed of each function."""
     entries: dict[str, int] = {}
     for boundary in boundaries:
         if boundary.refusal is None:
@@ -121,7 +123,9 @@ def test_known_functions_give_known_results_under_probes(kernel: Kernel) -> None
 
 
 def _session(kernel: Kernel) -> list[object]:
-    """What a process does in the guest's file system, bad user pointers included; the results."""
+    """Make system calls of a process in the guest's file system, some with bad user pointers; return their
+    results.
+    """
     guest, calls = kernel.guest, kernel.guest.syscalls
     results: list[object] = []
     task = guest.processes.task_of(500, 1000, 1000)
@@ -153,7 +157,9 @@ def _as_signed(kernel: Kernel, word: int) -> int:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.arch)
 def test_system_calls_under_probes_leave_the_same_machine(config: MachineConfig) -> None:
-    """Two machines of one seed do the same; all that differs in their memory would be the probes' doing."""
+    """Two machines with the same seed, one with probes and one without, have the same results, registers and
+    memory after the same system calls.
+    """
     with Kernel(config) as plain, Kernel(config, profile=BREAKPOINTS) as probed:
         boundaries = all_boundaries(probed.image)
         expected = _session(plain)
@@ -169,14 +175,16 @@ def test_system_calls_under_probes_leave_the_same_machine(config: MachineConfig)
 
 
 def _guest_memory(kernel: Kernel) -> bytes:
-    """A digest of all memory that is the guest's."""
+    """Return a digest of all memory that belongs to the guest."""
     memory = kernel.machine.memory
     return hashlib.sha256(memoryview(memory.ram)[: memory.host_pages.base]).digest()
 
 
 @pytest.mark.parametrize("bad", [0xFFFF_88FF_FFC0_0000, 0xFFFF_C8FF_FFD0_0000, 0x8000_0000_FFE0_0000])
 def test_fault_with_a_fixup_in_a_copy_goes_on_at_the_fixup(kernel: Kernel, bad: int) -> None:
-    """The table is asked for the probed instruction, not for the copy of it that faults."""
+    """If the copy of an instruction with a fixup faults, the exception table is searched for the probed
+    instruction.
+    """
     machine = kernel.machine
     nofault = kernel.image.kallsyms.lookup_name("copy_from_kernel_nofault")
     assert nofault is not None

@@ -1,4 +1,6 @@
-"""Probes that a module of the guest's registers: its handlers in C, called at hits of every kind."""
+"""Probes that a kernel module of the guest registers; hits of every mode call the handlers, which are written
+in C.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ BUDGET = 0.3
 
 
 class Which(IntEnum):
-    """The probes of modules/probing."""
+    """Numbers of the probes that the module `probing` can register."""
 
     NOTE = 0
     CHANGE = 1
@@ -43,7 +45,7 @@ class Which(IntEnum):
 
 
 class Noted(IntEnum):
-    """What its handlers count and keep."""
+    """Numbers of the values that the handlers of the module `probing` record."""
 
     BEFORE = 0
     BEHIND = 1
@@ -54,22 +56,25 @@ class Noted(IntEnum):
 
 
 class Probing:
-    """A kernel with the module."""
+    """A kernel in which the module `probing` is loaded."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.executive = kernel.components.guest.runner
 
     def register(self, which: Which) -> int:
-        """0 or -errno."""
+        """Register a probe of the module; return 0 or -errno."""
         return self._int(self.kernel.call("probing_register", which))
 
     def unregister(self, which: Which) -> int:
-        """What it had missed."""
+        """Unregister a probe of the module; return its number of missed hits."""
         return self._int(self.kernel.call("probing_unregister", which))
 
     def enable(self, which: Which, enable: bool) -> int:
-        """Whether it is disabled, or -errno."""
+        """Enable or disable a probe of the module.
+
+        Return 1 if the probe is disabled afterwards, 0 if not, or -errno.
+        """
         return self._int(self.kernel.call("probing_enable", which, int(enable)))
 
     def many(self, bad: bool) -> int:
@@ -84,7 +89,7 @@ class Probing:
         return self.kernel.call("probing_noted", which)
 
     def listed(self) -> list[tuple[str, str]]:
-        """Kind and place of all probes."""
+        """Return kind and place of all probes."""
         return sorted((line.split()[1], line.split()[2]) for line in list_lines(self.kernel.kprobes))
 
 
@@ -97,7 +102,7 @@ def booted(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 @pytest.fixture
 def probing(booted: Kernel) -> Iterator[Probing]:
-    """The module, loaded and unloaded; what it leaves registered goes with it."""
+    """Load the module, and unload it after the test. Check that no probe of the module stays registered."""
     booted.load_module("probing")
     yield Probing(booted)
     booted.unload_module("probing")
@@ -139,7 +144,7 @@ def test_handlers_before_and_behind(probing: Probing) -> None:
 
 
 def test_registers_are_read_and_written(probing: Probing) -> None:
-    """On the way of a breakpoint, of a call and of a jump."""
+    """A handler in C can read and change registers at hits by a breakpoint, a call and a jump."""
     kernel = probing.kernel
     assert kernel.call("int_sqrt", 49) == 7
     assert probing.register(Which.CHANGE) == 0
@@ -160,7 +165,9 @@ def test_a_handler_that_goes_elsewhere(probing: Probing) -> None:
 
 @pytest.mark.parametrize("which", [Which.FAULT, Which.LOOP, Which.SLEEP])
 def test_a_handler_that_does_not_return(probing: Probing, which: Which) -> None:
-    """It is told in the log, not called again, and the probed code goes on."""
+    """A handler that faults, loops or sleeps is logged once and not called again, and the probed code
+    continues.
+    """
     kernel, notes = probing.kernel, probing.executive.notes
     before = len(notes)
     assert probing.register(which) == 0
@@ -200,7 +207,7 @@ def test_return_probes(probing: Probing) -> None:
 
 
 def test_errors(probing: Probing) -> None:
-    """Linux's, and nothing is registered."""
+    """Errors of registration are those of Linux, and a refused probe is not registered."""
     assert probing.register(Which.UNKNOWN) == -errno.ENOENT
     assert probing.register(Which.NOWHERE) == -errno.EINVAL
     assert probing.enable(Which.NOTE, True) == probing.enable(Which.NOTE, False) == -errno.EINVAL
@@ -230,6 +237,8 @@ def test_arrays_are_all_or_nothing(probing: Probing) -> None:
 
 
 def test_what_is_left_goes_with_the_module(probing: Probing) -> None:
-    """The fixture unloads it with these registered."""
+    """Probes that are still registered when the module is unloaded are unregistered; the fixture checks
+    this.
+    """
     assert probing.register(Which.NOTE) == probing.register(Which.RETURN) == 0
     assert len(probing.listed()) == 2

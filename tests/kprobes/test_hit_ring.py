@@ -1,4 +1,4 @@
-"""HitRing: what its probes record, trapped or in guest code."""
+"""HitRing: what its probes record, by hits that trap and by hits in guest code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emulated_kernel.util.config import MachineConfig
 from tests.ledger import ledger_mismatches
 
 PLACES = {"x86_64": ("di", "si"), "i386": ("ax", "dx"), "riscv64": ("a0", "a1"), "riscv64i": ("a0", "a1")}
-"""Where gcd's arguments are."""
+"""Architecture -> registers of gcd's arguments."""
 
 
 @pytest.fixture(params=list(PLACES))
@@ -28,7 +28,10 @@ def _behind_the_site(kernel: Kernel) -> int:
 @pytest.mark.parametrize("at_entry", [True, False])
 @pytest.mark.parametrize("settle", [False, True])
 def test_the_latest_hits_in_order(kernel: Kernel, at_entry: bool, settle: bool) -> None:
-    """The first hit traps, the others don't; all look alike."""
+    """The ring keeps the latest hits in their order.
+
+    The first hit traps and later hits do not, but all entries look alike.
+    """
     offset = 0 if at_entry else _behind_the_site(kernel)
     ring = kernel.hit_ring(*PLACES[kernel.arch.name], capacity=4)
     probe = ring.probe(symbol_name="gcd", offset=offset)

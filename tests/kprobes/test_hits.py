@@ -28,7 +28,7 @@ def dmesg(kernel: Kernel) -> str:
 
 
 def body(kernel: Kernel, name: str) -> list[int]:
-    """Addresses of a function's probeable instructions."""
+    """Return the addresses of a function's instructions that can be probed."""
     return [b.addr for b in all_boundaries(kernel.image) if b.function == name and b.refusal is None]
 
 
@@ -48,7 +48,7 @@ def test_registers_at_the_hit_and_behind_it(kernel: Kernel) -> None:
     text = kernel.machine.alloc_pages(16)
     kernel.machine.memory.write(text, b"four\0")
     assert kernel.machine.call(strlen, text) == 4
-    # Linux: the handler sees the instruction pointer that int3 left, one byte further.
+    # Linux: the handler sees the instruction pointer after int3, which is one byte after the probe.
     assert seen == {"pre": (strlen + 1, text), "post": (second, text)}
 
 
@@ -66,7 +66,9 @@ def test_handler_changes_an_argument_and_memory(kernel: Kernel) -> None:
 
 
 def test_instruction_pointer_is_heeded_only_with_a_true_result(kernel: Kernel) -> None:
-    """Linux: the step sets the instruction pointer itself."""
+    """As in Linux, a handler's change of ip is ignored unless the handler returns true, because the single
+    step sets ip.
+    """
 
     def move(_kprobe: Kprobe, regs: Any) -> None:
         regs.ip = 0
@@ -90,11 +92,15 @@ def test_post_handler_changes_the_result(kernel: Kernel) -> None:
 
 
 class NestedRegs(SimpleNamespace):
-    """Registers of code that a handler runs: a probe's breakpoint has just been met."""
+    """Registers of code that a handler runs, just after this code has hit a probe's breakpoint."""
 
 
 def run_nested(kernel: Kernel, kprobe: Kprobe) -> NestedRegs:
-    """What a CPU in a handler does that meets a probe's breakpoint and then the end of its step."""
+    """Simulate a hit of `kprobe` in code that a handler runs: its breakpoint, then the trap at the end of its
+    single step.
+
+    Return the registers.
+    """
     regs = NestedRegs(ip=kprobe.address + 1)
     kernel.machine.breakpoints[kprobe.address](regs)  # type: ignore[arg-type]
     head = kernel.kprobes.table.get(kprobe.address)
@@ -174,7 +180,7 @@ def test_a_handler_cannot_call_into_the_guest_nor_change_probes(kernel: Kernel) 
 
 
 class HandlerError(Exception):
-    """Raised by handlers of these tests."""
+    """Error that handlers of these tests raise."""
 
 
 @pytest.mark.parametrize("kind", ["pre_handler", "post_handler"])
@@ -187,7 +193,10 @@ def test_a_handler_that_raises(
     error: type[BaseException],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The guest goes on as if it had returned 0; the Python caller gets what was raised, after the call."""
+    """If a handler raises, the guest continues as if the handler had returned 0.
+
+    The Python caller gets the exception after the call.
+    """
     others: list[str] = []
 
     def fail(*_: object) -> None:
@@ -233,7 +242,10 @@ def test_a_failure_belongs_to_the_call_it_came_in(kernel: Kernel, caplog: pytest
 
 
 def test_oops_in_a_stepped_instruction(kernel: Kernel) -> None:
-    """The fault is the original instruction's; the task dies in the middle of the hit."""
+    """An oops in a stepped copy names the original instruction.
+
+    The task dies in the middle of the hit, and later hits are not missed.
+    """
     probes = [Kprobe(addr=addr, post_handler=lambda *_: None) for addr in body(kernel, "strlen")]
     kernel.register_kprobes(probes)
     for _ in range(3):
@@ -252,7 +264,7 @@ def test_a_handler_that_makes_the_instruction_fault(kernel: Kernel) -> None:
     spoilt: list[int] = []
 
     def spoil(_kprobe: Kprobe, regs: Any) -> None:
-        # Once: printing the oops measures strings too.
+        # Only the first time, because printing the oops also calls strlen.
         if not spoilt:
             spoilt.append(regs.di)
             regs.di = 0x1000
@@ -265,7 +277,10 @@ def test_a_handler_that_makes_the_instruction_fault(kernel: Kernel) -> None:
 
 
 def test_an_oops_while_an_oops_is_reported(kernel: Kernel) -> None:
-    """The second is reported too; the task is dead, and the next one that faults is reported as well."""
+    """If the report of an oops causes a second oops, both are reported and the task dies.
+
+    The next task that faults is reported as well.
+    """
     spoilt: list[int] = []
 
     def spoil(_kprobe: Kprobe, regs: Any) -> int:
@@ -286,7 +301,9 @@ def test_an_oops_while_an_oops_is_reported(kernel: Kernel) -> None:
 
 
 def test_emulated_push_on_a_bad_stack_faults_in_its_caller(kernel: Kernel) -> None:
-    """The fault of a probed call instruction reaches whoever runs the guest, as an unprobed one's would."""
+    """If a probed call instruction faults at its push to a bad stack, the trap is the same as without a
+    probe.
+    """
     machine = kernel.machine
     call = next(
         b.addr
@@ -304,7 +321,10 @@ def test_emulated_push_on_a_bad_stack_faults_in_its_caller(kernel: Kernel) -> No
 
 
 def test_a_call_given_up_in_the_middle_of_a_hit(kernel: Kernel) -> None:
-    """The budget ends a call anywhere; the engine is usable afterwards and counts nothing as missed."""
+    """A call may exceed its budget in the middle of a hit.
+
+    Afterwards calls work, and no hit counts as missed.
+    """
     probes = [Kprobe(addr=addr) for addr in body(kernel, "crc32_le")]
     kernel.register_kprobes(probes)
     page = kernel.machine.alloc_pages(16)
@@ -318,7 +338,10 @@ def test_a_call_given_up_in_the_middle_of_a_hit(kernel: Kernel) -> None:
 
 
 def test_a_hit_that_is_abandoned_within_its_handler(kernel: Kernel) -> None:
-    """The hit's end finds no current probe, and says nothing: it would be an error within the guest's run."""
+    """If the CPU's hits are abandoned within a handler, the end of the hit finds no current probe.
+
+    The probed function continues without an error.
+    """
     ctlblk = kernel.kprobes.hits.ctlblk
     probe = Kprobe(symbol_name="gcd", pre_handler=lambda _kprobe, _regs: ctlblk.abandon())
     behind = Kprobe(symbol_name="gcd", offset=body(kernel, "gcd")[1] - address(kernel, "gcd"))
@@ -329,7 +352,10 @@ def test_a_hit_that_is_abandoned_within_its_handler(kernel: Kernel) -> None:
 
 
 def test_post_handlers_that_take_flags_get_none_set(kernel: Kernel) -> None:
-    """Mirrors: kprobe_post_process (v6.1), which passes 0; alone, and with another probe at the place."""
+    """Post-handlers with a parameter `flags` get 0, whether or not another probe is at the place.
+
+    Mirrors: kprobe_post_process (v6.1).
+    """
     seen: list[tuple[object, ...]] = []
 
     class Owner:

@@ -1,4 +1,6 @@
-"""Instructions that the image doesn't have, probed and unprobed: each emulated form, rip-relative copies."""
+"""Instructions that the kernel image does not have, probed and unprobed: each emulated form, and copies of
+rip-relative instructions.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ INSTRUCTIONS = {
     "lodsq": "48 ad",
     "ud2": "0f 0b",
 }
-"""Name to code."""
+"""Name -> code in hexadecimal."""
 
 SHOW_TRAP_FLAG = ("pushf", "pushf, 16 bits")
 LOAD_TRAP_FLAG = ("popf", "popf, 16 bits")
@@ -89,7 +91,7 @@ def machine() -> Iterator[Machine]:
 
 
 def _kprobes(machine: Machine, code: bytes) -> Kprobes:
-    """The engine over the machine whose text now begins with `code`."""
+    """Write `code` to the start of the machine's text, and return a probe engine for this machine."""
     padded = code.ljust(64, b"\x90")
     machine.text.disown(guests.TEXT)
     machine.text.poke(CODE, padded)
@@ -147,7 +149,11 @@ BY_PYTHON = ("pushf, 16 bits", "popf, 16 bits", "call rsp")
 
 @pytest.mark.parametrize("name", [*EMULATED, *FAR_RETURNS])
 def test_an_emulated_instruction_follows_the_handler(machine: Machine, name: str) -> None:
-    """Each hit is one trap without Python, and the effect is that of the processor."""
+    """A hit of an emulated instruction is one trap without Python, and has the same effect as the instruction
+    on the processor.
+
+    Instructions in BY_PYTHON get no stub in guest code.
+    """
     code = bytes.fromhex({**INSTRUCTIONS, **FAR_RETURNS}[name])
     kprobes = _kprobes(machine, code)
     rng = Random(name)

@@ -1,4 +1,4 @@
-"""Jprobes and fault handlers: what kernels up to 4.14 and 5.13 had."""
+"""Jprobes, which Linux had up to 4.14, and fault handlers, which Linux had up to 5.13."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 
 def mirror(kernel: Kernel, source: str) -> int:
-    """A guest function; `{cells}` in its source is memory of its own, `{jprobe_return}` its way out."""
+    """Assemble a function into guest memory and return its address.
+
+    In `source`, `{cells}` is memory for the function, and `{jprobe_return}` is what a jprobe's function must
+    call at its end.
+    """
     from keystone import KS_ARCH_X86, KS_MODE_32, KS_MODE_64, Ks
 
     assert kernel.components.engine.jprobes is not None
@@ -65,7 +69,7 @@ MIRROR = """
     mov rax, {jprobe_return}
     call rax
 """
-"""Notes its arguments and spoils registers, flags, and the stack that the probed function owns."""
+"""Function that records its arguments, and overwrites registers, flags, and the probed function's stack."""
 
 
 MIRROR_32 = """
@@ -85,7 +89,7 @@ MIRROR_32 = """
 
 
 def noted(kernel: Kernel) -> list[int]:
-    """The arguments that the mirror saw."""
+    """Return the arguments that the jprobe's function recorded."""
     word = kernel.machine.memory.word_size
     return [kernel.machine.memory.read_word(cells(kernel) + at) for at in (0, word)]
 
@@ -118,7 +122,9 @@ def _check_mirror(kernel: Kernel, source: str) -> None:
 
 
 def test_probes_hit_by_the_mirror_are_missed(kernel: Kernel) -> None:
-    """The hit is open until jprobe_return."""
+    """A probe that the jprobe's function hits is missed, because the hit of the jprobe lasts until
+    jprobe_return.
+    """
     hits: list[int] = []
     inner = Kprobe(symbol_name="int_sqrt", pre_handler=lambda _kprobe, _regs: hits.append(1))
     kernel.register_kprobe(inner)
@@ -132,7 +138,11 @@ def test_probes_hit_by_the_mirror_are_missed(kernel: Kernel) -> None:
 
 
 def test_beside_kprobes(kernel: Kernel) -> None:
-    """Its handler is the last one, as it doesn't come back to the others; and it forbids the jump."""
+    """With kprobes at the same place, the jprobe's handler runs last, because no other handler runs after
+    jprobe_return.
+
+    A second jprobe is refused.
+    """
     hits: list[str] = []
     probes = [
         Kprobe(symbol_name="gcd", pre_handler=lambda _kprobe, _regs, name=name: hits.append(name))
@@ -156,7 +166,11 @@ def test_beside_kprobes(kernel: Kernel) -> None:
 
 
 def test_a_hit_that_ends_in_its_handler_is_not_the_jprobes_open_one(kernel: Kernel) -> None:
-    """A pre_handler skips the function at a place where a jprobe left hits open until it was removed."""
+    """A jprobe leaves a hit open until jprobe_return.
+
+    After the jprobe is unregistered, a pre-handler that skips the function ends its own hit, and no hit is
+    missed.
+    """
     jprobe = Jprobe(mirror(kernel, MIRROR), symbol_name="gcd")
     skips: list[bool] = []
 
@@ -204,7 +218,11 @@ def test_only_on_entries(kernel: Kernel) -> None:
 
 class TestFaultHandler:
     def test_of_the_step(self, kernel: Kernel) -> None:
-        """It may end the fault by going on behind the instruction; or leave it to the guest."""
+        """If the fault handler returns 1 for a fault of the single step, the guest continues after the
+        instruction.
+
+        If it returns 0, the guest gets the fault.
+        """
         seen: list[int] = []
         answer = [1]
 
@@ -214,7 +232,7 @@ class TestFaultHandler:
                 regs.di, regs.ax = (kernel.image.kallsyms.lookup_name("linux_banner") or 0), 0
             return answer[0]
 
-        # Faults in strlen's first load; its post_handler keeps it from being boosted.
+        # The first load of strlen faults. The post_handler prevents boosting.
         kprobe = Kprobe(
             symbol_name="strlen", offset=5, fault_handler=fault, post_handler=lambda _kprobe, _regs: None
         )
@@ -229,7 +247,10 @@ class TestFaultHandler:
 
     @pytest.mark.parametrize("answer", [0, 1])
     def test_of_a_handler(self, kernel: Kernel, answer: int, caplog: pytest.LogCaptureFixture) -> None:
-        """A handler that reads bad memory: an answer of 1 means that nothing needs to be told."""
+        """If a handler reads bad memory, the fault handler is called.
+
+        If the fault handler returns 1, the failure is neither logged nor counted.
+        """
         seen: list[int] = []
 
         def read(_kprobe: Kprobe, _regs: Any) -> None:
@@ -267,7 +288,10 @@ def test_the_default_kernel_has_neither() -> None:
 
 @pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
 def test_a_handler_in_python_gets_as_many_arguments_as_it_takes(arch: str) -> None:
-    """On i386 those of bsearch behind the third one are on the stack."""
+    """A jprobe's handler in Python gets as many arguments as it has parameters.
+
+    On i386, arguments of bsearch after the third are on the stack.
+    """
     profile = Profile("jprobes", jprobes=True)
     with Kernel(MachineConfig(arch=arch), profile=profile) as kernel:
         seen: list[tuple[int, ...]] = []

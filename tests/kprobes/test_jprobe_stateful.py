@@ -1,4 +1,4 @@
-"""Random acts on jprobes, kprobes and kretprobes of the same functions."""
+"""Random operations on jprobes, kprobes and kretprobes of the same functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.kprobes.modelled import CALLS, PLACES, SELDOM, Modelled, run
 FUNCTIONS = sorted(CALLS)
 NAMED = st.sampled_from(FUNCTIONS)
 INNER = "int_sqrt"
-"""What some mirrors call."""
+"""Function that some mirrors call."""
 CALL = "mov {first}, {argument}; mov {scratch}, {inner}; call {scratch}"
 MIRROR = """
     mov {scratch}, {cells}
@@ -40,7 +40,7 @@ MIRROR = """
     mov {scratch}, {jprobe_return}
     call {scratch}
 """
-"""Counts, notes its arguments, and spoils registers, flags, and the stack that the probed function owns."""
+"""Function that counts, records its arguments, and overwrites registers, flags and its caller's stack."""
 NAMES: dict[str, dict[str, str | int]] = {
     "x86_64": {"scratch": "rax", "bx": "rbx", "sp": "rsp", "first": "rdi", "second": "rsi", "word": 8},
     "i386": {"scratch": "ecx", "bx": "ebx", "sp": "esp", "first": "eax", "second": "edx", "word": 4},
@@ -59,14 +59,14 @@ def assembled(arch: str, source: str) -> bytes:
 
 
 class Mirror(NamedTuple):
-    """A jprobe's guest function."""
+    """The guest function of a jprobe; `calls` is True if it calls another probed function."""
 
     entry: int
     cells: int
-    """Memory for what it counts and notes."""
+    """Address of the memory for the count and the arguments."""
     function: str
     calls: bool
-    """Whether it calls INNER, whose probes are missed then."""
+    """Whether the function calls INNER, whose probes miss these hits."""
 
 
 class Jprobing(Modelled):
@@ -87,7 +87,7 @@ class Jprobing(Modelled):
 
     def warm_up(self) -> None:
         super().warm_up()
-        # The first one makes a trampoline that stays.
+        # The first kretprobe allocates a trampoline, which stays allocated.
         kretprobe = Kretprobe(symbol_name="gcd")
         self.kernel.register_kretprobe(kretprobe)
         self.kernel.unregister_kretprobe(kretprobe)
@@ -99,7 +99,7 @@ class Jprobing(Modelled):
         self.kernel.machine.free_pages(self.cells)
 
     def jprobe(self, function: str, *, disabled: bool = False, calls: bool = False) -> Jprobe:
-        """A jprobe with a mirror of its own."""
+        """Return a jprobe with its own guest function."""
         machine, number = self.kernel.machine, len(self.numbers)
         assert self.kernel.components.engine.jprobes is not None
         cells = self.cells + number * CELLS_SIZE
@@ -120,7 +120,7 @@ class Jprobing(Modelled):
         return jprobe
 
     def kretprobe(self, function: str, *, disabled: bool) -> Kretprobe:
-        """A kretprobe that counts the returns."""
+        """Return a kretprobe that counts the returns."""
         number, _ = self.counter()
 
         def returned(_instance: KretprobeInstance, _regs: Any) -> None:
@@ -164,7 +164,7 @@ class Jprobing(Modelled):
         jprobe = self.jprobe(function, disabled=disabled, calls=calls)
         if self.has_jprobe(function):
             self.refused(lambda: self.kernel.register_jprobe(jprobe), errno.EEXIST)
-            # As in Linux what was alone has an aggregator from now on.
+            # As in Linux, the first probe of the address has an aggregator from now on.
             self.model.points[self.entry(function)].shared = True
             return
         self.kernel.register_jprobe(jprobe)
@@ -172,7 +172,10 @@ class Jprobing(Modelled):
 
     @rule(functions=st.lists(NAMED, max_size=3), bad=st.sampled_from([0, 0, errno.ENOENT, errno.EINVAL]))
     def register_jprobes(self, functions: list[str], bad: int) -> None:
-        """All or none; a second jprobe of a function is as bad as an unknown name or the middle of one."""
+        """Register an array of jprobes, either all or none.
+
+        A second jprobe of a function, an unknown name and an address within a function are refused.
+        """
         jprobes = [self.jprobe(function) for function in functions]
         array, expected = [*jprobes], bad if functions else errno.EINVAL
         if bad:

@@ -1,6 +1,7 @@
-"""What liveness calls dead is overwritten at every instruction, and nothing comes of it.
+"""Noise in the registers that are dead by the liveness analysis, at every instruction, changes no result.
 
-A share of the functions is called, with probes at a share of the instructions; KPROBEFS_WHOLE=1 takes all.
+A part of the functions is called, with probes at a part of the instructions. With KPROBEFS_WHOLE=1, all
+functions and instructions are tested.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from tests.sample import WHOLE, fewer, share
 SEED = 4
 PARTS = 12
 PROBED = 5
-"""One of that many instructions has a probe."""
+"""Number of instructions of which one has a probe."""
 SKIPPED = 0.5 if WHOLE else 0.8
-"""Share of the places for jumps that get none."""
+"""Share of the places for jumps that get no jump."""
 MAX_HITS = 5000
-"""Of a call; a longer one is cut off, and says nothing."""
+"""Maximum number of hits of a call. A call with more hits is cut off and not compared."""
 STACK_SIZE = 16 << 10
 
 
 class Calls:
-    """A call of each function that returns, and how it ended without probes."""
+    """One call of each function that returns, with its outcome without probes."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -56,7 +57,7 @@ class Calls:
         machine, rng = kernel.machine, Random(SEED)
         self.pad = machine.model.layout.host_text
         self.counter, self.counter_offset = counter_cell(machine)
-        """A cell that is no memory of the guest's."""
+        """Cell for counts, at an address that the guest does not use, and its offset from the CPU's base."""
         self.top = top = machine.calls.stack_top
         arena = build_arena(machine, rng, text=False)
         machine.memory.write_word(top, self.pad)
@@ -69,15 +70,15 @@ class Calls:
             for start in called:
                 switches.clear()
                 end = self._run(start)
-                # Where a function faults its registers are seen by nobody but this test, and what is left
-                # on the stacks of other tasks by nobody either.
+                # Calls that fault or switch tasks are left out: no caller sees the registers at a fault,
+                # and no task reads the values that are left on the stacks of other tasks.
                 if end.trap.address == self.pad + 1 and not switches:
                     self._returned.append((start, end))
         assert len(self._returned) > 0.3 * len(called)
 
     @contextmanager
     def _switches(self) -> Iterator[list[int]]:
-        """Grows when a task is switched."""
+        """Yield a list that grows at each task switch."""
         found: list[int] = []
         probe = Kprobe(symbol_name="__schedule", pre_handler=lambda *_: found.append(1))
         self.kernel.register_kprobe(probe)
@@ -85,14 +86,17 @@ class Calls:
         self.kernel.unregister_kprobe(probe)
 
     def _run(self, start: RegisterSet) -> Outcome:
-        """Without what is left on the stack."""
+        """Return the outcome of a call, without changes of the stack."""
         outcome = self._runner.call(start)
         stack = range(self.top - STACK_SIZE, self.top)
         changes = {at: bytes_ for at, bytes_ in outcome.changes.items() if at not in stack}
         return Outcome(outcome.trap, outcome.end, changes)
 
     def differing(self, cut_off: Callable[[], bool]) -> list[RegisterSet]:
-        """Calls that end otherwise now, without those that `cut_off` tells of or that take too long."""
+        """Return the calls whose outcome differs from that without probes.
+
+        Leave out calls for which `cut_off` returns True, and calls that take too long.
+        """
         finished = 0
         found = []
         for start, expected in self._returned:
@@ -105,7 +109,11 @@ class Calls:
         return found
 
     def unexplained(self, calls: list[RegisterSet]) -> list[str]:
-        """Those that don't read text, where breakpoints and jumps can be read as on Linux."""
+        """Return the entries of those calls whose difference has no known cause.
+
+        Known causes are calls that read text, in which breakpoints and jumps can be read as on Linux, and
+        flags that the emulator loses.
+        """
         runner = self._runner
         return [hex(start.ip) for start, counts in runner.counted(calls) if not runner.loses_flags(counts)]
 
@@ -118,7 +126,7 @@ def calls(request: pytest.FixtureRequest) -> Iterator[Calls]:
 
 
 class Overwriting:
-    """Probes that put noise into what is dead."""
+    """Probes that write noise into dead registers."""
 
     def __init__(self, names: set[str], pad: int) -> None:
         self._names = names
@@ -145,7 +153,7 @@ class Overwriting:
         return Kprobe(addr=addr, pre_handler=overwrite)
 
     def cut_off(self) -> bool:
-        """Whether the last call was; a new one starts."""
+        """Return True if the last call was cut off after too many hits, and begin to count for a new call."""
         left, self._left = self._left, MAX_HITS
         return left < 0
 
@@ -153,7 +161,7 @@ class Overwriting:
 def test_what_is_dead_may_be_overwritten(calls: Calls) -> None:
     overwriting = Overwriting(calls.names, calls.pad)
     live_at = calls.verdict.live_at
-    # To register and unregister a probe takes longer than its hits.
+    # Registering and unregistering a probe takes longer than its hits.
     boundaries = share(calls.boundaries, calls.arch.bits // 32, PROBED)
     probes = [
         overwriting.probe(boundary.addr, live)
@@ -170,7 +178,7 @@ def test_what_is_dead_may_be_overwritten(calls: Calls) -> None:
 
 
 def greedy(counter: int, rng: Random) -> Program:
-    """A handler that counts, and overwrites as much as a program can."""
+    """Return a program that counts, and overwrites as many registers as a program can."""
     noise = [ir.SetImmediate(vreg, rng.getrandbits(64)) for vreg in rng.sample(range(6), rng.randint(1, 6))]
     vreg, label = noise[0].dst, Label(0)
     return (
@@ -184,7 +192,7 @@ def greedy(counter: int, rng: Random) -> Program:
 
 @pytest.mark.parametrize("saves_all", [False, True])
 def test_compiled_detours_are_transparent(calls: Calls, saves_all: bool) -> None:
-    """Many jumps at once."""
+    """Many jumps at once to detours with compiled handlers change no result."""
     kernel, arch, rng = calls.kernel, calls.arch, Random(SEED)
     text = kernel.machine.text
     buffers, pokes = [], []

@@ -1,4 +1,4 @@
-"""Whatever changes probes is done under the control lock, and says so where it isn't."""
+"""Every change of probes needs the control lock, and raises an error without the lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thousands of probes at one address: the work for each doesn't grow with the others."""
+"""Thousands of probes at one address: the work for a probe does not grow with the number of other probes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ FEW, MANY = 100, 400
 @pytest.mark.parametrize("offset", [0, 5])
 @pytest.mark.parametrize("order", [1, -1])
 def test_each_change_of_one_is_work_for_one(offset: int, order: int) -> None:
-    """Registering, disabling, enabling and unregistering, the oldest first and the newest first."""
+    """The work to register, disable, enable and unregister a probe does not grow with the number of probes at
+    its address.
+
+    This holds for the oldest and for the newest probe.
+    """
     totals = []
     for number in (FEW, MANY):
         with Kernel() as kernel:
@@ -82,7 +86,7 @@ ARGUMENTS: dict[str, tuple[int | bytes, ...]] = {
 
 @pytest.fixture
 def emitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Becomes as long as there are handlers of events that guest code was made for."""
+    """Return a list that gets an item whenever guest code for the handler of an event is compiled."""
     kept: list[str] = []
     emit = EventEmitter.emit
 
@@ -95,7 +99,10 @@ def emitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def traced(kernel: Kernel, way: str, functions: Iterable[tuple[str, int]]) -> Callable[[], set[str]]:
-    """So many events each of the functions, enabled; what it returns says how many hits they had."""
+    """Put a number of events on each function and enable them.
+
+    Return a function that gives the set of the events' numbers of hits.
+    """
     shell, numbers = Shell(kernel), count()
     lines = [LINES[way].format(next(numbers), name) for name, number in functions for _ in range(number)]
     shell.write("/tracing/dynamic_events", "\n".join(lines))
@@ -121,7 +128,10 @@ def test_thousands_of_handlers_stay_with_python(way: str, emitted: list[str]) ->
 
 @pytest.mark.parametrize("way", LINES)
 def test_a_request_waits_for_so_many_handlers_to_be_made(way: str, emitted: list[str]) -> None:
-    """The others are made at the hits of later requests; no hit is lost meanwhile."""
+    """One request compiles only a limited number of handlers.
+
+    Hits of later requests compile the remaining ones, and no hit is lost meanwhile.
+    """
     functions = [(name, 150) for name in ARGUMENTS]
     if way.startswith("fprobe"):
         functions = [("gcd", MAX_HANDLERS + 50)]
@@ -187,7 +197,9 @@ def test_handlers_follow_each_change_in_their_order() -> None:
     [("hist:keys=a if b == {}", errno.EEXIST), ("hist:keys=a:v{}=b", errno.EINVAL)],
 )
 def test_each_further_histogram_is_work_for_one(wanted: str, again: int) -> None:
-    """Though a new one is compared with all others, be their filters or their fields different."""
+    """The work to add a histogram does not grow with the number of histograms, although each new one is
+    compared with all existing ones.
+    """
     totals = []
     with Kernel() as kernel:
         shell = Shell(kernel)

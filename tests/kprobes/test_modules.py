@@ -1,4 +1,6 @@
-"""Probes in modules: found by symbol and address, gone with their code, and back with new one."""
+"""Probes in modules: registered by symbol and by address, gone with the module's code, and possible again
+after the module is loaded again.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ from tests.ledger import ledger_mismatches
 
 
 class Probed:
-    """A kernel with a module, and the hits of the probes in it."""
+    """A kernel with a loaded module, and the hits of the probes in this module."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.hits: list[str] = []
 
     def probe(self, place: str, **options: Any) -> Kprobe:
-        """Register a probe on SYMBOL+OFFSET that notes its hits."""
+        """Register a probe on SYMBOL+OFFSET that records its hits."""
         symbol, _, offset = place.partition("+")
 
         def note(_kprobe: Kprobe, _regs: Any) -> None:
@@ -43,11 +45,11 @@ class Probed:
         return found
 
     def listed(self) -> list[str]:
-        """kprobes/list without addresses."""
+        """Return the lines of kprobes/list without addresses."""
         return [line.split(maxsplit=2)[2] for line in list_lines(self.kernel.kprobes)]
 
     def every_probe(self, *functions: str) -> list[Kprobe]:
-        """A probe wherever one can be in these functions."""
+        """Register a probe at each place of the functions that can be probed."""
         found = []
         for function in functions:
             for offset in range(16):
@@ -82,7 +84,7 @@ def test_the_blacklist_names_its_module(probed: Probed) -> None:
 
 
 def resources(kernel: Kernel) -> tuple[int, int, int]:
-    """What probes hold: slots, executable memory, handlers at addresses."""
+    """Return the numbers of slots, of pieces of executable memory and of handlers that probes use."""
     kernel.kprobes.garbage.collect()
     text = kernel.machine.text
     return kernel.kprobes.slots.used, text._slots.used, len(kernel.machine.breakpoints)
@@ -134,9 +136,11 @@ class TestPlaces:
 
 class TestGone:
     def test_all_kinds_give_back_what_they_hold(self, probed: Probed) -> None:
-        """int3, optimized and fentry probes, single and several at an address."""
+        """Unloading the module frees what int3, optimized and fentry probes use, with one probe or several at
+        an address.
+        """
         kernel = probed.kernel
-        # What the first probe of all makes stays: a page of slots.
+        # The page of slots that the first probe allocates stays allocated.
         kernel.unregister_kprobe(probed.probe("vfs_read+5"))
         probed.optimize()
         before = resources(kernel)
@@ -184,7 +188,11 @@ class TestGone:
         assert not probed.optimizer.is_queued(probe)
 
     def test_one_that_waits_to_be_freed(self, probed: Probed) -> None:
-        """Its text has been restored, but a task may still stand in its detour when the module goes."""
+        """A probe was unregistered and its text restored, but a task may still be in its detour when the
+        module is unloaded.
+
+        The detour is freed when no task is in the detour.
+        """
         kernel, optimizer = probed.kernel, probed.optimizer
         probe = probed.probe("ktgt_add+5")
         probed.optimize()
@@ -236,7 +244,9 @@ class TestAgain:
         assert probed.listed() == []
 
     def test_other_code_at_the_same_address(self, probed: Probed) -> None:
-        """What was found out of the old code must not be used for the new one."""
+        """If another module is loaded at the address of an unloaded one, the analysis of the old code is not
+        used for the new code.
+        """
         kernel = probed.kernel
         probed.every_probe("ktgt_add", "ktgt_str")
         kernel.unload_module("ktgt")
@@ -274,7 +284,10 @@ class TestInit:
 
 
 def test_names_of_two_functions(probed: Probed) -> None:
-    """A probe by name goes to the first one, as kallsyms has it; by address to either."""
+    """If two functions have the same name, a probe by name is on the first one in kallsyms.
+
+    A probe by address can be on either.
+    """
     kernel = probed.kernel
     kernel.load_module("twins")
     first, second = kernel.live.kallsyms.by_name("twins:twin")

@@ -1,4 +1,6 @@
-"""Hits that stay out of Python: how many enter it, and that nothing else can tell them from the others."""
+"""Hits that stay out of Python: the number of entries into Python, and the same effects as those of other
+hits.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ CALL = b"\xe8"
 
 @contextmanager
 def counted_entries(kernel: Kernel) -> Iterator[list[str]]:
-    """Collect the callbacks of the emulator that are entered, however they are dispatched."""
+    """Yield a list of the emulator's callbacks into Python that are called."""
     codes = kernel.machine.handler_time.callbacks
     entered: list[str] = []
 
@@ -132,7 +134,10 @@ and a return.
 @pytest.mark.parametrize("cpus", [1, 2])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_no_hit_on_an_emulated_instruction_enters_python(arch: str, cpus: int) -> None:
-    """The instruction follows the handler in another form; a jump that needs a register is a second trap."""
+    """The handler's code ends with a relocated form of the probed instruction.
+
+    A jump that would need a register is a second trap.
+    """
     turns = 100_000 // cpus
     with booted(arch, "stepped", cpus=cpus) as kernel:
         traps = []
@@ -165,7 +170,10 @@ def test_no_hit_on_an_emulated_instruction_enters_python(arch: str, cpus: int) -
 
 @pytest.mark.parametrize("arch", ["riscv64", "riscv64i"])
 def test_a_breakpoint_leads_to_a_slot_that_no_jump_reaches(arch: str) -> None:
-    """A jal reaches 1 MiB. The third trap of a hit needs no Python either, and the hit is not measured."""
+    """A slot out of reach of a `jal` (1 MiB) costs a third trap per hit.
+
+    This trap does not enter Python either, and the hit's cost is not measured.
+    """
     with booted(arch, "stepped") as kernel:
         files = Files(kernel)
         files.write("/kprobe_events", f"p:ev {FUNCTION}+{kernel.arch.call_size}")
@@ -184,7 +192,10 @@ def test_a_breakpoint_leads_to_a_slot_that_no_jump_reaches(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ["x86_64", "i386"])
 def test_a_task_in_a_relocated_call_has_called(arch: str) -> None:
-    """Its call chain then has the return address that the first of the two instructions has pushed."""
+    """A call instruction is relocated as a push of the return address and a jump.
+
+    A task at the jump counts as being in the call.
+    """
     with booted(arch, "stepped") as kernel:
         start = kernel.image.kallsyms.lookup_name("vfs_read")
         assert start is not None
@@ -211,7 +222,10 @@ def test_a_task_in_a_relocated_call_has_called(arch: str) -> None:
 
 @pytest.mark.parametrize(("arch", "mode"), CASES)
 def test_the_file_cost_measures_the_traps_of_a_hit(arch: str, mode: str) -> None:
-    """What it says of traps is what a hit takes, and each hit of a measured copy takes as many."""
+    """The file `cost` shows as many traps as a hit takes.
+
+    Each hit of the measured copy takes the same number of traps.
+    """
     with booted(arch, mode) as kernel:
         files = Files(kernel)
         files.write("/kprobe_events", f"p:ev {FUNCTION}+{kernel.arch.call_size}")
@@ -253,7 +267,10 @@ def test_a_trace_event_enters_python_for_the_first_page_only(arch: str, mode: st
 @pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
 @pytest.mark.parametrize("argument", ["", '\\"string"'])
 def test_pages_that_guest_code_fills_are_equal_to_those_of_the_host(arch: str, argument: str) -> None:
-    """Two CPUs record into two trace arrays, of which one keeps its oldest events."""
+    """Pages of the ring that guest code fills equal those that the host fills.
+
+    Two CPUs record into two trace arrays, and one of the arrays keeps its oldest events.
+    """
     found = []
     for turns_pages in (False, True):
         with booted(arch, "stepped", cpus=2) as kernel:
@@ -279,7 +296,9 @@ def test_pages_that_guest_code_fills_are_equal_to_those_of_the_host(arch: str, a
 
 @pytest.mark.parametrize(("arch", "mode"), CASES)
 def test_assembly_on_both_sides_stays_in_the_guest(arch: str, mode: str) -> None:
-    """A probe with post_code is stepped; the trap after the instruction leads to that code."""
+    """A probe with `post_code` is stepped, and the trap at the end of the step leads to this code without
+    Python.
+    """
     texts = TEXTS[arch]
     with booted(arch, mode) as kernel:
         probe = Kprobe(
@@ -303,7 +322,9 @@ def test_assembly_on_both_sides_stays_in_the_guest(arch: str, mode: str) -> None
 
 @pytest.mark.parametrize(("arch", "mode"), CASES)
 def test_a_handler_in_python_beside_native_hits_misses_none(arch: str, mode: str) -> None:
-    """A native step leaves no state behind, so that no later hit looks like one within a hit."""
+    """A native single step leaves no state behind, and so no later hit is taken for a hit within a
+    handler.
+    """
     with booted(arch, mode) as kernel:
         ring = recording(kernel)
         seen: list[bool] = []
@@ -317,7 +338,10 @@ def test_a_handler_in_python_beside_native_hits_misses_none(arch: str, mode: str
 
 @pytest.mark.parametrize(("arch", "mode"), CASES)
 def test_a_handler_in_python_is_one_entry_into_python(arch: str, mode: str) -> None:
-    """The step after it ends in the guest, unless a post_handler in Python follows."""
+    """A hit with a pre-handler in Python enters Python once.
+
+    The hit's single step ends in the guest, unless a post-handler in Python follows.
+    """
     with booted(arch, mode) as kernel:
         seen: list[str] = []
         probe = Kprobe(
@@ -349,7 +373,9 @@ def test_a_handler_in_python_is_one_entry_into_python(arch: str, mode: str) -> N
 
 @pytest.mark.parametrize(("arch", "mode"), CASES)
 def test_a_step_after_a_handler_in_python_has_no_state(arch: str, mode: str) -> None:
-    """Other CPUs hit the same probe meanwhile, and none of their hits is missed."""
+    """While one CPU is in the single step after a handler in Python, hits of the same probe on another CPU
+    are not missed.
+    """
     with booted(arch, mode, quantum=5, cpus=2) as kernel:
         machine = kernel.machine
         hits = kernel.kprobes.hits
@@ -380,7 +406,10 @@ def test_a_step_after_a_handler_in_python_has_no_state(arch: str, mode: str) -> 
 
 
 def test_while_python_has_a_cpu_hits_are_missed_in_python() -> None:
-    """The hit of a handler is open while a function in the guest runs for it."""
+    """While the hit of a handler in Python lasts, other hits of its CPU are missed.
+
+    Python handles these, not the native routine.
+    """
     with booted("x86_64", "stepped") as kernel:
         ring = recording(kernel)
         caller(kernel, 5)()
@@ -400,7 +429,7 @@ def test_while_python_has_a_cpu_hits_are_missed_in_python() -> None:
 
 
 class PreemptedLoop:
-    """A loop of calls that the machine runs with preemptions, from any state on."""
+    """A loop of calls that the machine runs with preemptions."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -418,7 +447,7 @@ class PreemptedLoop:
         machine.regs.restore(machine.model.as_called(machine.memory, start, machine.calls._return_pad))
 
     def preempted(self) -> bool:
-        """Run on; return False at the end of the loop."""
+        """Run until a preemption and return True; return False at the end of the loop."""
         machine = self._kernel.machine
         trap = machine.run()
         if trap.kind is TrapKind.PREEMPTED:
@@ -429,7 +458,7 @@ class PreemptedLoop:
 
 
 def positions(kernel: Kernel, turns: int) -> list[tuple[int, int]]:
-    """Return the places of all preemptions in a loop."""
+    """Return (ip, sp) of each preemption in a loop."""
     loop = PreemptedLoop(kernel)
     loop.start(turns)
     found = []
@@ -440,7 +469,7 @@ def positions(kernel: Kernel, turns: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(("arch", "mode"), CASES)
 def test_preemptions_come_at_the_same_places(arch: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's routine and Python lead the guest through the same instructions."""
+    """With the host's routine and with Python, the guest is preempted after the same instructions."""
     found = []
     for native in (True, False):
         if not native:
@@ -458,7 +487,10 @@ def test_preemptions_come_at_the_same_places(arch: str, mode: str, monkeypatch: 
 
 @pytest.mark.parametrize(("arch", "mode"), CASES)
 def test_a_probe_goes_while_a_cpu_is_anywhere_in_its_hit(arch: str, mode: str) -> None:
-    """The CPU ends its step well, whatever takes the freed slots, and is interrupted nowhere in between."""
+    """A probe can be unregistered while a CPU is anywhere in its hit.
+
+    The CPU completes the step, even if new probes take free slots.
+    """
     places: set[str] = set()
     with booted(arch, mode, quantum=3, cpus=2) as kernel:
         machine = kernel.machine
@@ -485,7 +517,7 @@ def test_a_probe_goes_while_a_cpu_is_anywhere_in_its_hit(arch: str, mode: str) -
             assert hits.may_interrupt() is not any(within.values())
             kernel.unregister_kprobe(probe)
             kernel.kprobes.garbage.collect()
-            # They take the slots that are free.
+            # The other probes take the free slots.
             kernel.register_kprobes(others)
             while preempted and loop.preempted():
                 pass
@@ -497,7 +529,7 @@ def test_a_probe_goes_while_a_cpu_is_anywhere_in_its_hit(arch: str, mode: str) -
 
 
 def boundaries(kernel: Kernel, name: str) -> list[int]:
-    """Offsets of instructions that can be probed."""
+    """Return the offsets of a function's instructions that can be probed, except the first one."""
     start = kernel.image.kallsyms.lookup_name(name)
     assert start is not None
     where = kernel.image.kallsyms.lookup(start)
@@ -511,7 +543,10 @@ def boundaries(kernel: Kernel, name: str) -> list[int]:
 
 @pytest.mark.parametrize(("arch", "mode"), CASES)
 def test_a_fault_in_a_native_step_is_the_probed_instructions(arch: str, mode: str) -> None:
-    """The guest's fixup is found by the probed address, and what the fault left is no hit."""
+    """The fixup of a fault in a native single step is found by the probed address.
+
+    After the fault, the CPU is not in a hit.
+    """
     with booted(arch, mode) as kernel:
         copy = kernel.image.kallsyms.lookup_name("_copy_from_user")
         assert copy is not None
@@ -520,7 +555,7 @@ def test_a_fault_in_a_native_step_is_the_probed_instructions(arch: str, mode: st
             if verdict(kernel.kprobes, at) == 0:
                 kernel.register_kprobe(ring.probe(addr=at))
         area = kernel.machine.alloc_pages(4096)
-        # No user memory is mapped at this address: nothing of it is copied.
+        # No user memory is mapped at 0x1000, and so no byte is copied.
         assert {kernel.machine.call(copy, area, 0x1000, 64) for _ in range(5)} == {64}
         assert ring.hits
         assert kernel.machine.hooks.native_traps
@@ -528,7 +563,10 @@ def test_a_fault_in_a_native_step_is_the_probed_instructions(arch: str, mode: st
 
 
 def test_a_string_instruction_is_one_hit() -> None:
-    """Each round of a repeated instruction traps with the trap flag set, and stays out of Python too."""
+    """A repeated string instruction is one hit.
+
+    With the trap flag, each repetition traps, but Python is not entered.
+    """
     with booted("x86_64", "trap flag") as kernel:
         memset = kernel.image.kallsyms.lookup_name("memset")
         assert memset is not None
@@ -552,7 +590,9 @@ def test_a_string_instruction_is_one_hit() -> None:
 
 
 def test_changed_handlers_take_effect_at_the_next_hit() -> None:
-    """Whatever the table of the host's routine led to."""
+    """A change of handlers takes effect at the next hit, wherever the table of the host's routine led
+    before.
+    """
     for arch, mode in CASES:
         with booted(arch, mode) as kernel:
             ring = recording(kernel)

@@ -1,4 +1,6 @@
-"""Handlers that the host has no memory for, to make guest code of them: each kind's hits stay with Python."""
+"""If the host has no memory to compile handlers to guest code, Python handles the hits; for each kind of
+probe.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from emulated_kernel.trace.output.graph_output import NAME
 from tests.ledger import ledger_mismatches
 
 Probed = tuple[Callable[[], int], Callable[[], object]]
-"""How many hits there were, and what changes the handler."""
+"""(function that returns the number of hits, function that changes the handler)."""
 
 
 def probe(kernel: Kernel, command: str) -> Probed:
@@ -58,7 +60,10 @@ def test_hits_stay_with_python(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """This is the middle of a hit: what it raised would take the guest."""
+    """An error while a handler is compiled in the middle of a hit does not reach the guest.
+
+    Python handles the hits, and a later change compiles again.
+    """
 
     def none(*_: object) -> None:
         raise missing("no such package")
@@ -69,7 +74,7 @@ def test_hits_stay_with_python(
             patch.setattr(ProgramBuilder, step, none)
             assert [kernel.call("gcd", 12, 18) for _ in range(3)] == [6] * 3
         assert (hits(), kernel.kprobes.compiler.made) == (3, 0)
-        # Lack of memory the daemon tells itself; a package that is broken nobody else would.
+        # The daemon itself reports a lack of memory, but nothing else reports a broken package.
         lines = ["handlers stay with Python: no guest code can be made: no such package"]
         assert [record.getMessage() for record in caplog.records] == lines * (missing is not MemoryError)
         change()
@@ -80,7 +85,10 @@ def test_hits_stay_with_python(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_decoder_that_cannot_be_loaded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is loaded before the first probe is armed, and again at each later attempt to compile."""
+    """The decoder is loaded before the first probe is armed, and again at each later attempt to compile.
+
+    If loading fails, Python handles the hits.
+    """
 
     def no_descriptor() -> None:
         attempts.append(None)

@@ -1,4 +1,4 @@
-"""Handlers in assembly behind an instruction, at returns, and of fprobes run in the guest, everywhere."""
+"""Assembly handlers after an instruction, at returns and of fprobes run in the guest, in every mode."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def traced(request: pytest.FixtureRequest) -> Iterator[Kernel]:
-    """With fentry sites."""
+    """Yield a kernel with fentry sites."""
     with Kernel(MachineConfig(arch=request.param)) as kernel:
         yield kernel
         assert ledger_mismatches(kernel.machine.text) == []
@@ -65,23 +65,25 @@ def way_of(kernel: Kernel) -> str:
 
 
 def result(kernel: Kernel) -> str:
-    """Adds what a function returns to `sum`."""
+    """Return assembly that adds a function's result to the cell `sum`."""
     texts = texts_of(kernel)
     return texts.add.replace("rdi", "rax") if kernel.config.arch == "x86_64" else texts.add
 
 
 def used(kernel: Kernel) -> tuple[int, int]:
-    """Cells and pieces of guest code that there are."""
+    """Return the numbers of cells and of pieces of guest code in use."""
     settle(kernel)
     kernel.kprobes.garbage.collect()
     return kernel.machine.records._cells.used, len(kernel.kprobes.compiler.codes)
 
 
-# Behind the instruction
+# After the instruction
 
 
 def test_behind_each_instruction(kernel: Kernel) -> None:
-    """It sees what a post_handler in Python sees, as often, and changes no register of the function."""
+    """`post_code` sees the same as a post-handler in Python, at as many hits, and changes no register of the
+    function.
+    """
     texts, mask, seen_somewhere = texts_of(kernel), kernel.arch.mask, 0
     places = boundaries(kernel, "int_sqrt")
     for offset in places if way_of(kernel) == "stepped" else share(places, 1, 4):
@@ -113,14 +115,17 @@ def test_behind_each_instruction(kernel: Kernel) -> None:
 
 
 def test_a_step_ends_without_a_trap_more(kernel: Kernel) -> None:
-    """Behind a call nothing is trapped at all; elsewhere the step takes what it takes without handlers."""
+    """On x86, a hit with `post_code` takes only the traps of its mode.
+
+    On RISC-V, a stepped hit takes one more, for the way back from the handler.
+    """
     way = way_of(kernel)
     probe = Kprobe(symbol_name="int_sqrt", post_code=texts_of(kernel).count)
     kernel.register_kprobe(probe)
     roots(kernel, range(2))
     mode, met = MODES["called" if kernel.kprobes.profile.ftrace else "stepped"]
     if kernel.config.arch in RISCV and mode == "int3":
-        # Back from the handler: a jump to the function would take a register.
+        # The way back from the handler is a trap, because a jump to the function would need a register.
         met += 1
     assert kernel.kprobes.mode(probe) == mode
     if kernel.kprobes.compiler.enabled and "TF" not in way:
@@ -153,7 +158,10 @@ def test_behind_with_others_at_one_place(kernel: Kernel) -> None:
 
 
 def test_at_returns(kernel: Kernel) -> None:
-    """With the entry's: both have the same cells; nothing but the mode's own traps."""
+    """`code` and `return_code` of a return probe share their cells.
+
+    Hits take no trap if the entry is a jump or a call.
+    """
     before, count = used(kernel), texts_of(kernel).count
     probe = Kretprobe(symbol_name="int_sqrt", code=count, return_code=f"{result(kernel)}; {count}")
     kernel.register_kretprobe(probe)
@@ -173,7 +181,10 @@ def test_at_returns(kernel: Kernel) -> None:
 
 
 def test_at_returns_with_a_handler_in_python(kernel: Kernel) -> None:
-    """And with a register that the calling convention doesn't keep, which guest code alone can't have."""
+    """Handlers in assembly and in Python share a return, and see the same registers.
+
+    One handler reads a register that the calling convention does not preserve.
+    """
     texts, seen = texts_of(kernel), list[int]()
     watch = texts.watch.replace("rax", "rcx").replace("eax", "ecx")
     name = "cx" if watch != texts.watch else texts.watched
@@ -193,7 +204,7 @@ def test_at_returns_with_a_handler_in_python(kernel: Kernel) -> None:
     assert probes[1].cells["seen"] == sum(seen) & kernel.arch.mask
     assert probes[2].cells["sum"] == 30
     kernel.unregister_kretprobes(probes[2:])
-    # It is alone at its address now.
+    # Only probes without a handler in Python are left at the address.
     assert roots(kernel, range(4, 9)) == [4, 5, 6, 7, 8]
     kernel.unregister_kretprobes(probes[:1])
     assert roots(kernel, range(4, 9)) == [4, 5, 6, 7, 8]
@@ -251,7 +262,7 @@ def test_of_an_fprobe(traced: Kernel) -> None:
 
 
 def test_of_an_fprobe_beside_others(traced: Kernel) -> None:
-    """Where Python calls the users of a site, the guest runs what they have in assembly first."""
+    """If Python calls the users of a site, the guest first runs their assembly handlers."""
     texts, seen = texts_of(traced), list[str]()
     fps = [
         Fprobe("int_sqrt", code=texts.overwrite),
@@ -306,7 +317,7 @@ UNREGISTER: dict[type, Any] = {
 
 
 def test_messages_name_the_text(traced: Kernel) -> None:
-    """And what is refused leaves nothing behind."""
+    """An error names the text with the fault, and a refused registration leaves nothing allocated."""
     before = used(traced)
     for probe, name in (
         (Kprobe(symbol_name="int_sqrt", post_code="nosuch"), "post_code"),
@@ -321,7 +332,7 @@ def test_messages_name_the_text(traced: Kernel) -> None:
     assert roots(traced, range(2)) == [0, 1]
 
 
-# Without room for them
+# Without memory for guest code
 
 
 def no_text(_size: int, _starts: range | None = None) -> int:
@@ -330,7 +341,10 @@ def no_text(_size: int, _starts: range | None = None) -> int:
 
 @pytest.mark.parametrize("where", ["code", "post_code", "kretprobe", "fprobe", "fprobe at exit"])
 def test_hits_without_room_are_missed(traced: Kernel, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By those alone whose handlers aren't run; the others at that place see them."""
+    """Without memory for guest code, only the probes with assembly handlers miss the hits.
+
+    Handlers in Python at the same place are called.
+    """
     count, seen = texts_of(traced).count, list[str]()
     probes: dict[str, tuple[Any, type]] = {
         "code": (Kprobe(symbol_name="int_sqrt", code=count), Kprobe),

@@ -1,4 +1,4 @@
-"""Everything that asks whether a place can be probed or detoured gets the verdict's answer."""
+"""The registry, the optimizer and the blacklist give the same answers about a place as the probe checker."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROFILES = [
 
 @contextmanager
 def booted(profile: str, image: str) -> Iterator[Kernel]:
-    """With a module, where there is one for the image."""
+    """Yield a kernel with `image`, and with the module `ktgt` if the image has modules."""
     path = PREBUILT / image / "vmlinux"
     with Kernel(MachineConfig(arch=image.partition("-")[0], profile=profile, image=path)) as kernel:
         if (path.parent / "modules").exists():
@@ -44,7 +44,7 @@ def booted(profile: str, image: str) -> Iterator[Kernel]:
 
 
 def functions(kernel: Kernel) -> Iterator[Symbol]:
-    """All of the kernel's and of its modules."""
+    """Yield all functions of the kernel and of its modules."""
     kallsyms, ranges = kernel.live.kallsyms, kernel.live.text_ranges
     names = [line.split()[0] for line in kallsyms.kallsyms_text().splitlines()]
     for address in sorted({int(name, 16) for name in names}):
@@ -55,7 +55,10 @@ def functions(kernel: Kernel) -> Iterator[Symbol]:
 
 
 def registered(kernel: Kernel, addr: int) -> tuple[int, Kprobe | None]:
-    """The errno of really registering a probe there, 0 and what stands in the table."""
+    """Register and unregister a probe at `addr`.
+
+    Return the errno or 0, and the aggregator probe if there was one.
+    """
     probe = Kprobe(addr=addr, disabled=True, length=0)
     try:
         kernel.register_kprobe(probe)
@@ -70,10 +73,10 @@ def registered(kernel: Kernel, addr: int) -> tuple[int, Kprobe | None]:
 
 @pytest.mark.parametrize(("profile", "image"), PROFILES)
 def test_registry_and_optimizer_agree_with_it(profile: str, image: str) -> None:
-    """Of every instruction, and of what lies a byte behind its start.
+    """Registration agrees with the probe checker at every instruction, and one byte after its start.
 
-    Each profile takes a share of the functions, and of those that are parts of others or mustn't be probed.
-    KPROBEFS_WHOLE=1 takes all.
+    Each profile is tested with a part of the functions, of the cold parts, and of the functions that cannot
+    be probed. KPROBEFS_WHOLE=1 takes all.
     """
     with booted(profile, image) as kernel:
         known = list(functions(kernel))
@@ -84,7 +87,10 @@ def test_registry_and_optimizer_agree_with_it(profile: str, image: str) -> None:
 
 
 def agree(kernel: Kernel, symbols: list[Symbol]) -> int:
-    """How many instructions were looked at."""
+    """Check that registration and probe checker agree at all instructions of `symbols`.
+
+    Return the number of instructions.
+    """
     verdict, seen, wrong = kernel.kprobes.probe_checker, 0, []
     for symbol in symbols:
         for addr, refused, outcome in verdict.check_each_insn(symbol):
@@ -102,7 +108,10 @@ def agree(kernel: Kernel, symbols: list[Symbol]) -> int:
 
 
 def _is_taken(kernel: Kernel, head: AggrKprobe | None, outcome: Region | Rejection) -> bool:
-    """Whether the optimizer made of a place what the verdict says; a djprobe wasn't asked for."""
+    """Return True if the aggregator probe is as the probe checker's outcome says.
+
+    Djprobes have no aggregator, because none was requested.
+    """
     if kernel.kprobes.profile.djprobe is not None or kernel.kprobes.optimizer is None:
         return head is None or not head.is_aggregated
     if isinstance(outcome, Region):
@@ -112,7 +121,9 @@ def _is_taken(kernel: Kernel, head: AggrKprobe | None, outcome: Region | Rejecti
 
 @pytest.mark.parametrize("image", ["x86_64", "i386"])
 def test_sizes_of_instructions_are_those_that_linux_decodes(image: str) -> None:
-    """The copy of an instruction is made from these bytes alone."""
+    """The probe checker and the instruction decoder agree about the size of each instruction, which is the
+    size of its copy.
+    """
     with booted("linux-6.1", image) as kernel:
         verdict = kernel.kprobes.probe_checker
         seen = 0
@@ -149,7 +160,10 @@ def test_djprobes_get_the_length_of_the_region() -> None:
 
 @pytest.mark.parametrize("image", ["x86_64", "i386"])
 def test_a_cold_part_is_as_blacklisted_as_its_function(image: str) -> None:
-    """And as open: an event is refused there, or a plain kprobe."""
+    """A function's cold part can be probed if and only if the function can.
+
+    The kernel refuses an event on a blacklisted cold part.
+    """
     with booted("linux-6.1", image) as kernel:
         kallsyms = kernel.image.kallsyms
         parts = [
@@ -206,7 +220,7 @@ NO_INSTRUCTION = {RejectReason.BEYOND_FUNCTION, RejectReason.POINTER_INTO_RANGE}
 
 
 def names(kernel: Kernel, found: Rejection) -> None:
-    """Check the end of a finding's text against a disassembly of that place."""
+    """Check the end of a rejection's text against a disassembly of the place."""
     if found.reason.about is RejectSubject.INSN:
         place = sprint(kernel, found.addr)
         assert found.text == f"{place}: {found.reason.value}: {disassembled(kernel, found.addr)}"
@@ -230,7 +244,7 @@ def sprint(kernel: Kernel, addr: int) -> str:
 
 
 def disassembled(kernel: Kernel, addr: int) -> str:
-    """In the words of another disassembler's object than the verdict's."""
+    """Return the disassembly of an instruction, made without the probe checker."""
     names = address_names(kernel.image.kallsyms.lookup)
     size = kernel.kprobes.probe_checker.max_insn_size
     line = kernel.arch.disassemble(kernel.live.read(addr, size), addr, names)[0]

@@ -1,4 +1,6 @@
-"""Views of saved registers: handlers at detours and fentry sites read and change guest memory by them."""
+"""Views of a struct pt_regs in guest memory, through which handlers at detours and fentry sites read and set
+registers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Probes in the RISC-V kernels: stepped, emulated, called, optimized by the patch of 2023, on returns."""
+"""Probes in the RISC-V kernels: stepped, emulated, called, jump-optimized by the patch of 2023, and at
+returns.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def settle(kernel: Kernel) -> None:
 
 
 def passes(kernel: Kernel, function: str, arguments: tuple[int, ...]) -> Counter[int]:
-    """How often each instruction of a function is run."""
+    """Return instruction -> number of its executions in a call of the function."""
     counts: Counter[int] = Counter()
     entry = 0
     for addr, _ in instructions(kernel, function):
@@ -91,7 +93,11 @@ def passes(kernel: Kernel, function: str, arguments: tuple[int, ...]) -> Counter
 
 
 def test_every_instruction_is_probed_or_refused_by_a_rule(kernel: Kernel) -> None:
-    """What is refused: tables, system instructions and fences, and the nops that ftrace patches."""
+    """Registration refuses blacklisted places, jump labels, BUG sites, system instructions, fences, and the
+    inside of ftrace's nops.
+
+    All other instructions can be probed.
+    """
     image = kernel.image
     labels = {label.code + byte for label in image.jump_labels for byte in range(4)}
     inside = {site + byte for site in image.mcount for byte in range(1, 8)}
@@ -133,7 +139,10 @@ def test_every_instruction_is_probed_or_refused_by_a_rule(kernel: Kernel) -> Non
 
 @pytest.mark.parametrize(("function", "arguments"), FUNCTIONS)
 def test_each_instruction_of_a_function(kernel: Kernel, function: str, arguments: tuple[int, ...]) -> None:
-    """Handlers see the address of the instruction, as long ebreak replaces it, and nothing changes."""
+    """The breakpoint is as long as the instruction.
+
+    Handlers see the address of the instruction, and the function's result does not change.
+    """
     expected = kernel.call(function, *arguments)
     for addr, insn in instructions(kernel, function):
         seen: list[int] = []
@@ -193,7 +202,10 @@ def test_each_place_that_can_be_optimized(
 
 
 def test_a_jump_is_taken_back_to_an_ebreak(patched: Kernel) -> None:
-    """The last two bytes of a region of ten are filled up, and come back as well."""
+    """A jump becomes a breakpoint again when optimization is switched off.
+
+    The region's other bytes are then the original ones.
+    """
     start = patched.image.kallsyms.lookup_name("gcd")
     assert start is not None
     for addr, insn in instructions(patched, "gcd"):
@@ -214,7 +226,7 @@ def test_a_jump_is_taken_back_to_an_ebreak(patched: Kernel) -> None:
 
 
 class Fetched(Prefetch):
-    """All that CPUs may have fetched at an address since it was made."""
+    """A watcher of text that collects all contents that a CPU may have fetched from an address."""
 
     def __init__(self, kernel: Kernel, address: int) -> None:
         super().__init__(kernel.machine.text, kernel.machine.model.fetch_unit)
@@ -227,7 +239,10 @@ class Fetched(Prefetch):
 
 
 def test_no_cpu_fetches_half_a_breakpoint(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four bytes may be fetched in two pieces: an ebreak comes and goes by way of the short one."""
+    """A CPU may fetch four bytes in two pieces.
+
+    Therefore a four-byte ebreak is written and removed by way of the two-byte ebreak.
+    """
     image, machine = kernel.image, kernel.machine
     for addr, insn in instructions(kernel, "gcd"):
         watch = Fetched(kernel, addr)
@@ -253,7 +268,9 @@ def test_linux_6_1_has_no_optprobes(kernel: Kernel) -> None:
 
 
 def test_returns(kernel: Kernel) -> None:
-    """The link register holds the trampoline's address instead, and the caller's stack pointer is seen."""
+    """A return handler sees the result and the caller, although the link register holds the trampoline's
+    address during the call.
+    """
     seen: list[tuple[int, int]] = []
 
     def returned(_instance: Any, regs: Any) -> None:
@@ -272,7 +289,7 @@ def test_returns(kernel: Kernel) -> None:
 
 
 def test_a_call_from_an_fentry_site(kernel: Kernel) -> None:
-    """The nops of a function become auipc and jalr by t0."""
+    """A probe on an fentry site turns the nops into a call (auipc and jalr) with t0 as link register."""
     start = kernel.image.kallsyms.lookup_name("gcd")
     assert start in kernel.image.mcount
     seen: list[tuple[int, int, int]] = []
@@ -289,7 +306,9 @@ def test_a_call_from_an_fentry_site(kernel: Kernel) -> None:
 
 
 def test_a_step_faults_as_the_instruction_does(kernel: Kernel) -> None:
-    """strlen(NULL): the fault is at the probed address, and the next hit is handled."""
+    """With a probe on the faulting load, strlen(NULL) faults at the probed address, and the next hit is
+    handled.
+    """
     loads = [addr for addr, insn in instructions(kernel, "strlen") if insn.opcode == RiscvOpcode.LOAD]
     hits: list[int] = []
     probe = Kprobe(addr=loads[0], pre_handler=lambda _, regs: hits.append(regs.ip))
@@ -307,7 +326,7 @@ def test_a_step_faults_as_the_instruction_does(kernel: Kernel) -> None:
 
 
 class TestFaultHandlers:
-    """They are told what RISC-V's CPUs say: scause."""
+    """On RISC-V, fault handlers get scause as the number of the trap."""
 
     @pytest.fixture
     def kernel(self, arch: str) -> Iterator[Kernel]:

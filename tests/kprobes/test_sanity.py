@@ -1,7 +1,8 @@
-"""What Linux's sanity test asks of kprobes, and the selftest of RISC-V's jump optimization, on our kernels.
+"""The checks of Linux's sanity test of kprobes, and the selftest of RISC-V's jump optimization, on kprobefs's
+own kernels.
 
-Linux: lib/test_kprobes.c (v6.1), in every profile and on every architecture; and a probe at each SYM+OFFS,
-which "Add OPTPROBES feature on RISCV" (v6, 2023) adds to the selftests.
+Linux: lib/test_kprobes.c (v6.1), in every profile and on every architecture. "Add OPTPROBES feature on RISCV"
+(v6, 2023) adds a probe at each SYM+OFFS to the selftests.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.ledger import ledger_mismatches
 
 VALUE, OTHER = 8 * 9 * 25, 48
 TARGETS = {"int_sqrt": ((VALUE,), 42), "gcd": ((VALUE, OTHER), 24)}
-"""Functions, with what they are called with, and return."""
+"""Function -> its arguments in the test, and its result."""
 
 
 @pytest.fixture(
@@ -50,7 +51,7 @@ def call(kernel: Kernel, name: str) -> None:
 
 
 class Seen:
-    """Handlers that note what they are called with."""
+    """Handlers that record their arguments."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -64,7 +65,7 @@ class Seen:
         self.before.append((kprobe.symbol_name, getattr(regs, self._argument)))
 
     def post_handler(self, kprobe: Kprobe, _regs: Any) -> None:
-        # It runs behind the pre_handler of the same hit.
+        # The post_handler runs after the pre_handler of the same hit.
         assert len(self.behind) < len(self.before)
         self.behind.append(kprobe.symbol_name)
 
@@ -101,7 +102,7 @@ def test_kprobe(kernel: Kernel) -> None:
 
 
 def test_kprobes(kernel: Kernel) -> None:
-    """An array, and one of them disabled."""
+    """Kprobes that were registered as an array are hit, also after one of them was disabled and enabled."""
     seen = Seen(kernel)
     probes = [seen.kprobe(name) for name in TARGETS]
     kernel.register_kprobes(probes)
@@ -153,7 +154,7 @@ def test_kretprobe(kernel: Kernel) -> None:
 
 
 def test_kretprobes(kernel: Kernel) -> None:
-    """An array; and both probes of the other kind on the same functions."""
+    """Kretprobes that were registered as an array are hit, with kprobes on the same functions."""
     seen = Seen(kernel)
     probes, returning = [seen.kprobe(name) for name in TARGETS], [seen.kretprobe(name) for name in TARGETS]
     kernel.register_kretprobes(returning)
@@ -177,7 +178,10 @@ def test_kretprobes(kernel: Kernel) -> None:
 
 
 def defined(kernel: Kernel, symbol: str) -> dict[int, KprobeTraceEvent]:
-    """An event at each offset that takes one; the others are refused as the verdict says."""
+    """Define an event at each offset that can be probed.
+
+    Check that definitions at other offsets fail with the probe checker's errno.
+    """
     events, found = kernel.tracing.kprobe_events, dict[int, KprobeTraceEvent]()
     start = kernel.image.kallsyms.lookup_name(symbol)
     assert start is not None
@@ -206,7 +210,7 @@ def handle(event: KprobeTraceEvent) -> Kprobe:
 
 
 def hits(kernel: Kernel, symbol: str, events: dict[int, KprobeTraceEvent]) -> dict[int, int]:
-    """Of a call of the function: by offset."""
+    """Return offset -> number of hits during one call of the function."""
     before = {offset: event.probes[0].hits for offset, event in events.items()}
     call(kernel, symbol)
     return {offset: event.probes[0].hits - before[offset] for offset, event in events.items()}
@@ -216,7 +220,9 @@ def hits(kernel: Kernel, symbol: str, events: dict[int, KprobeTraceEvent]) -> di
 @pytest.mark.parametrize("profile", ["riscv-optprobes-2023", "linux-6.1"])
 @pytest.mark.parametrize("arch", ["riscv64", "riscv64i"])
 def test_a_probe_at_each_offset(arch: str, profile: str, symbol: str) -> None:
-    """Alone, by jump and by breakpoint, and all together, each is hit as often."""
+    """Each probe is hit equally often alone, by a jump, by a breakpoint, and together with all other
+    probes.
+    """
     with Kernel(MachineConfig(arch=arch, profile=profile)) as kernel:
         events, kprobes, optimized = defined(kernel, symbol), kernel.kprobes, 0
         kernel.trace.expand()

@@ -1,4 +1,4 @@
-"""Insn slots: pages of them, garbage, and its collector."""
+"""Insn slots: their pages, and the collection of slots that are no longer used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.kprobes.scripted import ScriptedGracePeriod
 
 
 class Text:
-    """Executable memory of so many pages."""
+    """Executable memory of a number of pages."""
 
     def __init__(self, pages: int) -> None:
         self.free = [0x10000 + number * 0x1000 for number in range(pages)]
@@ -140,7 +140,10 @@ class TestGarbage:
 
 
 def test_boosted_probes_leave_garbage() -> None:
-    """Somebody interrupted in a boosted copy goes on in it, and jumps back behind the probe."""
+    """After a boosted probe is unregistered, its slot stays unchanged until a collection.
+
+    A task that was interrupted in the slot still jumps back from there.
+    """
     with Kernel(MachineConfig(profile="kprobes-2010")) as kernel:
         kprobe = Kprobe(symbol_name="gcd", offset=5)
         kernel.register_kprobe(kprobe)

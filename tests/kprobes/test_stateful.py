@@ -1,4 +1,4 @@
-"""Random sequences of what can be done with probes, against a model, on the real image."""
+"""Random operations on probes of kprobefs's own kernel, compared with a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REFUSED: tuple[tuple[Callable[[], Kprobe], int], ...] = (
 
 
 class Probing(Modelled):
-    """Kprobes, single and in arrays, and those that are refused."""
+    """Kprobes, registered alone and in arrays, and kprobes whose registration is refused."""
 
     @rule(number=PLACES, disabled=st.booleans(), by_name=st.booleans(), stepped=st.booleans())
     def register(self, number: int, disabled: bool, by_name: bool, stepped: bool) -> None:

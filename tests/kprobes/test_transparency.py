@@ -1,7 +1,7 @@
-"""A probe can't be noticed: registers, flags, memory and faults of every instruction of the image.
+"""Transparency of probes: registers, flags, memory and faults of every instruction of the image.
 
-A share of the instructions, KPROBEFS_WHOLE=1 takes all. KPROBEFS_STATES=N runs each one from N register
-states instead of four.
+A part of the instructions is tested; KPROBEFS_WHOLE=1 takes all. KPROBEFS_STATES=N runs each instruction from
+N register states instead of four.
 """
 
 from __future__ import annotations
@@ -61,12 +61,14 @@ def test_every_boundary_is_probeable_or_refused_by_a_rule(kernel: Kernel, bounda
 
 
 def _states(kernel: Kernel) -> int:
-    """Half as many where each needs a look at all memory."""
+    """Return the number of states of an instruction; only half as many in 32 bits, where each run compares
+    all memory.
+    """
     return STATES if kernel.machine.model.bits == 64 else (STATES + 1) // 2
 
 
 def _noticed(stepper: Stepper, kernel: Kernel, arena: Arena, boundary: Boundary) -> list[str]:
-    """What differs at one boundary, over all states."""
+    """Return descriptions of the differences at one boundary, over all states."""
     rng = Random(SEED * boundary.addr)
     starts = [generate(arena, rng, boundary.addr, repeats=boundary.repeats) for _ in range(_states(kernel))]
     unprobed = [_unprobed(stepper, boundary, start) for start in starts]
@@ -79,7 +81,7 @@ def _noticed(stepper: Stepper, kernel: Kernel, arena: Arena, boundary: Boundary)
     native = _natively(stepper, kernel, boundary, starts, unprobed)
     found += [differences(a, b) for a, b in zip(unprobed, native, strict=True)] if native else []
     starts *= 2
-    # A state may lead to the clock: what it computes differs from run to run by itself.
+    # From some states, the code reads the clock, and so even two runs without a probe differ.
     return [
         f"{boundary}, state {i}: {d}"
         for i, d in enumerate(found)

@@ -55,7 +55,7 @@ class Stepper:
         self._behind: RegisterSet | None = None
 
     def unprobed(self, start: RegisterSet) -> Effect:
-        """Execute the unprobed instruction by the trap flag, which the result does not have.
+        """Execute the unprobed instruction with the trap flag set, and clear the flag in the result.
 
         A repeated instruction traps after each repetition.
         """
@@ -85,9 +85,10 @@ class Stepper:
         return self._effect(state, Fault.of(trap))
 
     def led_to(self, start: RegisterSet, unprobed: Effect) -> Effect:
-        """Execute an instruction whose effect without a probe is `unprobed`, until it has led there.
+        """Execute an instruction until the address at which it ends without a probe (`unprobed`).
 
-        A breakpoint ends the run. Outside of the text, the fault of the next fetch does.
+        A breakpoint at this address ends the run. Outside of the text, the fault of the next fetch ends the
+        run.
         """
         ip = unprobed.end.ip
         if unprobed.fault is None:
@@ -106,7 +107,9 @@ class Stepper:
         return self._effect(state, None if has_led else Fault.of(trap))
 
     def probed(self, start: RegisterSet) -> Effect:
-        """Execute the instruction through the breakpoint of the probe that `probe` made for its address."""
+        """Execute the instruction through the breakpoint of the probe that probe() returned for this
+        address.
+        """
         self._behind = None
         trap, state = self._machine.trap_of(start)
         if trap.kind is TrapKind.HYPERCALL and trap.address == self._machine.model.layout.host_text + 1:

@@ -31,7 +31,7 @@ DEFINED = re.compile(r"^\s*[a-z]\w*:(\w+)/(\w+)", re.MULTILINE)
 PENDING = "might be able to register after target module is loaded"
 MODULE = "ktgt"
 MODULE_STAND_INS = {"0": "ktgt_add", "EILSEQ": "ktgt_add", "EINVAL": "ktgt_np"}
-"""A module here, and its functions that stand for functions of one of the recorded kernel's modules."""
+"""Recorded errno -> function of MODULE that stands in for a function in a recorded kernel's module."""
 HASHED_ADDRESS = re.compile(r"\b0x[0-9a-f]{16}\b")
 PLACES = {"tracing": "tracing", "debug": "."}
 OPTIMIZATION = "/proc/sys/debug/kprobes-optimization"
@@ -52,7 +52,9 @@ class Answer:
 
 @dataclass
 class Tally:
-    """Number of answers that agree, answers that cannot be compared, and the first that differ."""
+    """Numbers of answers that agree and of answers that cannot be compared, and descriptions of the answers
+    that differ.
+    """
 
     agreed: Counter[str] = field(default_factory=Counter)
     compared: int = 0
@@ -123,7 +125,7 @@ class Mounted:
     def _remove_triggers(self) -> None:
         """Remove all triggers, because an event with a trigger cannot be removed.
 
-        Truncation removes histograms. Some of these cannot be removed by the line that they show.
+        Truncation removes histograms, some of which cannot be removed by the line that they show.
         """
         for path in self.root.glob("tracing/events/kprobes/*/trigger"):
             path.write_bytes(b"")
@@ -171,7 +173,10 @@ def _chooses_missing_tracer(mounted: Mounted, record: Record) -> bool:
 
 
 def _is_missing_kind(mounted: Mounted, record: Record) -> bool:
-    """Return True for a kind of event that README does not name, by the definition's first letter."""
+    """Return True if the record defines a kind of event that this kernel's README does not name.
+
+    The first letter of the definition is the kind.
+    """
     pattern = EVENT_KINDS.get(record["bytes"][:1])
     of_kind = record["file"] == "tracing/dynamic_events" and pattern is not None
     return of_kind and str(pattern) not in mounted.read("tracing/README")
@@ -204,7 +209,7 @@ Its answers differ from Linux's. docs/reference/compatibility.md lists the areas
 
 
 def exemption(mounted: Mounted, record: Record) -> str | None:
-    """Return the reason why a record cannot be compared, or None if it can."""
+    """Return the reason why a record cannot be compared, or None if the record can be compared."""
     return next((reason for reason, applies in EXEMPTIONS.items() if applies(mounted, record)), None)
 
 
@@ -261,9 +266,10 @@ def _back(log: str, swap: tuple[str, str]) -> str:
 
 
 def _is_comparable(part: str, record: Record, answer: Answer) -> bool:
-    """Not the log: with a stand-in, or where Linux tells that an event's directory can't be made.
+    """Return True if this part of the answer can be compared.
 
-    Here a directory of that name is found before the event's, or doesn't exist.
+    The log cannot be compared if a stand-in was used, or if Linux reports that it cannot make an event's
+    directory. kprobefs finds such a directory before it makes the event, or has no such directory.
     """
     told_of_directory = any("directory" in message for message in record["kmsg"])
     return part != "kmsg" or not (answer.kmsg is None or told_of_directory)

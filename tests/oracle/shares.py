@@ -22,7 +22,7 @@ WAYS: dict[str, Weight] = {
 
 
 def by_function(recording: Recording) -> Iterator[tuple[list[bool], int]]:
-    """Yield, for each function in a recording, whether its points are optimized, and its size in bytes.
+    """Yield (list of optimized or not for each point, size in bytes) of each function in a recording.
 
     Points that cannot be registered and fentry sites are left out.
     """

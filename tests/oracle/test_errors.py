@@ -1,4 +1,6 @@
-"""Through a real mount, every recorded write must get Linux's errno, error_log entry and read-back."""
+"""Each recorded write, repeated on a real mount, has Linux's errno, error_log entry, kprobe_events and log
+messages.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ RECORDINGS = oracle_directory() / "errors-6.1.jsonl"
 RECORDS: list[Record] = load(RECORDINGS) if RECORDINGS.exists() else []
 SECTIONS = sorted({record["section"] for record in RECORDS})
 COMPARABLE = 460
-"""At least so many of all records, or the exemptions exempt too much."""
+"""Minimum number of records that are compared; with fewer, too many records are exempt."""
 
 pytestmark = [
     needs_fuse,
@@ -28,7 +30,10 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def tally_of() -> Iterator[Callable[[str], Tally]]:
-    """The comparison of a section, made once; on one mount for all: each record begins by clearing it."""
+    """Yield a function that compares the records of a section, and keeps the result.
+
+    All comparisons use one mount, because each record begins with a cleared state.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="kprobefs-test-") as parent,
         pytest.MonkeyPatch.context() as env,

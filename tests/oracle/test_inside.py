@@ -1,4 +1,6 @@
-"""Debian's own kernel, running in the emulator, answers definitions and places for probes as ours does."""
+"""Debian's own kernel, run in the emulator, and kprobefs give the same answers to definitions and about
+places for probes.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def test_our_engine_over_it_answers_and_records_alike() -> None:
 
 
 def test_places_are_judged_alike() -> None:
-    """errno of a probe there, and whether its kernel makes it a jump."""
+    """For a sample of places, Debian's kernel and kprobefs agree on the errno of a probe, and on whether the
+    probe becomes a jump.
+    """
     tasks, kernel = debian_kernel.with_kernel()
     linux = native_mount(tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     found = compare_places(linux, kernel, kernel_places(kernel, PLACES, 1), frozenset())
@@ -75,7 +79,11 @@ def test_places_are_judged_alike() -> None:
 
 
 def test_a_riscv64_kernel_is_answered_alike() -> None:
-    """It refuses probes at entries of functions, so the definitions name places inside of them."""
+    """Debian's riscv64 kernel and kprobefs give the same answers.
+
+    This kernel refuses probes at entries of functions, and so the definitions name places inside of
+    functions.
+    """
     package = "linux-image-riscv64", "trixie"
     tasks, kernel = debian_kernel.with_kernel(*package)
     linux = native_mount(tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False)
@@ -118,7 +126,10 @@ def test_plans_for_a_kernel_that_uses_its_own_kprobes(package: tuple[str, str]) 
 
 
 def test_places_in_modules_are_judged_alike() -> None:
-    """Both in one guest, which tells our engine what it has loaded."""
+    """For places in a loaded module, Debian's kernel and kprobefs agree.
+
+    Both run in one guest, which reports its modules to kprobefs.
+    """
     found = compare_modules(str(debian_kernel.image()), [MODULE], PLACES, 1, frozenset())
     assert not found.differences, "\n".join(found.differences[:5])
     assert found.compared > PLACES > found.refused > PLACES // 20

@@ -1,4 +1,6 @@
-"""The table of kernels keeps what a run did not measure, and counts the kept outcomes of Linux's tests."""
+"""The table of kernels keeps columns that a run did not measure, and counts the kept outcomes of Linux's
+tests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A kernel as it is read from Debian's package against what a booted one of nearly that version recorded."""
+"""A kernel as read from Debian's package, compared with the recording of a booted kernel of nearly the same
+version.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Kernels:
-    """Both, and the functions that are compiled alike in them."""
+    """The recorded kernel, the kernel of the package, and pairs of functions that are compiled alike in
+    both.
+    """
 
     recorded: Subject
     ours: Subject
@@ -83,7 +87,10 @@ def test_verdicts_agree_wherever_boot_patched_nothing_else(kernels: Kernels) -> 
 
 
 def opcodes(subject: Subject, symbol: Symbol) -> list[tuple[int, bytes]]:
-    """The length and the first byte of each instruction; where ftrace hasn't patched yet, a nop's."""
+    """Return length and first byte of each instruction.
+
+    At a site that ftrace has not patched yet, return those of the nop.
+    """
     text, site = code(subject, symbol), symbol.address in subject.tables.mcount
     whole = bytes.fromhex("0f1f440000") + text[5:] if site else text
     return [(length, whole[at : at + 1]) for at, length in lengths(whole)]
@@ -95,7 +102,7 @@ def verdict(tables: ProbedTables) -> ProbeChecker[Any]:
 
 
 def judged(asked: ProbeChecker[Any], symbol: Symbol) -> list[tuple[int, RejectReason | None]]:
-    """Offset and reason of each instruction, without what fills space."""
+    """Return offset and reason of each instruction, without padding."""
     found = []
     for addr, refused, outcome in asked.check_each_insn(symbol):
         finding = refused or outcome
@@ -104,7 +111,7 @@ def judged(asked: ProbeChecker[Any], symbol: Symbol) -> list[tuple[int, RejectRe
 
 
 class Places:
-    """What a kernel's tables say, by address."""
+    """Addresses in the tables of a kernel."""
 
     def __init__(self, tables: ProbedTables) -> None:
         self._places = {
@@ -117,7 +124,7 @@ class Places:
         }
 
     def inside(self, symbol: Symbol) -> dict[str, list[int]]:
-        """Offsets into a function."""
+        """Return kind of table -> offsets into a function that the table names."""
         start, end = symbol.address, symbol.address + symbol.size
         return {
             kind: [at - start for at in places[bisect_left(places, start) : bisect_left(places, end)]]

@@ -1,4 +1,6 @@
-"""A module's probes through load, unload and load again: lists, trace and profile as Linux showed them."""
+"""Probes in a module that is loaded, unloaded and loaded again: lists, trace and profile are as Linux showed
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ pytestmark = pytest.mark.skipif(not LISTS.exists(), reason=f"no recorded answers
 
 
 class Replay:
-    """The recorded steps, in a kernel of ours; without the return probe where it has none."""
+    """The recorded steps, repeated in a kernel of kprobefs.
+
+    The return probe is left out if the kernel has none.
+    """
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -53,12 +58,16 @@ class Replay:
         event.enable(self.kernel.trace)
 
     def agrees(self, headline: str) -> None:
-        """kprobes/list is what the recording has under that headline."""
+        """Check that kprobes/list is as recorded under this headline."""
         section = LISTS.read_text().partition(f"--- {headline}\n")[2].partition("---")[0]
         assert self.listed("".join(self.kernel.kprobes.list_records(0))) == self.listed(section)
 
     def listed(self, text: str) -> list[str]:
-        """Sorted by address, of one address as in the list; addresses are named, as they differ."""
+        """Return the lines of a list, sorted by address.
+
+        Lines of one address keep their order. Names replace the addresses, which differ from the recorded
+        ones.
+        """
         lines = [line for line in text.splitlines() if self.has_return or line.split()[1] != "r"]
         first = min((int(line.split()[0], 16) for line in lines), default=0)
 
@@ -68,7 +77,9 @@ class Replay:
         return sorted((ADDRESS.sub(name, line) for line in lines), key=lambda line: line.split()[0])
 
     def records(self, text: str) -> list[tuple[str, ...]]:
-        """Flags, event and text of each record; functions' sizes are another compiler's, as is its caller."""
+        """Return flags, event and text of each record, without functions' sizes and without m3, whose caller
+        differs because of another compiler.
+        """
         found = [match.groups() for match in map(RECORD.search, text.splitlines()) if match]
         return [(flags, event, SIZE.sub("", rest)) for flags, event, rest in found if event != "m3"]
 
@@ -97,7 +108,7 @@ def test_story(replay: Replay) -> None:
     replay.define_return()
     replay.define(DEFINED[2])
     replay.enable("m1", "m2", "m3")
-    # There the function is too short for a jump behind its fifth byte.
+    # In the recorded kernel, the function is too short for a jump after its fifth byte.
     kernel.kprobes.set_optimization(False)
     replay.enable("m11")
     replay.agrees("module probes enabled")
@@ -127,7 +138,7 @@ def test_story(replay: Replay) -> None:
 
 @pytest.mark.parametrize("line", range(8))
 def test_refused(line: int, replay: Replay) -> None:
-    """The definitions that Linux refused while the module was there."""
+    """Definitions that Linux refused while the module was loaded fail with the same errno and message."""
     log = (SAMPLES / "log.txt").read_text().splitlines()
     refused = [re.match(r"module (p:.*) ERR (\w+) \[.*\] (.*)", entry) for entry in log]
     match = [found for found in refused if found is not None][line]

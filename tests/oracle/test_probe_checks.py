@@ -1,4 +1,6 @@
-"""Every recorded answer of a real 6.1 about registering and optimizing must be ours too."""
+"""For each recorded answer of a real Linux 6.1 about registering and optimizing a probe, the probe checker's
+answer is the same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The page's shares of what a real kernel optimized are those that its recorded flags come to."""
+"""The shares of optimized probes in the documentation are those that the recorded flags of a real kernel
+give.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from tests.oracle.shares import WAYS, share
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "coverage.md"
 DIRECTORY = oracle_directory()
 KERNELS = ("6.1", "6.1-rethunk")
-"""The page's columns."""
+"""Recordings that are columns of the page's table."""
 
 
 @pytest.mark.skipif(

@@ -28,7 +28,7 @@ SHOWN = 20
 
 @dataclass
 class Comparison:
-    """Number of answers of one kind that agree, and the first ones that differ."""
+    """Numbers of answers of one kind and of those that agree, and descriptions of the first differences."""
 
     total: int = 0
     agree: int = 0
@@ -65,7 +65,7 @@ class Report:
 
     @property
     def perfect(self) -> bool:
-        """Whether all answers agree."""
+        """Return True if all answers agree."""
         return all(part.agree == part.total for part in (self.errno, self.flags, self.parentless))
 
 
@@ -112,11 +112,11 @@ def probed(verdict: X86ProbeChecker, addr: int, refused: Rejection | None = None
 
 
 def compare(recording: Recording) -> Report:
-    """Compare all points of a recording."""
+    """Compare all points of a recording, and return a report."""
     report = Report(recording.version)
     started = time.process_time()
     verdict = linux_verdict(recording.sample)
-    # The same functions as if each were all there is: without their parents' word.
+    # The same functions as if the sample were complete, so that no missing parent leaves an answer open.
     alone = linux_verdict(replace(recording.sample, complete=True))
     for point in recording.points:
         if point.addr is None:
@@ -151,7 +151,7 @@ def _compare_at(
 
 
 def main(arguments: list[str]) -> int:
-    """Print a line for each kind of answer, and then the differences."""
+    """Print a line for each kind of answer, and then the differences. Return the exit status."""
     parser = argparse.ArgumentParser(description="Compares our verdicts with a real kernel's.")
     parser.add_argument("directory", metavar="DIR", type=Path, nargs="?", help="with the recordings")
     directory = parser.parse_args(arguments).directory or oracle_directory()

@@ -91,7 +91,7 @@ def checked(*texts: str) -> list[Answer]:
 
 
 def last_error(kernel: Kernel) -> tuple[str, int]:
-    """Text and column of the newest entry of error_log."""
+    """Return text and column of the newest entry of error_log."""
     head, _, caret = kernel.read_file("/tracing/error_log").splitlines()[-3:]
     return head.partition("error: ")[2], caret.index("^") - len("  Command: ")
 
@@ -99,7 +99,9 @@ def last_error(kernel: Kernel) -> tuple[str, int]:
 @settings(max_examples=fewer(60, 3))
 @given(st.lists(lines, min_size=1, max_size=8))
 def test_answers_are_those_of_a_mounted_kernel(texts: list[str]) -> None:
-    """Line by line: the same errno, and the same entry in error_log."""
+    """For each line, `check` reports the same errno and the same entry of error_log as a kernel to which the
+    line is written.
+    """
     answers = checked(*texts)
     with Kernel() as kernel:
         for text, answer in zip(texts, answers, strict=True):
@@ -122,7 +124,10 @@ def test_answers_are_those_of_a_mounted_kernel(texts: list[str]) -> None:
 
 
 def write(kernel: Kernel, text: str) -> str:
-    """Name of the errno with which a line fails, or ""."""
+    """Write a line to kprobe_events.
+
+    Return the name of the errno, or an empty string if the write succeeds.
+    """
     try:
         kernel.write_file("/tracing/kprobe_events", f"{text}\n")
     except KernelError as error:
@@ -193,7 +198,9 @@ def test_other_kinds_of_events_are_not_checked(text: str, profile: str) -> None:
 
 @pytest.mark.parametrize("profile", ["linux-5.10", "linux-6.1", "linux-6.12"])
 def test_a_kind_that_the_kernel_lacks_is_refused_as_on_a_mount(profile: str) -> None:
-    """The oracle is dynamic_events of a kernel with the same profile, which is offered the same lines."""
+    """`check` refuses an event of a kind that the kernel lacks exactly if dynamic_events of a kernel with the
+    same profile refuses the line.
+    """
     texts = ("q:x foo bar", "e:x sched.sched_switch", "f:x vfs_read", "t:x sched_switch", "s:x int a")
     planned = planned_kernel(None, None, None, profile)
     with Kernel(MachineConfig(profile=profile)) as kernel:
@@ -208,7 +215,9 @@ def test_a_kind_that_the_kernel_lacks_is_refused_as_on_a_mount(profile: str) -> 
 
 
 def test_a_refused_place_is_named_by_the_function_that_contains_it() -> None:
-    """The offset leads into the next function, which must not be traced."""
+    """If an offset leads into the next function, the rejection names that function, which must not be
+    traced.
+    """
     symbol = OWN.tables.kallsyms.by_name("start_kernel")[0]
     follower = OWN.tables.kallsyms.lookup(symbol.address + symbol.size)
     assert follower is not None
@@ -284,7 +293,7 @@ def test_settings_are_checked_in_part(line: str, outcome: str, rules: list[str])
     "text", ["n > 1", "n >", "m == 1", "n == x", "(n == 1", "comm ~ 1", 'comm ~ "a"', "n ~ 3", "", "CPU & 1"]
 )
 def test_filters_are_judged_as_on_a_mount(text: str) -> None:
-    """The oracle is the filter file of a kernel with the same event."""
+    """`check` accepts or refuses a filter as the filter file of a kernel with the same event does."""
     answer = checked("p:reads vfs_read n=$arg3", f"events/kprobes/reads/filter = {text}")[-1]
     with Kernel(MachineConfig()) as kernel:
         kernel.write_file("tracing/kprobe_events", "p:reads vfs_read n=$arg3")
@@ -324,7 +333,10 @@ def test_a_return_probe_that_is_never_hit(function: str) -> None:
 
 
 def kernel_with_types(tmp_path: Path, body: bytes = BODY) -> str:
-    """A made kernel: int f(int number, unsigned long size, struct pair *pair), which consists of `body`."""
+    """Write a made kernel with BTF and return its path.
+
+    The kernel's function int f(int number, unsigned long size, struct pair *pair) consists of `body`.
+    """
     source = made.Kernel()
     at = source.function("f", CALL_FENTRY + body + b"\xc3")
     source.function("a_function_whose_name_is_too_long_for_an_event_of_its_own_name_1", BODY + b"\xc3")
@@ -350,7 +362,9 @@ def kernel_with_types(tmp_path: Path, body: bytes = BODY) -> str:
 
 
 def test_an_errno_has_the_name_that_linux_gives_it(tmp_path: Path) -> None:
-    """EOPNOTSUPP, to whose number Python's module errno gives the name of another standard."""
+    """`check` reports an errno by Linux's name: EOPNOTSUPP, although Python's module errno has the name of
+    another standard for this number.
+    """
     image = kernel_with_types(tmp_path, bytes.fromhex("53 ff20"))  # push %rbx; jmp *(%rax)
     (answer,) = check_lines(planned_kernel(None, image, None, None), [Line("x", 1, "p:x f+6")])
     assert answer.outcome == "EOPNOTSUPP"
@@ -449,7 +463,10 @@ def test_names_that_are_cut_ambiguous_or_only_split(
 
 
 def test_a_bare_name_of_a_modules_function_needs_a_line_with_the_module() -> None:
-    """The message about the bare name alone says what to write, and what it says is accepted."""
+    """For the bare name of a module's function, `check` says to write MODULE:NAME.
+
+    A line with that name makes the bare name valid, too.
+    """
     kernel = planned_kernel(None, str(debian.package("linux-image-cloud-amd64")), None, None)
     bare, named = Line("", 1, "p:a nf_conntrack_in"), Line("", 2, "p:b nf_conntrack:nf_conntrack_in")
     (alone,) = check_lines(kernel, [bare])
@@ -460,7 +477,10 @@ def test_a_bare_name_of_a_modules_function_needs_a_line_with_the_module() -> Non
 
 
 def test_lines_with_modules_are_judged_with_them_loaded() -> None:
-    """The package's modules are loaded; other modules are awaited, as by a kernel without them."""
+    """Lines with modules of the package are checked as if these were loaded.
+
+    Lines with other modules stay pending, as on a kernel without the module.
+    """
     package = debian.package("linux-image-cloud-amd64")
     lines = {
         "p:a nls_cp437:uni2char a=$arg1": ("ftrace", "EINVAL", ["needs-module"]),

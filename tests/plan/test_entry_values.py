@@ -1,4 +1,6 @@
-"""Where a function keeps its arguments: each place that is told has the value, whenever the CPU is there."""
+"""Where a function keeps its arguments: each reported place has the argument's value whenever the CPU is at
+that instruction.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Activation:
 
 
 class Checker(Runner):
-    """Runs functions instruction by instruction, and compares each told place with the entry's value."""
+    """A runner that executes functions instruction by instruction, and compares each reported place with the
+    value at the entry.
+    """
 
     def __init__(
         self, machine: Machine, memory: DataSnapshot, boundaries: list[Boundary], kernel: PlannedKernel
@@ -87,7 +91,7 @@ class Checker(Runner):
         for name, places in self._of(call.symbol).at(state.ip).items():
             number = name.removeprefix(STACK_WORD)
             if number != name and int(number) >= self._stack_parameters(call.symbol):
-                # A word of the caller, who may have passed its address.
+                # The word belongs to the caller, which may have passed its address to the function.
                 continue
             wanted = call.words[int(number)] if number != name else getattr(call.start, name)
             for place in places:
@@ -159,7 +163,10 @@ def test_told_places_hold_the_entry_values(kernel: Kernel) -> None:
 )
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_cold_part_belongs_to_its_function(cold: str, kept: set[str], ends: bool) -> None:
-    """Where the cold part jumps back, only values of both ways count. Returns of both parts count."""
+    """After the jump back from a cold part, an argument's place counts only if both paths keep its value.
+
+    A function that ends in a loop does not return.
+    """
     start, part, back = 0x1000, 0x2000, 0x1008
     head = bytes.fromhex("85c0 0f84") + (part - back).to_bytes(4, "little", signed=True)
     code = head + bytes.fromhex("90 ebfd" if ends else "90 c3")  # nop; a loop, or ret

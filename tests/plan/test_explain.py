@@ -64,13 +64,16 @@ def kernel(request: pytest.FixtureRequest) -> PlannedKernel:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own, where `tests.image.linux.debian` finds no packages: it is asked before."""
+    """Use a new, empty cache and return its path.
+
+    Tests that need packages must get them from tests.image.linux.debian before.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 def explanations(kernel: PlannedKernel, count: int, seed: int = 3) -> list[Explanation]:
-    """Explanations of random places, also within instructions."""
+    """Return explanations of random places, some of which are within instructions."""
     rng = Random(seed)
     functions = [s for s in kernel.judge.subject.symbols if s.is_text and s.size > 8]
     found = []
@@ -81,14 +84,14 @@ def explanations(kernel: PlannedKernel, count: int, seed: int = 3) -> list[Expla
 
 
 def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[Answer]:
-    """Return what the command prints with --json."""
+    """Run `explain --json` and return its answers."""
     assert main(["explain", *arguments, "--json"]) == 0
     found: list[Answer] = json.loads(capsys.readouterr().out)
     return found
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that it ends with."""
+    """Check that `explain` fails, and return the line of its error."""
     assert main(["explain", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -100,7 +103,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def asked(kernel: Kernel, address: int) -> tuple[range | None, str]:
-    """The region that a mount's jump would replace, or why there is none."""
+    """Return the region that a jump would replace on a mount.
+
+    If no jump is possible, return None and the reason.
+    """
     try:
         return kernel.optimized_region(address), ""
     except KernelError as error:
@@ -132,7 +138,10 @@ def test_the_place_has_the_verdict_of_its_instruction(kernel: PlannedKernel) -> 
 
 
 def test_a_region_is_whole_instructions_that_have_room_for_the_jump(kernel: PlannedKernel) -> None:
-    """A refused jump also has room, unless the function ends before."""
+    """A region consists of whole instructions with room for the jump.
+
+    The range that `explain` marks for a refused jump also has room, unless the function ends before.
+    """
     regions = refusals = 0
     for found in explanations(kernel, 300):
         starts = {insn.address for insn in found.insns}
@@ -169,7 +178,9 @@ def test_nearest_better_places_are_optimized_and_nothing_optimized_is_nearer(ker
     ("arch", "profile"), [("x86_64", "linux-6.1"), ("i386", "linux-6.1"), ("riscv64", "riscv-optprobes-2023")]
 )
 def test_a_mount_agrees_with_the_offline_answer(arch: str, profile: str) -> None:
-    """A mount refuses some more jumps: it also looks at branches from other functions."""
+    """`explain` and a mount agree on each place, except that a mount also refuses jumps because of branches
+    from other functions.
+    """
     planned = planned_kernel(arch, None, None, profile)
     agreed = 0
     with Kernel(MachineConfig(arch=arch, profile=profile)) as kernel:
@@ -278,12 +289,14 @@ def test_the_kernel_accepts_each_fetch_argument() -> None:
 
 @pytest.fixture(scope="module")
 def padded() -> PlannedKernel:
-    """The built-in kernel whose functions begin with landing pads."""
+    """Return the built-in kernel whose functions begin with landing pads."""
     return PlannedKernel("pads", "x86_64", load_image(IBT, "x86_64"), profile_named("linux-6.12"), "")
 
 
 def test_a_probe_on_a_landing_pad_is_moved_to_the_fentry_site(padded: PlannedKernel) -> None:
-    """A symbol, its address and the address after the pad are one place, as for a registered probe."""
+    """A symbol, its address, and the address after the landing pad are the same place for `explain` and
+    `check`, as for a registered probe.
+    """
     start = padded.tables.kallsyms.lookup_name("gcd")
     assert start is not None
     for place in ("gcd", f"{start:#x}", "gcd+4"):
@@ -373,7 +386,10 @@ def test_pictures_and_pages_are_well_formed_and_need_nothing_else(
 def test_a_picture_has_the_verdict_and_the_indentation_of_its_lines(
     place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not all renderers know the property white-space of CSS."""
+    """A picture shows the verdict with its reason.
+
+    The picture preserves spaces by xml:space, because not all renderers know the property white-space of CSS.
+    """
     svg = tmp_path / "x.svg"
     assert main(["explain", place, "--svg", str(svg)]) == 0
     (found,) = explained(capsys, place)
@@ -537,7 +553,9 @@ def test_a_name_that_resembles_none_gets_no_advice(capsys: pytest.CaptureFixture
 
 
 def test_an_offset_out_of_the_named_function_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """The kernel accepts the place, which is in another function."""
+    """If an offset is outside of the named function, `explain` reports this, although the kernel accepts the
+    place.
+    """
     assert main(["explain", "gcd+0x1000"]) == 0
     assert "place      outside of gcd, which has" in capsys.readouterr().out
     assert main(["explain", "gcd+5"]) == 0
@@ -549,7 +567,7 @@ def test_an_offset_out_of_the_named_function_is_said(capsys: pytest.CaptureFixtu
 
 @pytest.fixture
 def image(tmp_path: Path) -> Path:
-    """A made kernel without BTF, with one function that ftrace knows."""
+    """Write a made kernel without BTF, in which ftrace knows only one of two functions; return its path."""
     source = made.Kernel()
     at = source.function("vfs_read", CALL_FENTRY + BODY + made.RETURN_THUNK_CALL)
     source.function("quiet", BODY + made.RETURN_THUNK_CALL)
@@ -600,7 +618,10 @@ STAGED = {
 
 @pytest.mark.parametrize("arch", STAGED)
 def test_the_stages_of_a_place(arch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first and the last row have the place's bytes, and the row of the jump has others."""
+    """In the picture of the stages, the first and the last row show the place's original bytes.
+
+    The row of the jump shows other bytes.
+    """
     file = tmp_path / "x.svg"
     assert main(["explain", "--arch", arch, STAGED[arch], "--stages", str(file)]) == 0
     assert capsys.readouterr().out == ""
@@ -667,7 +688,7 @@ def test_a_module_of_debians_package(
     assert len(kernel.with_modules(["nls_cp437"]).modules) == 1
     assert len(opened) == 1
     again = Explanation(kernel, find_place("nls_cp437:uni2char+0x5", kernel.tables))
-    # The module's address is made up.
+    # The address at which the module would be loaded is not known.
     assert found["address"] not in as_text(again, whole=True)
     with pytest.raises(CliError, match="no such symbol; similar names: nls_cp437:uni2char"):
         find_place("nls_cp437:uni2chra", kernel.tables)
@@ -694,7 +715,11 @@ def test_a_profile_for_riscv_is_refused_on_x86() -> None:
 
 @pytest.mark.parametrize("arch", ["riscv64", "x86_64"])
 def test_the_head_names_the_profile_that_a_mount_needs(arch: str) -> None:
-    """A mount of kprobefs's own kernel has the profile linux-6.1 by default, so no jumps on RISC-V."""
+    """An explanation names the profile that a mount needs for the same answer, unless this profile is the
+    mount's default.
+
+    The default linux-6.1 has no jumps on RISC-V.
+    """
     kernel = planned_kernel(arch, None, None, None)
     text = as_text(Explanation(kernel, find_place("gcd", kernel.tables)), whole=False)
     head = " ".join(text.partition("\n\n")[0].split())
@@ -725,7 +750,9 @@ def test_the_default_profile_of_an_architecture(arch: str, profile: str) -> None
 
 
 def test_types_that_contain_each_other_end() -> None:
-    """A prototype whose parameters are pointers to it, and structures and arrays in themselves."""
+    """Types that contain each other are reported as unusable: a prototype with pointers to itself, and
+    structures and arrays of themselves.
+    """
     types = made.Btf()
     types.add(12, "f", 2)
     types.prototype(0, ("a", 3), ("b", 3))

@@ -1,4 +1,6 @@
-"""`explain`, `check` and `coverage` with --strategy: Linux's verdict first, that of the strategy apart."""
+"""`explain`, `check` and `coverage` with --strategy: Linux's verdict comes first, and the strategy's verdict
+is separate.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ EXTENDED = ("--strategy", "extended")
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    """Return the JSON that a command prints."""
+    """Run a command with the extended strategy and --json, and return its output."""
     assert main([*arguments, *EXTENDED, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 

@@ -1,4 +1,6 @@
-"""The files `detour` and `bytes`: named parts, where jumps arrive, and the same listing as `explain`."""
+"""The files `detour` and `bytes`: named parts, the places where jumps arrive, and the same listing as in
+`explain`.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def define(kernel: Kernel, place: str, arguments: str = "") -> None:
 
 
 def parts(listing: str) -> dict[str, list[tuple[int, str]]]:
-    """Title of each part -> address and text of its instructions."""
+    """Return title of a part -> addresses and texts of its instructions."""
     found: dict[str, list[tuple[int, str]]] = {}
     title = ""
     for line in listing.splitlines():
@@ -61,7 +63,7 @@ def landing(listing: str, way: str) -> int:
 
 
 def jump_target(kernel: Kernel, address: int) -> int:
-    """Where the jump or call in the text leads."""
+    """Return the target of the jump or call in the text at `address`."""
     probe_text = kernel.read_text(address, 5)
     assert probe_text[0] in (0xE8, 0xE9)
     return address + 5 + int.from_bytes(probe_text[1:], "little", signed=True)
@@ -99,7 +101,10 @@ def test_the_jump_arrives_at_the_marked_part(arguments: str) -> None:
 
 
 def test_the_code_that_a_jump_enters_is_first(kernel: Kernel, planned: PlannedKernel) -> None:
-    """While the stages of patching stop, the detour has a breakpoint, which leads to the compiled handler."""
+    """While the optimizer stops at stages, the detour that the jump enters is listed first.
+
+    The detour's breakpoint leads to the compiled handler, which is listed, too.
+    """
     explained = optimized_place(planned, "int_sqrt")
     define(kernel, explained.title)
     kernel.call("int_sqrt", 81)
@@ -154,7 +159,7 @@ def test_bytes_have_the_instructions_of_the_listing(kernel: Kernel, planned: Pla
 
 
 def test_no_instruction_is_shown_after_a_jump(kernel: Kernel, planned: PlannedKernel) -> None:
-    """A region ends with its last whole instruction, so bytes of it may follow the jump.
+    """Bytes of the region that remain after the jump are shown as bytes, not as an instruction.
 
     On RISC-V, the jump is written with nops up to the end of the region.
     """

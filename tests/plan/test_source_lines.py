@@ -1,4 +1,6 @@
-"""`kprobefs explain FILE:LINE`: source lines of a kernel, from debug information here or on a server."""
+"""`kprobefs explain FILE:LINE`: source lines of a kernel, from debug information on this machine or on a
+server.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ X86_64 = 62
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of its own, and no server."""
+    """Use a new, empty cache, and no debuginfod server."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("DEBUGINFOD_URLS", "DEBUGINFOD_CACHE_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -39,7 +41,10 @@ def address(symbol: str) -> int:
 
 
 def own_lines(path: Path, identity: bytes | None = None) -> Path:
-    """Debug information for the own kernel: lines of three files, one of which is included by two units."""
+    """Write debug information for kprobefs's own kernel to `path`.
+
+    The information has lines of several files, one of which is included by two units.
+    """
     read, write = address("vfs_read"), address("vfs_write")
     sections = line_sections(
         [
@@ -60,14 +65,14 @@ def own_lines(path: Path, identity: bytes | None = None) -> Path:
 
 
 def linux_lines(identity: bytes = IDENTITY) -> bytes:
-    """Debug information for the kernel of linux()."""
+    """Return debug information for the kernel that linux() writes."""
     sections = line_sections([("fs/read_write.c", [("fs/read_write.c", 300, made.TEXT + 0x40)])])
     text = MemorySection(".text", made.TEXT, 6, b"", 0x1000)
     return debug_elf(X86_64, 64, [text], [], sections, identity)
 
 
 def linux(folder: Path, *, has_id: bool = True) -> str:
-    """A distribution's kernel with vfs_read at TEXT + 0x40."""
+    """Write a distribution's kernel with vfs_read at TEXT + 0x40, and return its path."""
     kernel = made.Kernel()
     while (at := kernel.function("vfs_read", BODY)) < made.TEXT + 0x40:
         pass
@@ -80,14 +85,14 @@ def linux(folder: Path, *, has_id: bool = True) -> str:
 
 
 def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
-    """Return what the command prints with --json."""
+    """Run `explain --json` and return its answers."""
     assert main(["explain", *arguments, "--json"]) == 0
     found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     return found
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line of an error."""
+    """Check that `explain` fails with a single line, and return the line."""
     assert main(["explain", *arguments]) == 2
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1
@@ -217,7 +222,7 @@ class _Handler(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A server with the debug information of linux()."""
+    """Yield a server with the debug information of the kernel that linux() writes."""
     place = tmp_path / "served" / "buildid" / IDENTITY.hex()
     place.mkdir(parents=True)
     (place / "debuginfo").write_bytes(linux_lines())

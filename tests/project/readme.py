@@ -39,7 +39,7 @@ def blocks(info: str, document: Path = README) -> list[str]:
 
 
 def of_image(text: str, symbols: Kallsyms) -> str:
-    """Return a text with the addresses and sizes that functions have in this image."""
+    """Return `text` with the addresses and sizes of functions replaced by those in this image."""
 
     def addressed(match: re.Match[str]) -> str:
         address = symbols.lookup_name(match["name"])

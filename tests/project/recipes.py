@@ -44,7 +44,7 @@ def containerfile() -> list[tuple[str, str]]:
 
 
 def systems() -> dict[str, tuple[str, list[str]]]:
-    """Return recipe -> its image, and the commands that it runs in the image."""
+    """Return recipe -> (image, commands that run in the image)."""
     job, steps = github()
     instructions = containerfile()
     (image,) = (arguments for name, arguments in instructions if name == "FROM")
@@ -79,7 +79,7 @@ apt-get install -qq --no-install-recommends sudo python3-venv >/dev/null
 python3 -m venv /opt/image
 export PATH=/opt/image/bin:$PATH
 """
-"""What CI's images have, and a minimal root has not: a pip that may install, and sudo."""
+"""Commands that add to a minimal root what CI's images have: sudo, and a pip that may install."""
 
 
 def script(recipe: str) -> str:

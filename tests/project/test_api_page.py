@@ -1,4 +1,4 @@
-"""docs/reference/api.md is what scripts/api_page.py makes of the docstrings."""
+"""docs/reference/api.md is the page that scripts/api_page.py generates from the docstrings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kprobefs bench`: every case can be measured, and says what it is. No figure is judged here."""
+"""`kprobefs bench`: every case can be measured and is named in its table. The figures are not judged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUICK = (bench.OPTIMIZED, *bench_return.BY_FENTRY)
 
 
 def fitting(lines: Iterable[str]) -> list[str]:
-    """A table, which a terminal of 80 columns shows without a break."""
+    """Return the lines of a table. Check that they fit into 80 columns."""
     found = list(lines)
     assert max(map(len, found)) <= 80
     return found
@@ -75,7 +75,7 @@ def test_returns_on_every_architecture(arch: str) -> None:
     figure = bench_return.measure(
         bench_return.ReturnCase("rethook", bench.OPTIMIZED, cpus=2, arch=arch), 20, 1
     )
-    # By the trap flag, which RISC-V doesn't have.
+    # Instructions are counted with the trap flag, which RISC-V does not have.
     assert (figure.instructions is None) == arch.startswith("riscv")
     assert fitting(bench_return.table([figure]))
 
@@ -124,7 +124,7 @@ QUIET = ((5.0, 6.0, 7.0), (29.9,))
 
 
 def reports(net: tuple[float, ...]) -> list[tuple[list[str], object]]:
-    """The tables of all that is measured, and what JSON says of it."""
+    """Return the table of each kind of figure, together with its numbers in JSON."""
     hit = bench.HitFigure(bench.HitCase(bench.RECORDING, bench.OPTIMIZED), net, net, 0, 17)
     returned = bench_return.ReturnFigure(
         bench_return.ReturnCase("rethook", bench.OPTIMIZED), net, 0, None, None
@@ -152,7 +152,10 @@ def test_noise_is_no_figure(net: tuple[float, ...]) -> None:
     ("mode", "traps"), [(bench.STEPPED, 2), (bench.TRAP_FLAG, 2), (bench.BOOSTED, 1), (bench.OPTIMIZED, 0)]
 )
 def test_traps_and_instructions_of_a_hit(mode: str, traps: int) -> None:
-    """A handler without an instruction shows what the way itself takes: the traps, and a copy or a jump."""
+    """A hit with an empty handler takes the traps of its mode, and the instructions of a copy or a jump.
+
+    A recording handler takes more instructions.
+    """
     empty, recording = (
         bench.measure(bench.HitCase(probe, mode), hits=20, rounds=1)
         for probe in (bench.EMPTY, bench.RECORDING)
@@ -201,7 +204,7 @@ def test_the_modes_of_a_profile(arch: str, profile: str) -> None:
     ids=lambda case: f"{case.arch}-{case.profile}-{case.mode}-{case.probe}",
 )
 def test_a_hit_of_a_profile_is_measured(case: bench.HitCase) -> None:
-    """In the mode that it is told of: bench.measure raises where hits come by another one."""
+    """A hit is measured in the mode of the case. bench.measure raises if a hit is taken in another mode."""
     figure = bench.measure(case, hits=30, rounds=1)
     assert (figure.detour is not None) == (case.mode in (bench.OPTIMIZED, bench.SAVE_ALL))
     assert f"profile {case.profile}" in fitting(bench.table([figure]))
@@ -310,7 +313,7 @@ def test_a_kind_is_measured(case: bench_kinds.KindCase) -> None:
 
 
 def test_a_jprobe_with_a_handler_in_guest_code() -> None:
-    """No hit but the first comes to Python, beside what the breakpoint and the step's end take."""
+    """The first hit of a jprobe compiles its handler to guest code, and later hits use the same code."""
     with Kernel(MachineConfig(profile="kprobes-2010")) as kernel:
         count = bench_kinds._PLACING["c"](kernel)
         kernel.call(bench.FUNCTION, 4)
@@ -329,7 +332,9 @@ def test_a_jprobe_with_a_handler_in_guest_code() -> None:
 
 @pytest.mark.parametrize("arch", ["x86_64", "riscv64"])
 def test_hits_on_cpus(arch: str) -> None:
-    """Where a handler writes to nothing but its CPU's own, a hit takes the same on any number of them."""
+    """If a handler writes only to memory of its own CPU, a hit takes as many instructions with several CPUs
+    as with one.
+    """
     counted = [
         bench_cpus.measure(bench_cpus.CpusCase(bench.RECORDING, bench.OPTIMIZED, cpus, arch), 24, 2)
         for cpus in (1, 3)

@@ -1,4 +1,4 @@
-"""benchmarks/: they start and report what README's tables need. No figure is judged here."""
+"""The programs in benchmarks/ start, and report what README's tables need. The figures are not judged."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_says_what_it_measures(
 
 
 def test_a_checkout_measures_its_own_code(tmp_path: Path) -> None:
-    """Neither the installed kprobefs nor that in the working directory is used."""
+    """A benchmark uses the code of its own checkout, not the installed kprobefs and not that in the working
+    directory.
+    """
     for name in ("checkout", "elsewhere"):
         (tmp_path / name / "kprobefs").mkdir(parents=True)
         (tmp_path / name / "kprobefs" / "__init__.py").write_text(f"NAME = {name!r}\n")
@@ -98,7 +100,7 @@ def test_reports_distributions(name: str) -> None:
 
 
 def of_common(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program that uses benchmarks/common.py."""
+    """Run a program that uses benchmarks/common.py, and return the completed process."""
     text = f"from common import Distribution, arguments, report, steady\n{program}"
     command = [sys.executable, "-c", text]
     return subprocess.run(
@@ -128,7 +130,10 @@ def test_a_table_has_median_deciles_ratio_and_goal() -> None:
 
 
 def test_json_has_the_host_on_standard_error() -> None:
-    """Deciles of equal samples are the sample; interpolated carelessly, those of 6.9632 are not."""
+    """With --json, the description of the host is on standard error.
+
+    Deciles of equal samples are exactly this sample. With careless interpolation, those of 6.9632 are not.
+    """
     done = of_common(
         "report([Distribution('pages', 'kB', (6.9632,) * 3)], arguments(None).parse_args(['--json']))"
     )
@@ -148,7 +153,10 @@ def test_json_has_the_host_on_standard_error() -> None:
     ],
 )
 def test_a_wide_row_is_measured_again(repeats: int, runs: list[int], samples: list[list[float]]) -> None:
-    """The other rows keep their samples, and no run follows one after which no row is wide."""
+    """Only rows with widely spread samples are measured again, up to `repeats` times.
+
+    The other rows keep their samples.
+    """
     done = of_common(
         "import json, sys\n"
         "wide = iter([(1.0, 9.0), (4.0, 6.0), (4.0, 4.1), (7.0, 7.0)])\n"
@@ -163,7 +171,7 @@ def test_a_wide_row_is_measured_again(repeats: int, runs: list[int], samples: li
 
 
 def test_programs_of_a_benchmark_have_bytecode_caches(tmp_path: Path) -> None:
-    """Whatever Python's variables say in the shell that starts it."""
+    """Programs of a benchmark write bytecode caches, even if Python's variables in the shell forbid this."""
     (tmp_path / "cached.py").touch()
     program = (
         "import subprocess, sys\narguments(None)\nsubprocess.run([sys.executable, '-c', 'import cached'])"
@@ -182,7 +190,7 @@ def _lines(folder: Path) -> list[str]:
 
 
 def test_rows_of_the_sources_are_filled_in(tmp_path: Path) -> None:
-    """Each has its place in one page, and one run fills one row."""
+    """Each row of the program sources.py has one place in the pages, and one run fills one row."""
     pages, copies = BENCHMARKS.parent / "docs" / "reference" / "sources", tmp_path / "sources"
     shutil.copytree(pages, copies)
     run("sources.py", *QUICK["sources.py"], "--write", "--pages", str(copies))
@@ -207,7 +215,7 @@ SIDE = (
     "    return qemu.Side(title, lambda _prepared: ['printf', '%s\\n', *lines])\n"
     "reads = 'cat-7  [000] .....  0.1: reads: (vfs_read+0x0/0xd0) count=0x20000'\n"
 )
-"""A side whose machine prints lines."""
+"""Program for qemu.py that makes a side, whose machine prints lines."""
 
 
 def test_the_rows_of_both_sides_are_compared(tmp_path: Path) -> None:
@@ -263,7 +271,7 @@ def test_without_its_programs_nothing_is_compared(tmp_path: Path) -> None:
 
 
 def _kept_module(image: Path) -> Path:
-    """Return the path for the compiled module of qemu.py, which differs by what the module is made of."""
+    """Return the path for the compiled module of qemu.py. The path depends on image, compiler and source."""
     source = (BENCHMARKS / "qemu_guest/kb.c").read_bytes()
     compiler = build_images.tool_version("gcc")
     digest = hashlib.sha256(repr((image.name, compiler, source)).encode()).hexdigest()
@@ -276,7 +284,7 @@ def _kept_module(image: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_script_runs_on_a_mount() -> None:
-    """The script checks its counts of hits and of definitions itself.
+    """benchmarks/qemu.py runs on a mount, and checks its counts of hits and of definitions itself.
 
     The module stays on this machine, and is compiled again if its source, the kernel or the compiler changes.
     """

@@ -1,4 +1,4 @@
-"""Modules without bytecode are compiled in a second process, and imported as ever."""
+"""Modules without bytecode are compiled in a second process, and imports work as without this process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def wait_until_compiled():
 
 @pytest.fixture
 def told(tmp_path: Path) -> Callable[[str], str]:
-    """Run a script in a process that finds no bytecode, and return what it prints."""
+    """Return a function that runs a script in a process without bytecode caches, and returns its output."""
     caches = {"PYTHONPYCACHEPREFIX": str(tmp_path / "none"), "PYTHONDONTWRITEBYTECODE": "1"}
 
     def run(script: str) -> str:
@@ -46,7 +46,7 @@ def told(tmp_path: Path) -> Callable[[str], str]:
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """Two modules; each is a package of its own."""
+    """Make two packages, each with one module, and return the directory."""
     for name in ("one", "two"):
         (tmp_path / "modules" / name).mkdir(parents=True)
         (tmp_path / "modules" / name / "__init__.py").write_text(f"value = {name!r}\n")
@@ -69,7 +69,7 @@ def test_a_kernel_works_by_code_of_the_other_process(told: Callable[[str], str])
 
 
 def test_imports_do_not_wait_for_the_other_process(package: Path, told: Callable[[str], str]) -> None:
-    """It may be stopped or killed: what it has not compiled, the import compiles."""
+    """If the second process is killed, imports compile the remaining modules."""
     answer = told(f"""
     import signal
     sys.path.append({str(package)!r})
@@ -84,7 +84,7 @@ def test_imports_do_not_wait_for_the_other_process(package: Path, told: Callable
 
 
 def test_code_of_another_source_is_not_used(package: Path, told: Callable[[str], str]) -> None:
-    """The package may be upgraded between the compilation and the import."""
+    """If a package is upgraded between the compilation and the import, the import compiles the new source."""
     answer = told(f"""
     sys.path.append({str(package)!r})
     ahead = CompileAhead([{str(package)!r}])
@@ -102,7 +102,9 @@ def test_code_of_another_source_is_not_used(package: Path, told: Callable[[str],
 def test_a_limit_of_file_sizes_limits_only_the_help(
     size: int, package: Path, told: Callable[[str], str]
 ) -> None:
-    """A file with a part of a record, or with no path, is no error."""
+    """If a limit of file sizes stops the second process in the middle of its work, imports compile the
+    modules without an error.
+    """
     answer = told(f"""
     import resource
     resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))
@@ -133,7 +135,10 @@ def test_an_import_reports_what_cannot_be_compiled(package: Path, told: Callable
 
 
 def test_imports_after_the_end_compile(package: Path, told: Callable[[str], str]) -> None:
-    """No process and no open file is left. A forked process can end its part, too."""
+    """After end(), imports compile modules, and no process and no open file is left.
+
+    A forked process can call end(), too.
+    """
     answer = told(f"""
     sys.path.append({str(package)!r})
     before = os.listdir("/proc/self/fd")
@@ -172,7 +177,7 @@ def test_the_process_ends_after_its_owner(tmp_path: Path, told: Callable[[str], 
 
 
 def test_modules_without_source_are_found(package: Path, told: Callable[[str], str]) -> None:
-    """A distribution may have removed the sources."""
+    """Modules are found even if a distribution has removed their sources and kept the bytecode."""
     answer = told(f"""
     import py_compile
     for name in ("one", "two"):

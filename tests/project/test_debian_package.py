@@ -1,4 +1,6 @@
-"""scripts/package: all of the package is in its place and starts from there, and systemd takes its units."""
+"""scripts/package: all files of the Debian package are in their places, its programs start from there, and
+systemd accepts its units.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from this environment, as the script does once that is set up."""
+    """Build the package from this environment, as scripts/package does after its environment is set up;
+    return its path.
+    """
     directory = tmp_path_factory.mktemp("package")
     script = ROOT / "scripts/debian_package.py"
     subprocess.run(
@@ -45,7 +49,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A root that has the package alone."""
+    """Yield a root directory that contains only the files of the package."""
     root = tmp_path_factory.mktemp("root")
     subprocess.run(["dpkg-deb", "-x", package, root], check=True, timeout=60)
     yield root
@@ -103,7 +107,9 @@ def test_no_link_of_a_document_is_dead(installed: Path) -> None:
 
 
 def launched(installed: Path, command: str) -> list[str]:
-    """A command of the package, run by this interpreter with its own root's path instead of /."""
+    """Return the command line that runs a command of the package with this interpreter, with the directory
+    `installed` in place of /.
+    """
     text = (installed / command).read_text().replace('"/usr', f'"{installed}/usr')
     path = installed / f"{command}.here"
     path.write_text(text)
@@ -111,7 +117,10 @@ def launched(installed: Path, command: str) -> list[str]:
 
 
 def test_starts_with_its_own_packages(installed: Path) -> None:
-    """The base interpreter has none of them, and nothing else is looked at."""
+    """Program and library start with the Python packages of the Debian package.
+
+    The base interpreter has none of these.
+    """
     base = Path(sys.base_prefix, "bin", Path(sys.executable).name)
     program = [str(base), *launched(installed, "usr/bin/kprobefs")[1:]]
     done = subprocess.run([*program, "--version"], env=ISOLATED, capture_output=True, text=True, check=False)
@@ -134,7 +143,10 @@ assert all(each.__file__.startswith({str(library)!r}) for each in (unicorn, caps
 
 
 def test_bytecode_is_in_the_package(tmp_path: Path) -> None:
-    """Wherever the environment wants it; it knows its place in Debian, and isn't compared with its source."""
+    """Bytecode is put into the package, even if PYTHONPYCACHEPREFIX names another place.
+
+    The bytecode has Debian's path of the module, and is not compared with the source.
+    """
     module = tmp_path / "usr/lib/kprobefs/a.py"
     module.parent.mkdir(parents=True)
     module.write_text("here = (lambda: 0).__code__.co_filename\n")
@@ -144,14 +156,18 @@ def test_bytecode_is_in_the_package(tmp_path: Path) -> None:
     subprocess.run(command, env={**os.environ, **paths}, check=True, timeout=30)
     (compiled,) = (module.parent / "__pycache__").iterdir()
     data = compiled.read_bytes()
-    # PEP 552: a hash, which isn't checked.
+    # PEP 552: bytecode with a hash of the source that is not checked.
     assert data[4:8] == b"\x01\0\0\0"
     assert b"/usr/lib/kprobefs/a.py" in data
     assert str(tmp_path).encode() not in data
 
 
 def test_removing_leaves_nothing(package: Path, tmp_path: Path) -> None:
-    """By dpkg, in a root of its own, after an interpreter with other options has compiled."""
+    """dpkg removes and purges the package without leftovers, also after an interpreter with other options has
+    written bytecode.
+
+    An upgrade does not remove the bytecode.
+    """
     root = tmp_path / "root"
     for directory in ("info", "updates"):
         (root / "var/lib/dpkg" / directory).mkdir(parents=True)
@@ -173,7 +189,7 @@ def test_removing_leaves_nothing(package: Path, tmp_path: Path) -> None:
     state = root / "var/lib/kprobefs/mnt"
     state.mkdir(parents=True)
     (state / "journal").touch()
-    # An upgrade that is given up must leave the old one as it was.
+    # An upgrade that is given up must leave the old package as it was.
     before = set(library.rglob("*.pyc"))
     dpkg("--install", package)
     assert set(library.rglob("*.pyc")) >= before
@@ -188,7 +204,10 @@ def test_removing_leaves_nothing(package: Path, tmp_path: Path) -> None:
 
 
 def test_an_interrupted_build_leaves_no_package(tmp_path: Path) -> None:
-    """The package has no Python files here: their installation takes place before dpkg-deb starts."""
+    """If dpkg-deb fails, no package is left.
+
+    The package of this test has no Python files, because they are installed before dpkg-deb starts.
+    """
     (tmp_path / "bin").mkdir()
     broken = tmp_path / "bin/dpkg-deb"
     broken.write_text(
@@ -224,7 +243,10 @@ def test_runs(installed: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
 @pytest.mark.parametrize("unit", ["kprobefs.service", "kprobefs@mnt-kp.service"])
 def test_systemd_finds_no_fault_in_the_installed_units(installed: Path, unit: str) -> None:
-    """With the packages' own paths, which have to exist; the manager's own units come from the host."""
+    """systemd-analyze finds no fault in the installed units.
+
+    Paths in the units must exist in the package; the manager's own units come from the host.
+    """
     (installed / "usr/lib/systemd/system").mkdir(exist_ok=True)
     for name in (
         "sysinit.target",

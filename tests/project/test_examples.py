@@ -1,4 +1,4 @@
-"""The sources' example modules as programs for this API: what they print is what happened."""
+"""The example modules of the sources, as programs for kprobefs's API: they print what happened."""
 
 from __future__ import annotations
 

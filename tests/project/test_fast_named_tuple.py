@@ -1,4 +1,4 @@
-"""NamedTuple of emulated_kernel, compared with the typing module's."""
+"""NamedTuple of emulated_kernel, compared with typing.NamedTuple."""
 
 from __future__ import annotations
 

@@ -8,7 +8,9 @@ import grimp
 
 
 def test_no_circles_between_files_of_the_library() -> None:
-    """Count imports for type checking and imports within functions too."""
+    """No files of emulated_kernel import each other in a circle, including imports for type checking and
+    imports within functions.
+    """
     graph = grimp.build_graph("emulated_kernel", cache_dir=None)
     TopologicalSorter(
         {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}

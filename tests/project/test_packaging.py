@@ -24,7 +24,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project's wheel, built without an index: the build backend is among the test dependencies."""
+    """Build the project's wheel without an index, and return its path.
+
+    The build backend is among the test dependencies.
+    """
     directory = tmp_path_factory.mktemp("wheel")
     options = ["--no-deps", "--no-index", "--no-build-isolation", "--quiet", "--wheel-dir", directory]
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, ROOT], check=True)
@@ -45,7 +48,9 @@ def metadata(wheel: Path) -> str:
 
 
 def shipped() -> set[str]:
-    """What has to be in the wheel: all that the packages hold except what builds the images."""
+    """Return the files that the wheel must have: all files of the packages, except those that build the
+    images.
+    """
     units = {f"kprobefs/systemd/{path.relative_to(UNITS)}" for path in UNITS.rglob("*") if path.is_file()}
     return units | {
         path.relative_to(ROOT).as_posix()
@@ -92,7 +97,7 @@ def test_holds_the_kernel_images(names: set[str]) -> None:
 
 
 def test_holds_no_c_source(names: set[str]) -> None:
-    """But what --as-system builds where it is run."""
+    """The wheel has no C source, except the one that --as-system compiles on the user's machine."""
     sources = {name for name in names if name.endswith((".c", ".h", ".S", ".lds"))}
     assert sources == {"kprobefs/mounts_shim.c"}
 
@@ -104,11 +109,14 @@ def test_names_its_licence_and_holds_it(names: set[str], metadata: str) -> None:
 
 @pytest.fixture(scope="module")
 def venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Installed as by the Containerfile, but without an index: beside the test environment's dependencies."""
+    """Install the project as the Containerfile does, but without an index, and return the venv.
+
+    The dependencies are those of the test environment.
+    """
     venv = tmp_path_factory.mktemp("venvs") / "a venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     (site_packages,) = venv.glob("lib/python*/site-packages")
-    # As a .pth line, so that the .pth files over there (setuptools' distutils) work as well.
+    # With a .pth line, the .pth files of that directory (setuptools' distutils) also take effect.
     (site_packages / "dependencies.pth").write_text(
         f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
     )
@@ -157,7 +165,9 @@ VARIABLES = {
 
 
 class Program:
-    """An installed program, started among modules that must not run."""
+    """An installed program, started in a directory with Python modules of common names, none of which may be
+    imported.
+    """
 
     def __init__(self, name: str, venv: Path, directory: Path) -> None:
         for module in ("signal.py", "sitecustomize.py", "usercustomize.py", "kprobefs.py"):
@@ -165,7 +175,7 @@ class Program:
         self._command = [venv / "bin" / name, *({"kprobefs": ["status", "--no-such-option"]}.get(name, []))]
         self._directory = directory
         self.plain = self.answer({})
-        """Its answer without a variable of Python."""
+        """The answer of the program without a variable of Python."""
 
     def answer(self, variables: dict[str, str]) -> tuple[int, str, str]:
         own = {"PATH": os.environ["PATH"], "HOME": str(self._directory), "LC_ALL": "C.UTF-8"}
@@ -202,7 +212,7 @@ def test_a_command_of_run_has_its_variables_of_python(venv: Path) -> None:
 
 
 def test_starts_from_packages_that_python_does_not_look_at(wheel: Path, tmp_path: Path) -> None:
-    """As with `pip install --user`, whose packages -I leaves out."""
+    """The program starts from packages that `python -I` leaves out, as after `pip install --user`."""
     target = ["--prefix", tmp_path, "--ignore-installed", "--no-warn-script-location", "--no-compile"]
     subprocess.run([sys.executable, "-m", "pip", "install", wheel, *target, *OFFLINE[:3]], check=True)
     own = {"PATH": f"{sys.base_prefix}/bin:{os.environ['PATH']}", "LC_ALL": "C.UTF-8"}

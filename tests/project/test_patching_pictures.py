@@ -1,4 +1,4 @@
-"""The pictures of the stages of patching show the text of the kernel as it is now."""
+"""The pictures of the stages of patching show the present text of the kernel."""
 
 from __future__ import annotations
 

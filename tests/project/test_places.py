@@ -1,4 +1,4 @@
-"""Tables, documents and the kernel name the same things: files, types, triggers, profiles, architectures."""
+"""Tables, documents and the kernel agree on names: files, types, triggers, profiles, architectures."""
 
 from __future__ import annotations
 
@@ -102,7 +102,10 @@ def files_below(path: str) -> Iterator[tuple[str, str]]:
 
 
 def test_stats_files_are_in_the_manual_and_the_reference() -> None:
-    """A return probe has all the files of a kprobe, and more."""
+    """A return probe has all files of a kprobe and more.
+
+    The manual and the reference name all these files.
+    """
     of_probes, of_returns = (dict(files_below(f"/kprobes/stats/g/{name}")) for name in ("e", "e_return"))
     assert of_probes.keys() < of_returns.keys()
     assert "vfs_read+0x0/" in of_returns["address"]
@@ -166,7 +169,10 @@ def test_each_trace_clock_can_be_chosen() -> None:
 
 
 def test_reasons_that_refuse_a_probe_have_an_errno() -> None:
-    """Those that only keep a probe from becoming a jump have none; all texts differ."""
+    """A reason that refuses a probe has an errno, and a reason that only prevents a jump has none.
+
+    All texts of reasons differ.
+    """
     assert len({reason.value for reason in RejectReason}) == len(RejectReason)
     reasons = list(RejectReason)
     first_of_jumps = reasons.index(RejectReason.NOT_BUILT)
@@ -202,7 +208,7 @@ def test_each_shadow_stack_can_be_chosen_and_is_documented() -> None:
 
 
 def subclasses(kind: type[Any]) -> Iterator[type[Any]]:
-    """Yield the subclasses at any depth."""
+    """Yield the direct and indirect subclasses of a class."""
     for each in kind.__subclasses__():
         yield each
         yield from subclasses(each)

@@ -1,4 +1,4 @@
-"""The pytest plugin and the example that shows it, run by a pytest of their own, as users run it."""
+"""The pytest plugin and its example, run by a separate pytest as users run them."""
 
 from __future__ import annotations
 
@@ -54,12 +54,14 @@ def run_pytest(directory: Path, *arguments: str, run: Sequence[str] = ()) -> sub
 
 def test_it_is_found_by_its_entry_point() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    # The name is the module's: pytest takes the two for one where it was named by -p already.
+    # The plugin has the name of its module, so that pytest loads it only once if -p also names it.
     assert project["entry-points"]["pytest11"] == {PLUGIN: PLUGIN}
 
 
 def test_importing_it_is_cheap() -> None:
-    """Each pytest of an environment imports it."""
+    """Importing the plugin imports no large module, because each pytest of an environment imports the
+    plugin.
+    """
     script = f"import sys, pytest, {PLUGIN}; print([m for m in sys.modules if m.split('.')[0] in {{names}}])"
     script = script.replace("{names}", "('emulated_kernel', 'unicorn', 'rich', 'fuse')")
     result = subprocess.run(
@@ -120,7 +122,7 @@ WRONG_KERNELS = {
 
 
 def test_wrong_kernels_are_found_at_collection(tmp_path: Path) -> None:
-    """Each file is refused by itself."""
+    """Wrong `kernels` markers are errors at collection, one for each test file. Other files are collected."""
     for number, markers in enumerate(WRONG_KERNELS):
         lines = [f"@pytest.mark.{marker}" for marker in markers.split("|")]
         text = "\n".join(["import pytest", *lines, f"def test_{number}(tracefs): pass\n"])
@@ -184,7 +186,9 @@ def test_accepted(tracefs):
 @needs_fuse
 @pytest.mark.mounted
 def test_the_report_has_the_refused_definition(tmp_path: Path) -> None:
-    """The error of the write has only an errno."""
+    """The report of a test names the definition that was refused, because the error of the write has only an
+    errno.
+    """
     (tmp_path / "test_it.py").write_text(REFUSED)
     result = run_pytest(tmp_path)
     assert result.stdout.count("- kprobefs -") == 3, result.stdout
@@ -227,7 +231,10 @@ OWN_FRAME = re.compile(r"^\S*(?:emulated_kernel|kprobefs|contextlib)\S*\.py:\d+:
 
 
 def test_the_report_of_a_refusal_ends_with_the_users_line(tmp_path: Path) -> None:
-    """It names symbols that exist, as `kprobefs check` does."""
+    """The report of a refused call ends with a line of the user's test.
+
+    The report names symbols that exist, as `kprobefs check` does.
+    """
     (tmp_path / "test_it.py").write_text(FAILING)
     shown = run_pytest(tmp_path).stdout
     assert not OWN_FRAME.search(shown), shown
@@ -263,7 +270,10 @@ def test_on_each(request, kprobefs_image):
 
 
 def test_kernels_that_are_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest of a version is taken; a test is skipped with its reason where there is none."""
+    """The newest package of a version in $KPROBEFS_KERNELS is taken.
+
+    If there is none, the test is skipped with the reason.
+    """
     kernels = tmp_path / "kernels"
     kernels.mkdir()
     monkeypatch.setenv("KPROBEFS_KERNELS", str(kernels))
@@ -274,7 +284,7 @@ def test_kernels_that_are_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     riscv = kernels / "linux-image-6.12.0-1-riscv64_6.12.1-1_riscv64.deb"
     with riscv.open("wb") as file:
         file.truncate(2 << 20)
-    # Without a kernel in it.
+    # This package contains no kernel.
     (kernels / "linux-image-6.99.0-1-amd64_6.99.1-1_amd64.deb").write_bytes(b"")
     assert find("6.1") == kernels / "linux-image-6.1.0-10-amd64_6.1.3-1_amd64.deb"
     assert find("6") == kernels / "linux-image-6.12.0-1-amd64_6.12.1-1_amd64.deb"
@@ -294,7 +304,9 @@ def test_kernels_that_are_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_images_lists_kernels_at_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Kernels that were not booted have their architecture and size, and neither age nor boot time."""
+    """`kprobefs images` lists kernels that were not booted with their architecture and size, and with neither
+    age nor boot time.
+    """
     kernel = tmp_path / "linux-image-6.12.0-1-riscv64_6.12.1-1_riscv64.deb"
     with kernel.open("wb") as file:
         file.truncate(3 << 20)
@@ -377,7 +389,10 @@ def test_of_kprobefs(way):
 @needs_fuse
 @pytest.mark.mounted
 def test_fixtures_have_the_kernel_of_the_run(tmp_path: Path) -> None:
-    """Otherwise each row of a matrix would test kprobefs's own kernel."""
+    """Under `kprobefs run`, the fixtures have the kernel of the run.
+
+    Otherwise each row of a matrix would test kprobefs's own kernel.
+    """
     (tmp_path / "test_it.py").write_text(IN_A_RUN)
     kernel = "linux-image-cloud-amd64", "trixie"
     image = debian_kernel.image(*kernel)
@@ -393,7 +408,10 @@ def test_fixtures_have_the_kernel_of_the_run(tmp_path: Path) -> None:
 def test_marked_tests_have_the_clock_and_the_way_of_probing_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a row of a matrix with --kprobes kernel is green without having asked a kernel's kprobes."""
+    """Under `kprobefs run`, marked tests have the clock and the kprobes of the run.
+
+    Otherwise tests with --kprobes kernel would pass without the kernel's kprobes.
+    """
     (tmp_path / "test_it.py").write_text(WAY)
     image = debian_kernel.image()
     monkeypatch.setenv("KPROBEFS_KERNELS", str(image))
@@ -421,7 +439,7 @@ def test_a_kernel_that_cannot_be_fetched(
 @needs_fuse
 @pytest.mark.mounted
 def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which leaves no mount behind."""
+    """The tests of the example pass and leave no mount."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     result = run_pytest(EXAMPLES, "-vv")
     assert result.returncode == 0, result.stdout
@@ -430,7 +448,9 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_disk_for_fetched_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of write(2) names no file."""
+    """If the disk is full, the error names the directory of fetched kernels, although an error of write(2)
+    names no file.
+    """
 
     def full(*_arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,4 +1,4 @@
-"""README says what is so: its console blocks run on a mount, its Python example runs."""
+"""README is true: its console blocks show the outputs of a mount, and its Python example runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EXAMPLES, FIRST, OWN, ASSEMBLY, REAL, TESTING, LIBRARY, DURATIONS, DEBUGGERS, OP
     )
 )
 SESSIONS = [
-    # Pages go on from block to block; each example has a mount of its own.
+    # Blocks of a page continue each other on one mount; each example has a separate mount.
     *(
         pytest.param([step for body in blocks("console mounted", page) for step in steps(body)], id=page.stem)
         for page in (README, FIRST, OPTIMIZATION)
@@ -50,7 +50,7 @@ SESSIONS = [
 DAY = 86400
 """Seconds for which the objects of other sources are kept."""
 MARK = "\x1e"
-"""Ends each command's output; no file of ours shows it."""
+"""Character that ends the output of each command. No file of a mount contains it."""
 
 
 @pytest.mark.mounted
@@ -88,7 +88,9 @@ def test_the_page_of_durations_shows_what_the_clocks_show(clock: str) -> None:
 @pytest.mark.skipif(shutil.which("gdb") is None, reason="gdb is not installed")
 @pytest.mark.skipif(not KPROBEFS.with_name("drgn").exists(), reason="drgn is not installed")
 def test_the_page_of_debuggers_shows_what_they_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one mount: the tasks, and the file of a read that gdb has stopped."""
+    """The page of debuggers shows the outputs of gdb and drgn on one mount: the tasks, and a read that gdb
+    has stopped.
+    """
     monkeypatch.setenv("PATH", f"{KPROBEFS.parent}:{os.environ['PATH']}")
     session = [step for body in blocks("console debugged", DEBUGGERS) for step in steps(body)]
     _compare_session(session)
@@ -110,7 +112,10 @@ def _compare_session(session: list[Step], *options: str) -> None:
 @pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="/dev/fuse is missing")
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 def test_ones_own_module_and_image(tmp_path: Path) -> None:
-    """Keep the compiled objects for later runs: the same sources and compiler give the same objects."""
+    """The page about modules and images of one's own shows the outputs of its commands.
+
+    Compiled objects are kept for later runs: the same sources and compiler give the same objects.
+    """
     session = [step for body in blocks("console", OWN) for step in steps(body)]
     script = "".join(f"{step.command}\nprintf '{MARK}'\n" for step in session)
     done = subprocess.run(
@@ -127,7 +132,10 @@ def test_ones_own_module_and_image(tmp_path: Path) -> None:
 
 
 def _keeping_compiler(directory: Path) -> dict[str, str]:
-    """Create a gcc in `directory` that keeps objects; return variables with which the shell finds it."""
+    """Create a gcc in `directory` that keeps compiled objects.
+
+    Return environment variables with which the shell finds this gcc.
+    """
     compiler = shutil.which("gcc")
     assert compiler is not None
     directory.mkdir()
@@ -146,7 +154,10 @@ def _keeping_compiler(directory: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("page", [README, FIRST, EXAMPLES], ids=lambda page: page.stem)
 def test_addresses_and_sizes_are_of_this_image(page: Path) -> None:
-    """They change with each build of the image: what stands on the right is what to write."""
+    """Addresses and sizes in the pages are those of this image.
+
+    Both change with each build of the image. If the assertion fails, the right side is the line to write.
+    """
     with Kernel() as kernel:
         for body in blocks("console mounted", page):
             for line in body.splitlines():

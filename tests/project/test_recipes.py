@@ -1,4 +1,4 @@
-"""examples/*.yml and the Containerfile: what they say is there, and no command of theirs is made up."""
+"""examples/*.yml and the Containerfile: the packages, files and commands that they name exist."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def test_what_is_run_in_a_new_root_is_what_it_says(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_packages_are_those_of_the_system(recipe: str, tmp_path: Path) -> None:
-    """libfuse's has another name from release to release; scripts/lib.sh knows which."""
+    """A recipe installs the packages of its system.
+
+    The name of libfuse's package differs between releases; scripts/lib.sh knows each name.
+    """
     image, commands = systems()[recipe]
     name, _, version = SYSTEMS[image].partition(":")
     (tmp_path / "os-release").write_text(f'ID={name}\nVERSION_ID="{version}"\n')
@@ -65,7 +68,7 @@ def test_packages_are_those_of_the_system(recipe: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", CI)
 def test_it_installs_the_checkout_and_runs_its_tests(recipe: str) -> None:
-    """Nobody has put kprobefs where pip would find it by its name."""
+    """The CI recipes install the checkout and run its examples. pip would not find kprobefs by its name."""
     *_, install, test = programs(systems()[recipe][1])
     assert install == ["pip", "install", ".", "pytest"]
     assert test == ["pytest", "examples"]

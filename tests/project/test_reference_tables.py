@@ -1,4 +1,4 @@
-"""The tables of docs/reference have the rows that the source says, and no others."""
+"""The tables of docs/reference have the rows that the source implies, and no others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from scripts.reference_tables import raised_errnos, readers
 
 
 def parsed(**modules: str) -> dict[str, ast.Module]:
-    """Return the syntax trees of modules, by their paths. `modules`: name -> text."""
+    """Return path -> syntax tree of modules. `modules`: name -> text."""
     return {f"kprobefs/{name}.py": ast.parse(text) for name, text in modules.items()}
 
 

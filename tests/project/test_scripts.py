@@ -1,4 +1,4 @@
-"""scripts/: what set-up says where it can't go on; the walk-through fails where nothing is traced."""
+"""scripts/: the set-up reports why it cannot continue, and the walk-through fails if nothing is traced."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lib(command: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 PACKAGES = {"busybox": "busybox-static", "cc": "gcc", "perf": "linux-perf", "rpmbuild": "rpm"}
-"""Of programs that have another name."""
+"""Program -> its package, if their names differ."""
 SYSTEMS_OWN = {
     *("apt-cache", "apt-get", "dpkg-deb", "findmnt", "nsenter", "systemd-analyze", "true", "unshare"),
     *("go", "node", "npm"),
@@ -37,7 +37,9 @@ SYSTEMS_OWN = {
 
 
 def test_what_tests_look_for_is_installed_for_them() -> None:
-    """A fresh machine skips no test for want of a package that has one."""
+    """The set-up installs every program that tests look for, so that a fresh machine skips no test for lack
+    of a package.
+    """
     looked_for = re.compile(r'\b(?:which|needs)\("([^"]+)"\)')
     programs = {
         each
@@ -125,7 +127,10 @@ def test_a_linked_venv_is_kept(tmp_path: Path) -> None:
 
 @pytest.fixture
 def dead_tree(tmp_path: Path) -> Path:
-    """The mount's files as plain files: everything can be written, nothing is ever traced."""
+    """Return a directory with plain files that have the names of a mount's files.
+
+    These files can be written, but nothing is traced.
+    """
     for name in (
         "kprobes/list",
         "kprobe_events",
@@ -171,7 +176,7 @@ def test_the_walk_through_keeps_to_80_columns(dead_tree: Path) -> None:
 
 
 def test_each_quick_module_is_there() -> None:
-    """A module that is renamed must stay in the quick run."""
+    """Each module in tests/quick.txt exists, so that a renamed module stays in the quick run."""
     modules = (ROOT / "tests/quick.txt").read_text().split()
     assert modules == sorted(set(modules))
     assert [module for module in modules if not (ROOT / module).is_file()] == []
@@ -193,7 +198,10 @@ def test_that_waits() -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout with the scripts and a .venv that they find complete. It runs the Python of the tests."""
+    """Return a checkout with the scripts, and with a .venv that the scripts regard as complete.
+
+    The .venv runs the Python of the tests.
+    """
     root = tmp_path / "checkout"
     shutil.copytree(ROOT / "scripts", root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     (root / "pyproject.toml").touch()
@@ -213,7 +221,10 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_an_interrupt_of_the_terminal_ends_the_tests(tmp_path: Path, checkout: Path) -> None:
-    """It goes to the process group that a shell has put the script in."""
+    """An interrupt ends scripts/test, its tests and their processes, and removes its temporary files.
+
+    A terminal sends the interrupt to the whole process group.
+    """
     test = tmp_path / "test_waiting.py"
     test.write_text(WAITING)
     temporary = tmp_path / "temporary"

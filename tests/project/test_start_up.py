@@ -1,4 +1,4 @@
-"""What a start imports, and what dataclasses compile for it."""
+"""Modules that a start imports, and functions that dataclasses compile during a start."""
 
 from __future__ import annotations
 
@@ -66,14 +66,16 @@ print(sorted(ours() - began))
 
 
 def told(script: str) -> str:
-    """What a fresh process prints."""
+    """Return the output of a script in a fresh process."""
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
     ).stdout
 
 
 def test_a_mount_imports_what_it_may_need() -> None:
-    """Not the other architectures, nor what distributions' kernels or other options take."""
+    """A mount imports neither other architectures nor modules that only distributions' kernels or other
+    options need.
+    """
     loaded = told(f"{BOOT}\nprint(*sys.modules)").split()
     assert [name for name in loaded if name.startswith(ELSEWHERE)] == []
 
@@ -84,26 +86,33 @@ DISTRIBUTION = (
 
 
 def test_a_mount_of_a_distribution_s_kernel_imports_nothing_of_our_own() -> None:
-    """Neither the own kernel nor the machine that runs it."""
+    """A mount of a distribution's kernel imports neither kprobefs's own kernel nor its machine."""
     loaded = told(f"import sys\n{DISTRIBUTION}\nprint(*sys.modules)").split()
     own = ("emulated_kernel.guests.builtin", "emulated_kernel.kernel", "emulated_kernel.machine.machine")
     assert [name for name in loaded if name.startswith(own)] == []
 
 
 def test_a_mount_of_a_distribution_s_kernel_imports_no_other_processor() -> None:
-    """Except the formats of kernel files, which are recognized by their contents."""
+    """A mount of a distribution's kernel imports no other architecture, except formats of kernel files, which
+    are recognized by their contents.
+    """
     loaded = told(f"import sys\n{DISTRIBUTION}\nprint(*sys.modules)").split()
     found = [name for name in loaded if "arm64" in name or "riscv" in name]
     assert [name for name in found if not name.startswith("emulated_kernel.image.linux.")] == []
 
 
 def test_a_running_daemon_has_all_that_it_runs() -> None:
-    """Its files may be replaced by those of another version, which it must not mix with its own."""
+    """A running daemon imports no further module, because its files may be replaced by those of another
+    version.
+    """
     assert told(BOOT + USE) == "[]\n"
 
 
 def test_dataclasses_share_their_code() -> None:
-    """Compiling a function for each class would be a fifth of the time of a start."""
+    """Dataclasses share the code of their methods.
+
+    Compiling a function for each class would be a fifth of the time of a start.
+    """
     audited = """
     import sys
     compiled = []
@@ -142,7 +151,9 @@ UNUSED_BY_HELP = UNUSED_BY_STATUS | {"json", "pathlib"}
     ids=["help", "status", "mount", "distribution"],
 )
 def test_a_command_imports_what_it_uses(script: str, unused: set[str]) -> None:
-    """But for what Python's own parser takes to print help of a known width."""
+    """A command imports only modules that it uses, apart from those that Python's argparse needs to print
+    help of a known width.
+    """
     ending = "\nimport sys\nprint(); print(*sys.modules)"
     form = "lambda prog: argparse.HelpFormatter(prog, width=80)"
     parser = f"import argparse; argparse.ArgumentParser(formatter_class={form}).print_help()"
@@ -152,7 +163,9 @@ def test_a_command_imports_what_it_uses(script: str, unused: set[str]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"frozen": True}, {"frozen": True, "slots": True}, {"eq": False}])
 def test_our_dataclasses_are_those_of_the_library(options: dict[str, bool]) -> None:
-    """But for being frozen, which mypy holds."""
+    """kprobefs's dataclasses behave as those of the standard library, except that only mypy enforces
+    `frozen`.
+    """
 
     class Plain:
         number: int
@@ -178,7 +191,9 @@ def test_our_dataclasses_are_those_of_the_library(options: dict[str, bool]) -> N
 
 
 class Parameters:
-    """Fields of each kind: by position or name, with and without defaults and factories, not in __init__."""
+    """A class with fields of each kind: by position or name, with and without defaults and factories, and
+    outside of __init__.
+    """
 
     number: int
     text: str = "x"
@@ -238,7 +253,7 @@ def test_init_is_that_of_the_library(options: dict[str, bool]) -> None:
 
 
 def test_a_class_gets_its_init_with_its_first_object() -> None:
-    """Also if the object is of a plain class that is derived from it, or if a method calls it."""
+    """A dataclass gets its __init__ with its first object, even if this is an object of a subclass."""
 
     @dataclass
     class Base:
@@ -267,7 +282,7 @@ def test_a_class_gets_its_init_with_its_first_object() -> None:
 
 
 def outcome(made: Any, *given: object, **named: object) -> str:
-    """The repr of an object, or the error of its creation."""
+    """Return the repr of a new object, or the error of its creation."""
     try:
         return repr(made(*given, **named))
     except TypeError as error:

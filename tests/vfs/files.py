@@ -1,4 +1,4 @@
-"""Access to files of a NodeTree as by root."""
+"""Access to files of a NodeTree as root."""
 
 from __future__ import annotations
 

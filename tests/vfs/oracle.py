@@ -1,4 +1,4 @@
-"""Paths of recorded answers of Linux 6.1. Tests that need them are skipped without them."""
+"""Paths of recorded answers of Linux 6.1. A test whose record is missing is skipped."""
 
 from __future__ import annotations
 

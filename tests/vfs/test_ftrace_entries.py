@@ -1,4 +1,4 @@
-"""events/ftrace beside what a real 6.1 has there: each file with its mode, each format."""
+"""events/ftrace, compared with that of a real Linux 6.1: the mode of each file, and each format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ EVENTS = "/tracing/events/ftrace"
 
 
 def shown(tree: NodeTree, name: str) -> list[str]:
-    """An entry's directory as it is recorded."""
+    """Return the files of an entry's directory with their modes, and its format, in the form of the
+    recording.
+    """
     files = sorted(names(tree, f"{EVENTS}/{name}"))
     modes = (stat.S_IMODE(tree.getattr(f"{EVENTS}/{name}/{file}").mode) for file in files)
     title, *lines = in_short(read(tree, f"{EVENTS}/{name}/format"))

@@ -1,4 +1,4 @@
-"""Names that a front end may keep, the reports of their end, and open files that act when they are closed."""
+"""Names that a front end may keep, reports of their end, and open files whose close has an effect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ STATS = "/kprobes/stats/kprobes/reads"
 
 
 class Ends:
-    """What a mount reports, and whether the control lock is free then."""
+    """A collector of the ends of names that a mount reports.
+
+    The collector checks that the control lock is free at each report.
+    """
 
     def __init__(self, mount: Mount) -> None:
         self._mount = mount
@@ -30,7 +33,7 @@ class Ends:
         self._found += ends
 
     def take(self) -> list[str | None]:
-        """Return the reports since the last call."""
+        """Return the reported ends of names since the last call."""
         found, self._found = self._found, []
         return found
 
@@ -80,7 +83,10 @@ def test_names_of_the_kernel_last_and_those_of_clients_do_not(mount: Mount) -> N
     [("vfs_read", False), ("vfs_write", False), ("vfs_open", True), ("filp_close", True)],
 )
 def test_no_name_lasts_while_the_guest_sees_lookups(mount: Mount, probed: str, sees_lookups: bool) -> None:
-    """A lookup cannot execute vfs_read."""
+    """Names of files last while an event is enabled, unless lookups can execute the probed function.
+
+    A lookup executes vfs_open and filp_close, but not vfs_read.
+    """
     write(mount, "/kprobe_events", f"p:reads {probed}\n")
     ends = Ends(mount)
     for _ in range(2):
@@ -106,7 +112,9 @@ def test_each_removal_is_reported_when_the_lock_is_free(mount: Mount) -> None:
 
 
 def test_a_path_leads_to_what_is_there_now(kernel: Kernel, mount: Mount) -> None:
-    """Whoever has removed what was there when the path was looked up before, and made another."""
+    """A path leads to the present file, even if a client or the kernel has removed the file of an earlier
+    lookup and made another.
+    """
 
     def inodes(*paths: str) -> list[int]:
         return [mount.getattr(path).ino for _ in range(2) for path in paths]
@@ -143,7 +151,10 @@ def test_a_path_leads_to_what_is_there_now(kernel: Kernel, mount: Mount) -> None
     ],
 )
 def test_a_close_with_an_effect_is_known_at_the_open(mount: Mount, path: str, flags: int, acts: bool) -> None:
-    """Another open of trace_pipe fails, for example, until it is closed."""
+    """At open, the mount knows whether the close of the file will have an effect.
+
+    For example, trace_pipe can be opened again only after its close.
+    """
     write(mount, "/kprobe_events", "p:reads vfs_read\n")
     handle = mount.open(ROOT, path, flags)
     assert (handle in mount.acting) == acts

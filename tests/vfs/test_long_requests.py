@@ -1,4 +1,4 @@
-"""Long requests: the control lock is free between two lines, records and pieces."""
+"""Long requests: the control lock is released between two lines, two records or two pieces."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ def read(mount: Mount, path: str, client: Client = ROOT, size: int = 1 << 17) ->
 
 @contextmanager
 def others(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Let another client read a file whenever a long request leaves the lock. Yield what it has read."""
+    """Within the block, let another client read kprobes/list whenever a long request releases the lock.
+
+    Yield the list of texts that this client has read.
+    """
     answers: list[str] = []
 
     def answer(_lock: ControlLock) -> None:
@@ -94,7 +97,9 @@ def test_a_write_leaves_the_lock_between_two_lines(
 
 
 def test_the_first_step_of_many_modules_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guest's list of modules is read as often for 100 lines as for 2 before others have the lock."""
+    """Before the lock is first released, a write of 100 lines reads the guest's list of modules no more often
+    than one of 2 lines.
+    """
     with Kernel() as kernel:
         mount = kernel.mount()
         walks: list[int] = []

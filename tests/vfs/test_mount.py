@@ -1,4 +1,4 @@
-"""Tests of Mount: its tables of file systems and of open files, and a new kind of mount."""
+"""Mount: its tables of file systems and of open files, and a new kind of mount."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_prefix_may_be_one_file() -> None:
 
 
 def scratch_fs(kernel: Kernel) -> FileSystem:
-    """Return the file system of a guest's scratch/."""
+    """Return the file system of a kernel's directory scratch/."""
     return kernel.mount().filesystem_at("/scratch/file")
 
 
@@ -194,7 +194,10 @@ def _no_guest(_client: Client | None) -> AbstractContextManager[None]:
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("kind", ["default", "read only", "control", "scratch", "vmcore"])
 def test_no_change_is_enosys(kind: str, name: str, kernel: Kernel) -> None:
-    """After ENOSYS, FUSE would not send the request again as long as the mount exists."""
+    """No operation that changes a file system fails with ENOSYS.
+
+    After ENOSYS, FUSE would not send the request again as long as the mount exists.
+    """
     nothing = cast("VmcoreFiles", None)
     fs = {
         "default": Clock,
@@ -217,7 +220,7 @@ def test_no_change_is_enosys(kind: str, name: str, kernel: Kernel) -> None:
 
 
 def test_lookups_in_a_dump_begin_no_request() -> None:
-    """The host looks names up as often as it likes, so lookups must not let the guest's clock advance."""
+    """Lookups in a dump do not advance the guest's clock, because the host may repeat lookups at any time."""
     entered: list[str] = []
 
     @contextmanager
@@ -267,7 +270,10 @@ def test_a_kernel_forgets_a_mount_that_nobody_uses(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("name", ["rename", "link"])
 def test_names_in_two_file_systems(name: str, kernel: Kernel) -> None:
-    """Between two file systems of one guest, the guest itself refuses rename(2) and link(2)."""
+    """rename(2) and link(2) between two file systems fail with EXDEV, or with EROFS if one is read-only.
+
+    For two file systems of a guest, the guest itself refuses.
+    """
     own = Mount({"/": control_fs(), "/clock": Clock("/clock"), "/read": ReadOnly("/read")})
     assert error_of(lambda: getattr(own, name)(CLIENT, "/value", "/clock/now")) == errno.EXDEV
     assert error_of(lambda: getattr(own, name)(CLIENT, "/clock/now", "/value")) == errno.EXDEV

@@ -1,4 +1,4 @@
-"""Numbers and switches are read as a real 6.1 read them."""
+"""Numbers and switches are parsed as by a real Linux 6.1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tracing/README beside Linux's: the files that it names, and what tools search for in it."""
+"""tracing/README, compared with Linux's: the files that it names, and the patterns that tools search for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINUX_NAMES = (
     "trace", "trace_clock", "trace_marker", "trace_marker_raw", "trace_options", "trace_pipe",
     "tracing_cpumask", "tracing_on", "trigger", "uprobe_events",
 )  # fmt: skip
-"""Files that Linux 6.1's names."""
+"""Files that the README of Linux 6.1 names."""
 BY_PERF = (
     "*type: * x8/16/32/64,*",
     "*place (kretprobe): *",
@@ -52,7 +52,7 @@ BY_SELFTESTS = (
     "imm-string",
     " <type>\\[<array-size>\\]",
 )
-"""What Linux's selftests require of it."""
+"""Texts that Linux's selftests search for in README."""
 
 
 README = readme_text(LINUX_6_1)
@@ -63,7 +63,7 @@ def _words(text: str) -> set[str]:
 
 
 def _lacks(text: str) -> list[str]:
-    """Patterns that a README lacks."""
+    """Return the patterns that a README lacks."""
     lines = text.splitlines()
     by_perf = [each for each in BY_PERF if not any(fnmatchcase(line, _glob(each)) for line in lines)]
     fetched = re.search(r"fetcharg:.*\n?.*\$comm", text)
@@ -83,7 +83,7 @@ def test_what_tools_search_for() -> None:
 
 @pytest.fixture(scope="module")
 def present(unchanged: NodeTree) -> set[str]:
-    """Names of the files of tracefs, and of an event's."""
+    """Return the names of the files of tracefs and of an event's directory."""
     return {*names(unchanged, "/tracing"), *names(unchanged, "/tracing/events/kprobes/a")}
 
 

@@ -1,4 +1,4 @@
-"""Open files: positions, snapshots, errors."""
+"""Open files: positions, contents kept since open, errors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def test_a_file_of_one_read_loses_the_rest() -> None:
 
 
 def test_records_added_between_reads_are_seen() -> None:
-    """As recorded in quirks.json: read_while_changed."""
+    """A read after records were added shows the new records, as recorded in quirks.json:
+    read_while_changed.
+    """
     records = ["p:kprobes/a vfs_mkdir\n"]
     reader = SeqReader(listing(lambda: records))
     assert reader.read(10, 0) == b"p:kprobes/"
@@ -87,7 +89,7 @@ def test_large_listings_are_rendered_as_far_as_needed() -> None:
 
 @given(st.lists(st.text(max_size=9)), st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20))))
 def test_reads_anywhere_one_after_another(records: list[str], reads: list[tuple[int, int]]) -> None:
-    """Where the records do not change, a read shows what is there, whatever was read before."""
+    """If the records do not change, a read at any position shows the text there, whatever was read before."""
     text = "".join(records).encode("utf-8", "surrogateescape")
     reader = SeqReader(listing(lambda: records))
     for position, size in reads:
@@ -95,7 +97,7 @@ def test_reads_anywhere_one_after_another(records: list[str], reads: list[tuple[
 
 
 def test_the_memory_of_open_files_that_were_read_at_their_end() -> None:
-    """A read at the end renders what is before, and keeps none of it."""
+    """A read near the end of a long file renders the records before, but keeps none of them in memory."""
     lines = [f"{number:079d}\n" for number in range(20_000)]
     readers = [SeqReader(listing(lambda: lines)) for _ in range(8)]
     tracemalloc.start()
@@ -114,7 +116,9 @@ def test_the_memory_of_open_files_that_were_read_at_their_end() -> None:
 
 @pytest.mark.parametrize("first_size", [1, 100_000])
 def test_open_files_of_one_long_record_share_its_text(first_size: int) -> None:
-    """Wherever each of them is in it, and whether the file has records or is an attribute."""
+    """Open files of a long record share its text in memory at any positions, both for a SeqFile and for an
+    AttributeFile.
+    """
 
     lines = [f"{number:079d}\n" for number in range(2000)]
 
@@ -137,7 +141,11 @@ def test_open_files_of_one_long_record_share_its_text(first_size: int) -> None:
 
 
 def test_read_after_write_begins_at_the_start() -> None:
-    """As recorded in quirks.json: rdwr_same_fd. The front end's offset counts what was written."""
+    """On one descriptor, the first read after a write begins at the start of the file, as recorded in
+    quirks.json: rdwr_same_fd.
+
+    The front end's offset includes the written bytes.
+    """
     lines: list[str] = []
 
     def execute(data: bytes) -> int:

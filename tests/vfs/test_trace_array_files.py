@@ -1,4 +1,4 @@
-"""Files of trace arrays: modes as recorded, what each does, and instances."""
+"""Files of trace arrays: modes as recorded, the effect of each file, and instances."""
 
 from __future__ import annotations
 
@@ -54,12 +54,15 @@ def test_modes_of_an_instance_as_recorded(tree: NodeTree) -> None:
 
 @pytest.fixture
 def cpus(kernel: Kernel) -> tuple[int, int]:
-    """The CPU that runs, and the other one."""
+    """Return the number of the running CPU, and of the other CPU."""
     return kernel.machine.cpu, 1 - kernel.machine.cpu
 
 
 def test_per_cpu(tree: NodeTree, cpus: tuple[int, int]) -> None:
-    """What the CPU that runs has recorded is in its own files alone."""
+    """Records of the running CPU are only in this CPU's files.
+
+    The size of a CPU's buffer can be set separately.
+    """
     here, other = (f"per_cpu/cpu{cpu}" for cpu in cpus)
     write(tree, "trace_marker", "hello\n")
     assert "hello" in read(tree, f"{here}/trace")
@@ -104,7 +107,7 @@ def test_pipes_of_one_cpu(tree: NodeTree, cpus: tuple[int, int]) -> None:
 
 
 def test_pages(tree: NodeTree, cpus: tuple[int, int]) -> None:
-    """Whole ones, of raw files alone."""
+    """Only trace_pipe_raw can be read in pages, and only in whole pages."""
     raw = f"per_cpu/cpu{cpus[0]}/trace_pipe_raw"
     write(tree, "buffer_size_kb", "64")
     for _ in range(100):
@@ -241,7 +244,9 @@ def test_lists(tree: NodeTree, name: str, line: str, empty: str) -> None:
 def test_a_read_after_a_write_begins_where_linux_has_the_position(
     tree: NodeTree, name: str, data: str, moved: int
 ) -> None:
-    """The answers are those of Debian's 6.1.176."""
+    """On one descriptor, a read after a write begins at the position that Debian's Linux 6.1.176 has after
+    the same write.
+    """
     path = posixpath.normpath(f"/tracing/{name}")
     file = files.opened(tree, path, os.O_RDWR)
     taken = file.write(data.encode(), 0)
@@ -295,7 +300,10 @@ _FILTERS = (
 def test_a_word_ends_at_a_blank_or_at_the_close(
     tree: NodeTree, name: str, none: str, writes: list[str], answers: list[int | str], chosen: str
 ) -> None:
-    """The answers are those of Debian's 6.1.176. The set changes at the close."""
+    """A word that is written to a filter file ends at a blank or at the close.
+
+    The errnos and counts are those of Debian's Linux 6.1.176. The set of functions changes at the close.
+    """
     file = opened(tree, name, os.O_RDWR | os.O_TRUNC)
     found: list[int | str] = []
     for data in writes:
@@ -327,7 +335,10 @@ def test_a_write_at_position_0_begins_a_new_word(tree: NodeTree) -> None:
     ],
 )
 def test_a_filter_is_shown_as_it_was_at_open(tree: NodeTree, name: str, before: str, shown: str) -> None:
-    """A read of a filter of the function graph shows the present functions instead."""
+    """An open filter file shows the functions that were set at its open.
+
+    A filter of the function graph shows the present functions instead.
+    """
     files.truncate(tree, f"/tracing/{name}")
     write(tree, name, before)
     file = opened(tree, name)
@@ -361,7 +372,7 @@ def test_commands_take_effect_before_the_close(tree: NodeTree) -> None:
 
 
 def test_a_list_of_all_functions_can_be_written_in_pieces(tree: NodeTree) -> None:
-    """As awk, head and dd write one: the pieces end within words."""
+    """A list of all functions can be written in pieces that end within words, as awk, head and dd do."""
     names_ = [line.split()[0] for line in _lines(tree, "available_filter_functions")]
     data = "".join(f"{name}\n" for name in names_).encode()
     file = opened(tree, "set_ftrace_filter", os.O_WRONLY | os.O_TRUNC)
@@ -489,7 +500,11 @@ def test_only_instances_are_made_and_removed(tree: NodeTree) -> None:
 
 
 def test_commands_come_behind_the_last_function_or_the_note_of_none(tree: NodeTree) -> None:
-    """A read(2) that begins with either ends behind it, as t_start() and t_next() have it."""
+    """In set_ftrace_filter, commands follow the last function, or the note that there is no function.
+
+    As with t_start() and t_next(), a read(2) that begins at this last function or note does not continue with
+    the commands. A read from an earlier function does.
+    """
     write(tree, "set_ftrace_filter", "vfs_read:traceoff:3\n")
     file = opened(tree, "set_ftrace_filter")
     note, command = "#### all functions enabled ####\n", "vfs_read:traceoff:count=3\n"
@@ -507,7 +522,11 @@ def _directories(tree: NodeTree, path: str) -> list[str]:
 
 
 def test_ids_of_events_are_none_of_the_host_s(unchanged: NodeTree) -> None:
-    """perf_event_open() with one of them fails on the host; those of tracing's own entries are Linux's."""
+    """Events have ids from 1 << 15 on, which no event of the host has, so that perf_event_open() fails with
+    such an id.
+
+    Only tracing's own entries have Linux's ids.
+    """
     ids: dict[int, str] = {}
     for event in _directories(unchanged, "events"):
         for name in _directories(unchanged, event):
@@ -519,7 +538,7 @@ def test_ids_of_events_are_none_of_the_host_s(unchanged: NodeTree) -> None:
 
 
 def test_the_marker_s_event_is_set_while_it_has_a_trigger(tree: NodeTree) -> None:
-    """Though nobody can enable it."""
+    """set_event lists ftrace:print while the event has a trigger, although this event cannot be enabled."""
     place = "events/ftrace/print/trigger"
     assert read(tree, "set_event") == ""
     write(tree, place, "snapshot")
@@ -532,7 +551,10 @@ def test_the_marker_s_event_is_set_while_it_has_a_trigger(tree: NodeTree) -> Non
 def test_reads_after_the_end_of_the_trace_find_later_records(
     of_cpu: bool, tree: NodeTree, cpus: tuple[int, int]
 ) -> None:
-    """A loop that calls readline() again after the end sees them. The answers are those of Linux 6.1."""
+    """After the end of the trace, a further read of the descriptor shows later records, as in Linux 6.1.
+
+    Thus, a loop with readline() finds later records.
+    """
     path = f"per_cpu/cpu{cpus[0]}/trace" if of_cpu else "trace"
 
     def marks() -> list[str]:

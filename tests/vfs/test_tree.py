@@ -1,4 +1,6 @@
-"""Filesystem and directories: lookups, numbers, times, errno."""
+"""NodeTree, the file system of nodes and directories: lookups, listings, inode numbers, link counts, times
+and errnos.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,10 @@ def test_inode_numbers_last_as_long_as_the_object(kernel: Kernel, tree: NodeTree
 
 
 def test_a_removed_events_files_are_gone(kernel: Kernel, tree: NodeTree) -> None:
-    """Deletion succeeds with its files open; what is done with those then is ENODEV."""
+    """An event can be removed while its files are open.
+
+    Operations on these open files then fail with ENODEV.
+    """
     enable = tree.open(f"{EVENT}/enable", os.O_RDWR, ROOT)
     assert enable.read(10, 0) == b"0\n"
     define(kernel, "-:a")
@@ -182,7 +187,10 @@ def test_handles_end_with_their_file_and_with_the_mount(kernel: Kernel) -> None:
 
 
 def test_directories_of_removed_objects_are_forgotten() -> None:
-    """Though nobody asks for their names again; those of the others stay the same."""
+    """A dynamic directory forgets the directories of removed objects, even if nobody looks them up again.
+
+    Directories of other objects stay the same.
+    """
     names = ["kept"]
     made: dict[str, object] = {}
     objects = Objects(
@@ -198,7 +206,10 @@ def test_directories_of_removed_objects_are_forgotten() -> None:
 
 
 def test_listings_tell_what_stat_tells(tree: NodeTree) -> None:
-    """Types and numbers; nothing in the tree has another's number, or one of another file system's."""
+    """A directory's listing has the same file types and inode numbers as stat(2).
+
+    No two files have the same number, and none has a number of another file system.
+    """
     paths = {4: "/"}
 
     def look(directory: str) -> None:
@@ -220,7 +231,10 @@ def test_listings_tell_what_stat_tells(tree: NodeTree) -> None:
 
 
 def test_listing_a_directory_makes_no_other(kernel: Kernel, tree: NodeTree) -> None:
-    """Numbers that it gives stay, when the directories are made later."""
+    """Listing a directory creates no objects of its subdirectories.
+
+    A directory that is created later has the inode number that the listing showed.
+    """
     define(kernel, "\n".join(f"p:many/e{number} vfs_read" for number in range(200)))
     group = "/tracing/events/many"
     listed = {entry.name: entry.ino for entry in tree.readdir(group)}

@@ -1,4 +1,4 @@
-"""The trees: modes as recorded, and what each file does."""
+"""The trees of files: modes as recorded, and the effect of each file."""
 
 from __future__ import annotations
 
@@ -268,7 +268,9 @@ def test_stats(kernel: Kernel, tree: NodeTree) -> None:
 
 
 def test_stats_of_several_probes(kernel: Kernel, tree: NodeTree) -> None:
-    """Counters are sums, texts have a line for each probe."""
+    """For an event with several probes, files in stats/ show the sum of counters, and a line of text for each
+    probe.
+    """
     write(tree, "/kprobe_events", "p:g gcd\np:g gcd+5\n")
     base = "/kprobes/stats/kprobes/g"
     write(tree, f"{EVENTS}/kprobes/g/enable", "1")
@@ -429,7 +431,7 @@ def test_a_damaged_task_list_is_shown_as_far_as_it_leads(kernel: Kernel, tree: N
     assert set(shown) <= set(whole.splitlines())
 
 
-# What Linux's selftests require of README, and what perf-probe looks for in it (as its glob patterns).
+# Texts that Linux's selftests require in README, and glob patterns that perf-probe searches for there.
 @pytest.mark.parametrize(
     "feature",
     [
@@ -467,7 +469,9 @@ def test_the_version_says_whether_the_kernel_is_preempted(profile: Profile) -> N
 
 @pytest.mark.parametrize("stack", RETURN_HOOKS)
 def test_memory_of_return_probes(stack: str) -> None:
-    """What a hook has alone, and where all share the tasks' arrays, those: never nothing."""
+    """The file `memory` shows the memory of the event's own hooks plus the memory that all hooks share, which
+    together is never 0.
+    """
     with Kernel(profile=Profile("returns", return_hook=stack)) as kernel:
         tree = kernel.filesystem()
         write(tree, "/kprobe_events", "r:g gcd\nr:g lcm\np:h gcd\n")

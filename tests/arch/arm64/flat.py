@@ -27,7 +27,7 @@ OnBreak = Callable[["Flat", int], int | None]
 
 
 class Flat:
-    """Runs code between breakpoints, which the caller handles."""
+    """A CPU that runs code between breakpoints; the caller handles the breakpoints."""
 
     def __init__(self, areas: Mapping[int, bytes], registers: Mapping[str, int]) -> None:
         """Map `areas` (address -> contents), which are whole pages, and set the registers."""

@@ -132,12 +132,14 @@ class Mover:
 
 @contextmanager
 def mover(seed: int) -> Iterator[Mover]:
-    """Yield an object that executes instructions."""
+    """Yield a Mover that uses an engine of Unicorn."""
     with engines.lent(unicorn.UC_ARCH_ARM64, unicorn.UC_MODE_ARM) as uc:
         yield Mover(uc, seed)
 
 
 def may_move(word: int) -> bool:
-    """Return True if the instruction has a place in a detour, and its effect depends only on the state."""
+    """Return True if the instruction can be relocated into a detour, and its effect depends only on the
+    state.
+    """
     is_timer = MRS.fits(word) and word >> 12 & 15 == _TIMER
     return relocation_of(word) is not Relocation.REFUSED and not is_timer

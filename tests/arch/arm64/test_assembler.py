@@ -1,4 +1,6 @@
-"""Handlers in assembly on arm64 become the instructions that were written, or are refused with a reason."""
+"""The arm64 assembler of handlers produces the instructions that were written, or refuses the text with a
+reason.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def listing(code: bytes) -> str:
 
 
 def address(register: str, value: int) -> str:
-    """The instructions that load the address of a cell, as capstone prints them."""
+    """Return the instructions that load the address of a cell, in capstone's notation."""
     parts = [(value >> shift & 0xFFFF, shift) for shift in (0, 16, 32, 48)]
     (first, _), *rest = [part for part in parts if part[0]]
     moves = [f"movk {register}, #{number:#x}, lsl #{shift}" for number, shift in rest]

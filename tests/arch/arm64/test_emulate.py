@@ -1,4 +1,4 @@
-"""Simulated AArch64 instructions against the processor, and the verdicts on single instructions."""
+"""Simulated AArch64 instructions, compared with the processor, and how single instructions are handled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IDS = {name: getattr(const, f"UC_ARM64_REG_{name.upper()}") for name in REGISTER
 
 
 class CodeMemory:
-    """The code as memory: literals are read from it."""
+    """Memory that contains the code, from which simulated instructions read their literals."""
 
     def __init__(self, uc: unicorn.Uc) -> None:
         self._uc = uc
@@ -51,7 +51,7 @@ def processor() -> Iterator[unicorn.Uc]:
 
 
 def check(uc: Any, word: int, values: dict[str, int], flags: int) -> None:
-    """Execute the instruction on the processor and in the emulation, from the same state."""
+    """Check that processor and emulation end in the same state after the instruction `word`."""
     code = struct.pack("<I", word)
     uc.mem_write(CODE, code)
     uc.ctl_flush_tb()

@@ -1,4 +1,4 @@
-"""The A64 encoder: its instructions as a disassembler reads them."""
+"""The A64 encoder: a disassembler prints each instruction as requested."""
 
 from __future__ import annotations
 

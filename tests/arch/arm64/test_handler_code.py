@@ -1,4 +1,4 @@
-"""Compiled handlers do what their programs say, and leave what is live as it was."""
+"""Compiled handlers have the effects of their programs, and preserve all live registers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ class Arm64LockedMaker(LockedMaker):
 
 
 def make(seed: int) -> Case:
-    """Return a random program; half of them access memory atomically."""
+    """Return a case with a random program.
+
+    Programs with odd seeds access memory mostly by atomic operations.
+    """
     rng = random.Random(seed)
     flags = rng.getrandbits(4) << 28 | STATE
     fixed = {"sp": SP, "ip": PROBE, "flags": flags}
@@ -85,7 +88,7 @@ def check(case: Case, handler: HandlerCode, live: LiveRegisters | None) -> None:
     assert calls == expected.host_calls
     assert machine.nr_faults == expected.faults
     for start, data in expected.areas.items():
-        # Nobody uses the stack below the stack pointer.
+        # The stack below the stack pointer is free and may differ.
         first = SP - STACK if start == STACK else 0
         assert bytes(machine.uc.mem_read(start, PAGE))[first:] == data[first:], hex(start)
     kept = {*NAMES} if live is None else {*live.registers, "sp"}
@@ -139,7 +142,7 @@ def test_a_called_handler_sees_the_traced_functions_return_address(live: LiveReg
 
 
 def _dispatch() -> Program:
-    """Continue at the address in a word; in Python if it is 0."""
+    """Return a program that continues at the address in a word of memory, or in Python if the word is 0."""
     python = Label(0)
     return (
         ir.LoadPerCpu(0, CHOICE, 8),
@@ -151,7 +154,9 @@ def _dispatch() -> Program:
 
 
 def _returns_to(address: int) -> Program:
-    """Make the function return to an address, and store its result and the stack pointer."""
+    """Return a program that makes the function return to `address`, and stores the function's result and the
+    stack pointer.
+    """
     return (
         ir.GetRegister(1, "sp"),
         ir.SetImmediate(2, address),
@@ -164,7 +169,7 @@ def _returns_to(address: int) -> Program:
 
 
 def _machine(*, saves_all: bool, chosen: bool) -> tuple[Flat, int, int]:
-    """Return a machine on which a function returns, the trampoline's entry, and its trap."""
+    """Return a machine on which a function returns, and the addresses of the trampoline's entry and trap."""
     made = ARCH.returns.dispatch(_dispatch(), CODE, saves_all=saves_all)
     handler = ARCH.returns.handler(_returns_to(CALLER), saves_all=saves_all)
     finish = made.finish

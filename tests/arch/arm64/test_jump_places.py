@@ -1,4 +1,4 @@
-"""Places at which a jump may replace an instruction, by the tables of small kernels."""
+"""Places at which a jump may replace an arm64 instruction, in small hand-made kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ BODY = (PACIASP, BTI_C, LDR, BLR, LDR, NOP, RET)
 
 
 def checker(*entry: int, strategy: str = "optprobe-arm64") -> Arm64ProbeChecker:
-    """Return the checks of a kernel of one function, which begins with `entry` and an fentry site."""
+    """Return the probe checker of a kernel with one function, which begins with `entry` and an fentry
+    site.
+    """
     words = (*entry, NOP, *BODY)
     code = struct.pack(f"<{len(words)}I", *words)
     site = START + 4 * len(entry)
@@ -46,7 +48,10 @@ def checker(*entry: int, strategy: str = "optprobe-arm64") -> Arm64ProbeChecker:
 
 
 def outcomes(found: Arm64ProbeChecker) -> list[RejectReason | None]:
-    """Return the reasons against jumps in the function; check that a jump's region is the instruction."""
+    """Return the reasons against jumps in the function.
+
+    Check that the region of a jump is a single instruction.
+    """
     (symbol,) = (symbol for symbol in found._symbols.symbols if symbol.name == "function")
     reasons = dict(found.reasons(symbol))
     for addr, refused, outcome in found.check_each_insn(symbol):
@@ -63,7 +68,10 @@ LAST = [None, RejectReason.NOT_COPYABLE_TO_DETOUR, RejectReason.HAS_FIXUP, Rejec
 
 @pytest.mark.parametrize("strategy", ["optprobe-arm64", "extended"])
 def test_landing_pads_are_kept(strategy: str) -> None:
-    """In a kernel with landing pads, no jump replaces one; otherwise such instructions are like others."""
+    """In a kernel with landing pads, no jump replaces a landing pad.
+
+    In a kernel without landing pads, the same instructions can be replaced.
+    """
     pad = RejectReason.LANDING_PAD
     site = RejectReason.AT_FENTRY
     assert outcomes(checker(BTI_C, NOP, strategy=strategy)) == [pad, None, site, pad, pad, *LAST]

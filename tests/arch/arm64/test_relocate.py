@@ -1,4 +1,4 @@
-"""Relocated AArch64 instructions: in a detour they have the effect that they have in place."""
+"""Relocated AArch64 instructions: in a detour they have the same effect as in place."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ def moving() -> Iterator[Mover]:
 
 
 def test_in_place_and_relocated(moving: Mover) -> None:
-    """Instructions of each relocated kind, and copied ones, some of which fault."""
+    """Instructions of each relocated kind, and copied instructions, have the same effect in a detour as in
+    place.
+
+    Some of these instructions fault.
+    """
     rng = random.Random(3)
     found = set()
     for _ in range(15):
@@ -69,7 +73,10 @@ def test_what_is_not_moved(word: int) -> None:
 
 @pytest.mark.parametrize("register", range(32))
 def test_a_blr_at_the_end_of_a_stub(register: int) -> None:
-    """A breakpoint leads to the address in the register, and x30 then contains the return address."""
+    """At the end of a stub, a `blr` is a breakpoint.
+
+    The breakpoint leads to the address in the register and sets x30 to the return address.
+    """
     region = ARCH.emulated_region(struct.pack("<I", 0xD63F0000 | register << 5), CODE)
     if register == 31:
         assert region is None
@@ -84,7 +91,9 @@ def test_a_blr_at_the_end_of_a_stub(register: int) -> None:
 
 
 def test_what_is_out_of_reach() -> None:
-    """The jump to the detour, the jump back, and a branch whose target is as far as branches lead."""
+    """A jump to a detour, the jump back, and a relocated branch fail with ERANGE if their target is 128 MiB
+    or more away.
+    """
     region = Region(CODE, struct.pack("<I", NOP))
     far = CODE + (1 << 27)
     with pytest.raises(KernelError) as refused:
@@ -98,7 +107,11 @@ def test_what_is_out_of_reach() -> None:
 
 
 def test_places_in_a_relocated_call() -> None:
-    """Before its jump, a call has the return address of the original; the last place is after the call."""
+    """All places in a relocated call belong to the call, except the end, which belongs to the next
+    instruction.
+
+    At the last jump, the return address is already set.
+    """
     region = Region(CODE, struct.pack("<I", 0x94000010))
     code = ARCH.relocated(region, BUFFER)
     places = [ARCH.original_place(region, BUFFER, BUFFER + at) for at in range(0, len(code), SIZE)]

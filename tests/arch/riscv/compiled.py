@@ -1,4 +1,4 @@
-"""C functions for tests to probe, built by the cross compiler during the test."""
+"""C functions that tests probe. The cross compiler builds them during the test."""
 
 from __future__ import annotations
 

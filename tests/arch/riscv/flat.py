@@ -22,7 +22,7 @@ OnBreak = Callable[["Flat", int], int | None]
 
 
 class Flat:
-    """Runs code between breakpoints, which the caller handles."""
+    """A CPU that runs code between breakpoints; the caller handles the breakpoints."""
 
     def __init__(self, areas: Mapping[int, bytes], registers: Mapping[str, int]) -> None:
         """Map `areas` (address -> contents), which are whole pages, and set the registers."""
@@ -34,7 +34,7 @@ class Flat:
         for name, value in registers.items():
             if name in _IDS:
                 self.set(name, value)
-        # Unicorn: without page tables it doesn't say which instruction it was that found no memory.
+        # Unicorn: without page tables, the program counter is not that of the faulting instruction.
         self._last = last = [0]
 
         def note(_uc: unicorn.Uc, address: int, _size: int, _data: object) -> None:

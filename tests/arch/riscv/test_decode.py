@@ -1,4 +1,4 @@
-"""Decoding against capstone: all 16-bit instructions, many of the 32-bit ones."""
+"""Decoded RISC-V instructions, compared with capstone: all 16-bit instructions, and many 32-bit ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _TWICE = (
 
 
 def text(code: bytes) -> tuple[int, str, str] | None:
-    """Length, mnemonic and operands of the first instruction."""
+    """Return length, mnemonic and operands of the first instruction, as capstone decodes it."""
     for _, size, mnemonic, operands in ENGINE.disasm_lite(code, ADDR):
         return size, mnemonic, operands
     return None
@@ -54,7 +54,9 @@ def number(operand: str) -> int:
 
 
 def written_out(name: str, operands: str) -> tuple[str, list[str]]:
-    """Without capstone's short names."""
+    """Return the name and the operands of an instruction without capstone's aliases, such as `mv` for
+    `addi`.
+    """
     parts = [part.strip() for part in operands.split(",")] if operands else []
     short = name.removeprefix("c.")
     if name.startswith("c.") and short in _TWICE:
@@ -94,7 +96,10 @@ def test_each_compressed_instruction_is_what_it_expands_to() -> None:
 
 
 def test_what_capstone_refuses_and_what_is_reserved() -> None:
-    """We take hints, which write to zero; capstone takes a c.lui of 0, which is reserved."""
+    """kprobefs decodes hints, which write to the zero register; capstone refuses some of them.
+
+    Capstone decodes a c.lui of 0, which is reserved.
+    """
     for half in range(1 << 16):
         if half & 3 == 3:
             continue

@@ -1,4 +1,4 @@
-"""Detour buffers and trampolines, run on Unicorn: they leave the probed code what it needs."""
+"""Detour buffers and trampolines, run on Unicorn: they preserve the registers of the probed code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def straight(region: bytes, values: dict[str, int], arch: Riscv) -> dict[str, in
 
 
 def probed(arch: Riscv, region: Region, detour: Detour | HandlerCode, values: dict[str, int]) -> Flat:
-    """The machine with the probe's jump in place."""
+    """Return a machine with the jump of a probe at CODE and the detour at BUFFER."""
     jump = arch.detour_jump(region, BUFFER + (detour.entry if isinstance(detour, HandlerCode) else 0))
     assert len(jump) == region.length
     areas = {CODE: jump + arch.breakpoint, BUFFER: detour.code, STACK: bytes(PAGE), DATA: bytes(PAGE)}
@@ -141,7 +141,10 @@ def test_what_cant_be_moved_or_reached() -> None:
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_ftraces_trampoline(arch: Riscv) -> None:
-    """Called by t0 it goes on at the saved ip and sp."""
+    """The trampoline of fentry sites is called with t0 as link register, and continues at the saved ip.
+
+    No other register changes.
+    """
     stub = arch.ftrace_trampoline()
     call = arch.relative_call(CODE, BUFFER)
     assert len(call) == arch.call_size
@@ -166,7 +169,9 @@ def test_ftraces_trampoline(arch: Riscv) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_the_return_trampoline(arch: Riscv) -> None:
-    """It returns to where the handler says, with ra as a return leaves it."""
+    """The return trampoline continues at the address that the handler stores, and ra is this address, as
+    after a return.
+    """
     stub = arch.return_trampoline(BUFFER)
     values = random_registers(5) | {"ra": BUFFER}
     function = asm.jump_register(1)

@@ -1,4 +1,4 @@
-"""Emulated instructions against the processor, and those that run from elsewhere."""
+"""Emulated RISC-V instructions, compared with the processor, and copied instructions, which run in a slot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ARCH = RISCV64()
 
 
 class NoMemory:
-    """No emulated instruction goes to memory."""
+    """A memory that emulated instructions must not access."""
 
     def read(self, _va: int, _size: int, /) -> bytes:
         raise AssertionError
@@ -31,7 +31,7 @@ class NoMemory:
 
 def random_registers(rng: random.Random) -> dict[str, int]:
     values = {name: rng.choice((0, 1, CODE + 64, (1 << 64) - 2, rng.getrandbits(64))) for name in NAMES}
-    # Some are equal, and some are addresses that can be jumped to.
+    # Some values are equal, and some are addresses that can be jumped to.
     values["a5"] = values["s1"] = CODE + 2 * rng.randrange(100)
     return values
 
@@ -50,11 +50,11 @@ def check(code: bytes, values: dict[str, int]) -> None:
 
 
 def emulated_words(rng: random.Random) -> bytes:
-    """auipc, jal, jalr or a branch."""
+    """Return a random auipc, jal, jalr or branch instruction."""
     kind = rng.choice((0x17, 0x6F, 0x67, 0x63))
     word = rng.getrandbits(25) << 7 | kind
     if kind == 0x67:
-        # By registers whose value is code; targets are even.
+        # The base registers contain addresses of code; targets are even.
         word = word & 0x00000FFF & ~0x7000 | rng.choice((9, 15)) << 15 | rng.randrange(64) << 20
     elif kind == 0x63:
         word = word & ~0x7000 | rng.choice((0, 1, 4, 5, 6, 7)) << 12
@@ -71,7 +71,7 @@ def test_wide_ones(first: int) -> None:
 
 
 def test_link_and_base_in_one_register() -> None:
-    """jalr t0, t0: the base is read before the link is written."""
+    """In `jalr t0, t0`, the base is read before the link is written."""
     check(asm.jalr(5, 5, 4), random_registers(random.Random(1)) | {"t0": CODE + 32})
 
 
@@ -96,7 +96,7 @@ def test_compressed_ones() -> None:
     "code", ["73000000", "73001000", "73001010", "73250010", "0f00f00f", "0f100000", "0290", "73005010"]
 )
 def test_refused(code: str) -> None:
-    """ecall, ebreak, csrr, fences, wfi."""
+    """System instructions, breakpoints and fences cannot be probed."""
     with pytest.raises(KernelError) as caught:
         ARCH.prepare(bytes.fromhex(code) + bytes(8), CODE, SLOT)
     assert caught.value.errno == EINVAL
@@ -111,7 +111,10 @@ def test_a_copy_ends_in_a_breakpoint() -> None:
 
 
 def copied_instructions(rng: random.Random) -> bytes:
-    """Integer instructions that need no address: loads and stores go by s1 and a5."""
+    """Return a random integer instruction that does not depend on its address.
+
+    Loads and stores have the base sp, s1 or a5.
+    """
     while True:
         if rng.random() < 0.5:
             code = (rng.getrandbits(14) << 2 | rng.randrange(3)).to_bytes(2, "little")
@@ -133,7 +136,10 @@ def copied_instructions(rng: random.Random) -> bytes:
 
 @pytest.mark.parametrize("first", range(0, 1200, 200))
 def test_a_copy_computes_the_same(first: int) -> None:
-    """And what it reads and overwrites is what the table says."""
+    """A copied instruction has the same effect in a slot as in place.
+
+    The instruction tables name all registers that the instruction reads and changes.
+    """
     for seed in range(first, first + 200):
         rng = random.Random(seed)
         code = copied_instructions(rng)
@@ -152,7 +158,7 @@ def test_a_copy_computes_the_same(first: int) -> None:
         assert run(SLOT, values) == (expected, stored)
         changed = {name for name in NAMES if expected[name] != values[name]}
         assert changed <= {REGISTER_NAMES[n] for n in range(32) if kills >> n & 1}, code.hex()
-        # What isn't read doesn't matter.
+        # Registers that the instruction does not read have no effect.
         others = {
             name: value if reads >> REGISTER_NAMES.index(name) & 1 else rng.getrandbits(64)
             for name, value in values.items()

@@ -38,7 +38,7 @@ READ_STATUS = bytes.fromhex("f3270010")
 
 
 def found(*insns: bytes, offset: int = 0, **fields: Any) -> Region | Rejection:
-    """Return what the strategy makes of a place in a function of these instructions."""
+    """Return the strategy's region or rejection at `offset` of a function that consists of `insns`."""
     code = b"".join(insns)
     function = Function("foo", ADDR, fields.pop("size", len(code)), code, **fields)
     return region(RiscvFunctionAnalysis(function, compressed=True, fentry={TRACED}), ADDR + offset)
@@ -81,7 +81,9 @@ def test_tactics(insns: tuple[bytes, ...], needed: set[Tactic]) -> None:
 
 
 def test_the_registers_of_a_call_are_free_in_the_callee() -> None:
-    """All that is known of a callee is that an fentry site may overwrite t0."""
+    """If a region ends with a call, t0 is free at the called function's start only if an fentry site there
+    may overwrite t0.
+    """
     allowed = found(MOVE, jal(RA, ADDR + 4, TRACED), RET)
     assert isinstance(allowed, Region)
     assert allowed.scratch is not None

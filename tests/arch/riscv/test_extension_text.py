@@ -80,7 +80,10 @@ def test_the_text_is_that_of_llvm(word: int) -> None:
 
 
 def test_a_number_of_a_bit_is_within_the_register() -> None:
-    """The field of roriw has five bits; a sixth bit makes the encoding reserved."""
+    """A bit number must be within the register.
+
+    The field of roriw has five bits; a sixth bit makes the encoding reserved.
+    """
     [(size, text)] = texts(0x6248D79B.to_bytes(4, "little"))
     assert (size, text) == (4, ".byte 0x9b, 0xd7, 0x48, 0x62")
 
@@ -104,7 +107,7 @@ def test_the_end_of_the_code_may_cut_an_instruction() -> None:
 
 @pytest.mark.parametrize("arguments", ["", "a=$arg1:x64"])
 def test_bytes_have_the_whole_call(arguments: str) -> None:
-    """A call from an ftrace site has two instructions."""
+    """The file `bytes` shows both instructions of the call from an fentry site."""
     with Kernel(MachineConfig(arch="riscv64", profile="riscv-optprobes-2023-ftrace")) as kernel:
         kernel.write_file("/tracing/kprobe_events", f"p:ev int_sqrt {arguments}\n")
         kernel.write_file("/tracing/events/kprobes/ev/enable", "1")

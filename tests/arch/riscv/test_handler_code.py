@@ -1,4 +1,4 @@
-"""Compiled handlers do what their programs say, and leave what is live as it was."""
+"""Compiled handlers have the effects of their programs, and preserve all live registers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make(seed: int) -> Case:
 
 
 def check_frame(machine: Flat, case: Case) -> None:
-    """What the host finds in a struct pt_regs at the stack pointer."""
+    """Check the struct pt_regs at the stack pointer, in which the host finds the registers."""
     values = {**case.registers, **pt_regs.FIXED_REGISTERS}
     at = machine.get("sp")
     for name, offset in pt_regs.OFFSETS.items():
@@ -64,7 +64,7 @@ def check(case: Case, arch: Riscv, handler: HandlerCode, live: LiveRegisters | N
     assert calls == expected.host_calls
     assert machine.nr_faults == expected.faults
     for start, data in expected.areas.items():
-        # Below the stack pointer is nobody's.
+        # The stack below the stack pointer is free and may differ.
         first = SP - STACK if start == STACK else 0
         assert bytes(machine.uc.mem_read(start, PAGE))[first:] == data[first:], hex(start)
     kept = NAMES if live is None else live.registers

@@ -1,6 +1,6 @@
-"""Regions of the RISC-V kernels that can be detoured: run in place and through a detour, from random states.
+"""Detoured regions of the RISC-V kernels compute the same as in place, from random states.
 
-A share of them; KPROBEFS_WHOLE=1 takes all.
+A part of the regions is tested; KPROBEFS_WHOLE=1 takes all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MEMORY = (RiscvOpcode.LOAD, RiscvOpcode.STORE, RiscvOpcode.AMO)
 
 
 def regions(arch: Riscv) -> Iterator[tuple[Region, RiscvProbeChecker]]:
-    """Regions, and who told them."""
+    """Yield regions of the image, each with its probe checker."""
     image = load_image(None, arch.name)
     verdict = arch.probe_checker(image, arch.strategies["optprobe-riscv"], ftrace=False)
     (text,) = image.text_ranges
@@ -46,7 +46,10 @@ def regions(arch: Riscv) -> Iterator[tuple[Region, RiscvProbeChecker]]:
 
 
 def state(region: bytes, rng: random.Random) -> dict[str, int]:
-    """Registers that are read as addresses are some, as long as nothing writes them before."""
+    """Return random registers for a run of a region.
+
+    The base registers of loads and stores are addresses of mapped memory.
+    """
     values = {name: rng.getrandbits(64) for name in NAMES} | {"sp": DATA + PAGE}
     for _, insn in decode_all(region, 0, compressed=True):
         if insn.opcode in _MEMORY and insn.rs1 != SP and insn.rs1:
@@ -57,7 +60,11 @@ def state(region: bytes, rng: random.Random) -> dict[str, int]:
 def run(
     areas: dict[int, bytes], values: dict[str, int], arch: Riscv, trap: int, dead: set[str]
 ) -> Flat | None:
-    """Up to the breakpoint behind the region; None if it meets no memory."""
+    """Run until the breakpoint after the region. Return the machine, or None after an access to unmapped
+    memory.
+
+    At the detour's breakpoint `trap`, the saved values of the registers `dead` are overwritten.
+    """
     machine, rng = Flat(areas, values), random.Random(1)
 
     def on_break(machine: Flat, at: int) -> int | None:
@@ -103,7 +110,7 @@ def test_a_detour_computes_what_its_region_does(arch: Riscv) -> None:
 
 
 def test_what_is_overwritten_in_a_region_is_known() -> None:
-    """The table names what the processor changes."""
+    """The instruction tables name all registers that the processor changes in a region."""
     for found, _ in list(regions(ARCHS[0]))[::4]:
         region, kills = found.code, 0
         for _, insn in decode_all(region, 0, compressed=True):

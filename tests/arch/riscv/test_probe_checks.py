@@ -1,4 +1,6 @@
-"""Which probes can be jump-optimized, by what rule not, and which registers are free for it."""
+"""Which RISC-V probes can be jump-optimized, which rule rejects the others, and which registers the jumps may
+overwrite.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ def analysis(code: bytes, **tables: object) -> RiscvFunctionAnalysis:
 def verdict(
     code: bytes, offset: int = 0, **tables: object
 ) -> tuple[int, str, str] | tuple[RejectReason, int]:
-    """Length and the two registers, or the rule and the offset where it bites."""
+    """Return the region's length and the registers that the jumps there and back may overwrite.
+
+    If the place is rejected, return the rule and the offset of the instruction that violates the rule.
+    """
     found = detoured_region(analysis(code, **tables), ADDR + offset)
     if isinstance(found, Rejection):
         return found.reason, found.addr - ADDR
@@ -106,7 +111,10 @@ JUMP = asm.jump_register(A5)
     ],
 )
 def test_indirect_jumps(code: bytes, is_tail_call: bool) -> None:
-    """By a table they may lead anywhere in the function."""
+    """A jump through a table may lead anywhere in the function, and so the place is rejected.
+
+    A tail call leaves the function and is allowed.
+    """
     found = verdict(STEP * 2 + code + JUMP)
     at = 8 + len(code)
     assert found == ((8, "t1", "t1") if is_tail_call else (RejectReason.INDIRECT_JUMP, at))
@@ -118,12 +126,16 @@ def test_a_long_jump_is_a_direct_one() -> None:
 
 
 def use_temporaries() -> bytes:
-    """So that none of them is nobody's."""
+    """Return code that mentions all temporary registers, because a temporary that a function does not mention
+    counts as free.
+    """
     return b"".join(asm.arithmetic(ArithmeticFunct3.XOR, n, n, n) for n in (5, 6, 7, 28, 29, 30, 31))
 
 
 def test_a_register_that_is_overwritten_before_it_is_read() -> None:
-    """a5 is, on every way; and ra in front of a call."""
+    """A register is free for the jumps if every path overwrites the register before reading it: here a5, and
+    ra before a call.
+    """
     head = STEP * 2
     for tail in (
         asm.addi(A5, 0, 1),
@@ -135,7 +147,7 @@ def test_a_register_that_is_overwritten_before_it_is_read() -> None:
 
 
 def test_registers_that_arent_free() -> None:
-    """Read on one way, or only left to whoever comes next."""
+    """A register is not free if one path reads it, or if the function returns without writing it."""
     one_way = asm.branch(BranchFunct3.EQ, A0, A1, 8) + asm.addi(A5, A5, 1) + asm.addi(A5, 0, 2)
     for tail in (one_way, b""):
         code = STEP * 2 + tail + use_temporaries() + RET
@@ -143,7 +155,9 @@ def test_registers_that_arent_free() -> None:
 
 
 def test_who_needs_a_register() -> None:
-    """The nearest on all ways that reads it before it is written, or that leaves with it."""
+    """first_need() returns the nearest instruction on any path that reads the register before a write, or
+    leaves the function without a write.
+    """
     read, write = asm.addi(A0, T1, 1), asm.addi(T1, 0, 1)
     skip = asm.branch(BranchFunct3.EQ, A0, A1, 8)
     for code, at in (
@@ -177,13 +191,13 @@ PIECES = (
 
 @given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=12), st.sets(st.integers(0, 11)))
 def test_what_is_live_is_needed(pieces: list[bytes], faulting: set[int]) -> None:
-    """By some instruction, and what isn't live by none: both follow the same ways."""
+    """A register is live if and only if first_need() finds an instruction that needs it."""
     entries = frozenset(ADDR + 4 * number for number in faulting)
     known = analysis(b"".join(pieces), exception_entries=entries)
     assert entries.isdisjoint(known.insns) or known.hazard is not None
     for addr, live in known.live.items():
         for register in (T1, A5):
-            # A temporary that isn't mentioned is nobody's, wherever control leaves.
+            # A temporary register that the function does not mention is never live.
             if live >> register & 1:
                 assert known.first_need(addr, register) is not None
             elif known.live_mask(0) >> register & 1:
@@ -191,7 +205,9 @@ def test_what_is_live_is_needed(pieces: list[bytes], faulting: set[int]) -> None
 
 
 def test_different_registers_for_the_two_jumps() -> None:
-    """a5 is free in front of the region, and set in it; a4 is set behind it, and read in it."""
+    """The jumps use two registers if none is free on both sides: a5 is free only before the region, and a4
+    only after it.
+    """
     region = asm.addi(A5, A4, 1) + STEP
     behind = asm.addi(A4, 0, 1) + asm.arithmetic(ArithmeticFunct3.ADD, A0, A5, A4)
     assert verdict(region + behind + use_temporaries() + RET) == (8, "a5", "a4")
@@ -207,12 +223,14 @@ def test_arguments_that_arent_mentioned_may_be_passed_on() -> None:
 
 
 def _insn(entry: str | list[str]) -> int:
-    """Of an exception table entry: recorded by itself, or with its fixup."""
+    """Return the instruction's address in an exception table entry, which is recorded alone or with its
+    fixup.
+    """
     return int(entry if isinstance(entry, str) else entry[0], 16)
 
 
 def recorded() -> list[Function]:
-    """Functions of a real kernel."""
+    """Return functions of a real kernel from the oracle. Skip the test if the record is missing."""
     place = Path(os.environ.get("KPROBEFS_ORACLE") or ROOT.parent / "shared" / "oracle")
     path = place / "functions-riscv-6.1.json.gz"
     if not path.exists():
@@ -232,9 +250,11 @@ def recorded() -> list[Function]:
 
 
 def test_as_many_as_the_patch_says() -> None:
-    """The authors found 51 % of instructions with a successor where both can be moved and registers are free.
+    """Of all pairs of instructions, 49 to 58 % can be moved and leave registers free; the patch's authors
+    found 51 %.
 
-    In a kernel of both sizes the jump covers up to four instructions, so that fewer places have room for it.
+    With instructions of two sizes, the jump covers up to four instructions. Therefore only 38 to 43 % of the
+    places have room for the jump.
     """
     pairs = total = optimizable = 0
     for function in recorded()[::40]:
@@ -253,7 +273,9 @@ def test_as_many_as_the_patch_says() -> None:
 
 
 def test_no_jump_in_a_function_with_an_exception_table() -> None:
-    """All of the recorded ones; without their tables many a jump would be there."""
+    """No place in a recorded function with an exception table can be jump-optimized, although many could
+    without the table.
+    """
     functions = [function for function in recorded() if function.exception_entries]
     assert len(functions) > 100
     found, without = set(), 0

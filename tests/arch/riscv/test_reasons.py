@@ -1,4 +1,4 @@
-"""What is said of whole functions at once is what is said of each of their instructions."""
+"""The probe checker returns the same reasons for a whole function as for each of its instructions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def test_the_same_for_the_image(name: str, ftrace: bool) -> None:
 
 
 def _walked(found: RiscvFunctionAnalysis, addr: int) -> int | Rejection:
-    """As opt.c:search_copied_insn goes, from instruction to instruction."""
+    """Return the length of the region or a rejection, by a walk over the instructions as in
+    opt.c:search_copied_insn.
+    """
     at = addr
     while at < addr + LONG_JUMP_SIZE:
         insn = found.insns.get(at)

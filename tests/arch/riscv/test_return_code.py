@@ -1,4 +1,4 @@
-"""What return hooks need of RISC-V's code: words that change at once, and ways out of a trampoline."""
+"""What return hooks need of RISC-V's code: atomic changes of words, and ways out of a trampoline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.arch.riscv.test_handler_code import ARCHS, FIXED, check, make
 HANDLER = CODE + PAGE
 CALLER = CODE + 2 * PAGE
 CHOICE = CPU + 0x80
-"""Where the trampoline's program finds its handler, or 0."""
+"""Word in which the trampoline's program finds its handler, or 0."""
 
 
 class RiscvLockedMaker(LockedMaker):
@@ -54,7 +54,7 @@ def test_locked_words_in_a_frame(arch: Riscv) -> None:
 
 
 def _dispatch() -> Program:
-    """Go on where a word says; to Python without one."""
+    """Return a program that continues at the address in a word of memory, or in Python if the word is 0."""
     python = Label(0)
     return (
         ir.LoadPerCpu(0, CHOICE - CPU, 8),
@@ -65,7 +65,9 @@ def _dispatch() -> Program:
 
 
 def _returns_to(arch: Riscv, address: int) -> Program:
-    """A handler that lets the function return somewhere, and keeps the result and the stack pointer."""
+    """Return a program that makes the function return to `address`, and stores the function's result and the
+    stack pointer.
+    """
     return (
         ir.GetRegister(1, "sp"),
         ir.SetImmediate(2, address),
@@ -78,7 +80,9 @@ def _returns_to(arch: Riscv, address: int) -> Program:
 
 
 def _machine(arch: Riscv, *, saves_all: bool, chosen: bool) -> tuple[Flat, int, int]:
-    """A function has just returned to the trampoline; that, and its trap."""
+    """Return a machine on which a function has just returned to the trampoline, and the addresses of the
+    trampoline's entry and trap.
+    """
     assert arch.returns is not None
     made = arch.returns.dispatch(_dispatch(), CODE, saves_all=saves_all)
     handler = arch.returns.handler(_returns_to(arch, CALLER), saves_all=saves_all)

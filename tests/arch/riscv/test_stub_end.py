@@ -1,4 +1,6 @@
-"""Emulated instructions at the end of a stub, against the processor: all registers, and the next address."""
+"""Emulated instructions at the end of a stub, compared with the processor: all registers, and the next
+address.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ C_JALR_RA = bytes.fromhex("8290")
 
 
 def values_of(rng: random.Random) -> dict[str, int]:
-    """Return registers of which many are equal, or addresses that can be jumped to."""
+    """Return random registers. Many of them are equal, or are addresses that can be jumped to."""
     return {
         name: rng.choice((0, 1, WORD, rng.getrandbits(64), CODE + 4 * rng.randrange(200))) for name in NAMES
     }
@@ -42,7 +44,10 @@ def on_processor(code: bytes, values: dict[str, int]) -> tuple[dict[str, int], i
 
 
 def at_end_of_stub(arch: Riscv, code: bytes, values: dict[str, int]) -> tuple[dict[str, int], int, int]:
-    """Return the registers, the next address, and the number of breakpoints that led there."""
+    """Run an emulated instruction at the end of a stub.
+
+    Return the registers, the next address, and the number of breakpoints on the way.
+    """
     region = arch.emulated_region(code, CODE)
     assert region is not None
     end = arch.stub_end(region, BUFFER)
@@ -61,7 +66,7 @@ def at_end_of_stub(arch: Riscv, code: bytes, values: dict[str, int]) -> tuple[di
 
 
 def check(arch: Riscv, code: bytes, values: dict[str, int]) -> int:
-    """Compare the two ways; return the number of breakpoints at the end of the stub."""
+    """Check that stub and processor agree. Return the number of breakpoints at the end of the stub."""
     expected = on_processor(code, values)
     registers, ip, breakpoints = at_end_of_stub(arch, code, values)
     assert (registers, ip) == expected, arch.disassemble(code, CODE)
@@ -85,7 +90,9 @@ def test_all_registers_of_addresses_jumps_and_branches(arch: Riscv) -> None:
 
 @pytest.mark.parametrize("link", REGISTERS)
 def test_all_registers_of_indirect_jumps(link: int) -> None:
-    """Only a jump through its own link register needs a breakpoint."""
+    """At the end of a stub, an indirect jump needs a breakpoint only if its base is also its link
+    register.
+    """
     rng = random.Random(link)
     for base in REGISTERS:
         values = {name: CODE + 4 * rng.randrange(200) + rng.randrange(2) for name in NAMES}

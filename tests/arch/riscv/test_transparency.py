@@ -1,4 +1,4 @@
-"""Probes that are optimized change nothing: compiled C, with a detour at each place that may have one."""
+"""Transparency of optimized probes: compiled C has the same results with a detour at each possible place."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def machine_for(program: compiled.Program, arch: Riscv, buffer: bytes = b"\0") -
 
 
 def outcome(machine: Flat, program: compiled.Program) -> tuple[int, bytes, list[int]]:
-    """What a caller may rely on: the result, memory, and the registers that are kept."""
+    """Return what a caller relies on: the result, the memory, and the registers that a function must
+    preserve.
+    """
     kept = ["sp", "gp", "tp", "s0", "s1", *(f"s{n}" for n in range(2, 12))]
     return machine.get("a0"), bytes(machine.uc.mem_read(program.cells, 512)), [machine.get(n) for n in kept]
 
@@ -75,7 +77,9 @@ def optimizable(function: Function, arch: Riscv) -> Iterator[tuple[Region, Riscv
 
 @pytest.mark.parametrize(("name", "level"), share(BUILDS, 0, 2))
 def test_detours_everywhere(name: str, level: str) -> None:
-    """The handler overwrites all registers that aren't live: nobody may miss them."""
+    """A detour at any place changes no result, although the handler overwrites all registers that are not
+    live there.
+    """
     program, arch = build(name, level), ARCHS[name]
     expected_machine = machine_for(program, arch)
     expected_machine.run(program.functions["all"].addr, 0)
@@ -111,7 +115,9 @@ def test_detours_everywhere(name: str, level: str) -> None:
 
 @pytest.mark.parametrize(("name", "level"), share(BUILDS[:4], 1, 2))
 def test_counting_in_the_guest(name: str, level: str) -> None:
-    """With what is dead at hand, and within a frame."""
+    """A counting handler in guest code changes no result, with dead registers for its values or with a frame
+    that saves all registers.
+    """
     program, arch = build(name, level), ARCHS[name]
     machine = machine_for(program, arch)
     machine.run(program.functions["all"].addr, 0)

@@ -1,4 +1,7 @@
-"""Every stage of patching with another CPU everywhere: a sample of the places; the whole is a command."""
+"""Every stage of patching, with another CPU at every instruction, proved for a sample of an image's places.
+
+`python -m stress.exhaustion` proves all places.
+"""
 
 from __future__ import annotations
 
@@ -33,27 +36,30 @@ SAMPLE = fewer(40, 20)
 COMPILED_SAMPLE = fewer(10, 10)
 SITES_SAMPLE = fewer(5, 5)
 BROKEN = {"x86_64": ("linux-6.1", 12), "riscv64": (RISCV_OPTPROBES, 4)}
-"""Where protocols are broken: the profile, and how many places have to do."""
+"""Architecture -> profile, and number of places at which a broken protocol must be found."""
 
 
 def sample(places: Sequence[Where], size: int, is_one: Callable[[Where], bool]) -> Iterator[Where]:
-    """Some of them, evenly spread; looking at all of an image takes longer than proving a few places."""
+    """Yield about `size` places for which `is_one` is true, evenly spread over `places`.
+
+    A check of all places would take longer than the proof of a few.
+    """
     for start in range(0, len(places), len(places) // size):
         yield from islice(filter(is_one, places[start:]), 1)
 
 
 def optimizable(proof: Proof, size: int) -> Iterator[Where]:
-    """A sample of the places for jumps."""
+    """Return a sample of the places that can be optimized by a jump."""
     return sample(instructions(proof.probed), size, lambda place: is_optimizable(proof.probed, place))
 
 
 def sites(proof: Proof, size: int) -> Iterator[Where]:
-    """A sample of the places for calls."""
+    """Return a sample of the fentry sites."""
     return sample(list(fentry_sites(proof.probed)), size, lambda _place: True)
 
 
 def check(proof: Proof, places: Iterable[Where]) -> None:
-    """Prove all of them."""
+    """Prove all `places`."""
     for place in places:
         proof.check(place)
 
@@ -86,7 +92,7 @@ def test_every_cpu_goes_on_well(boot: Boot, arch: str, profile: str) -> None:
     ],
 )
 def test_where_linux_refuses(arch: str, save_regs: str | None) -> None:
-    """The extended strategy: a sample of the places that need tactics."""
+    """The proof holds for a sample of the places at which only the extended strategy writes a jump."""
     with Kernel(MachineConfig(arch=arch, strategy="extended", save_regs=save_regs)) as kernel:
         probed = Probed(kernel)
         proof = Proof(probed) if save_regs is None else CompiledProof(probed)
@@ -108,7 +114,10 @@ def riscv_calls() -> Iterator[CompiledProof]:
 
 
 def test_a_call_of_a_function_that_names_another_temporary(riscv_calls: CompiledProof) -> None:
-    """Only the caller decides on its temporaries at a call, although the function may return at once."""
+    """At a relocated call, only the calling function decides which temporary registers are free.
+
+    Return instructions of the called function do not count.
+    """
     proof = riscv_calls
     probed = proof.probed
     verdict = probed.verdict
@@ -129,7 +138,9 @@ def test_a_call_of_a_function_that_names_another_temporary(riscv_calls: Compiled
 
 
 def test_a_temporary_that_the_called_function_reads(riscv_calls: CompiledProof) -> None:
-    """A register that an instruction of the other function reads counts."""
+    """At an exit into another function, a temporary register is live if an instruction of that function reads
+    the register before any write.
+    """
     probed = riscv_calls.probed
     image = probed.kernel.image
     symbols = {symbol.name: symbol for symbol in image.kallsyms.symbols}
@@ -187,7 +198,7 @@ def test_where_there_are_only_breakpoints(arch: str, profile: str, save_regs: st
 
 
 def returns(proof: Proof) -> Iterator[Where]:
-    """A place for a jump whose first instruction is a return, which Python emulates."""
+    """Return one place for a jump whose first instruction is a `ret`, which Python emulates."""
     probed = proof.probed
     read = probed.kernel.image.read
 
@@ -222,14 +233,14 @@ def test_fentry_sites(arch: str, save_regs: str) -> None:
 def replace_all_at_once(
     poker: TextPoker, insns: Mapping[int, bytes], restored: Collection[int] = (), size: int = 0
 ) -> None:
-    """All bytes of the instructions with no breakpoint before."""
+    """Write all bytes of the instructions, and of the restored text, at once, without a breakpoint first."""
     poker._text.poke_batch(insns.items())
     poker._text.restore_batch([*restored], size)
     poker._text.sync()
 
 
 def longer(proof: Proof, size: int) -> Iterator[Where]:
-    """A sample of the places for jumps whose first instruction is longer than a byte."""
+    """Return a sample of the places for jumps whose first instruction is longer than a byte."""
     probed = proof.probed
     arch, read = probed.kernel.arch, probed.kernel.image.read
 
@@ -240,7 +251,10 @@ def longer(proof: Proof, size: int) -> Iterator[Where]:
 
 
 def finds(proof: Proof, places: Iterable[Where], *problems: str) -> bool:
-    """Whether the proof tells of each problem, a regular expression; goes on until it has."""
+    """Return True if the proof reports all `problems`, which are regular expressions.
+
+    Stop as soon as all of them were reported.
+    """
     for place in places:
         proof.check(place)
         if all(any(re.search(problem, line) for line in proof.problems) for problem in problems):
@@ -249,7 +263,10 @@ def finds(proof: Proof, places: Iterable[Where], *problems: str) -> bool:
 
 
 class TestBrokenProtocols:
-    """The same proof finds each of them, at places whose first instruction is longer than a byte."""
+    """The proof, which passes for the sound patching protocol, finds each broken protocol.
+
+    The probed instructions are longer than a byte.
+    """
 
     kind: type[Proof] = Proof
 
@@ -303,7 +320,9 @@ class TestBrokenProtocols:
 
 
 class TestBrokenCompilers(TestBrokenProtocols):
-    """The same with handlers in guest code."""
+    """With handlers in guest code, the proof finds the broken protocols, and in addition broken compilers of
+    handlers.
+    """
 
     kind = CompiledProof
 
@@ -312,7 +331,11 @@ class TestBrokenCompilers(TestBrokenProtocols):
         assert self.finds(proof, "replaced code isn't waited for", "region or slot isn't waited for")
 
     def test_something_live_not_saved(self, proof: Proof, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The fault is found soon at places where many registers are live that a call doesn't preserve."""
+        """The proof finds a compiler that does not save live registers.
+
+        The proof starts at the places where most registers that calls do not preserve are live, because the
+        fault shows soonest there.
+        """
         nothing = LiveRegisters(frozenset({"sp"}), flags=False)
         verdict = proof.probed.kernel.kprobes.compiler._verdict
         places = list(longer(proof, 15 * self.sample))
@@ -325,7 +348,9 @@ class TestBrokenCompilers(TestBrokenProtocols):
 
 
 class TestBrokenOnRiscv:
-    """What there is to break where a jump is two instructions, and a breakpoint may be two pieces."""
+    """The proof finds faults that only RISC-V can have: a jump is two instructions, and a breakpoint may be
+    written in two pieces.
+    """
 
     @pytest.fixture
     def proof(self) -> Iterator[Proof]:
@@ -348,7 +373,9 @@ class TestBrokenOnRiscv:
 
 
 class TestBrokenBreakpoints:
-    """The proof of kernels without jumps finds these faults."""
+    """On kernels without jumps, the proof finds a slot that is freed too soon, and a CPU in a single step
+    that is overlooked.
+    """
 
     @pytest.fixture(params=[("x86_64", "djprobe-2007"), ("riscv64", "linux-6.1")])
     def proof(self, request: pytest.FixtureRequest) -> Iterator[Proof]:

@@ -38,7 +38,10 @@ class Probed:
 
     @cached_property
     def verdict(self) -> ProbeChecker[Any]:
-        """The optimizer's probe checker; without an optimizer, the checker that one would use."""
+        """Return the optimizer's probe checker.
+
+        Without an optimizer, return a checker with the strategy of an out-of-tree patch.
+        """
         kernel, kprobes = self.kernel, self.kernel.kprobes
         if kprobes.optimizer is not None:
             return kprobes.probe_checker

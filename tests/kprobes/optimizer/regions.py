@@ -89,7 +89,7 @@ class Expected:
     """Bytes to write after a run with this end, to restore the memory."""
 
     def is_met(self, end: End, memory: Memory) -> bool:
-        """Return True if a run has ended like this one; `memory` is as that run left it."""
+        """Return True if a run that ended with `end` and left `memory` equals the unprobed run."""
         registers = end.registers and tuple(map(and_, end.registers, self.live))
         return (
             registers == self.registers
@@ -100,10 +100,10 @@ class Expected:
 
 
 def loose_flags(code: bytes, addr: int, bits: int, *, live: bool) -> int:
-    """Return the flags that may differ after instructions.
+    """Return the flags that may differ between two runs of the same instructions.
 
-    They are the flags that the instructions leave undefined, which an emulator computes from earlier values.
-    If no flag was live before (`live` is False), they are also the flags that no instruction touches.
+    An emulator computes flags that the instructions leave undefined from earlier values. If no flag was live
+    before (`live` is False), flags that no instruction touches may differ, too.
     """
     undefined = touched = loose = 0
     for insn in (*iced_decoder(code, addr, bits), None):
@@ -132,7 +132,9 @@ def undefined_flags(code: bytes, addr: int, bits: int) -> int:
 
 
 def piece_size(probed: Probed, region: Region) -> int:
-    """Return the size of the whole instructions that a jump covers, also of those that it keeps."""
+    """Return the size of all instructions that a jump covers, including instructions whose bytes the jump
+    keeps.
+    """
     if not region.kept:
         return region.length
     size = region.length + probed.kernel.arch.max_insn_size
@@ -167,10 +169,10 @@ def _riscv_targets(code: bytes, address: int, *, compressed: bool) -> Iterator[i
 def live_at_exit(probed: Probed, address: int, end: int) -> LiveRegisters:
     """Return the registers that code may read after the exit `end` of a region at `address`.
 
-    On RISC-V a temporary register that a function does not name is free in all of it, also at its calls
-    (RiscvFunctionAnalysis.live_mask). If the exit leads to another function, such a register counts as live
-    only if the other function has an instruction that names and reads it. The other function's returns,
-    calls and breakpoints, which the analysis regards as reading all registers, do not count.
+    On RISC-V, a temporary register that a function does not name is free in the whole function, also at its
+    calls (RiscvFunctionAnalysis.live_mask). If the exit leads to another function, such a register is live
+    only if an instruction of the other function names and reads it. The other function's returns, calls and
+    breakpoints, which the analysis regards as reading all registers, do not count.
     """
     verdict, symbols = probed.verdict, probed.kernel.image.kallsyms
     left, entered = symbols.lookup(address), symbols.lookup(end)
@@ -210,9 +212,9 @@ class Bench:
         self._arch = arch = probed.kernel.arch
         self._model = model = machine.model
         self.all_live = probed.verdict.live_at(0)
-        """All registers and flags: at address 0 nothing is known, so that all count as live."""
+        """All registers and flags, which count as live at the unknown address 0."""
         self.noise = 64 if arch.bits == 64 else 31
-        """Maximum number of bits of numbers that are no pointers; on i386, a wider number could be one."""
+        """Maximum number of bits of random numbers; on i386, a wider number could be a pointer."""
         self.general = [name for name in model.registers if name not in ("sp", "ip", *model.saved_in_calls)]
         """Registers that may have any value."""
         self.frame = (len(arch.pt_regs) + 1) * arch.word_size
@@ -262,7 +264,9 @@ class Bench:
 
     @contextmanager
     def trapping(self, handlers: Mapping[int, Callable[[Regs], None]]) -> Iterator[None]:
-        """Set breakpoints with these handlers in the block, whatever code is at their addresses."""
+        """Within the block, replace the code at the addresses of `handlers` by breakpoints with these
+        handlers.
+        """
         breakpoints, text, trap = self.machine.breakpoints, self.machine.text, self._arch.breakpoint
         usual = {addr: (text.current(addr, len(trap)), breakpoints.get(addr)) for addr in handlers}
         breakpoints.update(handlers)
@@ -279,7 +283,7 @@ class Bench:
                     breakpoints[addr] = handler
 
     def until(self, *ends: int) -> AbstractContextManager[None]:
-        """Let pieces end before these addresses in the block."""
+        """Within the block, end runs before these addresses."""
 
         def stop(regs: Regs) -> None:
             self._met = regs.ip - len(self._arch.breakpoint)
@@ -296,9 +300,11 @@ class Bench:
         return End(None, (trap.vector, trap.error_code, trap.cr2), self._met)
 
     def step(self, start: State, targets: Iterable[int]) -> End:
-        """Execute a single instruction, and after a fault also that of its fixup; do not restore the memory.
+        """Execute a single instruction; after a fault, also execute the first instruction of its fixup. Do
+        not restore the memory.
 
-        `targets`: addresses to which it may jump. On a machine without a trap flag, breakpoints stop the run.
+        `targets`: addresses to which the instruction may jump. On a machine without a trap flag, breakpoints
+        stop the run.
         """
         flag = self._arch.trap_flag
         if not flag:
@@ -306,7 +312,7 @@ class Bench:
                 end = self._run(start)
             if end.registers is None:
                 return end
-            # A return leads to the pad, which has stopped the CPU behind its first instruction.
+            # A return leads to the pad, whose first instruction stops the CPU.
             ip = self._pad if self._met is None else self._met
             return end._replace(registers=end.registers._replace(ip=ip))
         trap, state = self.machine.trap_of(start._replace(flags=start.flags | flag), fixup=True)
@@ -315,7 +321,10 @@ class Bench:
         return End(None, (trap.vector, trap.error_code, trap.cr2), None)
 
     def _behind(self, addr: int) -> int:
-        """Return the address after an instruction; for one that cannot be decoded, any address."""
+        """Return the address after an instruction.
+
+        If the code cannot be decoded, assume the length of a breakpoint.
+        """
         code = self.machine.text.current(addr, self._arch.max_insn_size)
         try:
             return addr + insn_length(self._arch, code)
@@ -329,7 +338,7 @@ class Bench:
         return end
 
     def expect(self, start: State, live: Live | None = None, loose: int = 0) -> Expected:
-        """Run the unprobed piece.
+        """Run the unprobed piece, and return the end that a probed run must have.
 
         `live`: registers and flags that must be equal at the exit taken, except the flags `loose`; None: all.
         """
@@ -366,7 +375,8 @@ class Bench:
         return deviation
 
     def reads_below_stack(self, start: State) -> bool:
-        """Return True if the result depends on bytes below the stack pointer, read by an invalid index.
+        """Return True if the result depends on bytes below the stack pointer, which the code reads by an
+        invalid index.
 
         On a real CPU, an interrupt would have overwritten these bytes. Do not call this while the region is
         probed.

@@ -1,4 +1,4 @@
-"""What stats/*/cost says of a hit in each mode: how it was measured, and how many traps are in it."""
+"""The file `cost` of a probe: how a hit's cost was measured in each mode, and how many traps a hit takes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def test_each_way(boot: Boot, profile: str, arch: str, offset: int, optimized: b
 
 
 def test_before_and_behind_the_jump(boot: Boot) -> None:
-    """A breakpoint that leads to the detour's copies takes one trap; the jump takes none."""
+    """While a breakpoint leads to the copies in the detour, `cost` shows one trap per hit.
+
+    With the jump, `cost` shows hits in guest code.
+    """
     probed = boot("linux-6.1")
     files = Files(probed.kernel)
     files.write("/kprobe_events", "p:ev gcd+5")
@@ -57,10 +60,11 @@ def test_before_and_behind_the_jump(boot: Boot) -> None:
 
 
 def test_only_whole_hits_are_measured(boot: Boot, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock counts its readings, so a hit takes 1 ns from its start to its end.
+    """`cost` measures each hit from its start to its end: with a clock that counts its readings, every hit
+    takes 1 ns.
 
-    Python emulates the probed instruction, because code in assembly follows, so that it takes part in each
-    hit.
+    A second probe at the address has assembly code that runs after the instruction. Therefore Python takes
+    part in each hit.
     """
     readings = iter(range(1, 1 << 20))
     for module in (ctlblk, handling):
@@ -79,7 +83,9 @@ def test_only_whole_hits_are_measured(boot: Boot, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_disabled_probe_has_no_cost(boot: Boot) -> None:
-    """Another probe of the address keeps the jump, so the disabled one shares its place and nothing else."""
+    """If another probe keeps an address optimized, a disabled probe at this address has mode `disarmed` and
+    no cost.
+    """
     probed = boot("linux-6.1")
     files = Files(probed.kernel)
     files.write("/kprobe_events", "p:ev gcd+5\np:other gcd+5\np:never gcd+5")
@@ -99,7 +105,10 @@ def test_a_disabled_probe_has_no_cost(boot: Boot) -> None:
 
 
 def test_a_cost_is_that_of_the_present_mode(boot: Boot) -> None:
-    """While changes of jumps stop, Python handles the hits by the jump; afterwards guest code does again."""
+    """While `kprobes/stages` is 1, Python handles the hits of the jump; afterwards, guest code does again.
+
+    Each of the two changes clears the measured cost.
+    """
     probed = boot("linux-6.1")
     files = Files(probed.kernel)
     files.write("/kprobe_events", "p:ev gcd+5")
@@ -117,7 +126,9 @@ def test_a_cost_is_that_of_the_present_mode(boot: Boot) -> None:
 
 
 def test_hits_in_python_are_forgotten_with_the_mode(boot: Boot) -> None:
-    """Handlers that only Python can run: the breakpoint's costs are not shown as those of the jump."""
+    """With handlers that only Python can run, a jump that replaces the breakpoint clears the measured cost of
+    the breakpoint's hits.
+    """
     probed = boot("linux-6.1")
     files = Files(probed.kernel)
     probed.kernel.kprobes.compiler.enabled = False

@@ -1,4 +1,6 @@
-"""No way into the code leads behind the first byte of a region that the rules let a jump cover."""
+"""If the rules allow a jump over a region, no branch, call or pointer of the kernel leads behind the region's
+first byte.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ DIRECT = (FlowControl.CONDITIONAL_BRANCH, FlowControl.UNCONDITIONAL_BRANCH, Flow
 
 
 def code(live: LiveImage[KernelImage]) -> Iterator[tuple[int, bytes]]:
-    """Every symbol's code, with its address."""
+    """Yield the address and the code of each symbol."""
     symbols = [*live.core.kallsyms.symbols, *(s for m in live._modules.values() for s in m.symbols)]
     for address in sorted({symbol.address for symbol in symbols}):
         where = live.kallsyms.lookup(address)
@@ -32,7 +34,7 @@ def code(live: LiveImage[KernelImage]) -> Iterator[tuple[int, bytes]]:
 
 
 def branches(live: LiveImage[KernelImage], bits: int) -> Iterator[tuple[int, str]]:
-    """The target of each direct branch that leaves its symbol, and of each call."""
+    """Yield the target of each call, and of each direct branch that leaves its symbol, with a description."""
     for address, body in code(live):
         for insn in Decoder(bits, body, ip=address):
             target = insn.near_branch_target
@@ -42,7 +44,10 @@ def branches(live: LiveImage[KernelImage], bits: int) -> Iterator[tuple[int, str
 
 
 def words(live: LiveImage[KernelImage], size: int) -> Iterator[tuple[int, str]]:
-    """Whatever could be an address in memory that isn't code: entries of jump tables are among it."""
+    """Yield each word of memory without code, with a description.
+
+    Any of these words may be an address, for example in a jump table.
+    """
     for segment in live.core.segments:
         if segment.prot & Prot.EXEC:
             continue
@@ -81,7 +86,7 @@ def test_nothing_leads_into_a_region(arch: str, profile: str) -> None:
             for address in kernel.arch.instruction_boundaries(body, start):
                 region = kernel.kprobes.probe_checker.optimized_region(address)
                 if isinstance(region, Region):
-                    # A djprobe's last bytes stay what they are, and may be jumped to.
+                    # Jumps may lead to the end of a djprobe's region, whose bytes stay unchanged.
                     length = min(region.length, JUMP_SIZE) if is_djprobe else region.length
                     regions += 1
                     inside = slice(bisect_left(targets, address + 1), bisect_left(targets, address + length))

@@ -1,4 +1,4 @@
-"""The extended strategy: its jumps, which Linux's rule refuses, change no result of the probed code."""
+"""The extended strategy: jumps at places that Linux refuses change no result of the probed code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def extended(request: pytest.FixtureRequest) -> Iterator[Probed]:
 
 
 def places(probed: Probed) -> Iterator[tuple[tuple[str, int, int], set[Tactic]]]:
-    """Places that only the strategy optimizes, and their tactics, spread over the image."""
+    """Yield places that only the extended strategy optimizes, with their tactics, spread over the image."""
     known = list(instructions(probed))
     step = 97
     for place in (place for first in range(step) for place in known[first::step]):
@@ -45,7 +45,11 @@ def places(probed: Probed) -> Iterator[tuple[tuple[str, int, int], set[Tactic]]]
 
 
 def test_transparent_with_each_tactic(extended: Probed) -> None:
-    """Our images have no return thunks; Debian's kernel has them. Only x86_64 has enough punned jumps."""
+    """With jumps of each tactic, the probed code ends in the same state as without a probe.
+
+    kprobefs's own images have no return thunks, but Debian's kernel has them. Only the x86_64 image has
+    enough punned jumps.
+    """
     if extended.kernel.arch.name == "riscv64":
         pytest.skip("jumps of RISC-V overwrite registers that are free; see exhaustion/test_protocol.py")
     bench = Bench(extended)
@@ -65,7 +69,7 @@ def test_transparent_with_each_tactic(extended: Probed) -> None:
 
 
 def relocated_calls(probed: Probed, function: str) -> list[int]:
-    """Offsets of the places whose detours end in a relocated call."""
+    """Return the offsets of a function's places whose detours end in a relocated call."""
     start = probed.address(function)
     inside = (place for place in instructions(probed) if place[0] == function)
     return [address - start for *_, address in filter(partial(ends_in_call, probed), inside)]
@@ -82,7 +86,10 @@ def ends_in_call(probed: Probed, place: tuple[str, int, int]) -> bool:
 
 
 def test_a_task_asleep_in_a_relocated_call(extended: Probed) -> None:
-    """Its detour goes at once: nothing on the stack is in it, and the call returns where it belongs."""
+    """The detour of a task that sleeps in a relocated call is freed at once.
+
+    No address on the task's stack is in the detour: the call returns into the original code.
+    """
     kernel = extended.kernel
     mount = kernel.mount()
     clients = [Client(900 + number, 0, 0) for number in range(3)]
@@ -144,7 +151,7 @@ def test_what_has_no_such_strategy(config: dict[str, str]) -> None:
 
 
 def punned_places(probed: Probed, kept: int) -> Iterator[int]:
-    """Addresses whose jump keeps so many bytes of the code after the replaced instructions."""
+    """Yield the addresses whose jump keeps `kept` bytes of the code after the replaced instructions."""
     for _, _, address in instructions(probed):
         region = probed.verdict.optimized_region(address)
         if isinstance(region, Region) and region.kept == kept:
@@ -159,7 +166,10 @@ def punned() -> Iterator[Probed]:
 
 
 def test_a_punned_jump_comes_and_goes(punned: Probed) -> None:
-    """It changes only the replaced bytes, and waits for no CPU at the instruction that it keeps."""
+    """A punned jump changes only bytes of the replaced instructions.
+
+    The optimizer waits for no CPU at the instruction whose bytes the jump keeps.
+    """
     kernel = punned.kernel
     text = kernel.machine.text
     for kept in (1, 2, 3):
@@ -187,7 +197,7 @@ def test_a_punned_jump_comes_and_goes(punned: Probed) -> None:
 
 @contextmanager
 def spans_asked(probed: Probed) -> Iterator[list[tuple[int, int]]]:
-    """Collect the address ranges that must be quiescent before jumps are written."""
+    """Yield a list of the address ranges that must be quiescent before jumps are written."""
     scheduler = probed.optimizer._scheduler
     asked: list[tuple[int, int]] = []
     really = scheduler.is_quiescent
@@ -202,7 +212,10 @@ def spans_asked(probed: Probed) -> Iterator[list[tuple[int, int]]]:
 
 
 def test_all_five_bytes_are_reserved(punned: Probed) -> None:
-    """A probe at the kept instruction takes the jump away until it goes and the other is enabled again."""
+    """A probe at the instruction that a punned jump keeps prevents the jump.
+
+    After this probe is unregistered, enabling the first probe again brings the jump back.
+    """
     kernel = punned.kernel
     address = next(punned_places(punned, 2))
     region = punned.region(address)
@@ -252,7 +265,10 @@ def test_no_jump_where_somebody_else_has_changed_the_kept_bytes(punned: Probed) 
 
 
 def test_two_detours_that_need_the_same_address(punned: Probed) -> None:
-    """The second one stays a breakpoint, and says so; other probes are as before."""
+    """If the only address for a detour is taken, the probe stays a breakpoint, and `reason` says why.
+
+    Once the memory is free, a new probe gets its jump.
+    """
     kernel = punned.kernel
     text = kernel.machine.text
     address = next(punned_places(punned, 4))

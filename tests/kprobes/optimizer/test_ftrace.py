@@ -1,4 +1,4 @@
-"""Probes on fentry sites: called by the function itself, without a breakpoint in it."""
+"""Probes on fentry sites: the function itself calls the handlers, and its text has no breakpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def test_call_and_nop(probed: Probed) -> None:
 
 
 def test_registers_are_those_of_the_entry(probed: Probed) -> None:
-    """ip is one behind the site, as behind a breakpoint; orig_ax is 0, as ftrace leaves it."""
+    """At a hit of an fentry site, ip is one byte after the start of the site, as after a breakpoint. orig_ax
+    is 0, as ftrace leaves it.
+    """
     seen: list[dict[str, int]] = []
 
     def look(_kprobe: Kprobe, regs: Any) -> None:
@@ -58,7 +60,10 @@ def test_handlers_change_arguments_and_the_way_on(probed: Probed) -> None:
 
 
 def test_post_handler(probed: Probed) -> None:
-    """It runs at once, as if the nop had been stepped: ip is behind it."""
+    """On an fentry site, a post-handler runs directly after the pre-handler.
+
+    The post-handler's ip is after the nop, as if the nop had been stepped.
+    """
     order: list[tuple[str, int]] = []
     probe = probed.probe(
         "gcd",
@@ -102,7 +107,7 @@ def test_all_disarmed(probed: Probed) -> None:
 
 
 def test_a_hit_in_a_handler_is_missed(probed: Probed) -> None:
-    """No handler runs within another one; the function goes on all the same."""
+    """While a CPU is in a handler, a hit of an fentry site counts as missed, and the function continues."""
     probe = probed.probe("gcd")
     hits = probed.kernel.kprobes.hits
     hits.ctlblk.set_running(probe)
@@ -112,7 +117,9 @@ def test_a_hit_in_a_handler_is_missed(probed: Probed) -> None:
 
 
 def test_without_ftrace_a_site_is_a_nop(boot: Callable[[str], Probed]) -> None:
-    """It is stepped, boosted and optimized like any other instruction."""
+    """Without ftrace, a probe on an fentry site first writes a breakpoint and is then jump-optimized, as on
+    any other instruction.
+    """
     probed = boot("optprobes-2009")
     probe = probed.probe("gcd")
     assert (probed.flags(), probed.text("gcd", 0, 1)) == ({"gcd+0x0": "[OPTIMIZED]"}, b"\xcc")

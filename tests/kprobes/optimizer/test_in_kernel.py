@@ -1,4 +1,4 @@
-"""What the optimizer needs of the kernel around it: time, stacks, records, files."""
+"""The optimizer and the kernel around it: time, stacks, trace records and files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Client(pid=0, uid=0, gid=0)
 
 
 class Files:
-    """The kernel's files without FUSE; a write or a read opens and closes."""
+    """Files of a kernel, used without FUSE. Each read and each write opens and closes the file."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._mount = kernel.mount()
@@ -47,7 +47,7 @@ def files(probed: Probed) -> Files:
 
 
 def clock(now: int, *, virtual: bool) -> Any:
-    """A machine's clock that stands."""
+    """Return a clock of a machine that always shows the time `now`."""
     return SimpleNamespace(now_ns=lambda: now, is_virtual=virtual)
 
 
@@ -93,7 +93,11 @@ def test_optimized_after_a_few_requests(probed: Probed, files: Files) -> None:
 
 
 def test_the_detour_shown_is_the_one_that_is_jumped_to(probed: Probed, files: Files) -> None:
-    """First the one that traps, then the one with the handler in it; and a stub in front of a slot."""
+    """The file `detour` shows the code to which the breakpoint or the jump leads.
+
+    The order is: a slot, a stub before the slot, a detour that saves all registers, and a detour that
+    contains the handler.
+    """
     detour = "/kprobes/stats/kprobes/ev/detour"
     files.write("/kprobe_events", "p:ev gcd+5")
     files.write("/tracing/events/kprobes/ev/enable", "1")
@@ -134,7 +138,10 @@ def test_files_switch_it(files: Files) -> None:
     ("profile", "by_breakpoint"), [("linux-6.1", "..Zff"), ("linux-6.1-nopreempt", "d.Z..")]
 )
 def test_the_context_in_records(boot: Callable[[str], Probed], profile: str, by_breakpoint: str) -> None:
-    """A breakpoint counts as an NMI; calls and jumps show the probed code's own context."""
+    """A trace record of a hit by a breakpoint has the flags of an NMI.
+
+    A record of a hit by a call or jump has the context of the probed code.
+    """
     probed = boot(profile)
     files = Files(probed.kernel)
     files.write("/kprobe_events", "p:mid gcd+5 %ip %flags %cs %ss %orig_ax")

@@ -1,4 +1,4 @@
-"""The optimizer's lists: who gets a jump, who loses it, and that no hit is lost on the way."""
+"""The optimizer's lists: which probes get a jump, which probes lose it, and that no hit is lost meanwhile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INNER = ("gcd", GCD_TAIL)
 
 
 def threes(probed: Probed) -> Iterator[tuple[int, int, int]]:
-    """The first three instructions of regions that have so many."""
+    """Yield the first three instructions of each region that has at least three."""
     arch = probed.kernel.arch
     for _, _, start in optimizable(probed):
         insns = arch.instruction_boundaries(probed.region(start).code, start)
@@ -32,13 +32,15 @@ def threes(probed: Probed) -> Iterator[tuple[int, int, int]]:
 
 
 class TestSteps:
-    """Each step of a patch is a state in which the guest may run."""
+    """The guest can run after each step of a patch."""
 
     @pytest.fixture
     def steps(
         self, probed: Probed, monkeypatch: pytest.MonkeyPatch
     ) -> list[tuple[PokeStep, bytes, int, list[tuple[str, int]]]]:
-        """(step, bytes at the probe, bytes in the ledger, hits of a call) at each step from here on."""
+        """Return a list that collects (step, bytes at the probe, number of bytes in the ledger, hits of a
+        call) at each further step.
+        """
         seen = []
 
         write = TextPoker._write
@@ -121,7 +123,7 @@ class TestHits:
         assert probed.gcd() == []
 
     def test_registers(self, probed: Probed) -> None:
-        """By a jump a handler sees what it sees by a breakpoint."""
+        """A handler sees the same registers at a hit by a jump as at a hit by a breakpoint."""
         seen: list[tuple[int, ...]] = []
         names = ("ip", "sp", "flags", "cs", "ss", "orig_ax", "ax", "di", "si", "dx", "bx", "bp", "r8", "r15")
 
@@ -155,7 +157,7 @@ class TestHits:
         assert order == ["third", "second", "first"]
 
     def test_a_handler_cannot_go_elsewhere(self, probed: Probed) -> None:
-        """Linux: a changed ip and a true result count for nothing on the detour."""
+        """As in Linux, a detour ignores the result of a pre-handler, and a change of ip."""
 
         def leave(_kprobe: Kprobe, regs: Any) -> int:
             regs.ip = 0
@@ -216,7 +218,11 @@ class TestWhoIsOptimized:
         assert probed.gcd() == [HIT, INNER]
 
     def test_it_comes_back_only_when_asked_for(self, probed: Probed) -> None:
-        """Linux: the end of the probe that it made room for isn't enough."""
+        """As in Linux, a probe that lost its jump to a probe in its region stays a breakpoint when the other
+        probe is unregistered.
+
+        The jump comes back when the probe is enabled again.
+        """
         outer = probed.probe("gcd", GCD_HEAD)
         probed.settle()
         inner = probed.probe("gcd", GCD_TAIL, post_handler=lambda _kp, _regs: None)
@@ -237,7 +243,11 @@ class TestWhoIsOptimized:
     def test_a_disabled_probe_between_hides_no_jump(
         self, boot: Boot, profile: str, arch: str, settled: bool
     ) -> None:
-        """Linux finds the nearest probe before the one that it arms, and writes into the other one's jump."""
+        """If a probe in the region of a jump is armed, the jump is removed, even if a disabled probe is
+        between the two.
+
+        Linux checks only the nearest probe before the armed probe, and writes the breakpoint into the jump.
+        """
         probed = boot(profile, arch)
         start, between, behind = next(threes(probed))
         outer = probed.probe("", at=start)
@@ -300,7 +310,9 @@ class TestWhoIsOptimized:
         assert (probed.kernel.kprobes.mode(outer), probed.gcd()) == ("int3", [HIT, INNER])
 
     def test_a_jump_into_the_middle_prevents_it(self, probed: Probed) -> None:
-        """gcd has loops: the instructions around a jump target stay as they are."""
+        """A probe stays a breakpoint if a jump of the function leads into its region, as in the loops of gcd;
+        `reason` names the jump.
+        """
         reasons = set()
         start = probed.address("gcd")
         for offset in range(5, 120):
@@ -382,7 +394,9 @@ class TestQuiescence:
         assert probed.kernel.machine.text._slots.used == used
 
     def test_what_leads_into_the_region_of_another_probe_is_waited_for(self, probed: Probed) -> None:
-        """From the first one's detour or slot a CPU comes back into what the second jump covers."""
+        """The optimizer waits until no CPU is in a detour or slot of another probe that leads into the region
+        of the new jump.
+        """
         first = probed.probe("gcd", GCD_HEAD)
         probed.settle()
         second = probed.probe("gcd", GCD_TAIL)
@@ -399,7 +413,9 @@ class TestQuiescence:
         assert head.insn.slot in [start for start, _ in asked]
 
     def test_an_address_on_a_stack_delays(self, probed: Probed) -> None:
-        """An interrupted task's registers lie on its stack."""
+        """An address in the region that is on a stack delays the jump, because the registers of an
+        interrupted task are on its stack.
+        """
         kernel = probed.kernel
         probe = probed.probe("gcd", GCD_HEAD)
         sp = kernel.machine.regs.sp
@@ -453,7 +469,9 @@ class TestRemoval:
         assert probed.gcd() == []
 
     def test_leaves_no_memory_behind(self, probed: Probed) -> None:
-        """But the page of slots that is kept."""
+        """After optimized probes are unregistered, no executable memory stays allocated, except the page of
+        slots that the kernel keeps.
+        """
         probed.kernel.unregister_kprobe(probed.probe("gcd", 5))
         probed.settle()
         used = probed.kernel.machine.text._slots.used
@@ -468,7 +486,7 @@ class TestRemoval:
 
 
 class TestHolding:
-    """stats/.../optimized: one probe's own switch."""
+    """The file stats/.../optimized: the switch of a single probe."""
 
     def test_hold_and_ask_again(self, probed: Probed) -> None:
         kprobes, probe = probed.kernel.kprobes, probed.probe("gcd", GCD_HEAD)

@@ -1,4 +1,4 @@
-"""Profiles: the switches, and what they change in stepping and boosting."""
+"""Profiles: their switches, and how these change stepping and boosting."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_presets() -> None:
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_the_step_is_invisible(boot: Callable[[str], Probed], profile: str) -> None:
-    """Handlers see neither the trap flag nor the slot."""
+    """Handlers see neither the trap flag of the single step nor an ip in the slot."""
     probed = boot(profile)
     seen: list[tuple[str, int, int]] = []
     start = probed.address("gcd", GCD_HEAD)
@@ -54,7 +54,10 @@ def test_the_step_is_invisible(boot: Callable[[str], Probed], profile: str) -> N
 
 @pytest.mark.parametrize("arch", ["x86_64", "i386"])
 def test_a_step_by_the_trap_flag_is_one_trap(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind the breakpoint's own, within the one run of the call; handlers are Python's, or guest code."""
+    """A step by the trap flag takes one trap in addition to that of the breakpoint.
+
+    Such a step starts no further run of the engine, with handlers in Python or in guest code.
+    """
     profile = replace(PROFILES["kprobes-2010"], preemption=True)
     with Kernel(MachineConfig(arch=arch), profile=profile) as kernel:
         starts: list[int] = []
@@ -116,7 +119,9 @@ def test_a_post_handler_ends_boosting(boot: Callable[[str], Probed]) -> None:
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_a_repeated_string_instruction(boot: Callable[[str], Probed], profile: str) -> None:
-    """By trap flag it stops after each round, and is one hit all the same."""
+    """A repeated string instruction calls each handler once per hit, even though a step by the trap flag
+    stops after each repetition.
+    """
     probed = boot(profile)
     kernel = probed.kernel
     found = _find_rep(probed)
@@ -150,7 +155,10 @@ def _find_rep(probed: Probed) -> tuple[str, int] | None:
 
 
 def _run_rep(kernel: Any, address: int, pages: int) -> None:
-    """Run the instruction alone: 8 words from `pages` to 2048 bytes behind it."""
+    """Run only the string instruction at `address`.
+
+    The instruction copies 8 words from `pages` to the address 2048 bytes higher.
+    """
     from emulated_kernel.machine.cpu.registers import RegisterSet
 
     def stop(regs: Any) -> None:

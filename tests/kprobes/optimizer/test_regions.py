@@ -1,4 +1,6 @@
-"""What the bench compares: anything that a probed run does otherwise, anywhere, is a deviation."""
+"""What regions.Bench compares: a run with a probe must leave the same memory and registers as a run without,
+except free stack and dead registers.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,16 @@ from tests.kprobes.optimizer.regions import Bench
 from tests.snapshot import image_data
 
 DIRECTION_FLAG = 0x400
-"""Neither set by gcd's first instructions nor looked at."""
+"""A flag that the first instructions of gcd neither set nor read."""
 
 
 def deviation(
     probed: Probed, does: Callable[[Probed, Bench], object], live: LiveRegisters | None = None
 ) -> str | None:
-    """Run the first instructions of gcd with a probe that `does` something, and once more without."""
+    """Return the deviation of the first instructions of gcd, when a probe's handler calls `does`.
+
+    Check that a run without the probe has no deviation.
+    """
     bench, start = Bench(probed), probed.address("gcd", GCD_HEAD)
     end = probed.region(start).end
     state = next(bench.states(1))._replace(ip=start)
@@ -41,7 +46,7 @@ def deviation(
 
 
 def write(address: int, probed: Probed) -> None:
-    """Change a byte."""
+    """Change the byte at `address`."""
     memory = probed.kernel.machine.memory
     memory.write(address, bytes([memory.read(address, 1)[0] ^ 1]))
 
@@ -62,7 +67,7 @@ def test_what_is_noticed(boot: Boot, arch: str) -> None:
 
 
 def test_what_may_differ(probed: Probed) -> None:
-    """The stack that is free, and registers that are dead behind the piece."""
+    """Free stack memory and dead registers may differ from the unprobed run; live registers may not."""
     regs = probed.kernel.machine.regs
     assert deviation(probed, lambda probed, bench: write(bench.sp - 1, probed)) is None
     dead = LiveRegisters(ALL_LIVE.registers - {"bp"}, flags=True)

@@ -1,4 +1,6 @@
-"""Stops after each step of patching: text, files and hits at each of them, and what ends them early."""
+"""An optimizer that waits after each step of patching: text, files and hits during each wait, and what ends a
+wait early.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ STATS = "/kprobes/stats/kprobes/ev"
 
 
 class Staged:
-    """A kernel whose probe in gcd stops at each stage; each look also calls gcd and checks the hits."""
+    """A kernel with a probe in gcd whose patching stops at each stage. look() calls gcd and checks its
+    hit.
+    """
 
     def __init__(self, probed: Probed, offset: int, trap: bytes) -> None:
         self.probed = probed
@@ -37,7 +41,7 @@ class Staged:
         return self.kprobes.reason(self.probe).partition("stages: ")[2].partition(";")[0]
 
     def look(self) -> tuple[bytes, str]:
-        """Return the text and the stage, after a call of gcd that must hit the probe once."""
+        """Call gcd, which must hit the probe once; return the text at the probe and the stage."""
         assert self.probed.gcd() == [("gcd", self.offset)]
         return self.bytes, self.reason
 
@@ -47,7 +51,10 @@ KERNELS = [("linux-6.1", "x86_64", 5, b"\xcc"), ("riscv-optprobes-2023", "riscv6
 
 @pytest.fixture(params=KERNELS)
 def staged(request: pytest.FixtureRequest, boot: Boot) -> Staged:
-    """A probe that is a breakpoint, and about to be optimized. On RISC-V its breakpoint has four bytes."""
+    """Return a kernel with a probe that is a breakpoint and about to be optimized.
+
+    On RISC-V, the breakpoint has four bytes.
+    """
     profile, arch, offset, trap = request.param
     return Staged(boot(profile, arch), offset, trap)
 
@@ -127,7 +134,9 @@ def test_ends_at_once(staged: Staged, end: str, steps: int) -> None:
 
 
 def test_a_probe_in_the_region_ends_the_stop(staged: Staged) -> None:
-    """The jump may not cover an armed breakpoint, so the unoptimization cannot wait."""
+    """Arming a probe in the region ends the stop of an unoptimization, because the jump may not cover an
+    armed breakpoint.
+    """
     staged.probed.settle()
     staged.kprobes.next_stage()
     arch, region = staged.probed.kernel.arch, staged.probed.region(staged.probe.address)
@@ -190,7 +199,10 @@ def test_the_file(probed: Probed) -> None:
 def test_a_compiled_handler_moves_no_jump_while_changes_stop(
     boot: Boot, profile: str, arch: str, offset: int, trap: bytes
 ) -> None:
-    """Each change of the text after the switch is a stop, even if the jump led to a compiled handler."""
+    """While `kprobes/stages` is 1, the text changes only at stops of the optimizer.
+
+    A handler that is compiled meanwhile does not move the jump.
+    """
     probed = boot(profile, arch)
     kprobes = probed.kernel.kprobes
     files = Files(probed.kernel)
@@ -203,7 +215,7 @@ def test_a_compiled_handler_moves_no_jump_while_changes_stop(
     jump = head.detour.jump
 
     def texts() -> list[bytes]:
-        """Return the text before and after calls that would compile the handler."""
+        """Return the text before each of three calls of gcd, which would compile the handler."""
         seen = []
         for _ in range(3):
             seen.append(probed.text("gcd", offset, len(jump)))
@@ -216,7 +228,7 @@ def test_a_compiled_handler_moves_no_jump_while_changes_stop(
     kprobes.set_optimization(False)
     assert texts() == [trap + jump[len(trap) :]] * 3
     kprobes.set_optimization(True)
-    # The change turns round: its text is that of the second stage.
+    # The change is reversed; the text is the same as at the second stage.
     files.write("/kprobes/stages", "next")
     assert texts() == [jump] * 3
     files.write("/kprobes/stages", "0")

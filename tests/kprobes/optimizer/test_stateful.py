@@ -1,4 +1,6 @@
-"""Random acts on overlapping probes that get optimized: text, list and hits stay what the states say."""
+"""Random operations on overlapping probes that are optimized: text, list and hits always agree with the
+states of the probes.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,16 @@ from tests.kprobes.optimizer.conftest import Probed
 from tests.ledger import ledger_mismatches
 
 CALLS = {"gcd": ((12, 18), 6), "lcm": ((21, 6), 42)}
-"""Arguments and results. In lcm regions have three and more instructions on all architectures."""
+"""Function -> arguments and result. Regions of lcm have at least three instructions on all architectures."""
 MEETING = 4
-"""Places in the function at which probes are registered."""
+"""Number of places in the function at which probes are registered."""
 
 
 @cache
 def passes(arch: str, profile: str, function: str) -> dict[int, int]:
-    """How often a call passes its entry, and the first offsets that jumps cover."""
+    """Return offset -> number of executions in one call, for the entry and for the first offsets that jumps
+    cover.
+    """
     found, covered = {}, {0}
     with Kernel(MachineConfig(arch=arch, profile=profile)) as kernel:
         probed, (arguments, result) = Probed(kernel), CALLS[function]
@@ -52,7 +56,10 @@ def passes(arch: str, profile: str, function: str) -> dict[int, int]:
 
 
 class Optimizing(OnKernel):
-    """Acts on a kernel with an optimizer, and compares text, list and hits with what was asked for."""
+    """A state machine on a kernel with an optimizer.
+
+    Text, list and hits are compared with the states of the probes.
+    """
 
     function: ClassVar[str]
 
@@ -68,7 +75,7 @@ class Optimizing(OnKernel):
         self.kernel.machine.text.interrupt_cpus = self.run_in_between
 
     def run_in_between(self) -> None:
-        """What another CPU may do between two steps of patching."""
+        """Call the function, as another CPU may do between two steps of patching."""
         if not self.kernel.machine.is_running:
             counted, self.is_counting = self.is_counting, False
             self.call_function()
@@ -79,7 +86,7 @@ class Optimizing(OnKernel):
         return Probed(self.kernel)
 
     def warm_up(self) -> None:
-        # The first ones make trampolines and pages of slots that stay.
+        # The first probes allocate trampolines and pages of slots, which stay allocated.
         self.kernel.unregister_kprobe(self.probed.probe(self.function, max(self.passes)))
         kretprobe = Kretprobe(symbol_name=self.function, handler=lambda _instance, _regs: None)
         self.kernel.register_kretprobe(kretprobe)
@@ -107,7 +114,9 @@ class Optimizing(OnKernel):
 
     @initialize(order=st.permutations(range(MEETING)), disabled=st.lists(st.booleans(), min_size=MEETING))
     def begin(self, order: list[int], disabled: list[bool]) -> None:
-        """What becomes of a jump depends on which of the others was there first, and which is armed."""
+        """Register all probes first, because the fate of a jump depends on the order of its probes and on
+        which of them are armed.
+        """
         for number, is_disabled in zip(order, disabled, strict=False):
             self.register(number, disabled=is_disabled, stepped=False)
 
@@ -221,7 +230,7 @@ class Optimizing(OnKernel):
                 assert head.detour is not None
                 size = head.detour.length
                 behind.update(range(head.address + 1, head.address + size))
-                # What is hit often enough has its handlers in guest code, to which the jump leads then.
+                # After enough hits, the handlers are guest code, and the jump leads there.
                 jump = head.detour.jump
                 if head.compiled is not None:
                     jump = arch.detour_jump(head.detour.region, head.compiled.entry)
@@ -249,12 +258,14 @@ class Optimizing(OnKernel):
         return head.detour.length
 
     def _is_armed(self, head: AggrKprobe) -> bool:
-        """Whether text is patched for the probes of an address."""
+        """Return True if the text is patched for the probes of an address."""
         table = self.kprobes.table
         return table.get(head.address) is head and not head.is_disabled and not table.all_disarmed
 
     def armed_by(self, head: AggrKprobe) -> bytes:
-        """What an armed probe that isn't optimized begins with: its breakpoint, or a call to anywhere."""
+        """Return the first bytes of an armed probe that is not optimized: a breakpoint, or the opcode of a
+        call.
+        """
         arch = self.kernel.arch
         if head.insn is None:
             return arch.relative_call(head.address, head.address)[:1]

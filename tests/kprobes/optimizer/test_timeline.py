@@ -1,4 +1,6 @@
-"""What the list and the text show from enabling to disabling: the order in which a real kernel showed it."""
+"""States of the list and of the text between enabling and disabling a probe, in the order in which a real
+kernel showed these states.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ PLACE = f"gcd+0x{GCD_HEAD:x}"
 
 
 def states(probed: Probed, probe: Kprobe) -> list[tuple[str, str]]:
-    """(first byte, flags) after each step of the recorded timeline."""
+    """Return (first byte, flags) after each step of the recorded timeline."""
     kprobes, seen = probed.kernel.kprobes, []
 
     def look() -> None:
@@ -62,7 +64,11 @@ def test_sysctl_waits_for_the_worker_one_way_only(probed: Probed) -> None:
 
 
 def test_an_optimizable_probe_is_an_aggregate(probed: Probed) -> None:
-    """Linux: enabled while all is disarmed, it loses its flag but isn't armed afterwards."""
+    """As in Linux, enabling an optimizable probe while all probes are disarmed removes [DISABLED], but the
+    probe is not armed afterwards.
+
+    After another disabling and enabling, the probe is armed.
+    """
     kprobes = probed.kernel.kprobes
     alone, aggregated = probed.probe("gcd", 0, disabled=True), probed.probe("gcd", GCD_HEAD, disabled=True)
     kprobes.set_enabled(False)
@@ -78,7 +84,9 @@ def test_an_optimizable_probe_is_an_aggregate(probed: Probed) -> None:
 
 
 class TestRecordedList:
-    """samples/kprobes_list_states.txt, replayed on gcd and int_sqrt; return probes are left out."""
+    """The states of kprobes/list in samples/kprobes_list_states.txt, replayed on gcd and int_sqrt without
+    return probes.
+    """
 
     def sections(self) -> dict[str, dict[str, str]]:
         path = oracle_path("samples/kprobes_list_states.txt")

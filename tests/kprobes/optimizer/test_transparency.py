@@ -1,4 +1,4 @@
-"""Transparency: code runs to the same end unprobed, stepped, boosted, called and optimized."""
+"""Transparency: code ends in the same state unprobed, stepped, boosted, called and optimized."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARTS = 24
 
 
 def compare(probed: Probed, bench: Bench, place: tuple[str, int, int]) -> list[str]:
-    """What differs between the unprobed and the optimized run of a detoured region."""
+    """Return descriptions of the differences between unprobed and optimized runs of the region at `place`."""
     symbol, offset, address = place
     starts = [state._replace(ip=address) for state in bench.states(address)]
     ends = exits(probed, address, piece_size(probed, probed.region(address)))
@@ -42,7 +42,10 @@ def compare(probed: Probed, bench: Bench, place: tuple[str, int, int]) -> list[s
 
 
 def different(probed: Probed) -> Iterator[tuple[str, int, int]]:
-    """One place of each code that a jump can replace, and all places where it depends on its address."""
+    """Yield one place for each different code that a jump can replace.
+
+    Yield all places of code that depends on its address.
+    """
     bits, seen = probed.kernel.arch.bits, set()
     for place in optimizable(probed):
         address = place[2]
@@ -58,7 +61,10 @@ def different(probed: Probed) -> Iterator[tuple[str, int, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_optimizable_point(boot: Boot, arch: str) -> None:
-    """Detoured regions of the image, with KPROBEFS_WHOLE=1 each, from states in which it may fault too."""
+    """For a part of the regions (all of them with KPROBEFS_WHOLE=1), optimized runs end as unprobed runs.
+
+    Some of the random start states make the code fault.
+    """
     probed = boot("linux-6.1", arch)
     bench = Bench(probed)
     places = list(different(probed))
@@ -83,7 +89,10 @@ MODES = {
 def test_whole_functions(
     boot: Boot, profile: str, arch: str, function: str, arguments: tuple[int, ...]
 ) -> None:
-    """Every instruction probed alone: the result, and as many hits as the unprobed run has passes."""
+    """With a probe on any one instruction, a function returns the same result.
+
+    A breakpoint and a jump count equally many hits.
+    """
     probed = boot(profile, arch)
     kernel = probed.kernel
     machine, start = kernel.machine, probed.address(function)
@@ -108,7 +117,11 @@ def test_whole_functions(
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("profile", MODES)
 def test_a_step_faults_as_the_instruction_does(boot: Boot, profile: str, arch: str) -> None:
-    """strlen(NULL): the same fault, and the next hit is handled; only a stepped copy passes it on."""
+    """A probe on the faulting instruction of strlen(NULL) leaves the fault's vector and address unchanged,
+    and the next hit is handled.
+
+    The fault of a stepped copy also has the original ip.
+    """
     probed = boot(profile, arch)
     machine, start = probed.kernel.machine, probed.address("strlen")
     probed.probe("strlen", 5)

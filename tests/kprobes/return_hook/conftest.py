@@ -32,7 +32,7 @@ def boot() -> Iterator[Boot]:
 
 @pytest.fixture(params=list(SHADOW_STACKS))
 def stack(request: pytest.FixtureRequest) -> str:
-    """Return the name of a shadow stack."""
+    """Return the name of a shadow stack; a test runs once with each shadow stack."""
     return str(request.param)
 
 

@@ -1,4 +1,6 @@
-"""Every entry is a return seen, a miss, or a call that is pending or never returns: always."""
+"""Each entry of a hooked function is accounted for: as a return seen, a miss, a pending call, or a call that
+never returns.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def in_guest(kernel: Kernel, symbol: str) -> Kretprobe:
 
 @pytest.fixture(params=[in_python, in_guest])
 def make(request: pytest.FixtureRequest) -> Make:
-    """A return probe whose handler runs here or there."""
+    """Return a function that makes a return probe, with its handler in Python or in guest code."""
     made: Make = request.param
     return made
 
@@ -43,7 +45,10 @@ def assert_well(kernel: Kernel) -> None:
 
 
 def test_disabled_while_calls_are_pending(kernel: Kernel, make: Make) -> None:
-    """Those are still seen; calls that begin meanwhile aren't, nor are they missed."""
+    """Calls that were pending when the probe was disabled are still seen.
+
+    Calls that begin while the probe is disabled are neither seen nor missed.
+    """
     mount = kernel.mount()
     rp = make(kernel, "vfs_read")
     kernel.register_kretprobe(rp)
@@ -81,7 +86,10 @@ def test_tasks_that_end_while_other_calls_are_pending(kernel: Kernel, make: Make
 
 @pytest.mark.parametrize("stack", ["rethook", "objpool", "instances"])
 def test_a_missed_call_skips_the_entry_handler(kernel: Kernel) -> None:
-    """And what was missed is counted from each registration on."""
+    """A missed call does not run the entry handler.
+
+    Registering the probe again resets the counts of missed and seen calls.
+    """
     entries: list[int] = []
     rp = Kretprobe(
         symbol_name="bsearch",
@@ -100,7 +108,10 @@ def test_a_missed_call_skips_the_entry_handler(kernel: Kernel) -> None:
 
 
 def test_a_module_that_goes(kernel: Kernel, make: Make) -> None:
-    """Its exit function's return is the last one; what was counted stays, and nothing is pending."""
+    """When a module is unloaded, its exit function's return is the last one that is seen.
+
+    The counts stay, and no call is pending.
+    """
     kernel.load_module("ktgt")
     probes = [make(kernel, f"ktgt:{name}") for name in ("ktgt_add", "ktgt_exit")]
     kernel.register_kretprobes(probes)
@@ -116,13 +127,13 @@ def test_a_module_that_goes(kernel: Kernel, make: Make) -> None:
     assert_well(kernel)
 
 
-# What others see of it
+# What stack traces and records show
 
 
 @pytest.mark.parametrize("form", TrampolineForm)
 @pytest.mark.parametrize("arch", ["x86_64", "i386"])
 def test_a_stack_trace_shows_the_caller(arch: str, form: TrampolineForm, stack: str, make: Make) -> None:
-    """An oops below a hooked call."""
+    """The stack trace of an oops in a hooked call names the same functions as without the hook."""
     profile = Profile("any", trampoline=form)
     with Kernel(MachineConfig(arch=arch, return_hook=stack), profile=profile) as kernel:
         traces = []
@@ -134,7 +145,7 @@ def test_a_stack_trace_shows_the_caller(arch: str, form: TrampolineForm, stack: 
             with pytest.raises(KernelError):
                 kernel.call("crc32_le", 0, 0x5000, 4)
             log = "\n".join(dmesg(kernel))
-            # Below the first one lies what other calls have left there.
+            # Below the first function are return addresses that earlier calls have left on the stack.
             traces.append(re.findall(r"(?m)^ \? (\w+)\+0x", log[log.rindex("Call Trace") :]))
             kernel.guest.processes.worker()
         assert traces[0][0] == traces[1][0]
@@ -142,7 +153,9 @@ def test_a_stack_trace_shows_the_caller(arch: str, form: TrampolineForm, stack: 
 
 
 def test_a_record_of_the_inner_of_two_names_no_caller(boot: Boot) -> None:
-    """Of two events on a function, the one whose return address is the trampoline."""
+    """Of two return events on a function, only the event whose return address is the trampoline shows an
+    unknown caller.
+    """
     kernel = boot()
     events = kernel.tracing.kprobe_events
     events.write(b"r:one int_sqrt\nr:two int_sqrt\n")

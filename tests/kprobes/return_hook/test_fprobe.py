@@ -60,7 +60,10 @@ def test_entry_and_exit_of_a_set(kernel: Kernel) -> None:
 
 
 def test_all_functions_at_once(kernel: Kernel) -> None:
-    """Every entry is an exit, a miss, or a call that is pending or never returns."""
+    """With an fprobe on all functions, no entry is missed.
+
+    Each entry has an exit, except calls that are pending or never return.
+    """
     entries: Counter[int] = Counter()
     exits: Counter[int] = Counter()
     fp = Fprobe(
@@ -159,7 +162,10 @@ def test_refused(boot: Boot, options: dict[str, Any], error: int) -> None:
 
 
 def test_partial_registers(boot: Boot) -> None:
-    """What isn't saved isn't there; what is can be changed."""
+    """A handler cannot read or write registers that the fprobe does not save.
+
+    Registers that the fprobe saves can be changed.
+    """
     kernel = boot()
     seen: list[int] = []
 
@@ -222,7 +228,9 @@ def test_the_docs_say_what_is_saved() -> None:
 
 
 def test_functions_that_run_while_their_sites_are_patched(kernel: Kernel) -> None:
-    """As on other CPUs: between the steps of arming, of disarming, and of what the first hit has compiled."""
+    """Functions can be called between the steps of arming, of disarming, and of compiling handlers at the
+    first hit, as by other CPUs.
+    """
     within: list[int] = []
     kernel.machine.text.interrupt_cpus = lambda: within.append(kernel.call("lcm", 4, 6))
     exits: list[int] = []

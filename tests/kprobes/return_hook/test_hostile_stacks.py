@@ -1,4 +1,4 @@
-"""Shadow stacks of which the guest has damaged a word: every operation ends, and those after it work."""
+"""Shadow stacks in which the guest has damaged a word: every operation ends, and later operations work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_CALLS = 3 * NODES * len(TASKS)
 
 @dataclass
 class Pages(test_shadow_stacks.Pages):
-    """A machine's memory, with an end."""
+    """The memory of a machine. An access behind the end raises MemoryFault."""
 
     @property
     def memory(self) -> Pages:
@@ -35,7 +35,10 @@ class Pages(test_shadow_stacks.Pages):
 
 
 def filled(kind: type[ShadowStack]) -> tuple[Pages, ShadowStack, list[int]]:
-    """Two hooks; each task is in two calls, and the first hook has a free node that was used."""
+    """Return the memory, a shadow stack in it, and its two hooks.
+
+    Each task is in two calls, and the first hook has a free node that was in use.
+    """
     pages = Pages()
     stack = kind(GuestHeap(pages, WORD), TaskFields(pages, ABI, WORD), CPUS)
     hooks = [stack.add_hook(NODES, 16) for _ in range(2)]
@@ -53,7 +56,7 @@ def push(stack: ShadowStack, hook: int, task: int, number: int = 0) -> None:
 
 
 def uses(stack: ShadowStack, hooks: list[int]) -> list[Callable[[], object]]:
-    """What the host does with a shadow stack, all of which must end."""
+    """Return the operations of the host on a shadow stack, which must all end."""
     found: list[Callable[[], object]] = []
     for task in TASKS:
         found += [

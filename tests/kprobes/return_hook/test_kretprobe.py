@@ -1,4 +1,4 @@
-"""Kretprobes: what is refused, which calls are seen, what their handlers are told, on each shadow stack."""
+"""Kretprobes on each shadow stack: refused registrations, calls that are seen, and what handlers get."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.kprobes.listed import list_lines
 from tests.kprobes.return_hook.conftest import Boot, dmesg
 
 PER_TASK = ("fgraph", "unified")
-"""They have no instances that could run out."""
+"""Shadow stacks without instances, which therefore cannot run out."""
 Seen = list[tuple[Any, ...]]
 
 
@@ -33,7 +33,7 @@ def symbol_at(kernel: Kernel, addr: int) -> str:
 
 
 def accounted(rp: Kretprobe) -> int:
-    """Calls of the function as far as the kretprobe knows of them."""
+    """Return the number of calls of the function that the kretprobe has counted."""
     assert rp.hook is not None
     return rp.returns + rp.nmissed + rp.hook.flushed + rp.hook.active
 
@@ -118,7 +118,7 @@ def test_batch_is_all_or_none(kernel: Kernel) -> None:
 def test_result_and_caller(boot: Boot, profile: str, stack: str) -> None:
     kernel = boot(profile, stack)
     if stack == "unified" and not PROFILES[profile].ftrace:
-        # It hooks fentry sites alone.
+        # This return hook works only at fentry sites.
         probe = Kretprobe(symbol_name="gcd")
         assert errno_of(lambda: kernel.register_kretprobe(probe)) == errno.EOPNOTSUPP
         assert list_lines(kernel.kprobes) == []
@@ -131,7 +131,7 @@ def test_result_and_caller(boot: Boot, profile: str, stack: str) -> None:
         seen.append((regs.ax, instance.ret_addr, regs.ip))
 
     kernel.register_kretprobe(Kretprobe(symbol_name="gcd", handler=returned))
-    # The newest runs first, and finds the stack as it is without the kretprobe.
+    # The newest kprobe runs first, and finds the original return address on the stack.
     read = kernel.machine.memory.read_u64
     kernel.register_kprobe(
         Kprobe(symbol_name="gcd", pre_handler=lambda _kprobe, regs: callers.append(read(regs.sp)))
@@ -152,7 +152,9 @@ def test_the_result_can_be_changed(kernel: Kernel) -> None:
 
 
 def test_data_is_the_calls_own(kernel: Kernel) -> None:
-    """Nested calls of one function each find what their entry left."""
+    """Nested calls of a function have separate data: each return handler finds the data that its own call's
+    entry handler wrote.
+    """
     results: list[bytes] = []
 
     def entered(instance: KretprobeInstance, regs: Any) -> None:
@@ -213,7 +215,10 @@ def test_several_on_one_function(kernel: Kernel) -> None:
 
 
 def test_kprobe_and_kretprobe_on_one_entry(kernel: Kernel) -> None:
-    """Newest first at the entry: an older kprobe finds the trampoline on the stack."""
+    """Entry handlers run newest first.
+
+    A kprobe that is older than the kretprobe finds the trampoline as the return address on the stack.
+    """
     seen: list[str] = []
     memory = kernel.machine.memory
 
@@ -229,7 +234,10 @@ def test_kprobe_and_kretprobe_on_one_entry(kernel: Kernel) -> None:
 
 
 def test_a_tail_call_returns_through_both(kernel: Kernel) -> None:
-    """kfree jumps to __free_pages, whose return is kfree's: inner first."""
+    """kfree jumps to __free_pages, whose return is also the return of kfree.
+
+    The handler of __free_pages runs first.
+    """
     seen: list[str] = []
     for name in ("kfree", "__free_pages"):
         handler = lambda _instance, _regs, name=name: seen.append(name)  # noqa: E731
@@ -244,7 +252,7 @@ def test_a_tail_call_returns_through_both(kernel: Kernel) -> None:
 
 
 def recurse(kernel: Kernel, depth: int) -> None:
-    """bsearch calls its comparison, which calls bsearch, and so on."""
+    """Let bsearch call its comparison function, which calls bsearch again, `depth` times."""
     machine = kernel.machine
     stub = machine.text.alloc_text(64)
     code = bytes.fromhex("48ff0f 781d ba01000000 b901000000 49b8") + stub.to_bytes(8, "little")
@@ -310,7 +318,10 @@ def test_a_failing_handler_is_reported_and_the_call_returns(kernel: Kernel) -> N
 
 
 def test_a_return_that_nobody_knows_is_a_bug_of_the_guest(kernel: Kernel, stack: str) -> None:
-    """The caller's task oopses with Linux's message; the kernel goes on."""
+    """A task that returns to a trampoline without a record of the call oopses with Linux's message.
+
+    Other calls continue.
+    """
     hooks = kernel.kretprobes.hooks
     block, another = (kernel.call("__kmalloc", 64, 0xCC0) for _ in range(2))
     rp = Kretprobe(symbol_name="kfree", handler=lambda *_: None)
@@ -334,7 +345,7 @@ def test_a_return_that_nobody_knows_is_a_bug_of_the_guest(kernel: Kernel, stack:
 
 
 def test_a_call_given_up_leaves_nothing_pending(kernel: Kernel) -> None:
-    """The host calls on a stack of its own, and leaves in the middle."""
+    """A call from the host that ends in a fault counts as flushed, because its stack is given up."""
     rp = Kretprobe(symbol_name="strlen", handler=lambda *_: None)
     kernel.register_kretprobe(rp)
     machine = kernel.machine

@@ -1,4 +1,4 @@
-"""Returns in guest code: that they stay there, that every call counts once, and how they meet Python."""
+"""Returns in guest code: no traps, one count for each call, and cooperation with handlers in Python."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ WAYS = {
     "stepped": Profile("stepped", ftrace=False, optimizer=False, trampoline=TrampolineForm.BREAKPOINT),
 }
 TRAPS = {"ftrace": 0, "optimized": 0, "optimized, all registers": 0, "boosted": 1, "stepped": 3}
-"""Breakpoints met by a call: the entry, the end of its step, the trampoline."""
+"""Mode -> breakpoints that a call hits: at the entry, at the end of the step, and in the trampoline."""
 
 
 @pytest.fixture(params=NATIVE)
 def stack(request: pytest.FixtureRequest) -> str:
-    """The name of a shadow stack that guest code works on."""
+    """Return the name of a shadow stack that guest code can work on."""
     return str(request.param)
 
 
 @contextmanager
 def counted_traps(kernel: Kernel) -> Iterator[list[int]]:
-    """The breakpoints that the guest meets."""
+    """Yield a list of the addresses of breakpoints that the guest hits."""
     met: list[int] = []
     breakpoints = kernel.machine.breakpoints
     before = dict(breakpoints)
@@ -66,7 +66,7 @@ def counted_traps(kernel: Kernel) -> Iterator[list[int]]:
 
 
 def hooked(kernel: Kernel, symbol: str, **options: Any) -> tuple[Kretprobe, HitRing]:
-    """A return probe in guest code; its function was called as often as that takes."""
+    """Register a return probe with a handler in guest code. Return the probe and the ring of its hits."""
     ring = kernel.hit_ring(kernel.arch.registers.return_value)
     rp = ring.return_probe(symbol_name=symbol, **options)
     kernel.register_kretprobe(rp)
@@ -101,7 +101,7 @@ def test_a_hooked_call_stays_in_the_guest(arch: str, way: str, stack: str) -> No
 
 @pytest.mark.parametrize(("maxactive", "depth"), [(1, 0), (1, 5), (4, 3), (4, 4), (4, 9), (30, 20)])
 def test_recursion_deeper_than_maxactive(boot: Boot, stack: str, maxactive: int, depth: int) -> None:
-    """Entries are returns seen and calls missed, however deep."""
+    """At any depth of recursion, entries are equal to returns that were seen plus calls that were missed."""
     kernel = boot(return_hook=stack)
     rp, ring = hooked(kernel, "bsearch", maxactive=maxactive)
     for _ in range(2):
@@ -129,7 +129,9 @@ def test_a_full_array_of_a_task_is_a_miss(boot: Boot) -> None:
 
 
 def test_both_may_end_what_the_other_began(boot: Boot, stack: str) -> None:
-    """Calls pending while the handler is dropped, and made again."""
+    """Python ends calls that guest code has begun, and the reverse: the compiled handler is dropped and
+    compiled again while calls are pending.
+    """
     kernel = boot(return_hook=stack)
     mount = kernel.mount()
     rp, ring = hooked(kernel, "vfs_read")
@@ -164,7 +166,11 @@ def test_unregistered_while_calls_of_guest_code_are_pending(boot: Boot, stack: s
 
 
 def test_two_hooks_on_a_call(boot: Boot, stack: str) -> None:
-    """The newer one finds the trampoline: Python takes both, in the order of Linux."""
+    """Of two hooks on a call, the newer one finds the trampoline as return address, and Python handles both
+    hooks.
+
+    After one is unregistered, guest code handles the other hook.
+    """
     kernel = boot(return_hook=stack)
     first, ring = hooked(kernel, "int_sqrt")
     second, another = hooked(kernel, "int_sqrt")
@@ -189,7 +195,10 @@ def test_tail_calls_return_through_both(boot: Boot, stack: str) -> None:
 
 
 def test_a_handler_in_python_leaves_the_entry_to_the_guest(boot: Boot, stack: str) -> None:
-    """It has all registers, which the trampoline for it saves."""
+    """With a return handler in Python, the entry causes no trap.
+
+    The return traps, and its trampoline saves all registers for the handler.
+    """
     kernel = boot(return_hook=stack)
     seen: list[int] = []
     rp = Kretprobe(symbol_name="int_sqrt", handler=lambda _instance, regs: seen.append(regs.ax))
@@ -204,7 +213,10 @@ def test_a_handler_in_python_leaves_the_entry_to_the_guest(boot: Boot, stack: st
 
 @pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
 def test_the_data_of_a_call_begins_as_zeros(boot: Boot, arch: str, stack: str) -> None:
-    """Whatever an earlier call has left there; the entry stays in the guest, and its return is Python's."""
+    """The data of a call is zero at first, even if an earlier call wrote to the same node.
+
+    Only the return traps.
+    """
     found: list[bytes] = []
 
     def handler(instance: Any, _regs: Any) -> None:
@@ -252,7 +264,11 @@ def test_a_kprobe_in_python_at_the_entry_takes_both(boot: Boot, stack: str) -> N
 
 @pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
 def test_breakpoints_for_trampolines(arch: str) -> None:
-    """One leads to the handlers in guest code, the other one is Python's; either is left for the caller."""
+    """If probes are stepped, one trampoline has a breakpoint for handlers in guest code, and another has a
+    breakpoint for Python.
+
+    The call then returns to its caller.
+    """
     with Kernel(MachineConfig(arch=arch), profile=WAYS["stepped"]) as kernel:
         (first, ring), (second, another) = (hooked(kernel, "int_sqrt") for _ in range(2))
         for number in range(4):
@@ -295,7 +311,9 @@ def test_a_call_given_up_leaves_nothing_pending(boot: Boot, stack: str) -> None:
 
 
 def test_a_stack_trace_shows_the_caller(boot: Boot, stack: str) -> None:
-    """Through the trampoline of guest code: an oops below a hooked call."""
+    """The stack trace of an oops in a call that guest code hooked shows no trampoline and no unknown
+    caller.
+    """
     kernel = boot(return_hook=stack)
     rp, _ = hooked(kernel, "crc32_le")
     for _ in range(2):

@@ -1,4 +1,6 @@
-"""Fprobes in guest code: one piece of it for all entries and one for all exits, and how they meet Python."""
+"""Fprobes in guest code: one piece of code for all entries and one for all exits, and their work together
+with Python.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ WAYS = {"live registers": Profile("ftrace"), "all registers": Profile("ftrace", 
 
 
 def warmed(kernel: Kernel, **options: int) -> tuple[Fprobe, HitRing]:
-    """An fprobe on gcd and lcm, which calls gcd; its code is there."""
+    """Register an fprobe on gcd and lcm, and call lcm, which calls gcd, until the guest code is compiled.
+
+    Return the fprobe and the ring of its hits.
+    """
     ring = kernel.hit_ring(kernel.arch.registers.return_value)
     fp = ring.fprobe(PAIR, **options)
     kernel.register_fprobe(fp)
@@ -58,7 +63,9 @@ def test_entries_and_exits_stay_in_the_guest(arch: str, way: str, stack: str) ->
 
 
 def test_a_program_for_entries(boot: Boot, stack: str) -> None:
-    """It and its handler in Python do the same, and know which function it is."""
+    """An fprobe's entry program and its entry handler in Python have the same effect, and both get the
+    address of the called function.
+    """
     kernel = boot(return_hook=stack)
     memory = kernel.machine.memory
     hits = kernel.machine.alloc_pages(4096)
@@ -98,7 +105,10 @@ def test_calls_missed_are_counted(boot: Boot, stack: str) -> None:
 
 
 def test_whoever_else_wants_a_site_takes_it_to_python(boot: Boot, stack: str) -> None:
-    """Entries and returns of that function trap then; none do when the other one has gone."""
+    """If another fprobe or a kprobe uses a function's site, entries and returns of this function trap.
+
+    After the other probe's end, no call traps.
+    """
     kernel = boot(return_hook=stack)
     fp, ring = warmed(kernel)
     seen: list[int] = []
@@ -169,7 +179,9 @@ def test_unregistered_while_calls_are_pending(boot: Boot, stack: str) -> None:
 
 
 def test_all_functions_of_a_session(boot: Boot, stack: str) -> None:
-    """System calls with task switches, an exit and a fork give what they give unprobed."""
+    """With all functions hooked, system calls with task switches, an exit and a fork have the same results as
+    without hooks.
+    """
     plain, kernel = boot(), boot(return_hook=stack)
     expected = session(plain)
     ring = kernel.hit_ring("ax")
@@ -190,7 +202,7 @@ def test_all_functions_of_a_session(boot: Boot, stack: str) -> None:
 
 @contextmanager
 def once_in_between(kernel: Kernel, act: Callable[[], object]) -> Iterator[None]:
-    """Within, `act` is done while text is patched for the first time: as a hit on another CPU would."""
+    """Within the block, call `act` at the first change of text, as a hit on another CPU would."""
     text, done = kernel.machine.text, list[bool]()
     sync = text.sync
 

@@ -1,4 +1,4 @@
-"""A return that guest code hooks and handles can't be noticed, nor one that it hands to Python."""
+"""A call that guest code hooks ends as an unhooked call, whether guest code or Python handles its return."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ FPROBE_CASES = [(way, stack) for way, stack in CASES if WAYS[way].ftrace]
 
 
 def _is_same_end(bench: Bench, plain: Outcome, hooked: Outcome, trampolines: set[int]) -> bool:
-    """A function that faults may have copies do so, and hasn't its dead registers any more.
+    """Return True if a hooked call ends as the plain one.
 
-    A caller sees of one that returns what the calling convention says.
+    A function that faults may fault in the copy of an instruction, and its dead registers may differ. If only
+    live registers are saved, a function that returns is compared by the registers of the calling convention.
     """
     kernel, trap = bench.kernel, plain.trap
     if trap.address != kernel.machine.model.layout.host_text + 1:
@@ -60,7 +61,11 @@ def _is_same_end(bench: Bench, plain: Outcome, hooked: Outcome, trampolines: set
 
 
 def _counting(bench: Bench, cell: int, entry: int) -> Kretprobe:
-    """Its handler overwrites whatever it may; every third one has one in Python beside it."""
+    """Return a kretprobe that counts returns in `cell`.
+
+    The probe's program also overwrites all registers that a program may overwrite; for every third function,
+    the handler is in Python instead.
+    """
 
     def emit(builder: ProgramBuilder, way: EntryKind) -> bool:
         assert way is EntryKind.RETURN
@@ -76,7 +81,10 @@ def _counting(bench: Bench, cell: int, entry: int) -> Kretprobe:
 
 
 def _run_all(bench: Bench, runner: Runner, entries: dict[int, int]) -> None:
-    """Each call twice: the second time calls are hooked by what the first ones had compiled."""
+    """Run all calls twice, compare each with the plain call, and add the calls of functions to `entries`.
+
+    In the second round, handlers compiled in the first one are used.
+    """
     kernel, hooks = bench.kernel, bench.kernel.kretprobes.hooks
     machine = kernel.machine
     own = [kernel.image.abi[f"host_{kind}return_trampoline"] for kind in ("", "native_")]
@@ -92,7 +100,7 @@ def _run_all(bench: Bench, runner: Runner, entries: dict[int, int]) -> None:
 
 @pytest.mark.parametrize(("way", "stack"), share(CASES, 0, 4))
 def test_functions_hooked_by_guest_code_end_as_unhooked_ones(way: str, stack: str) -> None:
-    """Each case calls other functions; all are hooked."""
+    """All functions are hooked; each case calls another part of the functions."""
     with benches(WAYS[way], CASES.index((way, stack)), len(CASES)) as bench:
         _end_as_unhooked(bench, stack)
 
@@ -123,7 +131,7 @@ def _end_as_unhooked(bench: Bench, stack: str) -> None:
 
 @pytest.mark.parametrize(("way", "stack"), share(FPROBE_CASES, 2, 3))
 def test_functions_of_one_fprobe_end_as_unhooked_ones(way: str, stack: str) -> None:
-    """Its programs overwrite whatever they may."""
+    """All functions are hooked by one fprobe, whose programs overwrite as many registers as possible."""
     with benches(WAYS[way], FPROBE_CASES.index((way, stack)), len(FPROBE_CASES)) as bench:
         _end_as_unhooked_by_an_fprobe(bench, stack)
 

@@ -28,7 +28,7 @@ ABI = {
 
 @dataclass
 class Pages:
-    """A machine's memory: one array; its own pages lie behind the tasks."""
+    """The memory of a machine: one array, in which allocated pages follow the tasks."""
 
     data: bytearray = field(default_factory=lambda: bytearray(1 << 20))
     free: int = 0x20_000
@@ -46,7 +46,7 @@ class Pages:
         return va
 
     def free_pages(self, va: int) -> None:
-        """They aren't used again."""
+        """Do nothing; freed pages are not used again."""
 
 
 Act = tuple[str, int, int]
@@ -79,7 +79,7 @@ def test_what_is_pending_is_what_was_called(name: str, acts: list[Act], nodes: i
     most, refused = counts, False
     for number, (act, which, choice) in enumerate(acts):
         task, hook = TASKS[which], hooks[choice]
-        # Every node comes back on another CPU than it was taken on.
+        # Each node is freed on another CPU than the one that allocated the node.
         stack.tasks.cpu = number % CPUS
         if act in ("call", "refuse") and hook not in removed:
             node = stack.try_get(hook, task)
@@ -113,7 +113,7 @@ def test_what_is_pending_is_what_was_called(name: str, acts: list[Act], nodes: i
         most = {hook: max(most[hook], number) for hook, number in counts.items()}
         there = [hook for hook, number in counts.items() if number or hook not in removed]
         assert {hook: stack.active(hook) for hook in stack.hooks} == {hook: counts[hook] for hook in there}
-        # A node that is taken and put back counts as one in use where nodes are counted.
+        # If nodes are counted, a node that is allocated and freed again counts as used.
         if not refused:
             assert {hook: stack.high_water(hook) for hook in there} == {hook: most[hook] for hook in there}
     for task in TASKS:

@@ -1,4 +1,6 @@
-"""Hooked calls that sleep, are interrupted, or never return: whose they are, and what becomes of them."""
+"""Hooked calls that sleep, are interrupted, or never return: the task that a call belongs to, and what
+becomes of the call.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ ACCOUNTED = [
 
 
 def sleepers(mount: Mount, number: int) -> tuple[int, list[Client]]:
-    """Processes that wait in the middle of vfs_read."""
+    """Open a pipe, and let `number` processes wait in vfs_read of the pipe.
+
+    Return its handle and the processes.
+    """
     clients = [Client(700 + n, 0, 0) for n in range(number)]
     pipe = mount.open(clients[0], PIPE, os.O_RDONLY)
     for client in clients:
@@ -38,7 +43,11 @@ def sleepers(mount: Mount, number: int) -> tuple[int, list[Client]]:
 
 
 def test_eight_sleepers_and_one_instance(kernel: Kernel, stack: str) -> None:
-    """samples/quirks.json, maxactive1_8_sleepers: one is seen, seven are missed."""
+    """Of eight calls that sleep at the same time, a probe with maxactive=1 sees one and misses seven
+    (samples/quirks.json, maxactive1_8_sleepers).
+
+    With a shadow stack per task, the probe sees all.
+    """
     mount = kernel.mount()
     rp = Kretprobe(symbol_name="vfs_read", handler=lambda *_: None, maxactive=1)
     kernel.register_kretprobe(rp)
@@ -52,7 +61,10 @@ def test_eight_sleepers_and_one_instance(kernel: Kernel, stack: str) -> None:
 
 
 def test_unregistered_while_calls_are_pending(kernel: Kernel) -> None:
-    """They return where they belong, without the handler; only then is everything free."""
+    """Calls pending at the unregistration return to their callers without the handler.
+
+    Only then is the return hook unused.
+    """
     mount = kernel.mount()
     hooks = kernel.kretprobes.hooks
     keep = Kprobe(symbol_name="strlen", pre_handler=lambda *_: None)
@@ -73,7 +85,7 @@ def test_unregistered_while_calls_are_pending(kernel: Kernel) -> None:
 
 
 def test_a_task_that_ends_in_a_hooked_call(kernel: Kernel) -> None:
-    """do_exit never returns: its instance comes back with the task's memory."""
+    """do_exit and exit_group never return. Their nodes are flushed when the memory of the task is freed."""
     guest = kernel.guest
     rp = Kretprobe(symbol_name="__x64_sys_exit_group", handler=lambda *_: None, maxactive=1)
     nested = Kretprobe(symbol_name="do_exit", handler=lambda *_: None, maxactive=1)
@@ -103,7 +115,7 @@ def test_a_killed_task_gives_its_instances_back(kernel: Kernel) -> None:
 
 
 def _entries(kernel: Kernel) -> list[int]:
-    """Functions whose entry can be probed."""
+    """Return the functions whose entry can be probed."""
     found = []
     for entry in sorted(kernel.image.mcount):
         probe = Kprobe(addr=entry, disabled=True)
@@ -118,7 +130,7 @@ def _entries(kernel: Kernel) -> list[int]:
 
 @pytest.fixture(scope="module")
 def counted() -> tuple[object, dict[int, int]]:
-    """What a session gives where nothing is hooked, and how often it enters each function."""
+    """Return the results of a session without hooks, and function -> number of its calls in the session."""
     with Kernel(MachineConfig(profile="linux-6.1")) as kernel:
         entered = dict.fromkeys(_entries(kernel), 0)
 
@@ -133,7 +145,10 @@ def counted() -> tuple[object, dict[int, int]]:
 def test_every_entry_is_accounted_for(
     boot: Boot, counted: tuple[object, dict[int, int]], stack: str, maxactive: int
 ) -> None:
-    """A session with task switches, an exit and a fork: the same results, and each call seen once."""
+    """With all functions hooked, a session with task switches, an exit and a fork has the same results.
+
+    Each kretprobe counts every call of its function once.
+    """
     hooking, (expected, entered) = boot(return_hook=stack), counted
     hooked = [Kretprobe(addr=entry, handler=lambda *_: None, maxactive=maxactive) for entry in entered]
     hooking.register_kretprobes(hooked)

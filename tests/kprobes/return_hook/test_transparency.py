@@ -1,4 +1,4 @@
-"""A hooked return can't be noticed: whole functions, all hooked at once, end as they do without."""
+"""Hooked returns are transparent: whole functions, all hooked at once, end as they do without hooks."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ SEED = 63
 LAYOUT = X86_64Cpu.layout
 CONFIG = MachineConfig(ram_size=24 << 20)
 NOTICES = ("panic", "free_task")
-"""The one prints return addresses, where the generated format leads to the stack. The other looks for hooks
-of the task that it is given, which is none, once there are any."""
+"""Functions that notice hooks. panic() prints return addresses, if its generated format names the stack.
+
+free_task() searches a task for hooks as soon as any hook exists, but the generated argument is no task."""
 FORMS = {
     "called": Profile("called", compiled=False),
     "breakpoints": Profile(
@@ -40,11 +41,11 @@ FORMS = {
     ),
     "optimized": Profile("optimized", compiled=False, ftrace=False),
 }
-"""The ways to a function's entry, with either form of the trampoline; Python handles all."""
+"""Name -> profile: each mode of the entry, with each form of the trampoline. Python handles all hits."""
 
 
 def ways_with_stacks(ways: Mapping[str, Profile]) -> list[tuple[str, str]]:
-    """Each way with each shadow stack that it can be used with."""
+    """Return pairs of a name in `ways` and a shadow stack that can be used together."""
     return [
         (way, name)
         for way, profile in ways.items()
@@ -55,17 +56,17 @@ def ways_with_stacks(ways: Mapping[str, Profile]) -> list[tuple[str, str]]:
 
 @dataclass
 class Bench:
-    """A kernel with functions to call, and how they end when nothing is hooked."""
+    """A kernel with function calls, and how these calls end without hooks."""
 
     kernel: Kernel
     boundaries: list[Boundary]
     arena: Arena
     calls: list[tuple[RegisterSet, dict[int, int], Outcome]]
-    """Registers at the entry, how often each instruction is run, and the end."""
+    """(registers at the entry, instruction -> number of executions, outcome without hooks) of each call."""
 
 
 def _entries(boundaries: list[Boundary]) -> list[int]:
-    """Of what is called; a cold part is jumped to."""
+    """Return the entries of called functions. Cold parts are left out, because they are reached by jumps."""
     seen: dict[str, int] = {}
     for boundary in boundaries:
         is_called = not boundary.function.endswith(".cold") and boundary.function not in NOTICES
@@ -75,26 +76,26 @@ def _entries(boundaries: list[Boundary]) -> list[int]:
 
 
 _GARBAGE = 2048
-"""Bytes below the caller's frame."""
+"""Number of bytes below the caller's frame that are overwritten."""
 _OTHER_PAD = 8
-"""Bytes from where calls return to, to another place that ends a run."""
+"""Offset from the usual return address to another address that ends a run."""
 
 
 def _call(state: RegisterSet, top: int) -> RegisterSet:
-    """As C code calls: with the direction flag clear."""
+    """Return the state of a call with the stack pointer `top`. As in C code, the direction flag is clear."""
     return state._replace(sp=top, flags=state.flags & ~DIRECTION_FLAG)
 
 
 @contextmanager
 def benches(profile: Profile, part: int, parts: int) -> Iterator[Bench]:
-    """A kernel to hook functions of; one part of all functions is called."""
+    """Yield a kernel with functions to hook. Only part `part` of `parts` of all functions is called."""
     with Kernel(CONFIG, profile=profile) as kernel:
         yield _build_bench(kernel, part, parts)
 
 
 def _build_bench(kernel: Kernel, part: int, parts: int) -> Bench:
     machine = kernel.machine
-    # The guest is told of the trampoline first: wild calls read those words, too.
+    # The guest gets the trampoline's address first, because calls with wild pointers read these words, too.
     kernel.kretprobes.hooks.install()
     boundaries = all_boundaries(kernel.image)
     arena = build_arena(machine, Random(SEED), text=False)
@@ -105,10 +106,10 @@ def _build_bench(kernel: Kernel, part: int, parts: int) -> Bench:
     entries = share(_entries(boundaries), part, parts)
     starts = [_call(generate(arena, rng, entry), top) for entry in entries]
     switch = kernel.image.kallsyms.lookup_name("__switch_to")
-    # Memory is put back after each call, under the feet of other tasks that ran in it.
+    # Calls that switch tasks are left out, because each call is followed by a restore of all memory.
     counted = [(start, counts) for start, counts in runner.counted(starts) if switch not in counts]
     calls = [(start, counts, runner.call(start)) for start, counts in counted]
-    # A wild call that overwrites who is current takes the shadow stack along: it belongs to the task.
+    # A wild call may overwrite the current task, and thereby lose this task's shadow stack.
     abi = kernel.image.abi
     current = abi["percpu.base"] + abi["percpu.current_task"]
     kept = [call for call in calls if not call[2].changes.keys() & set(range(current, current + 8))]
@@ -119,9 +120,9 @@ def _build_bench(kernel: Kernel, part: int, parts: int) -> Bench:
 
 
 def _depends_on_return_address(kernel: Kernel, runner: Runner, start: RegisterSet, plain: Outcome) -> bool:
-    """Whether a call reads its stack as data, as of a hash of memory that a wild pointer names.
+    """Return True if a call reads its stack as data, for example to hash memory at a wild pointer.
 
-    It is called with another return address, and with other bytes where frames were.
+    Make the call with another return address, and with other bytes below the stack pointer.
     """
     memory, pad = kernel.machine.memory, kernel.machine.model.layout.host_text
     memory.write(start.sp - _GARBAGE, bytes([0xA5]) * _GARBAGE)
@@ -134,7 +135,7 @@ def _depends_on_return_address(kernel: Kernel, runner: Runner, start: RegisterSe
 
 
 def _counting(entries: Counter[int]) -> Callable[[Kprobe, Any], None]:
-    """A handler that counts hits by address."""
+    """Return a handler that counts hits by address."""
 
     def count(probe: Kprobe, _regs: Any) -> None:
         entries[probe.address] += 1
@@ -149,7 +150,7 @@ def _by_python(entry: int) -> Kretprobe:
 def hook_all(
     kernel: Kernel, boundaries: list[Boundary], make: Callable[[int], Kretprobe] = _by_python
 ) -> dict[int, Kretprobe]:
-    """A kretprobe on each function that takes one, by address."""
+    """Register a kretprobe on each function that can have one; return function -> kretprobe."""
     hooked = {}
     for entry in _entries(boundaries):
         rp = make(entry)
@@ -165,7 +166,10 @@ def hook_all(
 
 
 def _is_same_end(start: RegisterSet, plain: Outcome, hooked: Outcome, trampoline: int) -> bool:
-    """But for what a function sees that looks at its return address, as on Linux; see _of_copy()."""
+    """Return True if a hooked call ends as the plain one.
+
+    As on Linux, the guest may see the trampoline as return address; for faults, see _of_copy().
+    """
     end, trap = _of_copy(start, plain, hooked)
     if (plain.trap.kind, plain.trap.address, plain.trap.vector, plain.trap.cr2) != (
         hooked.trap.kind,
@@ -178,7 +182,10 @@ def _is_same_end(start: RegisterSet, plain: Outcome, hooked: Outcome, trampoline
 
 
 def _of_copy(start: RegisterSet, plain: Outcome, hooked: Outcome) -> tuple[RegisterSet, int]:
-    """Registers and address of a trap; a fault of the first instruction may be its copy's, as on Linux."""
+    """Return registers and trap address of the hooked call.
+
+    As on Linux, the first instruction's fault may be in its copy, and is returned with the original address.
+    """
     address = hooked.trap.address
     if plain.trap.kind == TrapKind.FAULT and plain.trap.address == start.ip and hooked.end.ip == address:
         return hooked.end._replace(ip=start.ip), start.ip
@@ -186,16 +193,18 @@ def _of_copy(start: RegisterSet, plain: Outcome, hooked: Outcome) -> tuple[Regis
 
 
 def _noticed(start: RegisterSet, plain: Outcome, hooked: Outcome, own: int, trampoline: int) -> list[str]:
-    """What differs; `own` is the word that tells the guest of the trampoline."""
+    """Return descriptions of the differences; `own` is the address of the word that names the trampoline to
+    the guest.
+    """
     if not _is_same_end(start, plain, hooked, trampoline):
         return [f"{start.ip:#x}: {plain} became {hooked}"]
     return changes_noticed(start, plain, hooked, [own])
 
 
 def changes_noticed(start: RegisterSet, plain: Outcome, hooked: Outcome, own: list[int]) -> list[str]:
-    """What differs in memory; the stack below the caller is anybody's, and of a call given up its frame.
+    """Return descriptions of the differences in memory, except below the caller's frame.
 
-    Calls with a wild index write to the words `own` too.
+    The words at the addresses `own` are also left out, because calls with a wild index write to them.
     """
     words = [address + at for address in own for at in range(8)]
     used = {*range(start.sp - (12 << 10), start.sp + 8), *words}
@@ -212,7 +221,7 @@ CASES = ways_with_stacks(FORMS)
 
 @pytest.mark.parametrize(("form", "stack"), share(CASES, 0, 6))
 def test_hooked_functions_end_as_unhooked_ones(form: str, stack: str) -> None:
-    """Each case calls other functions; all are hooked."""
+    """All functions are hooked; each case calls another part of the functions."""
     with benches(FORMS[form], CASES.index((form, stack)), len(CASES)) as bench:
         _end_as_unhooked(bench, stack)
 

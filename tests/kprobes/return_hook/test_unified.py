@@ -1,4 +1,6 @@
-"""The unified return hook: only where a function can be traced, through the function graph's array."""
+"""The unified return hook: it works only for functions that can be traced, and uses the array of the function
+graph tracer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random changes of buffers' sizes, and the comparison of what remains of the records."""
+"""Random changes of buffer sizes, and the comparison of the records that remain."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ BUFFER_FILES = (
 
 
 def compare_buffers(linux: Mount, ours: Mount, count: int, seed: int) -> Tally:
-    """Compare sizes of buffers and of their pages, and what remains of records, after random writes."""
+    """Compare the sizes of buffers and of their pages, and the records that remain, after random writes to
+    both kernels.
+    """
     rng = random.Random(seed)
     tally = Tally()
     tops = ("/tracing", "/tracing/instances/sized")

@@ -141,7 +141,7 @@ def answer(mount: Mount | Mount, definition: str) -> tuple[str, str, str]:
         write(mount, path, "", os.O_TRUNC)
     result = write(mount, file, definition, os.O_APPEND)
     log = TIME.sub("", read(mount, "/tracing/error_log"))
-    # A word that Linux spells so up to 6.1.
+    # Up to 6.1, Linux spells a word in this way.
     events = ADDRESS.sub("(address)", read(mount, "/tracing/dynamic_events"))
     return result, log.replace("$-valiable", "$-variable"), events
 
@@ -156,8 +156,8 @@ def compare_definitions(
 ) -> Tally:
     """Compare both kernels' answers to random definitions.
 
-    `kernel`: the kernel, unless it is one for x86_64. If it refuses probes at entries, the places are inside
-    of functions, and its refusals of other probes at entries are not compared.
+    `kernel`: the kernel, or None for one for x86_64. If this kernel refuses probes at entries, the places are
+    inside of functions, and refusals of other probes at entries are not compared.
     """
     tally, release = Tally(), release_of(linux)
     is_without_entries = kernel is not None and refuses_entries(kernel)

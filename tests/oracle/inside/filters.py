@@ -28,7 +28,7 @@ VALUES = (
 
 
 def filters(count: int, seed: int) -> Iterator[tuple[str, str]]:
-    """Yield events, and filters most parts of which are valid."""
+    """Yield pairs of an event and a filter, most parts of which are valid."""
     dice = random.Random(seed)
     for _ in range(count):
         terms = [

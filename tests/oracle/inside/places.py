@@ -133,8 +133,8 @@ def compare_places(
 ) -> Tally:
     """Compare the errnos of probes' definitions, and the lines of kprobes/list for armed probes.
 
-    `kernel`: the kernel with its text as it runs. `sites`: the result of refused_sites(). If it is empty, the
-    kernel calls probes on fentry sites through ftrace.
+    `kernel`: the kernel with its text as it runs. `sites`: the result of refused_sites(). If `sites` is
+    empty, the kernel calls probes on fentry sites through ftrace.
     """
     arch = arch_named(architecture)
     # Linux makes jumps only on x86_64.
@@ -180,7 +180,7 @@ def compare_places(
 
 
 def compare_modules(image: str, names: Iterable[str], count: int, seed: int, rules: ProbeRules) -> Tally:
-    """Compare answers about places in loaded modules, of the kernel and of kprobefs in the same guest."""
+    """Compare the answers of a kernel and of kprobefs, in the same guest, about places in loaded modules."""
     from emulated_kernel.guests.common.host_processes import ProcessWatch
     from emulated_kernel.guests.linux.boot_cache import started_with_kernel
     from emulated_kernel.vfs.core.node import Owner

@@ -76,7 +76,10 @@ def recorded(mount: Mount | Mount, lines: Sequence[str]) -> tuple[list[str], lis
 
 
 def _unstamped(line: str) -> str:
-    """Return a record without what is not compared; see STAMP. Put a compared preemption depth first."""
+    """Return a record without the parts that are not compared (see STAMP).
+
+    If the preemption depth is compared, put this depth first.
+    """
     depth = _DEPTH.search(line) if _HAS_DEPTH.search(line) else None
     return (f"{depth[1]} " if depth else "") + STAMP.sub(" ", line)
 
@@ -97,7 +100,7 @@ def recorded_definitions(engine: LinuxEngine, interface: Interface) -> list[str]
     if InterfaceRule.TYPECASTS in interface:
         by_name = (*RECORDED_CASTS, *by_name)
     if engine.kernel.architecture == "riscv64":
-        # Linux 7.2 saves no stack pointer there, and its own handler crashes.
+        # On RISC-V, Linux 7.2 saves no stack pointer at a return, and its own handler crashes.
         by_name = (line.replace(STACK_AT_RETURN, "") for line in by_name)
     recorded = (line.format(**offsets) for line in RECORDED)
     lines = [*(for_processor(line, engine.kernel.architecture) for line in recorded), *by_name]

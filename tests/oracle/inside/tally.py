@@ -20,15 +20,15 @@ LISTED = (
 
 @dataclass
 class Tally:
-    """Number of answers that agree, and the differences."""
+    """Numbers of questions and of Linux's refusals, and descriptions of the answers that differ."""
 
     compared: int = 0
     refused: int = 0
-    """Number of answers that agree because both kernels refuse."""
+    """Number of questions that Linux refuses."""
     differences: list[str] = field(default_factory=list)
 
     def add(self, what: str, linux: object, ours: object, *, is_refused: bool) -> None:
-        """Count one question."""
+        """Count one question, and keep the two answers if they differ."""
         self.compared += 1
         self.refused += is_refused
         if linux != ours:
