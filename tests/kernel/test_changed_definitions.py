@@ -1,4 +1,5 @@
-"""`kprobefs apply` of a changed definition: the event is defined again; if this fails, the old event stays.
+"""`kprobefs apply` of a changed definition: the event is defined again; if this fails, the old
+event stays.
 """
 
 from __future__ import annotations

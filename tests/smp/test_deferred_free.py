@@ -89,7 +89,8 @@ class ComingAndGoing:
 
 
 def footprint(kernel: Kernel) -> tuple[int, int]:
-    """Return the bytes of executable memory and the number of breakpoints in use, without compiled handlers.
+    """Return the bytes of executable memory and the number of breakpoints in use, without compiled
+    handlers.
     """
     codes = kernel.kprobes.compiler.codes
     text = kernel.machine.text._slots.used - sum(-(-code.size // 16) * 16 for code in codes)

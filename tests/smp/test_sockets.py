@@ -115,7 +115,8 @@ def test_streams(boot: Boot, arch: str, seed: int) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_datagrams(boot: Boot, arch: str, seed: int) -> None:
-    """Four tasks send datagrams to one socket while four other tasks receive: no datagram is lost or changed.
+    """Four tasks send datagrams to one socket while four other tasks receive: no datagram is lost
+    or changed.
     """
     kernel = boot(4, arch, seed=seed, quantum=60)
     net = Sockets(kernel, clients(kernel, 8))
@@ -142,7 +143,8 @@ def test_datagrams(boot: Boot, arch: str, seed: int) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_loads_of_all_kinds(boot: Boot, arch: str, seed: int) -> None:
-    """TCP, UDP and ping loads run at the same time, each twice. Both runs of a load return the same number.
+    """TCP, UDP and ping loads run at the same time, each twice. Both runs of a load return the same
+    number.
     """
     kernel = boot(4, arch, seed=seed, quantum=80)
     tasks = clients(kernel, 6)

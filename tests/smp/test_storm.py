@@ -173,7 +173,8 @@ class Storm:
         self.probes.append(probe)
 
     def _register_compiled(self) -> None:
-        """Register a probe and compile its handler before the first hit, so that no int3 hit enters Python.
+        """Register a probe and compile its handler before the first hit, so that no int3 hit enters
+        Python.
         """
         kernel = self.kernel
         function = self.dice.choice(FUNCTIONS)

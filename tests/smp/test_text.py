@@ -363,7 +363,8 @@ def test_code_dropped_by_a_hit_while_its_place_is_patched(arch: str, way: str) -
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_static_keys_switched_under_load(arch: str) -> None:
-    """The nop of a static key becomes a jump and a nop again, while two CPUs execute the code around the nop.
+    """The nop of a static key becomes a jump and a nop again, while two CPUs execute the code
+    around the nop.
     """
     for seed in seeds(2):
         assert switched_under_load(arch, seed, stale_fetch=True) == "well"

@@ -101,7 +101,8 @@ def records_of(directory: Path) -> Path:
 
 
 def rewrite(directory: Path, change: Callable[[list[journal.Entry]], None]) -> None:
-    """Let `change` edit the list of the journal's entries, and write the edited entries as a valid journal.
+    """Let `change` edit the list of the journal's entries, and write the edited entries as a valid
+    journal.
     """
     entries = journal.read(directory / "journal").entries
     change(entries)

@@ -1,4 +1,5 @@
-"""--state DIR where nothing can be saved: the daemon serves requests and reports that changes are not kept.
+"""--state DIR where nothing can be saved: the daemon serves requests and reports that changes are
+not kept.
 """
 
 from __future__ import annotations
