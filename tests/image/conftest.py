@@ -1,4 +1,4 @@
-"""A booted guest for each test that asks for one; the image is loaded once."""
+"""Fixtures: images, which are loaded once, and a booted guest for each test that uses the guest."""
 
 from __future__ import annotations
 

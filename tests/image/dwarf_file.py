@@ -1,4 +1,4 @@
-"""Makes ELF files for i386 with a minimum of debug information: one unit, and functions in .text."""
+"""ELF files for i386 with a minimum of debug information: one unit, and functions in .text."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ _UNIT = b"\x01\x11\x00" + b"\x03\x08\x1b\x08\x10\x17\x00\x00" + b"\x00"
 def line_sections(
     units: Sequence[tuple[str, Sequence[tuple[str, int, int]]]], folder: str = "/build/linux"
 ) -> dict[str, bytes]:
-    """Debug sections (DWARF 4) of units, each with its source file and rows of (path, line, address)."""
+    """Return debug sections (DWARF 4) for `units`: the source file of a unit, and its rows of (path, line,
+    address).
+    """
     info, lines = b"", b""
     for source, rows in units:
         die = b"\x01" + f"{source}\0{folder}\0".encode() + struct.pack("<I", len(lines))

@@ -202,7 +202,7 @@ class Guest:
         self.write(count, preempt)
         return trap.args[0]
 
-    # Tasks: init serves as the one that all is started from
+    # Tasks; init creates all others
 
     def to_idle(self) -> None:
         """Park each task, until nothing is runnable."""
@@ -245,7 +245,7 @@ class Guest:
         return None
 
     def start_syscall(self, task: int, number: int, *args: int | bytes) -> None:
-        """Answer a parked task's USER, without running the guest."""
+        """Answer the hypercall USER of a parked task with a system call, without running the guest."""
         values = self._place(args)
         self.wake(task)
         assert self.run().reason is Hypercall.USER

@@ -1,4 +1,4 @@
-"""Pure functions under emulation against the same sources compiled for the host.
+"""Pure functions under emulation, compared with the same sources compiled for the host.
 
 `python -m tests.image.pure_functions` compares tens of thousands of calls for each architecture.
 """

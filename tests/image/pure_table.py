@@ -252,7 +252,9 @@ def _sort(c: Call) -> tuple[Argument, ...]:
 
 
 def _sort_pairs(c: Call) -> tuple[Argument, ...]:
-    """Elements of eight or twelve bytes that differ in what is compared, so that there is one order."""
+    """Make a call of sort() with elements of 8 or 12 bytes and distinct keys, so that only one order is
+    right.
+    """
     count, size = c.rng.randrange(40), c.rng.choice([8, 12])
     keys = c.rng.sample(range(-500, 500), count)
     base = c.place(b"".join(struct.pack("<i", key) + c.rng.randbytes(size - 4) for key in keys))
@@ -327,7 +329,10 @@ def _words(c: Call) -> tuple[Argument, ...]:
 
 
 def _transformed(least: int, most: int, out: int, values: int = 256) -> Make:
-    """A function of lib/test_pure.c, with so many bytes going in, each below `values`."""
+    """Return a generator of calls of a function in lib/test_pure.c.
+
+    The function gets `least` to `most` bytes below `values`, and room for `out` bytes of its result.
+    """
 
     def make(c: Call) -> tuple[Argument, ...]:
         size = c.rng.randrange(least, most + 1)

@@ -1,4 +1,4 @@
-"""Tables of addresses in arrays, which read as the tuples that they replace."""
+"""Tables of addresses in arrays, which read like the tuples that the tables replace."""
 
 from __future__ import annotations
 

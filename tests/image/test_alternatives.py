@@ -1,4 +1,4 @@
-"""Alternatives: what a kernel would replace at boot is replaced in the image that runs."""
+"""Alternatives: the image that runs has the instructions that a kernel would write at boot."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_they_run(arch: str) -> None:
 
 
 def test_a_relative_jump_keeps_its_target() -> None:
-    """The replacement lies elsewhere: its displacement is another one at the site."""
+    """A relative jump in a replacement keeps its target, so its displacement changes at the site."""
     entry = Alternative(SITE, PLACE, 0, 9, 5)
     code = replaced(entry, b"\xe9" + struct.pack("<i", 0x2000 - (PLACE + 5)))
     assert SITE + 5 + struct.unpack_from("<i", code, 1)[0] == 0x2000

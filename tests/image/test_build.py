@@ -1,4 +1,4 @@
-"""The build: the manifest fits the prebuilt image, and the sources give it byte for byte."""
+"""The build of images: the manifest fits the prebuilt images, and the sources give the same bytes."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ def test_no_path_of_the_build_place_is_in_the_image(each_image: KernelImage) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", share(sorted(build_images.TARGETS), 0, 2))
 def test_the_sources_give_the_prebuilt_image(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """i386, a RISC-V and the landing pads take all sources; `scripts/test --image` makes all images.
+    """The sources of an architecture give its prebuilt image, byte for byte. `scripts/test --image` makes all
+    images.
 
-    The same sources and tools give the same image, so what was built on this machine is not built again.
+    The same sources and tools give the same image, so an image that was built on this machine is not built
+    again.
     """
     kept = lasting_cache("builds") / inputs(arch)
     if kept.exists():
@@ -49,7 +51,9 @@ def test_the_sources_give_the_prebuilt_image(arch: str, capsys: pytest.CaptureFi
 
 
 def inputs(arch: str) -> str:
-    """Return a digest of all that an image and its check are made of: files, and versions of the tools."""
+    """Return a digest of everything that determines an image and its check: files, and versions of
+    the tools.
+    """
     own = Path(build_images.__file__).parent
     parts = (own.glob("*.py"), build_images.SOURCE.rglob("*"), build_images.PREBUILT.rglob("*"))
     target = build_images.TARGETS[arch]
@@ -94,7 +98,7 @@ def test_a_changed_image_is_noticed(
 def test_without_the_sources_nothing_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As where the package is installed."""
+    """Without the sources, as in an installed package, the build ends with one line of error."""
     monkeypatch.setattr(build_images, "SOURCE", tmp_path / "src")
     assert build_images.main(["--arch", "x86_64", "--module", str(tmp_path)]) == 1
     told = capsys.readouterr().err

@@ -40,13 +40,13 @@ def elf(image: KernelImage) -> ELFFile:
 
 @pytest.fixture(scope="module")
 def typed() -> tuple[KernelImage, ELFFile]:
-    """The architecture whose image has types."""
+    """Return the image that has types, and its debug file."""
     image = load_image(None, "x86_64")
     return image, ELFFile(io.BytesIO(builtin_debug_file(image)))
 
 
 def structures(elf: ELFFile) -> dict[str, Any]:
-    """The complete structures, by name."""
+    """Return name -> entry of each complete structure."""
     (unit,) = elf.get_dwarf_info().iter_CUs()
     found = {}
     for die in unit.get_top_DIE().iter_children():
@@ -57,7 +57,7 @@ def structures(elf: ELFFile) -> dict[str, Any]:
 
 
 def test_offsets_are_those_of_the_kernel(typed: tuple[KernelImage, ELFFile]) -> None:
-    """The kernel's own table of offsets, which its C compiler made."""
+    """Offsets of members are those in the kernel's own table, which its C compiler made."""
     image, elf = typed
     task = structures(elf)["task_struct"]
     offsets = {
@@ -73,7 +73,9 @@ def test_offsets_are_those_of_the_kernel(typed: tuple[KernelImage, ELFFile]) -> 
 
 
 def test_sections_with_contents_are_within_segments() -> None:
-    """A flat image of a kernel has one segment, whose end has no contents. gdb warns of a longer section."""
+    """Sections of a flat image do not reach beyond the contents of its segment, because gdb warns of such a
+    section.
+    """
     start = 0xFFFF800080000000
     text = MemorySection(".text", start, 7, bytes(0x1234), 0x5000)
     symbols = [NamedAddress("code", start + 0x1000, 16, "t"), NamedAddress("zeros", start + 0x2000, 8, "b")]
@@ -126,7 +128,7 @@ def test_memory_is_the_files(image: KernelImage, elf: ELFFile) -> None:
 
 
 def test_each_file_has_one_unit(image: KernelImage, elf: ELFFile) -> None:
-    """Without types too: drgn uses no file without DWARF."""
+    """A debug file without types also has a unit, because drgn does not use a file without DWARF."""
     (unit,) = elf.get_dwarf_info().iter_CUs()
     assert unit["address_size"] == image.bits // 8
     assert unit.get_top_DIE().attributes["DW_AT_name"].value == b"vmlinux"
@@ -134,7 +136,7 @@ def test_each_file_has_one_unit(image: KernelImage, elf: ELFFile) -> None:
 
 @contextmanager
 def debugged(place: Path, arch: str) -> Iterator[tuple[Kernel, Path, Path]]:
-    """Write the core and the debug file of a kernel."""
+    """Yield a kernel, and the paths of its core and its debug file in the directory `place`."""
     with Kernel(MachineConfig(arch=arch)) as kernel:
         (place / "debug").write_bytes(builtin_debug_file(kernel.machine.image))
         info = vmcoreinfo(kernel.machine, kernel.machine.image)
@@ -148,7 +150,7 @@ def debugged(place: Path, arch: str) -> Iterator[tuple[Kernel, Path, Path]]:
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Kernel, Path, Path]]:
-    """A kernel with its core and its debug file."""
+    """Yield a kernel, the path of its core, and the path of its debug file."""
     with debugged(tmp_path_factory.mktemp("debug"), "x86_64") as made:
         yield made
 

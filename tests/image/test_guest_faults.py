@@ -1,4 +1,6 @@
-"""What the guest kernel makes of faults: oopses, warnings, dead tasks, a log that keeps the end."""
+"""Faults in the guest kernel: oopses, warnings, tasks that are killed, and a log that keeps the newest
+messages.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def test_a_jump_to_null_is_an_oops(guest: Guest, task: int) -> None:
 
 
 def test_division_by_zero(guest: Guest, task: int) -> None:
-    """A size that is rounded up to 0, by which the number of objects is divided."""
+    """A division by zero is a `divide error`: the size of a cache's object is rounded up to 0."""
     assert guest.host_call(task, "kmem_cache_create", USER_BUFFER, (1 << 32) - 1, 0, 0, 0) is None
     assert any(line.startswith("divide error: 0000 [#1]") for line in guest.log())
 
@@ -83,7 +85,7 @@ def test_the_log_wraps_and_keeps_the_newest(guest: Guest, task: int) -> None:
 
 
 def test_watchdog_in_a_kernel_loop(guest: Guest, task: int) -> None:
-    """A spinlock that nobody gives back."""
+    """The watchdog kills a task that spins on a lock which nobody releases."""
     lock = USER_BUFFER + 64
     guest.write(lock, b"\1\0\0\0")
     arguments = lock.to_bytes(8, "little") + bytes(40)

@@ -1,4 +1,4 @@
-"""The guest kernel's files: /scratch through real system calls, permissions, errors, memory."""
+"""Files of the guest kernel: /scratch by real system calls, permissions, errors, memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KERNEL_ADDRESS = 0xFFFF_8880_0010_0000
 
 @dataclass(frozen=True)
 class Stat:
-    """What Linux's struct stat of x86_64 holds."""
+    """Fields of Linux's struct stat on x86_64."""
 
     ino: int
     nlink: int
@@ -330,7 +330,10 @@ def test_openat_from_a_directory(root: Files) -> None:
 
 
 def test_the_memory_is_finite_and_comes_back(root: Files) -> None:
-    """The first round leaves a slab in each cache that it was the first to use."""
+    """A file can fill the memory up to the reserve, and the removal frees all pages.
+
+    The first round may leave a slab in a cache that was not used before.
+    """
 
     def fill() -> tuple[int, int]:
         fd = root.open("/scratch/big", os.O_CREAT | os.O_RDWR)

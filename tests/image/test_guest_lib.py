@@ -1,4 +1,4 @@
-"""The guest's library against Python's own: hashes, patterns, numbers, formats, trees, bits."""
+"""The guest's library, compared with Python's: hashes, patterns, numbers, formats, trees, bits."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_the_workloads_check_themselves(lib: Library) -> None:
 
 
 class Tree:
-    """A red-black tree in guest memory: searched here, balanced there."""
+    """A red-black tree in guest memory, in which Python searches and which the guest balances."""
 
     def __init__(self, lib: Library) -> None:
         self.lib = lib
@@ -200,7 +200,9 @@ class Tree:
         return keys
 
     def black_height(self, node: int) -> int:
-        """Checks the rules below a node."""
+        """Return the number of black nodes on each path below `node`, and assert the rules of a red-black
+        tree.
+        """
         if not node:
             return 1
         color = self.word(node) & 1
@@ -230,7 +232,7 @@ def test_red_black_trees(lib: Library) -> None:
 
 
 def test_list_sort_is_stable(lib: Library) -> None:
-    """Nodes are compared by their third word."""
+    """list_sort() keeps the order of equal nodes. Nodes are compared by their third word."""
     rng = random.Random(7)
     values = [rng.randrange(5) for _ in range(37)]
     nodes = [DATA + 24 * (n + 1) for n in range(len(values))]

@@ -1,4 +1,4 @@
-"""Guest: the workloads give the same sum on every machine, check themselves, and leave nothing behind."""
+"""Workloads of the guest: they give the same sum on every architecture, and leave no memory behind."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 
 def run(kernel: Kernel, name: str, count: int) -> int:
-    """The sum. Negative errors are ints, as long as a word or not."""
+    """Call a workload and return its sum. A negative error is an int, however long a word is."""
     result = kernel.call(name, count) & 0xFFFFFFFF
     return result - (1 << 32) if result >> 31 else result
 
 
 def block(number: int) -> bytes:
-    """As load_fill() makes it."""
+    """Return the block of data that load_fill() of the guest makes for `number`."""
     state, data = (number * 2654435761 + 1) & 0xFFFFFFFF, bytearray()
     for _ in range(1024):
         state = (state * 1664525 + 1013904223) & 0xFFFFFFFF
@@ -46,7 +46,7 @@ def block(number: int) -> bytes:
 
 
 def crc(data: bytes) -> int:
-    """crc32_le(0, data): without the inversions of zlib's."""
+    """Return crc32_le(0, data), which lacks the inversions of zlib's crc32."""
     return (zlib.crc32(data, 0xFFFFFFFF) ^ 0xFFFFFFFF) & 0x7FFFFFFF
 
 

@@ -1,4 +1,4 @@
-"""Guest: pipes, numbers of open files, working directories, devices."""
+"""Pipes, numbers of open files, working directories and devices of the guest kernel."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ def test_bad_arguments(root: Files) -> None:
 
 
 def test_a_reader_sleeps_until_somebody_writes(guest: Guest, root: Files) -> None:
-    """Descriptors are shared by all tasks of the host."""
+    """A task sleeps in a read of an empty pipe until another task writes. Both tasks share their
+    descriptors.
+    """
     reader, writer = pipe(root)
     other = Files(guest, guest.adopt(2000, "reader"))
     guest.start_syscall(other.task, READ, reader, USER_BUFFER, 10)

@@ -1,4 +1,4 @@
-"""Guest: sockets over the loopback device, from a system call down to tcp_v4_rcv and back."""
+"""Sockets of the guest kernel over the loopback device, from a system call to tcp_v4_rcv and back."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ class Net(Files):
         return self.call(CONNECT, fd, address(port, host), 16)
 
     def name(self, fd: int, number: int = GETSOCKNAME) -> tuple[int, int]:
-        """Address and port."""
+        """Return the host address and the port of a socket, or of its peer."""
         self.guest.write(ANSWER, struct.pack("<i", 16))
         assert self.call(number, fd, ANSWER + 16, ANSWER) == 0
         port, host = struct.unpack(">HI", self.guest.read(ANSWER + 18, 6))
         return host, port
 
     def listener(self, backlog: int = 5, flags: int = 0) -> tuple[int, int]:
-        """A listening socket and its port."""
+        """Return a listening socket and its port."""
         fd = self.socket(STREAM | flags)
         assert self.bind(fd) == 0
         assert self.call(LISTEN, fd, backlog) == 0
         return fd, self.name(fd)[1]
 
     def pair(self) -> tuple[int, int]:
-        """Both ends of a connection."""
+        """Return both ends of a new connection."""
         listener, port = self.listener()
         client = self.socket()
         assert self.connect(client, port) == 0
@@ -147,7 +147,7 @@ def test_addresses(net: Net) -> None:
 
 
 def test_connections_wait_in_order_up_to_the_backlog(net: Net) -> None:
-    """Linux: one more than the backlog says; who comes then is heard when there is room."""
+    """As in Linux, one connection more than the backlog can wait. A later one is made when there is room."""
     listener, port = net.listener(backlog=1, flags=NONBLOCK)
     clients = [net.socket() for _ in range(3)]
     assert [net.connect(client, port) for client in clients[:2]] == [0, 0]
@@ -203,7 +203,9 @@ def test_a_writer_sleeps_while_nobody_reads(net: Net) -> None:
 
 
 def test_what_is_lost_is_sent_again(net: Net) -> None:
-    """Packets that are too long for the device don't arrive; later they aren't too long."""
+    """TCP sends lost packets again. Packets are lost while they are longer than the device's
+    maximum (mtu).
+    """
     client, server = net.pair()
     guest = net.guest
     mtu = guest.symbol("loopback_dev") + 20
@@ -290,7 +292,7 @@ def kernel() -> Iterator[Kernel]:
 
 
 def test_a_probe_on_the_way(kernel: Kernel) -> None:
-    """A connection with one block each way, as far as its packets are seen by a probe."""
+    """Probes see the packets of one connection, with one block each way, in all functions on their way."""
     seen: list[str] = []
     names = ["ip_queue_xmit", "ip_output", "dev_hard_start_xmit", "netif_rx", "ip_rcv", "tcp_v4_rcv"]
     probes = [
@@ -303,7 +305,7 @@ def test_a_probe_on_the_way(kernel: Kernel) -> None:
     for probe in probes:
         kernel.unregister_kprobe(probe)
     counts = {name: seen.count(name) for name in dict.fromkeys(seen)}
-    # The first packet is the client's SYN; each is seen on its whole way.
+    # The first packet is the client's SYN. All packets pass all of these functions.
     assert [name for name in seen if name in names][:6] == names
     assert len({counts[name] for name in names}) == 1
     assert counts["tcp_v4_rcv"] >= 9

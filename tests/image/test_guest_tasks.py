@@ -119,7 +119,7 @@ def test_a_woken_task_preempts_user_mode(guest: Guest, task: int) -> None:
 
 
 def test_two_busy_tasks_take_turns(guest: Guest, task: int) -> None:
-    """Each asks again and again for sched_yield."""
+    """Two tasks that call sched_yield repeatedly run in turn."""
     other = guest.adopt(55)
     guest.wake(task)
     guest.run()

@@ -1,4 +1,4 @@
-"""The loader: segments, tables and symbols of the prebuilt image, and what it refuses."""
+"""The loader: segments, tables and symbols of the prebuilt images, and files that it refuses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UD2 = b"\x0f\x0b"
 
 
 class Expected(NamedTuple):
-    """What an image has by its architecture."""
+    """Values of an image that depend on its architecture."""
 
     text: int
     entry: str
@@ -65,7 +65,7 @@ X86_ALONE = {
     *("trace_event_raw_event_x86_irq_vector", "__traceiter_page_fault_kernel"),
     "trace_event_raw_event_page_fault_kernel",
 }
-"""truncate_inode_pages is inlined elsewhere; only x86 has events of its vectors and faults."""
+"""Functions of the x86_64 image only. Other compilers inline truncate_inode_pages."""
 RISCV_ALONE = {
     *("_start", "riscv_start_kernel", "handle_exception", "ret_from_exception", "do_trap_ecall_u"),
     *("vector_of", "do_exception", "do_trap_break", "do_page_fault", "no_context", "die_kernel_fault"),
@@ -168,7 +168,11 @@ def test_the_abi_table_speaks_of_this_image(each_image: KernelImage) -> None:
 
 
 def test_the_images_have_the_same_functions(image: KernelImage) -> None:
-    """But for names that tell the machine: those of system calls, and of the way in."""
+    """The images of all architectures have the same functions, except entry code, compiler helpers and events
+    of x86.
+
+    Prefixes of system calls are not compared.
+    """
 
     def functions(of: KernelImage) -> set[str]:
         names = {symbol.name.split(".")[0] for symbol in of.kallsyms.symbols if symbol.is_text}

@@ -1,4 +1,4 @@
-"""Symbols: the order of aliases, sizes, lookups, and the table that the image holds of itself."""
+"""Symbols: the order of aliases, sizes, lookups, and the symbol table that is part of the image."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def test_addresses_that_no_symbol_has(address: int) -> None:
 
 
 def test_many_addresses_are_located_as_single_ones() -> None:
-    """Addresses before and after all symbols, and within symbols, of which several have one address."""
+    """locate_each() finds the same symbols as single lookups.
+
+    The addresses are before and after all symbols, and within symbols, of which several share an address.
+    """
     places = ((0x80, "A", "offset"), (0x2000, "T", "a"), (0x2000, "T", "b"), (0x2010, "T", "c"))
     symbols = table(*places, (0x8000, "D", "d"))
     addresses = (0, 0x90, 0xFFF, 0x1000, 0x2000, 0x2000, 0x200F, 0x2010, 0x7FFF, 0x8FFF, 0x9000, 1 << 63)
@@ -124,7 +127,7 @@ def test_every_symbol_is_in_the_guests_table(guest: Guest) -> None:
 
 
 def guest_table(guest: Guest, name: str) -> int:
-    """The table's own parts are in the file's symbols only."""
+    """Return the address of a part of the guest's symbol table, which only the symbols of the file name."""
     from emulated_kernel.image.elf import ElfFile
 
     elf = ElfFile(guest.image.path.read_bytes())

@@ -1,4 +1,6 @@
-"""Abbreviation tables of DWARF: single declarations are those that pyelftools finds in the whole table."""
+"""Abbreviation tables of DWARF: a single declaration is the one that pyelftools finds by reading the whole
+table.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module written for Linux, with <linux/NAME.h> and macros without a semicolon, compiles and runs."""
+"""Modules written for Linux, with <linux/NAME.h> and macros without a semicolon, compile and run."""
 
 from __future__ import annotations
 
@@ -140,7 +140,10 @@ MODULE_LICENSE("GPL");
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 def test_a_module_with_a_return_probe(tmp_path: Path) -> None:
-    """Data of each call, an entry handler that leaves a call out, and tasks with and without an mm."""
+    """A module's return probe has data for each call, and its entry handler leaves a call out.
+
+    The handlers tell tasks with an mm from kernel threads.
+    """
     directory = tmp_path / "returns"
     directory.mkdir()
     (directory / "returns.c").write_text(RETURNS)

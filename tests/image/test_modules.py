@@ -1,4 +1,6 @@
-"""Modules of the image: what their files hold, and the symbol table that follows loading."""
+"""Modules of the images: contents of their files, and a symbol table that changes with loading and
+unloading.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def files_of(arch: str) -> dict[str, bytes]:
 
 
 def module(name: str, base: int, *symbols: tuple[str, int, int]) -> Module:
-    """A module with text of 0x100 bytes at `base`, and init text behind it."""
+    """Return a module with text of 0x100 bytes at `base`, and init text after the text."""
     return Module(
         name=name,
         text=Range(base, base + 0x100),

@@ -1,4 +1,4 @@
-"""How many arguments functions take, from what the compiler notes of them."""
+"""Numbers of functions' arguments, taken from notes that the compiler writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Pure functions of the image: the emulated ones give what the same sources give on the host."""
+"""Pure functions of the images: under emulation they give the same results as the same sources on
+the host.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def test_same_results_as_on_the_host(kernel: Kernel, library: ctypes.CDLL) -> No
 
 
 def test_a_difference_is_noticed(kernel: Kernel, library: ctypes.CDLL) -> None:
-    """A function whose first instruction is a return instead: the host's result can't come out."""
+    """If the first instruction of a function is replaced by a return, the comparison reports this
+    function.
+    """
     address = kernel.image.kallsyms.lookup_name("int_sqrt")
     assert address is not None
     code = b"\x67\x80\x00\x00" if kernel.image.arch.startswith("riscv") else b"\xc3"
@@ -53,7 +57,7 @@ def test_a_difference_is_noticed(kernel: Kernel, library: ctypes.CDLL) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "expected"),
     [
-        # The test vector of SipHash's authors, and xxHash's of an empty string and of its name's letters.
+        # The test vector of SipHash's authors, and values of xxHash for an empty string.
         ("test_hashes", bytes(range(16)) + bytes(range(15)), {0: 0xA129CA6149BE45E5}),
         ("test_hashes", bytes(16), {1: 0xEF46DB3751D8E999, 2: 0x02CC5D05}),
     ],
@@ -68,7 +72,7 @@ def test_known_hashes(kernel: Kernel, name: str, data: bytes, expected: dict[int
 
 
 def test_known_check_sums(kernel: Kernel) -> None:
-    """The check values of the catalogue of parametrised CRC algorithms: of the string 123456789."""
+    """CRCs of the string 123456789 are the check values of the catalogue of parametrised CRC algorithms."""
     place = kernel.call("__kmalloc", 64, GFP_KERNEL)
     kernel.machine.memory.write(place, b"123456789")
     for name, start, expected, bits in [

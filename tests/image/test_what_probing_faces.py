@@ -1,4 +1,4 @@
-"""What compilers and kernels put into text, and probing has to cope with, occurs in every image."""
+"""Code that makes probing difficult, from compilers and kernels, occurs in every image."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def names(image: KernelImage) -> set[str]:
 
 @cache
 def disassembled(image_path: str, arch: str) -> list[tuple[str, int, str, str]]:
-    """Function, address, mnemonic and operands of all instructions."""
+    """Return the function, address, mnemonic and operands of all instructions."""
     image = load_image(image_path, arch)
     disassembler = capstone.Cs(*_MODES[arch])
     return [
@@ -57,7 +57,7 @@ def test_pieces_and_variants_of_functions(each_image: KernelImage, kind: str) ->
 
 @pytest.mark.parametrize("arch", X86)
 def test_cold_pieces(arch: str) -> None:
-    """gcc splits functions there alone."""
+    """Functions of the x86 images have split-off cold parts, which gcc makes only on x86."""
     assert len([name for name in names(load_image(arch=arch)) if name.endswith(".cold")]) > 5
 
 
@@ -87,7 +87,7 @@ def test_functions_that_may_not_be_probed(each_image: KernelImage) -> None:
 
 
 def jump_targets(image: KernelImage) -> Iterator[tuple[str, int]]:
-    """Of direct jumps: from which function, to where."""
+    """Yield (name of the function, target) for each direct jump."""
     for name, _, mnemonic, operands in instructions(image):
         if mnemonic in ("jmp", "j", "jal", "c.j") and operands.removeprefix("zero, ").startswith("0x"):
             yield name, int(operands.removeprefix("zero, "), 16)
@@ -95,7 +95,7 @@ def jump_targets(image: KernelImage) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize("arch", X86)
 def test_tail_calls(arch: str) -> None:
-    """A jump to the beginning of another function."""
+    """The image has tail calls: jumps to the beginning of another function."""
     image = load_image(arch=arch)
     starts = {symbol.address: symbol.name for symbol in functions(image)}
     tails = {(name, starts[to]) for name, to in jump_targets(image) if starts.get(to, name) != name}
@@ -104,7 +104,7 @@ def test_tail_calls(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", X86)
 def test_jump_tables(arch: str) -> None:
-    """A jump whose target is read from a table in read-only data."""
+    """The image has jumps whose target is read from a table in read-only data."""
     image = load_image(arch=arch)
     jumps = [operands for _, _, mnemonic, operands in instructions(image) if mnemonic == "jmp"]
     assert len([operands for operands in jumps if "*" in operands]) >= 3
@@ -155,7 +155,9 @@ def test_the_ibt_build_has_landing_pads_and_no_jump_tables() -> None:
 
 
 def test_probes_on_entries_of_the_ibt_build_are_after_the_landing_pads() -> None:
-    """Symbols and the addresses after the pads mean one place, which is an fentry site."""
+    """A probe at a symbol and a probe at the address after its landing pad are at one place, which is an
+    fentry site.
+    """
     with Kernel(MachineConfig(image=IBT, profile="linux-6.12")) as kernel, Kernel() as plain:
         for load in ("load_tcp", "load_pipe", "load_files", "load_fork"):
             assert kernel.call(load, 5) == plain.call(load, 5) > 0

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 TIMEOUT = 60.0
-"""Time in seconds after which a test fails that waits for an answer."""
+"""Seconds that a test waits for an answer before the test fails."""
 IP = {"x86_64": "10", "i386": "8", "riscv64": "20", "arm64": "20"}
 """Number of the instruction pointer in a `p` packet."""
 
@@ -68,7 +68,9 @@ class GdbClient:
         return self.ip
 
     def break_at(self, address: int, act: Callable[[], object]) -> Request:
-        """Let another thread do `act`, which stops before the instruction at `address`."""
+        """Run `act` in another thread until the guest stops at a breakpoint at `address`; return the request
+        of this thread.
+        """
         assert self.ask(f"Z0,{address:x},4") == "OK"
         self.send("c")
         request = Request(act)

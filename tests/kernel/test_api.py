@@ -43,7 +43,7 @@ def kernel() -> Iterator[Kernel]:
 
 
 def run(script: str) -> str:
-    """Return what a new process prints."""
+    """Run a script in a new Python process, and return its output."""
     return subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -137,7 +137,9 @@ emulated_kernel.Kprobes  # Module has no attribute "Kprobes"
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_type_checker_knows_the_registers_of_handlers(tmp_path: Path) -> None:
-    """Each line with a comment has an error that contains it, and no other line has one."""
+    """mypy reports an error with the comment's text for each line of SNIPPET with a comment, and no error for
+    other lines.
+    """
     snippet = tmp_path / "snippet.py"
     snippet.write_text(SNIPPET)
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--hide-error-context"]
@@ -158,7 +160,10 @@ def test_a_type_checker_knows_the_registers_of_handlers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
 def test_handlers_get_the_registers_of_the_types(arch: str) -> None:
-    """A breakpoint has the live registers. A call and an optimized probe have saved ones."""
+    """A handler can read every register of the types at a breakpoint, a call and an optimized probe.
+
+    At a breakpoint the registers are live. At a call or an optimized probe they are saved.
+    """
     types = {"x86_64": "X86Regs", "i386": "I386Regs", "riscv64": "RiscvRegs"}
     names = list(inspect.get_annotations(getattr(emulated_kernel, types[arch])))
     seen: list[list[int]] = []
@@ -316,14 +321,14 @@ def test_modules_are_loaded_by_their_file(kernel: Kernel) -> None:
 
 
 class Full(OpenFile):
-    """A file that takes three bytes, and then none."""
+    """An open file that takes three bytes of the first write and nothing of later writes."""
 
     def _write(self, data: bytes) -> int:
         return len(data) if len(data) < 4 else 3 if data.startswith(b"some") else 0
 
 
 class Busy(OpenFile):
-    """A file that has no room now."""
+    """An open file whose writes raise WouldBlock."""
 
     def _write(self, data: bytes) -> int:
         del data
@@ -395,7 +400,9 @@ ARGUMENTS: dict[str, tuple[object, ...]] = {
 
 
 def arguments(name: str) -> tuple[object, ...]:
-    """Return arguments that the method takes, by its name or by its parameters."""
+    """Return arguments for the method `name` of Kernel, chosen by the method's name or by the names of its
+    parameters.
+    """
     if name in ARGUMENTS:
         return ARGUMENTS[name]
     values = {

@@ -1,4 +1,6 @@
-"""`kprobefs apply` of a changed definition: the event is defined again, or stays as it is if that fails."""
+"""`kprobefs apply` of a changed definition: the event is defined again; if this fails, the old
+event stays.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ CASES = {
     "p net/ipv4/tcp.c:1483 size=$arg3": SOURCE_LINE,
     "hello": "neither a definition nor 'FILE = VALUE'",
 }
-"""Line -> end of the message of `apply`, and part of that of `check`."""
+"""Line -> text that the message of `apply` ends with, and that the message of `check` contains."""
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,6 @@ def test_the_place_of_a_uprobe_is_not_checked(place: str) -> None:
 
 
 def test_a_path_without_an_offset_is_a_wrong_symbol() -> None:
-    """The kernel takes it as a kprobe."""
+    """The kernel reads a path without an offset as the symbol of a kprobe."""
     (answer,) = check_lines(planned_kernel("x86_64", None, None, None), [Line("x", 1, "p:e /bin/sh")])
     assert [finding.rule for finding in answer.findings] == ["BAD_PROBE_ADDR"]

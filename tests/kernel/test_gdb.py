@@ -1,4 +1,4 @@
-"""machine/gdb: GDB's remote protocol over the guest, which the debugger holds between its commands."""
+"""machine/gdb: GDB's remote protocol. The debugger holds the guest between commands."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Guest:
         return address
 
     def define(self, text: str) -> None:
-        """Define the one probe that is enabled."""
+        """Define and enable a probe event, after all other probe events were removed."""
         self.kernel.write_file("tracing/events/enable", "0")
         with self.kernel.lock:
             self.kernel.tracing.kprobe_events.clear()
@@ -99,14 +99,18 @@ def test_a_breakpoint_changes_no_byte(arch: str) -> None:
 
 
 def instruction(code: bytes, arch: str) -> bytes:
-    """The first instruction of vfs_read: a nop at the fentry site, or two."""
+    """Return the first instruction of `code`, the bytes of vfs_read: the nop of the fentry site, or the first
+    of its two nops.
+    """
     if arch.startswith("riscv"):
         return code[: 4 if code[0] & 3 == 3 else 2]
     return code[:5]
 
 
 def test_stepping_goes_through_a_detour(guest: Guest) -> None:
-    """The jump of an optimized probe, all of the detour with its breakpoint, and the jump back."""
+    """A debugger's steps go through the jump of an optimized probe, the detour with its breakpoint, and the
+    jump back.
+    """
     place = guest.address("__x64_sys_pread64") + 5
     guest.define("p:reads __x64_sys_pread64+5")
     guest.kernel.wait_for_kprobe_optimizer()
@@ -138,7 +142,9 @@ def test_stepping_goes_through_a_detour(guest: Guest) -> None:
 
 
 def test_a_step_over_an_armed_probe_ends_after_it(guest: Guest) -> None:
-    """The breakpoint of a probe, whose slot and handlers count as part of the instruction."""
+    """A debugger's step at a probe's breakpoint runs the handlers and the insn slot, and ends after the
+    probed instruction.
+    """
     guest.define("p:reads vfs_read+5")
     place = guest.address("vfs_read") + 5
     assert guest.kernel.machine.memory.read(place, 1) == b"\xcc"
@@ -157,7 +163,10 @@ def test_a_step_over_an_armed_probe_ends_after_it(guest: Guest) -> None:
 
 @pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
 def test_a_step_over_an_emulated_instruction_ends_after_it(arch: str) -> None:
-    """The instruction is at the end of the handler's code, in another form."""
+    """A debugger's step at a probe on an emulated instruction ends after this instruction.
+
+    The compiled handler ends with the instruction in another form.
+    """
     guest = Guest(arch)
     with guest.kernel as kernel:
         start = guest.address("vfs_read")
@@ -288,7 +297,7 @@ def test_registers_and_memory(guest: Guest, gdb: GdbClient) -> None:
 
 
 def test_a_debugger_that_leaves_lets_the_guest_run(guest: Guest) -> None:
-    """In the middle of a run, without a word."""
+    """If a debugger closes its connection while the guest is stopped at a breakpoint, the guest continues."""
     client = GdbClient(guest.path)
     client.ask(f"Z0,{guest.address('vfs_read'):x},1")
     client.send("c")
@@ -342,7 +351,7 @@ def test_detaching_resumes_a_run_that_stops_meanwhile(guest: Guest) -> None:
 
 
 def test_any_packet_is_answered(guest: Guest) -> None:
-    """Noise, damaged packets, huge sizes: the next debugger finds a guest that works."""
+    """After random, damaged and oversized packets, the guest works, and another debugger can connect."""
     dice = random.Random(1)
     words = (
         b"m",
@@ -410,7 +419,7 @@ def test_gdb_breaks_and_shows_the_file(guest: Guest, tmp_path: Path) -> None:
     words = [word for command in commands for word in ("-ex", command)]
     run = [gdb, "-nx", "-batch", "-ex", f"target remote {guest.path}", *words, str(tmp_path / "debug")]
     process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    # Each read waits for the breakpoint, or has hit it: one of them is the one that gdb sees.
+    # gdb stops the guest at the breakpoint during one of these reads.
     while process.poll() is None:
         assert Request(guest.read).done() == b"hello"
     assert process.stdout is not None

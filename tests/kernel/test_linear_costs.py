@@ -1,4 +1,4 @@
-"""Costs are linear: each further definition is as much work as the ones before."""
+"""Costs of definitions are linear in their number: a further definition is as much work as an earlier one."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ REFUSED = (
     (f"{KPROBES}/e0/trigger", "nosuch\n"),
     ("/tracing/current_tracer", "nosuch\n"),
 )
-"""Files, and texts that they refuse."""
+"""Pairs of a file and a text that the file refuses."""
 Lines = Callable[[int], str]
 """Function that takes a number and returns a line that defines something."""
 Step = Callable[[], object]
 
 
 def siblings(place: str) -> Lines:
-    """Return lines that give one event further probes at a place, with different arguments."""
+    """Return a function from a number to a line that gives the event `e` a further probe at `place`, with its
+    own argument.
+    """
     return lambda number: f"p:e {place} a=@{0xFFFF880000001000 + 8 * number:#x}\n"
 
 
@@ -139,7 +141,10 @@ def test_checked_lines_are_proportional_work() -> None:
 
 
 def refused(shell: Shell, path: str, text: str) -> None:
-    """Make writes that fail, as a client's do, whose errors are gone after the reply."""
+    """Write a text repeatedly to a file that refuses the text.
+
+    Drop the errors, as the server does after its reply to a client.
+    """
     for _ in range(FEW):
         try:
             shell.write(path, text)

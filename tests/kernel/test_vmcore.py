@@ -29,16 +29,18 @@ REGISTERS_AT = {"x86_64": 112, "i386": 72, "riscv64": 112}
 
 
 class Core:
-    """An open vmcore, which is read in pieces as a debugger does it."""
+    """An open vmcore, which is read in pieces as debuggers do."""
 
     def __init__(self, at: Callable[[int, int], bytes], close: Callable[[], None]) -> None:
         self.at = at
-        """Returns the bytes at an offset of the file."""
+        """Function of an offset and a size that returns bytes of the file."""
         self.close = close
         self.elf = ELFFile(io.BytesIO(at(0, HEADERS)))
 
     def memory(self, va: int, size: int) -> bytes:
-        """The bytes at a virtual address, through the program headers alone."""
+        """Return `size` bytes at a virtual address, which only the program headers map to an offset of the
+        file.
+        """
         for load in self.elf.iter_segments("PT_LOAD"):
             if load["p_vaddr"] <= va and va + size <= load["p_vaddr"] + load["p_filesz"]:
                 assert load["p_offset"] == RAM_OFFSET + load["p_paddr"]
@@ -46,7 +48,7 @@ class Core:
         raise AssertionError(f"{va:#x} is not in the core")
 
     def notes(self, name: str) -> list[bytes]:
-        """The contents of the notes of an owner."""
+        """Return the contents of all notes whose owner is `name`."""
         found = []
         for segment in self.elf.iter_segments("PT_NOTE"):
             data = self.at(segment["p_offset"], segment["p_filesz"])
@@ -62,21 +64,21 @@ class Core:
 
 
 def opened(mount: Mount) -> Core:
-    """The core that a client opens now."""
+    """Open machine/vmcore as a client does, and return the core."""
     handle = mount.open(ROOT, PATH, os.O_RDONLY)
     return Core(lambda at, size: mount.read(ROOT, handle, size, at), lambda: mount.release(handle))
 
 
 @pytest.fixture
 def stopped(kernel: Kernel) -> Iterator[Core]:
-    """The core of the guest, which does not run meanwhile."""
+    """Yield the core of a guest that does not run during the test."""
     with kernel.lock, write_core(kernel.machine, b"") as file:
         yield Core(lambda at, size: os.pread(file.fileno(), size, at), file.close)
 
 
 @pytest.fixture(scope="module", params=["x86_64", "i386", "riscv64"])
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
-    """Two CPUs, and an enabled probe. The first hits, which compile its handler, have been made."""
+    """Yield a kernel with two CPUs and an enabled probe of vfs_read, whose handler is already compiled."""
     with Kernel(MachineConfig(arch=request.param, cpus=2)) as made:
         made.write_file("tracing/kprobe_events", "p:reads vfs_read")
         made.write_file("tracing/events/kprobes/reads/enable", "1")
@@ -100,7 +102,10 @@ def core(mount: Mount) -> Iterator[Core]:
 
 
 def test_memory_is_that_of_the_guest(kernel: Kernel, stopped: Core) -> None:
-    """Every byte of every range that is mapped, and of no other."""
+    """The segments of the core are the mapped ranges of memory.
+
+    The first 16 MiB of a segment have the bytes of memory.
+    """
     memory = kernel.machine.memory
     ranges = {(each.start, each.end) for each in memory.ranges}
     loads = [*stopped.elf.iter_segments("PT_LOAD")]
@@ -126,7 +131,7 @@ def test_registers_are_those_of_each_cpu(kernel: Kernel, stopped: Core) -> None:
         assert (found["ip"], found["sp"]) == (ip, sp)
         if number == machine.cpu:
             assert all(found[name] == machine.regs.get(name) for name in machine.model.registers)
-        # Other tools number the CPUs from 1, and so have distinct threads.
+        # CPUs are numbered from 1, as in cores of other tools, so that the threads are distinct.
         assert struct.unpack_from("<I", note, 32 if machine.model.bits == 64 else 24)[0] == number + 1
 
 
@@ -140,7 +145,7 @@ def test_vmcoreinfo_leads_to_the_page_tables(kernel: Kernel, core: Core) -> None
 
 
 def test_the_jump_and_the_detour_are_there(kernel: Kernel, mount: Mount) -> None:
-    """The core contains the jump of the optimized probe, as in memory, and not the text of the image."""
+    """The core contains patched text and detours as they are in memory, not the text of the image."""
     text = kernel.machine.text
     with kernel.lock:
         if kernel.kprobes.optimizer is not None:
@@ -189,7 +194,7 @@ def test_only_the_owner_may_read_it(mount: Mount, core: Core) -> None:
 
 
 def test_records_of_a_state_directory(tmp_path: Path) -> None:
-    """Memory that is mapped from a file of its own."""
+    """The core contains the trace records, whose memory `--state` maps from a separate file."""
     with Kernel() as kernel, open(tmp_path / "records", "w+b") as file:
         records = kernel.machine.records
         with kernel.lock:

@@ -1,4 +1,4 @@
-"""Tiny hand-assembled kernels: a boot stub, an interrupt handler and whatever a test wants to run."""
+"""Tiny hand-assembled kernels: a boot stub, an interrupt handler and the code of a test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BOOT = f"""
     mov eax, 5
     hlt
 """
-# Logs the frame, skips [DATA+8] bytes at the interrupted ip, returns without iretq.
+# The handler logs the frame, skips [DATA+8] bytes at the interrupted ip, and returns without iretq.
 HANDLER = f"""
     push rax
     push rbx
@@ -106,7 +106,7 @@ class FakeImage:
 
 
 def boot(source: str = "", **options: object) -> Machine:
-    """Return a machine with the code `source` at CODE, which it is about to execute."""
+    """Return a machine with the code `source` at CODE, where the next run begins."""
     image_options = {k: options.pop(k) for k in ("handler", "ex_table") if k in options}
     machine = Machine(MachineConfig(**options), FakeImage(asm(source) if source else b"", **image_options))
     machine.regs.ip = CODE

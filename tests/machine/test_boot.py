@@ -39,7 +39,7 @@ def test_looking_for_registers_leaves_them_as_they_were() -> None:
 
 
 def test_registers_that_are_elsewhere_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registers that are not at the place of the last engine's are searched for everywhere."""
+    """Registers that are not at the place of the last engine's registers are searched for everywhere."""
     cpu = X86_64Cpu()
     for place in ((0, 0), (1, 1 << 62), (2, -8)):
         engine = Engine(*cpu.engine_mode)
@@ -78,7 +78,9 @@ def test_two_machines_do_not_share_registers(fast: bool) -> None:
 
 
 def test_live_registers_are_found_beside_those_of_other_machines() -> None:
-    """Other engines, living and freed, and saved contexts leave look-alikes in memory."""
+    """Live registers are found, although other engines, living and freed, and saved contexts leave similar
+    memory.
+    """
     for number in range(12):
         machine = boot("nop; hlt")
         assert isinstance(machine.regs, FastRegs)

@@ -1,4 +1,6 @@
-"""The watchdog thread sleeps while nothing runs."""
+"""The watchdog of runs: budgets, unwanted runs, time in handlers, and a thread that sleeps while nothing
+runs.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def test_idle_watchdog_never_wakes() -> None:
     time.sleep(0.2)
     thread_id = _watchdog_thread(others).native_id
     assert thread_id is not None
-    # On a busy host, it may not have come to sleep yet.
+    # On a busy host, the watchdog's thread may not sleep yet.
     before, end = -1, time.monotonic() + 10
     while before != (before := _switches(thread_id)):
         assert time.monotonic() < end
@@ -45,7 +47,7 @@ def test_idle_watchdog_never_wakes() -> None:
 
 
 def busy(until: Callable[[], bool]) -> None:
-    """Use the CPU as a run does, 5 s at most."""
+    """Use the CPU until `until` returns True, for at most 5 s."""
     end = time.monotonic() + 5
     while not until() and time.monotonic() < end:
         pass
@@ -72,7 +74,9 @@ def test_expired_run_is_told_from_the_next_one() -> None:
 
 
 def test_a_run_ends_with_who_wanted_it() -> None:
-    """Though the thread sleeps for long by then, as it does since a run that nobody was asked about."""
+    """A run ends when its client no longer wants it, even if the watchdog's thread has gone to sleep for a
+    long time.
+    """
     stopped = threading.Event()
     watchdog = Watchdog(stopped.set, HandlerTime(), 1000.0)
     watchdog.arm()
@@ -105,7 +109,9 @@ def test_watchdog_stops_again_if_the_first_stop_was_missed() -> None:
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_runs_that_end_with_their_budget_lose_nothing(fast: bool) -> None:
-    """Stops and hypercalls at about the same time: each hypercall is seen once, each loop finished."""
+    """If stops by the budget come near hypercalls, no hypercall is lost or repeated, and every loop is
+    finished.
+    """
     source = "again: mov rcx, rdi; inner: inc rbx; dec rcx; jnz inner; mov eax, 2; hlt; jmp again"
     machine = boot(source, fast_registers=fast, run_budget=0.001)
     kinds = dict.fromkeys(TrapKind, 0)
@@ -127,7 +133,7 @@ def test_runs_that_end_with_their_budget_lose_nothing(fast: bool) -> None:
 
 
 def spin(seconds: float) -> None:
-    """CPU time of the host's, within a run."""
+    """Use `seconds` of the host's CPU time."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass
@@ -135,7 +141,7 @@ def spin(seconds: float) -> None:
 
 @pytest.mark.parametrize(("hits", "seconds"), [(2, 0.1), (400, 0.0005)])
 def test_handlers_take_little_time_of_the_guests(hits: int, seconds: float) -> None:
-    """Few long ones and many short ones, longer than the budget."""
+    """The time of handlers, few long ones or many short ones, does not count for the budget of a run."""
     machine = boot(f"mov ecx, {hits}; again: int3; dec ecx; jnz again; mov eax, 2; hlt", run_budget=0.15)
     machine.breakpoints[CODE + 5] = lambda _regs: spin(seconds)
     assert machine.run().kind is TrapKind.HYPERCALL
@@ -143,14 +149,14 @@ def test_handlers_take_little_time_of_the_guests(hits: int, seconds: float) -> N
 
 
 def test_a_loop_with_handlers_ends_too() -> None:
-    """Even where the guest does next to nothing in between."""
+    """A loop of breakpoints ends with the budget, although the guest itself executes almost nothing."""
     machine = boot("again: int3; jmp again", run_budget=0.02)
     machine.breakpoints[CODE] = lambda _regs: spin(0.0001)
     assert machine.run().kind is TrapKind.BUDGET
 
 
 def test_a_run_is_watched_though_the_host_had_no_memory() -> None:
-    """What the watchdog's thread couldn't allocate ends neither the thread nor, waiting for it, the run."""
+    """If the watchdog's thread once gets no memory, the thread goes on and stops the next run."""
     stopped = threading.Event()
     tries: list[float] = []
 

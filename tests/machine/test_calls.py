@@ -104,7 +104,9 @@ def caller(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
 @settings(max_examples=fewer(100, 4))
 @given(start=STATE)
 def test_complete_state_passes_through(caller, start: RegisterSet) -> None:  # type: ignore[no-untyped-def]
-    """A lone ret changes sp and ip alone: every register and flag goes in and comes out exactly."""
+    """All registers and flags are passed to a call and returned exactly. A single ret changes only
+    sp and ip.
+    """
     start = start._replace(sp=caller.calls.stack_top, ip=CODE)
     end = caller.execute(start)
     assert end._replace(ip=CODE) == start._replace(sp=start.sp + 8)
@@ -140,7 +142,9 @@ def test_data_snapshot() -> None:
 
 
 def test_a_snapshot_knows_pages_that_nobody_had_touched() -> None:
-    """Zero is one of a span's first, in its middle and at its end; beside pages that were touched or not."""
+    """A snapshot notices and undoes writes to untouched and touched pages: at the start, in the middle and at
+    the end.
+    """
     machine = boot("ret")
     memory, base, size = machine.memory, 0xFFFF_9000_0000_0000, 150 * PAGE_SIZE
     first = 4 << 20

@@ -1,4 +1,4 @@
-"""GuestReader: lists, tables and strings of which each pointer and count may be wrong."""
+"""GuestReader: lists, tables and strings whose pointers and counts may be wrong."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def test_a_list() -> None:
 
 @pytest.mark.parametrize("wrong", [NODES[1], NODES[0], NODES[2] + 3, 1 << 20, (1 << 64) - 1, 0])
 def test_what_is_before_the_damage_is_listed(wrong: int) -> None:
-    """A circle, a pointer that is not aligned, one that is not mapped, and no list at all."""
+    """Nodes before a wrong pointer are listed. The pointer makes a circle, is misaligned, unmapped
+    or NULL.
+    """
     memory = Memory()
     memory.put(NODES[1], wrong)
     found: list[int] = []
@@ -71,7 +73,7 @@ def test_damaged_nodes_are_left_out_and_reported_once(caplog: pytest.LogCaptureF
 
 
 def test_bounds() -> None:
-    """They hold for all that one reader reads, and are checked before anything is read."""
+    """The bounds hold for all reads of one reader together, and are checked before memory is read."""
     memory = Memory()
     for count in (1 << 64, 1 << 40, 5, -1):
         with pytest.raises(MemoryFault):

@@ -26,7 +26,7 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 @pytest.fixture(scope="module")
 def room(kernel: Kernel) -> int:
-    """Mapped user memory, followed by a page that is not mapped."""
+    """Return the address of mapped user memory, which an unmapped page follows."""
     with kernel.lock:
         machine = kernel.machine
         start = machine.user_buffers.alloc(2 * SIZE)
@@ -35,7 +35,7 @@ def room(kernel: Kernel) -> int:
 
 
 def outcome(kernel: Kernel, to: int, source: int, size: int, room: int) -> tuple[int, bytes]:
-    """Return what copy_user_generic returns, and the memory after it."""
+    """Call copy_user_generic; return its result, and the memory at `room` afterwards."""
     machine = kernel.machine
     machine.memory.write(room, DATA + bytes(SIZE - PAGE_SIZE))
     with kernel.lock:
@@ -81,7 +81,7 @@ def test_the_host_copies_as_the_guest_does(kernel: Kernel, room: int, copy: tupl
 
 
 def test_text_is_no_destination(kernel: Kernel, room: int) -> None:
-    """The guest's store faults: text is mapped without the right to write."""
+    """A copy to text faults and changes nothing, because text is mapped read-only."""
     text = kernel.kallsyms_lookup_name("vfs_read")
     before = kernel.machine.memory.read(text, 64)
     assert outcome(kernel, text, room, 64, room)[0] == 64
@@ -95,7 +95,10 @@ def test_a_large_copy_is_the_hosts(kernel: Kernel, room: int) -> None:
 
 
 def test_a_probed_copy_is_the_guests(kernel: Kernel, room: int) -> None:
-    """The probe's handler finds the registers as they are before the first word."""
+    """The guest itself makes a copy whose instruction is probed.
+
+    The handler sees the registers before the first word.
+    """
     machine = kernel.machine
     seen: list[tuple[int, int, int]] = []
     [words] = machine.host_copies.all
@@ -124,7 +127,10 @@ def outcome_of(size: int) -> bytes:
 
 
 def test_counted_instructions_are_the_guests(room: int, kernel: Kernel) -> None:
-    """Last of this module: the host does not take over again."""
+    """If instructions are counted, the guest itself makes all copies.
+
+    This test is the last one of the module, because the host does not take over again.
+    """
     machine = kernel.machine
     counted = machine.count_instructions()
     before = machine.host_copies.count

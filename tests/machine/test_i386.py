@@ -1,4 +1,6 @@
-"""What only the i386 kernel has: 64-bit division and memory functions of its own, its segments, its log."""
+"""Parts that only the i386 kernel has: 64-bit division, memory functions, 64-bit numbers in text,
+segments.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def _address(machine: Machine, name: str) -> int:
 
 
 def _divide(machine: Machine, name: str, number: int, divisor: int) -> int:
-    """A 64-bit argument that the three registers don't hold as a whole is on the stack."""
+    """Call a function for 64-bit division, and return its result.
+
+    The divisor is on the stack, for lack of registers.
+    """
     sp = machine.calls.stack_top
     machine.memory.write(sp + 4, struct.pack("<Q", divisor))
     low, high = number & 0xFFFFFFFF, number >> 32

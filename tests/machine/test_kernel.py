@@ -96,7 +96,9 @@ def test_calls_functions(machine: Machine) -> None:
 
 
 def test_arguments_on_the_stack(machine: Machine) -> None:
-    """More of them than i386 has registers for, and a variadic function, which has none there."""
+    """Arguments are passed on the stack if i386 has too few registers for them, or if the function is
+    variadic.
+    """
     _idle(machine)
     page = machine.alloc_pages(64)
     machine.memory.write(page, b"%d %d %d\0")

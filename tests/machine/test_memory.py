@@ -1,4 +1,4 @@
-"""Guest memory from the host's side, checked against what the guest's own accesses do."""
+"""Guest memory as the host accesses it, compared with accesses of the guest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _memory() -> Memory:
 
 
 def _walk(memory: Memory, va: int) -> tuple[int, int] | None:
-    """(physical address, entry) as the CPU's page walker finds them."""
+    """Return (physical address, entry) as the CPU's page walker finds them, or None."""
     table = memory.tables.root
     for shift in (39, 30, 21, 12):
         slot = table + (va >> shift & 511) * 8
@@ -133,7 +133,9 @@ def test_large_pages_are_split_where_rights_change() -> None:
 
 
 def test_large_pages_go_around_tables_and_over_their_ends() -> None:
-    """Seven from the last but one below a gigabyte's border, over a table of small pages that was there."""
+    """Seven large pages across a border of 1 GiB are mapped right, although one of them has a table of small
+    pages.
+    """
     memory = _memory()
     start = (BASE & -(1 << 30)) + (1 << 30) - 2 * LARGE_PAGE_SIZE
     middle = start + 4 * LARGE_PAGE_SIZE
@@ -158,7 +160,7 @@ PIECES = st.lists(st.tuples(ACTIONS, st.integers(0, 1100), st.integers(1, 600), 
 @settings(max_examples=fewer(60, 3))
 @given(PIECES)
 def test_host_and_page_walker_agree(steps: list[tuple[str, int, int, bool]]) -> None:
-    """After any sequence of mapping calls translate() and the tables tell the same, page by page."""
+    """After any sequence of mapping calls, translate() and the page tables agree on every page."""
     memory = _memory()
     model: dict[int, tuple[int, bool]] = {}
     for action, page, count, writable in steps:

@@ -1,4 +1,6 @@
-"""The model clock: time is what the guest executes, plus the charges for traps and handlers, exactly."""
+"""The model clock: time is exactly the number of executed instructions, plus charges for traps and
+handlers.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +142,10 @@ def test_refused_where_it_is_not_possible(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_distributions_kernel_reads_counted_time() -> None:
-    """No cycle is lost, although the units differ, and readings take no time."""
+    """The TSC of a distribution's kernel follows counted nanoseconds and loses no cycle.
+
+    Readings take no time.
+    """
     pc = Pc(1)
     counted = CountedTime(TSC_KHZ)
     pc.follower = counted

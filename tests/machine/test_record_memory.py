@@ -1,4 +1,4 @@
-"""Memory for records: cells in reach of a displacement, pages that cost nothing until they are written."""
+"""Memory for records: per-CPU cells, and pages that take memory of the host only after they are written."""
 
 from __future__ import annotations
 
@@ -122,11 +122,14 @@ def test_a_file_that_only_some_could_be_moved_to(
 
 
 def test_what_cant_be_mapped_changes_nothing() -> None:
-    """A socket says so as late as a file system does that has no shared mappings."""
+    """If a file cannot be mapped, map_over() changes nothing.
+
+    A socket refuses the mapping as late as a file system without shared mappings.
+    """
     with socket.socket() as refusing:
         child = os.fork()
         if child == 0:
-            # What is wrong here is a segmentation fault.
+            # A fault of map_over() would be a segmentation fault here.
             with mmap.mmap(-1, 4 * PAGE) as ram, suppress(BaseException):
                 ram[PAGE:] = bytes(range(256)) * (3 * PAGE // 256)
                 try:

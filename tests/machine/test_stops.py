@@ -1,4 +1,6 @@
-"""A stop from another thread: the run goes on as if nothing had been, or the guest is given up."""
+"""Stops of a run by another thread: the run goes on without an effect of the stop, or the guest is
+given up.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from tests.machine.guests import CODE, DATA, boot
 ROUNDS = 300_000
 STOPS = 2000
 CELLS = (0, 8, 24)
-"""What each round adds one to, in bytes from the base register."""
+"""Offsets from the base register of the words to which a round adds 1."""
 X86_64 = bytes.fromhex("51 59 f048ff03 48ff4308 ba01000000 f0480fc15318 48ffc9")
 """push, pop, lock inc [rbx], inc [rbx+8], lock xadd [rbx+24], 1, dec rcx"""
 I386 = bytes.fromhex("51 59 f0ff03 ff4308 ba01000000 f00fc15318 49")
@@ -46,7 +48,7 @@ LOOPS = {
 
 @pytest.fixture
 def stopping() -> Iterator[list[threading.Event]]:
-    """Events that end the threads which a test has started."""
+    """Yield a list for events that end the threads which a test has started."""
     ends: list[threading.Event] = []
     yield ends
     for end in ends:
@@ -112,7 +114,7 @@ def test_where_stops_are_inexact_the_guest_is_given_up() -> None:
 
 
 def test_a_quantum_stops_in_front_of_an_instruction() -> None:
-    """Its hook would otherwise be left behind an access of memory, too."""
+    """With a quantum, too, a run is stopped before an instruction, and not after its access of memory."""
     machine = boot("again: inc qword ptr [rbx]; inc rcx; jmp again", run_budget=0.02, quantum=10**9)
     assert machine.stops_exactly
     machine.regs.bx, machine.regs.cx = DATA, 0
@@ -157,7 +159,7 @@ def test_python_counts_the_instructions_of_a_quantum_as_the_routine_does(
 
 
 def test_the_clients_requests_go_on_behind_a_loop() -> None:
-    """Stopped by its budget, interrupted and killed: what it shared with others is as it was."""
+    """After calls that loop were stopped and killed, requests of clients still work."""
     with Kernel(MachineConfig(run_budget=0.02)) as kernel:
         mount, client = kernel.mount(), Client(500, 0, 0)
         mount.mkdir(client, "/scratch/d", 0o755)
@@ -169,11 +171,11 @@ def test_the_clients_requests_go_on_behind_a_loop() -> None:
 
 
 HITS = 30
-"""Four times that, and those that make the code, have room on one page of records."""
+"""Number of hits. Four times as many, and the hits that compile the code, fit on one page of records."""
 
 
 def _taken(kernel: Kernel, watched: bool) -> tuple[int, int]:
-    """Guest instructions and traps of so many hits."""
+    """Return the guest instructions and the traps of HITS hits. `watched`: whether the watchdog is used."""
     machine, counted, met = kernel.machine, 0, 0
 
     def count(*_: object) -> None:
@@ -205,7 +207,7 @@ def _taken(kernel: Kernel, watched: bool) -> tuple[int, int]:
 
 @pytest.mark.parametrize("mode", ["optimized", "int3"])
 def test_that_runs_can_be_stopped_costs_no_hit_anything(mode: str) -> None:
-    """Not an instruction, nor a trap: neither the watchdog nor that stops come between blocks alone."""
+    """Neither the watchdog nor exact stops cost a hit an instruction or a trap."""
     profile = Profile("hits", ftrace=False, optimizer=mode == "optimized")
     with Kernel(MachineConfig(), profile=profile) as kernel:
         assert kernel.machine.stops_exactly

@@ -1,4 +1,4 @@
-"""text_poke and its ledger."""
+"""Patching of text, and the ledger of patched bytes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def patched():  # type: ignore[no-untyped-def]
 @settings(max_examples=fewer(150, 5))
 @given(steps=POKES)
 def test_ledger_is_exactly_the_difference(patched, steps: list[tuple[int, bytes | int]]) -> None:  # type: ignore[no-untyped-def]
-    """Bytes are poked, integers restore that many; text, ledger and original agree after each step."""
+    """Text, ledger and original agree after each step. A step pokes bytes, or restores a number of bytes."""
     text = patched.text
     start = TEXT + PAGE - 20
     pristine = patched.image.segments[0][1][PAGE - 20 : PAGE + 60]
@@ -193,7 +193,7 @@ def test_text_that_comes_and_goes_takes_no_more_memory_than_a_mebibyte() -> None
     text, used = machine.text, machine.memory.host_pages.used
     for _ in range(5_000):
         text.free_text(text.alloc_text(4096))
-    # And a page table.
+    # The limit is 1 MiB and a page table.
     assert machine.memory.host_pages.used - used <= (1 << 20) + 4096
     kept = [text.alloc_text(4096) for _ in range(1_000)]
     assert len(set(kept)) == 1_000

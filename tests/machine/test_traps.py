@@ -219,7 +219,9 @@ def test_breakpoints_count_exactly(start: Booter) -> None:
 
 
 def test_patching_from_within_a_breakpoint_counts_exactly(start: Booter) -> None:
-    """int3 becomes a jump to a counting detour at hit 100 and int3 again at 600: each pass counts once."""
+    """Every pass counts once if an int3 becomes a jump to a counting detour at hit 100, and an int3 again at
+    hit 600.
+    """
     machine = start(
         f"""
         mov ecx, 1000
@@ -285,16 +287,16 @@ def test_exception_in_a_handler_is_raised_outside(
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """A process that ^C interrupts, whatever runs the tests."""
+    """Let SIGINT raise KeyboardInterrupt, whatever program runs the tests."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def interrupt_at(kernel: Kernel, address: int, count: int) -> None:
-    """Have a ^C come each of the next times that the guest comes to this address, in the library's code.
+    """Send SIGINT at each of the next `count` times that the guest comes to `address`.
 
-    What is called is C alone: nothing of Python's looks for signals until it calls another callback.
+    The hook is only C code, so Python does not look for signals until the next callback.
     """
     next_one = partial(next, map(_thread.interrupt_main, [signal.SIGINT] * count), None)
     engine = kernel.machine.hooks.engine
@@ -305,7 +307,7 @@ def interrupt_at(kernel: Kernel, address: int, count: int) -> None:
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
 def test_an_interrupt_at_a_callbacks_entry_loses_no_hit(arch: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Python raises it in front of the callback's `try`."""
+    """Python raises KeyboardInterrupt before the `try` of a callback, and the hit is handled all the same."""
     seen: list[int] = []
     with Kernel(MachineConfig(arch=arch), profile=BREAKPOINTS) as kernel:
         probe = Kprobe(symbol_name="strlen", pre_handler=lambda *_: seen.append(1))
@@ -323,7 +325,7 @@ def test_an_interrupt_at_a_callbacks_entry_loses_no_hit(arch: str, capfd: pytest
 
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_comes_with_the_end_of_a_call_that_fails() -> None:
-    """And not with that of the next one."""
+    """KeyboardInterrupt is raised at the end of the call that fails, and not at the end of the next call."""
     with Kernel(MachineConfig(), profile=BREAKPOINTS) as kernel:
         probe = Kprobe(symbol_name="strlen", pre_handler=lambda *_: None)
         kernel.register_kprobe(probe)

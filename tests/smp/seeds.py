@@ -8,5 +8,8 @@ from tests.sample import fewer
 
 
 def seeds(count: int, parts: int = 2) -> range:
-    """Return 1 / `parts` of `count` seeds; all in a whole run, or the number in KPROBEFS_SEEDS."""
+    """Return `count` seeds in a whole run, otherwise 1 / `parts` of this number.
+
+    KPROBEFS_SEEDS sets another number.
+    """
     return range(1, int(os.environ.get("KPROBEFS_SEEDS", fewer(count, parts))) + 1)

@@ -1,4 +1,6 @@
-"""Which CPUs a task may run on, and how it comes to another one."""
+"""sched_setaffinity and sched_getaffinity: on which CPUs a task may run, and how the task moves to another
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,26 @@ SIGCHLD = 17
 
 @pytest.fixture(params=ARCHITECTURES)
 def kernel(boot: Boot, request: Any) -> Kernel:
-    """Each architecture's, with several CPUs."""
+    """Return a kernel of each architecture, with four CPUs."""
     return boot(CPUS, request.param)
 
 
 def set_affinity(kernel: Kernel, caller: GuestTask, pid: int, cpus: int) -> None:
-    """`cpus` is the mask. Raises: KernelError, as the system call."""
+    """Set the mask of CPUs on which the task `pid` may run; 0 is the caller.
+
+    Raises: KernelError if the system call fails.
+    """
     with kernel.guest.buffers.borrowed() as mask:
         kernel.machine.memory.write(mask, cpus.to_bytes(8, "little"))
         assert kernel.guest.syscalls.call(caller, "sched_setaffinity", pid, 8, mask) == 0
 
 
 def get_affinity(kernel: Kernel, caller: GuestTask, pid: int, size: int = 8) -> int:
-    """The mask. Raises: KernelError, as the system call."""
+    """Return the mask of CPUs on which the task `pid` may run; 0 is the caller. Raises: KernelError if the
+    system call fails.
+
+    `size`: number of bytes of the mask that the caller offers.
+    """
     with kernel.guest.buffers.borrowed() as mask:
         count = kernel.guest.syscalls.call(caller, "sched_getaffinity", pid, size, mask)
         assert count == 8
@@ -49,7 +58,7 @@ def get_affinity(kernel: Kernel, caller: GuestTask, pid: int, size: int = 8) -> 
 
 @contextmanager
 def refused(code: int) -> Iterator[None]:
-    """That the block ends with this errno."""
+    """Assert that the block raises KernelError with the errno `code`."""
     with pytest.raises(KernelError) as raised:
         yield
     assert raised.value.errno == code

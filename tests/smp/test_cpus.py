@@ -1,4 +1,6 @@
-"""Several CPUs: they boot, each has an area of its own, tasks spread over them, hits see where they are."""
+"""Several CPUs: their boot and per-CPU areas, the spread of tasks over the CPUs, and the CPU on which a hit
+is handled.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ SYSTEM_CALL = {"x86_64": "__x64_sys_getpid", "i386": "__ia32_sys_getpid"}
 
 
 def on(kernel: Kernel, cpu: int, name: str) -> int:
-    """A 32-bit variable of a CPU."""
+    """Return the value of the 32-bit per-CPU variable `name` of CPU `cpu`."""
     machine = kernel.machine
     return machine.memory.read_u32(machine.per_cpu_bases[cpu] + kernel.image.abi[f"percpu.{name}"])
 
 
 def cpu_number(kernel: Kernel) -> int:
-    """What the guest's smp_processor_id() gives on the CPU that is current."""
+    """Return the number of the current CPU, as the guest's smp_processor_id() reads it."""
     machine = kernel.machine
     base = machine.cpus[machine.cpu].per_cpu_base
     return machine.memory.read_u32(base + kernel.image.abi["percpu.cpu_number"])
@@ -91,7 +93,9 @@ def test_forks_go_to_other_cpus(boot: Boot) -> None:
 
 @pytest.mark.parametrize("cpus", [2, 3])
 def test_the_same_seed_gives_the_same_trace(boot: Boot, cpus: int) -> None:
-    """Timestamps and CPUs included."""
+    """Two kernels with the same seed record the same trace for the same requests, including timestamps and
+    CPUs.
+    """
 
     def story() -> str:
         mount = boot(cpus).mount()

@@ -1,4 +1,6 @@
-"""Probes that come and go while several CPUs run through them: nobody is left in memory that is freed."""
+"""Probes that come and go while several CPUs run the probed function: results stay right, and the probes'
+memory is freed.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,13 @@ from tests.smp.test_text import between_turns, instructions
 
 CPUS = 3
 MAX_LIVE = 6
-"""Probes at a time."""
+"""Largest number of probes that are registered at a time."""
 
 
 class ComingAndGoing:
-    """Registers, disables, enables and unregisters probes of a function, as another CPU would."""
+    """A source of random changes, which registers, enables, disables and unregisters probes of gcd as another
+    CPU would.
+    """
 
     def __init__(self, kernel: Kernel, way: str, seed: int) -> None:
         self.kernel = kernel
@@ -32,7 +36,7 @@ class ComingAndGoing:
         self.removed = 0
 
     def act(self) -> None:
-        """What may happen between two turns."""
+        """Make at most one random change between two turns of CPUs."""
         action, kprobes = self._dice.randrange(20), self.kernel.kprobes
         if action < 3 and len(self._live) < MAX_LIVE:
             self._live.append(self._register())
@@ -72,7 +76,9 @@ class ComingAndGoing:
             self.kernel.unregister_kprobe(probe)
 
     def end(self) -> None:
-        """All probes go, and what they leave, without a page of slots."""
+        """Unregister all probes, then run the optimizer and the deferred frees, so that the memory of the
+        probes is freed.
+        """
         kprobes = self.kernel.kprobes
         while self._live:
             self._unregister(self._live.pop())
@@ -83,7 +89,9 @@ class ComingAndGoing:
 
 
 def footprint(kernel: Kernel) -> tuple[int, int]:
-    """Bytes of executable memory and breakpoints, without the trampoline that return hooks keep."""
+    """Return the bytes of executable memory and the number of breakpoints in use, without compiled
+    handlers.
+    """
     codes = kernel.kprobes.compiler.codes
     text = kernel.machine.text._slots.used - sum(-(-code.size // 16) * 16 for code in codes)
     return text, len(kernel.machine.breakpoints) - sum(len(code.traps) for code in codes)

@@ -1,4 +1,6 @@
-"""The function graph on two CPUs, with a switch after any instruction: each task's calls are a tree."""
+"""The function_graph tracer on two CPUs with random switches of CPU: the recorded calls of a task form a
+tree.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ CASES = [
 
 
 def _calls(kernel: Kernel) -> dict[int, list[tuple[str, int, int]]]:
-    """Of each task: what begins or ends, its function and depth, in the order of time."""
+    """Return pid -> list of ("begins" or "ends", function, depth of the call), in the order of time."""
     records = GraphRecords(kernel.arch.word_size)
     formats: dict[int, tuple[str, Struct]] = {
         EntryType.GRAPH_ENT: ("begins", records.entered),
@@ -42,7 +44,10 @@ def _calls(kernel: Kernel) -> dict[int, list[tuple[str, int, int]]]:
 
 @pytest.mark.parametrize(("arch", "stack", "seed"), CASES)
 def test_trees_of_tasks(arch: str, stack: str, seed: int) -> None:
-    """lcm calls gcd; all that begins ends, in its task, and what both CPUs count gets no less."""
+    """Every call of lcm is recorded.
+
+    A recorded call ends in the task that began the call, after the nested calls of gcd.
+    """
     config = MachineConfig(cpus=2, arch=arch, seed=seed, quantum=9, run_budget=20, return_hook=stack)
     with Kernel(config) as kernel:
         for name in (b"lcm", b"gcd"):

@@ -1,4 +1,4 @@
-"""What several CPUs do at the same time, with a switch of CPU after any instruction where the seed says."""
+"""System calls that tasks make on several CPUs at the same time, with switches of CPU that a seed chooses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ AT_FDCWD = -100
 
 
 def together(kernel: Kernel, calls: Sequence[tuple[GuestTask, Request]]) -> list[int]:
-    """Run system calls of several tasks at the same time, as far as there are CPUs; their results."""
+    """Run system calls of several tasks, as many at the same time as there are CPUs.
+
+    Return the results in the order of `calls`.
+    """
     executive = kernel.guest.runner
     assert isinstance(executive, SmpGuestRunner)
     for task, request in calls:
@@ -62,7 +65,10 @@ def _run_all(executive: SmpGuestRunner, calls: Sequence[tuple[GuestTask, Request
 def function_calls(
     kernel: Kernel, tasks: Sequence[GuestTask], name: str, *args: int
 ) -> Iterator[list[tuple[GuestTask, Request]]]:
-    """A call of a kernel function by each of these tasks."""
+    """Yield one request per task that calls the kernel function `name` with `args`.
+
+    The caller runs the requests.
+    """
     address = kernel.image.kallsyms.lookup_name(name)
     assert address is not None
     nr, size = kernel.guest.syscalls.number("host_call"), kernel.machine.memory.word_size
@@ -77,7 +83,7 @@ def function_calls(
 
 
 def assert_well(kernel: Kernel) -> None:
-    """No report of the guest's about itself."""
+    """Assert that the guest is alive, and that its log has no BUG, WARNING or Oops."""
     texts = [message.text for message in kernel.guest.kernel.messages()]
     assert not [text for text in texts if "BUG" in text or "WARNING" in text or "Oops" in text], texts
     assert not kernel.guest.is_dead
@@ -86,7 +92,9 @@ def assert_well(kernel: Kernel) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("quantum", "cpus"), [(1, 4), (2, 2), (5, 3)])
 def test_turns_may_be_short(boot: Boot, arch: str, quantum: int, cpus: int) -> None:
-    """Down to one instruction: nobody waits for what only a longer turn could do."""
+    """System calls on several CPUs end with the right result even if a turn of a CPU has only one
+    instruction.
+    """
     kernel = boot(cpus, arch, quantum=quantum)
     with function_calls(kernel, clients(kernel, cpus), "gcd", 12, 18) as calls:
         assert together(kernel, calls) == [6] * cpus
@@ -135,7 +143,9 @@ def test_a_storm_of_forks_and_exits(boot: Boot, arch: str, seed: int) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_files_in_one_directory(boot: Boot, arch: str, seed: int) -> None:
-    """Made, written, read and removed by four tasks at once, some by the same names."""
+    """Four tasks create, write, read and remove files in one directory at the same time; pairs of tasks use
+    the same name.
+    """
     kernel = boot(4, arch, seed=seed, quantum=40)
     tasks, calls = clients(kernel, 4), kernel.guest.syscalls
     here = AT_FDCWD & (1 << kernel.arch.bits) - 1
@@ -166,7 +176,7 @@ def test_files_in_one_directory(boot: Boot, arch: str, seed: int) -> None:
 
 
 def address(kernel: Kernel, name: str) -> int:
-    """A kernel symbol."""
+    """Return the address of the kernel symbol `name`."""
     found = kernel.image.kallsyms.lookup_name(name)
     assert found is not None
     return found

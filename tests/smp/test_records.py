@@ -1,4 +1,6 @@
-"""Records of guest code on several CPUs, with a switch of CPU after any instruction: none lost, none torn."""
+"""Records of guest code on several CPUs, with switches of CPU between any two instructions: no record is lost
+or torn.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ WAYS = {
 
 
 def offset_of(kernel: Kernel, way: str) -> int:
-    """Where a function is probed: at its fentry site, or behind it."""
+    """Return the offset at which a function is probed: 0 for its fentry site, otherwise the first offset
+    after that site.
+    """
     return 0 if way == "called" else kernel.arch.call_size
 
 
@@ -51,9 +55,10 @@ def run(
     *,
     results: tuple[int, ...] = (1,),
 ) -> None:
-    """All tasks call a guest function at once, and other calls are made beside.
+    """Let all tasks call the guest function at `address`, at the same time as the requests `others` of other
+    tasks.
 
-    `results`: what it may return; empty: anything.
+    `results`: results that the function may return; an empty tuple allows any result.
     """
     nr, size = kernel.guest.syscalls.number("host_call"), 6 * kernel.machine.memory.word_size
     with ExitStack() as stack:
@@ -165,7 +170,9 @@ def test_a_mask_of_cpus() -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("seed", seeds(3, 3))
 def test_buffers_are_changed_between_records(arch: str, seed: int) -> None:
-    """A file of ours is asked while other CPUs stand in handlers: they come to their end first."""
+    """If a task opens a control file while other CPUs run compiled handlers, the handlers end before the host
+    acts.
+    """
     with booted(4, arch, "optimized", seed) as kernel:
         event = define(kernel, "optimized", "s=+0($stack):u8[60]")
         code, (client, *tasks) = loop(kernel), clients(kernel, 4)

@@ -1,4 +1,6 @@
-"""Return probes of several CPUs: hooked and handled by guest code with a switch after any instruction."""
+"""Return probes on several CPUs: guest code hooks and handles returns, with switches of CPU between any two
+instructions.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ def test_every_call_counts_once(boot: Boot, stack: str, maxactive: int, seed: in
 @pytest.mark.parametrize("stack", SHADOW_STACKS)
 @pytest.mark.parametrize("nr_maxactive", [1, 0])
 def test_calls_of_one_fprobe_keep_their_functions(boot: Boot, stack: str, nr_maxactive: int) -> None:
-    """One pool of nodes for two functions, one of which calls the other."""
+    """Functions of an fprobe share one pool of nodes.
+
+    Returns of lcm, and of gcd inside lcm, are recorded for the right function.
+    """
     kernel = boot(CPUS, "x86_64", seed=2, quantum=20)
     kernel.kretprobes.hooks.select_return_hook(stack)
     ring = kernel.hit_ring("ax", capacity=1024)

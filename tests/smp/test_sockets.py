@@ -1,4 +1,4 @@
-"""Sockets on several CPUs: what is sent on some arrives on others, all of it, whatever runs in between."""
+"""Sockets on several CPUs: all data that tasks send arrives, whatever other tasks run in between."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Sockets:
         return self.kernel.guest.runner.syscall(self.tasks[0], nr, *args)
 
     def at_once(self, calls: Sequence[tuple[str, tuple[int, ...]]]) -> list[int]:
-        """One call of each task."""
+        """Run one system call of each task, all at the same time, and return the results."""
         number = self.kernel.guest.syscalls.number
         requests = [Request(number(name), args, None) for name, args in calls]
         return together(self.kernel, list(zip(self.tasks, requests, strict=False)))
@@ -53,7 +53,9 @@ class Sockets:
         return int(port)
 
     def bound(self, kind: int) -> tuple[int, int]:
-        """A socket at a free port, and the address of that in the guest's memory."""
+        """Return a new socket that is bound to a free port, and the guest address of a sockaddr with this
+        port.
+        """
         fd = self.call("socket", AF_INET, kind, 0)
         name = self.buffer(loopback(0))
         assert self.call("bind", fd, name, SOCKADDR) == 0
@@ -68,7 +70,10 @@ def loopback(port: int) -> bytes:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_streams(boot: Boot, arch: str, seed: int) -> None:
-    """Four connections to one listener, made at once; each task sends on one and receives from another."""
+    """Four connections to one listener are made at once.
+
+    Four tasks write to the connections while four tasks read all data.
+    """
     kernel = boot(4, arch, seed=seed, quantum=60)
     net = Sockets(kernel, clients(kernel, 8))
     listener, name = net.bound(STREAM)
@@ -110,7 +115,9 @@ def test_streams(boot: Boot, arch: str, seed: int) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_datagrams(boot: Boot, arch: str, seed: int) -> None:
-    """Four tasks send to one socket, which four others receive from."""
+    """Four tasks send datagrams to one socket while four other tasks receive: no datagram is lost
+    or changed.
+    """
     kernel = boot(4, arch, seed=seed, quantum=60)
     net = Sockets(kernel, clients(kernel, 8))
     receiver, name = net.bound(DGRAM)
@@ -136,7 +143,9 @@ def test_datagrams(boot: Boot, arch: str, seed: int) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_loads_of_all_kinds(boot: Boot, arch: str, seed: int) -> None:
-    """Connections, datagrams and echoes at the same time: each gives what it gives alone."""
+    """TCP, UDP and ping loads run at the same time, each twice. Both runs of a load return the same
+    number.
+    """
     kernel = boot(4, arch, seed=seed, quantum=80)
     tasks = clients(kernel, 6)
     with ExitStack() as stack:

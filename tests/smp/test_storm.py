@@ -1,4 +1,6 @@
-"""Everything that patches text, at random between any two turns of CPUs that work on files meanwhile."""
+"""Random patching of text by probes, events, tracers and the optimizer, between turns of CPUs that work on
+files.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ FUNCTIONS = (
 GLOBS = ("vfs_*", "*_page*", "kmem_cache_alloc")
 STATIC_EVENTS = (("kmem", "kfree"), ("sched", "sched_switch"), ("raw_syscalls", "sys_enter"))
 NEAR = 14
-"""Instructions at a function's start that are probed, so that regions meet."""
+"""Number of instructions at a function's start that may be probed; few enough that regions overlap."""
 FETCHED = ("", "s=$stack0", "c=$comm", "s=$stack1 b=+0($stack0):x32")
 RETURNED = ("", "v=$retval", "c=$comm v=$retval:s32")
 EVENTS = 14
@@ -70,7 +72,9 @@ SIZE, ROOM = 300, 1024
 
 
 class Storm:
-    """Acts that a kernel's control lock allows at any moment, picked by a seed."""
+    """Random actions that a program may do whenever the kernel's control lock is free; a seed chooses the
+    actions.
+    """
 
     def __init__(self, kernel: Kernel, seed: int) -> None:
         self.kernel = kernel
@@ -118,7 +122,7 @@ class Storm:
         return [addr - start for addr in kernel.arch.instruction_boundaries(code, start)][:NEAR]
 
     def define_events(self) -> None:
-        """Before the storm: their files are made by the guest."""
+        """Define events. Call this before the storm, because the guest creates the files of events."""
         for number in range(EVENTS):
             function = self.dice.choice(FUNCTIONS)
             offset = self.dice.choice(self._places[function])
@@ -128,13 +132,13 @@ class Storm:
                 self.kernel.tracing.kprobe_events.write(self.dice.choice((entry, returning)).encode())
 
     def register_compiled(self) -> None:
-        """Before the storm, too: hits in guest code from the first call on."""
+        """Register probes with compiled handlers before the storm."""
         for _ in range(PROBES):
             with suppress(KernelError):
                 self._register_compiled()
 
     def act(self) -> None:
-        """One act, or none; none within another one, which may run the guest."""
+        """Do one random action or none. Do nothing inside another action, which may run the guest."""
         if self._is_busy or self.dice.randrange(3):
             return
         self._is_busy = True
@@ -169,7 +173,9 @@ class Storm:
         self.probes.append(probe)
 
     def _register_compiled(self) -> None:
-        """With a handler in guest code from the first hit on, so that no int3 hit enters Python."""
+        """Register a probe and compile its handler before the first hit, so that no int3 hit enters
+        Python.
+        """
         kernel = self.kernel
         function = self.dice.choice(FUNCTIONS)
         probe = self._ring.probe(symbol_name=function, offset=self.dice.choice(self._places[function]))
@@ -205,7 +211,9 @@ class Storm:
         events.set_enabled(event, not events.is_enabled(event))
 
     def end(self) -> int:
-        """Take all back, and look whether text is as it was; how often Python was called."""
+        """Remove all probes and events, assert that the text is the original, and return the number of calls
+        of Python handlers.
+        """
         kernel = self.kernel
         kernel.kprobes.set_enabled(True)
         kernel.trace.set_tracer("nop")
@@ -230,7 +238,9 @@ class Storm:
 
 
 def work(kernel: Kernel, tasks: Sequence[GuestTask]) -> None:
-    """Each task makes a file, writes it, reads it, and removes it."""
+    """Let all tasks, at the same time, create, write, read and remove one file per task, and check the
+    contents.
+    """
     numbers, memory = kernel.guest.syscalls.number, kernel.machine.memory
     here = AT_FDCWD & (1 << kernel.arch.bits) - 1
     each = range(len(tasks))
@@ -256,7 +266,11 @@ def work(kernel: Kernel, tasks: Sequence[GuestTask]) -> None:
 
 @pytest.mark.parametrize(("arch", "profile"), share(KERNELS, 1, 2))
 def test_a_storm(boot: Boot, arch: str, profile: str) -> None:
-    """CPUs run what they had fetched; results, text and the guest's log are as without any of it."""
+    """Random patching changes no result of file requests, leaves the original text, and causes no warning of
+    the guest.
+
+    CPUs may execute instructions that they fetched before a patch.
+    """
     for seed in seeds(2):
         shape = (seed + KERNELS.index((arch, profile))) % 3
         cpus, quantum = 2 + shape, (7, 14, 40)[shape]

@@ -1,4 +1,6 @@
-"""Text that is patched while several CPUs run it: armed, disarmed, optimized between any two instructions."""
+"""Text that several CPUs execute while probes in it are armed, disarmed and optimized between any two
+instructions.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,12 @@ OPTIMIZING = {
 }
 """Profiles with an optimizer."""
 ENOUGH_TURNS = 8_000
-"""Of CPUs; where nothing is broken these tests take up to 2,200."""
+"""Limit of the turns of CPUs in a test; a correct kernel needs at most 2,200 turns."""
 
 
 @contextmanager
 def between_turns(kernel: Kernel, act: Callable[[], None]) -> Iterator[None]:
-    """Within, `act` runs whenever one CPU has run, before the next: as yet another CPU would."""
+    """Call `act` before each turn of a CPU within the block, as if a further CPU acted."""
     executive = kernel.guest.runner
     assert isinstance(executive, SmpGuestRunner)
     find = executive._next
@@ -77,7 +79,10 @@ def test_each_other_cpu_is_interrupted_to_synchronise(boot: Boot, arch: str) -> 
 
 
 def test_an_interrupt_for_a_sync_takes_one_turn(boot: Boot) -> None:
-    """A further turn of the other CPU comes before the interrupt, and some while its interrupts are off."""
+    """The median sync takes fewer than eight runs of a CPU.
+
+    The other CPU may end a turn before the interrupt, and may have interrupts off for some turns.
+    """
     kernel = boot(2, seed=1, quantum=5, clock="virtual")
     machine, tasks = kernel.machine, clients(kernel, 2)
     turns = count()
@@ -102,7 +107,10 @@ def test_an_interrupt_for_a_sync_takes_one_turn(boot: Boot) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("seed", seeds(3, 3))
 def test_patched_under_load(boot: Boot, arch: str, seed: int) -> None:
-    """Two CPUs compute; between their turns probes are armed, disarmed, and optimized as Linux does it."""
+    """While two CPUs run gcd, probes in gcd are enabled, disabled and optimized between turns.
+
+    Both CPUs compute the right result.
+    """
     kernel = boot(2, arch, seed=seed, quantum=12, profile=OPTIMIZING[arch], stale_fetch=True)
     tasks, dice = clients(kernel, 2), Random(seed)
     hits: list[int] = []
@@ -138,7 +146,7 @@ def test_patched_under_load(boot: Boot, arch: str, seed: int) -> None:
 
 
 def instructions(kernel: Kernel, name: str) -> list[int]:
-    """Offsets of the first instructions of a function that take a probe."""
+    """Return the offsets below 40 bytes in the function `name` at which a probe can be registered."""
     start = kernel.image.kallsyms.lookup_name(name)
     assert start is not None
     found = []
@@ -156,7 +164,9 @@ def instructions(kernel: Kernel, name: str) -> list[int]:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("seed", seeds(3, 3))
 def test_hits_and_misses_add_up(boot: Boot, arch: str, seed: int) -> None:
-    """A probe that is stepped on one CPU is hit on the other; each has its own state of handling."""
+    """No hit is missed if another CPU steps the same probe at the same time, because the state of handling is
+    per CPU.
+    """
     kernel = boot(3, arch, seed=seed, quantum=15)
     tasks = clients(kernel, 3)
     hits: list[int] = []
@@ -182,14 +192,21 @@ def test_hits_and_misses_add_up(boot: Boot, arch: str, seed: int) -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_left_out_sync_is_caught(arch: str) -> None:
-    """CPUs may run what they fetched before a jump came or went; the right steps keep that from harm."""
+    """CPUs execute instructions that they fetched before a jump was written or removed.
+
+    Only patching without syncs does harm.
+    """
     for seed in seeds(2):
         assert flipped_under_load(arch, seed, syncs=True) == "well"
     assert any(flipped_under_load(arch, seed, syncs=False) == "harmed" for seed in range(1, 5))
 
 
 def flipped_under_load(arch: str, seed: int, *, syncs: bool) -> str:
-    """A probe is optimized and unoptimized while two CPUs run through it; how the guest is afterwards."""
+    """Optimize and unoptimize a probe while two CPUs execute the probed code. Return "harmed" if the guest
+    fails, else "well".
+
+    `syncs`: whether the other CPU is interrupted after text is patched.
+    """
     config = MachineConfig(cpus=2, arch=arch, seed=seed, quantum=6, stale_fetch=True, run_budget=5)
     with Kernel(config, profile=WAYS["optimized"]) as kernel:
         probe = Kprobe(symbol_name="int_sqrt", offset=offset_of(kernel, "optimized"), pre_handler=_pass)
@@ -221,7 +238,9 @@ def flipped_under_load(arch: str, seed: int, *, syncs: bool) -> str:
 @pytest.mark.parametrize("way", ["optimized", "called"])
 @pytest.mark.parametrize("arch", ["x86_64", "riscv64"])
 def test_handlers_made_under_load(arch: str, way: str) -> None:
-    """Hits lead jumps and calls to new code while other CPUs have fetched the old ones, or a half of them."""
+    """Hits redirect a probe's jump or call to new compiled code, while another CPU has fetched all or half of
+    the old bytes.
+    """
     for seed in seeds(2):
         config = MachineConfig(cpus=2, arch=arch, seed=seed, quantum=6, stale_fetch=True, run_budget=5)
         with Kernel(config, profile=WAYS[way]) as kernel:
@@ -245,7 +264,9 @@ def test_handlers_made_under_load(arch: str, way: str) -> None:
 @pytest.mark.parametrize("way", ["optimized", "called"])
 @pytest.mark.parametrize("arch", ["riscv64", "riscv64i"])
 def test_no_jump_is_led_elsewhere_around_a_cpu(arch: str, way: str) -> None:
-    """One that has executed auipc goes on with the jalr that belongs to it: the next hit makes the code."""
+    """A hit does not rewrite a jump while another CPU is between its auipc and jalr; a later hit compiles the
+    handler.
+    """
     with Kernel(MachineConfig(cpus=2, arch=arch), profile=WAYS[way]) as kernel:
         define(kernel, way)
         (probe,) = kernel.kprobes
@@ -269,7 +290,11 @@ def test_no_jump_is_led_elsewhere_around_a_cpu(arch: str, way: str) -> None:
 @pytest.mark.parametrize("way", ["optimized", "called"])
 @pytest.mark.parametrize("arch", ["riscv64", "riscv64i"])
 def test_code_that_a_hit_drops_leads_nobody_elsewhere(arch: str, way: str) -> None:
-    """A CPU that has executed auipc begins the jump anew: a hit can't wait until it has gone on."""
+    """If a hit drops the code of a jump while another CPU is between auipc and jalr, this CPU executes auipc
+    again.
+
+    The hit cannot wait until the other CPU has executed the jalr.
+    """
     with Kernel(MachineConfig(cpus=2, arch=arch), profile=WAYS[way]) as kernel, kernel.lock:
         define(kernel, way)
         (probe,) = kernel.kprobes
@@ -304,7 +329,9 @@ def test_code_that_a_hit_drops_leads_nobody_elsewhere(arch: str, way: str) -> No
 @pytest.mark.parametrize("way", ["optimized", "called"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_code_dropped_by_a_hit_while_its_place_is_patched(arch: str, way: str) -> None:
-    """What is being written there is what stays; each hit that follows counts."""
+    """If a probe's compiled code is dropped while the probe is being disarmed, the text becomes the original
+    all the same.
+    """
     with Kernel(MachineConfig(arch=arch), profile=WAYS[way]) as kernel, kernel.lock:
         define(kernel, way)
         (probe,) = kernel.kprobes
@@ -336,12 +363,14 @@ def test_code_dropped_by_a_hit_while_its_place_is_patched(arch: str, way: str) -
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_static_keys_switched_under_load(arch: str) -> None:
-    """Nops become jumps, and nops again, where CPUs stand before, in and behind them."""
+    """The nop of a static key becomes a jump and a nop again, while two CPUs execute the code
+    around the nop.
+    """
     for seed in seeds(2):
         assert switched_under_load(arch, seed, stale_fetch=True) == "well"
 
 
-# On RISC-V the halves of a nop and of a jal do no harm together.
+# RISC-V has no case "breakpoints", because a half of a nop and a half of a jal do no harm together.
 @pytest.mark.parametrize(
     ("arch", "left_out"),
     [*((arch, "syncs") for arch in ARCHITECTURES), ("x86_64", "breakpoints"), ("i386", "breakpoints")],
@@ -364,7 +393,10 @@ def test_a_static_key_switched_at_once_is_caught(
 
 
 def switched_under_load(arch: str, seed: int, *, stale_fetch: bool) -> str:
-    """An event is enabled and disabled while two CPUs run through its nop; how the guest is afterwards."""
+    """Enable and disable an event while two CPUs execute its nop.
+
+    Return "harmed" if the guest fails, else "well".
+    """
     config = MachineConfig(
         cpus=2, arch=arch, seed=seed, quantum=6, stale_fetch=stale_fetch, run_budget=5, profile="linux-6.1"
     )

@@ -1,4 +1,4 @@
-"""A daemon with --state, from start to end, without FUSE; and checks of the state that it left."""
+"""Helpers that run a daemon with --state without FUSE, and that read the state which a daemon has left."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Run:
         return [line.removeprefix("trouble ") for line in self.read("/machine/state").splitlines()[3:]]
 
     def die(self) -> None:
-        """End the daemon as kill -9 does: it writes nothing any more."""
+        """End the daemon as kill -9 does, without further writes to the state."""
         self.mount.watch(None)
         if self.living._state is not None and self.living._state._timer is not None:
             self.living._state._timer.cancel()
@@ -88,7 +88,7 @@ class Run:
 
 
 def own(definitions: str) -> list[str]:
-    """Return definitions without those about an earlier kernel's records."""
+    """Return the lines of `definitions`, except those for records of an earlier kernel."""
     return [line for line in definitions.splitlines() if not line.startswith("instances/last")]
 
 
@@ -101,7 +101,9 @@ def records_of(directory: Path) -> Path:
 
 
 def rewrite(directory: Path, change: Callable[[list[journal.Entry]], None]) -> None:
-    """Rewrite the journal with other entries, each of which is complete."""
+    """Let `change` edit the list of the journal's entries, and write the edited entries as a valid
+    journal.
+    """
     entries = journal.read(directory / "journal").entries
     change(entries)
     journal.Journal(directory / "journal", b"".join(map(journal.encoded, entries))).close()

@@ -1,4 +1,4 @@
-"""--state DIR: whatever became of the files, the next daemon starts and says so."""
+"""--state DIR with damaged files: the next daemon starts and reports the damage."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def endless(path: Path) -> None:
 
 
 def huge(path: Path) -> None:
-    """Sparse: a terabyte of nothing behind what is there."""
+    """Extend a file to 1 TiB; the added part is sparse."""
     path.touch()
     os.truncate(path, 1 << 40)
 
@@ -264,7 +264,9 @@ def test_attempts_that_are_no_number(
 
 
 def test_a_journal_that_cannot_be_copied(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever mounts isn't sent to a file that isn't there."""
+    """If aside.journal can't be made, the report of the damage says this, and does not send the user to a
+    missing file.
+    """
 
     def refused(*_: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))

@@ -1,4 +1,6 @@
-"""--state DIR: where nothing can be kept, the daemon serves and says so."""
+"""--state DIR where nothing can be saved: the daemon serves requests and reports that changes are
+not kept.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("objects_excluded")
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 6 MiB."""
+    """Mount a file system of 6 MiB, and yield its directory. Skip the test if the user may not mount."""
     directory = tmp_path / "disk"
     directory.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=6m,mode=700", "tmpfs", str(directory)]
@@ -47,7 +49,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(directory: Path) -> Path:
-    """Leave no room on a disk."""
+    """Fill the file system of `directory` with one file, and return the path of the file."""
     path = directory / "ballast"
     with suppress(OSError), path.open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
@@ -58,7 +60,9 @@ def fill(directory: Path) -> Path:
 def test_records_that_have_no_room(
     copied: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As with buffers of which each fits, but not beside the other."""
+    """If memory suffices for only one of two instances with previous records, this instance and the
+    definitions are restored.
+    """
     memory_for, asked = TraceArray.memory_for, []
 
     def full(array: TraceArray, past: PreviousBootRecords) -> list[RingMemory]:
@@ -88,7 +92,7 @@ def no_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even of memory."""
+    """Make every mapping of memory for records fail, also the mapping of anonymous memory."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -221,7 +225,10 @@ def test_a_directory_that_isnt_ours(tmp_path: Path) -> None:
 
 
 def test_killed_while_a_buffer_grows_in_place(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The records are lost, as documented, and the daemon serves; no other bytes are taken for records."""
+    """If the daemon is killed while a buffer grows, the buffer's records are lost, as documented.
+
+    No other bytes become records.
+    """
     run = Run(place, MachineConfig())
     most = run.kernel.machine.records.pages_size >> 10
     run.write("/tracing/buffer_size_kb", f"{most * 6 // 10}\n")

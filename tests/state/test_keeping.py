@@ -1,4 +1,4 @@
-"""--state DIR: what a daemon leaves, and what the next one makes of it."""
+"""--state DIR: the state that a daemon saves, and how the next daemon restores this state."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_was_there_is_there_again(place: Path, arch: str) -> None:
     for was, now in zip([json.loads(line) for line in before["probes"].splitlines()], told, strict=True):
         for field in ("event", "enabled", "nmissed"):
             assert now[field] == was[field], field
-        # To look is to hit.
+        # Reading a file of the mount hits the probe, too.
         assert was["hits"] <= now["hits"] <= was["hits"] + 20
     assert again.read("/tracing/events/kprobes/reads/id") == identity
     assert len(records["/tracing"]) == 36
@@ -80,7 +80,7 @@ def test_what_was_there_is_there_again(place: Path, arch: str) -> None:
     assert not again.records("/tracing")
     again.hit(10)
     assert len(again.records("/tracing")) == 5
-    # The next one has these as its last, though it makes none itself, and the one behind it.
+    # The third and the fourth daemon show these records as the last ones, because neither adds a record.
     again.die()
     third = Run(place, replace(CONFIG, arch=arch))
     assert len(third.records("/tracing/instances/last")) == 5
@@ -122,7 +122,7 @@ def test_a_torn_record_is_counted(copied: Path) -> None:
             file.seek(at)
             words = RingControl.from_buffer_copy(file.read(CONTROL_SIZE))
             if words.tail_entries and not torn:
-                # The end of its last record isn't there yet.
+                # Cut off the end of the last record, as if a writer were in the middle of it.
                 word = "write_ptr" if words.write_ptr else "parked_ptr"
                 setattr(words, word, getattr(words, word) - 4)
                 file.seek(at)
@@ -138,7 +138,9 @@ def test_a_torn_record_is_counted(copied: Path) -> None:
 
 @pytest.mark.parametrize("arch", ["x86_64", "i386"])
 def test_a_hit_costs_what_it_costs_without(place: Path, arch: str) -> None:
-    """The same guest instructions, in an optimized probe that records."""
+    """A hit of an optimized probe that records takes the same number of guest instructions with --state as
+    without.
+    """
     config = replace(CONFIG, arch=arch)
     run, taken = Run(place, config), []
     with Kernel(config) as without:
@@ -221,7 +223,10 @@ def test_a_long_write_comes_in_parts(place: Path) -> None:
 
 
 def test_what_others_do_between_the_lines_of_a_write(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is kept behind the lines that it needs."""
+    """A client enables an event that a long write of another client has just defined.
+
+    The next daemon restores both changes.
+    """
     run = Run(place)
     left: list[str] = []
 
@@ -242,7 +247,10 @@ def test_what_others_do_between_the_lines_of_a_write(place: Path, monkeypatch: p
 
 
 def test_long_writes_of_two_at_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parts of one come between those of the other, and a third's write between both."""
+    """Parts of two long writes alternate, with a third client's write in between.
+
+    The next daemon restores all definitions.
+    """
     monkeypatch.setattr(saved_state, "COMPACT_SIZE", 1 << 30)
     run = Run(place)
     run.write("/kprobe_events", "p:there vfs_read\n")
@@ -270,7 +278,9 @@ def test_long_writes_of_two_at_once(place: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_was_released_is_closed_again(place: Path) -> None:
-    """An instance can go once nobody has a file of its open; many files were open, one after the other."""
+    """While the next daemon restores the state, it closes files that clients had released, so that instances
+    can be removed.
+    """
     run = Run(place)
     for number in range(30):
         run.mount.mkdir(CLIENT, "/tracing/instances/short", 0o755)
@@ -375,7 +385,9 @@ def test_records_of_now_behind_those_of_then(copied: Path) -> None:
 
 
 def test_records_of_instances_with_the_longest_names(place: Path) -> None:
-    """Names that differ only in their last bytes, of one and of several bytes a character."""
+    """Previous records of instances get distinct names of at most 255 bytes, even if long names differ only
+    in the last bytes.
+    """
     many = "n" * 248
     names = [f"{many}nn", f"{many}nnn", f"{many}nnnnnnn", f"{many}nnnnnnm", "n" + "\u00e4" * 127, f"{many}~1"]
     run = Run(place)
@@ -394,7 +406,10 @@ def test_records_of_instances_with_the_longest_names(place: Path) -> None:
 
 
 def test_a_file_system_that_does_not_answer(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each writer waits until its change is in the journal. Readers, and writers of nothing, do not."""
+    """A writer waits until its change is in the journal.
+
+    Readers, and writers that change no state, do not wait.
+    """
     append = Journal.append
     begun, answers = Event(), Event()
 
@@ -434,7 +449,7 @@ def test_a_file_system_that_does_not_answer(place: Path, monkeypatch: pytest.Mon
 
 
 def test_the_change_of_a_dropped_journal_is_in_the_next(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails is kept later, with what came behind it."""
+    """A change that could not be written to the journal is saved later, together with the next change."""
     append = Journal.append
     failures = [OSError(errno.EIO, "input/output error")]
 

@@ -91,7 +91,9 @@ def test_what_is_damaged_is_told_by_mount(directory: Path, place: Path) -> None:
 def test_a_kernel_of_a_distribution_keeps_none(
     directory: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is mounted all the same: the units name a state whatever the options are."""
+    """With a distribution's kernel, --state only prints a warning, because the systemd units always pass this
+    option.
+    """
     served: list[MountOptions] = []
     monkeypatch.setattr(
         "kprobefs.daemon.daemon.run_in_foreground", lambda options, *_more: served.append(options)
@@ -118,7 +120,10 @@ def test_no_state_below_its_own_mount(directory: Path, inside: str) -> None:
 @needs_fuse
 @pytest.mark.mounted
 def test_a_file_system_without_shared_mappings(directory: Path, place: Path) -> None:
-    """Such as our own scratch/, which is refused by its name; by another name it is as any."""
+    """A state inside a mount, such as in scratch/, is refused.
+
+    Without this check, the daemon runs but keeps nothing.
+    """
     with daemon(directory, program=REAL_PROGRAM) as running:
         inside = running.path("scratch", "state")
         link = place.with_name("link")

@@ -21,7 +21,9 @@ OWN_PID = FIRST_PID - 1
 
 @pytest.fixture
 def own_descriptors() -> Iterator[None]:
-    """Keep the collection of other tests' garbage from closing descriptors of this process."""
+    """Disable garbage collection, which could close descriptors that other tests have left in this
+    process.
+    """
     gc.disable()
     yield
     gc.enable()

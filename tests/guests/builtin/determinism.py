@@ -2,7 +2,7 @@
 
 python -m tests.guests.builtin.determinism RUNS [ARCH [SEED [CPUS]]]
 
-Prints the digest of each run, and of the last one all lines.
+The program prints the digest of every run, and then the whole text of the last run.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Session:
     def __init__(self, arch: str, seed: int, cpus: int) -> None:
         self.watch = ScriptedWatch(comms={SHELL.pid: "shell", WORKER.pid: "worker"})
         self.kernel = Kernel(MachineConfig(arch=arch, seed=seed, cpus=cpus, pauses=False), self.watch)
-        # Its process is a part of the session like any other.
+        # The session shows the pid of the daemon, which must not differ from run to run.
         self.kernel.guest.processes._own_pid = 400
         self.mount: Mount = self.kernel.mount()
 
     def write(self, path: str, text: str, client: Client = SHELL) -> None:
-        """Write with one write(2); an error is a part of the session, too."""
+        """Write `text` with one write(2), and ignore an error of the kernel."""
         handle = self.mount.open(client, path, os.O_WRONLY | os.O_APPEND)
         with suppress(KernelError):
             self.mount.write(client, handle, text.encode(), 0)

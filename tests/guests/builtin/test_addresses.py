@@ -1,4 +1,6 @@
-"""kptr_restrict: who is neither root nor the kernel's owner learns no address from any file."""
+"""kptr_restrict: a client that is neither root nor the owner of the mount reads no kernel address in any
+file.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ READ_BY_OTHERS, ENTER_BY_OTHERS = 0o004, 0o005
 
 @pytest.fixture(scope="module", params=["x86_64", "i386"])
 def mount(request: pytest.FixtureRequest) -> Iterator[Mount]:
-    """With all that has an address to show."""
+    """Yield a mount of a kernel with a module, probes and an Oops, whose files can show addresses."""
     with Kernel(MachineConfig(arch=request.param)) as kernel:
         mount = kernel.mount(owner=Owner(OWNER.uid, OWNER.gid))
         write(mount, "/machine/modules", "load ktgt")
@@ -53,11 +55,11 @@ def read(mount: Mount, client: Client, path: str) -> str:
 
 
 def readable(mount: Mount, directory: str = "") -> Iterator[str]:
-    """Files that others may read, in directories that they may enter."""
+    """Yield the files below `directory` that other users may read. Skip /dev."""
     for name, *_ in mount.readdir(directory or "/")[2:]:
         path = f"{directory}/{name}"
         if path == "/dev":
-            continue  # Devices: one of them has no end.
+            continue  # A read of some devices never ends.
         mode = mount.getattr(path).mode
         if stat.S_ISREG(mode) and mode & READ_BY_OTHERS:
             yield path
@@ -66,7 +68,7 @@ def readable(mount: Mount, directory: str = "") -> Iterator[str]:
 
 
 def addresses(mount: Mount, text: str) -> list[str]:
-    """Numbers in hexadecimal that are kernel addresses."""
+    """Return the words of `text` that are kernel addresses in hexadecimal."""
     is_32_bit = "__ia32_sys" in read(mount, ROOT, "/machine/kallsyms")
     first, digits = (0xC0000000, 8) if is_32_bit else (0xFFFF800000000000, 16)
     words = re.findall(rf"(?<![0-9a-f])[0-9a-f]{{{digits}}}(?![0-9a-f])", text)

@@ -1,4 +1,6 @@
-"""A long write of definitions lets others come between its lines, and is one write(2) all the same."""
+"""A long write of definitions is one write(2), but the control lock is yielded to other requests between its
+lines.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,10 @@ def kernel() -> Iterator[Kernel]:
 
 @pytest.fixture
 def between(monkeypatch: pytest.MonkeyPatch) -> Between:
-    """Has something done wherever the writer leaves the lock; how often that was.
+    """Return a function that has `action` called wherever the writer yields the control lock.
 
-    What is done may itself leave the lock, which does nothing.
+    The function returns a list with one item per call of `action`. A yield of the lock inside `action` does
+    nothing.
     """
 
     def install(action: Callable[[], object]) -> list[int]:
@@ -121,7 +124,11 @@ def test_a_bad_line_ends_it(kernel: Kernel, between: Between, probed: bool) -> N
 
 
 def test_what_others_do_stays(kernel: Kernel, between: Between) -> None:
-    """Switching and removing what the first lines made, definitions of their own, instances, calls."""
+    """Changes that other clients make between the pieces of a long write stay.
+
+    The changes are a switched and a removed event of the write, other events, instances, and calls of
+    functions.
+    """
     mount = kernel.mount()
     turn = iter(range(NUMBER))
 
@@ -157,7 +164,10 @@ def test_the_guest_is_lost_meanwhile(kernel: Kernel, between: Between, probed: b
 
 @pytest.mark.parametrize("probed", [False, True])
 def test_a_reboot_meanwhile_ends_it(between: Between, probed: bool) -> None:
-    """With what it has done so far."""
+    """A reboot between the pieces of a long write ends the write with ESTALE.
+
+    Events that were already defined stay.
+    """
     living = RebootableKernel(MachineConfig(), RootLayout.FULL, Owner(0, 0))
     mount = living.mount
     if probed:
@@ -179,7 +189,9 @@ def await_waiter(lock: ControlLock) -> None:
 
 
 def test_each_waits_for_one_piece(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock is given away behind each piece to who came while that was done."""
+    """A thread that asks for the control lock during a piece of a long write gets the lock after
+    this piece.
+    """
     events = kernel.tracing.kprobe_events
     execute, go = events.write, Semaphore(0)
     counts: list[int] = []
@@ -236,14 +248,16 @@ def test_who_was_served_and_waits_again_is_not_waited_for(monkeypatch: pytest.Mo
         await_waiter(lock)
         monkeypatch.setattr(locks, "sleep", look)
         monkeypatch.setattr(locks, "monotonic", lambda: 0.0)
-        # Whoever was quicker has it by then: here that is this thread.
+        # The waiter is served during the first sleep, and then waits again: yield_lock must not sleep twice.
         lock.yield_lock()
     waiter.join()
     assert looks
 
 
 def test_its_data_stay_while_others_write(kernel: Kernel, between: Between) -> None:
-    """They are the call's, as a probe would see them behind its sleep."""
+    """The guest's buffer keeps the data of a long write while other clients write, because a probe may read
+    the data later.
+    """
     mount, buffers = kernel.mount(), kernel.guest.buffers
     write(mount, "/kprobe_events", "p:calls vfs_write\n")
     write(mount, "/tracing/events/kprobes/enable", "1")
@@ -258,7 +272,7 @@ def test_its_data_stay_while_others_write(kernel: Kernel, between: Between) -> N
     between(others)
     assert write(mount, "/kprobe_events", TEXT, WRITER) == len(TEXT)
     assert set(seen) == {TEXT}
-    # The one that is out is that of all reads.
+    # The buffer that all reads share is never given back.
     assert buffers._made == len(buffers._free) + 1
 
 
@@ -266,7 +280,7 @@ def test_its_data_stay_while_others_write(kernel: Kernel, between: Between) -> N
 def test_what_would_block_gives_no_way(
     kernel: Kernel, between: Between, monkeypatch: pytest.MonkeyPatch, probed: bool
 ) -> None:
-    """Who would wait is told so, and asks again by himself."""
+    """If a piece of a long write would block, the write raises WouldBlock, and the client can write again."""
     events = kernel.tracing.kprobe_events
     execute = events.write
     goes_on = [False, True]
@@ -285,7 +299,7 @@ def test_what_would_block_gives_no_way(
     with pytest.raises(WouldBlock):
         write(mount, "/kprobe_events", TEXT, WRITER)
     assert len(times) == 1
-    # Nor is a call left asleep in the guest.
+    # No system call is left asleep in the guest.
     assert kernel.guest.processes.task_of(WRITER.pid, 0, 0).request is None
     monkeypatch.undo()
     assert write(kernel.mount(), "/kprobe_events", "p:again gcd\n", WRITER) > 0
@@ -295,7 +309,10 @@ def test_what_would_block_gives_no_way(
 def test_a_short_take_ends_it(
     kernel: Kernel, between: Between, monkeypatch: pytest.MonkeyPatch, probed: bool
 ) -> None:
-    """What it took is its answer; no line behind that is done."""
+    """If the file takes only a part of a piece, the write returns the bytes taken until then.
+
+    Later lines are not executed.
+    """
     events = kernel.tracing.kprobe_events
     execute, shorts = events.write, [True, False]
     between(lambda: None)
@@ -314,7 +331,7 @@ def test_a_short_take_ends_it(
 
 
 def test_a_reboot_of_many_instances_gives_way_for_each(between: Between) -> None:
-    """The settings of one instance are read in one step, and so are its switches."""
+    """A reboot yields the control lock at least twice per instance."""
     times = []
     for instances in (0, 30):
         living = RebootableKernel(MachineConfig(), RootLayout.FULL, Owner())

@@ -1,4 +1,4 @@
-"""What a process that waits in a system call passes to it, as /proc tells."""
+"""The system call in which a process waits and the arguments of this call, as read from /proc."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def memory() -> Iterator[ProcessMemory]:
 
 @contextmanager
 def waiting_in_open(path: str, flags: int, memory: ProcessMemory) -> Iterator[int]:
-    """A process that waits for the other end of a FIFO; its pid."""
+    """Yield the pid of a process that waits in open(2) for the other end of a FIFO."""
     os.mkfifo(path)
     with subprocess.Popen([sys.executable, "-c", _FIFO_READER, path, str(flags)]) as process:
         try:
@@ -62,7 +62,7 @@ def test_an_open_with_all_that_it_was_given(tmp_path: os.PathLike[str], memory: 
 
 
 def test_every_call_has_its_arguments() -> None:
-    """The tables of numbers name calls alone that are described, each once."""
+    """The tables of system call numbers contain only calls that ARGUMENTS describes, and no call twice."""
     for table in (module._X86_64, module._GENERIC):
         names = table.split()[::2]
         assert len(set(names)) == len(names) == len(module._by_number(table))
@@ -85,7 +85,10 @@ def test_what_the_host_has_seen_to_is_no_affair_of_the_guests() -> None:
 
 
 def test_a_string_that_ends_with_its_page(memory: ProcessMemory) -> None:
-    """What lies behind it isn't touched: there may be nothing."""
+    """A string at the end of a page can be read if the next page is not mapped.
+
+    A read in the next page fails.
+    """
     size = 2 * 4096
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -102,7 +105,10 @@ def test_a_string_that_ends_with_its_page(memory: ProcessMemory) -> None:
 
 
 def test_an_open_that_another_file_system_makes() -> None:
-    """overlayfs reads what it copies: the host's request has other flags than the client's call."""
+    """An open request belongs to the client's call only if both have the same flags.
+
+    overlayfs opens files that it copies with other flags than the client.
+    """
     call = ClientCall("openat", (0, 0x1000, os.O_WRONLY | os.O_APPEND, 0), {1: b"/merged/f"})
     assert call.opens_as("/scratch/low/f", os.O_WRONLY | os.O_APPEND)
     for flags in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR | os.O_APPEND, os.O_WRONLY | os.O_APPEND | os.O_TRUNC):

@@ -1,4 +1,4 @@
-"""What a client did is what the guest did: the same system call, with the same arguments, by its own task."""
+"""The guest makes the same system call as the client, with the same arguments, in the client's task."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LINE = re.compile(r"\s*(\S+)-(\d+) .*: sys_(\w+)(?:\((.*)\)| -> (\S+))$")
 
 
 class ClientOfMount:
-    """A process that calls, and then sends what the host makes of it."""
+    """A client that waits in a system call, and the requests that the host's kernel makes for this call."""
 
     def __init__(self, kernel: Kernel, watch: ScriptedWatch) -> None:
         self.kernel, self.mount = kernel, kernel.mount()
@@ -46,7 +46,9 @@ class ClientOfMount:
 
     @contextmanager
     def call(self, name: str, *args: int | str | bytes) -> Iterator[None]:
-        """While it waits in this one; strings are paths below the root, unless relative."""
+        """Let the client wait in the system call `name` during the block; strings are the data of pointer
+        arguments.
+        """
         kinds = ARGUMENTS[name]
         assert len(kinds) == len(args)
         data = {
@@ -63,7 +65,9 @@ class ClientOfMount:
             del self._watch.calls[CLIENT.pid]
 
     def seen(self, action: Callable[[], object]) -> list[tuple[str, str]]:
-        """System calls that events showed meanwhile, with arguments or result; addresses are left out."""
+        """Run `action`, and return (name, arguments or result) for each event of a system call, without
+        addresses.
+        """
         self.kernel.trace.clear_trace()
         with suppress(KernelError):
             action()
@@ -109,13 +113,13 @@ def check(
 
 
 PATHS = [ROOT + "/{}", "{}", "./{}", "../{}"]
-"""Ways to name what lies in scratch/, for a process that stands somewhere in the mount, or elsewhere."""
+"""Forms of the path of a file: absolute, or relative to several working directories."""
 
 
 @pytest.mark.parametrize("top", ["scratch", "tracing"])
 @pytest.mark.parametrize("form", PATHS)
 def test_names_that_are_missing(client: ClientOfMount, top: str, form: str) -> None:
-    """They end at the lookup, with the errno of the guest's own."""
+    """A system call on a missing name ends at the lookup. The guest's call fails with ENOENT, too."""
     path, text = f"/{top}/missing", form.format(f"{top}/missing")
     cases: list[tuple[str, tuple[int | str | bytes, ...], str]] = [
         ("open", (text, 0, 0), "flags: 0, mode: 0"),
@@ -180,7 +184,10 @@ def test_components_and_links_on_the_way_are_nobodys_calls(client: ClientOfMount
 
 
 def test_a_file_from_open_to_close(client: ClientOfMount) -> None:
-    """One call each, with the process's own descriptor, wherever it starts."""
+    """From open to close, a request on a file becomes one system call with the client's descriptor.
+
+    If a read(2) starts at another offset than the last one ended, the guest first calls lseek(2).
+    """
     mount, opened = client.mount, []
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     with client.call("openat", AT_FDCWD, ROOT + "/scratch/new", flags, 0o666):
@@ -283,7 +290,10 @@ def test_appending_needs_no_seek(client: ClientOfMount) -> None:
 
 
 def test_making_and_removing(client: ClientOfMount) -> None:
-    """As it was called: modes have lost nothing yet, the guest takes the umask away."""
+    """The guest's calls that create and remove files have the client's arguments.
+
+    The guest applies the umask to modes.
+    """
     mount = client.mount
     check(
         client,
@@ -343,7 +353,9 @@ def test_making_and_removing(client: ClientOfMount) -> None:
 
 
 def test_listing(client: ClientOfMount) -> None:
-    """Each getdents64(2) of the process's is one of the guest's, down to the last, which gives nothing."""
+    """Every getdents64(2) of the client is a getdents64(2) of the guest, including the last call, which
+    returns 0.
+    """
     mount, handles = client.mount, []
     for path, size in (("/scratch", None), ("/tracing/events", "0x0")):
         with client.call("openat", AT_FDCWD, ROOT + path, os.O_DIRECTORY, 0):
@@ -362,7 +374,9 @@ def test_listing(client: ClientOfMount) -> None:
 
 
 def test_instances_are_made_by_their_maker(client: ClientOfMount) -> None:
-    """The guest's mkdir and rmdir come back for ours, whether they succeed or not."""
+    """mkdir and rmdir of an instance call the guest's functions, such as vfs_mkdir, even if the host refuses
+    the request.
+    """
     hits: list[str] = []
     functions = ("do_mkdirat", "vfs_mkdir", "do_rmdir", "vfs_rmdir")
     probes = [
@@ -393,7 +407,7 @@ def test_instances_are_made_by_their_maker(client: ClientOfMount) -> None:
         "0xffffffffffffffff",
     )
     assert hits == ["do_mkdirat", "vfs_mkdir"]
-    # Without a word from /proc it is the plain call.
+    # If /proc does not show the client's call, the guest makes the call that fits the request.
     hits.clear()
     mkdir()
     rmdir()
@@ -438,7 +452,7 @@ def test_names_can_be_read_where_the_process_put_them(client: ClientOfMount) -> 
 
 
 def test_a_long_name(client: ClientOfMount) -> None:
-    """There is room for one of the two: the guest walks the right way."""
+    """System calls with a path of 3000 bytes have the right result in the guest."""
     text = "./" * 1500 + "scratch/missing"
     check(client, "newstat", (text, 1), lambda: client.look("/scratch/missing"), "", "0xfffffffffffffffe")
     check(
@@ -447,7 +461,9 @@ def test_a_long_name(client: ClientOfMount) -> None:
 
 
 def test_a_descriptor_is_that_file_whatever_it_is_called_now(client: ClientOfMount) -> None:
-    """Names move on to other files; another process may have the same file open to read it."""
+    """A call on a descriptor changes the file that the client has opened, not another file that had the same
+    name.
+    """
     mount = client.mount
     old = mount.create(CLIENT, "/scratch/name", 0o644, os.O_RDWR)
     mount.write(CLIENT, old, b"kept", 0)

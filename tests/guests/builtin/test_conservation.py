@@ -1,4 +1,6 @@
-"""hits = records + overrun + dropped + filtered + cleared, whatever is done to the buffers meanwhile."""
+"""Every hit is accounted for: hits = records + overrun + dropped + read + cleared, whatever happens to the
+buffers.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,24 @@ from tests.guests.builtin.test_reserves import OTHER, opened, read, write
 
 STEPS = 20
 LIMIT = 500
-"""What the filters divide the argument by: below it the top array records, from it on the instance does."""
+"""Bound of the filters: the top array records hits with smaller arguments, and the instance all
+other hits.
+"""
 TOP, INSTANCE = "/tracing", "/tracing/instances/rest"
 ARRAYS = {TOP: f"n < {LIMIT}", INSTANCE: f"n >= {LIMIT}"}
 KINDS = ("records", "overrun", "dropped events", "read events", "cleared")
 
 
 class Books:
-    """What became of the hits, by the files alone."""
+    """An account of all hits, taken only from files of the mount."""
 
     def __init__(self, mount: Mount, random: Random) -> None:
         self.mount, self.random = mount, random
         self.calls = 0
         self.calls_before = 0
-        """Those that events counted which are gone."""
+        """Number of hits of events that were deleted."""
         self.closed: Counter[str] = Counter()
-        """What the buffers counted until they were cleared."""
+        """Kind -> number of hits in buffers that were cleared."""
         mount.mkdir(OTHER, INSTANCE, 0o755)
         for array in ARRAYS:
             self.write(array, "buffer_size_kb", "4")
@@ -57,7 +61,7 @@ class Books:
         return {name: int(value) for name, value in re.findall(r"^([a-z ]+): (\d+)$", text, re.M)}
 
     def close(self, array: str) -> None:
-        """The buffer is about to be cleared."""
+        """Add the counts of the array's buffer to `closed`, because the buffer will be cleared."""
         stats = self.stats(array)
         self.closed["cleared"] += stats["entries"]
         for name in ("overrun", "dropped events", "read events"):
@@ -71,7 +75,7 @@ class Books:
             total["records"] += stats["entries"]
         return total
 
-    # What may happen
+    # Steps of the test
 
     def call(self) -> None:
         self.call_often(self.random.choice((1, 30, 200)))
@@ -110,7 +114,10 @@ class Books:
             self.write(array, "options/overwrite", value)
 
     def define_anew(self) -> None:
-        """Deleting an event that was enabled empties the buffers, and its count goes with it."""
+        """Delete the event and define the event again.
+
+        The deletion clears the buffers and the event's count of hits.
+        """
         for array in ARRAYS:
             self.close(array)
             self.write(array, "events/kprobes/hit/enable", "0")

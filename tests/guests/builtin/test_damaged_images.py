@@ -1,4 +1,4 @@
-"""Kernel images that aren't whole, or aren't ours: refused with an error that says why, whatever is wrong."""
+"""Damaged and foreign kernel images are refused with an error that names the fault."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from emulated_kernel.util.errors import KernelError
 
 WHOLE = (PREBUILT / "x86_64" / "vmlinux").read_bytes()
 DAMAGED = int(os.environ.get("KPROBEFS_DAMAGED", "25"))
-"""Images with other bytes in them that are booted; KPROBEFS_DAMAGED changes the number."""
+"""Number of randomly damaged images that are booted; KPROBEFS_DAMAGED changes the number."""
 E_MACHINE, E_ENTRY, E_PHOFF, E_PHENTSIZE, PROGRAM_HEADER = 18, 24, 32, 54, 56
 P_FLAGS, P_PADDR, P_MEMSZ = 4, 24, 40
 
 
 def refusal(data: bytes, tmp_path: Path) -> str:
-    """Why an image is refused; it must be by a KernelError of one line."""
+    """Return why an image is refused.
+
+    Assert that the error is a KernelError with ENOEXEC and one line of text.
+    """
     file = tmp_path / "vmlinux"
     file.write_bytes(data)
     with pytest.raises(KernelError) as caught:
@@ -41,7 +44,7 @@ def edited(layout: str, offset: int, value: int) -> bytes:
 
 
 def header(segment: int, field: int) -> int:
-    """Where a field of a program header is."""
+    """Return the file offset of a field of a program header."""
     return int(struct.unpack_from("<Q", WHOLE, E_PHOFF)[0]) + segment * PROGRAM_HEADER + field
 
 
@@ -71,7 +74,9 @@ def test_what_is_wrong_is_named(data: bytes, why: str, tmp_path: Path) -> None:
 
 
 def test_truncated_at_every_length() -> None:
-    """The section headers end the file: none of it can be missing."""
+    """An image that is cut off at any length is refused, because the section headers are at the end of the
+    file.
+    """
     near_the_ends = [*range(4096), *range(len(WHOLE) - 4096, len(WHOLE))]
     for length in [*near_the_ends, *range(4096, len(WHOLE) - 4096, 61)]:
         with pytest.raises(KernelError, match="not a usable kernel image: "):
@@ -80,7 +85,7 @@ def test_truncated_at_every_length() -> None:
 
 @pytest.mark.slow
 def test_other_bytes_boot_or_are_refused(tmp_path: Path) -> None:
-    """Whatever they do: nothing else than a KernelError comes out, and no boot lasts."""
+    """An image with random damage boots or is refused with a KernelError, and no boot hangs."""
     dice = random.Random(3)
     file = tmp_path / "vmlinux"
     refused = 0
@@ -95,7 +100,7 @@ def test_other_bytes_boot_or_are_refused(tmp_path: Path) -> None:
 
 
 def damaged(dice: random.Random) -> bytes:
-    """The image with flipped bits, or a piece overwritten: in its headers, or anywhere."""
+    """Return the image with flipped bits or one overwritten piece, in the first 1024 bytes or anywhere."""
     data = bytearray(WHOLE)
     end = dice.choice([0x400, len(data)])
     if dice.random() < 0.7:
@@ -108,7 +113,7 @@ def damaged(dice: random.Random) -> bytes:
 
 
 def test_a_panic_at_boot_is_told(tmp_path: Path) -> None:
-    """The image's own message, where it gives one: without memory for its first task, for example."""
+    """An image whose first task crashes is refused with the message that the kernel does not boot."""
     file = tmp_path / "vmlinux"
     file.write_bytes(WHOLE)
     symbols = load_image(file).kallsyms

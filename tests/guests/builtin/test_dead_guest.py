@@ -1,4 +1,4 @@
-"""The mount over a kernel that gave up: our files answer, scratch/ is EIO at once."""
+"""The mount of a dead guest: control files are served, and requests on scratch/ fail with EIO at once."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_everything_that_needs_the_guest_is_eio(kernel: Kernel) -> None:
 
 
 def test_a_guest_that_says_it_has_read_more(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A damaged one says anything; the front end has room for what it asked for."""
+    """If a damaged guest returns more bytes than a read asked for, the read fails with EIO."""
     mount = kernel.mount()
     handle = mount.create(CLIENT, "/scratch/file", 0o644, os.O_RDWR)
     assert mount.write(CLIENT, handle, b"some text", 0) == 9

@@ -1,4 +1,4 @@
-"""The same seed and the same requests give the same bytes: traces with their times, the log, all files."""
+"""The same seed and the same requests give byte-identical traces, logs and other files, including times."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.sample import WHOLE, fewer
 
 PROJECT = Path(__file__).resolve().parents[3]
 HASH_SEEDS = ("0", "1", "2", "random")
-"""In which order Python walks its sets must not matter."""
+"""Values of PYTHONHASHSEED: the order in which Python iterates over sets must not matter."""
 RUNS = fewer(5, 3)
-"""In each of the processes."""
+"""Number of runs in one process."""
 CASES = [("x86_64", 1), ("i386", 1), ("riscv64", 1), ("x86_64", 4)]
 
 
 def session(arch: str, seed: int, runs: int, hash_seed: str = "0", cpus: int = 1) -> tuple[list[str], str]:
-    """The digest of each run, and what the last one showed."""
+    """Return the digest of each run, and the text of the last run."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.guests.builtin.determinism", str(runs), arch, str(seed), str(cpus)],
         cwd=PROJECT,
@@ -37,7 +37,9 @@ def session(arch: str, seed: int, runs: int, hash_seed: str = "0", cpus: int = 1
 @pytest.mark.slow
 @pytest.mark.parametrize(("arch", "cpus"), CASES)
 def test_runs_are_byte_identical(arch: str, cpus: int) -> None:
-    """Two runs in each of two processes; with KPROBEFS_WHOLE=1 five in each of four."""
+    """Two runs in each of two processes show the same bytes; with KPROBEFS_WHOLE=1, five runs in each of four
+    processes.
+    """
     hash_seeds = HASH_SEEDS if WHOLE else ("0", HASH_SEEDS[1 + CASES.index((arch, cpus)) % 3])
     digests: list[str] = []
     shown = []
@@ -51,7 +53,7 @@ def test_runs_are_byte_identical(arch: str, cpus: int) -> None:
 
 
 def test_another_seed_gives_other_times_for_the_same_events() -> None:
-    """Nothing but times depends on it."""
+    """Another seed changes only the times of records, not their order, tasks and text."""
     one, other = (records(session("x86_64", seed, 1)[1]) for seed in (1, 2))
     assert len(one) == len(other) > 20
     assert [words for _, words in one] == [words for _, words in other]
@@ -59,8 +61,8 @@ def test_another_seed_gives_other_times_for_the_same_events() -> None:
 
 
 def records(text: str) -> list[tuple[str, str]]:
-    """Times of the top trace array's records, and what they tell."""
+    """Return (time, task and text) for each record of the top trace array."""
     trace = text.partition("== /tracing/trace\n")[2].partition("\n== ")[0]
-    # A string's own line ends are in it, too.
+    # A recorded string may contain line ends, too.
     lines = [line.split(None, 4) for line in trace.splitlines() if " [000] " in line]
     return [(time, f"{task} {words}") for task, _cpu, _flags, time, words in lines]

@@ -1,4 +1,6 @@
-"""Forks that nobody has told of: a client's only if that is sure, by what real processes wait for."""
+"""Forks that the host's kernel does not report: a new process counts as a client's child only if this is
+certain.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,16 @@ from tests.sample import fewer
 FORKING = Path(__file__).with_name("forking.py")
 ATTEMPTS = fewer(30, 3)
 QUIET_WITHIN = 1000
-"""Attempts of which one is to meet no fork of the rest of the host."""
+"""Number of attempts; in at least one attempt, no other process of the host should fork."""
 
 
 class Forking:
-    """A process that forks and waits when it is told to."""
+    """A process that forks and waits on command."""
 
     def __init__(self) -> None:
         commands, self._commands = os.pipe()
         self._answers, answers = os.pipe()
-        # A fork of the tests' own process, and each fork of that, would copy the tables of much memory.
+        # This is a new program, because forks of the tests' process would copy large page tables.
         command = [sys.executable, "-I", "-S", FORKING, str(commands), str(answers)]
         self._process = subprocess.Popen(command, pass_fds=(commands, answers))
         self.pid = self._process.pid
@@ -38,15 +40,15 @@ class Forking:
         return int.from_bytes(os.read(self._answers, 4), "little")
 
     def fork(self) -> int:
-        """A child that it has waited for."""
+        """Let the process fork a child that ends, and wait for this child. Return the child's pid."""
         return self._do(b"f")
 
     def keep(self) -> int:
-        """A child that lives on."""
+        """Let the process fork a child that lives on. Return the child's pid."""
         return self._do(b"k")
 
     def wait(self) -> int:
-        """For the one that it has kept last."""
+        """Let the last kept child end, and the process wait for this child. Return the child's pid."""
         return self._do(b"w")
 
     def close(self) -> None:
@@ -71,7 +73,7 @@ def stranger() -> Iterator[Forking]:
 
 @pytest.fixture
 def watch(client: Forking, stranger: Forking, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostProcesses]:
-    """On a host whose kernel doesn't tell; the client has made a request."""
+    """Yield a watch of host processes without fork events, after a first request of the client."""
     del stranger
     monkeypatch.setattr("emulated_kernel.guests.common.host_processes._fork_events", lambda: None)
     watch = HostProcesses()
@@ -82,7 +84,10 @@ def watch(client: Forking, stranger: Forking, monkeypatch: pytest.MonkeyPatch) -
 
 
 def parents(watch: HostProcesses, *pids: int) -> list[int | None]:
-    """Of those as far as the watch looks: the rest of the host may fork much."""
+    """Return the parent that the watch reports for each pid, or None.
+
+    The watch looks at a bounded number of forks.
+    """
     found = {fork.pid: fork.parent for fork in watch.forks()}
     assert len(found) <= MAX_FORKS_PER_LOOK
     return [found.get(pid) for pid in pids]
@@ -134,7 +139,9 @@ def test_nor_when_the_client_has_waited_before_that(
 def test_nor_where_it_forks_while_it_is_looked_at(
     watch: HostProcesses, client: Forking, stranger: Forking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has waited for then isn't among the processes that are looked at."""
+    """A stranger's fork is not the client's, even if the client forks while the watch looks at the new
+    process.
+    """
     look_at = watch._look_at
 
     def forking_meanwhile(pid: int) -> object:

@@ -82,7 +82,9 @@ def test_strings_may_have_any_bytes(kernel: Kernel) -> None:
 
 
 def test_an_image_that_lacks_something(tmp_path: Path) -> None:
-    """What the host looks for by name is told as a file's fault."""
+    """An image without a symbol or number that the host needs is refused with ENOEXEC, and no
+    thread is left.
+    """
     whole = (PREBUILT / "x86_64" / "vmlinux").read_bytes()
     damaged = tmp_path / "vmlinux"
     threads = threading.active_count()

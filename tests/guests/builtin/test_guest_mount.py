@@ -1,4 +1,6 @@
-"""The mount over the guest: who stands in it, what a failed or given-up request leaves behind."""
+"""The mount over the guest: which task makes a request, and what a failed or given-up request
+leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tests.kprobes.listed import list_lines
 FIRST, SECOND = Client(FIRST_PID, 0, 0), Client(FIRST_PID + 1, 0, 0)
 PIPE = "/tracing/trace_pipe"
 GUEST_FILES = 4096
-"""As many descriptors as the guest has."""
+"""Number of descriptors that the guest has for files of the mount."""
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def mount(kernel: Kernel, watch: ScriptedWatch) -> Mount:
 
 @pytest.fixture
 def watched(kernel: Kernel, mount: Mount) -> Mount:
-    """With a probe in the guest's text: requests run through the guest."""
+    """Return the mount of a kernel with a probe, so that requests run through the guest."""
     kernel.register_kprobe(Kprobe(symbol_name="strlen", pre_handler=lambda _kprobe, _regs: None))
     return mount
 
@@ -45,7 +47,9 @@ def errno_of(action: Callable[[], object]) -> int:
 
 
 def test_a_marker_is_its_writers(kernel: Kernel, mount: Mount) -> None:
-    """Nothing is patched, so that the guest takes no part in the write; but it says who made it, by pid."""
+    """Without a probe, a write to trace_marker does not run the guest, but the record has the pid of the
+    writer.
+    """
     marker = {client: mount.open(client, "/tracing/trace_marker", os.O_WRONLY) for client in (FIRST, SECOND)}
     for client in (FIRST, SECOND, SECOND, FIRST):
         mount.write(client, marker[client], b"here", 0)
@@ -55,7 +59,9 @@ def test_a_marker_is_its_writers(kernel: Kernel, mount: Mount) -> None:
 
 
 def test_an_open_that_fails_in_the_guest_is_ours_alone(kernel: Kernel, watched: Mount) -> None:
-    """The task is killed on its way back from the file's own open; the pipe takes one reader."""
+    """If an open kills the guest's task, the file stays open on the host: trace_pipe takes no second reader
+    until the release.
+    """
 
     def kill(_kprobe: Kprobe, regs: Any) -> None:
         regs.di = 0xFFFFFFFF
@@ -71,7 +77,9 @@ def test_an_open_that_fails_in_the_guest_is_ours_alone(kernel: Kernel, watched: 
 
 
 def test_files_that_the_guest_has_no_room_for(kernel: Kernel, mount: Mount) -> None:
-    """They are open already when a probe is armed, and do without the guest."""
+    """If more files are open before the first probe than the guest has descriptors, the host alone serves the
+    rest.
+    """
     opened = [mount.open(FIRST, "/machine/version", os.O_RDONLY) for _ in range(GUEST_FILES + 1)]
     reads: list[Kprobe] = []
     kprobe = Kprobe(symbol_name="vfs_read", pre_handler=lambda kprobe, _regs: reads.append(kprobe))
@@ -86,7 +94,10 @@ def test_files_that_the_guest_has_no_room_for(kernel: Kernel, mount: Mount) -> N
 
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.EINTR])
 def test_reads_given_up_keep_no_buffers(kernel: Kernel, watched: Mount, error: int) -> None:
-    """Processes that were told EAGAIN slept on in the guest, until there was no buffer for anybody."""
+    """A read that a client gives up ends in the guest and frees its buffer.
+
+    Otherwise sleeping reads would use up all buffers.
+    """
     pipe = watched.open(FIRST, PIPE, os.O_RDONLY)
     for pid in range(FIRST_PID, FIRST_PID + MAX_BUFFERS + 1):
         client = Client(pid, 0, 0)
@@ -116,7 +127,9 @@ def test_tracefs_at_the_root_has_no_scratch(kernel: Kernel) -> None:
 
 
 def test_data_that_the_guest_has_corrupted(kernel: Kernel, mount: Mount) -> None:
-    """What is intact is shown, and the log has one line about each kind of damage."""
+    """If the guest's log and task list are corrupt, intact data is shown, and the log reports both kinds of
+    damage once.
+    """
     log = mount.open(FIRST, "/machine/dmesg", os.O_RDONLY)
     before = mount.read(FIRST, log, 1 << 16, 0)
     symbols, memory = kernel.image.kallsyms, kernel.machine.memory
@@ -135,7 +148,7 @@ def test_data_that_the_guest_has_corrupted(kernel: Kernel, mount: Mount) -> None
 
 
 def test_truncation_may_run_the_guest(kernel: Kernel, watched: Mount) -> None:
-    """An event that was made while the guest is watched has a directory there, which goes with it."""
+    """An open with O_TRUNC deletes synthetic events, whose directories in the guest are removed, too."""
     path = "/tracing/synthetic_events"
     made = watched.open(FIRST, path, os.O_WRONLY)
     watched.write(FIRST, made, b"made u64 x\n", 0)
@@ -147,7 +160,9 @@ def test_truncation_may_run_the_guest(kernel: Kernel, watched: Mount) -> None:
 
 
 def test_two_mounts_of_a_kernel(kernel: Kernel, watch: ScriptedWatch) -> None:
-    """What either has open when the first probe comes is opened in the guest."""
+    """Files that are open on either mount when the first probe is registered are opened in the guest, so that
+    reads hit.
+    """
     watch.comms = {FIRST.pid: "first"}
     mounts = kernel.mount(), kernel.mount()
     handles = [mount.open(FIRST, "/machine/version", os.O_RDONLY) for mount in mounts]

@@ -1,4 +1,6 @@
-"""System calls that sleep in a file of ours, are resumed, interrupted, need the guest, or never end."""
+"""System calls on a file that the host serves: calls that sleep, are resumed or interrupted, need the guest,
+or fail.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,12 @@ def task(kernel: Kernel) -> GuestTask:
 
 @pytest.fixture
 def fd(kernel: Kernel, task: GuestTask) -> int:
-    """An open file of ours."""
+    """Return a descriptor of a file that the host serves."""
     return open_ours(kernel, task)
 
 
 def open_ours(kernel: Kernel, task: GuestTask) -> int:
-    """A descriptor of a file that the host serves, for reading and writing."""
+    """Return a descriptor, for reading and writing, of a file that the host serves."""
     return kernel.guest.syscalls.open(task, "/ours", os.O_RDWR, hostfs=lambda _op, _buffer, _count: 0)
 
 
@@ -46,7 +48,7 @@ def block_in(kernel: Kernel, task: GuestTask, fd: int) -> None:
 
 @pytest.fixture
 def entries(kernel: Kernel) -> Counter[str]:
-    """How often vfs_read was entered."""
+    """Return the number of entries of vfs_read, as a counter with this key."""
     hits: Counter[str] = Counter()
 
     def count(kprobe: Kprobe, _regs: Any) -> None:
@@ -84,14 +86,16 @@ def test_a_blocked_read_is_one_system_call(
 def test_a_read_of_another_size_is_another_call(
     kernel: Kernel, task: GuestTask, fd: int, entries: Counter[str]
 ) -> None:
-    """It was interrupted on the host, where it asked for more than it asks for now."""
+    """A read of another size than the sleeping read of the task is a new call: the host has interrupted the
+    earlier read.
+    """
     block_in(kernel, task, fd)
     assert kernel.guest.read_file(task, fd, 4, lambda: b"data that is cut") == b"data"
     assert entries["vfs_read"] == 2
 
 
 def test_another_call_interrupts_a_blocked_one(kernel: Kernel, task: GuestTask, fd: int) -> None:
-    """More often than there are buffers: each interrupted call gives its own back."""
+    """A system call of a task interrupts the sleeping read of the same task, which gives its buffer back."""
     for _ in range(2 * MAX_BUFFERS):
         block_in(kernel, task, fd)
         assert kernel.guest.syscalls.call(task, "getpid") == FIRST_PID
@@ -116,7 +120,9 @@ def elsewhere(action: Callable[[], int]) -> Callable[[], int]:
 
 
 def test_a_file_that_needs_the_guest(kernel: Kernel, task: GuestTask, fd: int) -> None:
-    """The write sleeps while another task runs the function; its result is the write's."""
+    """A write to a file that calls a kernel function sleeps while another task runs the function, and returns
+    the result.
+    """
     action = elsewhere(lambda: kernel.call("gcd", 12, 18))
     assert kernel.guest.write_file(task, fd, b"gcd 12 18", action, ExitStack()) == 6
 
@@ -161,7 +167,9 @@ def test_a_panic_ends_blocked_calls(kernel: Kernel, task: GuestTask, fd: int) ->
 
 
 def test_a_run_that_breaks_off_is_the_guests_end(kernel: Kernel, task: GuestTask) -> None:
-    """As by an interrupt from the keyboard: it stands anywhere, and must not be answered there."""
+    """An exception such as KeyboardInterrupt in the middle of a run ends the guest, whose state is then
+    unknown.
+    """
 
     def interrupted(_regs: Any) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,6 @@
-"""Calls of clients whose memory does not answer: they are made all the same, and their paths are faults."""
+"""System calls of clients whose memory cannot be read: the guest makes the calls, and probes see faults for
+the paths.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ LONG = "/".join(["d" * 200] * 15)
 
 @pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
 def test_paths_of_calls_that_are_unknown(arch: str) -> None:
-    """One path and two, short and long ones; the lookup before the call does not end it."""
+    """openat and renameat2 with unknown paths succeed, also if the paths are long.
+
+    A probe records the path as (fault).
+    """
     watch = ScriptedWatch(comms={FIRST_PID: "client"}, free_fds={FIRST_PID: 7})
     with Kernel(MachineConfig(arch=arch), watch) as kernel:
         mount = kernel.mount()
@@ -48,14 +53,16 @@ def test_paths_of_calls_that_are_unknown(arch: str) -> None:
 
 
 class UnreadableWatch(ScriptedWatch):
-    """The watch of a client whose memory belongs to the page that it waits for."""
+    """A watch that fails the test if the host reads a client's system call."""
 
     def call(self, pid: int, uid: int, instead: str | None = None) -> ClientCall | None:  # noqa: ARG002
         raise AssertionError("nobody can read the client's call")
 
 
 def test_a_page_belongs_to_no_call() -> None:
-    """The client's call is not looked at: its path may be in the page itself."""
+    """read_page does not read the client's system call, because the path of this call may be in the page
+    itself.
+    """
     watch = UnreadableWatch(comms={FIRST_PID: "client"})
     with Kernel(MachineConfig(), watch) as kernel:
         mount = kernel.mount()

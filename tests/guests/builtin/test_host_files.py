@@ -1,4 +1,6 @@
-"""Files of the host are read before the control lock is taken: one may be slow, or this very mount's."""
+"""Files of the host are opened without the control lock, because such a file may be slow or on this very
+mount.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +49,16 @@ def mount(kernel: Kernel) -> Mount:
 
 
 def is_held(kernel: Kernel) -> bool:
-    """Whether this thread holds the control lock."""
+    """Return True if this thread holds the control lock."""
     return kernel.lock._owner == threading.get_ident()
 
 
 @pytest.fixture
 def nothing_under_the_lock(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """open() raises while the lock is held; returns the list of opened paths.
+    """Let open() fail while this thread holds the control lock; yield the list of opened paths.
 
-    Two things are allowed: /proc, because it is the host kernel's own, and a directory. Only unnamed
-    temporary files are opened by their directory, which is the daemon's own.
+    Files of /proc and directories are allowed. The daemon opens a directory only for an unnamed temporary
+    file.
     """
     opened: list[object] = []
 
@@ -125,7 +127,7 @@ def test_nothing_foreign_is_opened_under_the_lock(
 def test_a_module_can_be_a_file_that_waits_for_this_kernel(
     kernel: Kernel, mount: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file of the mount itself: its open() is another request, which another thread takes."""
+    """If the file of a module is on the mount itself, another thread can serve the open of the file."""
     opens = os.open
     answered = []
 
@@ -159,7 +161,10 @@ def test_a_module_can_be_a_file_that_waits_for_this_kernel(
 def test_files_that_are_no_modules(
     kernel: Kernel, mount: Mount, tmp_path: Path, name: str, error: int
 ) -> None:
-    """Each is told by its errno and a line in the log, and hangs nobody; no command is done."""
+    """A path that is no module fails with an errno and a line in the log.
+
+    No command of the same write is executed.
+    """
     os.mkfifo(tmp_path / "fifo")
     with open(tmp_path / "large", "wb") as large:
         large.truncate(1 << 40)

@@ -1,4 +1,6 @@
-"""A guest of our own kernel damages its data: every reader answers, what is intact is shown, others go on."""
+"""kprobefs's own kernel with damaged data: every reader of the host ends, intact data is shown, and other
+requests work.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ WILD = 0x4141_4141_4141_4141
 
 @pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
 def test_each_damaged_word(arch: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Every pointer and length that a reader reads is wrong, one at a time; each reader answers in bounds."""
+    """If one pointer or length that the host reads is wrong, every reader of the host still ends within
+    bounds.
+    """
     caplog.set_level(logging.CRITICAL)
     with builtin.victim(arch) as kernel:
         readers = builtin.readers(kernel)
@@ -106,14 +110,17 @@ def test_circles_of_modules_and_their_users(kernel: Kernel, mount: Mount, memory
     memory.write_word(second, second)
     users = memory.read_word(module + abi["module.source_list"])
     memory.write_word(users, users)
-    # The user of the module is in a circle: nobody knows how many follow.
+    # The list of the module's users has no end, so the line of the module is left out.
     assert read(mount, "/machine/modules").splitlines() == [newest]
     assert b"counter" in oldest
     assert b"the module list is damaged" in read(mount, "/machine/dmesg")
 
 
 def test_log_records_that_overlap(kernel: Kernel, mount: Mount, memory: GuestMemory) -> None:
-    """All records together have no more bytes than the log."""
+    """If log records overlap, machine/dmesg shows fewer bytes than the log has.
+
+    A wrong first index is reported.
+    """
     record = struct.Struct("<QQHHB3x")
     size = kernel.image.abi["log_buf.size"]
     count = size // record.size - 1
@@ -130,7 +137,9 @@ def test_log_records_that_overlap(kernel: Kernel, mount: Mount, memory: GuestMem
 
 
 def test_directory_entries(kernel: Kernel, mount: Mount, memory: GuestMemory) -> None:
-    """Every word around a name is wrong: a listing ends, and what it shows is known or left out."""
+    """If a word near a file's name in guest memory is wrong, a listing of the directory ends with few entries
+    or an errno.
+    """
     kernel.machine.run_budget = 0.05
     name = b"NAMEOFUS"
     names = [f"/scratch/{text}" for text in ("before", name.decode(), "behind")]
@@ -161,7 +170,9 @@ def test_directory_entries(kernel: Kernel, mount: Mount, memory: GuestMemory) ->
 @pytest.mark.parametrize("hook", RETURN_HOOKS)
 @pytest.mark.parametrize("field", ["rethooks", "ret_stack"])
 def test_a_wild_word_where_a_tasks_returns_are(hook: str, field: str, watch: ScriptedWatch) -> None:
-    """Neither others nor the task itself get an error; the task's end is replayed, too."""
+    """A wild pointer to a task's pending returns causes no error for any task, and the exit of the task is
+    replayed.
+    """
     with Kernel(MachineConfig(run_budget=0.2, return_hook=hook), watch) as kernel:
         watch.comms = {VICTIM.pid: "victim", OTHER.pid: "other"}
         returns: list[int] = []
@@ -207,7 +218,9 @@ def test_module_memory_that_nobody_has(kernel: Kernel, size: int) -> None:
 @pytest.mark.parametrize("first", [0, 1, 0xFFFF_FFFF_8100_0000, 0xFFFF_8880_0000_0000, NOT_CANONICAL])
 @pytest.mark.parametrize("second", [0, 0xFFFF_FFFF_8100_0000, 0xFFFF_8880_0000_1001, NOT_CANONICAL])
 def test_services_for_modules(kernel: Kernel, operation: int, first: int, second: int) -> None:
-    """Each argument is checked: there is an answer or an errno, and the guest goes on."""
+    """The host's services for modules answer any arguments with a result or an errno, and the guest
+    goes on.
+    """
     with kernel.lock:
         try:
             kernel.modules._serve(operation, first, second)

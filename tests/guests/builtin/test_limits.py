@@ -1,4 +1,6 @@
-"""machine/limits: each limit at its edge, below what is in use, and after a reboot; nothing half done."""
+"""machine/limits: limits that are reached, lowered below the current use, and kept by a reboot; refusals
+change nothing.
+"""
 
 from __future__ import annotations
 
@@ -197,7 +199,9 @@ def write_as(client: Client, mount: Mount, path: str, text: str) -> None:
 
 
 def test_the_memory_of_one_user_s_histograms(mount: Mount) -> None:
-    """Further elements and histograms of that user are refused, and those of others are not."""
+    """At user_hist_bytes, further elements and histograms of this user are refused; other users are not
+    affected.
+    """
     one, other = USERS
     names = "abcd"
     for name in names:
@@ -223,7 +227,9 @@ def test_the_memory_of_one_user_s_histograms(mount: Mount) -> None:
 
 
 def test_the_memory_of_filters_and_synthetic_events(mount: Mount) -> None:
-    """Filters of events, of triggers and of event probes, errors that filter files show, and fields count."""
+    """Filters, texts of errors in filter files, and fields of synthetic events count as definition_bytes of
+    their user.
+    """
     one, other = USERS
     write(mount, EVENTS, "p:a int_sqrt a=$arg1\np:b int_sqrt a=$arg1\n")
     event, second = (f"/tracing/events/kprobes/{name}" for name in "ab")
@@ -300,7 +306,10 @@ def marked(mount: Mount) -> list[int]:
 
 
 def test_a_buffer_grows_beyond_half_of_the_memory(mount: Mount) -> None:
-    """The old memory of the buffer does not count, and the records stay."""
+    """A buffer can grow beyond half of the memory for records, because its old memory does not count.
+
+    The records stay.
+    """
     half = int(shown(mount)["record_bytes"][0]) >> 11
     write(mount, "/tracing/buffer_size_kb", f"{half - 2000}\n")
     marks(mount, range(20))
@@ -329,7 +338,7 @@ def test_a_snapshot_of_another_size_where_memory_is_short(mount: Mount) -> None:
 
 @pytest.mark.parametrize("instances", [0, 220])
 def test_a_reboot_where_most_memory_is_in_use(instances: int) -> None:
-    """The memory of the kernel that ends does not count, and the records stay."""
+    """A reboot succeeds and keeps the records even if more than half of the memory for records is in use."""
     living = RebootableKernel(MachineConfig(), RootLayout.FULL, Owner())
     mount = living.mount
     for number in range(instances):
@@ -374,7 +383,9 @@ def test_wrong_values_change_nothing_and_are_told(kernel: Kernel, mount: Mount, 
     "definition", ["p:more vfs_read", "p:two vfs_write", "s:made int a", "p:later mod:f"]
 )
 def test_probes(kernel: Kernel, mount: Mount, definition: str) -> None:
-    """A second probe of an event counts as the first one does, and so do those of modules to come."""
+    """The limit of probes counts second probes of an event, synthetic events, and probes of modules that are
+    not loaded.
+    """
     write(mount, EVENTS, "p:one vfs_read\n")
     write(mount, EVENTS, "p:two vfs_read\n")
     write(mount, LIMITS, "probes 2")
@@ -403,7 +414,7 @@ def test_instances(mount: Mount) -> None:
 
 
 def test_open_files(mount: Mount) -> None:
-    """Whoever is at the limit can still raise it."""
+    """At the limit of open files, a client can still write machine/limits to raise the limit."""
     with opened(mount, "/scratch/f", os.O_CREAT | os.O_WRONLY), opened(mount, "/tracing/trace_pipe"):
         handle = mount.opendir(CLIENT, "/tracing")
         write(mount, LIMITS, "open_files 3")
@@ -426,7 +437,9 @@ def test_open_files(mount: Mount) -> None:
 
 @pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
 def test_scratch_bytes(arch: str) -> None:
-    """Whole pages count; what fits of a write is written, as on a full disk."""
+    """scratch_bytes counts whole pages. As on a full disk, a write over the limit stores the bytes
+    that fit.
+    """
     with Kernel(MachineConfig(arch=arch)) as kernel:
         mount = kernel.mount()
         write(mount, LIMITS, f"scratch_bytes {10 * PAGE + 1}")
@@ -448,7 +461,9 @@ def test_scratch_bytes(arch: str) -> None:
 
 
 def test_run_budget() -> None:
-    """A guest that would keep everybody for ten minutes is stopped once the limit says so."""
+    """A lower run_budget_ms takes effect at once: a kernel function that loops is stopped as a soft
+    lockup.
+    """
     with Kernel(MachineConfig(run_budget=600)) as kernel:
         mount = kernel.mount()
         assert shown(mount)["run_budget_ms"] == ["600000"]
@@ -460,7 +475,9 @@ def test_run_budget() -> None:
 
 
 def test_lowered_below_what_is_in_use(mount: Mount) -> None:
-    """What is there stays; only more is refused."""
+    """If a limit is lowered below the current use, the existing probes stay and work, and only new probes are
+    refused.
+    """
     write(mount, EVENTS, "p:one vfs_read\n")
     write(mount, EVENTS, "p:two vfs_write\n")
     write(mount, LIMITS, "probes 0")

@@ -1,4 +1,7 @@
-"""Loads: real system calls by tasks of the guest's own, bounded, and nothing left of them."""
+"""Loads of machine/load: system calls of the guest's own tasks, with a rate and a duration.
+
+Nothing is left at the end.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ PID = 77_777
 
 @pytest.fixture(scope="module")
 def idle() -> Iterator[Kernel]:
-    """A kernel for all commands that are refused: none leaves a load."""
+    """Yield a kernel for commands that are refused, none of which leaves a load."""
     with Kernel() as kernel:
         yield kernel
 
@@ -31,7 +34,7 @@ def load_of(kernel: Kernel, kind: WorkloadKind) -> BackgroundWorkload:
 
 
 def count(kernel: Kernel, symbol: str) -> list[int]:
-    """Hits of a probe, as they come."""
+    """Return a list that gets one item at each hit of a new probe at `symbol`."""
     hits: list[int] = []
     kernel.register_kprobe(Kprobe(symbol_name=symbol, pre_handler=lambda _kprobe, _regs: hits.append(1)))
     return hits

@@ -26,7 +26,7 @@ def slabs(kernel: Kernel) -> Iterable[SlabCache]:
 
 
 def no_space(actions: Iterable[Callable[[], object]]) -> None:
-    """One of the actions must fail for want of space."""
+    """Assert that one of the actions fails because no space is left."""
     with pytest.raises(KernelError, match="No space left"):  # noqa: PT012
         for action in actions:
             action()
@@ -75,7 +75,9 @@ def test_the_form_is_linuxs(kernel: Kernel) -> None:
 
 
 def test_a_file_cannot_starve_the_kernel(kernel: Kernel) -> None:
-    """What the last pages are for must go on when scratch/ is full."""
+    """If scratch/ has used all available pages, the kernel still loads a module and runs functions, with
+    reserved pages.
+    """
     system, init = kernel.guest.syscalls, kernel.guest.processes.init
     fd = system.open(init, "/scratch/big", os.O_CREAT | os.O_WRONLY, 0o600)
     no_space(repeat(lambda: system.write(init, fd, bytes(64 << 10))))
@@ -94,7 +96,7 @@ def test_a_file_cannot_starve_the_kernel(kernel: Kernel) -> None:
 
 
 def test_a_sparse_file_cannot_either(kernel: Kernel) -> None:
-    """Its table of pages grows with its size."""
+    """Sparse files, whose tables of pages grow with the size, cannot use up the reserved pages."""
     system, init = kernel.guest.syscalls, kernel.guest.processes.init
 
     def write_far(number: int) -> None:

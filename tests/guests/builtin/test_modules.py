@@ -1,4 +1,6 @@
-"""Modules loaded by the guest's own loader: what they leave, what is refused and why, nothing lost."""
+"""Modules that the guest's own loader loads: their functions, refused files and the reasons, and memory that
+is freed.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ def shared() -> Iterator[Kernel]:
 
 @pytest.fixture
 def kernel(shared: Kernel) -> Iterator[Kernel]:
-    """A kernel that has no module at the end, and holds nothing of one."""
+    """Yield the shared kernel.
+
+    Afterwards, unload all modules, and assert that no module memory or patch is left.
+    """
     yield shared
     for module in shared.modules.loaded():
         shared.unload_module(module.name)
@@ -55,7 +60,7 @@ def free_pages(kernel: Kernel) -> int:
 
 
 def refused(kernel: Kernel, data: bytes) -> tuple[int, str]:
-    """The errno and the log's line for a file that can't be loaded."""
+    """Return the errno and the last line of the log for a module file that cannot be loaded."""
     used = kernel.machine.modules._pool.used
     with pytest.raises(KernelError) as failure:
         kernel.modules.init_module(data, "test")
@@ -139,7 +144,9 @@ class TestLoading:
         assert any("ktgt.c" in line and "ktgt_warn+0x10/" in line and "[ktgt]" in line for line in lines)
 
     def test_nothing_is_lost(self, kernel: Kernel) -> None:
-        """Pages of the guest and of the host are as before, however often modules come and go."""
+        """The numbers of free guest pages and of used host pages do not change if modules are loaded and
+        unloaded 20 times.
+        """
 
         def round_trip() -> None:
             for name in LOADED:
@@ -163,7 +170,7 @@ class TestLoading:
 
 
 class TestBadFiles:
-    """Each is refused with what is wrong in the log, and nothing has changed."""
+    """Files that are no valid modules: they are refused, the log says why, and no memory stays in use."""
 
     @pytest.mark.parametrize(
         ("data", "message"),
@@ -247,7 +254,9 @@ class TestBadFiles:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_damaged_files(seed: int) -> None:
-    """Headers and symbols with random bytes changed: refused, killed or loaded, and the guest lives on."""
+    """A module with random bytes changed in its section headers is refused or loaded, and the guest
+    lives on.
+    """
     dice = random.Random(seed)
     data = file_of("twins")
     start = struct.unpack_from("<Q", data, E_SHOFF)[0]

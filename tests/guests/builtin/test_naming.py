@@ -1,4 +1,4 @@
-"""A client's name of a file and the lookups that the host makes of it."""
+"""Paths in clients' system calls, and the lookups that the host's kernel makes for a path."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = st.lists(st.sampled_from("abcd"), min_size=1, max_size=4)
 
 
 def call(name: str, *paths: str, flags: int = 0) -> ClientCall:
-    """A call of these paths; `flags` are all of its numbers."""
+    """Return a ClientCall with these paths; `flags` is the value of all numeric arguments."""
     left = iter(paths)
     kinds = ARGUMENTS[name]
     data = {at: next(left).encode() for at, kind in enumerate(kinds) if kind in "ps"}
@@ -31,7 +31,9 @@ def call(name: str, *paths: str, flags: int = 0) -> ClientCall:
 
 @given(root=st.sampled_from(ROOTS), names=NAMES, work=st.integers(0, 4), data=st.data())
 def test_every_lookup_of_a_walk(root: str, names: list[str], work: int, data: st.DataObject) -> None:
-    """However a file is named, each lookup on its way tells where the name leads, the last that it ends."""
+    """For absolute and relative paths, walk_of says where a lookup on the way to the file leads and whether
+    the path ends.
+    """
     path = "/scratch/" + "/".join(names)
     start = root + "/scratch" + "".join("/" + name for name in names[:work])
     text = data.draw(st.sampled_from([root + path, posixpath.relpath(root + path, start)]))
@@ -49,7 +51,9 @@ def test_every_lookup_of_a_walk(root: str, names: list[str], work: int, data: st
     "name", ["newstat", "newlstat", "newfstatat", "statx", "access", "faccessat", "faccessat2"]
 )
 def test_looking_ends_with_the_lookup(name: str) -> None:
-    """Where the file is there, and where it, or a directory above it, isn't."""
+    """A call such as stat(2) ends with the lookup of the file, or with the lookup of a missing directory
+    above the file.
+    """
     looking = call(name, "/mnt/scratch/d/f")
     for found in (FILE, DIRECTORY, LINK, None):
         assert walks_at_end(looking, "/scratch/d/f", found) == ["/scratch/d/f"]
@@ -73,7 +77,9 @@ def test_making_ends_where_the_name_is_taken(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["link", "linkat", "rename", "renameat2"])
 def test_two_names(name: str) -> None:
-    """The one that wasn't looked up yet starts where the other one does."""
+    """In link(2) and rename(2), a path without a lookup of its own is resolved from the same directory as the
+    other path.
+    """
     for root in ("/mnt/scratch/", ""):
         moving = call(name, root + "old", root + "d/new")
         assert walks_at_end(moving, "/scratch/old", None) == ["/scratch/old", "/scratch/d/new"]

@@ -25,7 +25,9 @@ def kernel(request: Any) -> Iterator[Kernel]:
 
 
 def test_ppoll(kernel: Kernel) -> None:
-    """What is ready, nothing in the time given, and times that are none."""
+    """ppoll reports ready descriptors, waits for the timeout if no descriptor is ready, and refuses invalid
+    timeouts.
+    """
     task, memory = kernel.guest.processes.task_of(PID, 0, 0), kernel.machine.memory
     with kernel.guest.buffers.borrowed() as buffer:
         timeout, fds = buffer + 64, buffer + 128

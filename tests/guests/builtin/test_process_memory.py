@@ -1,4 +1,6 @@
-"""Memory of other processes: a reader that sleeps for ever is left alone, and the others are served."""
+"""Reads of other processes' memory by helper processes: a helper that sleeps forever is given up, and other
+reads work.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ def memory() -> Iterator[ProcessMemory]:
     memory = ProcessMemory()
     yield memory
     memory.close()
-    # Helpers that were given up are killed; here they can die of it.
+    # Helpers that were given up have been killed. Without the FIFO they end.
     for process in memory._abandoned:
         process.wait(5)
 
 
 @contextmanager
 def silent_file(tmp_path: os.PathLike[str]) -> Iterator[str]:
-    """A file that keeps each reader waiting, as memory of a hung file system does."""
+    """Yield the path of a FIFO, which keeps every reader waiting as memory on a hung file system does."""
     path = os.path.join(tmp_path, "fifo")
     os.mkfifo(path)
     yield path
@@ -44,7 +46,9 @@ def test_pieces_and_strings(tmp_path: os.PathLike[str], memory: ProcessMemory) -
 
 
 def test_a_slow_read_lets_others_work(tmp_path: os.PathLike[str], memory: ProcessMemory) -> None:
-    """The data may come from the caller's own mount, if a thread is left to answer."""
+    """A read waits for a helper inside `waiting()`, so that another thread can serve the mount that the data
+    come from.
+    """
     waits: list[str] = []
 
     @contextmanager
@@ -103,7 +107,7 @@ def test_a_reader_that_is_never_done_is_given_up(
 def test_no_more_readers_than_that_sleep(
     tmp_path: os.PathLike[str], memory: ProcessMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With MAX_ABANDONED of them, nothing is tried, until one of them ends."""
+    """If MAX_ABANDONED helpers sleep, further reads fail without a helper until one of these helpers ends."""
     # A signal ends no process that sleeps in a page fault.
     monkeypatch.setattr("subprocess.Popen.kill", lambda _process: None)
     with silent_file(tmp_path) as path:
@@ -131,7 +135,9 @@ def test_one_reader_sleeps_for_a_file(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Further reads of it fail at once, so that one process uses up one reader."""
+    """After a read of a file has timed out, further reads of this file fail at once and use no further
+    helper.
+    """
     monkeypatch.setattr("subprocess.Popen.kill", lambda _process: None)
     with silent_file(tmp_path) as path:
         for _ in range(MAX_ABANDONED + 1):
@@ -147,7 +153,9 @@ def test_one_reader_sleeps_for_a_file(
 
 
 def test_a_helper_has_no_descriptor_of_ours(tmp_path: os.PathLike[str], memory: ProcessMemory) -> None:
-    """One that sleeps for ever keeps neither a mount nor a pipe alive."""
+    """A helper has only the descriptors 0 to 2, so that a helper that sleeps forever keeps no mount and no
+    pipe alive.
+    """
     inherited = os.open(tmp_path, os.O_RDONLY)
     os.set_inheritable(inherited, True)
     try:

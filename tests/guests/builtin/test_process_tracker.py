@@ -28,7 +28,7 @@ def fork(pid: int, parent: int | None, comm: str = "sh", *, alive: bool = True) 
 
 @pytest.fixture
 def counted(kernel: Kernel) -> Counter[str]:
-    """How often the guest entered the functions of a process's life."""
+    """Return counters of the guest's entries of kernel_clone, do_exit and do_sys_openat2."""
     hits: Counter[str] = Counter()
 
     def count(kprobe: Kprobe, _regs: Any) -> None:
@@ -40,7 +40,7 @@ def counted(kernel: Kernel) -> Counter[str]:
 
 
 def test_adopted_process(kernel: Kernel, watch: ScriptedWatch, counted: Counter[str]) -> None:
-    """A process seen first at its request was forked in the past: no fork is shown."""
+    """A process that is first seen at its own request becomes a guest task without a fork in the guest."""
     watch.comms[SHELL] = "bash"
     task = kernel.guest.processes.task_of(SHELL, 1000, 1000)
     info = tasks(kernel)[SHELL]
@@ -98,7 +98,10 @@ def test_exec_renames(kernel: Kernel, watch: ScriptedWatch) -> None:
 
 
 def test_an_execve_is_shown_at_the_processs_own_request(kernel: Kernel, watch: ScriptedWatch) -> None:
-    """Until then the task only follows the name, so that others' requests don't decide what a trace shows."""
+    """The guest repeats an execve at the process's own next request.
+
+    Until then, the task only gets the new name.
+    """
     mirror = kernel.guest.processes
     watch.comms[SHELL] = watch.comms[CHILD] = "bash"
     mirror.task_of(SHELL, 0, 0)
@@ -126,7 +129,9 @@ def test_an_execve_is_shown_at_the_processs_own_request(kernel: Kernel, watch: S
 
 
 def test_a_program_that_is_not_the_latest_one_is_not_shown(kernel: Kernel, watch: ScriptedWatch) -> None:
-    """The process has executed another one since its facts were read: the next request shows that."""
+    """If a process has executed another program since its facts were read, the task gets the name of the
+    latest program.
+    """
     mirror = kernel.guest.processes
     watch.comms[SHELL] = "bash"
     mirror.task_of(SHELL, 0, 0)
@@ -162,7 +167,10 @@ def test_unknown_and_repeated_news(kernel: Kernel, watch: ScriptedWatch, counted
 def test_a_fork_by_nobody_knows_whom(
     kernel: Kernel, watch: ScriptedWatch, counted: Counter[str], parent: int | None
 ) -> None:
-    """It isn't the last client's, nor init's: it isn't told, and the child is adopted if it ever asks."""
+    """A fork with an unknown parent is not shown in the guest.
+
+    The child becomes a task at its own first request.
+    """
     watch.comms[SHELL] = "bash"
     mirror = kernel.guest.processes
     mirror.task_of(SHELL, 1000, 1000)
@@ -188,7 +196,9 @@ def test_many_processes_come_and_go(kernel: Kernel, watch: ScriptedWatch) -> Non
 
 
 def test_strangers_are_never_seen(kernel: Kernel, watch: ScriptedWatch, counted: Counter[str]) -> None:
-    """Neither forks of processes that make no request, nor their descendants, until these make one."""
+    """Processes without a request, and their forks and exits, are not shown in the guest until they make a
+    request.
+    """
     stranger, its_child = 4242, 4250
     watch.comms = {SHELL: "bash", stranger: "cc", its_child: "as"}
     mirror = kernel.guest.processes
@@ -223,7 +233,7 @@ def test_descendants_of_clients_are_seen(kernel: Kernel, watch: ScriptedWatch, c
 def test_a_request_replays_a_bounded_number_of_exits(
     kernel: Kernel, watch: ScriptedWatch, counted: Counter[str]
 ) -> None:
-    """The others wait for the next request, and none is lost."""
+    """One request replays at most MAX_EXITS exits. The next request replays the rest."""
     mirror = kernel.guest.processes
     mirror.task_of(SHELL, 0, 0)
     children = range(1000, 1000 + MAX_EXITS + 10)
@@ -255,7 +265,7 @@ def test_the_worker_is_replaced_when_a_call_kills_it(kernel: Kernel) -> None:
 
 
 def test_names_of_any_bytes(kernel: Kernel, watch: ScriptedWatch) -> None:
-    """A name has 15 bytes, which need not be UTF-8: the guest's task has the same ones."""
+    """A guest task has the same name as the process: up to 15 bytes, which need not be UTF-8."""
     watch.comms[SHELL] = b"\xff\xfe 0123456789abcdef".decode("utf-8", "surrogateescape")
     kernel.guest.processes.task_of(SHELL, 0, 0)
     assert os.fsencode(tasks(kernel)[SHELL].comm) == b"\xff\xfe 0123456789ab"
@@ -265,7 +275,9 @@ def test_names_of_any_bytes(kernel: Kernel, watch: ScriptedWatch) -> None:
 
 
 def test_a_pinned_process_runs_on_its_cpu(watch: ScriptedWatch) -> None:
-    """Modulo the guest's CPUs; its children inherit that, until they may go anywhere."""
+    """A process pinned to CPU n of the host, and its children, run on CPU n modulo the number of CPUs of the
+    guest.
+    """
     watch.comms = {SHELL: "bash", CHILD: "bash"}
     with Kernel(MachineConfig(cpus=2), watch) as kernel:
         mirror, abi = kernel.guest.processes, kernel.image.abi
@@ -286,7 +298,10 @@ def test_a_pinned_process_runs_on_its_cpu(watch: ScriptedWatch) -> None:
 
 
 def test_an_exit_reaches_a_client_that_waits_for_records(kernel: Kernel, watch: ScriptedWatch) -> None:
-    """Without a request. While nothing happens, no request begins, so the virtual clock stands still."""
+    """follow_processes replays an exit without a client's request, and wakes a client that polls trace_pipe.
+
+    If no process has ended, follow_processes does not advance the virtual clock.
+    """
     mount, client = kernel.mount(), Client(SHELL, 0, 0)
     watch.comms |= {SHELL: "sh", CHILD: "sleep"}
     for pid in (SHELL, CHILD):

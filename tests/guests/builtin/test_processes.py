@@ -1,4 +1,4 @@
-"""The watch on real processes: forks, exits and names as /proc tells them."""
+"""HostProcesses, the watch of real processes: forks, exits and names from /proc and the process connector."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def watch() -> Iterator[HostProcesses]:
 
 @pytest.fixture
 def few_descriptors(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostProcesses]:
-    """A watch that may use no descriptor for a process."""
+    """Yield a watch that may keep no descriptor for a process."""
     monkeypatch.setattr("emulated_kernel.guests.common.host_processes._descriptor_bounds", lambda: (0, 0))
     watch = HostProcesses()
     yield watch
@@ -41,7 +41,7 @@ def few_descriptors(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostProcesses]:
 
 @pytest.fixture
 def events(watch: HostProcesses) -> ForkEvents:
-    """What the watch is told by; skipped where nobody may listen to the process connector."""
+    """Return the fork events of the watch. Skip the test if nobody may listen to the process connector."""
     if watch._fork_events is None:
         pytest.skip("nobody may listen to the process connector here")
     return watch._fork_events
@@ -49,7 +49,7 @@ def events(watch: HostProcesses) -> ForkEvents:
 
 @contextmanager
 def child() -> Iterator[int]:
-    """A process that lives as long as the block."""
+    """Yield the pid of a child that lives as long as the block."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -66,7 +66,7 @@ def child() -> Iterator[int]:
 
 @contextmanager
 def thread() -> Iterator[int]:
-    """A thread that lives as long as the block; its id."""
+    """Yield the id of a thread that lives as long as the block."""
     started, done = threading.Event(), threading.Event()
 
     def live() -> None:
@@ -103,7 +103,9 @@ def test_a_fork_is_told_once(watch: HostProcesses) -> None:
 def test_a_process_that_is_only_beginning_is_told_later(
     watch: HostProcesses, events: ForkEvents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pid is the latest one before its process is anywhere to be seen, and before it is told of."""
+    """A new pid that is neither in /proc nor in a fork event yet is reported as a fork later,
+    exactly once.
+    """
     with child() as pid:
         with monkeypatch.context() as patch:
             patch.setattr(host_processes, "read", lambda _path: None)
@@ -161,7 +163,7 @@ def test_followed_processes_end(watch: HostProcesses) -> None:
 
 
 def test_a_process_that_ended_before_it_was_followed(watch: HostProcesses) -> None:
-    """Nobody else has to end for that to be told."""
+    """A process that has ended before `follow` is reported as exited, even if no other process ends."""
     with child() as pid:
         pass
     watch.follow(pid)
@@ -184,7 +186,9 @@ def _linux() -> tuple[int, int]:
 
 
 def test_a_thread_of_an_older_kernel(watch: HostProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It can't be followed alone, and counts as ended when its process has."""
+    """If pidfd_open refuses threads (before Linux 6.9), a followed thread counts as alive as long as its
+    process lives.
+    """
     plain = os.pidfd_open
 
     def pidfd_open(pid: int, flags: int = 0) -> int:
@@ -200,7 +204,7 @@ def test_a_thread_of_an_older_kernel(watch: HostProcesses, monkeypatch: pytest.M
 
 
 def test_a_number_used_again(watch: HostProcesses) -> None:
-    """The file that was kept open for the name is that of the process before."""
+    """If a pid is used again, the name is read anew, because the open file belongs to the earlier process."""
     with child() as ended:
         assert watch.comm(ended) is not None
     stale = watch._comms[ended]
@@ -268,7 +272,7 @@ def test_no_processes() -> None:
 
 @pytest.mark.usefixtures("own_descriptors")
 def test_ends_are_found_without_descriptors(few_descriptors: HostProcesses) -> None:
-    """By the start time, at the next look."""
+    """Without descriptors of processes, the next look finds ended processes by their start times."""
     watch = few_descriptors
     before = len(os.listdir("/proc/self/fd"))
     with child() as followed, child() as other:
@@ -284,7 +288,9 @@ def test_ends_are_found_without_descriptors(few_descriptors: HostProcesses) -> N
 
 
 def test_the_next_process_of_a_pid_is_another_one(few_descriptors: HostProcesses) -> None:
-    """Its request ends the one before at once, although a look checks only some processes."""
+    """has_ended reports at once that a pid belongs to a new process, although a look checks only some
+    processes.
+    """
     watch = few_descriptors
     with child() as pid:
         watch.follow(pid)
@@ -301,7 +307,7 @@ def test_the_next_process_of_a_pid_is_another_one(few_descriptors: HostProcesses
 def test_a_look_that_fails_ends_nobody(
     few_descriptors: HostProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the host has no descriptor for the look, a process counts as alive."""
+    """If the host has no free descriptor for a look, a followed process counts as alive."""
     watch = few_descriptors
 
     def no_descriptor(*_arguments: object, **_options: object) -> object:
@@ -333,7 +339,7 @@ def test_every_process_is_looked_at_in_turn(
 
 @pytest.mark.usefixtures("events")
 def test_forks_of_strangers_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither their own nor those of their children, as long as the host's kernel names the parents."""
+    """With fork events, the watch does not look at forks of processes that are no clients."""
     watch = HostProcesses()
     looked: list[int] = []
     monkeypatch.setattr(watch, "_look_at", looked.append)
@@ -349,7 +355,7 @@ def test_forks_of_strangers_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("events")
 def test_the_parent_of_a_process_that_has_ended(watch: HostProcesses) -> None:
-    """Told by the host's kernel alone, where it does."""
+    """The parent of a process that has already ended is reported. Only fork events can tell this parent."""
     with child() as pid:
         pass
     (found,) = [fork for fork in watch.forks() if fork.pid == pid]
@@ -358,7 +364,9 @@ def test_the_parent_of_a_process_that_has_ended(watch: HostProcesses) -> None:
 
 @pytest.mark.usefixtures("events")
 def test_a_name_is_asked_for_once_until_another_one_is_told(watch: HostProcesses) -> None:
-    """By whoever gives it: execve, or the process itself."""
+    """The watch keeps a name until an event reports a new name, which execve or the process itself
+    has set.
+    """
     script = "read x; printf renamed >/proc/$$/comm; read x; exec cat"
     with subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, bufsize=0) as shell:
         assert shell.stdin is not None
@@ -380,7 +388,9 @@ def test_a_name_is_asked_for_once_until_another_one_is_told(watch: HostProcesses
 
 
 def test_who_is_told_nothing_looks(watch: HostProcesses, events: ForkEvents) -> None:
-    """Where another listener has ended the events for all: found out by pids of which nothing was told."""
+    """If new pids appear without fork events, because another listener has ended the events, the watch stops
+    relying on them.
+    """
     watch.follow(os.getpid())
     watch.forks()
     watch.comm(os.getpid())
@@ -398,7 +408,7 @@ def test_who_is_told_nothing_looks(watch: HostProcesses, events: ForkEvents) -> 
 
 
 def test_nothing_is_kept_of_clients_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some end before they can be followed."""
+    """The watch keeps no data of clients that have ended, even if a client has ended before `follow`."""
     monkeypatch.setattr("emulated_kernel.guests.common.host_processes._fork_events", lambda: None)
     watch = HostProcesses()
     with child() as early, child() as late:
@@ -413,7 +423,9 @@ def test_nothing_is_kept_of_clients_that_have_ended(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("events")
 def test_pids_of_another_namespace_are_nobodys() -> None:
-    """There the connector's events are heard as soon as somebody outside listens; none tells our pids."""
+    """In another PID namespace, ForkEvents refuses to listen, because the events have pids of the initial
+    namespace.
+    """
     script = "from emulated_kernel.guests.common.fork_events import ForkEvents\nForkEvents()"
     namespace = ("unshare", "--pid", "--fork", "--mount-proc")
     started = subprocess.Popen((*namespace, sys.executable, "-c", script), stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""The program that a process has become, as /proc tells."""
+"""program_of: the path of the program that a process has executed, as read from /proc."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_binary_and_a_script(tmp_path: Path, memory: ProcessMemory) -> None:
     for command, comm in (["/bin/cat"], "cat"), ([str(script)], "a-script-with-a-long-name"[:15]):
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             deadline = monotonic() + 5
-            # execve() gives the name first, what stands on the stack afterwards.
+            # execve() sets the name before it writes the stack.
             while (program := program_of(process.pid, comm, memory)) != command[0] and monotonic() < deadline:
                 sleep(0.01)
             process.communicate()
@@ -37,7 +37,9 @@ def test_a_binary_and_a_script(tmp_path: Path, memory: ProcessMemory) -> None:
 
 
 def test_a_program_by_a_link(tmp_path: Path, memory: ProcessMemory) -> None:
-    """It is called as execve(2) was told, not as its first argument says, nor as the file behind the link."""
+    """program_of returns the path that was passed to execve(2), not the first argument and not the target of
+    the link.
+    """
     link = tmp_path / "dog"
     link.symlink_to("/bin/cat")
     command = ["neither", "-"]
@@ -54,7 +56,7 @@ def test_a_name_of_its_own(memory: ProcessMemory) -> None:
 
 
 def test_a_program_whose_memory_is_not_read(tmp_path: Path) -> None:
-    """The link of /proc names a binary. The path of a script, and that of a link to a binary, are unknown."""
+    """If memory is not read, /proc gives the path of a binary. The path of a link to a binary is unknown."""
     (tmp_path / "dog").symlink_to("/bin/cat")
     with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         deadline = monotonic() + 5

@@ -1,4 +1,4 @@
-"""Each limit has a reserve: what sleeps takes nothing that the others need."""
+"""Reserves of limited resources: requests that sleep or use up a resource leave enough for other requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FILE = "/scratch/new"
 
 @pytest.fixture
 def mount(kernel: Kernel) -> Mount:
-    """With a probe in the guest's text: requests run through the guest."""
+    """Return the mount of a kernel with a probe, so that requests run through the guest."""
     mount = kernel.mount()
     kernel.register_kprobe(Kprobe(symbol_name="strlen", pre_handler=lambda _kprobe, _regs: None))
     return mount
@@ -57,7 +57,7 @@ def write(mount: Mount, path: str, data: bytes) -> None:
 
 
 def everything_answers(mount: Mount, name: str) -> None:
-    """Definitions, lists, the log, scratch/ and disarming."""
+    """Assert that definitions, lists, the log, scratch/ and disarming work."""
     write(mount, "/tracing/kprobe_events", b"p:%s vfs_write name=+0($arg2):string" % name.encode())
     assert name in read(mount, "/tracing/kprobe_events").decode()
     write(mount, f"/tracing/events/kprobes/{name}/enable", b"1")
@@ -94,7 +94,7 @@ def test_a_thousand_readers_that_sleep_keep_nobody_waiting(
 
 
 def test_sleeping_readers_get_what_is_theirs(kernel: Kernel) -> None:
-    """All read by way of one buffer: what stands there when a read ends is its own."""
+    """Sleeping reads of several tasks share one buffer of the guest, but every read returns its own data."""
     guest = kernel.guest
 
     def sleep() -> bytes:
@@ -112,12 +112,12 @@ def test_sleeping_readers_get_what_is_theirs(kernel: Kernel) -> None:
         assert kernel.machine.memory.read(guest._read_buffer, 5) == data
 
 
-# Exhausted: what is needed to see why, and to end it, still answers.
+# If a resource is exhausted, the files that show why, and that help to free the resource, are still served.
 
 SEEN = (LIST, "/machine/dmesg", "/machine/tasks", "/tracing/kprobe_events", "/tracing/trace")
 EVENT = "/tracing/events/kprobes/kept"
 NEWCOMER = Client(FIRST_PID + 5000, 0, 0)
-"""Nobody has seen it before: it would need a task, a buffer, a descriptor."""
+"""A client without a guest task: its requests would need a task, a buffer and a descriptor."""
 
 
 @contextmanager
@@ -132,7 +132,7 @@ def no_buffers(kernel: Kernel, _mount: Mount) -> Iterator[None]:
 
 @contextmanager
 def no_memory(_kernel: Kernel, mount: Mount) -> Iterator[None]:
-    """All of the guest's, in a file of scratch/; a byte at a time at the end."""
+    """Use up the guest's memory with a file in scratch/ during the block."""
     handle = mount.create(OTHER, "/scratch/filler", 0o644, os.O_RDWR)
     at, size = 0, 1 << 17
     while size:
@@ -147,7 +147,7 @@ def no_memory(_kernel: Kernel, mount: Mount) -> Iterator[None]:
 
 @contextmanager
 def no_descriptors(_kernel: Kernel, mount: Mount) -> Iterator[None]:
-    """Of the guest's, for a process that opens one file again and again."""
+    """Use up the guest's descriptors by opening one file repeatedly, during the block."""
     with ExitStack() as files:
         for _ in range(5000):
             handle = files.enter_context(opened(mount, LIST, os.O_RDONLY))
@@ -160,7 +160,7 @@ def no_descriptors(_kernel: Kernel, mount: Mount) -> Iterator[None]:
 
 @contextmanager
 def no_tasks(_kernel: Kernel, mount: Mount) -> Iterator[None]:
-    """The guest's memory again, by processes that each have a task."""
+    """Use up the guest's memory, and let clients without a task make requests, during the block."""
     with no_memory(_kernel, mount):
         for client in READERS[:30]:
             mount.readdir("/")
@@ -197,7 +197,9 @@ def test_what_is_exhausted_keeps_nobody_from_looking_and_ending_it(
 
 
 def test_without_descriptors_of_the_hosts() -> None:
-    """Processes can't be told by name then, nor followed; the files answer."""
+    """If the daemon has no free descriptor, files are still served. Processes are followed and
+    named later.
+    """
     with Kernel(MachineConfig(), HostProcesses()) as kernel, subprocess.Popen(["sleep", "60"]) as process:
         mount = kernel.mount()
         kernel.register_kprobe(Kprobe(symbol_name="strlen", pre_handler=lambda _kprobe, _regs: None))

@@ -1,4 +1,4 @@
-"""Files of others: whatever they are, reading one ends, with its content or an errno."""
+"""Reads of files that users name: every read ends, with the content or an errno."""
 
 from __future__ import annotations
 
@@ -115,7 +115,10 @@ def test_what_was_given_open_has_a_limit() -> None:
 
 
 def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many are waited for, by threads that go when it does."""
+    """At most MAX_BLOCKED_READERS threads wait for a file system that does not answer.
+
+    Further reads fail at once.
+    """
     path, answers = tmp_path / "f", threading.Event()
     path.write_bytes(b"text")
 
@@ -136,7 +139,7 @@ def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.
                 foreign.read(path, LIMIT, time.monotonic() + 0.01)
         answers.set()
         eventually(lambda: not foreign._late)
-        # As many at once as ask, where none is late.
+        # If no read is late, any number of reads may run at once.
         with ThreadPoolExecutor(4 * safe_read.MAX_BLOCKED_READERS) as pool:
             read = [
                 pool.submit(foreign.read, path, LIMIT, None) for _ in range(4 * safe_read.MAX_BLOCKED_READERS)

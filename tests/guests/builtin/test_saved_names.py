@@ -1,4 +1,6 @@
-"""Names of tasks in the trace: saved once for all records of a client's reads, until a name may differ."""
+"""Saved names of tasks: repeated reads of one client save the client's name once, until the name may have
+changed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two tasks at one open file of ours: who sleeps in it keeps nobody else from it."""
+"""Two tasks with one open control file: a task that sleeps in a read does not block the other task."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARENT, CHILD = Client(500, 0, 0), Client(501, 0, 0)
 
 @pytest.fixture
 def kernel() -> Iterator[Kernel]:
-    """A kernel that is watched, so that requests go through the guest."""
+    """Yield a kernel with a probe, so that requests run through the guest."""
     with Kernel() as kernel:
         kernel.register_kprobe(Kprobe(symbol_name="int_sqrt"))
         yield kernel

@@ -1,4 +1,6 @@
-"""What armed probes can see of a client's call, what is read for it, and how often the guest runs."""
+"""Sight: what armed probes can read of a client's call, what the host reads of the client, and how often the
+guest runs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ OF_TEXT = "p:seen do_sys_openat2 name=+0($arg2):ustring\n"
 
 
 class Read(ScriptedWatch):
-    """A watch whose client is in openat(2) or read(2), and which notes what is read of it."""
+    """A watch that notes which data of a client the host reads."""
 
     def __init__(self) -> None:
         super().__init__(comms={FIRST_PID: "client"})
@@ -74,7 +76,7 @@ def armed(mount: Mount, definitions: str) -> None:
         (PLAIN + "p:more vfs_write\n", Sight.NOTHING),
         (PLAIN + "p:more vfs_write count=$arg3\n", Sight.REGISTERS),
         (PLAIN + "p:more vfs_read text=+0($arg2):ustring\n", Sight.MEMORY),
-        # Its hits depend on the length of a path.
+        # Hits of this function depend on the length of a path.
         ("p:seen strncpy_from_user\n", Sight.MEMORY),
         ("p:seen do_strncpy_from_user+8\n", Sight.MEMORY),
     ],
@@ -151,7 +153,10 @@ def test_optimized_probes_see_no_more() -> None:
 def test_what_is_read_of_a_client(
     definitions: str, lookup: list[str], missing: list[str], opened: list[str], read: list[str]
 ) -> None:
-    """Only what a probe can notice: no call on names executes vfs_read, and no read executes vfs_open."""
+    """The host reads only data of a client that a probe can notice.
+
+    No system call on names executes vfs_read, and no read executes vfs_open.
+    """
     watch = Read()
     with Kernel(MachineConfig(), watch) as kernel:
         mount = kernel.mount()
@@ -184,7 +189,10 @@ def test_what_is_read_of_a_client(
 def test_how_often_the_guest_runs(
     definitions: str, opened: int, read: int, closed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once up to the control file, and once from there to the call's end; only for calls that are seen."""
+    """A call that a probe can notice runs the guest up to the control file, and again to the end of the call.
+
+    Calls that no probe can notice do not run the guest.
+    """
     with Kernel(MachineConfig(), Read()) as kernel:
         mount = kernel.mount()
         armed(mount, definitions)
@@ -218,7 +226,11 @@ def test_how_often_the_guest_runs(
 
 
 def test_a_path_that_nobody_sees_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path of the request stands for it, unless the call may create the file, or ends at its lookup."""
+    """If no probe sees a path, the request's path replaces the client's path, unless the call may create the
+    file or end early.
+
+    A call with O_DIRECTORY may end at the lookup of the file.
+    """
     memory = ProcessMemory()
     monkeypatch.setattr(memory, "read", lambda *_: [b"typed"])
     calls = {

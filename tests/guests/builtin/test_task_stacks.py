@@ -1,4 +1,4 @@
-"""Where tasks will come back to, in a guest whose own data are damaged."""
+"""StackScanner: the ranges of code that tasks will return to, in a guest with damaged data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stacks(kernel: Kernel) -> StackScanner:
 
 
 def _with_stack(kernel: Kernel, stacks: StackScanner, base: int) -> set[tuple[int, int]]:
-    """What is occupied when the last task's stack is said to be there."""
+    """Return the ranges in use while the field task_struct.stack of the last task is `base`."""
     memory, image = kernel.machine.memory, kernel.image
     *_, task = kernel.guest.kernel.tasks()
     field = task.addr + image.abi["task_struct.stack"]

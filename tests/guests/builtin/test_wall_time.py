@@ -1,4 +1,4 @@
-"""Times of the guest as wall time: near what the host's clock said, in order, and the same ever after."""
+"""WallTime turns times of the guest into wall times: near the host's clock, in order, and always the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Calls that no probe can notice are not made: hits and records are those of a guest that makes all calls."""
+"""The guest does not make calls that no probe can notice.
+
+Hits and records are those of a guest that makes all calls.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,7 @@ def ranges_of(kernel: Kernel) -> list[range]:
 
 
 class Machine:
-    """A kernel with a mount, whose clients do the same as those of another one."""
+    """A kernel with a mount, and the fixed requests of two clients."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -137,7 +140,7 @@ class Machine:
         handle = mount.create(CLIENT, "/scratch/file", 0o644, os.O_RDWR)
         mount.write(CLIENT, handle, b"data", 0)
         self.found.append(mount.read(CLIENT, handle, 100, 0))
-        # A hit in the read would be a record to read.
+        # Otherwise a hit during the read would make a record to read.
         self.write("/tracing/tracing_on", "0", 0)
         waiting = mount.open(CLIENT, "/tracing/trace_pipe", os.O_RDONLY)
         self.found.append([self.waits(waiting) for _ in range(4)])
@@ -242,7 +245,7 @@ def opens(kernel: Kernel) -> bool:
 
 
 class CountedWords(dict[int, int]):
-    """A ledger's words, which count how many of them are read one by one."""
+    """The words of a ledger, with the number of words that `items` has returned."""
 
     read = 0
 
@@ -278,7 +281,9 @@ def test_all_functions_in_a_patched_word_count(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_all_calls_are_watched_with_a_module() -> None:
-    """Its code may be called from anywhere in the kernel."""
+    """While a module is loaded, the guest makes all calls, because any code of the kernel may call the
+    module.
+    """
     with Kernel(MachineConfig(), ScriptedWatch(comms={FIRST_PID: "client"})) as kernel:
         machine = Machine(kernel)
         machine.write("/kprobe_events", "p:seen vfs_read\n")
@@ -333,7 +338,10 @@ def watching() -> Iterator[tuple[Kernel, Mount]]:
 
 
 def test_a_function_is_not_its_neighbour_in_a_word(watching: tuple[Kernel, Mount]) -> None:
-    """No call executes dump_stack, but a function that ends in the same 8 bytes is executed."""
+    """Reads of an open file still hit after dump_stack is probed, which no call executes.
+
+    A function that ends in the same 8 bytes as dump_stack begins is executed by all calls.
+    """
     kernel, mount = watching
     [probed] = kernel.image.kallsyms.by_name("dump_stack")
     functions = FunctionCalls(kernel.image)
@@ -366,7 +374,9 @@ def test_files_stay_open_when_many_places_are_patched(watching: tuple[Kernel, Mo
 def test_files_are_opened_between_the_steps_of_a_write(
     watching: tuple[Kernel, Mount], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client opens a file while another one enables many events, of which the last notice opens."""
+    """A file that a client opens while another client enables many events is open in the guest, so that reads
+    hit.
+    """
     kernel, mount = watching
     enable(kernel, "writes", "vfs_write")
     events = ["p:many/seen vfs_read", "p:many/opens vfs_open", *(f"p:many/e{n} crc16" for n in range(200))]
@@ -392,7 +402,9 @@ def test_files_are_opened_between_the_steps_of_a_write(
 def test_a_question_during_a_change_is_asked_again(
     watching: tuple[Kernel, Mount], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests ask without the lock, also after the notice of a patch and before the patch."""
+    """An answer of execute_patches between the notice of a patch and the patch is not kept; requests ask
+    without the lock.
+    """
     kernel, _ = watching
     watched = kernel.guest.watched
     enable(kernel, "first", "crc16")

@@ -1,4 +1,6 @@
-"""Dumps of a machine as dump-guest-memory writes them: of a booted kernel's RAM, or of what a test wants."""
+"""Dumps as QEMU's dump-guest-memory writes them: of a booted kernel's RAM, or of memory that a test
+makes up.
+"""
 
 from __future__ import annotations
 

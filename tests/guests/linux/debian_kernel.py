@@ -1,6 +1,7 @@
-"""Debian's kernel, booted once for this machine's cache; skipped where its package can't be had.
+"""Debian's kernel, booted once per machine and then cached. Tests are skipped if its package is not
+available.
 
-KPROBEFS_DEBIAN=META[/SUITE] has tests and commands use another one, as linux-image-amd64/trixie.
+KPROBEFS_DEBIAN=META[/SUITE] selects another kernel for tests and commands, such as linux-image-amd64/trixie.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SEED = 1
 
 @cache
 def _ensure(path: Path) -> Path:
-    """Boot a kernel into the cache, unless another worker does so now or has done so."""
+    """Boot the kernel of a package into the cache, unless the cache has the kernel already; return `path`."""
     with path.with_name(f"{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         ensure_cached(str(path), SEED, lambda _done, _total: None)
@@ -40,9 +41,10 @@ def _ensure(path: Path) -> Path:
 
 @contextmanager
 def own_cache(meta: str, suite: str) -> Iterator[None]:
-    """Use another directory for the snapshots of other kernels than the usual one.
+    """Use a separate cache for the snapshots of each kernel that is not the default kernel.
 
-    The snapshots of all kernels together exceed the limit of a cache, so each run would boot them again.
+    The snapshots of all kernels together exceed the limit of a cache, so that each run would boot kernels
+    again.
     """
     if (meta, suite) == (META, SUITE):
         yield
@@ -53,14 +55,14 @@ def own_cache(meta: str, suite: str) -> Iterator[None]:
 
 
 def lasting_cache(name: str) -> Path:
-    """A cache directory that stays on this machine, as the usual one does."""
+    """Return a directory for a cache that stays on this machine after the tests."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home, "kprobefs", "tests", name)
 
 
 def image(meta: str = META, suite: str = SUITE) -> Path:
     """Return the kernel's package, after the kernel was booted into the cache."""
-    # A meta package of another architecture ends with its name.
+    # The name of a meta package for another architecture ends with the name of this architecture.
     architecture = meta.rpartition("-")[2]
     path = package(meta, suite, architecture if architecture in ("arm64", "riscv64") else "")
     with own_cache(meta, suite):

@@ -1,4 +1,4 @@
-"""Check of a kernel's tasks that end while their calls are hooked, for any processor."""
+"""Check of tasks that end while their calls are hooked, for kernels of all architectures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from tests.guests.linux.probing import workload
 
 
 def check_ended_tasks(guest: LinuxEngine, shell: Files) -> None:
-    """Check that each live task has an array and no other has; without a tracer no task has one."""
+    """Check that exactly the live tasks have a shadow stack while calls are hooked, and that no task has one
+    afterwards.
+    """
     stacks = KernelStacks(
         guest.kernel, guest.tasks.machine, guest.machine.memory, guest.tasks.per_cpu, guest.tasks.running
     )
@@ -35,7 +37,7 @@ def check_ended_tasks(guest: LinuxEngine, shell: Files) -> None:
     with guest.lock:
         for _ in range(3):
             workload(guest)
-        # The dead are freed when no CPU looks at them any more.
+        # The kernel frees an ended task once no CPU uses the task.
         guest.tasks.idle(1_000_000)
     live = [*stacks.task_structs()]
     arrays = [word for word in hung() if word]

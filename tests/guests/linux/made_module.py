@@ -13,9 +13,10 @@ _GLOBAL = 1 << 4
 
 
 def made_module(wanted: Sequence[str], defined: Sequence[str] = (), needs: Sequence[str] = ()) -> bytes:
-    """Return a module file in the form of a linker.
+    """Return a module file that is laid out as by a linker.
 
-    A name that is the end of another name has no string of its own.
+    A name that is the end of a longer name has no string of its own, but shares the string of the longer
+    name.
     """
     strings = b"\0"
     for name in sorted((*wanted, *defined), key=len, reverse=True):

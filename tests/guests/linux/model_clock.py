@@ -1,4 +1,4 @@
-"""The model clock over a distribution's kernel, which tests for several architectures check."""
+"""Checks of the model clock over a distribution's kernel, for the tests of several architectures."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from tests.guests.linux.files import Files
 CLIENT = Client(5001, 0, 0)
 TURNS = 6
 RECORD = re.compile(r"(?:\d: (?=entry: |end: |vfs_read <-)|\|  +)(\w+)(?:: | <-|\(\))")
-"""Its group is the name of a record's event, or of the function in a line of a function tracer or a graph."""
+"""Pattern of a record. Its group is the name of the event, or of the function in a record of a
+function tracer.
+"""
 
 
 def check_model_clock(counting: LinuxEngine, unit: int) -> None:
-    """Check that two calls of a function differ by one nanosecond for each instruction.
+    """Check that the duration of a function's call grows by one nanosecond per executed instruction.
 
     `unit`: size in bytes of the architecture's shortest instruction.
     """
@@ -63,12 +65,12 @@ def check_model_clock(counting: LinuxEngine, unit: int) -> None:
 
 
 def check_recording(counting: LinuxEngine) -> None:
-    """Check that guest code records each call with the model clock: of probes, and of function tracers.
+    """Check with the model clock that every call is recorded: by probes, and by function tracers.
 
-    The first calls are recorded by Python, and all later ones by guest code.
+    Python records the first calls, and guest code records all later calls.
     """
     counting.tasks.machine.count_instructions()
-    # Its own calls on control files are not recorded.
+    # Calls on control files of this mount are not recorded.
     served = probed_mount(counting, ProcessWatch(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True)
     shell = Files(served, CLIENT)
     served.release(served.create(CLIENT, "/scratch/file", 0o644, os.O_WRONLY))

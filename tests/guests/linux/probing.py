@@ -1,4 +1,6 @@
-"""kprobefs's kprobes in Debian's kernel, in each mode: possible places, and a workload that hits them."""
+"""kprobefs's kprobes in Debian's kernel, in each mode: places for probes, and a workload that hits the
+probes.
+"""
 
 from __future__ import annotations
 
@@ -113,11 +115,11 @@ def chosen(engine: LinuxEngine, addresses: Iterable[int]) -> Iterator[int]:
     verdict, end = engine.kprobes.probe_checker, 0
     has_x87 = engine.components.arch.name == "x86_64"
     for address in addresses:
-        # Linux: fxsave tells where the last x87 instruction ran, which is its slot.
+        # Linux: fxsave stores the address of the last x87 instruction, which would be in the insn slot.
         if (
             (has_x87 and engine.machine.text.original(address, 1)[0] & 0xF8 == _X87)
             or verdict.may_probe(address) is not None
-            # A landing pad's probe stands behind it, as the next one does.
+            # A probe of a landing pad is placed after the pad, at the address of the next instruction.
             or _is_pad(engine, address)
         ):
             continue
@@ -182,11 +184,14 @@ def armed(
     may_lack_detours: bool = False,
     counters: GuestCounters | None = None,
 ) -> tuple[list[Kprobe], Counter[int]]:
-    """Register probes, each in the best mode of the profile; return them and the count of their hits.
+    """Register probes in the best mode that the profile allows; return the probes and the count of their
+    hits.
 
-    With the optimizer, all probes get their jumps. `may_lack_detours`: punned jumps are exempt, because few
-    addresses are possible for their detours, and other detours may take these addresses.
-    `counters`: the handlers are guest code, which counts hits there; the returned count lacks these hits.
+    With the optimizer, all probes get jumps. `may_lack_detours`: a probe with a punned jump may keep its
+    breakpoint, because other detours may take the few addresses that are possible for its detour.
+
+    `counters`: the handlers are guest code, which counts hits in these counters. The returned count lacks
+    these hits.
     """
     hits: Counter[int] = Counter()
     probes = [
@@ -231,7 +236,7 @@ def disarmed(engine: LinuxEngine, probes: Iterable[Kprobe]) -> None:
     assert not engine.machine.text.ledger
 
 
-# What they are hit by
+# The workload
 
 
 def workload(engine: LinuxEngine) -> list[Any]:

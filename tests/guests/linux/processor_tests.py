@@ -1,6 +1,6 @@
-"""Tests of Debian's kernels for arm64 and riscv64, and what their further tests share.
+"""Tests of Debian's kernels for arm64 and riscv64, and functions that other tests of these kernels share.
 
-The test modules of each processor have subclasses, and fixtures for its kernel.
+The test modules of each architecture have subclasses, and fixtures for the kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.guests.linux.probing import chosen, differing, probed, ram, workload
 
 CLIENT = Client(5001, 0, 0)
 FRACTION = 30
-"""One of so many fentry sites is compared."""
+"""Every FRACTION-th fentry site is compared."""
 
 
 def read(mount: Mount, client: Client, path: str) -> bytes:
@@ -49,7 +49,7 @@ def write(mount: Mount, client: Client, path: str, text: bytes, flags: int = 0) 
 
 
 def records(mount: Mount) -> list[str]:
-    """The records, without their times."""
+    """Return the records of the trace, without their times."""
     lines = read(mount, CLIENT, "/tracing/trace").decode().splitlines()
     return [re.sub(r"\s+[\d.]+: ", " ", line, count=1) for line in lines if not line.startswith("#")]
 
@@ -66,7 +66,7 @@ class KernelTests:
     """Part of /proc/version that names the processor."""
 
     def test_clients_take_turns(self, tasks: LinuxTasks) -> None:
-        """Each task is woken in the middle of others' work, and keeps its memory and registers."""
+        """The tasks of two clients make system calls in turn, and keep their memory and registers."""
         calls = LinuxSyscalls(tasks)
         clients = [tasks.fork(tasks.init, pid) for pid in (4001, 4002)]
         assert [client.pid for client in clients] == [4001, 4002]
@@ -86,7 +86,9 @@ class KernelTests:
         assert self.compiler in calls.read_all("/proc/version")
 
     def test_fentry_sites_as_ftrace_writes_them_at_boot(self, tasks: LinuxTasks, kernel: LinuxKernel) -> None:
-        """Explanations of probes need no boot."""
+        """with_ftrace_sites() writes the same bytes to fentry sites as ftrace does at boot, so `explain`
+        needs no boot.
+        """
         memory = tasks.machine.memory
         root = memory.kernel_root(tasks.root)
         written = kernel.with_ftrace_sites()
@@ -103,7 +105,7 @@ class KernelTests:
             assert memory.read(root, site, 8) == written.read(site, 8) != kernel.read(site, 8), hex(site)
 
     def test_the_memory_of_ended_tasks_is_freed(self, tasks: LinuxTasks) -> None:
-        """Time passes for the kernel, so that RCU frees what many short processes leave."""
+        """RCU frees the memory of many short processes, because time passes for the kernel."""
         calls = LinuxSyscalls(tasks)
 
         def free() -> int:
@@ -137,7 +139,7 @@ class KernelTests:
         assert BOOTED <= seen.mtime_ns // 10**9 < BOOTED + 3600
 
     def test_the_file_for_debuggers_has_the_build_id(self, kernel: LinuxKernel) -> None:
-        """The core has it in VMCOREINFO, by which drgn finds out whether both belong together."""
+        """The debug file has the kernel's build ID, by which drgn checks that the file fits a core."""
         assert kernel.build_id
         assert build_id(ELFFile(io.BytesIO(linux_debug_file(kernel)))) == kernel.build_id
 
@@ -159,7 +161,7 @@ class EngineTests:
         assert {name: after[name][0] - before[name][0] for name in after} == {"read": 1, "open": 1}
 
     def test_returns(self, clean: Mount) -> None:
-        """Return probes report the result and the caller, and nested calls return to where they came from."""
+        """Return probes report the result and the caller, also of nested calls."""
         lines = b"r:kprobes/got vfs_read $retval\nr:kprobes/sys ksys_read $retval\n"
         write(clean, CLIENT, "/kprobe_events", lines)
         write(clean, CLIENT, "/tracing/events/kprobes/enable", b"1\n")
@@ -184,9 +186,11 @@ def places(engine: LinuxEngine, functions: Iterable[str]) -> Iterator[int]:
 def check_unnoticed(
     new_engine: Callable[..., LinuxEngine], functions: Iterable[str], family: str, least: tuple[int, int]
 ) -> None:
-    """Check that answers and counts are the same in all modes, and memory if probes are stepped in Python.
+    """Check that the workload has the same answers and hits in all modes.
 
-    More than `least` places are probed: without an optimizer, and with one.
+    If Python handles stepped probes, the workload also leaves the same memory as without probes. `least`: the
+    number of probed places exceeds the first number without an optimizer, and the second number with an
+    optimizer.
     """
     alone = new_engine(optimizer=False)
     alone.machine.text.free_text(alone.machine.text.alloc_text(16))

@@ -1,4 +1,4 @@
-"""Prototypes of functions from their kernel's BTF, as far as inputs depend on them."""
+"""Prototypes of kernel functions, read from the BTF of the kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dumps that QEMU makes of Debian's kernel, mounted: with and without KASLR, on several CPUs, of much memory.
+"""Mounts of dumps that QEMU makes of Debian's kernel: KASLR, several CPUs, isolation, much memory.
 
 `python -m tests.guests.linux.qemu_dumps DEB...` needs qemu-system-x86_64; each kind takes half a minute.
 """
@@ -30,7 +30,7 @@ NOTE = "kept in the dump\n"
 PAUSE = bytes.fromhex("b8220000000f05ebf7")
 """for (;;) pause();"""
 PATIENCE = 600.0
-"""Seconds in which the kernel must come to its init. A busy host needs minutes."""
+"""Seconds in which the kernel must start init. A busy host needs minutes."""
 
 
 class Kind(NamedTuple):

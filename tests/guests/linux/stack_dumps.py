@@ -76,7 +76,7 @@ def check_stack_dumps(mount: Mount, engine: LinuxEngine, dumping: tuple[str, ...
     # The first call of each function allocates memory.
     printed(mount, "dump_stack")
     with engine.lock:
-        # Work of the boot ends.
+        # Let the kernel finish the work that the boot has left.
         engine.guest.idle(1_000_000)
     frames = frames_of(printed(mount, "dump_stack"))
     tasks = _tasks(mount)

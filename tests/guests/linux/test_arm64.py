@@ -87,7 +87,9 @@ class TestKernel(KernelTests):
 
 
 def test_a_call_saves_the_state_of_the_processor(tasks: LinuxTasks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state that calls of tasks save is the CPU's own: also after stores to pages, turns, and sleeps."""
+    """A system call saves the CPU's PSTATE in SPSR_EL1, also after stores to pages, turns of clients, and
+    sleeps.
+    """
     cpu = tasks.machine.cpu
     assert isinstance(cpu, Arm64LinuxCpu)
     call, engine = cpu.syscall, tasks.machine.engine
@@ -132,11 +134,11 @@ def test_a_restart_ends_the_machine(image: Path) -> None:
     guest.machine.close()
 
 
-# A mount of its own tracefs
+# A mount of the kernel's own tracefs
 
 
 def test_its_own_kprobes_record(mount: Mount) -> None:
-    """Its kprobes are at entries, at returns and behind an entry; all of them record."""
+    """Kprobes of the kernel record hits at an entry, at a return and inside a function."""
     client = Client(5001, 0, 0)
     mount.release(mount.create(client, "/scratch/greeting", 0o644, os.O_WRONLY))
     write(mount, client, "/scratch/greeting", b"hello\n")
@@ -170,7 +172,10 @@ def test_its_function_tracer(mount: Mount) -> None:
 
 
 def test_formats_are_those_of_its_own_tracefs(mount: Mount, kernel: LinuxKernel) -> None:
-    """This kernel has no trace_printk() formats, but strings in its records."""
+    """printk_formats() returns the lines that the kernel's own tracefs shows.
+
+    This kernel has no trace_printk() formats, but strings in its records.
+    """
     client = Client(5004, 0, 0)
     file = mount.open(client, "/tracing/printk_formats", os.O_RDONLY)
     lines = b""
@@ -183,7 +188,9 @@ def test_formats_are_those_of_its_own_tracefs(mount: Mount, kernel: LinuxKernel)
 
 
 def test_the_same_requests_give_the_same_trace(image: Path) -> None:
-    """Time passes with readings of the counter alone, which the seed determines."""
+    """Two mounts with the same seed and the same requests show the same trace, because guest time depends on
+    the seed.
+    """
     shown = []
     for _ in range(2):
         served = native_mount(started(str(image), SEED), ProcessWatch(), Owner(0, 0), is_tracefs=False)
@@ -200,7 +207,7 @@ def test_the_same_requests_give_the_same_trace(image: Path) -> None:
 
 
 def test_a_core_of_the_machine(mount: Mount) -> None:
-    """The core is of an arm64 machine, and the kernel's text is in it at its address."""
+    """machine/vmcore is an ELF core of an arm64 machine with at least three program headers."""
     client = Client(5004, 0, 0)
     core = read(mount, client, "/machine/vmcore")
     kind, machine, count = struct.unpack_from("<HH34xH", core, 16)[0:3]
@@ -276,7 +283,9 @@ def test_one_line_refuses(
 
 
 def test_an_image_that_is_cut_off(kernel: LinuxKernel) -> None:
-    """The end of the data is in the symbols alone, since the header has the size of the kernel in memory."""
+    """A cut-off Image is found out by the symbol _edata, because the header only has the size of the kernel
+    in memory.
+    """
     data = bytes(kernel.vmlinux.segments[0].data)
     end = kernel.required("_edata")
     Arm64Image(data).check_complete(end)
@@ -292,7 +301,7 @@ def test_tables_that_the_kernel_relocates(kernel: LinuxKernel) -> None:
     assert len(kernel.mcount) > 40_000
 
 
-# The forms of its file
+# Forms of the kernel's file
 
 LINKED = 0xFFFF800080000000
 PLACES = (0x200, 0x208, 0x1000)
@@ -301,7 +310,10 @@ PLACES = (0x200, 0x208, 0x1000)
 def made_image(
     size: int = 8192, *, flags: int = 2, offset: int = 0, relocations: bool = True, linked: int = LINKED
 ) -> bytes:
-    """An Image with words that its own relocation fills in; the first of them is its address."""
+    """Return an Image with words that its relocation table fills in.
+
+    The first word becomes the Image's address.
+    """
     header = struct.pack("<8x3Q", offset, size, flags).ljust(0x38, b"\0") + b"ARMd"
     data = bytearray(header.ljust(size, b"\0"))
     if relocations:
@@ -377,7 +389,9 @@ def test_bad_images(packed: bytes, why: str, tmp_path: Path) -> None:
 
 
 def test_the_interrupt_controller() -> None:
-    """An interrupt is seen while it is enabled, and acknowledged once; the lowest number comes first."""
+    """The interrupt controller shows only enabled interrupts, lowest number first, and acknowledges an
+    interrupt once.
+    """
     board = GicBoard(1)
     board.set_timer(TIMER_ON, 10**9 + 5)
     assert (board.timer_vector, board.has_interrupt) == (TIMER_INTERRUPT, False)
@@ -423,7 +437,9 @@ def test_a_debugger_breaks_and_steps(mount: Mount, kernel: LinuxKernel) -> None:
 
 
 def test_a_debugger_steps_over_probes(mount: Mount, kernel: LinuxKernel) -> None:
-    """A step over a probe of the kernel's own kprobes ends at the next instruction, also of a branch."""
+    """A debugger's step over a kprobe of the kernel ends at the next instruction, also if a branch
+    is probed.
+    """
     reader = Client(5010, 0, 0)
     handle = mount.create(reader, "/scratch/stepped", 0o644, os.O_RDWR)
     mount.write(reader, handle, b"hello", 0)

@@ -74,7 +74,7 @@ def mount(engine: LinuxEngine) -> Iterator[Mount]:
 
 @pytest.fixture
 def clean(mount: Mount) -> Iterator[Mount]:
-    """The mount, with nothing defined or enabled before and afterwards."""
+    """Yield the mount, and afterwards disable and remove all definitions."""
     yield mount
     write(mount, CLIENT, "/tracing/events/enable", b"0\n")
     file = mount.open(CLIENT, "/kprobe_events", os.O_WRONLY | os.O_TRUNC)
@@ -83,7 +83,7 @@ def clean(mount: Mount) -> Iterator[Mount]:
 
 @pytest.fixture(scope="module")
 def native() -> Iterator[Mount]:
-    """A mount of the kernel's own kprobes."""
+    """Yield a mount with the kernel's own kprobes."""
     path = str(package(META, SUITE, "arm64"))
     with own_cache(META, SUITE):
         served = native_mount(started(path, SEED), ProcessWatch(), Owner(0, 0), is_tracefs=False)
@@ -94,7 +94,9 @@ def native() -> Iterator[Mount]:
 
 
 def test_both_engines_record_the_same(clean: Mount, native: Mount) -> None:
-    """Records of probes at an entry, after it, on a simulated instruction and at a return are equal."""
+    """kprobefs and the kernel make the same records of probes at an entry, inside, on a simulated
+    instruction, at a return.
+    """
     write(clean, CLIENT, OPTIMIZATION, b"0")
     shown = []
     for mount in (clean, native):
@@ -127,7 +129,7 @@ EVENTS = (
     b"r:k/found lookup_fast $retval\n"
 )
 TRIGGERS = {"sized": "hist:keys=count:vals=hitcount", "found": "hist:keys=common_pid:sort=common_pid"}
-"""Event -> its histogram, which Python fills."""
+"""Event -> trigger of a histogram, which Python fills."""
 
 
 def recorded(probing: LinuxEngine) -> tuple[list[str], dict[str, tuple[int, int]], list[str]]:
@@ -156,7 +158,10 @@ def recorded(probing: LinuxEngine) -> tuple[list[str], dict[str, tuple[int, int]
 
 @pytest.mark.parametrize("optimizer", [False, True])
 def test_guest_code_records_what_python_records(optimizer: bool) -> None:
-    """Records, filters, strings, user memory, histograms and counts; the host's routine follows the hits."""
+    """Compiled handlers give the same records, counts and histograms as handlers in Python.
+
+    Without the optimizer, the host's routine takes their traps.
+    """
     in_python, in_guest = (new_engine(compiled=compiled, optimizer=optimizer) for compiled in (False, True))
     expected = recorded(in_python)
     assert recorded(in_guest) == expected
@@ -171,7 +176,7 @@ def test_guest_code_records_what_python_records(optimizer: bool) -> None:
 
 
 def errno_of(mount: Mount, place: str) -> int:
-    """The errno with which a probe is refused; 0 if it is registered, and removed again."""
+    """Return the errno with which a probe at `place` is refused, or 0. Remove the probe again."""
     try:
         write(mount, CLIENT, "/kprobe_events", f"p:k/a {place}\n".encode())
         write(mount, CLIENT, "/kprobe_events", b"-:k/a\n", os.O_APPEND)
@@ -181,7 +186,9 @@ def errno_of(mount: Mount, place: str) -> int:
 
 
 def test_places_are_those_of_the_kernel(clean: Mount, native: Mount, engine: LinuxEngine) -> None:
-    """Both engines accept and refuse the same places: exclusives, literals, returns, sites, blacklist."""
+    """kprobefs and the kernel accept and refuse the same places: exclusives, literals, returns, sites,
+    blacklist.
+    """
     found = Counter[int]()
     for name in PLACES:
         where = engine.kernel.kallsyms.lookup(engine.kernel.required(name))
@@ -199,7 +206,9 @@ class TestEngine(EngineTests):
 
 
 def test_events_of_the_kernel(clean: Mount) -> None:
-    """Static keys and the kernel's own functions make the records; call chains lead to the kernel's entry."""
+    """The kernel's events are recorded with their fields, and their call chains end at the kernel's entry
+    code.
+    """
     write(clean, CLIENT, "/tracing/options/stacktrace", b"1")
     for event in ("sched/sched_switch", "syscalls/sys_enter_openat", "raw_syscalls/sys_exit"):
         write(clean, CLIENT, f"/tracing/events/{event}/enable", b"1\n")
@@ -214,7 +223,10 @@ def test_events_of_the_kernel(clean: Mount) -> None:
 
 
 def test_tracers(clean: Mount) -> None:
-    """Sites call the tracers: some functions, and all functions, whose calls nest."""
+    """The tracers function and function_graph show some functions with their callers.
+
+    function also traces all functions.
+    """
     for function in (b"vfs_open", b"do_dentry_open", b"ksys_read"):
         write(clean, CLIENT, "/tracing/set_ftrace_filter", function + b"\n", os.O_APPEND)
     shown = {
@@ -242,7 +254,9 @@ def test_tracers(clean: Mount) -> None:
 
 
 def traced_calls(guest: LinuxEngine, tracer: str) -> tuple[list[str], int, int]:
-    """Return a workload's records without times; calls of sites that Python handles; native traps."""
+    """Return the workload's records without times, the number of calls that Python handled, and that of
+    native traps.
+    """
     shell = Files(probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False), CLIENT)
     sites = guest.kprobes.sites
     assert sites is not None
@@ -262,7 +276,9 @@ def traced_calls(guest: LinuxEngine, tracer: str) -> tuple[list[str], int, int]:
 
 @pytest.mark.parametrize("tracer", ["function", "function_graph"])
 def test_tracers_are_guest_code(tracer: str) -> None:
-    """Only the first call enters Python, no call or return traps, and the records are those of Python."""
+    """Only the first traced call enters Python, no call or return traps, and the records are those of tracing
+    in Python.
+    """
     expected, by_python, _ = traced_calls(new_engine(compiled=False), tracer)
     found, calls, traps = traced_calls(new_engine(), tracer)
     assert found == expected
@@ -277,7 +293,10 @@ COUNT_ATOMICALLY = "adr x4, rets; again: ldxr x5, [x4]; add x5, x5, #1; stxr w6,
 
 @pytest.mark.parametrize("optimizer", [False, True])
 def test_handlers_in_assembly(optimizer: bool) -> None:
-    """The handlers count in cells, and end at a fault. The kernel's registers keep their values."""
+    """Assembly handlers count in cells and end at a fault.
+
+    The registers of the probed code keep their values.
+    """
     plain = new_engine()
     with plain.lock:
         expected = workload(plain)
@@ -331,7 +350,9 @@ def test_a_function_is_called(clean: Mount) -> None:
 
 
 def test_modules(clean: Mount) -> None:
-    """A probe in a module counts from its load on; when the module goes, its text does."""
+    """A probe of a module that is not loaded yet hits when the module is loaded. The module can be
+    unloaded.
+    """
     write(clean, CLIENT, "/kprobe_events", b"p:kprobes/init dummy:dummy_init_module\n")
     write(clean, CLIENT, "/tracing/events/kprobes/init/enable", b"1\n")
     write(clean, CLIENT, "/machine/modules", b"load dummy\n")
@@ -342,7 +363,9 @@ def test_modules(clean: Mount) -> None:
 
 
 def test_gdb(clean: Mount, engine: LinuxEngine) -> None:
-    """A breakpoint of a debugger, at the second instruction of a function, and a step behind a probe."""
+    """A debugger stops at a breakpoint inside a function with a probed entry, and then steps to the next
+    instruction.
+    """
     write(clean, CLIENT, "/kprobe_events", b"p:kprobes/entry vfs_read\n")
     write(clean, CLIENT, "/tracing/events/kprobes/entry/enable", b"1\n")
     file = clean.open(CLIENT, "/scratch/greeting", os.O_RDONLY)

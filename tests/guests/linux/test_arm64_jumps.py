@@ -52,7 +52,7 @@ def mount(engine: LinuxEngine) -> Iterator[Mount]:
 
 @pytest.fixture(autouse=True)
 def clean(mount: Mount, engine: LinuxEngine) -> Iterator[Mount]:
-    """The mount, without definitions before and afterwards; then the text is the original."""
+    """Yield the mount. Afterwards remove all definitions, and assert that the text is the original."""
     yield mount
     write(mount, CLIENT, "/kprobes/stages", b"0")
     write(mount, CLIENT, OPTIMIZATION, b"1")
@@ -74,7 +74,7 @@ def settle(engine: LinuxEngine) -> None:
 
 
 def listed(mount: Mount) -> list[str]:
-    """The names of probes and their flags in kprobes/list."""
+    """Return the place and the flags of each probe in kprobes/list."""
     lines = read(mount, CLIENT, "/kprobes/list").decode().splitlines()
     return [line.split(maxsplit=2)[2].rstrip() for line in lines]
 
@@ -126,7 +126,9 @@ def hits_of(size: int, found: list[str]) -> Iterator[list[str]]:
 
 
 def test_optimization_is_switched(clean: Mount, engine: LinuxEngine) -> None:
-    """Sysctl, global arming and the enabling of an event write and remove jumps; each hit is counted once."""
+    """The sysctl, kprobes/enabled and the event's file write and remove the jump, and a hit is
+    counted once.
+    """
     enable(clean, engine, b"p:kprobes/entry vfs_read size=%x2:u64\n")
     file = clean.open(CLIENT, "/scratch/greeting", os.O_RDONLY)
     event = "/tracing/events/kprobes/entry/enable"
@@ -147,7 +149,9 @@ def test_optimization_is_switched(clean: Mount, engine: LinuxEngine) -> None:
 
 
 def test_the_steps_of_patching(clean: Mount, engine: LinuxEngine) -> None:
-    """A jump has the size of the breakpoint, so that a change stops once, with the breakpoint in the text."""
+    """A jump has the size of a breakpoint, so a change stops only once, while the breakpoint is in
+    the text.
+    """
     text = engine.machine.text
     place = engine.kernel.required("vfs_read")
     original = text.original(place, 4)
@@ -168,7 +172,10 @@ def test_the_steps_of_patching(clean: Mount, engine: LinuxEngine) -> None:
 
 
 def test_aggregated_probes(clean: Mount, engine: LinuxEngine) -> None:
-    """All handlers of a place are called by its jump. With a post_handler, it keeps the breakpoint."""
+    """The jump of a place calls the handlers of all probes there.
+
+    A probe with a post_handler needs the breakpoint.
+    """
     hits: Counter[str] = Counter()
     place = engine.kernel.required("vfs_read") + 48
 
@@ -207,7 +214,9 @@ def test_returns_from_an_optimized_entry(clean: Mount, engine: LinuxEngine) -> N
 
 
 def test_a_handler_removes_its_own_probe(clean: Mount, engine: LinuxEngine) -> None:
-    """The CPU is in the detour meanwhile. The detour stays until the CPU has left it."""
+    """A handler can unregister its own probe while the CPU is in the detour, which stays until the CPU has
+    left it.
+    """
     probe: Kprobe
     kprobes = engine.kprobes
     hits = []
@@ -226,7 +235,10 @@ def test_a_handler_removes_its_own_probe(clean: Mount, engine: LinuxEngine) -> N
 
 
 def test_a_task_sleeps_behind_a_relocated_call(engine: LinuxEngine) -> None:
-    """Its stack has the original return address, so that the probe and its detour go while it sleeps."""
+    """The stack of a task that sleeps in a relocated call has the original return address.
+
+    Probe and detour can therefore be freed during the sleep.
+    """
     text = engine.machine.text
     schedule = engine.kernel.required("schedule")
     start = engine.kernel.required("schedule_timeout")
@@ -254,7 +266,7 @@ def test_a_task_sleeps_behind_a_relocated_call(engine: LinuxEngine) -> None:
 
 
 def test_modules(clean: Mount, engine: LinuxEngine) -> None:
-    """A jump in a module reaches its detour, and goes with the module."""
+    """A probe in a loaded module has a jump to a detour, which is removed with the module."""
     modules = "/machine/modules"
     enable(clean, engine, b"p:kprobes/sent dummy:dummy_xmit+8\np:kprobes/init dummy:dummy_init_module\n")
     write(clean, CLIENT, modules, b"load dummy\n")
@@ -264,7 +276,10 @@ def test_modules(clean: Mount, engine: LinuxEngine) -> None:
 
 
 def test_a_core_has_the_jump_and_its_detour(clean: Mount, engine: LinuxEngine) -> None:
-    """Both are at their addresses. The detour contains the relocated instruction and a jump back."""
+    """machine/vmcore has the jump and the detour at their addresses.
+
+    The detour ends with the relocated instruction and a jump back.
+    """
     enable(clean, engine, b"p:kprobes/inside vfs_read+48\n")
     place = engine.kernel.required("vfs_read") + 48
     head = engine.kprobes.table.get(place)
@@ -292,7 +307,7 @@ def test_a_core_has_the_jump_and_its_detour(clean: Mount, engine: LinuxEngine) -
 
 
 def test_reasons_of_whole_functions(engine: LinuxEngine) -> None:
-    """They are those of the single instructions."""
+    """reasons() of a function gives the same reasons as checks of the single instructions."""
     checker = engine.kprobes.probe_checker
     start, end = engine.kernel.text
     symbols = [symbol for symbol in engine.kernel.kallsyms.symbols if start <= symbol.address < end]

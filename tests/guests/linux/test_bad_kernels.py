@@ -1,4 +1,6 @@
-"""Kernels that can't be run, at the command line: one line, status 2, and nothing left behind."""
+"""Kernels that cannot run, at the command line: an error of one line, status 2, and nothing is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def kernel(code: bytes = RETURN) -> bytes:
-    """A vmlinux whose first function has that code; its entry is a physical address."""
+    """Return a vmlinux whose first function has this code, and whose entry is a physical address."""
     built = made.Kernel()
     built.function("do_sync_core", code)
     for number in range(300):
@@ -48,7 +50,7 @@ VMLINUX = kernel()
 VMLINUZ = made.vmlinuz(VMLINUX)
 PACKAGE = made.deb({"./boot/vmlinuz-6.1.0-made": VMLINUZ})
 SECRET = bytes(byte ^ 0x5A for byte in VMLINUZ)
-"""Encrypted: all of a vmlinuz, and nothing to be seen of it."""
+"""An encrypted vmlinuz, of which no part can be recognized."""
 BAD = {
     "an empty file": b"",
     "a truncated vmlinuz": VMLINUZ[: len(VMLINUZ) // 2],
@@ -67,7 +69,10 @@ BAD = {
 def refusal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], image: bytes, kprobes: str, *options: str
 ) -> str:
-    """What `mount` says; it leaves nothing in its directory, in the cache and among the mounts."""
+    """Return the error of `mount`.
+
+    Assert that nothing is left in the mount point, the cache and the mount table.
+    """
     file, directory = tmp_path / "image", tmp_path / "mnt"
     file.write_bytes(image)
     directory.mkdir(exist_ok=True)
@@ -107,7 +112,7 @@ def test_modules_of_no_kernel(
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a kernel is taken for a whole one, and a boot may not take long."""
+    """Let the kernels of a test pass as complete kernels, and limit the time of a boot."""
     facts = KernelOffsets("6.1.0-made", "x86_64", {"do_sync_core": made.TEXT}, {}, {}, 0)
     monkeypatch.setattr(boot_cache, "kernel_offsets", lambda _kernel: facts)
     monkeypatch.setattr(boot_cache, "_BOOT_BUDGET", 0.2)
@@ -141,7 +146,10 @@ def test_a_kernel_that_ends_on_one_cpu_names_the_cpu_and_the_remedy(
 
 
 def test_damaged_files_by_the_dozen(tmp_path: Path) -> None:
-    """A short form of stress.linux.images_mutated."""
+    """Mutated images and snapshots of kernels are handled or refused without a failure.
+
+    This is a short form of stress.linux.images_mutated.
+    """
     # The cache is elsewhere in tmp_path.
     directory = tmp_path / "files"
     directory.mkdir()
@@ -155,7 +163,7 @@ def test_damaged_files_by_the_dozen(tmp_path: Path) -> None:
 
 @pytest.fixture
 def no_room() -> Iterator[None]:
-    """No file may grow beyond a megabyte, as on a disk that is full."""
+    """Keep files from growing beyond 1 MiB, as on a full disk."""
     kept = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, kept[1]))
@@ -165,7 +173,7 @@ def no_room() -> Iterator[None]:
 
 
 def small_machine(*_arguments: object) -> tuple[PcMachine, KernelOffsets, None]:
-    """In place of a booted kernel."""
+    """Return a small machine in place of a booted kernel."""
     machine = PcMachine(mmap.mmap(-1, 4 << 20), 1, find_exception_cells(), 1.0)
     return machine, KernelOffsets("", "x86_64", {}, {}, {}, 0), None
 
@@ -179,7 +187,9 @@ def test_a_cache_that_takes_nothing(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The kernel is used all the same, one line says that it isn't kept, and no half of it stays."""
+    """If the booted kernel cannot be cached, the kernel is used all the same, with one warning and no partial
+    file.
+    """
     if place == "full":
         request.getfixturevalue("no_room")
     elif place == "read-only":

@@ -34,7 +34,10 @@ NO_EXECUTE = 1 << 63
     ids=["whole pages", "parts of pages", "a part of a page", "nothing", "other pages"],
 )
 def test_only_large_pages_inside_of_the_data_are_not_executable(data: range, protected: set[int]) -> None:
-    """The page 4 is not present, and page 5 has a table of small pages."""
+    """forbid_execution() changes only present large pages that lie completely in the data.
+
+    Page 4 is not present, and page 5 has a table of small pages.
+    """
     memory = LinuxMemory(mmap.mmap(-1, 1 << 20))
     memory.words[ROOT >> 3] = 0x2000 | 3
     memory.words[0x2000 >> 3] = DIRECTORY | 3

@@ -1,4 +1,6 @@
-"""A kernel probed by our engine and by its own kprobes at once: each counts what it would count alone."""
+"""A kernel that kprobefs and the kernel's own kprobes probe at once: both count the same hits as they would
+alone.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +25,24 @@ from tests.oracle.inside.places import OPTIMIZING
 
 WRITES = 9
 FUNCTIONS = ("shmem_write_begin", "shmem_write_end")
-"""What each write to a file of the tmpfs calls once, and no control file."""
+"""Functions that a write to a file of tmpfs calls once, and that requests on control files do not call."""
 
 
 class Both(NamedTuple):
-    """Two trees over one guest."""
+    """Two mounts over one guest: of kprobefs's kprobes, and of the kernel's own kprobes."""
 
     engine: LinuxEngine
     ours: Mount
     native: Mount
 
     def define(self, mount: Mount, *lines: str) -> list[str]:
-        """The errno of each, or nothing."""
+        """Write definitions; return the name of the errno for each line, or ""."""
         return [write(mount, "/tracing/kprobe_events", line, os.O_APPEND) for line in lines]
 
     def enable(self, mount: Mount, *, on: bool = True) -> str:
         if mount is self.native and on:
             error = write(mount, "/tracing/events/kprobes/enable", "1")
-            # Its optimizer has its turn.
+            # Let the kernel's optimizer run.
             with self.engine.lock:
                 self.engine.tasks.idle(OPTIMIZING)
             return error
@@ -52,7 +54,7 @@ class Both(NamedTuple):
         return [*boundaries(self.engine, [start])]
 
     def work(self) -> None:
-        """A file is written to that often, each time one page of it."""
+        """Write 100 bytes to a file in scratch/, WRITES times."""
         with self.engine.lock:
             calls, init = LinuxSyscalls(self.engine.tasks), self.engine.tasks.init
             fd = calls.open(init, "/scratch/file", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -61,12 +63,12 @@ class Both(NamedTuple):
             calls.close(init, fd)
 
     def hits(self, mount: Mount) -> dict[str, tuple[int, int]]:
-        """Hits and misses by event."""
+        """Return event -> (hits, misses)."""
         rows = map(str.split, read(mount, "/kprobe_profile").splitlines())
         return {name: (int(hits), int(missed)) for name, hits, missed in rows}
 
     def modes(self, mount: Mount) -> dict[str, str]:
-        """Flags in kprobes/list, by place."""
+        """Return place -> flags in kprobes/list."""
         rows = (line.split() for line in read(mount, "/kprobes/list").splitlines())
         return {words[2]: "".join(words[3:]) for words in rows}
 
@@ -103,7 +105,10 @@ def test_a_marker_has_the_address_that_the_kernel_gives_it(both: Both) -> None:
 
 
 def test_options_are_those_of_the_kernel(both: Both) -> None:
-    """With the tracers that this project lacks; one of their options switches another option."""
+    """The mount has the options of the kernel's tracefs, including those of tracers that kprobefs lacks.
+
+    Options of the blk tracer have the same effects in both, also on another option.
+    """
     directory = "/tracing/options"
     native = {entry.name for entry in both.native.readdir(directory)}
     # The kernel has no function profiler.
@@ -140,7 +145,9 @@ def test_a_graph_filter_lists_in_the_order_of_the_kernel(both: Both, words: tupl
 
 
 def test_each_has_its_own_places_in_the_same_functions(both: Both) -> None:
-    """Breakpoints, jumps, calls at entries and hooked returns of both."""
+    """Breakpoints, jumps, calls at entries and return probes of both engines count all hits in the same
+    functions.
+    """
     begin, end = map(both.places, FUNCTIONS)
     theirs = (f"p:a {FUNCTIONS[0]}", f"p:b {end[2]:#x}", f"p:c {begin[-12]:#x}", f"r:r {FUNCTIONS[0]}")
     mine = (f"p:a {FUNCTIONS[1]}", f"p:b {begin[2]:#x}", f"p:c {end[9]:#x}", f"r:r {FUNCTIONS[1]}")
@@ -188,7 +195,10 @@ def test_stack_dumps_show_the_callers_of_calls_that_both_hook(both: Both) -> Non
 
 @pytest.mark.parametrize("entry", [False, True], ids=["within", "entry"])
 def test_what_the_kernel_has_patched_is_not_ours_to_patch(both: Both, entry: bool) -> None:
-    """Its jumps, and calls at entries, stay as they are: disarming would put the first bytes back alone."""
+    """kprobefs refuses a probe at a jump or call that the kernel has written.
+
+    To disarm this probe would restore only the first byte of the jump or call.
+    """
     place = both.places(FUNCTIONS[1])[0 if entry else 2]
     assert both.define(both.native, f"p:a {place:#x}") == [""]
     assert both.enable(both.native) == ""
@@ -225,7 +235,10 @@ def test_no_jump_is_written_over_a_breakpoint_of_the_kernel_s(both: Both) -> Non
 
 
 def test_the_kernel_patches_its_text_around_our_probes(both: Both) -> None:
-    """Its own events switch jump labels and static calls of functions that we have probed all over."""
+    """The kernel's events switch jump labels in functions with many probes of kprobefs.
+
+    Hits and records stay right.
+    """
     guest = both.engine
     labels = {label.code for label in guest.kernel.jump_labels}
     verdict, lines = guest.kprobes.probe_checker, []
@@ -239,7 +252,7 @@ def test_the_kernel_patches_its_text_around_our_probes(both: Both) -> None:
     for switched in ("0", "1", "0", "1"):
         assert both.enable(both.ours) == ""
         assert not write(both.native, "/tracing/events/kmem/enable", switched)
-        # Armed meanwhile, too.
+        # Arm the probes while the labels are switched, too.
         both.enable(both.ours, on=False)
         write(both.native, "/tracing/trace", "", os.O_TRUNC)
         assert both.enable(both.ours) == ""

@@ -1,4 +1,4 @@
-"""Short forms of stress.linux.churn, and that one seed gives one trace."""
+"""Short forms of stress.linux.churn; in addition, the same seed and requests give the same trace."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_what_grows_is_named() -> None:
 
 
 def trace() -> str:
-    """What the kernel's own kprobes and events record of some requests."""
+    """Return the trace that the kernel's own kprobes and events make of some requests."""
     mount = debian_kernel.mount()
     shell, other = (Files(mount, Client(pid, 0, 0)) for pid in (4001, 4002))
     shell.write("/kprobe_events", "p:a vfs_read\nr:b do_sys_openat2 $retval\n")

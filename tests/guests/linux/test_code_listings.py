@@ -1,4 +1,6 @@
-"""The host's code in the guest: the bytes of each listing are those of its instructions, by keystone."""
+"""Listings of the host's code in the guest: the bytes are those that keystone assembles from the
+instructions.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def symbols_of(listing: str) -> dict[str, int]:
 
 
 def assembled(listing: str, symbols: dict[str, int], processor: tuple[int, int] = X86) -> bytes:
-    """Return what keystone makes of the instructions, with INT3 in the gaps."""
+    """Return the code that keystone assembles from the instructions, with INT3 in the gaps."""
     assembler = cast("Any", keystone).Ks(*processor)
     code = b""
     for origin, lines in blocks(listing):
@@ -67,14 +69,16 @@ def assembled(listing: str, symbols: dict[str, int], processor: tuple[int, int] 
 
 
 def relative(line: str, end: int, symbols: dict[str, int]) -> str:
-    """Replace a symbol behind rip by its distance from the instruction's end, which keystone wants there."""
+    """Replace a symbol after `rip +` by its distance from the end of the instruction, as keystone
+    needs it.
+    """
     for name, value in symbols.items():
         line = re.sub(rf"rip \+ {name}\b", f"rip + {value - AT - end}", line)
     return line
 
 
 def blocks(listing: str) -> list[tuple[int, list[tuple[str, int]]]]:
-    """Return the offset of each part that is in one piece, and its instructions with their ends."""
+    """Return (offset, [(instruction, offset of its end)]) for each contiguous part of a listing."""
     found: list[tuple[int, list[tuple[str, int]]]] = [(0, [])]
     end = 0
     for line in filter(None, map(str.strip, listing.splitlines())):

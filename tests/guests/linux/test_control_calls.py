@@ -1,4 +1,4 @@
-"""Calls on files of ours are system calls of the client's task, once somebody can see them."""
+"""Requests on control files are system calls of the client's task, once a probe can notice these calls."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def watched(mount: Mount, definitions: str = DEFINITIONS) -> Files:
 
 
 def session(files: Files) -> None:
-    """What one process does to files that both engines have; no file's length depends on the engine."""
+    """Make requests of one process on control files that kprobefs and the kernel both have, with the same
+    lengths.
+    """
     files.read("/tracing/current_tracer")
     files.write("/tracing/tracing_cpumask", "1\n", os.O_WRONLY | os.O_TRUNC)
     files.write("/tracing/trace_marker", "mark")
@@ -81,7 +83,10 @@ def session(files: Files) -> None:
 
 
 def recorded(mount: Mount, pid: int) -> list[tuple[str, str]]:
-    """Records of a process, without the numbers of descriptors; of some with where they return to."""
+    """Return (event, arguments) for each record of a process, without records of descriptors.
+
+    For events in RETURNS, the arguments begin with the probed function.
+    """
     Files(mount, SHELL).write("/tracing/tracing_on", "0")
     text = Files(mount, SHELL).read("/tracing/trace")
     found = [match.groups() for match in map(RECORD.search, text.splitlines()) if match]
@@ -93,12 +98,14 @@ def recorded(mount: Mount, pid: int) -> list[tuple[str, str]]:
 
 
 def test_calls_are_those_of_the_kernels_own_files(ours: Mount) -> None:
-    """Names, data, results and errors, in their order."""
+    """Requests on kprobefs's control files make the same calls, in the same order, as on the kernel's own
+    files.
+    """
     answers = []
     for mount in (ours, debian_kernel.mount()):
         shell = watched(mount)
         session(Files(mount, OTHER))
-        # Its descriptors are closed in front of the next request.
+        # The guest closes the client's descriptors before the next request.
         shell.read("/tracing/tracing_on")
         answers.append(recorded(mount, OTHER.pid))
     own, native = answers
@@ -109,7 +116,9 @@ def test_calls_are_those_of_the_kernels_own_files(ours: Mount) -> None:
 
 
 def test_directories_are_made_and_removed_by_calls(ours: Mount) -> None:
-    """With their names, results and errors, also where no directory can be made."""
+    """mkdir and rmdir make the same calls with the same results as on the kernel's own tracefs, also if they
+    fail.
+    """
     steps = (
         *(("mkdir", "instances/one"), ("mkdir", "instances/one"), ("mkdir", "events/none")),
         *(("rmdir", "events/sched"), ("rmdir", "instances/none"), ("rmdir", "instances/one")),
@@ -142,7 +151,9 @@ def test_directories_are_made_and_removed_by_calls(ours: Mount) -> None:
     [(True, "/scratch/listed"), (False, "/scratch/listed"), (False, "/tracing/events/sched")],
 )
 def test_a_client_lists_a_directory_itself(ours: Mount, is_ours: bool, directory: str) -> None:
-    """With one open, and from the beginning again after a rewind."""
+    """A client lists a directory in the guest with one open. A rewind lists the directory from the
+    beginning.
+    """
     mount = ours if is_ours else debian_kernel.mount()
     mount.mkdir(OTHER, "/scratch/listed", 0o755)
     mount.release(mount.create(OTHER, "/scratch/listed/file", 0o644, os.O_WRONLY))
@@ -161,7 +172,10 @@ def test_a_client_lists_a_directory_itself(ours: Mount, is_ours: bool, directory
 
 
 def test_file_positions_are_those_of_the_kernels_own_files(ours: Mount) -> None:
-    """The distance by which a write moves the position depends on the file."""
+    """Reads and writes have the same file positions as on the kernel's own files.
+
+    How far a write moves the position depends on the file.
+    """
     answers = []
     for mount in (ours, debian_kernel.mount()):
         watched(mount, "p:reads vfs_read pos=+0($arg4):u64\np:writes vfs_write pos=+0($arg4):u64\n")
@@ -198,7 +212,9 @@ def test_no_call_changes_the_guests_root(ours: Mount) -> None:
 
 
 def test_directories_of_events_are_made_while_somebody_sees_it(ours: Mount) -> None:
-    """And go with their events, whoever looks by then; without that each would cost a thread."""
+    """The guest makes the directory of an event only while a probe watches, and removes the directory with
+    the event.
+    """
     shell = watched(ours, "p:before vfs_read\n")
     append = os.O_WRONLY | os.O_APPEND
     shell.write("/kprobe_events", "p:unseen/one vfs_rmdir\n", append)
@@ -213,7 +229,10 @@ def test_directories_of_events_are_made_while_somebody_sees_it(ours: Mount) -> N
 
 
 def test_records_in_front_of_an_exec_have_the_new_name(ours: Mount) -> None:
-    """As on Linux, which saves it when the task is switched from; later ones change no records of before."""
+    """As on Linux, records before an exec show the new name, which is saved when the task is switched from.
+
+    A later name does not change these records.
+    """
     shell = watched(ours, "p:reads vfs_read\n")
     Files(ours, OTHER).read("/tracing/current_tracer")
     with ours.lock:
@@ -259,7 +278,7 @@ def test_nothing_is_called_while_nobody_can_see_it(ours: Mount) -> None:
     assert not calls_of(ours)._is_ready
     assert {part.fd for part in control(ours).files()} == {None}
     watched(ours)
-    # They were open by then.
+    # The three files were open before.
     fds = {each.fd for each in control(ours).files() if each.handle in handles}
     assert None not in fds
     assert len(fds) == 3
@@ -274,7 +293,7 @@ def test_nothing_is_called_while_nobody_can_see_it(ours: Mount) -> None:
 
 
 def open_files(mount: Mount) -> list[int]:
-    """Descriptors that the guest has of our files."""
+    """Return the descriptors that the guest has of control files."""
     with mount.lock:
         guest_of(mount).control_closes.flush()
     init = guest_of(mount).tasks.init.pid
@@ -283,7 +302,10 @@ def open_files(mount: Mount) -> list[int]:
 
 
 def test_a_read_that_waits_sleeps_in_the_guest(ours: Mount) -> None:
-    """Others go on meanwhile; it gets what comes, or the errno that its client is given."""
+    """A read that waits sleeps in the guest while other clients go on.
+
+    It ends with data or with its client's errno.
+    """
     shell = watched(ours, "r:read ksys_read ret=$retval:s64\np:other do_exit\n")
     shell.write(f"{EVENTS}/read/filter", f"common_pid == {READER.pid}")
     shell.write("/tracing/trace", "", os.O_WRONLY | os.O_TRUNC)
@@ -298,7 +320,7 @@ def test_a_read_that_waits_sleeps_in_the_guest(ours: Mount) -> None:
     ours.give_up(READER, pipe, errno.EINTR)
     assert not task.pending
     assert task.result == -errno.EINTR
-    # It has made a record of that, and so there is something to read.
+    # The interrupted read has made a record, which can be read.
     found = ours.read(READER, pipe, 4096, 0)
     assert f"ret={-errno.EINTR}".encode() in found
     assert task.result == len(found)
@@ -331,7 +353,7 @@ def test_one_that_is_killed_while_it_waits(ours: Mount) -> None:
 
 
 def test_what_a_write_does_may_run_the_guest(ours: Mount) -> None:
-    """Its task sleeps in the call meanwhile: functions are called, probes optimized and taken away."""
+    """The client's task sleeps in write(2) while the write calls functions or changes probes in the guest."""
     shell = watched(ours)
     assert shell.call("int_sqrt 81") == "int_sqrt = 0x9 (9)\n"
     for number in range(3):
@@ -340,7 +362,7 @@ def test_what_a_write_does_may_run_the_guest(ours: Mount) -> None:
         shell.read(f"{EVENTS}/more{number}/format")
         shell.write(f"{EVENTS}/more{number}/enable", "0")
         shell.write("/kprobe_events", f"-:more{number}\n", os.O_WRONLY | os.O_APPEND)
-    # One that changes text while nothing is patched for a moment.
+    # Change the text while no probe is armed.
     shell.write(f"{EVENTS}/enable", "0")
     shell.write("/kprobe_events", "p:last vfs_write\n", os.O_WRONLY | os.O_TRUNC)
     shell.write("/tracing/current_tracer", "function")
@@ -351,7 +373,7 @@ def test_what_a_write_does_may_run_the_guest(ours: Mount) -> None:
 
 @pytest.mark.parametrize("is_tracefs", [False, True])
 def test_names(is_tracefs: bool) -> None:
-    """As the kernel's own tracefs has them; the tree's changes are there at once."""
+    """Calls on control files have the paths of the kernel's own tracefs, also for files of a new instance."""
     mount = ours_mount(is_tracefs=is_tracefs)
     top = "" if is_tracefs else "/tracing"
     files = Files(mount, SHELL)
@@ -384,7 +406,9 @@ def test_a_kernel_that_lacks_a_function_goes_without(monkeypatch: pytest.MonkeyP
 
 
 def test_limits(ours: Mount) -> None:
-    """Those of open files and of tracing hold; those of the own kernel's memory and runs are not offered."""
+    """machine/limits of a distribution's kernel has the limits of open files and tracing, not those of
+    scratch/ and runs.
+    """
     shell = Files(ours, SHELL)
 
     def shown() -> dict[str, list[int]]:

@@ -1,4 +1,6 @@
-"""Mounts of dumps: calls, files and probes in a kernel that ran elsewhere, and what can't run there."""
+"""Mounts of dumps: calls, files and probes in the dumped kernel, and refusals of calls that cannot
+run there.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ CLIENT = Client(4242, 0, 0)
 
 @pytest.fixture(scope="module")
 def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dump of Debian's kernel; its directory is for a cache."""
+    """Return the path of a dump of Debian's kernel, in a directory that serves as a cache."""
     path = tmp_path_factory.mktemp("dumped") / "core"
     tasks = debian_kernel.tasks()
     core_dump.dump_of(tasks, path, has_info=True)
@@ -58,7 +60,7 @@ def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mount(dumped: Path) -> Iterator[Mount]:
-    """Out of the cache."""
+    """Yield a mount of the dump, which is started from the cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(dumped.parent))
         ensure_core_cached(str(dumped))
@@ -93,7 +95,7 @@ def test_functions_are_called(shell: Files) -> None:
 
 
 def test_the_flag_by_which_a_task_is_asked_to_reschedule(mount: Mount) -> None:
-    """The dump's kernel sets it, as the booted one did."""
+    """The number of TIF_NEED_RESCHED that is found for a dump is that of the booted kernel."""
     guest = core(mount).guest
     tasks = debian_kernel.tasks()
     assert guest.need_resched == tasks.need_resched
@@ -120,7 +122,7 @@ def test_files_are_read(shell: Files, mount: Mount) -> None:
     assert (stat.S_IMODE(note.mode), note.size, note.blocks) == (0o440, len(TEXT), 8)
     # The guest's time begins in January 2024.
     assert all(time // 10**15 == 1704 for time in (note.atime_ns, note.mtime_ns, note.ctime_ns))
-    # Which the kernel itself may not read.
+    # The kernel itself may not read this file.
     assert shell.read("/files/proc/1/oom_score_adj") == "0\n"
     assert mount.readlink(CLIENT, "/files/proc/1/exe") == "../../init"
     assert "files" in {entry.name for entry in mount.readdir("/")}
@@ -155,7 +157,9 @@ def test_files_are_not_changed(mount: Mount) -> None:
 
 
 def test_probes_hit(shell: Files) -> None:
-    """Breakpoints, jumps, ftrace sites and returns, in calls and in what files take."""
+    """Probes at entries, inside functions and at returns hit in called functions and in reads of the dump's
+    files.
+    """
     assert "int_sqrt" in shell.read("/tracing/available_filter_functions").splitlines()
     shell.write(
         "/kprobe_events",
@@ -188,14 +192,14 @@ def test_limits(shell: Files) -> None:
 
 
 def test_links_stay_in_the_dump(mount: Mount) -> None:
-    """The host's root is none of theirs, whatever they say."""
+    """Absolute and relative links in a dump lead to files of the dump, never to files of the host."""
     links = {"absolute": "../proc/version", "root": "..", "out": "../etc/passwd", "around": "../etc"}
     assert {name: mount.readlink(CLIENT, f"/files/scratch/{name}") for name in links} == links
     assert mount.readlink(CLIENT, "/files/scratch/dir/deep") == "../numbers"
 
 
 def test_a_dump_of_a_newer_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its per-CPU variables are linked into the image, and its flags have other numbers."""
+    """A dump works if per-CPU variables are linked into the image and task flags have other numbers."""
     tasks = debian_kernel.tasks("linux-image-cloud-amd64", "sid")
     flag, path = tasks.need_resched, tmp_path / "core"
     core_dump.dump_of(tasks, path, has_info=True)
@@ -216,7 +220,7 @@ def test_a_dump_of_a_newer_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_who_asks(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever runs the dump's code ends with its client."""
+    """A request that runs code of the dump ends if its client is killed."""
     asked = list[bool]()
     wanted_until = core(mount).guest.machine.wanted_until
 
@@ -244,14 +248,16 @@ def test_who_asks(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_host_would_open(mount: Mount) -> None:
-    """FIFOs, sockets and devices of a dump are none of the host's."""
+    """FIFOs, sockets and devices of a dump are shown as regular files, so that the host does not open them as
+    its own.
+    """
     kinds = {entry.name: entry.kind for entry in mount.readdir("/files/scratch")}
     for name in core_dump.SPECIAL:
         path = f"/files/scratch/{name}"
         assert kinds[name] == stat.S_IFMT(mount.getattr(path).mode) == stat.S_IFREG
         with pytest.raises(KernelError) as refused:
             mount.open(CLIENT, path, os.O_RDONLY)
-        # A socket nobody opens anywhere.
+        # Linux never opens a socket.
         assert refused.value.errno == (errno.ENXIO if name == "socket" else errno.EACCES)
     assert stat.S_IFMT(mount.getattr("/files/dev/null").mode) == stat.S_IFREG
     assert {entry.name: entry.kind for entry in mount.readdir("/files/dev")}["null"] == stat.S_IFREG
@@ -261,7 +267,10 @@ def test_what_the_host_would_open(mount: Mount) -> None:
 def test_kinds_that_file_systems_tell(
     kind: int, shown: int, mount: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or don't tell; above them there may be flags of the kernel's own."""
+    """An entry of a directory has the kind that the file system tells, or none.
+
+    Flags of the kernel are ignored.
+    """
     entry = vmcore_files._ENTRY.pack(5, kind, 4) + b"name"
     monkeypatch.setattr(core_files(mount).files, "readdir", lambda _path: [*vmcore_files._entries(entry, 0)])
     assert [found.kind for found in mount.readdir("/files/scratch")] == [shown]
@@ -275,7 +284,7 @@ def test_long_directories(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_open_files(mount: Mount) -> None:
-    """All that can be asked by handle."""
+    """An open file of a dump answers all requests by handle, or refuses them with the right errno."""
     handle = mount.open(CLIENT, "/files/scratch/dir/note", os.O_RDONLY)
     directory = mount.opendir(CLIENT, "/files/scratch")
     assert mount.fgetattr(handle).size == len(TEXT)
@@ -307,7 +316,7 @@ def test_open_files(mount: Mount) -> None:
 
 @contextmanager
 def replaced(mount: Mount, function: str, code: str) -> Iterator[None]:
-    """A kernel one of whose functions is other code, in hex digits."""
+    """Replace the code of a kernel function by `code`, in hex digits, during the block."""
     machine = core(mount).guest.machine
     at = machine.memory.translate(core(mount).guest.root, lookup(mount, function))
     there = slice(at, at + len(code) // 2)
@@ -334,7 +343,7 @@ MOV, RET = "b8", "c3"
 
 
 def test_a_kernel_that_says_it_has_read_more(mount: Mount) -> None:
-    """The front end has room for what it asked for."""
+    """If the dump's kernel returns more bytes than a request asked for, the request fails with EIO."""
     handle = mount.open(CLIENT, "/files/scratch/numbers", os.O_RDONLY)
     for count in (17, 4096, 0x3F000, 0x7FFFFFFF):
         with replaced(mount, "vfs_read", f"{MOV}{count.to_bytes(4, 'little').hex()}{RET}"):
@@ -353,7 +362,9 @@ def test_a_kernel_that_says_it_has_read_more(mount: Mount) -> None:
 def test_a_kernel_that_asks_to_be_scheduled_for_ever(
     shell: Files, mount: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of its runs is short."""
+    """A call that calls the scheduler forever is stopped and undone, although each run of the guest
+    is short.
+    """
     schedule = lookup(mount, "__schedule") - (lookup(mount, "int_sqrt") + 10) & 0xFFFFFFFF
     again = f"bf01000000e8{schedule.to_bytes(4, 'little').hex()}ebf4"
     shell.call('strlen "hello"')
@@ -370,7 +381,9 @@ ADD_TO_STOP = "48834610"
 
 @pytest.mark.parametrize("size", [1, 16])
 def test_a_directory_without_end(size: int, mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With each call it gives some bytes, less than an entry or one."""
+    """A listing whose calls always give further bytes, less than an entry or one entry, is stopped
+    with EIO.
+    """
     monkeypatch.setattr(snapshot, "BUDGET", 0.5)
     with (
         replaced(mount, "iterate_dir", f"{ADD_TO_STOP}{size:02x}31c0{RET}"),
@@ -383,7 +396,7 @@ def test_a_directory_without_end(size: int, mount: Mount, monkeypatch: pytest.Mo
 
 
 def test_ftraces_pages_in_a_circle(dumped: Path, mount: Mount) -> None:
-    """All of their records, again and again, would be more than the host's memory."""
+    """A circular list of ftrace pages is refused. Its records would fill the memory of the host."""
     memory, root = core(mount).guest.machine.memory, core(mount).guest.root
     with dumped.open("rb") as file:
         info = vmcore.CoreFile(file.fileno()).vmcoreinfo
@@ -401,7 +414,7 @@ def test_ftraces_pages_in_a_circle(dumped: Path, mount: Mount) -> None:
 
 
 def memory(mount: Mount) -> bytes:
-    """The guest's, without the host's."""
+    """Return the memory of the guest, without the host's part."""
     return core(mount).guest.machine.memory.ram[:-HOST_SIZE]
 
 
@@ -416,7 +429,10 @@ def memory(mount: Mount) -> bytes:
     ],
 )
 def test_what_can_not_run_has_not_been(line: str, error: str, why: str, shell: Files, mount: Mount) -> None:
-    """The call is refused with its reason, and memory is as it was; a lock that it took is free again."""
+    """A call that cannot run is refused with the reason.
+
+    Memory is as before, including locks that the call took.
+    """
     shell.call('strlen "hello"')
     before = memory(mount)
     said = shell.call(line)
@@ -454,7 +470,9 @@ def test_what_the_host_meets_is_taken_back(
 def test_probes_that_a_refused_call_hits_first(
     shell: Files, mount: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What first hits patch stays: text is what was poked last, and further hits are counted."""
+    """Patches that first hits make in a refused call stay: text is as poked last, and further hits are
+    counted.
+    """
     text, optimizer = core(mount).engine.machine.text, core(mount).engine.kprobes.optimizer
     assert optimizer is not None
     poked: dict[int, int] = {}
@@ -477,7 +495,7 @@ def test_probes_that_a_refused_call_hits_first(
         profile = [line.split() for line in shell.read("/kprobe_profile").splitlines()]
         assert [row[1:] for row in profile] == [[str(count), "0"]] * 2
         assert [at for at, byte in poked.items() if text.current(at, 1)[0] != byte] == []
-    # Both are compiled by now: a call and a jump that lead elsewhere.
+    # Both handlers are compiled now, and the call and the jump lead to the compiled code.
     assert text.current(msleep, 16) != armed
     shell.write("/tracing/events/kprobes/enable", "0")
     shell.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
@@ -485,7 +503,9 @@ def test_probes_that_a_refused_call_hits_first(
 
 
 def test_a_lock_that_is_held(shell: Files) -> None:
-    """By a call that has returned with it: whoever wants it waits for ever."""
+    """A call that needs a lock which an earlier call has taken is refused, because the call would wait
+    forever.
+    """
     place = shell.call("__kmalloc 64 3520").split()[2]
     assert shell.call(f"memset {place} 0 64").startswith("memset = ")
     assert shell.call(f"_raw_spin_lock {place}").startswith("_raw_spin_lock = ")
@@ -495,9 +515,10 @@ def test_a_lock_that_is_held(shell: Files) -> None:
 
 
 def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And without a note: VMCOREINFO is found in memory, most of which is holes that nobody reads.
+    """A dump without a VMCOREINFO note is mounted without a cache. VMCOREINFO is found in memory; holes are
+    not read.
 
-    Its TSC isn't what its kernel took it for: by that it would be before the boot.
+    The TSC of the dump does not fit its kernel's conversion of time, which gives a time before the boot.
     """
     tasks, booted = debian_kernel.with_kernel()
     scales = booted.kallsyms.lookup_name("cyc2ns")
@@ -520,7 +541,7 @@ def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         patch.setattr(os, "pread", counted)
         guest, kernel = started_core(str(tmp_path / "core"))
     assert 48 << 20 < read < 600 << 20
-    # What was read of it is what is mounted, whatever becomes of the file.
+    # The mount has the contents that were read, even if the file changes.
     os.truncate(tmp_path / "core", 0)
     mount = vmcore_mount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=True)
     assert 0 < guest.time <= core(mount).engine.machine.clock.now_ns() < guest.time + 10**9
@@ -528,7 +549,7 @@ def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     shell = Files(mount, CLIENT)
     shell.write("/.control/machine/call", "int_sqrt 81\n")
     assert shell.read("/.control/machine/call") == "int_sqrt = 0x9 (9)\n"
-    # What loops is stopped anywhere, and was never there.
+    # A call that loops is stopped and undone.
     guest.machine._watchdog.budget = 0.5
     assert shell.errno("/.control/machine/call", "__delay 0x7fffffffffffffff\n") == errno.EIO
     assert "it ran for too long" in shell.read("/.control/machine/call")
@@ -551,7 +572,7 @@ def test_coverage_counts_the_kernel_of_a_dump(
 
 
 def test_no_room(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For what is too large for the cache: one line, which says what to do."""
+    """If a dump is too large for the cache and for temporary files, one line of error names the remedy."""
     monkeypatch.setattr(snapshot, "LIMIT", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/sys")
     monkeypatch.setattr(spill_file, "_MARGIN", 1 << 60)
@@ -564,7 +585,7 @@ def test_no_room(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("mount")
 def test_page_tables_that_lead_nowhere(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a part of its text that nobody needs before it is probed."""
+    """A dump whose page tables lack a part of the kernel's text is refused as not usable."""
     read = snapshot.read
 
     def damaged(file: int, *, with_parts: bool, is_checked: bool = True) -> snapshot.SnapshotContents | None:
@@ -590,7 +611,7 @@ def test_page_tables_that_lead_nowhere(dumped: Path, monkeypatch: pytest.MonkeyP
 def test_what_was_kept_of_a_dump_with_a_text_for_an_address(
     dumped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is made anew."""
+    """If the cached form of a dump has a text in place of an address, this form is removed and made again."""
     subprocess.run(["cp", "-a", "--sparse=always", dumped.parent / "kprobefs", tmp_path], check=True)
     read, damaged = snapshot.read, []
 
@@ -613,7 +634,7 @@ def test_what_was_kept_of_a_dump_with_a_text_for_an_address(
 
 
 POISON = 0xCCCCCCCCCCCCCCCC
-"""What freed memory of the kernel's start contains."""
+"""Word that fills memory which the kernel has freed after its start."""
 
 
 DAMAGE = [
@@ -633,7 +654,9 @@ def test_a_damaged_list_is_a_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Nothing is printed in front of it, nothing is kept, and poison is named as no address."""
+    """A dump with a damaged list is refused by one line of error, which does not name poison as an
+    address.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     damaged = tmp_path / "core"
     subprocess.run(["cp", "--sparse=always", dumped, damaged], check=True)
@@ -653,7 +676,7 @@ def test_a_damaged_list_is_a_line(
 
 @pytest.mark.usefixtures("mount")
 def test_a_refusal_is_no_damage(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was made of a dump stays in the cache, and isn't made again to be refused again."""
+    """If a cached dump is refused, the cached form stays, and is not made again."""
 
     def refused(*_given: object) -> None:
         raise vmcore.unusable_core("by hand")
@@ -678,7 +701,7 @@ def test_after_the_end(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_call_ends_with_its_client(shell: Files, mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was never there; the budget is longer than a test may take."""
+    """A call whose client is killed is stopped, although its time is not over, and memory is as before."""
     shell.call('strlen "hello"')
     before, asked = memory(mount), list[int]()
     monkeypatch.setattr(core(mount).guest.machine._watchdog, "budget", 1000.0)
@@ -768,7 +791,10 @@ msleep: it sleeps, and nothing else runs in a dump{" "}
 def test_places_of_a_dump_are_explained_without_running_it(
     dumped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The dump's text is as its machine has patched it: the emulated CPU needs no return thunks."""
+    """`explain` gives the same verdict, detour and arguments for a dump as for the image.
+
+    The text of the dump is already patched for its CPU, and needs no return thunks.
+    """
     image = str(debian_kernel.image())
     answers = []
     for option, source in (("--vmcore", str(dumped)), ("--image", image), ("--vmcore", str(dumped))):

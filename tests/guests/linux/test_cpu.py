@@ -1,4 +1,4 @@
-"""--cpu: a kernel patches itself at boot as on a production CPU, and answers say for which CPU they hold."""
+"""--cpu: a kernel boots and patches itself as on a production CPU, and answers of commands name this CPU."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.guests.linux.files import Files
 
 RECORDED = sorted(Path(__file__).with_name("cpus").glob("*.cpu"))
 SERVER = "skylake-sp"
-"""A CPU with page table isolation, on which one thread of a core sees the other's secrets."""
+"""A CPU with page table isolation, on which a thread can read data of the other thread of its core."""
 SHORT_COPIES = "sapphire-rapids"
 """A CPU on which also short copies are fast, with all features of the Intel models."""
 PLACE = "tcp_sendmsg+5"
@@ -67,7 +67,7 @@ WORDS = {
 
 
 def unseen(_done: int, _total: int) -> None:
-    """Nobody looks."""
+    """Ignore the progress of a boot."""
 
 
 # Archives
@@ -166,7 +166,9 @@ def test_recorded_leaves_of_cpuid_beat_flags() -> None:
 
 
 def test_every_model_derives_from_its_own_words_what_its_table_says() -> None:
-    """The table's features of a CPU are those that derive from a kernel's report on this CPU."""
+    """derived_bits() derives hidden features and ARCH_CAPABILITIES from a CPU's flags and files of
+    vulnerabilities.
+    """
     immune = dict.fromkeys(("meltdown", "mds", "l1tf"), "Not affected")
     hidden, capabilities = derived_bits(INTEL, 6, 106, ("arch_capabilities", "ibrs_enhanced"), immune)
     assert capabilities == 1 << 0 | 1 << 1 | 1 << 5
@@ -240,7 +242,10 @@ def test_a_report_says_as_on_production_only_if_everything_is() -> None:
 
 @pytest.fixture(scope="module")
 def image() -> Iterator[Path]:
-    """Debian's kernel, whose snapshots on production CPUs would push others out of the usual cache."""
+    """Yield the package of Debian's kernel, and use a separate cache.
+
+    Its snapshots on production CPUs would push others out of the usual cache.
+    """
     path = debian_kernel.image()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(debian_kernel.lasting_cache("cpus")))
@@ -295,7 +300,10 @@ def test_probes_hit_in_a_kernel_with_page_table_isolation(image: Path) -> None:
 @pytest.mark.usefixtures("booted")
 @pytest.mark.parametrize("place", ["vfs_write", "vfs_write+0x9"])
 def test_each_hit_reads_user_memory_in_a_kernel_with_smap(image: Path, place: str) -> None:
-    """The first hits are Python's, and later ones are guest code, whose loads from user memory fault."""
+    """All hits can read user memory in a kernel with SMAP. Python handles the first hits.
+
+    Later hits are handled by guest code, whose loads from user memory fault.
+    """
     mount = build_kernel(
         MountOptions("/mnt", MachineConfig(image=image, seed=debian_kernel.SEED), cpu=SERVER)
     )

@@ -1,4 +1,4 @@
-"""A distribution's kernel has the interface that it tells of itself: Debian's 5.10 to the newest one."""
+"""kprobefs over Debian's kernels, from 5.10 to the newest one, has the interface of the kernel itself."""
 
 from __future__ import annotations
 
@@ -40,14 +40,16 @@ def test_the_series_of_a_release(release: str, series: str) -> None:
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_hits_are_boosted_in_kernels_without_preemption(suite: str) -> None:
-    """The banner says so, too: it has PREEMPT with CONFIG_PREEMPTION."""
+    """The profile of a kernel has preemption exactly if the kernel's banner contains PREEMPT."""
     _, kernel = debian_kernel.with_kernel(META, suite)
     assert profile_of(kernel).preemption == ("PREEMPT" in kernel.version)
 
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_a_kernel_answers_as_it_does_itself(suite: str) -> None:
-    """Definitions with their errors, places, and records of its own probes and of ours."""
+    """kprobefs and the kernel itself give the same answers to definitions and filters, and make the same
+    records.
+    """
     linux = native_mount(debian_kernel.tasks(META, suite), ProcessWatch(), Owner(0, 0), is_tracefs=False)
     tasks, text = debian_kernel.with_kernel(META, suite)
     engine = LinuxEngine(tasks, text, profile_of(text))
@@ -83,7 +85,9 @@ def test_later_kernels_judge_places_by_their_own_rules() -> None:
 
 
 def test_without_ftrace_there_are_no_fprobe_events() -> None:
-    """Linux builds events on tracepoints together with them."""
+    """Without ftrace, the interface has neither fprobe events nor events on tracepoints: Linux builds both
+    together.
+    """
     _, kernel = debian_kernel.with_kernel(META, SUITES[1])
     profile = profile_of(kernel)
     has_ftrace = interface_with(kernel, profile)

@@ -1,4 +1,6 @@
-"""Our probes in Debian's kernel: what they count, and that the kernel doesn't notice them."""
+"""kprobefs's probes in Debian's kernel: how many hits are counted, and that the kernel does not notice the
+probes.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,16 @@ def unprobed() -> everywhere.Unprobed:
 
 @pytest.fixture(scope="module")
 def hits() -> dict[int, int]:
-    """Of each place, whatever the mode."""
+    """Return a map that the modes share: address -> number of hits."""
     return {}
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_kernel_does_not_notice(mode: str, unprobed: everywhere.Unprobed, hits: dict[int, int]) -> None:
-    """All answers are the same; and all memory, where nothing but the text was written to."""
+    """The workload has the same answers with and without probes.
+
+    If only the text is written, memory is the same, too.
+    """
     starts = everywhere.functions(60, seed=1)
     armed = everywhere.arm(mode, starts, unprobed)
     assert len(armed.places) > (3000 if mode in ("stepped", "boosted") else 20)

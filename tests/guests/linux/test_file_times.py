@@ -1,4 +1,6 @@
-"""Times of files in scratch/: those of the host's clock, while the guest's clocks go on by its work alone."""
+"""Times of files in scratch/ follow the host's clock, while the guest's clocks advance only with the guest's
+work.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def mount() -> Iterator[Mount]:
 
 
 def test_each_change_has_a_time_of_its_own(mount: Mount) -> None:
-    """Thousands of requests fit into a tick of the guest's, and time passes on the host between two."""
+    """Files that are created one after the other have distinct, increasing times close to the
+    host's clock.
+    """
     seen = []
     for number in range(200):
         path = f"/scratch/{number}"
@@ -51,7 +55,7 @@ def test_each_change_has_a_time_of_its_own(mount: Mount) -> None:
 
 
 def test_what_was_there_at_the_boot_is_of_then(mount: Mount) -> None:
-    """The snapshot may be old: the guest has seen nothing of the time since."""
+    """Files that exist since the boot have times of the last hour, even if the snapshot is older."""
     for path in ("/dev", "/dev/null", "/scratch"):
         found = mount.getattr(path)
         for time in (found.atime_ns, found.mtime_ns, found.ctime_ns):
@@ -86,7 +90,10 @@ def test_times_that_are_set_are_the_files(mount: Mount) -> None:
 
 
 def test_a_kernel_with_another_clock_keeps_its_own_time() -> None:
-    """Its cycles are no TSC's. Back at that one files have times of their own again."""
+    """The host does not set the time of a kernel whose clock source is not the TSC.
+
+    After a change back to the TSC, changes of files have new times again.
+    """
     guest, kernel = debian_kernel.with_kernel()
     calls, words = LinuxSyscalls(guest), guest.machine.memory.words
     FileTimes(guest.machine, guest.facts)
@@ -97,7 +104,10 @@ def test_a_kernel_with_another_clock_keeps_its_own_time() -> None:
         return guest.machine.memory.translate(guest.root, timekeeper + offset[f"timekeeper.{name}"]) >> 3
 
     def changed() -> list[int]:
-        """Its time and the cycles that this is of, later and behind a change of a file."""
+        """Let time pass and change a file.
+
+        Return the kernel's time, and the cycles that this time belongs to.
+        """
         guest.machine.pc.pass_time(1000)
         calls.close(guest.init, calls.open(guest.init, "/scratch/a", os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
         return [words[place(name)] for name in ("xtime_sec", "tkr_mono.xtime_nsec", "tkr_mono.cycle_last")]
@@ -117,7 +127,11 @@ def test_a_kernel_with_another_clock_keeps_its_own_time() -> None:
 
 
 def clocks(of_files: bool) -> tuple[list[int], set[int]]:
-    """What a guest's clocks say while its files change, over the end of a second; and what files got."""
+    """Return what the guest's clocks show while files change for more than a second, and the times of the
+    files.
+
+    `of_files`: FileTimes sets the times of files.
+    """
     guest = debian_kernel.tasks()
     calls, init, shown, given = LinuxSyscalls(guest), guest.init, list[int](), set[int]()
     if of_files:
@@ -144,7 +158,7 @@ def clocks(of_files: bool) -> tuple[list[int], set[int]]:
 
 
 def test_no_other_clock_of_the_guest_sees_it() -> None:
-    """The same at each call, to the nanosecond, as where files have the time of the latest tick."""
+    """All clocks of the guest show the same nanoseconds whether FileTimes sets the times of files or not."""
     (without, of_ticks), (shown, given) = clocks(False), clocks(True)
     assert shown == without
     assert len(of_ticks) < len(given) == 1100
@@ -152,7 +166,10 @@ def test_no_other_clock_of_the_guest_sees_it() -> None:
 
 @pytest.mark.parametrize(("size", "offset"), [(4, 8), (16, 16)])
 def test_what_precedes_the_timekeeper(size: int, offset: int) -> None:
-    """Before 6.13, a sequence count does, which a kernel for real time follows by the address of a lock."""
+    """Before Linux 6.13, a sequence count precedes the timekeeper.
+
+    In a real-time kernel, the address of a lock follows it.
+    """
     types = made.Btf()
     types.structure("seqcount_raw_spinlock", size)
     assert timekeeper_offset(Btf(types.data())) == offset

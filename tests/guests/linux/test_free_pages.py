@@ -1,4 +1,4 @@
-"""What the guest frees the host has again; what the guest still has, and what it does next, is as before."""
+"""The host gets back memory that the guest has freed, and the guest's other memory does not change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.guests.linux.rewind import PAGE, Rewind
 
 SHELL, FIRST, CHILDREN = Client(4500, 0, 0), 5000, 100
 TASK = 48 << 10
-"""Bytes of the guest's memory that each takes at least."""
+"""Minimum number of bytes of guest memory that a task takes."""
 
 
 @pytest.fixture
@@ -45,14 +45,14 @@ def mount(request: pytest.FixtureRequest, watch: ScriptedWatch) -> Iterator[Moun
 
 
 class Guest:
-    """A mount, its files as a shell sees them, and how much of its RAM isn't the snapshot's."""
+    """A mount, the files of a shell, and the amount of guest RAM that differs from the snapshot."""
 
     def __init__(self, mount: Mount, watch: ScriptedWatch) -> None:
         self.mount, self.watch, self.shell = mount, watch, Files(mount, SHELL)
         self._written = Rewind(guest_of(mount).tasks.machine.memory.ram, bool)
 
     def resident(self) -> int:
-        """Bytes."""
+        """Return the bytes in pages of RAM that are no longer those of the snapshot."""
         return len(self._written.written()) * PAGE
 
     def put(self, client: Client, name: str, data: bytes) -> None:
@@ -70,7 +70,7 @@ class Guest:
             self.mount.release(handle)
 
     def fork(self) -> None:
-        """Children that all live at once, each of which writes."""
+        """Fork children of the shell that live at the same time, and let every child write a file."""
         for number in range(CHILDREN):
             pid = FIRST + number
             self.watch.comms[pid] = "child"
@@ -78,7 +78,10 @@ class Guest:
             self.put(Client(pid, 0, 0), "common", b"%d" % pid)
 
     def end(self) -> None:
-        """The kernel frees some of what they had at once, and the rest behind a grace period."""
+        """End the children.
+
+        The kernel frees a part of their memory at once, and the rest after a grace period.
+        """
         for pid in range(FIRST, FIRST + CHILDREN):
             self.watch.pending_exits.append(pid)
             del self.watch.comms[pid]
@@ -88,7 +91,9 @@ class Guest:
 
 
 def test_tasks_that_ended(mount: Mount, watch: ScriptedWatch) -> None:
-    """Again and again: what one round has freed the next one takes, and a probe sees all of it."""
+    """In three rounds of forks and exits, the host gets back memory of ended tasks, and a probe counts all
+    writes.
+    """
     guest, kept = Guest(mount, watch), random.Random(1).randbytes(1 << 20)
     guest.put(SHELL, "kept", kept)
     guest.shell.write("/kprobe_events", "p:written vfs_write\n")

@@ -1,4 +1,4 @@
-"""A long write of definitions for a distribution's kernel lets others come between its lines."""
+"""A long write of definitions for a distribution's kernel lets other requests run between its lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The function graph and the profiler over Debian's kernel: whole trees, as its own tracer has them."""
+"""function_graph and the function profiler over Debian's kernel: complete trees, equal to those of its own
+tracer.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ FAMILIES = "vfs_* ksys_* do_sys* *sched* kmem_cache_* do_exit kernel_clone copy_
 
 def mounted(profile: Profile = PROFILES[DEFAULT]) -> tuple[LinuxEngine, Files]:
     guest = engine(profile)
-    # Its own calls on control files are in no tree.
+    # Calls of this mount on control files are in no tree.
     return guest, Files(
         probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True), CLIENT
     )
@@ -47,7 +49,7 @@ def worked(guest: LinuxEngine) -> list[object]:
 
 
 def column(shell: Files) -> Iterator[str]:
-    """Calls and their ends, by their indentation, and who they are of; without times."""
+    """Yield the lines of calls, ends of calls and switches of tasks, with indentation and without times."""
     for line in shell.read("/tracing/trace").splitlines():
         if SWITCH.search(line):
             yield line
@@ -56,19 +58,22 @@ def column(shell: Files) -> Iterator[str]:
 
 
 def select(shell: Files, names: str, file: str = "set_ftrace_filter") -> None:
-    """Each name by a write of its own: one write takes one."""
+    """Append `names` to a file with one write per name, because a write takes only one name."""
     for name in names.split():
         shell.write(f"/tracing/{file}", name, os.O_WRONLY | os.O_APPEND)
 
 
 def hits(shell: Files) -> dict[str, int]:
-    """Of each probe."""
+    """Return probe -> number of hits."""
     rows = map(str.split, shell.read("/kprobe_profile").splitlines())
     return {name: int(count) for name, count, _ in rows}
 
 
 def calls(lines: list[str]) -> Counter[str]:
-    """How often each function is called; each call that begins ends, in its task, if that doesn't end."""
+    """Return function -> number of calls.
+
+    Assert that a call ends in its own task, unless this task does not go on.
+    """
     awaited: dict[str, list[str]] = {}
     found: Counter[str] = Counter()
     first: list[str] = []
@@ -96,17 +101,19 @@ def calls(lines: list[str]) -> Counter[str]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[object]:
-    """What the workload answers where nothing is traced."""
+    """Return the answers of the workload without a tracer."""
     return worked(engine(PROFILES[DEFAULT]))
 
 
 @pytest.mark.parametrize("profile", [PROFILES[DEFAULT], IN_PYTHON], ids=["guest code", "Python"])
 def test_calls_are_as_many_as_breakpoints_count(profile: Profile, expected: list[object]) -> None:
-    """Each call that is seen at an entry has its begin and its end in the tree."""
+    """The graph has as many calls of a function, with begin and end, as a breakpoint in the function has
+    hits.
+    """
     guest, shell = mounted(profile)
     probed = ("vfs_write", "shmem_write_end", "kernel_clone", "schedule")
     for name in probed:
-        # Behind the site, where a breakpoint doesn't share it.
+        # Probe after the fentry site, so that the breakpoint does not share the site.
         shell.write("/kprobe_events", f"p:at/{name} {name}+5\n", os.O_WRONLY | os.O_APPEND)
     select(shell, f"{FAMILIES} {' '.join(probed)}")
     shell.write("/tracing/options/funcgraph-tail", "1")
@@ -125,7 +132,9 @@ def test_calls_are_as_many_as_breakpoints_count(profile: Profile, expected: list
 
 
 def test_calls_and_returns_stay_in_the_guest() -> None:
-    """Also where a function jumps to another, so that two calls share a return address."""
+    """Calls and returns are recorded without Python, also after a tail call, when two calls share a return
+    address.
+    """
     guest, shell = mounted()
     shell.write("/tracing/buffer_size_kb", "8000")
     shell.write("/tracing/current_tracer", "function_graph")
@@ -147,7 +156,7 @@ def test_calls_and_returns_stay_in_the_guest() -> None:
 
 
 def test_trees_are_the_kernel_s_own_tracer_s() -> None:
-    """What Debian's kernel itself shows of requests to its tmpfs, and what we show, line by line."""
+    """For requests on tmpfs, kprobefs shows the same tree, line by line, as the tracer of Debian's kernel."""
     native = Files(debian_kernel.mount(), CLIENT)
     _, ours = mounted()
     trees = []
@@ -182,7 +191,10 @@ def test_nothing_is_left_of_tasks_that_end() -> None:
 
 
 def test_profiles_count_what_the_tree_shows() -> None:
-    """Each function has the hits of its probe; with what it calls it takes longer than without."""
+    """A function's profile has the number of hits of its probe.
+
+    With graph-time, the times include called functions.
+    """
     guest, shell = mounted()
     select(shell, "vfs_write ksys_write vfs_read kernel_clone")
     shell.write("/kprobe_events", "p:at/vfs_write vfs_write+5\np:at/kernel_clone kernel_clone+5\n")
@@ -204,7 +216,10 @@ def test_profiles_count_what_the_tree_shows() -> None:
 
 
 def test_a_change_of_a_setting_writes_few_places_of_the_text() -> None:
-    """All sites are written when the tracer begins, and later those that it treats in another way."""
+    """The start of the tracer patches all sites.
+
+    A later change of a setting patches only the few affected sites.
+    """
     guest, shell = mounted()
     select(shell, FAMILIES)
     with guest.lock:
@@ -225,7 +240,7 @@ def test_a_change_of_a_setting_writes_few_places_of_the_text() -> None:
         restore_batch(places, size)
 
     def depths_of(name: str) -> list[int]:
-        """Levels at which an open and a close show the calls of a function; in guest code from the second."""
+        """Open and close a file three times; return the depths of the calls of `name` in the graph."""
         shell.write("/tracing/trace", "\n", os.O_WRONLY | os.O_TRUNC)
         with guest.lock:
             for _ in range(3):
@@ -251,7 +266,7 @@ def test_a_change_of_a_setting_writes_few_places_of_the_text() -> None:
         written.clear()
         shell.write(f"/tracing/{file}", word, os.O_WRONLY | os.O_TRUNC)
         assert depths_of("vfs_open") == expected, (file, word)
-        # Up to two sites in two steps, and code.
+        # Up to two sites are patched in two steps, and code is written.
         assert len(written) < 40, (file, word)
     # Two changes before the guest runs, of which the second one attaches sites.
     shell.write("/tracing/set_graph_function", "do_sys_openat2", os.O_WRONLY | os.O_APPEND)

@@ -1,4 +1,6 @@
-"""Handlers in Debian's kernel are guest code: they record what Python's do, and time never goes back."""
+"""Compiled handlers in Debian's kernel make the same records as handlers in Python, and time never
+goes back.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ DEFINITIONS = (
     "p:within shmem_write_end+5 copied=%r8:u32",
     # In an interrupt.
     "p:tick update_process_times user=%di:u8",
-    # One within another; by ftrace and, where there is no fentry site, by a breakpoint.
+    # Nested calls: one is hooked by ftrace, and one without a fentry site by a breakpoint.
     "r:returned vfs_write size=$retval:s64 first=+0($stack):x64",
     "r:ended shmem_write_end copied=$retval",
     # A task that goes on after others have run.
     "r:slept schedule task=$comm",
-    # The host's, since it asks for symbols.
+    # Python handles this probe, because it asks for symbols.
     "p:named ksys_write caller=+0($stack):symstr",
 )
 EVENT = re.compile(r"^ *(\S+)-\d+ +\[000\] (\S+) +(\d+\.\d{6}): (\w+): (.*)")
@@ -38,11 +40,11 @@ EVENT = re.compile(r"^ *(\S+)-\d+ +\[000\] (\S+) +(\d+\.\d{6}): (\w+): (.*)")
 
 @cache
 def recorded(*, compiled: bool) -> tuple[LinuxEngine, list[tuple[Any, ...]], Counter[int]]:
-    """Records of a workload, and how often Python had to take a hit of its second half."""
-    # When a breakpoint becomes a jump is a matter of time, which isn't the same for both.
+    """Run a workload twice; return the engine, its records, and the hits in Python of the second run."""
+    # Without the optimizer: the time when a breakpoint becomes a jump would differ between the runs.
     profile = replace(PROFILES[DEFAULT], compiled=compiled, optimizer=False)
     engine = LinuxEngine(*debian_kernel.with_kernel(), profile)
-    # Calls on control files would be hits as well, and how long those take is the host's.
+    # Calls on control files would be hits, too, and their duration depends on the host.
     mount = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True)
     for definition in DEFINITIONS:
         assert not write(mount, "/kprobe_events", definition, os.O_APPEND), definition
@@ -88,18 +90,20 @@ def test_hits_stay_in_the_guest() -> None:
     engine, records, taken = recorded(compiled=True)
     in_python, _, by_python = recorded(compiled=False)
     assert len(records) > 200
-    # In the first half of the workload, in which the handlers weren't counted.
+    # These traps were taken in the first run, in which handlers were not yet wrapped.
     hooks = engine.machine.hooks
     assert hooks.native_traps > 50 or not hooks.is_native
     assert in_python.machine.hooks.native_traps < hooks.native_traps / 2 or not hooks.is_native
-    # Where fentry sites call Python, and where what has returned does.
+    # These are the trampoline of fentry sites and the return trampoline.
     for trampoline, trapped in by_python.most_common(2):
         assert trapped > 70
         assert taken[trampoline] < 3
 
 
 def test_time_never_goes_back() -> None:
-    """Not where guest code reads it behind Python, nor the other way round."""
+    """The times of records never decrease, also if guest code reads the clock after Python, or Python after
+    guest code.
+    """
     for compiled in (True, False):
         _, records, _ = recorded(compiled=compiled)
         times = [float(record[2]) for record in records]

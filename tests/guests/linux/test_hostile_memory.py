@@ -1,4 +1,6 @@
-"""A distribution's kernel damages its data, or a dump's are damaged: every reader of ours answers."""
+"""Damaged data of a distribution's kernel or of a dump: every reader of the host ends with an answer or an
+errno.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def engine() -> Iterator[LinuxEngine]:
 
 
 def test_a_circle_of_tasks(engine: LinuxEngine, caplog: pytest.LogCaptureFixture) -> None:
-    """The tasks before the circle are found, the idle task, too, and the stacks may be anywhere."""
+    """If the task list is circular, the tasks before the circle and the idle task are found, and any code may
+    be in use.
+    """
     stacks = engine._stacks
     memory = engine.machine.memory
     whole = [*stacks.task_structs()]
@@ -51,7 +55,9 @@ def test_a_circle_of_tasks(engine: LinuxEngine, caplog: pytest.LogCaptureFixture
 
 
 def test_each_damaged_word(engine: LinuxEngine, caplog: pytest.LogCaptureFixture) -> None:
-    """Every pointer and length that a reader reads, page tables included, is wrong, one at a time."""
+    """If one pointer, length or page table entry that the host reads is wrong, every reader of the host still
+    ends.
+    """
     caplog.set_level(logging.CRITICAL)
     watched = linux.watched(engine)
     readers = linux.readers(engine)
@@ -73,7 +79,9 @@ def test_each_damaged_word_of_a_dump(mount: Mount, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("member", ["rethooks", "kretprobe_instances"])
 def test_a_wild_word_of_a_dumps_task(mount: Mount, dumped: Path, member: str) -> None:
-    """Return hooks use it: calls of functions and reads of files answer, or are undone."""
+    """If a field of a dump's task that return hooks use is wild, function calls and reads of files answer or
+    are undone.
+    """
     del dumped
     calls = core(mount)
     memory = calls.engine.machine.memory
@@ -95,7 +103,9 @@ def test_a_wild_word_of_a_dumps_task(mount: Mount, dumped: Path, member: str) ->
 
 
 def test_files_of_a_damaged_dump(mount: Mount) -> None:
-    """What the kernel keeps about its files is wrong somewhere: an answer or an errno, never a fault."""
+    """If a word of the fs_struct of a dump's task is wrong, requests on files end with an answer or
+    an errno.
+    """
     calls = core(mount)
     memory = calls.engine.machine.memory
     root = memory.read_word(calls.guest.init_task + calls.engine.kernel.btf.offset("task_struct.fs"))

@@ -1,4 +1,4 @@
-"""Attributes of inodes, wherever a release has its members."""
+"""Attributes of inodes, whose members have different offsets in different releases."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ FORMS = _FORMS | dict.fromkeys(SECONDS, "q") | dict.fromkeys(NANOSECONDS, "I")
     ],
 )
 def test_each_is_found_where_it_is(order: tuple[str, ...]) -> None:
-    """With gaps between them; the kernel's own flag in a time isn't shown."""
+    """The attributes of an inode are read at the given offsets.
+
+    A flag that the kernel keeps in a time is not shown.
+    """
     assert set(order) == set(FORMS)
     values = {name: number for number, name in enumerate(FORMS, 0x101)} | {"i_sb": SUPERBLOCK}
     data, offsets = bytearray(b"\xee" * 256), {_DEVICE: DEVICE}

@@ -1,4 +1,4 @@
-"""machine/call and machine/modules over Debian's kernel with our engine."""
+"""machine/call and machine/modules over Debian's kernel with kprobefs's kprobes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_results(shell: Files) -> None:
 
 
 def test_it_may_sleep(shell: Files, mount: Mount) -> None:
-    """For grace periods and for time, which passes."""
+    """A called function may sleep for a time, which passes in the guest, and for a grace period."""
     pc = calls_of(mount).engine.tasks.machine.pc
     before = pc.tsc
     assert shell.call("msleep 1500").startswith("msleep = ")
@@ -71,14 +71,14 @@ def test_probes_see_the_thread(shell: Files) -> None:
 
 
 def test_one_that_faults(shell: Files) -> None:
-    """Its thread alone is killed; the log says why."""
+    """A fault of a called function kills only the thread of this call, and the log has the reason."""
     assert shell.call("strlen 16") == "EFAULT strlen: its thread was killed; see machine/dmesg\n"
     assert "NULL pointer dereference, address: 0000000000000010" in shell.read("/machine/dmesg")
     assert shell.call("int_sqrt 81") == "int_sqrt = 0x9 (9)\n"
 
 
 def test_one_that_sleeps_for_long(shell: Files, mount: Mount) -> None:
-    """Nobody waits longer than a minute of the guest's for it; its page is free when it has ended."""
+    """A call is given up after a minute of guest time. Its page is freed after the call has ended."""
     pages = calls_of(mount).engine.machine.memory.host_pages
     shell.call("int_sqrt 1")
     used = pages.used
@@ -120,7 +120,7 @@ def test_memory(shell: Files) -> None:
 
 
 def test_modules(shell: Files, tmp_path: Path) -> None:
-    """The kernel's own, by name or path; not one that probes by itself."""
+    """Modules of the kernel are loaded by name or path. A module that registers kprobes is refused."""
     log = shell.read("/machine/dmesg")
     files = debian_kernel.modules(guest_of(shell.mount).tasks.release)
     ((name, content),) = files.read("dm_mod")
@@ -158,7 +158,10 @@ def test_modules(shell: Files, tmp_path: Path) -> None:
 def test_modules_are_their_writers(
     shell: Files, mount: Mount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A load is a system call of who writes, whoever made the last one; one that sleeps ends its task."""
+    """A module is loaded by a system call of the client that writes.
+
+    If the load sleeps, the client's task ends.
+    """
     callers: list[LinuxTask] = []
 
     def sleeps(task: LinuxTask, _content: bytes) -> None:
@@ -194,7 +197,9 @@ def test_modules_are_their_writers(
 def test_modules_that_probe(
     wanted: list[str], defined: list[str], used: str | None, mount: Mount, tmp_path: Path
 ) -> None:
-    """What they ask the kernel for counts, not what stands in them."""
+    """A module is refused if it needs a function that registers probes, not if it defines a function of such
+    a name.
+    """
     path = tmp_path / "made.ko"
     path.write_bytes(made_module(wanted, defined))
     handle = mount.open(CLIENT, "/machine/modules", os.O_WRONLY)

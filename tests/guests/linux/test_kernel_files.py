@@ -1,4 +1,6 @@
-"""Attributes out of the kernel's memory: the same as its own newfstatat(2) gives, for whatever is there."""
+"""Attributes that the host reads from the kernel's memory are those that newfstatat(2) of the
+kernel returns.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def guest() -> Iterator[LinuxTasks]:
 
 
 def asked(guest: LinuxTasks, path: str) -> tuple[int, ...]:
-    """Mode, owners, size, blocks and times, as the system call has them."""
+    """Return the attributes of a file as the kernel's newfstatat(2) returns them."""
     guest.copy_to_user(guest.init, BUFFER, path.encode() + b"\0")
     guest.call(guest.init, NEWFSTATAT, AT_FDCWD, BUFFER, BUFFER + 4096, AT_SYMLINK_NOFOLLOW)
     data = guest.copy_from_user(guest.init, BUFFER + 4096, 144)
@@ -82,7 +84,7 @@ def test_memory_tells_what_the_system_call_tells(guest: LinuxTasks) -> None:
 
 
 def test_an_answer_holds_as_long_as_nothing_changes(guest: LinuxTasks) -> None:
-    """Behind each change, whoever made it and wherever on the way to the file."""
+    """After a change of a file or of a directory on its path, the host reads the new attributes."""
     calls, init = LinuxSyscalls(guest), guest.init
     path, short = "/scratch/one/two/file", "/scratch/file"
 
@@ -136,7 +138,7 @@ def test_where_lseek_works(guest: LinuxTasks) -> None:
 
 
 def test_names_of_any_length_have_one_hash() -> None:
-    """A name's length stands above its hash, and a parent more or less makes another one."""
+    """The hash of a name has the length in its upper half, and depends on the parent directory."""
     hashes = set()
     for size in range(40):
         for parent in (0xFFFF888000000000, 0xFFFF888000000040):
@@ -159,7 +161,10 @@ def test_where_something_is_mounted_the_kernel_is_asked(guest: LinuxTasks) -> No
 
 
 def test_flags_are_the_releases_own() -> None:
-    """Macros say nothing to BTF; since they were moved they are an enum."""
+    """Flags of dentries are taken from the kernel's enum.
+
+    Older kernels have macros, which BTF lacks, and get defaults.
+    """
     moved = made.Btf()
     places = {"MOUNTED": 0x8000, "NEED_AUTOMOUNT": 0x10000, "MANAGE_TRANSIT": 0x20000, "OP_REVALIDATE": 4}
     moved.enum("dentry_flags", **{f"DCACHE_{name}": flag for name, flag in places.items()})

@@ -1,4 +1,4 @@
-"""Other kernels than the one that most tests use: the same walk through each of them."""
+"""The same requests on several kernels of Debian, which other tests do not use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Kernel(NamedTuple):
     suite: str
     release: str
     unknown_symbol: str
-    """Its errno for a probe on no function."""
+    """Name of the errno for a probe on an unknown function."""
 
 
 KERNELS = (
@@ -56,7 +56,7 @@ def kernel(request: pytest.FixtureRequest) -> Kernel:
 
 @pytest.fixture(scope="module")
 def ours(kernel: Kernel) -> Iterator[Mount]:
-    """A mount with kprobefs's kprobes, in which each test leaves no events."""
+    """Yield a mount with kprobefs's kprobes; a test that uses it leaves no events."""
     engine = LinuxEngine(*debian_kernel.with_kernel(kernel.meta, kernel.suite))
     found = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     yield found
@@ -118,7 +118,9 @@ def test_a_walk(kernel: Kernel, mount: Mount) -> None:
 
 
 def test_free_pages_are_the_kernel_s(mount: Mount) -> None:
-    """As its own file counts them, but for those that the end of that read took."""
+    """The host finds as many free blocks as /proc/buddyinfo counts, except small blocks, which the read
+    itself may take.
+    """
     lines = guest_of(mount).syscalls.read_all("/proc/buddyinfo").decode().splitlines()
     counted = [sum(map(int, column)) for column in zip(*(line.split()[4:] for line in lines), strict=True)]
     found = Counter(size for _, size in guest_of(mount).free_pages._blocks())
@@ -127,12 +129,16 @@ def test_free_pages_are_the_kernel_s(mount: Mount) -> None:
 
 
 def test_entries_of_functions(ours: Mount, mount: Mount) -> None:
-    """A probe stands behind the pad that indirect calls may lead to, with our engine as with its own."""
+    """kprobefs and the kernel place a probe of a function's entry after the landing pad, and refuse the same
+    places.
+    """
     assert _placed(ours) == _placed(mount)
 
 
 def _placed(mount: Mount) -> tuple[list[str], list[str]]:
-    """What is refused of probes about a function's entry, and where the others stand."""
+    """Return the errnos of probes near the entry of vfs_read, and the places of the probes that were
+    accepted.
+    """
     texts = ("p:a vfs_read", "p:b vfs_read+4", "p:c vfs_read+5", "r:d vfs_read", "p:e vfs_write+1")
     refused = [write(mount, "/kprobe_events", text, os.O_APPEND) for text in texts]
     write(mount, "/tracing/events/kprobes/enable", "1")
@@ -143,7 +149,7 @@ def _placed(mount: Mount) -> tuple[list[str], list[str]]:
 
 
 def test_directories_of_events(ours: Mount, mount: Mount) -> None:
-    """A probe sees the kernel create them, by the function that its version has."""
+    """The kernel creates the directories of new events, as a probe shows, by the function of its version."""
     found = _directories(Files(ours, SHELL))
     assert found == ['"grp"', '"one"', '"two"']
     assert _directories(Files(mount, SHELL)) == found
@@ -163,7 +169,7 @@ def _directories(shell: Files) -> list[str]:
 
 
 def test_a_program_that_a_client_executes(mount: Mount) -> None:
-    """Security modules look at its path, which exists on the host only."""
+    """sched_process_exec has the path of a client's program, although this path exists only on the host."""
     shell, guest = Files(mount, SHELL), guest_of(mount)
     shell.write("/tracing/events/sched/sched_process_exec/enable", "1")
     task = guest.tasks.fork(guest.tasks.init, 4103)
@@ -199,7 +205,10 @@ def test_news_of_a_histogram_reach_a_client_that_polls() -> None:
 
 
 def test_all_events_can_be_enabled(ours: Mount) -> None:
-    """Some tracepoints have to be registered by a function of the kernel, and some that could have none."""
+    """All events can be enabled at once.
+
+    For some tracepoints, the kernel has a function that must register them.
+    """
     shell = Files(ours, SHELL)
     shell.write("/tracing/set_event", "*:*\n")
     enabled = shell.read("/tracing/set_event").split()
@@ -210,14 +219,14 @@ def test_all_events_can_be_enabled(ours: Mount) -> None:
 
 
 def test_contexts_of_records(ours: Mount, mount: Mount) -> None:
-    """Interrupts and preemption as the kernel's own records show them."""
+    """Records of kprobefs show the same flags of interrupts and preemption as records of the kernel."""
     found = [_contexts(Files(tree, SHELL)) for tree in (ours, mount)]
     assert found[0] == found[1]
     assert found[0].keys() == {"entry", "sys_openat", "sys_enter"}
 
 
 def _contexts(shell: Files) -> dict[str, set[str]]:
-    """Event -> the columns of flags that each version has, in records of a system call."""
+    """Return event -> the flags of records of one system call, in the four columns that all versions have."""
     shell.write("/kprobe_events", "p:k/entry do_sys_openat2\n")
     events = "k/entry", "syscalls/sys_enter_openat", "raw_syscalls/sys_enter"
     for event in events:

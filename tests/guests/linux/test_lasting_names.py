@@ -1,4 +1,6 @@
-"""Names that a front end may keep over a distribution's kernel, and the reports of their end."""
+"""Names of files that a front end may cache over a distribution's kernel, and reports that such a
+name ends.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ ENABLE = "/tracing/events/kprobes/reads/enable"
 
 
 def test_names_last_until_their_event_is_removed() -> None:
-    """Also while a probe is armed, because the guest makes no calls that end with a lookup."""
+    """The name of an event's file lasts until the event is removed, also while a probe is armed.
+
+    The guest makes no calls that end with a lookup, so the front end may answer lookups itself.
+    """
     engine = LinuxEngine(*debian_kernel.with_kernel())
     mount = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     shell = Files(mount, SHELL)

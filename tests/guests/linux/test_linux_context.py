@@ -1,4 +1,4 @@
-"""A task's shadow stacks hang on two of the kernel's own fields, or on none."""
+"""Fields of task_struct in which a task's shadow stacks are kept: two, one or none of the kernel's fields."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def test_fields_of_a_kernel_with_rethooks(instances: int) -> None:
 
 
 def test_fields_of_a_kernel_without_rethooks() -> None:
-    """Its kretprobes use kretprobe_instances, and its own function graph is not in use."""
+    """If a kernel has no rethooks, kretprobes use kretprobe_instances, and only ret_stack can be used."""
     assert shadow_stacks(kretprobe_instances=64, ret_stack=8) == {"ret_stack": 8}
     assert shadow_stacks(kretprobe_instances=64) == {}
     assert shadow_stacks(rethooks=64) == {"rethooks": 64}
 
 
 def test_no_array_of_the_kernel_s_own_graph() -> None:
-    """In a dump the tasks may have arrays of the kernel itself."""
+    """In a dump, ret_stack is not used, because tasks may have arrays of the kernel's own function graph."""
     assert shadow_stacks(kretprobe_instances=64, ret_stack=8, may_have_traced=True) == {}
 
 
 def test_return_probes_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python handles all calls, as in a kernel that lacks the fields."""
+    """In a kernel without these fields, return probes work, and Python handles all calls."""
     tasks, kernel = debian_kernel.with_kernel()
     has = kernel.btf.has
     missing = {f"task_struct.{name}" for name in ("rethooks", "kretprobe_instances", "ret_stack")}

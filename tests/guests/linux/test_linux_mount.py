@@ -1,4 +1,6 @@
-"""The distribution's own files in a mount: definitions, records, reads that wait, instances, errors."""
+"""Mounts of a distribution's kernel with its own files: definitions, records, reads that wait, instances,
+errors.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,14 @@ SHELL, OTHER, STRANGER = Client(4001, 0, 0), Client(4002, 0, 0), Client(4003, 10
 
 
 class Host(ProcessWatch):
-    """Processes with names, of which some fork and end."""
+    """A watch of host processes whose names, forks and exits are set by a test."""
 
     def __init__(self) -> None:
         self.forked: list[Fork] = []
         self.ended: list[int] = []
         self.names = {4001: "sh", 4002: "cat"}
         self.programs: dict[str, str] = {}
-        """Name -> path of the program that gives it."""
+        """Name of a process -> path of the program that the process has executed."""
 
     def program(self, _pid: int, comm: str) -> str | None:
         return self.programs.get(comm)
@@ -76,7 +78,7 @@ def shell(mount: Mount) -> Files:
 
 @pytest.fixture(scope="module")
 def refusing() -> Iterator[Files]:
-    """Files for all writes that are refused: none changes more than the error log."""
+    """Yield files of one mount for writes that are refused and change nothing but the error log."""
     found = debian_kernel.mount(Host())
     yield Files(found, SHELL)
     found.close()
@@ -130,7 +132,9 @@ def test_a_reader_of_trace_pipe_waits_for_records(shell: Files) -> None:
 
 
 def test_flags_of_a_file_whose_reader_sleeps(shell: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are the next call's: a task that is asleep in this one makes no other."""
+    """Changed flags of an open file apply to the next call, because a task that sleeps in a call makes no
+    other call.
+    """
     mount, changed = shell.mount, []
     pipe = mount.open(OTHER, "/tracing/trace_pipe", os.O_RDONLY)
     with pytest.raises(WouldBlock):
@@ -163,7 +167,9 @@ def test_who_waits_in_vain_can_be_interrupted(shell: Files) -> None:
 
 
 def test_nothing_is_left_out_of_a_directory_that_loses_what_was_seen(shell: Files) -> None:
-    """Whoever lists it in parts and removes each sees all that there was."""
+    """A client that lists a directory in parts and removes the listed files sees all files of the
+    directory.
+    """
     mount = shell.mount
     mount.mkdir(SHELL, "/scratch/many", 0o755)
     names = {f"file{number}" for number in range(9)}
@@ -200,7 +206,7 @@ def test_instances_and_directories(shell: Files) -> None:
 
 
 def test_the_limits_in_force(shell: Files) -> None:
-    """Only those that this mount has, and nobody can set them."""
+    """machine/limits has only the limits of open files, and cannot be opened for writing."""
     mount = shell.mount
     before = shell.read("/machine/limits")
     handle = mount.open(STRANGER, "/machine/version", os.O_RDONLY)
@@ -380,7 +386,10 @@ def test_forks_and_ends_of_processes_are_the_guest_s(host: Host, shell: Files) -
 
 
 def test_programs_that_clients_execute(host: Host, shell: Files) -> None:
-    """Each is shown at its own next request; who names itself executes nothing."""
+    """An execve is shown at the next request of the same client.
+
+    A process that renames itself shows no execve.
+    """
     host.programs = {"asked": "./asked", "unasked": "/usr/bin/unasked", "shell": "/bin/shell"}
     for event in ("sched/sched_process_exec", "syscalls/sys_enter_execve"):
         shell.write(f"/tracing/events/{event}/enable", "1")
@@ -409,7 +418,9 @@ def test_programs_that_clients_execute(host: Host, shell: Files) -> None:
 
 
 def test_who_executes_is_counted_for_nobody_else(host: Host, shell: Files) -> None:
-    """A client of another user's forks, the child executes and ends: the kernel's counts stay in balance."""
+    """A client of another user forks, and the child executes a program and ends, without a warning of the
+    kernel.
+    """
     host.programs = {"cat": "/bin/cat"}
     handle = shell.mount.create(SHELL, "/scratch/file", 0o644, os.O_RDWR)
     shell.mount.write(SHELL, handle, b"text", 0)
@@ -453,7 +464,7 @@ def test_modules_of_that_kernel(shell: Files) -> None:
 
 
 def test_a_module_that_is_refused_leaves_nothing_behind(shell: Files, tmp_path: Path) -> None:
-    """Neither what it needs, nor a file, nor a descriptor."""
+    """A module that is refused leaves no dependency loaded, and no file and no descriptor in the guest."""
     tasks = guest_of(shell.mount).tasks
     guest = LinuxSyscalls(tasks)
     *_, (_, module) = debian_kernel.modules(tasks.release).read("dm-zero")
@@ -478,7 +489,9 @@ def test_what_is_no_command_for_modules(text: str, refusing: Files) -> None:
 
 
 def test_a_write_to_modules_holds_nobody_up(shell: Files) -> None:
-    """The file to load may be in the mount itself."""
+    """A write to machine/modules is reported as one that reads host files, because the module may be on the
+    mount itself.
+    """
     handle = shell.mount.open(SHELL, "/machine/modules", os.O_WRONLY)
     assert shell.mount.reads_host(handle)
     assert not shell.mount.reads_host(shell.mount.open(SHELL, "/machine/modules", os.O_RDONLY))
@@ -513,7 +526,7 @@ def test_a_dead_guest_answers_eio_and_says_why(shell: Files) -> None:
 def test_a_kernel_that_says_it_has_given_more(
     count: int, mount: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A damaged one says anything; the front end has room for what it asked for."""
+    """If a damaged kernel returns more bytes than a request asked for, the request fails with EIO."""
     handle = mount.create(SHELL, "/scratch/file", 0o600, os.O_RDWR)
     assert mount.write(SHELL, handle, b"some text", 0) == 9
     mount.symlink(SHELL, "/scratch/link", "file")
@@ -532,7 +545,7 @@ def test_a_kernel_that_says_it_has_given_more(
 
 
 def test_entries_of_a_directory_that_are_none() -> None:
-    """One of no bytes would be read again and again."""
+    """A directory entry of zero bytes is refused, because a loop over such entries would not end."""
     with pytest.raises(KernelError, match="entries of a directory that are none"):
         list(syscalls._entries(bytes(64), 0))
     assert list(syscalls._entries(bytes(10), 0)) == []
@@ -542,7 +555,9 @@ def test_entries_of_a_directory_that_are_none() -> None:
     ("path", "flags"), [("/scratch/appended", os.O_CREAT), ("/tracing/set_event_pid", 0)]
 )
 def test_a_seek_after_an_appending_write(shell: Files, path: str, flags: int) -> None:
-    """The offset of the next request decides, whatever the end of the file was."""
+    """A read after an appending write returns data from the offset of the request, not from the end of the
+    file.
+    """
     mount = shell.mount
     if flags:
         mount.release(mount.create(SHELL, path, 0o600, os.O_WRONLY))
@@ -556,7 +571,10 @@ def test_a_seek_after_an_appending_write(shell: Files, path: str, flags: int) ->
 
 
 def test_the_core_of_the_guest(mount: Mount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its headers say where RAM is. Only root and the owner can open it, and only so often at a time."""
+    """machine/vmcore has headers for RAM.
+
+    Only root and the owner can open the file, at most MAX_OPEN times at once.
+    """
     monkeypatch.setattr(native_mount, "MAX_OPEN", 1)
     path = "/machine/vmcore"
     for client, flags, error in ((STRANGER, os.O_RDONLY, errno.EACCES), (SHELL, os.O_WRONLY, errno.EACCES)):
@@ -580,7 +598,9 @@ def test_the_core_of_the_guest(mount: Mount, tmp_path: Path, monkeypatch: pytest
 
 
 def test_an_exit_reaches_a_client_that_waits_for_records(mount: Mount, shell: Files, host: Host) -> None:
-    """Without a request."""
+    """follow_processes replays an exit without a client's request, and wakes a client that polls
+    trace_pipe.
+    """
     Files(mount, OTHER).read("/tracing/trace_clock")
     shell.write("/tracing/events/sched/sched_process_exit/enable", "1")
     pipe = mount.open(SHELL, "/tracing/trace_pipe", os.O_RDONLY | os.O_NONBLOCK)

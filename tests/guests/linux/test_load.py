@@ -1,4 +1,4 @@
-"""Loads in a distribution's kernel: system calls of tasks of its own, which probes count."""
+"""Loads in a distribution's kernel: system calls of the loads' own tasks, which probes count."""
 
 from __future__ import annotations
 
@@ -94,7 +94,9 @@ def test_a_killed_task_is_replaced(probed: tuple[LinuxEngine, ExecObserver]) -> 
 
 
 def test_a_round_that_fails_says_why(probed: tuple[LinuxEngine, ExecObserver]) -> None:
-    """Another load has the port."""
+    """A round fails with the reason, here a port that another load uses, and works after the other load has
+    ended.
+    """
     found, executions = probed
     syscalls = LinuxSyscalls(found.tasks)
     one, other = (

@@ -1,4 +1,4 @@
-"""What a mount of a distribution's kernel takes of the host's memory, behind requests, events and probes."""
+"""Host memory that the daemon of a distribution's kernel uses after requests, events, probes and tracers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROBES = 100
 
 
 def steps(directory: Path) -> Iterator[str]:
-    """Names of what has been done."""
+    """Use a mount in several steps, and yield the name of each step after its end."""
     tracing, place = directory / "tracing", directory / "scratch/file"
 
     def work() -> None:
@@ -41,7 +41,7 @@ def steps(directory: Path) -> Iterator[str]:
     functions = [line.split()[0] for line in (tracing / "available_filter_functions").open()]
     with (directory / "kprobe_events").open("wb", buffering=0) as definitions:
         for number, function in enumerate([*functions[:: len(functions) // PROBES], "vfs_read"]):
-            # The blacklist holds some of them.
+            # Some of the functions are on the blacklist.
             with suppress(OSError):
                 definitions.write(f"p:k{number} {function} $arg1\n".encode())
     yield "definitions"
@@ -77,7 +77,7 @@ def test_typical_use(meta: str, suite: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path / "runtime"))
     directory = tmp_path / "mnt"
     directory.mkdir()
-    # Not a fork of a process that has booted kernels, whose memory would be counted.
+    # `env` starts the program: in a fork of this process, the memory of booted kernels would be counted.
     program = ["env", *REAL_PROGRAM]
     image = str(debian_kernel.image(meta, suite))
     with (

@@ -1,4 +1,4 @@
-"""What a call has written goes, and what was there before stays, whatever pages are the file's by then."""
+"""MemoryRollback undoes what a call has written, even if a written page has become the file's again."""
 
 from __future__ import annotations
 

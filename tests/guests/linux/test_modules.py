@@ -1,4 +1,6 @@
-"""Modules that Debian's kernel loads: our engine knows them by name, probes them, and lets them go."""
+"""Modules that Debian's kernel loads, with kprobefs's kprobes: their symbols, probes, events and
+unloading.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,10 @@ def engine(mount: Mount) -> LinuxEngine:
 
 @pytest.fixture
 def shell(mount: Mount, engine: LinuxEngine) -> Iterator[Files]:
-    """No module is there at the end, no probe, and the text is the kernel's own."""
+    """Yield the mount's files.
+
+    Afterwards remove probes and modules, and assert that the text is the kernel's own.
+    """
     shell = Files(mount, CLIENT)
     yield shell
     shell.write("/tracing/events/enable", "0")
@@ -99,7 +104,7 @@ def shell(mount: Mount, engine: LinuxEngine) -> Iterator[Files]:
 
 
 def guests(shell: Files, path: str) -> list[str]:
-    """A file of the kernel's own."""
+    """Return the lines of a file of the guest's kernel."""
     return guest_of(shell.mount).syscalls.read_all(path).decode().splitlines()
 
 
@@ -109,7 +114,7 @@ def of_modules(lines: list[str]) -> list[str]:
 
 @EACH
 def test_the_kernel_says_the_same(shell: Files) -> None:
-    """Symbols with their letters, the blacklist, and what can be traced."""
+    """kprobefs shows the same symbols, blacklist and traceable functions of modules as the kernel."""
     shell.write("/machine/modules", "load dm-zero\n")
     symbols = of_modules(guests(shell, f"{PROC}/kallsyms"))
     assert len(symbols) > 700
@@ -126,7 +131,7 @@ def test_the_kernel_says_the_same(shell: Files) -> None:
 
 
 def optimizable(engine: LinuxEngine, function: str) -> int:
-    """The first offset in a function where a probe becomes a jump."""
+    """Return the first offset in a function at which a probe can be optimized."""
     (symbol,) = engine.live.kallsyms.by_name(function)
     verdict = engine.kprobes.probe_checker
     found = (
@@ -171,7 +176,9 @@ def test_functions_are_called_and_probed(shell: Files, engine: LinuxEngine) -> N
 
 @SOME
 def test_definitions_wait_and_probes_go(shell: Files) -> None:
-    """Pending until it comes, hit while its init function runs, gone with it, and there again."""
+    """Probes wait for their module, hit from its init function on, go with it, and come back with the next
+    load.
+    """
     definitions = f"p:init {NLS}:init_nls_{NLS.removeprefix('nls_')}\np:body {NLS}:uni2char+11\n"
     shell.write("/kprobe_events", definitions)
     assert shell.read("/kprobes/list") == ""
@@ -189,7 +196,7 @@ def test_definitions_wait_and_probes_go(shell: Files) -> None:
         text = shell.read("/tracing/trace")
         assert text.count("body: (uni2char+0xb") == text.count(": uni2char <-") == turn, text
         assert shell.read("/tracing/set_ftrace_filter") == f"uni2char [{NLS}]\n"
-        # Enabled, it was hit when the module came again.
+        # The probe of the init function was hit when the module was loaded again.
         assert text.count("init: (") == turn - 1
         shell.write("/machine/modules", f"unload {NLS}\n")
         lines = shell.read("/kprobes/list").splitlines()
@@ -203,7 +210,9 @@ def test_definitions_wait_and_probes_go(shell: Files) -> None:
 
 @SOME
 def test_one_whose_init_fails(shell: Files) -> None:
-    """This CPU has no instruction for that."""
+    """A module whose init function fails, because the CPU lacks an instruction, leaves no symbols and no
+    probe.
+    """
     shell.write("/kprobe_events", "p:begins crc32c_intel:crc32c_intel_mod_init\n")
     with pytest.raises(KernelError) as refused:
         shell.write("/machine/modules", "load crc32c-intel\n")
@@ -215,7 +224,7 @@ def test_one_whose_init_fails(shell: Files) -> None:
 
 @SOME
 def test_one_whose_init_measures_how_fast_it_is(shell: Files) -> None:
-    """By loops that end with a tick, which comes to a CPU that halts nowhere."""
+    """An init function that loops until the next tick gets this tick, although the CPU halts nowhere."""
     said = []
     for name in ("raid6_pq", "xor") * 2:
         shell.write("/machine/modules", f"load {name}\n")
@@ -227,7 +236,9 @@ def test_one_whose_init_measures_how_fast_it_is(shell: Files) -> None:
 
 @SOME
 def test_its_code_needs_no_python_after_its_load(shell: Files) -> None:
-    """Its blocks are counted only while it is loaded or unloaded, however often that happens."""
+    """Python counts blocks of code only while a module is loaded or unloaded, not while code of the module
+    runs.
+    """
     counted = LinuxMachine._count.__code__
     entries = 0
 
@@ -254,7 +265,7 @@ def test_its_code_needs_no_python_after_its_load(shell: Files) -> None:
 
 @SOME
 def test_others_at_its_address(shell: Files) -> None:
-    """What was patched or known of one is nothing of the next one's."""
+    """A module at the address of an unloaded module has no patches and no hits of the unloaded module."""
     for number in range(6):
         name = (NLS, "nls_cp850", "nls_ascii")[number % 3]
         shell.write("/machine/modules", f"load {name}\n")
@@ -269,7 +280,9 @@ def test_others_at_its_address(shell: Files) -> None:
 
 @SOME
 def test_branches_of_the_kernels_keys(shell: Files, engine: LinuxEngine) -> None:
-    """A module has tracepoints of the kernel's in its code, be they on before it comes or behind that."""
+    """Code of a module for a tracepoint of the kernel is switched with the event, also if the event is
+    enabled first.
+    """
     enable = "/tracing/events/xdp/xdp_exception/enable"
 
     def changed() -> set[int]:
@@ -291,7 +304,7 @@ def test_branches_of_the_kernels_keys(shell: Files, engine: LinuxEngine) -> None
 
 @pytest.fixture
 def linux(request: pytest.FixtureRequest) -> Iterator[Files]:
-    """The same kernel with its own tracefs."""
+    """Yield the files of a mount of the same kernel with its own tracefs."""
     native = debian_kernel.mount(suite=request.node.callspec.params["mount"])
     yield Files(native, CLIENT)
     native.close()
@@ -300,11 +313,11 @@ def linux(request: pytest.FixtureRequest) -> Iterator[Files]:
 CACHES = "/tracing/events/sunrpc"
 UPDATE = f"{CACHES}/cache_entry_update"
 WHO_AND_WHEN = re.compile(r"^.*?-(?=\d+ )| +\d+\.\d{6}:|entry=\S+$|^ID: \d+$", re.MULTILINE)
-"""Also what Linux shows no address for."""
+"""Pattern of what may differ: tasks, times, IDs of events, and hashed addresses."""
 
 
 def update(shell: Files, domain: str) -> None:
-    """An entry of one of sunrpc's caches."""
+    """Write an entry of one of sunrpc's caches."""
     syscalls, init = guest_of(shell.mount).syscalls, guest_of(shell.mount).tasks.init
     channel = syscalls.open(init, f"{PROC}/net/rpc/auth.unix.ip/channel", os.O_RDWR)
     syscalls.write(init, channel, f"nfsd 127.0.0.1 9999999999 {domain}\n".encode(), None)
@@ -312,7 +325,7 @@ def update(shell: Files, domain: str) -> None:
 
 
 def try_unload(shell: Files, name: str) -> tuple[int | None, list[str]]:
-    """Its errno, and what is there afterwards."""
+    """Unload a module. Return the errno or None, and the modules that are loaded afterwards."""
     try:
         shell.write("/machine/modules", f"unload {name}\n")
         number = None
@@ -326,7 +339,10 @@ def told(shell: Files, path: str) -> list[str]:
 
 
 def events_come_and_go(shell: Files) -> dict[str, object]:
-    """What each of the engines has to show in the same way."""
+    """Load sunrpc, use its events, and unload sunrpc.
+
+    Return what files show, which must be the same for both engines.
+    """
     seen: dict[str, object] = {}
 
     def of_sunrpc(path: str) -> list[str]:
@@ -349,7 +365,7 @@ def events_come_and_go(shell: Files) -> dict[str, object]:
     update(shell, "someone")
     assert told(shell, "/tracing/trace") == seen["trace"]
     shell.write(f"{UPDATE}/trigger", "!hist:keys=name\n")
-    # Who switches it keeps its module.
+    # A trigger that switches the event keeps the module.
     switch = "enable_event:sunrpc:cache_entry_update"
     shell.write("/tracing/events/sched/sched_switch/trigger", f"{switch}\n")
     shell.write("/tracing/set_ftrace_filter", f"vfs_statx:{switch}\n", os.O_WRONLY | os.O_APPEND)
@@ -372,12 +388,12 @@ def events_come_and_go(shell: Files) -> dict[str, object]:
 
 @SOME
 def test_its_events_come_and_go(shell: Files, linux: Files) -> None:
-    """As those of the kernel's own tracefs do."""
+    """Events of a module come and go with the module as in the kernel's own tracefs."""
     ours, native = events_come_and_go(shell), events_come_and_go(linux)
     assert ours == native
     assert len(native["trace"]) == 1
     assert native["unloaded"] == (None, [])
-    # With triggers too nothing is left, as the kernel sees when it looks at the tracepoints of what goes.
+    # An unload with triggers leaves nothing. The kernel checks the tracepoints of a module that it unloads.
     shell.write("/machine/modules", "load sunrpc\n")
     assert (shell.read(f"{UPDATE}/enable"), shell.read(f"{UPDATE}/filter")) == ("0\n", "none\n")
     shell.write("/tracing/events/sunrpc/enable", "1")
@@ -390,9 +406,10 @@ def test_its_events_come_and_go(shell: Files, linux: Files) -> None:
 
 @SOME
 def test_histograms_that_refer_to_its_events(shell: Files) -> None:
-    """They stay, and can be removed; nobody else gets at the variables, nor are they the next events'.
+    """Histograms that refer to an unloaded module's events stay, and can be removed. No new histogram uses
+    their variables.
 
-    Linux: what was freed is referred to, and removing such a histogram ends in an oops.
+    Linux: such a histogram refers to freed memory, and its removal ends in an oops.
     """
     switch = "/tracing/events/sched/sched_switch/trigger"
     variable = "hist:keys=common_pid:began=common_timestamp.usecs"
@@ -416,19 +433,21 @@ def test_histograms_that_refer_to_its_events(shell: Files) -> None:
 
 @SOME
 def test_formats_name_enumerators_of_the_module(shell: Files, engine: LinuxEngine) -> None:
-    """Which its file doesn't explain, but for its types."""
+    """The formats of a module's events contain enumerators, which are known only from the types of the
+    module.
+    """
     name = "fscache" if engine.kernel.release.startswith("6.1.") else "netfs"
     shell.write("/machine/modules", f"load {name}\n")
     event = engine.components.tracing.system.events.find("fscache", "fscache_active")
     assert isinstance(event, StaticEvent)
     assert "{ fscache_active_use, " in event.print_fmt
-    # It raises ValueError for what it doesn't know.
+    # _print() raises ValueError for an unknown name.
     vars(StaticEvent)["_print"].func(event)
 
 
 @pytest.mark.parametrize("suite", share(SUITES, 1, 2))
 def test_modules_of_a_dump(suite: str, tmp_path: Path) -> None:
-    """They are there when it is mounted: called, and probed."""
+    """Modules of a dump are known when the dump is mounted: their functions can be called and probed."""
     running = debian_kernel.mount(suite=suite)
     files = Files(running, CLIENT)
     files.write("/machine/modules", f"load {NLS}\n")
@@ -454,7 +473,7 @@ def test_modules_of_a_dump(suite: str, tmp_path: Path) -> None:
 def test_a_module_linked_offline_has_the_verdicts_of_the_loaded_one(
     shell: Files, engine: LinuxEngine, module: str, request: pytest.FixtureRequest
 ) -> None:
-    """Function by function; alternatives, which only the loaded one has, change few of them."""
+    """At most 1 in 20 functions has other verdicts offline than loaded, because of alternatives."""
     suite = request.node.callspec.params["mount"]
     package = debian.package(debian.META_PACKAGES[0], suite)
     planned = planned_kernel(None, str(package), None, None).with_modules([module])

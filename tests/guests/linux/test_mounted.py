@@ -1,4 +1,4 @@
-"""A distribution's kernel behind a real mount: a script works as on the machine that runs it."""
+"""Distributions' kernels behind a real mount: a script works as on a machine that runs the kernel."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ grep -c 'Linux version' machine/dmesg
 
 
 def links_and_room(directory: Path) -> None:
-    """In scratch/, by the host's own calls."""
+    """Check links, FIFOs and free room in scratch/, by system calls of the host."""
     scratch = directory / "scratch"
     room = os.statvfs(scratch)
     assert room.f_blocks >= room.f_bfree > 0
@@ -128,7 +128,9 @@ def links_and_room(directory: Path) -> None:
 
 
 def appends_as_the_host_does(directory: Path) -> None:
-    """Behind the end as long as the flag is there, whoever set it; the position is where that leaves it."""
+    """Check that O_APPEND, also if fcntl(2) sets or clears it, has the same effects in scratch/ as on the
+    host.
+    """
     answers = []
     for file in (directory.parent / "appended", directory / "scratch/appended"):
         file.write_bytes(b"x" * 100)
@@ -144,7 +146,9 @@ def appends_as_the_host_does(directory: Path) -> None:
 
 
 def names_come_and_go_as_the_hosts_do(directory: Path) -> None:
-    """Whatever the host's kernel remembers of them: each call's answer, and what is left."""
+    """Check that random calls on names have the same results in scratch/ as on the host, which may cache
+    names.
+    """
     places = directory.parent / "names", directory / "scratch/names"
     for place in places:
         place.mkdir()
@@ -228,7 +232,7 @@ def test_our_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def graph_has_the_commands_calls(directory: Path) -> None:
-    """The kernel's own tracer records no call of another task, and none outside of the function.
+    """Check that `trace --graph` shows only calls of the command, and only those inside of the function.
 
     With a filter, the kernel patches 1,600 functions in place of all, which takes a tenth of the time.
     """
@@ -245,7 +249,9 @@ def graph_has_the_commands_calls(directory: Path) -> None:
 
 
 def is_debugged(directory: Path) -> None:
-    """While a debugger holds the guest, status says so, and a client of the guest can be killed."""
+    """Check that the mount's state names a debugger that holds the guest, and that a client of the guest can
+    be killed.
+    """
     client = GdbClient((directory / "machine/gdb").read_text().strip())
     assert condition(str(directory)) is MountState.DEBUGGED
     with subprocess.Popen(["cat", str(directory / "scratch/traced")], stdout=subprocess.PIPE) as reader:
@@ -257,7 +263,10 @@ def is_debugged(directory: Path) -> None:
 
 
 def test_new_clients_while_a_debugger_holds_the_guest(tmp_path: Path) -> None:
-    """They open files of machine/, for which the guest does nothing: no fork and no close of earlier ones."""
+    """While a debugger holds the guest, new clients can read files of machine/ that need no guest.
+
+    The guest makes no fork for these clients, and closes no earlier file.
+    """
     directory = tmp_path / "mnt"
     directory.mkdir()
     with daemon(directory, "--image", str(debian_kernel.image()), program=REAL_PROGRAM):

@@ -25,7 +25,7 @@ STEPS = 5000
 
 
 class Debugged:
-    """A kernel, a debugger, and a file whose read comes to vfs_read."""
+    """A kernel, the path of its debugger's socket, and a file whose read calls vfs_read."""
 
     def __init__(self) -> None:
         tasks = debian_kernel.tasks()
@@ -49,7 +49,9 @@ class Debugged:
         return found
 
     def stopped_at(self, address: int) -> tuple[GdbClient, Request]:
-        """Return a debugger that holds the guest before the instruction at `address`, and the caller."""
+        """Return a debugger that holds the guest before the instruction at `address`, and the request that
+        waits.
+        """
         client = GdbClient(self.path)
         assert client.ask(f"Z0,{address:x},1") == "OK"
         client.send("c")
@@ -80,7 +82,9 @@ def debugged() -> Debugged:
 
 
 def test_a_step_passes_a_hit_of_the_kernels_breakpoint(debugged: Debugged) -> None:
-    """It ends at the next instruction, also of one that moves the stack pointer."""
+    """A debugger's step over a kprobe of the kernel ends at the next instruction, also if this moves the
+    stack pointer.
+    """
     assert not write(debugged.mount, "/sysctl/debug/kprobes-optimization", "0")
     places = debugged.instructions()
     for number in (1, 7):

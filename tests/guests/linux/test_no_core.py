@@ -1,4 +1,6 @@
-"""Files that are no dumps, are damaged or change while they are read: each is refused in a line."""
+"""Files that are no dumps, are damaged, or change while they are read: an error of one line refuses such a
+file.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ RAM = bytes(48 << 20)
 
 
 def shared_pieces() -> bytes:
-    """A small file that would be much memory."""
+    """Return a small dump whose many segments have the same bytes of the file, so that its memory would be
+    large.
+    """
     data = bytearray(dump([(at << 20, PAGE) for at in range(100)], INFO))
     first = core_dump.PROGRAM.unpack_from(data, core_dump.HEADER.size + core_dump.PROGRAM.size)
     for at in range(100):
@@ -77,7 +81,7 @@ def test_a_fifo_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_what_is_no_dump(
     which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line, status 2, and nothing left behind."""
+    """A file that is no usable dump is refused with one line and status 2, and nothing is left behind."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     content, why = BAD[which]
     file, directory = tmp_path / "core", tmp_path / "mnt"
@@ -111,7 +115,9 @@ def test_what_goes_with_no_dump(
 
 @pytest.mark.timeout(20)
 def test_holes_in_front_of_data(tmp_path: Path) -> None:
-    """Where pages of memory begin is no page of the file: all that isn't in a hole is read, once."""
+    """If pages of memory begin inside of pages of the file, data is read exactly once, and holes are not
+    read.
+    """
     text = f"{INFO}SYMBOL(init_uts_ns)=ffffffff82000001\nPAGESIZE=4096\n".encode()
     ram = bytes(300 * len(PAGE)) + text.ljust(len(PAGE), b"\0") + bytes(200 * len(PAGE)) + b"x" * len(PAGE)
     data, path = dump([(0, ram)]), tmp_path / "core"
@@ -146,7 +152,7 @@ def test_holes_in_front_of_data(tmp_path: Path) -> None:
     ],
 )
 def test_a_dump_that_changes(change: Callable[[Path], None], why: str, tmp_path: Path) -> None:
-    """While it is read."""
+    """A dump that changes while it is read is refused."""
     path = tmp_path / "core"
     path.write_bytes(dump([(0, b"x" * len(RAM))], INFO))
     with path.open("rb") as file, (tmp_path / "made").open("w+b") as made:
@@ -157,7 +163,9 @@ def test_a_dump_that_changes(change: Callable[[Path], None], why: str, tmp_path:
 
 
 def test_no_room_for_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a cache that is in memory each hole that is read takes a page: there nothing is kept."""
+    """A dump with large holes is not kept in a cache on tmpfs, where every page of a hole that is read takes
+    memory.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     asked = list[str]()
 

@@ -1,4 +1,6 @@
-"""With the kernel's own kprobes, the guest takes its breakpoints itself: nothing in it can tell."""
+"""With the kernel's own kprobes, the host's routine delivers the guest's breakpoints, which the guest cannot
+notice.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,13 @@ pytestmark = pytest.mark.skipif(
 _PREAD = 17
 HITS = 50
 OFFSETS = (5, 9)
-"""Offsets behind the site of ftrace, with or without an endbr64 before it."""
+"""Offsets after the fentry site, without and with an endbr64 before the site."""
 BEGUN = "p:begun vfs_read+%d fl=%%flags sp=%%sp cs=%%cs ss=%%ss ip=%%ip dx=%%dx\n"
 ENDED = b"r:ended vfs_read ret=$retval fl=%flags sp=%sp\n"
 
 
 class Probed:
-    """A guest with probes of its own, by int3, and calls that hit them."""
+    """A guest with kprobes of its own kernel that use int3, and system calls that hit these probes."""
 
     def __init__(self) -> None:
         self.tasks: LinuxTasks = debian_kernel.tasks()
@@ -142,7 +144,7 @@ def test_breakpoints_in_user_mode_and_other_exceptions_stay_pythons(probed: Prob
 
 
 def test_a_breakpoint_without_a_stack_is_a_double_fault(probed: Probed) -> None:
-    """As for other exceptions whose frame cannot be pushed."""
+    """A breakpoint whose frame cannot be pushed is a double fault, as for other exceptions."""
     machine = probed.tasks.machine
     probed.tasks.deliver_breakpoints()
     text, entry = probed.tasks._thunk.stub_text

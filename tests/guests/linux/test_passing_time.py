@@ -1,4 +1,4 @@
-"""Time that passes between requests where a distribution's kernel uses its own kprobes."""
+"""Guest time that passes between requests to a distribution's kernel with its own kprobes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.guests.linux.parts import guest_of
 CLIENT = Client(500, 0, 0)
 FILE = "/scratch/file"
 TICK = 4
-"""Milliseconds."""
+"""Milliseconds of guest time between two ticks."""
 SOON = 64
 """Requests within which a probe is optimized: five ticks, and a grace period of RCU."""
 SECOND = 250
@@ -54,7 +54,7 @@ class Shell(Files):
         return int(found[1], 16)
 
     def calls_of(self, function: str) -> list[None]:
-        """A list that gets an item for each call."""
+        """Return a list that gets one item at each call of `function`."""
         calls: list[None] = []
         address = self.symbol(function)
         with guest_of(self.mount).lock:
@@ -62,7 +62,7 @@ class Shell(Files):
         return calls
 
     def define(self) -> int:
-        """Define event a on vfs_read, behind the site of ftrace; its offset."""
+        """Define the event `a` on vfs_read after the fentry site, and return the offset."""
         for offset in (5, 9):
             with suppress(KernelError):
                 self.write("/tracing/kprobe_events", f"p:a vfs_read+{offset}\n")
@@ -70,7 +70,7 @@ class Shell(Files):
         raise AssertionError("vfs_read has no instruction behind the site")
 
     def traps(self) -> Callable[[], int]:
-        """A function that returns how many breakpoints the guest has met from now on."""
+        """Return a function that returns the number of breakpoints that the guest has executed since then."""
         traps: list[None] = []
         cpu = self.tasks.machine.cpu
         assert isinstance(cpu, PcCpu)
@@ -87,7 +87,7 @@ class Shell(Files):
         return lambda: len(traps) + hooks.native_traps - native
 
     def use(self) -> None:
-        """Three requests, and a hit of a probe on vfs_read."""
+        """Open, read and close a file, which hits a probe on vfs_read twice."""
         handle = self.mount.open(CLIENT, FILE, os.O_RDONLY)
         assert self.mount.read(CLIENT, handle, 100, 0) == b"hello"
         assert self.mount.read(CLIENT, handle, 100, 5) == b""
@@ -98,7 +98,7 @@ class Shell(Files):
         return self.tasks.machine.pc.tsc / TSC_KHZ
 
     def marked(self) -> list[float]:
-        """Seconds of the markers in the trace."""
+        """Return the times of the markers in the trace, in seconds."""
         found = re.findall(r"(\d+\.\d+): tracing_mark_write", self.read("/tracing/trace"))
         return [float(each) for each in found]
 
@@ -130,7 +130,7 @@ def test_a_probe_that_is_said_to_be_optimized_is_a_jump_soon_and_traps_no_more(s
     hits = int(shell.read("/kprobe_profile").split()[1])
     for _ in range(20):
         shell.use()
-    # The read of the profile's own is one, its second finds the end.
+    # Reading the profile makes two further hits: one returns the text, and the second one finds the end.
     assert int(shell.read("/kprobe_profile").split()[1]) == hits + 2 * 20 + 2
     assert traps() == before
     shell.write("/tracing/events/kprobes/a/enable", "0")
@@ -156,7 +156,9 @@ def test_each_request_takes_a_tick_but_lookups_listings_and_closes_take_none(she
 
 
 def test_the_kernel_counts_the_ticks_that_pass(shell: Shell) -> None:
-    """A timer that is armed after requests without a turn of the guest expires in time, not at once."""
+    """The kernel's uptime advances by the ticks of requests, also if the guest has no turn between the
+    requests.
+    """
     shell.write("/tracing/trace_clock", "uptime")
     shell.write("/tracing/trace_marker", "first")
     handle = shell.mount.open(CLIENT, FILE, os.O_RDONLY)
@@ -178,9 +180,9 @@ def test_delayed_work_and_rcu_callbacks_have_their_turn(shell: Shell) -> None:
         shell.mount.unlink(CLIENT, "/scratch/other")
         shell.mount.mkdir(CLIENT, "/scratch/directory", 0o700)
         shell.mount.rmdir(CLIENT, "/scratch/directory")
-    # Of each two inodes; the last ones wait for a grace period.
+    # A round removes two inodes. The last inodes wait for a grace period.
     assert SECOND <= len(freed) <= 2 * SECOND
-    # It queues itself again each second, and may be late. There were four seconds.
+    # This work queues itself again each second, and may be late. Four seconds have passed.
     assert 1 <= len(worked) <= 5
 
 
@@ -243,7 +245,9 @@ def test_with_the_real_clock_the_guest_works_in_pauses_of_which_a_second_counts(
 
 
 def test_the_real_clock_of_probes_is_that_of_the_host() -> None:
-    """Each reading is at the host's time, so that durations within one run of the guest are real, too."""
+    """With the real clock, a reading follows the host's time, so durations within one run of the guest are
+    real, too.
+    """
     tasks, kernel = debian_kernel.with_kernel()
     now = 5_000_000
     tasks.machine.pc.follow_wall(lambda: now)
@@ -257,6 +261,6 @@ def test_the_real_clock_of_probes_is_that_of_the_host() -> None:
         before = clock.read_ns()
         now += passed
         assert clock.read_ns() - before == pytest.approx(passed, abs=200)
-    # Each reading advances it, even where the host's does not.
+    # A reading advances the clock, even if the host's time stands still.
     first = clock.read_ns()
     assert clock.read_ns() > first > began

@@ -8,7 +8,7 @@ from emulated_kernel.guests.linux.pc.devices import PIT_HZ, TSC_KHZ, Pc
 
 
 def initialised() -> Pc:
-    """With its interrupts at 0x30 and the timer's let in."""
+    """Return a PC whose interrupts begin at vector 0x30, and whose timer interrupt is unmasked."""
     pc = Pc(1)
     for port, value in ((0x20, 0x11), (0x21, 0x30), (0x21, 4), (0x21, 1), (0x21, 0xFE)):
         pc.write_port(port, value)

@@ -1,4 +1,6 @@
-"""A distribution's kernel at the command line: what it refuses, in one line and leaving nothing behind."""
+"""The command line with a distribution's kernel: refused options, with one line of error and nothing left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def vmlinuz(path: Path) -> Path:
-    """Starts like one."""
+    """Write a file that starts like a vmlinuz, and return its path."""
     path.write_bytes(bytes(0x1FE) + b"\x55\xaa\0\0HdrS\x0f\x02" + bytes(4096))
     return path
 
 
 def refusal(capsys: pytest.CaptureFixture[str], directory: Path, *options: str) -> str:
-    """The one line that it says, at status 2."""
+    """Return the only line of error that `mount` prints before it ends with status 2."""
     assert main(["mount", *options, str(directory)]) == 2
     out, err = capsys.readouterr()
     assert not out

@@ -1,4 +1,4 @@
-"""What the emulator leaves behind, where Debian's kernel could meet it: stops, and text in user mode."""
+"""Quirks of the emulator that Debian's kernel could meet: stopped runs, repeated stores, changed text."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from emulated_kernel.machine.traps.trap import GuestFault
 from tests.guests.linux.probing import PLAIN, engine
 
 ADDS = b"\xf0\x48\xff\x03\xeb\xfa"
-"""lock inc qword [rbx], and back to it."""
+"""Code of an endless loop: lock inc qword [rbx], and a jump back."""
 CODE, CELL, ROOT = 0x10000, 0x20000, 0x4000
 
 
 def test_a_run_that_was_stopped_from_outside_does_not_go_on() -> None:
-    """Its store in flight may be done again: nobody sees what comes of that."""
+    """A run that was stopped from outside cannot be continued, because the store in flight could be done
+    twice.
+    """
     machine, ram = small_machine(ADDS, 0.1)
     machine.regs.bx = CELL
     with pytest.raises(GuestFault, match=r"it ran for too long, and was given up at 0x1000[04]"):
@@ -87,11 +89,14 @@ def stored(count: int, at: int, flags: int, *, in_host: bool) -> tuple[list[int]
     ],
 )
 def test_a_store_in_the_host_is_that_of_the_guest(count: int, at: int, flags: int) -> None:
-    """The last two come to a page that is not mapped; the last one stores more than RAM has."""
+    """A repeated store by the host has the same effects as in the guest.
+
+    The last two cases come to a page that is not mapped. The last one would store more bytes than RAM has.
+    """
     in_guest, in_host = (stored(count, at, flags, in_host=value) for value in (False, True))
     assert in_guest[:2] == in_host[:2]
     if flags == UP and count < 1 << 20:
-        # A large page is written for the first time by the guest.
+        # The first write of a large page is made by the guest.
         assert in_host[2] <= 3
         assert in_guest[2] >= min(count, 4500)
 
@@ -146,7 +151,9 @@ TOLD = b"\xbe" + FUNCTION.to_bytes(4, "little") + b"\xba\x08\0\0\0"
 def test_changed_text_runs(
     monkeypatch: pytest.MonkeyPatch, told: bytes, frees: bool, knows: bool, flushes: int
 ) -> None:
-    """Only what was written is translated again, if that is known and no code was freed."""
+    """After a change of text, only the written code is translated again, if its place is known and no code
+    was freed.
+    """
     machine, ram = small_machine(rewriting(told, frees=frees))
     ram[ROOT + 0x2008 : ROOT + 0x2010] = (1 << 63 | 0x83).to_bytes(8, "little")
     for address in (SYNC, POKE, FREE):
@@ -171,7 +178,9 @@ def guest() -> Iterator[LinuxEngine]:
 
 
 def test_text_that_is_patched_while_a_client_stands_in_user_mode(guest: LinuxEngine) -> None:
-    """What was translated of it is dropped, and the next page fault is a page fault."""
+    """If text is patched while a client is in user mode, old translations are dropped, and later page faults
+    are handled.
+    """
     tasks, calls, hits = guest.tasks, LinuxSyscalls(guest.tasks), list[int]()
     machine = tasks.machine
     in_flight = ctypes.c_int32.from_address(
@@ -212,7 +221,9 @@ def test_text_that_is_patched_while_a_client_stands_in_user_mode(guest: LinuxEng
 
 
 def test_a_copy_behind_the_cpu_state_is_no_second_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read of the state allocates memory, which may be free memory right behind the CPU's structure."""
+    """WordSearch finds one word, even if a read of the CPU's state leaves a copy right after the CPU's
+    structure.
+    """
     memory = (ctypes.c_uint64 * (2 * STATE_SIZE // 8))()
     state = ctypes.addressof(memory)
 

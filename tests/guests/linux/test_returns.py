@@ -1,4 +1,6 @@
-"""Return probes in Debian's kernel are guest code: hooked calls return where they would, and all count."""
+"""Compiled return probes in Debian's kernel: hooked calls return to their callers, and all calls
+are counted.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,17 @@ IN_PYTHON = replace(PROFILES[DEFAULT], compiled=False, optimizer=False)
 
 
 def functions(engine: LinuxEngine, seed: int) -> list[str]:
-    """What the workload runs through, and some of all that can be traced."""
+    """Return the functions that the workload calls, and a random part of all traceable functions."""
     symbols = engine.kernel.kallsyms
     traced = [found.symbol.name for site in sorted(engine.kernel.mcount) if (found := symbols.lookup(site))]
     return list(dict.fromkeys((*ALWAYS, *random.Random(seed).sample(traced, fewer(1500, 5)))))
 
 
 def hooked(profile: Profile, seed: int) -> tuple[list[object], dict[str, list[str]], LinuxEngine]:
-    """What the workload answers while they are hooked, and hits and misses by event."""
+    """Run the workload with return probes on functions.
+
+    Return the answers, event -> [hits, misses], and the engine.
+    """
     guest = engine(profile)
     mount = probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     for number, name in enumerate(functions(guest, seed)):
@@ -65,11 +70,13 @@ def test_guest_code_takes_the_returns_that_python_takes(seed: int) -> None:
 
 
 def test_nothing_is_left_where_a_task_has_its_calls() -> None:
-    """The kernel's own rethooks would take it for theirs, when the task is long dead."""
+    """The field `rethooks` of all tasks is empty after hooked tasks have ended, because the kernel's rethooks
+    use this field.
+    """
     guest = engine(PROFILES[DEFAULT])
     place = guest.kernel.btf.offset("task_struct.rethooks")
     mount = probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False)
-    # Of these one never returns.
+    # At least one of these functions never returns.
     for name in ("do_exit", "do_group_exit", "vfs_write"):
         assert not write(mount, "/kprobe_events", f"r:hooked/{name} {name}", os.O_APPEND)
     assert not write(mount, "/kprobe_events", "p:hooked/exits do_exit", os.O_APPEND)
@@ -77,7 +84,7 @@ def test_nothing_is_left_where_a_task_has_its_calls() -> None:
     with guest.lock:
         for _ in range(3):
             workload(guest)
-        # The dead are freed when no CPU looks at them any more.
+        # The kernel frees an ended task once no CPU uses the task.
         guest.tasks.idle(1_000_000)
     hits = {
         name: int(count) for name, count, _ in map(str.split, read(mount, "/kprobe_profile").splitlines())
@@ -100,7 +107,10 @@ def test_stack_dumps_show_the_callers_of_hooked_calls() -> None:
 
 
 def test_a_return_by_the_kernels_text_takes_as_many_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code there takes the place of one instruction of kprobefs's trampoline."""
+    """A return takes the same number of instructions with and without the code in the kernel's text.
+
+    The code there replaces one instruction of kprobefs's trampoline.
+    """
 
     def instructions() -> int:
         guest = engine(PROFILES[DEFAULT])

@@ -84,11 +84,11 @@ class TestKernel(KernelTests):
     compiler = b"riscv64"
 
 
-# A mount of its own tracefs
+# A mount of the kernel's own tracefs
 
 
 def test_its_own_events_and_kprobes(mount: Mount) -> None:
-    """Its kprobes count hits at places behind a function's entry, which they refuse."""
+    """Kprobes of the kernel refuse the entry of a function, and count hits at a later instruction."""
     client = Client(5001, 0, 0)
     mount.release(mount.create(client, "/scratch/greeting", 0o644, os.O_WRONLY))
     write(mount, client, "/scratch/greeting", b"hello\n")
@@ -107,7 +107,7 @@ def test_its_own_events_and_kprobes(mount: Mount) -> None:
 
 
 def test_its_core_has_vmcoreinfo(mount: Mount) -> None:
-    """Debuggers need it; that of this kernel has no KERNELOFFSET."""
+    """machine/vmcore has VMCOREINFO, which debuggers need. This kernel's VMCOREINFO has no KERNELOFFSET."""
     headers = read(mount, Client(5003, 0, 0), "/machine/vmcore")[:RAM_OFFSET]
     assert b"VMCOREINFO\0" in headers
     assert b"SYMBOL(init_uts_ns)=" in headers
@@ -153,7 +153,10 @@ def test_check(image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_its_own_kprobes_record_nothing(
     image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Hits of breakpoints are counted. An explanation of a refused place names an accepted one."""
+    """`check` warns that the kernel's own kprobes record nothing.
+
+    `explain` of a refused place names an accepted place.
+    """
     file = tmp_path / "x.probes"
     file.write_text("p:a vfs_read+8\n")
     for kprobes, rules in (("kprobefs", []), ("kernel", ["no-records"])):
@@ -169,7 +172,10 @@ def test_its_own_kprobes_record_nothing(
 def test_its_own_kprobes_are_accepted_where_ftrace_patches(
     image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second instruction of a function is one of them, and no good place."""
+    """The kernel accepts a probe on the second instruction, which ftrace patches.
+
+    `check` and `explain` report this.
+    """
     file = tmp_path / "x.probes"
     file.write_text("p:a vfs_read+4\np:b vfs_read+8\n")
     for kprobes, warned in (("kprobefs", 0), ("kernel", 1)):
@@ -186,7 +192,10 @@ def test_its_own_kprobes_are_accepted_where_ftrace_patches(
 def test_its_own_tracefs_has_no_histograms(
     image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Debian builds this kernel without them; kprobefs's tracefs has them over this kernel, too."""
+    """`check` refuses histograms for the kernel's own tracefs, which Debian builds without them.
+
+    kprobefs's tracefs over this kernel has histograms.
+    """
     file = tmp_path / "x.probes"
     names = "hist:keys=common_pid", "traceoff"
     file.write_text("".join(f"events/sched/sched_switch/trigger = {name}\n" for name in names))
@@ -205,7 +214,7 @@ def test_explain(image: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "buf (char *): buf=%a1:x64" in text
 
 
-# The forms of its file
+# Forms of the kernel's file
 
 
 def made_image(size: int = 8192) -> bytes:
@@ -298,7 +307,9 @@ def test_firmware_calls() -> None:
 
 
 def test_a_debugger_steps_over_probes(mount: Mount, kernel: LinuxKernel) -> None:
-    """A step over a probe of the kernel's own kprobes ends at the next instruction, also of a branch."""
+    """A debugger's step over a kprobe of the kernel ends at the next instruction, also if a branch
+    is probed.
+    """
     reader = Client(5010, 0, 0)
     handle = mount.create(reader, "/scratch/stepped", 0o644, os.O_RDWR)
     mount.write(reader, handle, b"hello", 0)

@@ -90,7 +90,7 @@ def call(mount: Mount, text: bytes) -> str:
 
 @pytest.fixture
 def clean(mount: Mount) -> Iterator[Mount]:
-    """The mount, with nothing defined or enabled before and afterwards."""
+    """Yield the mount, and afterwards disable and remove all definitions."""
     yield mount
     write(mount, CLIENT, "/tracing/events/enable", b"0\n")
     file = mount.open(CLIENT, "/kprobe_events", os.O_WRONLY | os.O_TRUNC)
@@ -98,7 +98,7 @@ def clean(mount: Mount) -> Iterator[Mount]:
 
 
 def test_a_probe_counts_and_records(clean: Mount, engine: LinuxEngine) -> None:
-    """A hit by a breakpoint and one by a jump record the arguments."""
+    """A hit by a breakpoint and a hit by a jump record the same arguments."""
     write(clean, CLIENT, "/kprobe_events", b"p:kprobes/entry vfs_read count=%a2 buf=+0(%a1):u64 $comm\n")
     file = clean.open(CLIENT, "/scratch/greeting", os.O_RDONLY)
     write(clean, CLIENT, "/sysctl/debug/kprobes-optimization", b"0")
@@ -119,7 +119,9 @@ def test_a_probe_counts_and_records(clean: Mount, engine: LinuxEngine) -> None:
 
 @pytest.mark.parametrize("jumps", [b"0", b"1"])
 def test_user_memory_is_fetched(jumps: bytes, clean: Mount, engine: LinuxEngine) -> None:
-    """The kernel's own code could not read it at this place: sstatus.SUM is clear."""
+    """Probes fetch user memory at places where the kernel's own code could not, because sstatus.SUM
+    is clear.
+    """
     write(clean, CLIENT, "/sysctl/debug/kprobes-optimization", jumps)
     lines = (
         b"p:kprobes/user do_sys_openat2 a=+0(%a1):ustring b=+u1(%a1):u8\n"
@@ -149,7 +151,7 @@ def test_user_memory_is_fetched(jumps: bytes, clean: Mount, engine: LinuxEngine)
     ("profile", "optimizer"), [(RISCV_PROFILE, False), (RISCV_PROFILE, True), (RISCV_FTRACE_PROFILE, True)]
 )
 def test_hits_that_read_user_memory_are_guest_code(profile: str, optimizer: bool) -> None:
-    """They keep the bit SUM as it was at the hit."""
+    """Compiled handlers that read user memory keep the bit SUM as it was at the hit."""
     in_guest, in_python = (
         UserReads(new_engine(profile, optimizer=optimizer, compiled=compiled)) for compiled in (True, False)
     )
@@ -157,7 +159,7 @@ def test_hits_that_read_user_memory_are_guest_code(profile: str, optimizer: bool
 
 
 def test_hits_that_read_user_memory_keep_address_translations() -> None:
-    """The host changes SUM for handlers, too, and drops the translations of user pages."""
+    """If a handler changes SUM, the host drops the translations of user pages, and keeps all others."""
     reads = UserReads(new_engine(optimizer=False))
     machine = reads.engine.tasks.machine
     assert isinstance(machine, RiscvMachine)
@@ -175,7 +177,7 @@ class TestEngine(EngineTests):
 
 
 def test_events_of_the_kernel(clean: Mount) -> None:
-    """Static keys and the kernel's own functions make the records; system calls have their numbers."""
+    """Events of the kernel are recorded with their fields, and system calls with their numbers."""
     for event in ("sched/sched_switch", "syscalls/sys_enter_openat", "raw_syscalls/sys_exit"):
         write(clean, CLIENT, f"/tracing/events/{event}/enable", b"1\n")
     read(clean, CLIENT, "/scratch/greeting")
@@ -187,7 +189,9 @@ def test_events_of_the_kernel(clean: Mount) -> None:
 
 
 def test_a_marker_is_as_the_kernel_records_it(clean: Mount) -> None:
-    """Its address is that of a label in the kernel's function."""
+    """A marker has the same address as in the kernel's own trace: that of a label in the kernel's
+    function.
+    """
     path = str(package(META, SUITE, "riscv64"))
     with own_cache(META, SUITE):
         native = native_mount(started(path, SEED), ProcessWatch(), Owner(0, 0), is_tracefs=False)
@@ -208,7 +212,9 @@ def test_a_function_is_called(clean: Mount) -> None:
 
 
 def test_modules(clean: Mount) -> None:
-    """A probe in a module counts from its load on; when the module goes, its text does."""
+    """A probe of a module that is not loaded yet hits when the module is loaded. The module can be
+    unloaded.
+    """
     write(clean, CLIENT, "/kprobe_events", b"p:kprobes/init dummy:dummy_init_module\n")
     write(clean, CLIENT, "/tracing/events/kprobes/init/enable", b"1\n")
     write(clean, CLIENT, "/machine/modules", b"load dummy\n")
@@ -242,7 +248,9 @@ def trace_of_requests(monkeypatch: pytest.MonkeyPatch, pause: float) -> bytes:
 
 
 def test_the_same_requests_give_the_same_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The times are the same, too, even if the host is so busy that it pauses between the requests."""
+    """The same requests give the same trace, including times, even if the host pauses between the
+    requests.
+    """
     first, second = (trace_of_requests(monkeypatch, pause) for pause in (0, 0.2))
     assert first.count(b" a: ") >= 3
     assert first == second
@@ -266,7 +274,9 @@ def test_guest_code_records_with_the_model_clock() -> None:
 
 
 def test_the_profile_is_for_one_processor(engine: LinuxEngine) -> None:
-    """It keeps the kernel's own interface; other processors' kernels refuse it in one line."""
+    """The RISC-V profile keeps the interface of the kernel, and is refused for kernels of other
+    architectures.
+    """
     image = package(META, SUITE, "riscv64")
     options = MountOptions(
         str(image.parent), machine=MachineConfig(image=image, profile=RISCV_FTRACE_PROFILE)
@@ -290,7 +300,9 @@ def traced() -> Iterator[Mount]:
 
 
 def test_entries_by_ftrace(traced: Mount) -> None:
-    """Probes and fprobes at an entry are called by its site; a jump begins behind the site."""
+    """The fentry site of a function calls the probes of the entry. A jump of a probe begins after
+    the site.
+    """
     lines = b"p:kprobes/entry vfs_read\nr:kprobes/got vfs_read $retval\np:kprobes/inside vfs_read+8\n"
     write(traced, CLIENT, "/kprobe_events", lines)
     write(traced, CLIENT, "/tracing/events/kprobes/enable", b"1\n")

@@ -1,4 +1,6 @@
-"""The bit SUM of a riscv64 guest: user pages are accessible while it is set, whatever the emulator caches."""
+"""The bit SUM of a riscv64 guest: user pages are accessible only while SUM is set, whatever the emulator
+caches.
+"""
 
 from __future__ import annotations
 
@@ -67,9 +69,9 @@ def machine(request: pytest.FixtureRequest) -> Iterator[RiscvMachine]:
 
 
 def access(machine: RiscvMachine, pages: int, then: int) -> int | None:
-    """Read so many user pages while SUM is set, and then an address without it.
+    """Read `pages` user pages while SUM is set, and then the word at the address `then` while SUM is clear.
 
-    Return the word at that address, or None if the access faults.
+    Return this word, or None if the access faults.
     """
     regs = machine.regs
     machine.last_exception = None
@@ -101,7 +103,10 @@ def test_no_user_page_is_accessible_without_it(machine: RiscvMachine, pages: int
 
 
 def test_translations_of_kernel_memory_are_kept(machine: RiscvMachine) -> None:
-    """A changed entry of the tables takes effect after a flush, which the emulator makes at each change."""
+    """With eased access, a change of SUM keeps the translations of kernel pages.
+
+    The emulator alone flushes all translations at a change of SUM.
+    """
     assert access(machine, 1, HIGH) == 1000
     slot = HIGH_TABLES[1]
     machine.memory.ram[slot : slot + 8] = entry(USER + 4096, ANY | USED)
@@ -111,7 +116,10 @@ def test_translations_of_kernel_memory_are_kept(machine: RiscvMachine) -> None:
 
 
 def test_the_number_of_used_entries_stays_right(machine: RiscvMachine) -> None:
-    """The emulator would enlarge its table without end if it counted pages that are dropped."""
+    """Dropped user pages are not counted as used entries.
+
+    Otherwise the emulator would enlarge its table without end.
+    """
     for _ in range(5):
         access(machine, PAGES, HIGH)
     if not spares(machine):

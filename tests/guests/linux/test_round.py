@@ -1,4 +1,4 @@
-"""open, read and close in scratch/: what they take below FUSE, and that a close put off comes in its turn."""
+"""open, read and close in scratch/: their costs below FUSE, and the order of deferred closes."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ KERNELS = (
 CALLS, STARTS, CALLBACKS = 107, 2, 1
 """Maximum numbers of Python's function calls, runs of the emulator, and calls from the emulator to Python.
 
-Lower them when it takes less.
+Lower the limits when a round takes less.
 """
 
 
 class Host(ProcessWatch):
-    """Two processes, of which the first changes its name and forks."""
+    """A watch of two processes. The first process can get another name and can fork."""
 
     def __init__(self) -> None:
         self.name = "sh"
@@ -74,14 +74,17 @@ def mount(request: pytest.FixtureRequest) -> Iterator[Mount]:
 
 
 def opened_and_read(mount: Mount, client: Client = SHELL) -> None:
-    """What `open(FILE)`, `read()` and `close()` ask for: the host's kernel knows the name."""
+    """Make the requests of open(FILE), read() and close(), if the host's kernel already knows the name."""
     handle = mount.open(client, FILE, os.O_RDONLY)
     mount.read(client, handle, 4096, 0)
     mount.release(handle)
 
 
 def test_how_much_it_takes(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two rounds that follow each other the less: a tick of the guest's may come into one."""
+    """The cheaper one of two rounds stays within the limits.
+
+    A tick of the guest may come into the other round.
+    """
     starts = 0
     engine = guest_of(mount).tasks.machine.engine
     start = engine.start
@@ -118,7 +121,7 @@ def test_how_much_it_takes(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_emulator_keeps_its_translations(mount: Mount) -> None:
-    """In a round with an empty file, riscv64 sets and clears SUM twice, for two parts of the path."""
+    """A round on riscv64 changes SUM four times, and the emulator keeps its translations each time."""
     machine = guest_of(mount).tasks.machine
     if not isinstance(machine, RiscvMachine) or not machine.hooks.is_native:
         return
@@ -133,7 +136,7 @@ ENTER = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p
 
 @given(words=st.lists(st.integers(0, 2**64 - 1), min_size=12, max_size=12), flags=st.integers(0, 2**12 - 1))
 def test_the_host_enters_the_kernel_as_python_does(mount: Mount, words: list[int], flags: int) -> None:
-    """All of the CPU's state is the same after a call of the stub, with any registers and flags."""
+    """The host's routine enters the kernel with the same CPU state as Python, for any registers and flags."""
     machine = guest_of(mount).tasks.machine
     routine = routine_address("enter")
     if routine is None:
@@ -165,7 +168,9 @@ def test_the_host_enters_the_kernel_as_python_does(mount: Mount, words: list[int
 
 
 def events(shell: Files) -> list[tuple[str, str]]:
-    """Who closed and opened since the trace was emptied, in order; what reads the trace is left out."""
+    """Return (comm, event) for each open and close since the trace was emptied, without opens of
+    the trace.
+    """
     text = shell.read("/tracing/trace")
     found = re.findall(r": (closed|opened): .* comm=\"(.*?)\"(?: name=\"(.*)\")?$", text, re.MULTILINE)
     return [(comm, event) for event, comm, name in found if name != "/tracing/trace"][1:]
@@ -188,7 +193,7 @@ def traced(host: Host) -> Iterator[Files]:
 
 
 def define(shell: Files, function: str, *arguments: str) -> None:
-    """Events at close(2) and at a function, with who they come from; the trace is empty then."""
+    """Define and enable events with the task's name at close(2) and at `function`, and empty the trace."""
     shell.write("/tracing/events/enable", "0")
     opened = " ".join((f"p:opened {function} comm=$comm", *arguments))
     shell.write(
@@ -199,7 +204,9 @@ def define(shell: Files, function: str, *arguments: str) -> None:
 
 
 def test_each_close_stands_where_it_was_made(traced: Files, host: Host) -> None:
-    """By who made it, in front of what it or another did next, under the name that it had then."""
+    """A deferred close is recorded before the next call, for the task that closed the file, with the task's
+    name at that time.
+    """
     mount = traced.mount
     opened_and_read(mount)
     opened_and_read(mount, OTHER)

@@ -1,4 +1,4 @@
-"""Snapshots: what is kept comes back, what is damaged never does, and no more is kept than the limit."""
+"""Snapshots of booted kernels: saving and loading, damaged files, and the limit of the cache."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def saved(cache: Path) -> Path:
-    """A machine with something in its RAM and registers."""
+    """Save a snapshot of a machine with some RAM and registers, and return its path."""
     return save(cache / "kernel.booted")
 
 
@@ -65,7 +65,9 @@ def save(path: Path) -> Path:
 
 
 def test_other_facts_have_another_number() -> None:
-    """A file of the same number would be mounted without them: who changes what is kept raises _MAGIC."""
+    """A change of the data that a snapshot keeps needs a new number in _MAGIC, so that old snapshots are not
+    loaded.
+    """
     kept = (
         *(field.name for form in (KernelOffsets, VmcoreOffsets) for field in fields(form)),
         *(facts._SYMBOLS, facts._OPTIONAL, facts._MEMBERS, inodes._FORMS, inodes._UNITS),
@@ -82,7 +84,9 @@ def test_other_facts_have_another_number() -> None:
 
 
 def test_no_more_is_mapped_than_the_host_maps_around_a_page(cache: Path) -> None:
-    """A file that wasn't in the host's page cache: read to be checked, it isn't cached in large folios."""
+    """A snapshot that is read for a check is not cached in large folios. A later access maps at
+    most 64 KiB.
+    """
     cache.mkdir(parents=True)
     data = random.Random(1).randbytes(16 << 20)
     with open(cache / "random", "w+b") as file:
@@ -153,7 +157,7 @@ def test_no_damage_goes_unnoticed(saved: Path) -> None:
 
 
 def header(whole: bytes) -> tuple[int, dict[str, Any]]:
-    """Where it starts, and what it says."""
+    """Return the offset of a snapshot's JSON header, and the contents of the header."""
     start = whole.index(b'{"')
     size = struct.unpack_from("<I", whole, start - 8)[0]
     about: dict[str, Any] = json.loads(whole[start : start + size])
@@ -161,7 +165,7 @@ def header(whole: bytes) -> tuple[int, dict[str, Any]]:
 
 
 def rewritten(whole: bytes, about: dict[str, Any]) -> bytes:
-    """With another header, whose checksum is right."""
+    """Return the snapshot with another header, whose checksum is right."""
     text = json.dumps(about).encode()
     head = whole[: header(whole)[0] - 8] + struct.pack("<II", len(text), zlib.crc32(text)) + text
     ram = whole.index(b"something") - (5 << 16)
@@ -188,13 +192,16 @@ STRANGE = (
 
 
 def test_what_was_found_whole_is_not_read_again(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as it is the same file: a change of it can be hidden from its times but for one."""
+    """A snapshot that was checked is not read again until the file changes.
+
+    A change may be hidden from all times of the file except the change time.
+    """
     monkeypatch.setattr(digest_cache, "_SETTLED", -1.0)
     read = Mock(side_effect=snapshot._checksum)
     monkeypatch.setattr(snapshot, "_checksum", read)
 
     def loaded() -> int:
-        """Pieces that were read."""
+        """Load the snapshot, and return the number of pieces that were read."""
         before = read.call_count
         found = snapshot.load(saved, with_parts=True)
         assert found is not None
@@ -230,7 +237,9 @@ def test_what_was_found_whole_is_not_read_again(saved: Path, monkeypatch: pytest
 
 
 def test_what_has_just_been_written_is_read_again(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another change may leave it with the same times."""
+    """A check of a file that was just written is not remembered, because another change may leave the same
+    times.
+    """
     monkeypatch.setattr(digest_cache, "_SETTLED", 3600.0)
     synced: list[int] = []
     monkeypatch.setattr(os, "fdatasync", synced.append)
@@ -245,7 +254,10 @@ def test_what_has_just_been_written_is_read_again(saved: Path, monkeypatch: pyte
 def test_times_that_are_set_together_are_not_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A read-only image that was made anew, FAT, a server: the last change is what somebody has said."""
+    """A change time without nanoseconds is not trusted.
+
+    Such times come from images of file systems that are made anew, from FAT, or from a server.
+    """
     monkeypatch.setattr(digest_cache, "_SETTLED", -1.0)
     file, status = tmp_path / "kernel", os.fstat
 
@@ -479,7 +491,9 @@ def test_a_save_that_fails_leaves_nothing(cache: Path, monkeypatch: pytest.Monke
 
 
 def test_a_kernel_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the command and the daemon that it becomes; another one in its place is another."""
+    """place() reads a kernel's file only once, and reads the file again if its times or its
+    contents change.
+    """
     read: list[object] = []
     digest = hashlib.file_digest
     monkeypatch.setattr(hashlib, "file_digest", lambda *given: read.append(given) or digest(*given))
@@ -496,7 +510,7 @@ def test_a_kernel_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_the_hash_of_a_kernel_that_has_booted_is_remembered(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is left of one that hasn't."""
+    """The hash of a kernel's file is kept in the cache once the kernel has a snapshot, but not before."""
     monkeypatch.setattr(digest_cache, "_SETTLED", -1.0)
     file = tmp_path / "vmlinuz"
     file.write_bytes(b"kernel")

@@ -1,4 +1,4 @@
-"""Where files go that are too large for the cache."""
+"""Directories of temporary files that are too large for the cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MB = 1 << 20
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Bytes that are free in each of the directories that are looked at."""
+    """Return directory -> free bytes that statvfs() reports; a test may change the numbers."""
     monkeypatch.setenv("TMPDIR", str(tmp_path / "named"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = {str(tmp_path / "named"): 0, str(snapshot.directory()): 0}
@@ -34,7 +34,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def where(size: int, whole: int) -> str:
-    """The directory that a file of that size is made in."""
+    """Return the directory in which a file of `size` bytes is made; `whole` is the size with holes."""
     with spill_file.open_tmpfile(lambda _file: None, size, whole) as file:
         return os.path.dirname(os.readlink(f"/proc/self/fd/{file.fileno()}"))
 
@@ -51,7 +51,7 @@ def test_the_first_with_room(places: dict[str, int]) -> None:
 
 
 def test_holes_take_room_in_memory(places: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who reads one that is mapped would be killed where there is none."""
+    """On tmpfs, holes need room, too: a process that reads a mapped hole is killed if memory is used up."""
     named = next(iter(places))
     places[named] = 200 * MB
     monkeypatch.setattr(spill_file, "_file_system", lambda _device: "tmpfs")
@@ -66,7 +66,9 @@ def test_file_systems_are_told() -> None:
 
 
 def test_one_that_gets_full(places: dict[str, int]) -> None:
-    """By others, or by what its owner may use; what fails otherwise fails."""
+    """If a write finds a directory full or over quota, the next directory is tried. Other errors
+    are raised.
+    """
     for directory in places:
         places[directory] = 1000 * MB
     tried: list[int] = []

@@ -1,4 +1,4 @@
-"""Tracepoints of Debian's kernel as events of our engine: they record what its own tracefs records."""
+"""Tracepoints of Debian's kernel as events of kprobefs: the records are those of the kernel's own tracefs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ EVENTS = (
     "signal/signal_generate",
 )  # fmt: skip
 WHO_AND_WHEN = re.compile(r"^.*?-(?=\d+ )| +\d+\.\d{6}:")
-"""Linux knows a task's name from the next switch of tasks on."""
+"""Pattern of a record's task name and time. Linux saves the name of a task only at the next switch
+of tasks.
+"""
 WHO = re.compile(r"^.*?-(?=\d+ )")
 ID = re.compile(r"^ID: \d+$", re.MULTILINE)
 
@@ -69,7 +71,9 @@ def test_lists_are_those_of_its_own_tracefs(name: str, linux: Mount, ours: Mount
 
 
 def test_system_calls_that_have_events_are_its_own_tracefs_s(linux: Mount, ours: Mount) -> None:
-    """None is of the call that stands for all numbers without one."""
+    """The same system calls have events as in the kernel's own tracefs. The call for unused numbers
+    has none.
+    """
     calls = [
         {name for name in read(mount, "/tracing/available_events").split() if name.startswith("syscalls:")}
         for mount in (ours, linux)
@@ -79,7 +83,7 @@ def test_system_calls_that_have_events_are_its_own_tracefs_s(linux: Mount, ours:
 
 
 def test_sites_of_dropped_functions_are_nobody_s(linux: Mount, ours: Mount) -> None:
-    """Linux leaves them in their place, where a number finds them, but no name."""
+    """As in Linux, sites of dropped functions can be selected by number, but not by name."""
     names = read(ours, "/tracing/available_filter_functions").splitlines()
     number = next(at for at, name in enumerate(names, 1) if name.startswith("__ftrace_invalid_address__"))
     found = []
@@ -101,7 +105,7 @@ def families(tasks: LinuxTasks) -> None:
 
 
 def recorded(mount: Mount, tasks: LinuxTasks) -> list[str]:
-    """Lines without times, of the tasks that are born and die there."""
+    """Return the records of tasks that are forked and end, without names and times."""
     write(mount, "/tracing/trace", "", os.O_TRUNC)
     for event in EVENTS:
         switch(mount, event, on=True)
@@ -113,7 +117,9 @@ def recorded(mount: Mount, tasks: LinuxTasks) -> list[str]:
 
 
 def test_records_are_those_of_its_own_tracefs(linux: Mount, ours: Mount, engine: LinuxEngine) -> None:
-    """With interrupts and preemption as they were there, and in the same order."""
+    """Records have the same fields, the same flags of interrupts and preemption, and the same order as in
+    Linux.
+    """
     found = recorded(ours, engine.tasks)
     assert found == recorded(linux, guest_of(linux).tasks)
     assert {line.split(": ")[0].split()[-1] for line in found} >= {
@@ -129,7 +135,9 @@ ADDRESS = re.compile(r"0x7f[0-9a-f]+")
 
 
 def executed(mount: Mount, tasks: LinuxTasks) -> list[str]:
-    """Lines without times of an execve() that a task makes thrice, with probes on what the host looks at."""
+    """Return the records of three execve() calls of a task, without times, with probes on functions of
+    execve().
+    """
     write(mount, "/tracing/trace", "", os.O_TRUNC)
     assert not write(mount, "/tracing/kprobe_events", PROBES)
     for event in ON_THE_WAY:
@@ -158,7 +166,7 @@ def test_executions_are_those_of_its_own_tracefs(linux: Mount, ours: Mount, engi
 
 
 def faults(mount: Mount, tasks: LinuxTasks) -> list[str]:
-    """Page faults of a child that is forked and writes to its memory, without times."""
+    """Return the records of page faults of a forked child that writes to its memory, without times."""
     write(mount, "/tracing/trace", "", os.O_TRUNC)
     switch(mount, "exceptions/page_fault_user", on=True)
     child = tasks.fork(tasks.init, 4200)
@@ -170,13 +178,15 @@ def faults(mount: Mount, tasks: LinuxTasks) -> list[str]:
 
 
 def test_page_faults_are_those_of_its_own_tracefs(linux: Mount, ours: Mount, engine: LinuxEngine) -> None:
-    """Their regfunc has the kernel take another way into its handler, which it leaves again."""
+    """Events of page faults have a regfunc, by which the kernel takes another way into its handler while they
+    are on.
+    """
     key = engine.kernel.kallsyms.lookup_name("trace_pagefault_key")
     assert key is not None
     found = faults(ours, engine.tasks)
     assert found == faults(linux, guest_of(linux).tasks)
     assert any(f"address={BUFFER:#x}" in line for line in found)
-    # Both events count on the one key; a regfunc that fails is the answer.
+    # Both events are counted in the same key.
     assert not write(ours, "/tracing/events/exceptions/enable", "1")
     assert engine.machine.memory.read_u32(key) == 2
     assert not write(ours, "/tracing/events/exceptions/enable", "0")
@@ -184,7 +194,9 @@ def test_page_faults_are_those_of_its_own_tracefs(linux: Mount, ours: Mount, eng
 
 
 def test_a_regfunc_that_refuses(ours: Mount, engine: LinuxEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is switched then."""
+    """If the regfunc of an event fails, enabling the event fails with the same errno, and the event stays
+    off.
+    """
     monkeypatch.setattr(engine.kernel_calls, "call_at", lambda _address: (1 << 64) - errno.ENOMEM)
     event = "/tracing/events/mmap_lock/mmap_lock_released/enable"
     assert write(ours, event, "1") == "ENOMEM"
@@ -198,7 +210,10 @@ def test_a_regfunc_that_refuses(ours: Mount, engine: LinuxEngine, monkeypatch: p
 
 
 def test_events_with_a_regfunc_that_nobody_can_call(ours: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernel's work queues aren't known there are none; all others are there."""
+    """If the host does not know the kernel's work queues, events with a regfunc are missing.
+
+    All other events exist.
+    """
     tasks, kernel = debian_kernel.with_kernel()
 
     def unknown(name: str) -> int:
@@ -223,7 +238,9 @@ GETPID, KILL, GETPPID, GETUID = 39, 62, 110, 102
 
 
 def calls(mount: Mount, tasks: LinuxTasks) -> list[str]:
-    """Lines of system calls made by a task that was there and by one that is forked meanwhile."""
+    """Return the records of system calls of two tasks: one exists before the events are enabled, and one is
+    forked later.
+    """
     before = tasks.fork(tasks.init, 4200)
     write(mount, "/tracing/trace", "", os.O_TRUNC)
     for event in (*(f"syscalls/{name}" for name in SYSCALLS), "raw_syscalls/sys_enter"):
@@ -282,11 +299,11 @@ OTHER_TASK = re.compile(r"comm=(?!init |swapper/0 )")
 
 
 def followed(mount: Mount, tasks: LinuxTasks, listed: str, first: int) -> list[str]:
-    """Return the lines of a task on a list of pids, of one that it forks, and of one that this forks.
+    """Return the records of a task on a list of pids, of its child, and of the child's child.
 
-    The pids are `first` and the next two. They are shown as A, B and C. A pid must not be that of an earlier
-    task, whose structure may be freed only now: this takes the pid off the list. If a kernel thread wakes
-    up meanwhile, try again.
+    The pids are `first` and the next two, and are shown as A, B and C. A pid must not be that of an earlier
+    task, because the kernel takes the pid off the list when the earlier task is freed. If a kernel thread
+    wakes up meanwhile, try again.
     """
     for start in range(first, first + 30, 3):
         lines = followed_once(mount, tasks, listed, start)
@@ -328,7 +345,11 @@ def followed_once(mount: Mount, tasks: LinuxTasks, listed: str, first: int) -> l
 def test_forks_are_followed_from_their_first_instruction_on(
     linux: Mount, ours: Mount, engine: LinuxEngine
 ) -> None:
-    """A task that is left out can still be seen to wake up another one."""
+    """Forked tasks are on the list of their parent from the first instruction on, as in the kernel's own
+    tracefs.
+
+    A task whose events are left out can still be seen when it wakes up another task.
+    """
     for listed, calls_seen, first in (("set_event_notrace_pid", 0, 4300), ("set_event_pid", 3, 4400)):
         found = followed(ours, engine.tasks, listed, first)
         expected = followed(linux, guest_of(linux).tasks, listed, first)
@@ -345,7 +366,9 @@ def test_formats_are_those_of_its_own_tracefs(linux: Mount, ours: Mount) -> None
 
 
 def test_print_formats_are_understood(engine: LinuxEngine) -> None:
-    """But those that call functions which are in no table, of hardware that isn't there."""
+    """All print formats are understood, except those that call unknown functions, of hardware that is
+    missing.
+    """
     events = [event for event in engine.components.tracing.system.events if isinstance(event, StaticEvent)]
     names = engine.components.tracing.system.symbols
     bare = set()
@@ -360,7 +383,9 @@ def test_print_formats_are_understood(engine: LinuxEngine) -> None:
 
 
 def test_all_at_once(ours: Mount, engine: LinuxEngine) -> None:
-    """The kernel goes on as before, and has its text back but for what all records go through, for good."""
+    """After all events were on at once, the kernel works, its text is restored, and its log has no
+    warning.
+    """
     assert not write(ours, "/tracing/events/enable", "1")
     families(engine.tasks)
     engine.tasks.idle(20_000)
@@ -400,7 +425,9 @@ def test_functions_that_we_take_over_arent_probed(engine: LinuxEngine, function:
 
 
 def test_the_deepest_stack(ours: Mount, engine: LinuxEngine) -> None:
-    """A chain of callers from the system call on, each of which takes some of the stack."""
+    """The stack tracer shows the chain of callers from the system call on, and the part of the stack that
+    each takes.
+    """
     assert not write(ours, "/tracing/stack_trace_filter", "vfs_* shmem_*")
     assert not write(ours, "/sysctl/kernel/stack_tracer_enabled", "1")
     handle = ours.create(CLIENT, "/scratch/deep", 0o600, os.O_RDWR)

@@ -1,4 +1,4 @@
-"""The need of system calls' tracepoints is counted in the guest: whole, or not at all."""
+"""SyscallWork counts in the guest how many tracepoints of system calls are on. A failure changes nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COUNT, TASKS, FLAG = 0x1000, (0x2000, 0x3000), 1 << 2
 
 
 class Guest:
-    """A count and two tasks' flags, as far as SyscallWork sees them."""
+    """Memory of a guest with the count of SyscallWork and the flags of two tasks."""
 
     def __init__(self, count: int, old_flag: int = 0) -> None:
         self.memory = {COUNT: count, **dict.fromkeys(TASKS, 8)}
@@ -50,7 +50,7 @@ class Guest:
 
 @pytest.mark.parametrize("old_flag", [0, 1 << 28])
 def test_the_first_need_sets_the_flag_and_the_last_one_clears_it(old_flag: int) -> None:
-    """It is among those of system calls or, before 5.11, among a task's own."""
+    """The flag is in thread_info.syscall_work or, before Linux 5.11, in thread_info.flags."""
     guest = Guest(0, old_flag)
     flag = old_flag or FLAG
     assert guest.work.is_known()
@@ -101,7 +101,10 @@ def test_a_tracepoint_that_cannot_be_switched_needs_as_much_as_before(
 def test_a_regfunc_of_a_tracepoint_that_cannot_be_switched_is_undone(
     on: bool, refuses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Why it couldn't be is what is told, be it that undoing is refused too."""
+    """If a tracepoint cannot be switched, its regfunc is undone.
+
+    The first error is raised, even if the undoing fails, too.
+    """
     functions = {"regfunc": 0x4000, "unregfunc": 0x5000}
     called: list[int] = []
 

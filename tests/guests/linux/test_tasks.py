@@ -1,4 +1,6 @@
-"""Clients as tasks of a real kernel: many of them, what they see of each other, calls that sleep, ends."""
+"""Clients as tasks of a distribution's kernel: many tasks, their files and memory, calls that sleep, and
+exits.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_a_pid_that_the_kernel_has_given_away_is_another(guest: LinuxTasks) -> N
 
 
 def test_a_kernel_thread_of_the_same_moment_does_not_take_the_pid() -> None:
-    """The kernel may create threads after the fork was asked for, but before the parent runs."""
+    """A kernel thread that is created between the request for a fork and the fork does not take the pid of
+    the child.
+    """
     guest, kernel = debian_kernel.with_kernel()
     [clone] = kernel.kallsyms.by_name("kernel_clone")
     structs = KernelStructs(guest.machine, guest.facts.offsets)
@@ -71,7 +75,9 @@ def test_a_kernel_thread_of_the_same_moment_does_not_take_the_pid() -> None:
 
 
 def test_random_clients_against_a_model(guest: LinuxTasks) -> None:
-    """Files of several clients, in any order, with forks and exits between."""
+    """After random calls, forks and exits of several clients, files have the contents that a model
+    predicts.
+    """
     dice = random.Random(1)
     calls = LinuxSyscalls(guest)
     clients = [guest.fork(guest.init, 1000 + number) for number in range(6)]
@@ -149,7 +155,7 @@ def test_memory_is_each_task_s_own(guest: LinuxTasks) -> None:
 
 
 def users_of_the_table(guest: LinuxTasks) -> int:
-    """Of the open files that all tasks share."""
+    """Return the number of users of the table of open files that all tasks share."""
     offsets = guest.facts.offsets
     memory, root = guest.machine.memory, guest.machine.cpu.root
     table = memory.read_word(root, guest.init.address + offsets["task_struct.files"])
@@ -204,7 +210,7 @@ def test_the_same_requests_end_in_the_same_memory() -> None:
 
 
 def test_a_dead_guest_says_why(guest: LinuxTasks) -> None:
-    """Init's end is the kernel's panic."""
+    """The end of init is a panic of the kernel: later calls fail, and the console has the reason."""
     with pytest.raises(GuestFault):
         guest.exit(guest.init)
     with pytest.raises(GuestFault):

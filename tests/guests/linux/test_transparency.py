@@ -1,4 +1,4 @@
-"""A short form of stress.linux.transparency, and that it sees what a probe would do."""
+"""A short form of stress.linux.transparency, and tests that its comparison finds what a probe changes."""
 
 from __future__ import annotations
 
@@ -112,7 +112,10 @@ def test_pending_calls_in_a_copied_task_may_differ(at: int, wrong: str) -> None:
 
 
 def test_remains_on_stacks_may_differ(caller: Caller) -> None:
-    """A worker wakes the caller, and a probe leaves a frame below the stack pointer of the worker."""
+    """Remains on a stack may differ: here a probe leaves a frame below the stack pointer of a worker.
+
+    The worker wakes the caller.
+    """
     memory = caller.engine.machine.memory
     left = random.Random(3).randbytes(256)
 
@@ -140,7 +143,9 @@ def test_remains_on_stacks_may_differ(caller: Caller) -> None:
 
 
 def test_pending_calls_of_a_task_that_sleeps_are_dropped() -> None:
-    """The hooked function waits for a worker, in which the call ends."""
+    """If a hooked function sleeps, and the call ends in a worker, the pending calls of the sleeping task are
+    dropped.
+    """
     traced = TRACED["hooks"](engine(MODES["ftrace"]))
     caller = Caller(traced.engine, 1.0, traced)
     memory, task = traced.engine.machine.memory, traced.engine.guest.running()

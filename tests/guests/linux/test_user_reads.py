@@ -1,4 +1,6 @@
-"""Hits that read user memory in a kernel whose CPU has SMAP: they are guest code, and keep the flag AC."""
+"""Hits that read user memory in a kernel whose CPU has SMAP: guest code handles the hits and keeps the flag
+AC.
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ LISTS_TASKS = (8, 0, 6)
 
 @pytest.fixture(scope="module")
 def guest() -> LinuxEngine:
-    """An optimized probe in vfs_read."""
+    """Return an engine with an enabled and optimized probe of vfs_read."""
     found = engine(PROFILES[DEFAULT])
     mount = probed_mount(found, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     write(mount, "/tracing/kprobe_events", "p:reads vfs_read\n")
@@ -58,14 +58,14 @@ def guest() -> LinuxEngine:
 
 @pytest.fixture(scope="module")
 def debug(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernel's symbols and types."""
+    """Return the path of a debug file with the kernel's symbols and types."""
     path = tmp_path_factory.mktemp("debug") / "vmlinux.debug"
     path.write_bytes(linux_debug_file(kernel()))
     return path
 
 
 def memory(read: Callable[[int, int], bytes], va: int, size: int) -> bytes:
-    """The bytes at a virtual address, through the program headers alone."""
+    """Return `size` bytes at a virtual address, which is mapped to the file only by the program headers."""
     for load in ELFFile(io.BytesIO(read(0, RAM_OFFSET))).iter_segments("PT_LOAD"):
         if load["p_vaddr"] <= va and va + size <= load["p_vaddr"] + load["p_filesz"]:
             assert load["p_offset"] == RAM_OFFSET + load["p_paddr"]
@@ -76,12 +76,15 @@ def memory(read: Callable[[int, int], bytes], va: int, size: int) -> bytes:
 def test_a_mount_shows_the_kernel_of_a_core(
     guest: LinuxEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its segments overlap, and it has the mappings of the mount that wrote it as well as its own."""
+    """A core that a mount has written can be mounted itself: text is the original, and probes and calls work.
+
+    Segments of this core overlap, and it has the mappings of the mount that wrote it.
+    """
     path = tmp_path / "core"
     with guest.lock, write_core(guest.machine, vmcoreinfo(guest)) as file:
         copy = ("cp", "--sparse=always", f"/proc/self/fd/{file.fileno()}", str(path))
         subprocess.run(copy, pass_fds=(file.fileno(),), check=True)
-    # Nothing is kept of it.
+    # The cache keeps nothing of the core.
     monkeypatch.setattr(snapshot, "LIMIT", 0)
     found, symbols = started_core(str(path))
     probed = guest.kernel.required("vfs_read")
@@ -154,7 +157,7 @@ def separate_places(guest: LinuxEngine, start: int) -> list[int]:
 
 
 def test_a_note_leads_to_no_other_memory(guest: LinuxEngine, tmp_path: Path) -> None:
-    """The note of a hostile dump may name any address and any size."""
+    """A dump whose note of original text names wrong addresses or sizes is refused."""
     last = guest.kernel.required("vfs_read") | 0xFFF
     for number, piece in enumerate([(last, b"12"), (0x1000, b"1"), (1 << 63, b"1"), (2**64 - 1, b"12")]):
         with pytest.MonkeyPatch.context() as patch:
@@ -226,7 +229,7 @@ def test_the_file_is_as_large_as_it_says(guest: LinuxEngine) -> None:
 
 
 def test_drgn_shows_tasks_files_and_mounts(guest: LinuxEngine, debug: Path) -> None:
-    """With types from BTF alone: the helpers of drgn follow the kernel's structures."""
+    """drgn lists the tasks, files and mounts of a core, with types that come from BTF only."""
     drgn = pytest.importorskip("drgn")
     helpers = pytest.importorskip("drgn.helpers.linux")
     with guest.lock, write_core(guest.machine, vmcoreinfo(guest)) as core:
@@ -274,7 +277,9 @@ def test_crash_opens_it(guest: LinuxEngine, debug: Path, tmp_path: Path) -> None
 
 
 def test_gdb_steps_in_a_distributions_kernel(guest: LinuxEngine) -> None:
-    """A breakpoint, a step through the jump of a probe, and the registers at the breakpoint."""
+    """A debugger's breakpoint changes no text, a core has the registers at the breakpoint, and a step goes
+    on.
+    """
     mount = probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     handle = mount.create(ROOT, "/scratch/file", 0o644, os.O_RDWR)
     mount.write(ROOT, handle, b"hello", 0)

@@ -1,4 +1,4 @@
-"""A vmlinux in place of the package that it came in: the same kernel, booted to the same bytes."""
+"""A vmlinux in place of its package: the same kernel, which boots to the same memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.guests.linux.probing import differing, kernel, ram
 
 @pytest.fixture
 def vmlinux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Debian's, stripped; its snapshot is not among the packages'."""
+    """Return Debian's vmlinux, stripped, with a cache that is separate from that of packages."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(debian_kernel.lasting_cache("vmlinux")))
     file = tmp_path / "vmlinux"
     with open_elf(debian_kernel.image()) as unpacked:

@@ -52,7 +52,7 @@ class Traced(ABC):
     def __init__(self, engine: LinuxEngine) -> None:
         self.engine = engine
         self.tracing = engine.components.tracing
-        # No reading of Python's takes time.
+        # Readings of the clock by Python take no time.
         engine.machine.clock._is_held = True
         self._arrays: dict[int, int] = {}
 
@@ -204,7 +204,7 @@ class Events(Traced):
         tracing = self.tracing
         with self.engine.lock:
             for start in starts:
-                # Some can't be probed, and the returns of others can't be hooked.
+                # Some functions can't be probed, and the returns of others can't be hooked.
                 for kind, args in (("p", _FETCHED), ("r", "v=$retval")):
                     with suppress(KernelError):
                         tracing.kprobe_events.write(f"{kind}:t/{kind}{start:x} {start:#x} {args}\n".encode())

@@ -253,9 +253,10 @@ def check_hits(in_guest: UserReads, in_python: UserReads) -> None:
 
 
 def check_other_loads_fault(reads: UserReads) -> None:
-    """Check that a hit allows no load but its own, also of a page that it has just read.
+    """Check that a hit allows no load of user memory except its own, also from a page that the hit has just
+    read.
 
-    A handler in assembly loads from the page without leave.
+    An assembly handler tries such a load.
     """
     load = "mov al, byte ptr [rsi]" if reads.engine.components.arch.name == "x86_64" else "lb t1, 0(a1)"
     probe = Kprobe(symbol_name=FUNCTION, code=load)

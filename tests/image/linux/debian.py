@@ -1,4 +1,6 @@
-"""Debian's own kernel packages, kept in a cache outside of the project; skipped where they can't be had."""
+"""Debian's own kernel packages, kept in a cache outside of the project. Tests are skipped without a
+package.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from pathlib import Path
 import pytest
 
 _LIMIT = 400 << 20
-"""Bytes that are kept; the oldest packages go first."""
+"""Maximum number of bytes in the cache; the oldest packages are removed first."""
 _SECONDS = 60
-"""A fetch may take; less than a test may, so that a slow network skips and fails nothing."""
+"""Maximum seconds of a fetch. A test may take longer, so that a slow network skips tests and fails none."""
 _LISTS = f"lists-{os.getpid()}"
-"""Directory of this process; another worker may ask apt at the same time."""
+"""Name of this process's directory, because another worker may use apt at the same time."""
 _APT_LISTS = Path("/var/lib/apt/lists")
 """apt's lists of packages; each update of them changes the directory."""
 _KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
@@ -26,10 +28,11 @@ META_PACKAGES = ("linux-image-cloud-amd64", "linux-image-amd64")
 
 
 def package(meta: str, suite: str = "", architecture: str = "") -> Path:
-    """The package that a meta package stands for, fetched once; skips the test where it can't be had.
+    """Return the package that a meta package depends on, fetched once. Skip the test if the package is not
+    available.
 
-    `suite`: of another release of Debian than the one that runs here, out of the archive that this one uses.
-    `architecture`: of another architecture, for which a suite must be named.
+    `suite`: another release of Debian than the one that runs here, from the archive that this one uses.
+    `architecture`: another architecture, which needs a `suite`.
     """
     found = _package(meta, suite, architecture)
     if isinstance(found, str):
@@ -59,14 +62,16 @@ def _package(meta: str, suite: str, architecture: str) -> Path | str:
 
 
 def _cached(directory: Path, name: str) -> Path | None:
-    """The newest package of that name, or that a meta package of that name stands for."""
+    """Return the newest cached package with this name, or for the meta package with this name."""
     flavour = re.escape(re.sub(r"^linux-(image|binary)-", "", name))
     form = rf"linux-(image|binary)-([\d.]+(-\d+|\+deb\d+)-)?{flavour}_.*\.deb"
     return max((path for path in directory.glob("*.deb") if re.fullmatch(form, path.name)), default=None)
 
 
 def _other_release(directory: Path, suite: str, architecture: str) -> tuple[str, ...]:
-    """Options by which apt knows another release's packages; none where it can't."""
+    """Return options by which apt knows the packages of another release, or no options if apt cannot get the
+    lists.
+    """
     archives = [
         word
         for file in (
@@ -105,7 +110,9 @@ def _directory() -> Path:
 
 
 def _depends(meta: str, options: tuple[str, ...], begin: str = "linux-image-") -> str | None:
-    """linux-image-6.1.0-50-cloud-amd64 for linux-image-cloud-amd64."""
+    """Return the package that `meta` depends on: linux-image-6.1.0-50-cloud-amd64 for
+    linux-image-cloud-amd64.
+    """
     words = [line.split() for line in _asked(meta, options).splitlines()]
     return next((each[1] for each in words if each[0] == "Depends:" and each[1].startswith(begin)), None)
 

@@ -1,4 +1,4 @@
-"""Small kernels made by code, in each of the formats that distributions have: nothing is fetched."""
+"""Small kernels that tests make, in all formats of distributions, so that nothing has to be fetched."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Addresses(Enum):
     RELATIVE = auto()
     WHOLE = auto()
     OWN_ENTRY = auto()
-    """As from v7.0 on: offsets from where each of them stands, and tables aligned to 4 bytes."""
+    """Offsets from the place of the offset itself, in tables aligned to 4 bytes, as since Linux 7.0."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Format:
 
     addresses: Addresses = Addresses.PERCPU_ABSOLUTE
     addresses_last: bool = False
-    """As from v6.4 on."""
+    """Whether addresses follow the names, as since Linux 6.4."""
     sequence: bool = False
-    """With kallsyms_seqs_of_names: as from v6.2 on."""
+    """Whether there is a table kallsyms_seqs_of_names, as since Linux 6.2."""
 
 
 FORMATS = (
@@ -55,9 +55,10 @@ FORMATS = (
 def kallsyms(
     symbols: Sequence[tuple[int, str, str]], form: Format, base: int = TEXT, in_front: int = 0
 ) -> bytes:
-    """The tables for address, type and name of each symbol, by ascending addresses.
+    """Return the symbol tables for (address, type, name) of all symbols, by ascending addresses.
 
-    They are aligned to 8 bytes, and stand `in_front` bytes behind RODATA, where that matters.
+    The tables are aligned to 8 bytes, or to 4 bytes for OWN_ENTRY. `in_front`: offset of the tables from
+    RODATA, which OWN_ENTRY needs.
     """
     size = 4 if form.addresses is Addresses.OWN_ENTRY else 8
     tokens = _tokens(symbols)
@@ -99,7 +100,9 @@ def _addresses(addresses: list[int], form: Addresses, base: int) -> bytes:
 
 
 def _tokens(symbols: Iterable[tuple[int, str, str]]) -> list[bytes]:
-    """Characters that occur stand for themselves, and the digits always; the rest are pieces of names."""
+    """Return the 256 tokens: characters that occur in names and digits stand for themselves, others for
+    pieces of names.
+    """
     used = {ord(char) for _, letter, name in symbols for char in letter + name} | set(b"0123456789")
     pieces = iter((b"vfs_", b"__start", b"sys_", b"Tdo_", b"_text_", b"func_"))
     return [bytes((code,)) if code in used else next(pieces, b"") for code in range(256)]
@@ -143,7 +146,7 @@ class Btf:
         return at
 
     def structure(self, name: str, size: int, *members: tuple[str, int, int], union: bool = False) -> int:
-        """Members are name, type and offset in bytes."""
+        """Add a structure, whose members are (name, type, offset in bytes), and return its number."""
         tail = b"".join(struct.pack("<III", self.text(each), kind, 8 * at) for each, kind, at in members)
         return self.add(5 if union else 4, name, size, tail, len(members))
 
@@ -162,7 +165,7 @@ class Btf:
 
 
 class Area:
-    """Memory that grows: each piece gets the next aligned address."""
+    """Memory that grows: a new piece gets the next aligned address."""
 
     def __init__(self, address: int) -> None:
         self.address = address
@@ -183,7 +186,7 @@ class Area:
 
 
 class Kernel:
-    """A kernel of a few functions; tables and symbols are added, then `elf()` links it."""
+    """A kernel of a few functions. Tests add tables and symbols, and elf() then links the kernel."""
 
     def __init__(self, form: Format = Format()) -> None:
         self.form = form
@@ -199,34 +202,37 @@ class Kernel:
         self.define("linux_banner", b"Linux version 6.1.0-made (nobody@nowhere) #1\n\0")
 
     def mark(self, name: str, address: int | None = None, letter: str = "T") -> int:
-        """A symbol, at the text's end if nothing else is said."""
+        """Add a symbol at `address`, or else at the end of the text; return its address."""
         at = self.text.end if address is None else address
         self.symbols.append((at, letter, name))
         return at
 
     def function(self, name: str, code: bytes) -> int:
-        """Aligned, with int3 in front of it as linkers fill."""
+        """Add an aligned function, after int3 as linkers fill gaps, and return its address."""
         self.text.data += b"\xcc" * (-len(self.text.data) % 16)
         at = self.mark(name)
         self.text.data += code
         return at
 
     def define(self, name: str, data: bytes, letter: str = "D") -> int:
-        """Data with a symbol."""
+        """Add data with a symbol, and return its address."""
         return self.mark(name, self.area.add(data), letter)
 
     def table(self, name: str, data: bytes, stop: str | None = None) -> int:
-        """Data between __start_NAME and __stop_NAME."""
+        """Add data between __start_NAME and __stop_NAME, and return its address."""
         at = self.mark(f"__start_{name}", self.area.add(data), "D")
         self.mark(stop or f"__stop_{name}", self.area.end, "D")
         return at
 
     def next_data(self) -> int:
-        """Where the next table will stand: its entries are relative to themselves."""
+        """Return the address of the next table, whose entries are relative to themselves."""
         return self.area.end + -len(self.area.data) % 8
 
     def elf(self, *, sections: bool = True, ends: bool = True) -> bytes:
-        """A stripped vmlinux; `sections`: with section headers; `ends`: with symbols for where it ends."""
+        """Return a stripped vmlinux. `sections`: with section headers.
+
+        `ends`: with the symbols _etext and _end.
+        """
         if ends:
             self.mark("_etext")
             self.mark("_end", END, "B")
@@ -247,7 +253,7 @@ def elf(
     sections: bool = True,
     bss: int = 0x1000,
 ) -> bytes:
-    """An ELF file with these segments, the last one with `bss` zero bytes more."""
+    """Return an ELF file with these segments, of which the last one has `bss` zero bytes more in memory."""
     offset, headers, body = 64 + 56 * len(segments), b"", b""
     names = b"\0.text\0.rodata\0.data\0.shstrtab\0"
     rows = [struct.pack("<IIQQQQIIQQ", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)]
@@ -289,7 +295,7 @@ def elf(
 
 
 def vmlinuz(vmlinux: bytes, packed_by: str = "gzip", *, protocol: int = 0x20F) -> bytes:
-    """A bzImage that holds it."""
+    """Return a bzImage that contains a vmlinux."""
     payload = packed(vmlinux, packed_by)
     if packed_by != "gzip":
         payload += struct.pack("<I", len(vmlinux))
@@ -297,7 +303,7 @@ def vmlinuz(vmlinux: bytes, packed_by: str = "gzip", *, protocol: int = 0x20F) -
 
 
 def around(payload: bytes, *, protocol: int = 0x20F) -> bytes:
-    """A bzImage with this payload, whatever that is."""
+    """Return a bzImage with any payload."""
     setup = bytearray(5 * 512)
     setup[:2], setup[0x1F1], setup[0x1FE:0x200] = b"MZ", 4, b"\x55\xaa"
     setup[0x202:0x208] = b"HdrS" + struct.pack("<H", protocol)
@@ -306,7 +312,7 @@ def around(payload: bytes, *, protocol: int = 0x20F) -> bytes:
 
 
 def packed(data: bytes, by: str) -> bytes:
-    """As the kernel's build packs, only less thoroughly."""
+    """Compress data in the format that the kernel's build uses, with less effort."""
     if by == "zstd":
         import zstandard
 
@@ -326,7 +332,7 @@ def packed(data: bytes, by: str) -> bytes:
 
 
 def xz_blocks(data: bytes, size: int) -> bytes:
-    """One stream with a block for each `size` bytes, as several threads of xz make it."""
+    """Return one xz stream with a block for each `size` bytes, as several threads of xz make it."""
     blocks, index = [], b""
     for at in range(0, len(data), size):
         piece = data[at : at + size]
@@ -344,7 +350,7 @@ def xz_blocks(data: bytes, size: int) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits a byte, the lowest first."""
+    """Return a number with seven bits in each byte, the lowest bits first."""
     low = value & 0x7F
     return bytes((low | 0x80,)) + _varint(value >> 7) if value >> 7 else bytes((low,))
 
@@ -353,7 +359,7 @@ PACKERS = ("gzip", "bzip2", "xz", "lzma", "zstd", "lz4")
 
 
 def tar(files: dict[str, bytes]) -> bytes:
-    """A tar archive with these files."""
+    """Return a tar archive with these files."""
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w", format=tarfile.GNU_FORMAT) as archive:
         for name, data in files.items():
@@ -364,7 +370,7 @@ def tar(files: dict[str, bytes]) -> bytes:
 
 
 def rpm(files: dict[str, bytes], packed_by: str = "zstd") -> bytes:
-    """An RPM package with these files: a lead, a signature, a header and a cpio archive."""
+    """Return an RPM package with these files: a lead, a signature, a header and a cpio archive."""
     archive = b""
     for name, data in (*files.items(), ("TRAILER!!!", b"")):
         mode = 0o100644 if data else 0
@@ -379,7 +385,7 @@ def rpm(files: dict[str, bytes], packed_by: str = "zstd") -> bytes:
 
 
 def deb(files: dict[str, bytes], packed_by: str | None = "xz", block: int = 0, depends: str = "") -> bytes:
-    """A Debian package with these files; `block`: bytes of each of its xz stream's blocks."""
+    """Return a Debian package with these files. `block`: number of bytes in each block of its xz stream."""
     suffix = {"gzip": ".gz", "bzip2": ".bz2", "xz": ".xz", "lzma": ".lzma", "zstd": ".zst", None: ""}[
         packed_by
     ]

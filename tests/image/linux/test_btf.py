@@ -1,4 +1,4 @@
-"""BTF says what C's declarations say: offsets, bit fields, parameters; damaged, it ends in one error."""
+"""BTF tells what the C declarations say: offsets, bit fields, parameters. Damaged BTF gives a KernelError."""
 
 from __future__ import annotations
 
@@ -146,7 +146,9 @@ def test_types_in_a_circle_end(ask: object) -> None:
 
 
 def doubled() -> bytes:
-    """Each type has the next one twice: of 60 of them there are 2 ** 60 ways to the last."""
+    """Return BTF in which each type has the next one twice, so that 2 ** 60 paths lead to the last of 60
+    types.
+    """
     btf = made.Btf()
     last = btf.add(1, "int", 4, struct.pack("<I", 32))
     for _ in range(60):

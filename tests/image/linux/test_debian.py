@@ -1,4 +1,4 @@
-"""Debian's kernels as they are shipped: what is read of them must agree with itself."""
+"""Debian's kernels as shipped: the tables that are read from a kernel agree with each other."""
 
 from __future__ import annotations
 

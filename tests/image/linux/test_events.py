@@ -1,4 +1,4 @@
-"""Trace events and system calls are read out of structures whose layout BTF alone tells."""
+"""Trace events and system calls are read from structures whose layout is known only from BTF."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ TRACEPOINT = 16
 
 
 def types(*, tells_length: bool = True) -> bytes:
-    """Structures with members in an order that no kernel has.
+    """Return BTF of structures whose members have an order that no kernel has.
 
-    `tells_length`: a field has the length of its array, as since v5.16.
+    `tells_length`: a field has a member for the length of its array, as since Linux 5.16.
     """
     btf = made.Btf()
     number = btf.add(1, "int", 4, struct.pack("<I", 32))
@@ -116,7 +116,9 @@ def test_events_have_names_fields_and_formats_with_values(*, tells_length: bool)
 
 
 def test_texts_that_are_told_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All events and fields of a damaged kernel may be the same long text."""
+    """The total length of texts is limited, because all events and fields of a damaged kernel may use one
+    long text.
+    """
     monkeypatch.setattr(kernel_events, "_MAX_TEXT", 40)
     with pytest.raises(KernelError, match="texts without end"):
         _ = kernel().events

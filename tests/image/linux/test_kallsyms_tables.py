@@ -1,4 +1,4 @@
-"""The kernel's symbol table is found wherever it stands, in each of its layouts, and in nothing else."""
+"""The kernel's symbol table is found at any place and in every layout, and not in other data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ LAYOUTS = [(form, count) for form in made.FORMATS for count in (1, 255, 256, 257
 
 
 def symbols(count: int, form: Format, name: str = "vfs_func_{}") -> Wanted:
-    """As many, ascending, with aliases; per-CPU ones in front where a table has them."""
+    """Return `count` ascending symbols with aliases, after per-CPU symbols if the layout has
+    absolute ones.
+    """
     percpu = [(at, "A", f"percpu_{at}") for at in (0, 0x40, 0x3F000)]
     found = [] if form.addresses in (Addresses.RELATIVE, Addresses.OWN_ENTRY) else percpu
     return found + [
@@ -44,7 +46,7 @@ def test_each_layout(form: Format, count: int) -> None:
 
 
 NEW = made.FORMATS[-1]
-"""As from v7.0 on."""
+"""Layout since Linux 7.0."""
 
 
 @pytest.mark.parametrize("form", [Format(), NEW], ids=str)
@@ -87,7 +89,9 @@ def test_damage_gives_no_wrong_number_of_names(data: st.DataObject) -> None:
 
 
 def test_an_image_full_of_beginnings_ends_soon() -> None:
-    """Each word says that a hundred names follow, and ninety-nine do."""
+    """A search ends in an image with 200,000 beginnings of tables, which all promise 100 names and lack the
+    last one.
+    """
     form = Format()
     tables = made.kallsyms(symbols(300, form), form)
     start = tables.index(struct.pack("<II", 303, 0))

@@ -1,4 +1,4 @@
-"""A kernel's tables: each entry is relative to itself, and found by symbols or by section."""
+"""Tables of a kernel: entries are relative to themselves, and tables are found by symbols or by sections."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read(built: made.Kernel, *, sections: bool = True) -> LinuxKernel:
 
 
 def relative(at: int, *targets: int) -> bytes:
-    """Words that say how far their targets are from themselves."""
+    """Return words that contain the distances of `targets` from the words themselves."""
     return b"".join(struct.pack("<i", target - at - 4 * index) for index, target in enumerate(targets))
 
 
@@ -86,7 +86,7 @@ def test_tables_say_what_was_written() -> None:
     bug = kernel.bug_entries[first + 14]
     assert (bug.file, bug.line, bug.flags & BUGFLAG_WARNING) == ("fs/read.c", 42, BUGFLAG_WARNING)
     assert [entry.name for entry in kernel.blacklist] == ["forbidden", "quiet"]
-    # Each once, in an order that isn't that of strings' hashes.
+    # A name appears once, in the order of the list, not of hashes.
     others = ["vfs_read", "its_return_thunk"]
     kernel.forbid(["quiet", *others, "absent", *others])
     assert [entry.name for entry in kernel.blacklist] == ["forbidden", "quiet", *others]
@@ -95,7 +95,10 @@ def test_tables_say_what_was_written() -> None:
 
 @pytest.mark.parametrize("has_format", [False, True])
 def test_entries_of_bugs_as_the_types_say(*, has_format: bool) -> None:
-    """Since 6.19 the place of a format precedes that of the file's name."""
+    """Entries of bugs have the layout of the kernel's types.
+
+    Since Linux 6.19, a format precedes the file's name.
+    """
     source = made.Kernel()
     btf = made.Btf()
     number = btf.add(1, "int", 4, struct.pack("<I", 32))
@@ -183,7 +186,9 @@ def test_a_build_option_that_a_kernel_needs_is_named(name: str, option: str) -> 
 
 
 def test_types_that_were_removed_from_the_file_name_their_build_option() -> None:
-    """objcopy(1) removes the section; its symbols stay."""
+    """A kernel whose section of types was removed by objcopy(1), while the symbols stayed, counts as built
+    without BTF.
+    """
     source = made.Kernel()
     source.mark("__start_BTF")
     source.define("types", bytes(64))

@@ -1,4 +1,4 @@
-"""Modules are found in a package without unpacking all of it again, and what is damaged is named."""
+"""Modules are found in a package without unpacking everything again, and errors name damaged files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS = {"blocks": made.deb(FILES, block=BLOCK)} | {
 
 @pytest.fixture
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of each piece that comes out of a package."""
+    """Return a list that collects the size in bytes of each piece unpacked from a package."""
     sizes: list[int] = []
     unpack = deb.unpack
 
@@ -64,7 +64,9 @@ def test_each_is_found_in_any_order(kind: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_wrong_name_names_similar_modules(tmp_path: Path) -> None:
-    """The advice to give packages is for names that no module resembles."""
+    """The error for a wrong name lists similar modules. Without similar modules, it advises to give
+    packages.
+    """
     directory = tmp_path / "given" / "kernel"
     directory.mkdir(parents=True)
     (directory / "nf_tables.ko").write_bytes(made_module([]))
@@ -80,7 +82,9 @@ def test_a_wrong_name_names_similar_modules(tmp_path: Path) -> None:
 
 
 def test_packages_and_directories_with_more_modules(tmp_path: Path) -> None:
-    """Those that are given come first; those next to the kernel's file are for its release."""
+    """Modules of given packages and directories come first, then packages for the kernel's release next to
+    its file.
+    """
     directory = tmp_path / "given" / "kernel"
     directory.mkdir(parents=True)
     (directory / "other.ko.zst").write_bytes(made.packed(made_module([]), "zstd"))
@@ -121,7 +125,7 @@ def test_what_was_passed_is_not_unpacked_again(tmp_path: Path, unpacked: list[in
     for _ in range(2):
         with pytest.raises(KernelError):
             files.read("nothing")
-    # Once, from where the first one was to the end.
+    # The package is unpacked once more, from the first module that was read to the end.
     assert SIZE < sum(unpacked) < 12 * SIZE + BLOCK
 
 
@@ -158,7 +162,7 @@ def test_a_damaged_module_is_named(why: str, tmp_path: Path) -> None:
 
 
 def test_damaged_packages_end_in_one_error(tmp_path: Path) -> None:
-    """Whatever its bytes are: modules that are whole, or what is wrong with the package."""
+    """A package with any damage gives whole modules or an error that names the package's fault."""
     whole, refused, absent = KINDS["blocks"], 0, set[int | None]()
     for _ in range(60):
         damaged = bytearray(whole)
@@ -178,7 +182,7 @@ def test_damaged_packages_end_in_one_error(tmp_path: Path) -> None:
 
 
 def test_an_index_that_does_not_fit(tmp_path: Path) -> None:
-    """It is read from its beginning then."""
+    """An xz file whose index does not fit its data has no known blocks, and is read from its beginning."""
     streams = [lzma.compress(bytes(1000))] * 2
     for data, known in (
         (made.xz_blocks(bytes(5 * BLOCK - 1), BLOCK), 5),

@@ -1,4 +1,4 @@
-"""A kernel is found in each kind of file that distributions ship, and bad files end in one error."""
+"""A kernel is found in all kinds of files that distributions ship, and a bad file gives a KernelError."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WITH_MODULES = {"./boot/vmlinuz-6.1.0-made": VMLINUZ, "./lib/modules/6.1.0/kerne
 
 
 def opened(data: bytes, tmp_path: Path) -> int:
-    """How many symbols the kernel in a file with these bytes has."""
+    """Return the number of symbols of the kernel in a file with these bytes."""
     file = tmp_path / "image"
     file.write_bytes(data)
     return len(open_kernel(str(file)).kallsyms.symbols)
@@ -83,7 +83,7 @@ def test_debian_package(by: str | None, tmp_path: Path) -> None:
 @pytest.mark.parametrize("by", ["gzip", "xz", "zstd"])
 @pytest.mark.parametrize("begin", ["./", "/", ""])
 def test_rpm_package(by: str, begin: str, tmp_path: Path) -> None:
-    """Fedora's kernel-core: the kernel is in the directory of its modules."""
+    """An RPM package like Fedora's kernel-core has the kernel in the directory of its modules."""
     files = {"./usr/share/odd": b"odd" * 7, f"{begin}lib/modules/6.1.0-made.x86_64/vmlinuz": VMLINUZ}
     assert opened(made.rpm(files, by), tmp_path) == SYMBOLS
 
@@ -257,7 +257,7 @@ DEB = made.deb({"./boot/vmlinuz-6.1.0-made": VMLINUZ}, "gzip")
 
 
 def check_bytes(data: bytes) -> None:
-    """Either a kernel with its symbols, or ENOEXEC."""
+    """Assert that a file with these bytes is a kernel with symbols, or is refused with ENOEXEC."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
         file.flush()

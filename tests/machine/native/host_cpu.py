@@ -24,7 +24,7 @@ NEEDS_ROUTINE = pytest.mark.skipif(
 
 
 class HostCpu(ABC):
-    """An emulated CPU as the host."""
+    """An emulated CPU that takes the part of the host."""
 
     name: ClassVar[str]
     arguments: ClassVar[Sequence[int]]
@@ -39,7 +39,7 @@ class HostCpu(ABC):
         for at in (CODE_AT, DATA_AT, STACK_AT, RETURNED, CALLBACK):
             uc.mem_map(at, 0x1000)
         uc.mem_map(TABLES_AT, 0x20000)
-        # The places where a call ends are executed: any instruction will do.
+        # The CPU executes the places where a call ends, so they need instructions.
         for at in (RETURNED, CALLBACK):
             uc.mem_write(at, self.nop * (64 // len(self.nop)))
 

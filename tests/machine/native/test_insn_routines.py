@@ -136,7 +136,10 @@ def test_a_copy_is_made_if_all_of_it_may_be_read_and_written(
     count: int,
     kept_from: str,
 ) -> None:
-    """Each page is a range of its own, so a copy across pages is left to the guest."""
+    """The host makes a copy only inside of one range per side.
+
+    Here a page is a range: copies across pages are the guest's.
+    """
     uc = host.uc
     guest = 0xFFFF888000000000 if unit == 8 else 0xC0000000
     source, target = (guest + page * 0x1000 + 0x800 * (at > 0) + at for page, at in places)

@@ -63,7 +63,7 @@ def interruptible() -> Iterator[None]:
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("native", [True, False])
 def test_a_second_interrupt_ends_a_run_without_python(native: bool) -> None:
-    """The run would take a minute. The machine goes on with the next run."""
+    """A second SIGINT ends a run that would take a minute, with and without native traps. Later runs work."""
     machine = boot("int3; mov ebx, 7; hlt", run_budget=60, fast_registers=native)
     machine.breakpoints[CODE] = Redirect(CODE, lambda regs: regs.set("ip", CODE))
     started = time.monotonic()

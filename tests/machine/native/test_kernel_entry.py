@@ -1,4 +1,7 @@
-"""The host's routine that enters a guest's kernel at a system call, by checks and moves of words."""
+"""The host's routine for system calls of a guest, which enters the guest's kernel.
+
+If all words of a table of checks match, a table of moves changes the CPU's state.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ def test_a_call_enters_the_kernel_by_moves(
     vectors: tuple[int, int],
     is_insn: bool,
 ) -> None:
-    """If one check fails, or another exception was raised, nothing changes, and the routine goes on."""
+    """If all checks hold, the moves are made.
+
+    If a check fails, or another exception was raised, nothing changes, and the next routine is called.
+    """
     uc = host.uc
     vector, waits_for = vectors
     held = [(at, mask, cells[at] & mask if value is None else value) for at, mask, value in checks]

@@ -92,7 +92,7 @@ def test_python_gets_the_traps_that_it_must_get(machine: Machine) -> None:
 
 
 def test_a_step_by_the_trap_flag() -> None:
-    """The trap flag is cleared at the target, and kept after a round of a repeated string instruction."""
+    """A redirected debug trap clears the trap flag, except after a round of a repeated string instruction."""
     machine = boot(
         "mov ecx, 5; mov rdi, rsp; nop; pushf; or byte ptr [rsp + 1], 1; popf; rep stosb; hlt; mov bl, 7; hlt"
     )

@@ -1,4 +1,6 @@
-"""The host's routine for traps: what it does on each kind of host, as the tables of targets say."""
+"""The host's routine for traps: on all kinds of hosts, a trap leads to its target in the tables, or to
+Python.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def test_the_routine_does_what_the_tables_say(
 ) -> None:
     uc = host.uc
     native = TrapWords()
-    # An odd entry is the address of LinkWords, except on x86; another test has those.
+    # An odd entry is the address of LinkWords, except on x86; another test has such entries.
     odd = 0 if family == "x86" else LINKED
     targets = [{at: (at if to is None else to) & ~odd or 2 for at, to in table.items()} for table in tables]
     breakpoints, debug_traps = targets
@@ -163,7 +165,10 @@ CHARGES = (("charge_intr", "trap_ns", 2), ("charge_invalid", "trap_ns", 1), ("ha
 @pytest.mark.parametrize(("name", "ns", "argument"), [("count", "", 3), *CHARGES])
 @pytest.mark.parametrize("now", [0, 2**32 - 1, 2**64 - 1])
 def test_the_model_clock_is_advanced(host: HostCpu, name: str, ns: str, argument: int, now: int) -> None:
-    """The counting routine returns. A charge passes its own arguments to the next routine."""
+    """The routine `count` adds 1 to the time.
+
+    A charge adds its word, and passes its arguments to the next routine.
+    """
     uc = host.uc
     uc.mem_write(DATA_AT, now.to_bytes(8, "little"))
     native = TrapWords(time=DATA_AT, trap_ns=200, handler_ns=500)
@@ -192,7 +197,10 @@ def test_the_model_clock_is_advanced(host: HostCpu, name: str, ns: str, argument
 def test_a_run_ends_where_a_process_waits(
     host: HostCpu, vectors: tuple[int, int], ahead: int, reported_ahead: int, in_flight: bool
 ) -> None:
-    """All other exceptions, and exceptions at other places, reach the routine for traps unchanged."""
+    """A run ends at the exception and the address where a process waits.
+
+    Other exceptions go to the routine for traps.
+    """
     uc = host.uc
     vector, waits_for = vectors
     start = 0x401000
@@ -237,7 +245,10 @@ DELIVERED = {
 
 @pytest.mark.parametrize("case", DELIVERED.values(), ids=DELIVERED)
 def test_a_breakpoint_that_the_guest_delivers(host: HostCpu, case: dict[str, int]) -> None:
-    """The routine stores what the stub pushes, aligns the stack, and goes to the stub; or calls Python."""
+    """The routine stores the words that the stub will push, aligns the stack, and jumps to the stub.
+
+    In all other cases, the routine calls Python and changes nothing.
+    """
     uc = host.uc
     native = TrapWords()
     for words in (native.breakpoints, native.debug_traps):

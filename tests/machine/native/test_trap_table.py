@@ -31,7 +31,9 @@ def unexpected(_regs: Regs) -> None:
     st.sampled_from([1, 2, 16, 4096, pow(FACTOR, -1, 2**64)]),
 )
 def test_the_table_is_a_dict(changes: list[tuple[bool, int]], stride: int) -> None:
-    """The last stride makes all addresses collide."""
+    """After any changes, a TrapTable has the entries of a dict. With the last stride, all addresses
+    collide.
+    """
     words = TrapWords()
     table = TrapTable(words.breakpoints)
     model: dict[int, int] = {}
@@ -51,7 +53,7 @@ def test_the_table_is_a_dict(changes: list[tuple[bool, int]], stride: int) -> No
 
 
 def found(words: TrapWords, address: int) -> int | None:
-    """Return what the routine's search finds."""
+    """Return the target that the routine's search finds for `address`, or None."""
     entries = ctypes.cast(words.breakpoints.entries, ctypes.POINTER(ctypes.c_uint64))
     index = (address * FACTOR & 2**64 - 1) >> words.breakpoints.shift
     while entries[2 * index]:
