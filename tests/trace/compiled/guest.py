@@ -246,7 +246,7 @@ LAYOUTS = (
     Layout(0x68, NeedResched(), has_interrupt_mask=True),
     Layout(0x7C, NeedResched(1 << 31, (0x300, 1 << 3))),
 )
-"""Layouts with the mark next to the preempt count, apart from the count, or in its word, as in Linux on x86."""
+"""Layouts: the mark is next to the preempt count, apart from it, or in the same word, as in Linux on x86."""
 
 
 class Guest:
