@@ -285,8 +285,8 @@ SHELL_COUNTS = (
 @pytest.mark.mounted
 @pytest.mark.parametrize("use", ["cat ../scratch/file", "echo gcd 12 18 > ../machine/call"])
 def test_a_histogram_has_only_hits_of_control_files(directory: Path, use: str) -> None:
-    """A histogram gets the hint if the mount's control files caused all hits, but not after a request in
-    scratch/ or a call of kernel code.
+    """A histogram gets the hint if the mount's control files caused all hits. A request in scratch/ or a call
+    of kernel code prevents the hint.
     """
     with daemon(directory, program=REAL_PROGRAM) as running:
         environment = {**os.environ, "KPROBEFS": running.path()}

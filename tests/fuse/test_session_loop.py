@@ -67,8 +67,8 @@ _COUNTS = (-600, -5000, (1 << 32) - 600, 1 << 63, 5)
 
 
 class _Recorded:
-    """A mount that writes each call of its methods to the descriptor `says`. Its directories each contain
-    files and directories with the same names.
+    """A mount that writes each call of its methods to the descriptor `says`. Most names exist in each
+    directory: `file` as a file, and other names as directories.
     """
 
     def __init__(self, says: int, clients_own: Collection[str]) -> None:

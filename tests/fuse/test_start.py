@@ -346,7 +346,7 @@ def test_what_the_command_has_started_ends_with_it(number: signal.Signals) -> No
 )
 def test_what_a_mount_needs(limit: str, needed: str, directory: Path) -> None:
     """With less memory or fewer descriptors than a mount needs, `mount` fails with one line that names the
-    need. With that much, `mount` succeeds.
+    need. Otherwise, `mount` succeeds.
     """
     script = f'ulimit {limit}; exec "$@" mount "$D"'
     result = subprocess.run(
@@ -468,8 +468,8 @@ def without_bytecode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[st
 
 
 def test_a_start_without_bytecode_leaves_no_compiler(without_bytecode: list[str]) -> None:
-    """The process that compiles modules ends before `run` starts its command, and its file of bytecode is
-    closed.
+    """The process that compiles modules ends before `run` starts its command. The file with the compiled
+    modules is closed by then.
     """
     script = """
         children=$(cat /proc/$PPID/task/$PPID/children)

@@ -108,8 +108,8 @@ class Poll:
 
 
 def test_what_is_asked_in_time(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several mounts are asked at once, so that many hung mounts take no longer than one: less than two
-    seconds.
+    """Several mounts are asked at once, so that many hung mounts take no longer than a single hung mount:
+    less than two seconds.
     """
     assert mountpoints.ANSWER_TIMEOUT + mountpoints.CONTROL_TIMEOUT < 2
     # The daemon that serves may have to wait for a CPU.

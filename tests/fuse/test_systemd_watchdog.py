@@ -1,5 +1,5 @@
-"""ServiceWatchdog, the process that asks the mount for its state: its answers, also while the mount is busy
-or hung.
+"""ServiceWatchdog, the process that asks a mount for its state, and the answers while the mount is serving,
+busy or hung.
 """
 
 from __future__ import annotations

@@ -39,10 +39,10 @@ def kernel(shared: Kernel) -> Iterator[Kernel]:
 
 
 def fetched(kernel: Kernel, definition: str) -> dict[str, str]:
-    """Define an event `x`, let a client read a file four times, and return name -> value of the arguments,
-    which are equal at all hits.
+    """Define an event `x`, let a client read a file four times, and return name -> value of the arguments.
 
-    From the second hit on, guest code handles the hits, if the arguments can be fetched there.
+    The values must be the same at all hits. From the second hit on, guest code handles the hits, if the
+    arguments allow that.
     """
     define(kernel, definition)
     mount, client = kernel.mount(), Client(4001, 0, 0)

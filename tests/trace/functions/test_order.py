@@ -46,8 +46,8 @@ Switch = tuple[Callable[[], object], Callable[[], object]]
 
 
 class Users:
-    """Tracers and probes that log when they are called. The class also knows in which order a call should
-    reach them.
+    """Tracers and probes that log when they are called. The class also knows the order in which a call should
+    reach these tracers and probes.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -164,8 +164,8 @@ def _switch(kernel: Kernel, name: str, *, on: bool = True) -> None:
 
 
 def _records(kernel: Kernel) -> list[str]:
-    """Return the records of the last of three mkdir(2) calls, without times and offsets. By then, guest code
-    handles the hits if it can.
+    """Return the records of the last of three mkdir(2) calls, without times and offsets. By then, hits are
+    handled by guest code where possible.
     """
     init, syscalls = kernel.guest.processes.init, kernel.guest.syscalls
     for name in ("/scratch/a", "/scratch/b", "/scratch/c"):

@@ -175,8 +175,8 @@ def test_onchange_fires_a_synthetic_event(kernel: TriggerKernel) -> None:
 
 @pytest.mark.parametrize("handler", ["onmax", "onchange"])
 def test_a_string_counts_once_for_each_entry(kernel: TriggerKernel, handler: str) -> None:
-    """Of a string, onmax and onchange count only the first hit of each entry. Linux compares the address of
-    the entry's copy, which does not change.
+    """With onmax or onchange on a string, only the first hit of an entry counts. Linux compares the address
+    of the entry's copy, which does not change.
     """
     kernel.write(f"hist:keys=id:n=name:{handler}($n).save(left):{handler}($n).snapshot()", "end")
     for number, left in ((0, 1), (0, 2), (7, 3), (7, 4)):

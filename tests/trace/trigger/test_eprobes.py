@@ -146,8 +146,8 @@ def test_strings_of_its_event_are_memory(
     [(False, False, "text ep"), (True, False, "ep text"), (True, True, "text ep")],
 )
 def test_where_its_entries_stand(kernel: TriggerKernel, filtered: bool, within: bool, order: str) -> None:
-    """An event probe's record follows the record of its event. If the event has a filter, its record is
-    written to a spare page first, and comes later.
+    """An event probe's record follows the record of its event. If the event has a filter, the event's record
+    waits in a spare page, and comes second.
 
     There is one spare page. If that page is in use, the order is as without a filter.
     """
