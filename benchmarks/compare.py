@@ -67,7 +67,7 @@ def _spread(samples: Sequence[float]) -> str:
 
 
 def figures(tree: Path, name: str, options: Sequence[str]) -> Mapping[str, float]:
-    """Run a benchmark once in a tree; return a map name and unit of each figure -> its median.
+    """Run a benchmark once in a tree, and return name and unit of each figure -> its median.
 
     Raises: CalledProcessError.
     """

@@ -274,7 +274,7 @@ def _start(change: Callable[[], None], place: Path, *, is_own_kernel: bool) -> i
 def _turn(daemon: int, work: Callable[[str, int], None], path: str, count: int) -> float:
     """Return the CPU time in microseconds of client and daemon for one repetition of `work`.
 
-    It is the least of three measurements with `count` repetitions each.
+    The result is the least of three measurements with `count` repetitions each.
     """
     found = []
     for _ in range(3):

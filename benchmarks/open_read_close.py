@@ -1,9 +1,9 @@
 """Time of open, read and close of a probe's file `hits`, divided by that of a FUSE file system in C.
 
-The C program uses no library. The client is pinned to a CPU, and all servers to the same one. The files take
-turns, batch by batch. A ratio divides the time of a batch by the time of a batch of passthrough.c. This batch
-is in the same turn, in the directory of its own `hits`. Each close(2) sends a FLUSH to that program. A second
-instance has refused FLUSH, as kprobefs does. With an absolute path, the host's kernel also walks the
+The C program uses no library. The client and all servers are pinned to the same CPU. The files take turns,
+batch by batch. A ratio divides the time of a batch by the time of passthrough.c's batch in the same turn, in
+which the client is in the directory of that program's `hits`. Each close(2) sends a FLUSH to that program. A
+second instance has refused FLUSH, as kprobefs does. With an absolute path, the host's kernel also walks the
 directories above the file. While a probe is armed, each request is also a system call of the emulated kernel.
 """
 

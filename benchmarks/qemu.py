@@ -383,7 +383,7 @@ def rows(sides: Sequence[Side]) -> list[tuple[str, str]]:
 
 
 def table(sides: Sequence[Side], *, has_spread: bool) -> Iterator[str]:
-    """Yield the lines of a Markdown table, with each median and the ratio of the first side's median to it.
+    """Yield the lines of a Markdown table of medians, with ratios of the first side's medians to the others.
 
     `has_spread`: whether the table shows the spread of samples.
     """

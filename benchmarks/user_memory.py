@@ -69,7 +69,7 @@ class _Loop(UserReads):
         super()._end(regs)
 
     def ns(self) -> float:
-        """Return the least CPU time of a call of the function, of three loops."""
+        """Return the CPU time of a call of the function in nanoseconds: the least of three loops."""
         found = []
         for _ in range(3):
             self.call(1, allowed=False)

@@ -260,7 +260,7 @@ def table(ways: dict[str, Count], with_crossings: bool) -> Iterator[str]:
 
 
 def figures(ways: dict[str, Count]) -> list[Distribution]:
-    """Return the figures in the form of all benchmarks; each has one sample."""
+    """Return the figures as distributions of one sample each, which is the form of all benchmarks."""
     return [
         Distribution(name, unit, (amount,))
         for name, count in ways.items()

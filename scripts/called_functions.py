@@ -115,7 +115,7 @@ class CalledFunctions:
         return OS_ERROR if found is None and value.id == "OSError" else found
 
     def _known(self, found: Definition) -> Definition | None:
-        """Return the definition itself, or the one that its module imports under this name."""
+        """Return `found` if it is a definition, or the definition that its module imports under this name."""
         if found in self.nodes:
             return found
         imported = self._imported.get(found.path, {}).get(found.name)

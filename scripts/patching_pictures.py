@@ -1,4 +1,4 @@
-"""Draws docs/images: the text of a probe at each stage of patching, and a listing of `kprobefs explain`.
+"""Draw docs/images: the text of a probe at each stage of patching, and a listing of `kprobefs explain`.
 
 The pictures are those of `kprobefs explain --stages` and `--svg`. With --check, compare them with the
 existing ones.

@@ -1,4 +1,4 @@
-"""A short churn: what a kernel holds is the same after every cycle."""
+"""A short churn: the resources that a kernel holds are the same after every cycle."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_thousands_of_probes_come_and_go() -> None:
 
 
 def test_what_grows_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A page that each cycle keeps."""
+    """If each cycle keeps a page of the guest's memory, the report names free_pages."""
     monkeypatch.setattr("stress.churn.__main__.WARM_UP", 1)
 
     def keep(session: Session) -> None:

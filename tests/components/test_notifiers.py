@@ -1,4 +1,6 @@
-"""What is told to trace and to a layer below it at once: both have followed when it is done."""
+"""Changes of the clock, of event directories and of modules, which tracing and a lower layer must both
+follow.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def test_a_clock_switch_drops_code_that_reads_the_old_clock(kernel: Kernel) -> N
 
 
 class Directories:
-    """A guest that makes a directory for each call, and isn't asked while it runs."""
+    """A stand-in for a guest that makes a directory at each call. No call is allowed while the guest runs."""
 
     def __init__(self) -> None:
         self.there: dict[int, tuple[str, int]] = {}

@@ -1,4 +1,4 @@
-"""Our answers are those that a distribution's kernel gave to a sample of the random cases."""
+"""kprobefs's answers to a sample of random cases are the answers of a distribution's kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stress.differential.recorded import Recorded, Sample
 from stress.differential.steps import read
 
 FEWEST = 15
-"""Answers of an area."""
+"""Least number of answers that an area must have."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,9 @@ def test_answers(sample: Sample, name: str) -> None:
 
 
 def test_a_difference_is_seen(sample: Sample) -> None:
-    """A case whose recorded answer is another one counts as differing, at that step."""
+    """If the recorded answer of a case is changed, the case is counted as differing, and the report names the
+    steps and the answer.
+    """
     area, tally, normal = AREAS["settings"], Tally(), Normal(sample.events)
     side = prepared(sides.ours(), area)
     case = [read("tracing_on"), read("buffer_percent")]
@@ -52,7 +54,7 @@ def test_a_difference_is_seen(sample: Sample) -> None:
 
 
 def test_cases_are_made_again(sample: Sample) -> None:
-    """The same seed gives the same cases, each by itself."""
+    """The same seed gives the same cases, however many are made. Another seed gives other cases."""
     for area in AREAS.values():
         first = list(area.cases(5, 4))
         assert list(area.cases(5, 2)) == first[:2] != list(area.cases(6, 2))

@@ -1,4 +1,4 @@
-"""The attacks of `python -m stress.endurance` for a moment each."""
+"""The attacks of `python -m stress.endurance`, each for a short time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["directory", "runtime"]
 
 pytestmark = [needs_fuse, pytest.mark.mounted]
 PATIENT = 30.0
-"""Seconds for a request, since the machine does other things meanwhile."""
+"""Time limit of a request in seconds, which allows for other work of the machine."""
 
 
 def test_operations_of_all_kinds(directory: Path) -> None:
@@ -40,7 +40,7 @@ stands_here()
 
 
 def test_a_late_request_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, and the daemon's stacks are in its log."""
+    """A late request is reported once, and the daemon's stacks are in the daemon's log."""
     monkeypatch.setattr(late, "LATE", 0.3)
     command = [sys.executable, "-c", _WAITING]
     with subprocess.Popen(command, env=environment(), stdout=PIPE, stderr=PIPE, text=True) as daemon:

@@ -1,4 +1,4 @@
-"""An automounter as systemd's: a process that looks at DIR waits until COMMAND has mounted.
+"""An automounter like systemd's: a process that looks at DIR waits until COMMAND has mounted on DIR.
 
 usage: automounter.py DIR COMMAND...   Prints COMMAND's exit status, and the names that `ls DIR` found.
 """
@@ -21,7 +21,9 @@ FAIL = 0x9361
 
 
 def main(directory: str, command: list[str]) -> int:
-    """Mount autofs, list the directory in a child, and let COMMAND mount on the directory."""
+    """Mount autofs on `directory`, list the directory in a child process, and run `command`, which mounts on
+    the directory.
+    """
     # systemd mounts with its own process group, and so do its helpers.
     os.setpgid(0, 0)
     requests, pipe = os.pipe()
@@ -42,7 +44,7 @@ def main(directory: str, command: list[str]) -> int:
         mounting.kill()
     fcntl.ioctl(root, FAIL if status else READY, token)
     print(status, *client.communicate(timeout=LIMIT)[0].split(), flush=True)
-    # The daemon ends as the last mount of its file system does.
+    # The daemon ends when the last mount of its file system is gone.
     libc.umount2(directory.encode(), 2)
     return 0
 

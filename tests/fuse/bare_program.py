@@ -1,6 +1,5 @@
-"""The program without the watching of host processes: `python bare_program.py mount DIR`.
-
-With some seeds, the program fails.
+"""The program kprobefs without a process tracker: `python bare_program.py mount DIR`. Certain values of
+`--seed` make the program fail or wait.
 """
 
 from __future__ import annotations
@@ -25,7 +24,9 @@ T = TypeVar("T")
 
 
 def build(options: MountOptions) -> Mount:
-    """Return a mount of the kernel's tree; certain seeds select a failure, for tests of failures."""
+    """Return a mount of the kernel's tree. Certain seeds make the kernel fail, wait or seem dead, for tests
+    of failures.
+    """
     from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
     from emulated_kernel.kernel.api import Kernel
     from emulated_kernel.vfs.core.node import Owner
@@ -55,9 +56,8 @@ def build(options: MountOptions) -> Mount:
 
 
 def held(function: Callable[[T], object]) -> Callable[[T], None]:
-    """Return a function that waits for the end of the file $KPROBEFS_TEST_HOLDING, and calls `function`.
-
-    While it waits, the file's text is "held".
+    """Return a function that waits until the file $KPROBEFS_TEST_HOLDING is removed, and then calls
+    `function`. During the wait, the file contains "held".
     """
     holding = Path(os.environ["KPROBEFS_TEST_HOLDING"])
 

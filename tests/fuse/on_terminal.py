@@ -1,4 +1,6 @@
-"""A program on a terminal of some size, and the pictures that top draws there."""
+"""A program on a pseudoterminal of a given size, and the pictures that `kprobefs top` draws on a console of a
+given size.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def drawn(view: View, probes: Probes, width: int, height: int) -> list[str]:
 
 
 class Terminal:
-    """A program on a terminal of some size."""
+    """A program that runs on a pseudoterminal of a given size."""
 
     def __init__(self, columns: int, rows: int, *command: str, **more: str) -> None:
         self._master, slave = pty.openpty()
@@ -51,7 +53,9 @@ class Terminal:
         os.write(self._master, keys.encode())
 
     def until(self, pattern: str) -> None:
-        """Read until something new matches."""
+        """Read the program's output until the text since this call matches `pattern`. Fail after PATIENCE
+        seconds.
+        """
         start, deadline = len(self.said), time.monotonic() + PATIENCE
         while not re.search(pattern, self.said[start:]):
             assert time.monotonic() < deadline, self.said[start:]

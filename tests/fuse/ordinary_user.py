@@ -1,4 +1,6 @@
-"""Commands of an ordinary user, in namespaces with a home directory, devices and an /etc/fuse.conf."""
+"""Commands that an ordinary user runs in namespaces with a separate home directory, /dev and
+/etc/fuse.conf.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ exec cat
 
 @dataclass(frozen=True)
 class OrdinaryUser:
-    """An ordinary user, whose commands run in namespaces; all its processes end with the namespaces."""
+    """An ordinary user, whose commands run in separate namespaces. All of the user's processes end with the
+    namespaces.
+    """
 
     pid: int
     """Pid of the first process in the namespaces."""
@@ -59,7 +63,7 @@ class OrdinaryUser:
         return self.base / "home"
 
     def configure(self, text: str) -> None:
-        """Write /etc/fuse.conf."""
+        """Write `text` to the namespaces' /etc/fuse.conf."""
         assert self._inside("sh", "-c", f'printf %s "$1" > {self.base}/fuse.conf', "sh", text).returncode == 0
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
@@ -67,12 +71,12 @@ class OrdinaryUser:
         return self._inside("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *command)
 
     def python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run Python with the checkout's packages."""
+        """Run Python as the user, with the checkout's packages."""
         executable = os.path.relpath(os.path.realpath(sys.executable), sys.base_prefix)
         return self.run(str(self.base / "python" / executable), *arguments)
 
     def kprobefs(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run the program."""
+        """Run kprobefs as the user."""
         return self.python("-m", "kprobefs", *arguments)
 
     def as_root(self, *command: str) -> subprocess.CompletedProcess[str]:
@@ -102,7 +106,9 @@ class OrdinaryUser:
 
 @contextmanager
 def ordinary_user() -> Iterator[OrdinaryUser]:
-    """Yield an ordinary user for the block; skip the test if no process can become one."""
+    """Yield an ordinary user, whose namespaces end with the `with` block. Skip the test if no process can
+    become another user.
+    """
     if os.geteuid() != 0:
         pytest.skip("becoming another user needs root")
     if missing := [name for name in TOOLS if shutil.which(name) is None]:

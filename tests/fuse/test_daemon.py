@@ -1,4 +1,4 @@
-"""The daemon's end: no signal is lost, whatever thread gets it."""
+"""Wake, the event that ends the daemon's wait: no signal is lost, whichever thread receives the signal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_signal_before_the_wait(wake: Wake) -> None:
 
 
 def test_a_signal_that_another_thread_gets(wake: Wake) -> None:
-    """The main thread's wait isn't interrupted by it."""
+    """The main thread's wait ends although the signal interrupts only the other thread."""
 
     def get_one() -> None:
         time.sleep(0.05)

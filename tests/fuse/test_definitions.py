@@ -1,4 +1,6 @@
-"""apply and save: an exact round trip, wrong lines told with their place, and what a mount begins with."""
+"""`kprobefs apply` and `save`: an exact round trip, errors with file and line number, and the definitions
+that a new mount applies.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +172,7 @@ def test_lists_as_they_are_written(name: str, shown: str, written: str) -> None:
 
 
 class TestFiles:
-    """Which files a mount begins with."""
+    """The files of definitions that a new mount applies."""
 
     @pytest.fixture
     def places(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
@@ -222,7 +224,7 @@ class TestFiles:
 
 @pytest.fixture
 def served(directory: Path) -> Iterator[Daemon]:
-    """A real kernel, mounted."""
+    """Yield the daemon of a mount that the real program has made."""
     with daemon(directory, program=REAL_PROGRAM) as running:
         yield running
 
@@ -235,11 +237,13 @@ NOT_SAVED = re.compile(
     r"trace(_pipe|_marker|_marker_raw)?|snapshot|saved_(cmdlines|tgids)|error_log|free_buffer"
     r"|stack_(max_size|trace)|tracing_max_latency|kprobe_profile|enabled_functions"
 )
-"""What was recorded or measured."""
+"""Files of records and measurements, which are no settings."""
 
 
 def state_of(tracefs: Path) -> dict[str, str]:
-    """What all files say that tell how a tracefs is set, but those of single events."""
+    """Return path -> content of the files that hold a tracefs's settings, except the settings of single
+    events.
+    """
     return {
         str(path.relative_to(tracefs)): path.read_text()
         for array in (tracefs, *tracefs.glob("instances/*"))
@@ -264,10 +268,10 @@ def test_round_trip(layout: str, directory: Path, tmp_path: Path) -> None:
         assert set(OUTSIDE.splitlines()) <= set(saved.read_text().splitlines())
         state = state_of(tracefs)
         assert (tracefs / "instances" / "a b").is_dir()
-        # A tracefs shows nothing that isn't Linux's; what the program asks is there all the same.
+        # The layout tracefs lists only files of Linux; the program's own files can still be opened.
         assert CONTROL not in os.listdir(directory)
         assert (directory / CONTROL).is_dir() == (layout == "tracefs")
-        # What is there already stays as it is, and what it has counted too.
+        # Existing definitions stay, with their counts.
         before = [path.stat().st_ino for path in tracefs.glob("events/*probes/*")]
         for again in (file, saved):
             applied = command("apply", first, str(again))
@@ -306,13 +310,15 @@ instances/slow/trace_options = sym-offset stacktrace
 trace_options = nooverwrite sym-offset
 instances/slow/events/kprobes/done/enable = 1
 """
-"""The event that uses the variable comes first by name."""
+"""Definitions in which the event that uses the variable comes first in the order of names."""
 
 
 @needs_fuse
 @pytest.mark.mounted
 def test_a_saved_file_is_loaded_line_by_line(directory: Path, tmp_path: Path) -> None:
-    """The guide's loop for production machines loads it: each line needs only lines before it."""
+    """The shell loop of docs/guide/plan-probes.md can load a saved file line by line, because each line needs
+    only earlier lines.
+    """
     guide = (Path(__file__).parents[2] / "docs/guide/plan-probes.md").read_text()
     start = guide.index("    while IFS= read -r line")
     script = guide[start : guide.index("saved.probes", start)] + '"$SAVED"'
@@ -405,7 +411,7 @@ kprobefs: {file}:13: Couldn't find field: Invalid argument
         line for line in expected.splitlines() if line.strip() != "^"
     ]
     assert result.stderr.startswith("".join(expected.splitlines(keepends=True)[:3]))
-    # The others are done.
+    # The other lines take effect.
     assert Path(served.path("tracing/dynamic_events")).read_text() == "p:kprobes/good vfs_read\n"
 
 
@@ -526,7 +532,9 @@ def test_a_mount_begins_with_its_files(
 def test_lines_of_a_private_file_behind_a_link_are_not_shown(
     way: str, served: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who makes links may be another user than the one who applies them."""
+    """Errors do not quote lines of a private file that is reached through a symbolic link. The link may
+    belong to another user than the one who runs `apply`.
+    """
     secret = tmp_path / "secrets" / "shadow"
     secret.parent.mkdir()
     secret.write_text("root:$6$hash:1::\np:secret $6$hash\nsecret/file = $6$hash\np:fine vfs_read\n")
@@ -619,7 +627,7 @@ def test_completion(shell: str, tmp_path: Path) -> None:
 
 
 def completions(line: str, tmp_path: Path) -> list[str]:
-    """The words that the program offers for the last word of a command line."""
+    """Return the words that the program offers as completions of the last word of the command line `line`."""
     answer = tmp_path / "answer"
     asked = {
         **environment(),
@@ -661,7 +669,9 @@ def test_completion_offers_mounts(mounted: Daemon, tmp_path: Path) -> None:
 @needs_fuse
 @pytest.mark.mounted
 def test_where_definitions_are_read_from(served: Daemon, tmp_path: Path) -> None:
-    """A pipe that nobody has opened yet could keep its reader for ever; one that was given has an end."""
+    """`apply` refuses a FIFO and /dev/zero, whose readers might never reach an end. Files, standard input and
+    the shell's process substitutions are read.
+    """
     fifo = tmp_path / "gf"
     os.mkfifo(fifo)
     refused = command("apply", served, str(fifo), "/dev/zero")
@@ -687,7 +697,9 @@ def test_where_definitions_are_read_from(served: Daemon, tmp_path: Path) -> None
 @needs_fuse
 @pytest.mark.mounted
 def test_what_is_no_setting_is_neither_read_nor_written(mounted: Daemon, tmp_path: Path) -> None:
-    """Files of records, whose reader may wait for ever, and files that nobody can write."""
+    """`apply` neither reads nor writes files of records, whose readers may wait for ever, and files that
+    nobody can write.
+    """
     names = (
         *("trace", "trace_pipe", "per_cpu/cpu0/trace_pipe", "per_cpu/cpu0/trace_pipe_raw", "trace_marker"),
         *("trace_marker_raw", "snapshot", "free_buffer", "error_log", "instances/new/trace_pipe"),

@@ -57,7 +57,9 @@ def test_length_or_the_reason(
 
 
 def test_decoding_starts_afresh_behind_a_bug(kernel: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The line and file behind the ud2 look like a jump unless they are skipped."""
+    """The line number and file name that follow a BUG's ud2 are skipped. Decoded as instructions, these bytes
+    would look like a jump.
+    """
     assert output(capsys, str(kernel), "bug_of_2007", "--bug-size", "8") == "5\n"
 
 
@@ -121,7 +123,7 @@ def test_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that it ends with."""
+    """Return the one line that djprobe-analyze, which must fail, writes to standard error."""
     assert main(["djprobe-analyze", *arguments]) == ExitStatus.FAILURE
     (line,) = capsys.readouterr().err.splitlines()
     return line
@@ -163,7 +165,9 @@ void _start(void) { for (;;) __asm__ volatile(""); }
 
 
 def stripped(directory: Path, *flags: str, result: int = 1) -> Path:
-    """A compiled kernel's stripped file `vmlinux`, with all that it had in `whole` beside it."""
+    """Compile a kernel and return the path of its stripped file `vmlinux`. The file `whole` in the same
+    directory is not stripped.
+    """
     directory.mkdir(exist_ok=True)
     source, whole, code = directory / "t.c", directory / "whole", directory / "vmlinux"
     source.write_text(SOURCE.replace("RESULT", str(result)))
@@ -201,7 +205,9 @@ def test_what_the_compiler_moved_elsewhere_belongs_to_the_function(
 def test_relocations_that_the_linker_kept_are_not_applied_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A distribution's kernel has ten million."""
+    """Relocations that the linker kept in the file (`--emit-relocs`) are not applied again. A distribution's
+    kernel has ten million.
+    """
 
     def applied(*_: object) -> None:
         pytest.fail("applied again")
@@ -215,7 +221,9 @@ def test_relocations_that_the_linker_kept_are_not_applied_again(
 def test_a_name_is_found_by_its_symbol(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Or by that of what the compiler made of it, whose code alone is left; no unit is searched for it."""
+    """A function is found by its symbol, or by the symbol of a clone such as `plain.isra.0`, without a search
+    of all debug information.
+    """
     code, whole = stripped(tmp_path), tmp_path / "whole"
     debug = ["--debug-info", str(whole)]
     # Without local functions the symbols needn't be all: names of debug information are searched.
@@ -230,7 +238,7 @@ def test_a_name_is_found_by_its_symbol(
 
 @needs_compiler
 class TestWhereDebugInformationIs:
-    """Found as debuggers find it, and only what is of the same build."""
+    """Debug information is looked for where debuggers look, and is used only if it is of the same build."""
 
     @pytest.fixture(autouse=True)
     def no_other(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +250,7 @@ class TestWhereDebugInformationIs:
         return stripped(tmp_path / "boot", "-Wl,--build-id")
 
     def identity(self, code: Path, capsys: pytest.CaptureFixture[str]) -> str:
-        """The build id, as the refusal names it."""
+        """Return the build id that the refusal names."""
         line = refused(capsys, "--image", str(code), "plain")
         assert "give its file by --debug-info" in line
         return line.partition("build id ")[2].split()[0]

@@ -56,7 +56,9 @@ def test_equal_durations(script: str, is_given: bool) -> None:
 @pytest.mark.mounted
 @pytest.mark.parametrize("clock", ["virtual", "real"])
 def test_durations_of_a_distributions_kernel(clock: str) -> None:
-    """They are in several buckets, and with the virtual clock as meaningless."""
+    """On a distribution's kernel, the hint is given with the virtual clock only. Durations by that clock fall
+    into several buckets, but are meaningless.
+    """
     image = str(package("linux-image-cloud-amd64"))
     script = DURATION.replace("../dev/zero", "../scratch/file").replace("cd", "echo text > scratch/file; cd")
     script = f'cd "$KPROBEFS"; {script}'

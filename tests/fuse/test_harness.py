@@ -1,4 +1,4 @@
-"""The harness of the program: a process that it had to kill is named in the failure."""
+"""The test harness's `watched`: if a process had to be killed, the failure of the test names this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The daemon's log: whoever logs never waits, and nothing is lost silently."""
+"""The daemon's log: a thread that logs never waits, and messages that are dropped are counted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def logger(descriptor: int) -> tuple[logging.Logger, LogWriter]:
 
 
 def read_all(reader: int) -> bytes:
-    """What is in a pipe until its writer is done; reads as long as something comes."""
+    """Return the bytes that are in a pipe, without waiting for more."""
     data = b""
     os.set_blocking(reader, False)
     try:
@@ -50,7 +50,9 @@ def test_messages_come_in_their_order(pipe: tuple[int, int]) -> None:
 
 
 def test_a_pipe_that_nobody_reads_keeps_nobody_waiting(pipe: tuple[int, int]) -> None:
-    """More is logged than the pipe and the queue hold; what was dropped is counted."""
+    """A thread that logs more than the pipe and the queue hold does not wait. The log's last line counts the
+    dropped messages.
+    """
     reader, writer = pipe
     log, handler = logger(writer)
     line = "x" * 10_000
@@ -107,7 +109,7 @@ def test_a_reader_that_has_gone(pipe: tuple[int, int]) -> None:
 
 
 def test_a_child_process_logs_by_itself(pipe: tuple[int, int]) -> None:
-    """A fork copies neither the thread nor the messages that wait."""
+    """After fork(2), the child process can log, although the log's thread runs only in the parent process."""
     log, handler = logger(pipe[1])
     log.error("from the parent")
     handler.flush()

@@ -1,4 +1,4 @@
-"""The manual pages name what there is: commands, options, exit statuses, files."""
+"""The manual pages describe all commands, options, exit statuses, directories, files, tracers and modules."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PAGES = ROOT / "docs" / "man"
 
 
 def text(page: str) -> str:
-    """A page without its markup of fonts and dashes."""
+    """Return the text of a page without the markup of fonts and dashes."""
     return re.sub(r"\\f[BIRP]", "", (PAGES / page).read_text()).replace("\\-", "-")
 
 
 def words(command: str) -> set[str]:
-    """What a command's line of the synopsis has."""
+    """Return the words in the line of the synopsis for `command`."""
     synopsis = text("kprobefs.1").partition(".SH SYNOPSIS\n")[2].partition(".SH ")[0]
     [found] = [
         each for each in synopsis.split(".br\n") if re.match(rf"\.BR? kprobefs {re.escape(command)}\s", each)
@@ -113,7 +113,7 @@ def test_groff_finds_no_fault(page: str) -> None:
 
 
 def test_every_module_is_named() -> None:
-    """Those that come with the kernel."""
+    """kprobefs(5) names all modules that come with kprobefs's own kernel."""
     said = text("kprobefs.5").partition("loads a module that comes with the kernel")[2].partition(".BI")[0]
     modules = {path.stem for path in (PREBUILT / "x86_64" / "modules").glob("*.ko")}
     assert set(re.findall(r"[a-z]+(?:_[a-z]+)*", said.partition("\n")[2])) >= modules

@@ -149,7 +149,9 @@ def test_the_kernels_of_a_matrix(options: dict[str, object], expected: dict[str,
 @needs_fuse
 @pytest.mark.mounted
 def test_a_script_passes_on_some(tmp_path: Path) -> None:
-    """It finds a file that only later versions of Linux have; what it says is in the log and the reports."""
+    """A script that needs `touched_functions`, a file of later versions of Linux, fails on 6.1 and passes on
+    7.2. The JSON, the logs and the report have the results.
+    """
     (tmp_path / "script").write_text(SCRIPT)
     command = ("matrix", "--arch", "x86_64", "--jobs", "2", "--junit", "report.xml", "--json")
     kernels = ("--profile", "linux-6.1", "--profile", "linux-7.2", "--image", "/nosuch.deb")
@@ -185,7 +187,9 @@ def test_a_script_passes_on_some(tmp_path: Path) -> None:
 @needs_fuse
 @pytest.mark.mounted
 def test_the_kernels_refusal_is_in_the_table(tmp_path: Path) -> None:
-    """dash reports an I/O error for each errno; the reason is in the kernel's error_log."""
+    """The table and the report quote the refusal from the kernel's error_log, because dash reports any errno
+    as an I/O error.
+    """
     script = 'echo "p:oops vfs_read %nosuch" >> "$KPROBEFS/kprobe_events"'
     done = subprocess.run(
         [*REAL_PROGRAM, "matrix", "--junit", "report.xml", "--", "dash", "-c", script],
@@ -222,7 +226,9 @@ def test_a_killed_matrix_leaves_no_command(tmp_path: Path) -> None:
 @pytest.mark.mounted
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_the_results_of_ended_runs(number: signal.Signals, tmp_path: Path) -> None:
-    """A run that has passed is in the report; the one that was stopped and the one after it are skipped."""
+    """After SIGINT or SIGTERM, the report has the run that passed, and counts the interrupted and the
+    following run as skipped.
+    """
     script = "test -e first || { echo > first; exit 0; }; echo $$ $KPROBEFS > made; mv made pid; sleep 600"
     archs = [word for arch in ("x86_64", "riscv64", "i386") for word in ("--arch", arch)]
     started = subprocess.Popen(
@@ -316,7 +322,9 @@ def test_a_renamed_package_is_named_with_its_release(tmp_path: Path) -> None:
     ],
 )
 def test_the_line_of_a_failure(output: str, line: str, tmp_path: Path) -> None:
-    """A hint of `run` is never shown there, but below the table."""
+    """Result.line is the line of the output that explains the failure. A hint of `run` is only in
+    Result.hint.
+    """
     log = tmp_path / "log"
     log.write_text(output)
     found = matrix.result(matrix.Case("6.1", ()), 3, 1.0, log)

@@ -1,4 +1,4 @@
-"""The reserve of the host's memory: given back where a limit leaves none, and taken again behind that."""
+"""The daemon's memory reserve: released when the host has no memory left, and filled again later."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ except Built:
 
 
 class _Reached(Exception):
-    """The mount was asked."""
+    """Raised by any use of _Mount: an operation has reached the mount."""
 
 
 class _Mount:
@@ -96,7 +96,9 @@ class _Mount:
 
 
 def is_answered(adapter: Any, name: str, **given: object) -> bool:
-    """Whether an operation is done where the host has no memory, or ends in ENOMEM."""
+    """Return False if the operation `name` fails with ENOMEM while the memory reserve is released, and True
+    if the operation is done.
+    """
     operations = adapter._Operations(_Mount(), threading.Event())
     operations.ready, operations.blocking = lambda: None, lambda: nullcontext(1)
     operations.reserve.give_back()
@@ -120,7 +122,9 @@ def is_answered(adapter: Any, name: str, **given: object) -> bool:
 
 
 def test_the_page_says_what_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each operation of libfuse's is on one side, and each kind of write."""
+    """docs/reference/reliability.md lists exactly the operations and the kinds of writes that are answered
+    without memory.
+    """
     adapter = pytest.importorskip("kprobefs.fuse.operations")
     monkeypatch.setattr(adapter, "_client", lambda: Client(1, 0, 0))
     page = " ".join((ROOT / "docs/reference/reliability.md").read_text().split())
@@ -166,7 +170,9 @@ def test_what_is_kept_is_there_when_nothing_else_is() -> None:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="the C library has one heap")
 @needs_fuse
 def test_threads_of_a_daemon_share_a_heap(when: str, heaps: int, directory: Path) -> None:
-    """A second heap could hold the reserve, while malloc(3) looks for memory in the first one."""
+    """Threads that the daemon starts share one heap of malloc(3). A second heap could hold the reserve, while
+    malloc(3) looks for memory in the first one.
+    """
     done = subprocess.run(
         [sys.executable, "-c", _HEAPS, str(directory), when],
         env=environment(),
@@ -208,7 +214,7 @@ def test_what_makes_something_may_not(data: bytes) -> None:
 
 
 def in_threads(action: Callable[[], None]) -> list[BaseException]:
-    """What it raised, in some threads at once."""
+    """Call `action` in eight threads at once, and return the exceptions that the calls raised."""
     raised: list[BaseException] = []
     barrier = threading.Barrier(8)
 
@@ -228,7 +234,9 @@ def in_threads(action: Callable[[], None]) -> list[BaseException]:
 
 
 def test_all_loops_share_one_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many look, or give it back, at once: there are as many pieces as one of them would take."""
+    """However many threads check or release the reserve at once, the number of its pieces is the same as
+    after a call by one thread.
+    """
     monkeypatch.setattr("kprobefs.fuse.memory_reserve.LOOK", 0)
     reserve = MemoryReserve()
     interval = sys.getswitchinterval()
@@ -245,7 +253,9 @@ def test_all_loops_share_one_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_reserve_that_is_not_whole_is_filled_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What can't be taken is a shortage like others, and no fault of the request that came just then."""
+    """If the reserve's memory cannot be allocated, `check` raises nothing and the reserve is scarce. A later
+    check fills the reserve.
+    """
     reserve, mapped = MemoryReserve(), reserve_module._map
 
     def no_room(size: int) -> mmap.mmap:

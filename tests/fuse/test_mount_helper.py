@@ -60,14 +60,16 @@ OF_MOUNT_FUSE = {
     "nodev,nosuid": ("", mount_helper.FAILED),
     "arch=z80,dev,suid": ("--arch=z80", mount_helper.WRONG_USAGE),
 }
-"""Options as mount.fuse3 3.14 gives them, the program's, and the status where there is no such place."""
+"""Options from mount.fuse3 3.14 -> options of the program, and its exit status without the directory."""
 
 
 @pytest.mark.parametrize("options", OF_MOUNT_FUSE)
 def test_mount_fuse_calls_the_program_itself(
     options: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It does where mount(8) finds no helper of ours in /sbin."""
+    """If /sbin has no mount.fuse.kprobefs, mount.fuse3 calls the program kprobefs itself, which must then
+    accept the arguments of a mount helper.
+    """
     words, status = OF_MOUNT_FUSE[options]
     ran: list[list[str]] = []
 
@@ -112,7 +114,9 @@ def test_an_option_is_told_in_the_words_of_mount(
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="no unshare")
 @pytest.mark.parametrize("way", ["command", "fstab"])
 def test_mount(way: str, directory: Path, tmp_path: Path) -> None:
-    """In a mount namespace of its own, whose /sbin has the helper alone and whose /etc/fstab one line."""
+    """mount(8) finds the helper, with and without a line in fstab. The test's mount namespace has a /sbin
+    with only the helper.
+    """
     sbin, fstab = tmp_path / "sbin", tmp_path / "fstab"
     sbin.mkdir()
     helper = sbin / "mount.fuse.kprobefs"

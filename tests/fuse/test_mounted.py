@@ -1,4 +1,4 @@
-"""What processes see through a real FUSE mount."""
+"""System calls of processes on the files of a real FUSE mount."""
 
 from __future__ import annotations
 
@@ -110,7 +110,9 @@ def test_errno_reaches_the_writer(mounted: Daemon) -> None:
 
 
 def test_split_writes_as_recorded(mounted: Daemon) -> None:
-    """Each write(2) is parsed by itself."""
+    """Each write(2) to kprobe_events is parsed alone, as recorded on a real Linux: a command that is split in
+    two writes fails twice.
+    """
     descriptor = os.open(mounted.path("kprobe_events"), os.O_WRONLY | os.O_APPEND)
     with assert_errno(errno.ENOENT):
         os.write(descriptor, b"p:a vfs")
@@ -199,7 +201,9 @@ def test_files_of_a_removed_event(mounted: Daemon) -> None:
 
 
 def test_listings_tell_types_and_numbers(mounted: Daemon) -> None:
-    """The first without a stat(2), which programs like perf count on."""
+    """Directory listings have the types and inode numbers of stat(2). Programs such as perf rely on the
+    types.
+    """
     for directory in ("", "tracing", "tracing/events", "tracing/events/sched"):
         with os.scandir(mounted.path(directory)) as entries:
             for entry in entries:
@@ -209,7 +213,9 @@ def test_listings_tell_types_and_numbers(mounted: Daemon) -> None:
 
 
 def test_no_file_is_taken_for_another(mounted: Daemon) -> None:
-    """Two of one number are one file to find, grep and cp, which warn or leave it out."""
+    """No two files have the same inode number. find, grep and cp take files with the same number for one
+    file, and warn or skip a file.
+    """
     script = r"""
         find . -printf '%i\n' | sort | uniq -d
         grep -rl NOSUCHWORD kprobes tracing/options
@@ -227,7 +233,9 @@ def test_inode_numbers_are_stable(mounted: Daemon) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--allow-other"]])
 def test_other_users_get_in_as_far_as_modes_allow(directory: Path, options: list[str]) -> None:
-    """Where they are let in at all, which is asked for."""
+    """With --allow-other, other users have the access that the modes give. Without the option, they are
+    refused altogether.
+    """
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody else")
     with daemon(directory, *options) as mounted:
@@ -259,7 +267,7 @@ def test_big_directories_and_paths(mounted: Daemon) -> None:
 
 
 class TestPipe:
-    """trace_pipe: blocking, interruptible, pollable."""
+    """trace_pipe: reads block, signals end blocked reads, and poll(2) reports records."""
 
     @pytest.fixture
     def pipe(self, mounted: Daemon) -> str:
@@ -283,7 +291,9 @@ class TestPipe:
 
     @pytest.mark.parametrize("place", ["", "instances/other/"])
     def test_files_without_a_position(self, mounted: Daemon, place: str) -> None:
-        """Those that have no llseek in Linux; they are written and read on from where they are."""
+        """Files that have no llseek in Linux refuse lseek(2) with ESPIPE. Other files of tracefs accept
+        lseek(2).
+        """
         os.makedirs(mounted.path("tracing/instances/other"), exist_ok=True)
         raw = (
             "per_cpu/cpu0/trace_pipe_raw",
@@ -330,7 +340,9 @@ class TestPipe:
         os.close(descriptor)
 
     def test_flags_set_later_count_at_the_end_too(self, mounted: Daemon, pipe: str, marker: str) -> None:
-        """Without O_NONBLOCK who has read is at the end where tracing is off; with it there is none."""
+        """After a record was read and tracing was turned off, a blocking read returns 0, and a read with
+        O_NONBLOCK fails with EAGAIN.
+        """
         descriptor = os.open(pipe, os.O_RDONLY)
         write(marker, b"hello\n")
         assert os.read(descriptor, 4096)
@@ -408,7 +420,9 @@ def _is_blocked(pid: int) -> bool:
 def test_a_killed_client_does_not_wait_for_the_end_of_its_write(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The write goes on, and so does the client that handles the signal."""
+    """A client that SIGTERM kills during a write ends at once, and the write goes on. A client that handles
+    the signal continues to wait.
+    """
     holding = tmp_path / "holding"
     holding.touch()
     monkeypatch.setenv("KPROBEFS_TEST_HOLDING", str(holding))
@@ -437,7 +451,9 @@ def test_a_killed_client_does_not_wait_for_the_end_of_its_write(
 def test_a_write_stops_after_its_killed_client_has_ended(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client ends while the kernel enables the first of many events, which takes several steps."""
+    """If the client is killed while the kernel enables the first of 300 events, the other events stay
+    disabled and the file is closed.
+    """
     holding = tmp_path / "holding"
     monkeypatch.setenv("KPROBEFS_TEST_HOLDING", str(holding))
     with daemon(directory, "--seed", "672") as mounted:

@@ -103,7 +103,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("number", range(4))
 def test_what_the_history_tells(place: Path, number: int) -> None:
-    """The test has four parts, so that several processes share the work."""
+    """The history of events and hits that a kernel keeps gives the hints of STATES. The test has four parts,
+    which can run in parallel.
+    """
     for lines, expected in [*STATES.items()][number::4]:
         with Kernel() as kernel:
             tree = kernel.filesystem()
@@ -156,7 +158,9 @@ def test_missed_hits_are_no_reason_to_look_elsewhere(
 def test_other_ways_to_run_the_kernels_code(
     tmp_path: Path, files: tuple[str, ...], end: str, words: tuple[str, ...]
 ) -> None:
-    """The hint names the files that the mount has: no file of a command may reach the probed function."""
+    """The hint for a probe without hits also names machine/load and machine/call, if the mount has these
+    files.
+    """
     (tmp_path / "scratch").mkdir()
     (tmp_path / "machine").mkdir()
     for file in files:
@@ -281,7 +285,9 @@ SHELL_COUNTS = (
 @pytest.mark.mounted
 @pytest.mark.parametrize("use", ["cat ../scratch/file", "echo gcd 12 18 > ../machine/call"])
 def test_a_histogram_has_only_hits_of_control_files(directory: Path, use: str) -> None:
-    """A request in scratch/ or a call of the kernel's code is what the user wanted to see."""
+    """A histogram gets the hint if the mount's control files caused all hits. A request in scratch/ or a call
+    of kernel code prevents the hint.
+    """
     with daemon(directory, program=REAL_PROGRAM) as running:
         environment = {**os.environ, "KPROBEFS": running.path()}
         for line, expected in (("cat README", "reads has "), (use, "")):

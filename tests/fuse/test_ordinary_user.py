@@ -1,4 +1,4 @@
-"""The program end to end as an ordinary user, who has no rights and a home of their own."""
+"""The program end to end as an ordinary user, who has no privileges and a separate home directory."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_run(user: OrdinaryUser) -> None:
 
 
 def test_run_as_system(user: OrdinaryUser) -> None:
-    """The mount stands where root's tracefs and debugfs are, for the command and nobody else."""
+    """`run --as-system` mounts at the places of tracefs and debugfs in /sys/kernel, for the command only."""
     script = f"""
         {PROBE.format("/sys/kernel/tracing")}
         cat /sys/kernel/debug/kprobes/list
@@ -109,7 +109,7 @@ def test_what_run_as_system_fails_of_is_told(user: OrdinaryUser) -> None:
 
 
 def test_the_pytest_plugin(user: OrdinaryUser) -> None:
-    """The example's tests, as a tool's author runs them."""
+    """An ordinary user runs the tests of examples/, which use the pytest plugin."""
     user.run("cp", "-r", f"{user.base}/source/examples", ".")
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", "examples", "-k", "x86_64 or not what"]
     done = user.python("-m", "pytest", *options, "examples")

@@ -1,4 +1,6 @@
-"""Nobody below the owner influences the owner's commands: attackers that open, lock, squat and name."""
+"""Attacks by other users on an owner's commands: open and locked files, paths taken in advance, and
+misleading names.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,12 @@ PR_SET_DUMPABLE = 4
 
 
 def as_nobody(action: Callable[[], object]) -> bytes:
-    """What `action` returns, as text, in a process of another user; skips where that can't be."""
+    """Call `action` in a process of the user nobody, and return its result as text. Skip the test without
+    root.
+    """
     if os.geteuid() != 0:
         pytest.skip("becoming another user needs root")
-    # The interpreter's own files may be out of that user's reach.
+    # User nobody may be unable to read the interpreter's files.
     codecs.lookup("ascii")
     reader, writer = os.pipe()
     child = os.fork()
@@ -51,7 +55,9 @@ def as_nobody(action: Callable[[], object]) -> bytes:
 
 @contextmanager
 def attacker(path: Path) -> Iterator[str]:
-    """Another user's process that opens and locks all that it can below `path`; how much that was."""
+    """Start a process of the user nobody that opens and locks all accessible files below `path`. Yield the
+    number of opened files.
+    """
     if os.geteuid() != 0:
         pytest.skip("becoming another user needs root")
     script = f"""
@@ -81,7 +87,7 @@ time.sleep(60)
 
 @pytest.fixture
 def runtime_path() -> Iterator[Path]:
-    """The runtime directory, where every user may look at its parent."""
+    """Yield the path of a runtime directory, in a parent directory that every user may search."""
     import tempfile
 
     with (
@@ -96,7 +102,9 @@ def runtime_path() -> Iterator[Path]:
 @needs_fuse
 @pytest.mark.mounted
 def test_commands_beside_an_attacker(runtime_path: Path, directory: Path) -> None:
-    """As the owner runs them; what the attacker could open is the directory that says nothing."""
+    """The owner's commands succeed while another user has opened and locked all accessible files. Only the
+    runtime directory can be opened.
+    """
     for commands in (_commands(directory), ()):
         with attacker(runtime_path):
             assert kprobefs("mount", str(directory), program=REAL_PROGRAM).returncode == 0
@@ -118,7 +126,7 @@ def test_commands_beside_an_attacker(runtime_path: Path, directory: Path) -> Non
 
 
 def _commands(directory: Path) -> Iterator[Sequence[str]]:
-    """Those that use a mount, or make one, with arguments that do something."""
+    """Yield the arguments of commands that use the mount `directory`, or make another mount."""
     saved = str(directory.with_name("saved.probes"))
     yield "save", "-m", str(directory), saved
     yield "apply", "-m", str(directory), saved
@@ -180,7 +188,9 @@ def test_a_squatted_runtime_directory(runtime_path: Path, squat: str) -> None:
 @needs_fuse
 @pytest.mark.mounted
 def test_commands_where_the_runtime_directory_is_squatted(runtime_path: Path, directory: Path) -> None:
-    """Each ends, with one line that says why."""
+    """If the runtime directory belongs to another user, each command fails with one line that gives the
+    reason.
+    """
     if os.geteuid() != 0:
         pytest.skip("becoming another user needs root")
     runtime_path.mkdir()
@@ -189,7 +199,7 @@ def test_commands_where_the_runtime_directory_is_squatted(runtime_path: Path, di
     assert (refused.returncode, is_mounted(directory)) == (ExitStatus.FAILURE, False)
     assert "belongs to somebody else" in _only_line(refused)
     assert "isn't mounted there" in _only_line(kprobefs("status", str(directory), program=REAL_PROGRAM))
-    # One whose daemon looks elsewhere is there, and can't be told from somebody else's.
+    # A mount whose daemon has another runtime directory cannot be told from another user's mount.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KPROBEFS_RUNTIME_DIRECTORY", f"{runtime_path.parent}/own")
         served = ExitStack()
@@ -204,14 +214,14 @@ def test_commands_where_the_runtime_directory_is_squatted(runtime_path: Path, di
 
 
 def _only_line(ended: subprocess.CompletedProcess[str]) -> str:
-    """What a program that failed has written."""
+    """Return the one line that a failed program has written to standard error."""
     assert (ended.returncode != 0, ended.stdout) == (True, "")
     [line] = ended.stderr.splitlines()
     return line
 
 
 def test_a_left_environment_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """After su, XDG_RUNTIME_DIR and HOME may be somebody else's."""
+    """If XDG_RUNTIME_DIR and HOME belong to another user, as after su, the runtime directory is in /tmp."""
     monkeypatch.delenv("KPROBEFS_RUNTIME_DIRECTORY")
     tmp_path.chmod(0o755)
     for name in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "HOME"):
@@ -223,7 +233,9 @@ def test_a_left_environment_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_records_of_a_user_who_is_root_in_a_namespace(
     monkeypatch: pytest.MonkeyPatch, runtime_path: Path
 ) -> None:
-    """As under `run --as-system`: /run is another's, and each root there has a directory."""
+    """A user who is root in a namespace, as under `run --as-system`, has a runtime directory that is named
+    after the outer user. There, /run belongs to another user.
+    """
     monkeypatch.delenv("KPROBEFS_RUNTIME_DIRECTORY")
     for name in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -245,11 +257,13 @@ def test_records_of_a_user_who_is_root_in_a_namespace(
 
 
 class TestProcesses:
-    """A daemon is the process that it was, not the one that has its pid."""
+    """A record's daemon is known by its pid, start time and executable. A later process with the same pid is
+    not taken for the daemon.
+    """
 
     @pytest.fixture
     def record(self, runtime_path: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
-        """The record of a daemon that is another process of ours."""
+        """Yield the path of a record, and the process `sleep` that the record describes as a daemon."""
         bystander = subprocess.Popen(["sleep", "60"])
         registration = Registration(Daemon(bystander.pid, "/x", "x86_64", "full", "0", "now"))
         [path] = runtime_path.glob("daemons/*.json")

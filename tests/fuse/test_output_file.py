@@ -1,4 +1,6 @@
-"""Files that commands write at their end: they are opened before the work, and no result is lost."""
+"""Output files of commands are opened before the work starts. If a file cannot be written, the result is
+still shown.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,9 @@ def test_the_report_may_be_in_the_directory_of_the_logs(directory: Path) -> None
 @pytest.mark.mounted
 @pytest.mark.parametrize("target", ["kept", "new/log"])
 def test_an_old_log_that_is_a_link_is_replaced(target: str, directory: Path) -> None:
-    """The file to which the link points keeps its content."""
+    """`matrix` replaces a log that is a symbolic link. The file to which the link points keeps its
+    content.
+    """
     (directory / "kept").write_text("content")
     (directory / "logs").mkdir()
     log = directory / "logs" / "x86_64.log"

@@ -1,4 +1,6 @@
-"""Paths of files that clients rename and remove: an open finds its node by its path, or by libfuse."""
+"""OwnPaths, the paths of files that clients may rename or remove. An open of a node with a known path needs
+no libfuse.
+"""
 
 from __future__ import annotations
 
@@ -130,11 +132,11 @@ def test_a_change_waits_for_opens_that_have_begun(paths: OwnPaths) -> None:
 
 
 def test_opens_without_end_do_not_stop_a_change(paths: OwnPaths) -> None:
-    """A change waits only for the opens that began before it."""
+    """A change of names waits only for the opens that began before the change."""
     is_over = threading.Event()
 
     def opens() -> None:
-        # One is always in progress.
+        # At any time, at least one open is in progress.
         last = paths.begin_open(FILE)
         while last is not None and not is_over.is_set():
             following = paths.begin_open(FILE)
@@ -161,7 +163,7 @@ def opened(flags: int, node: int) -> bytearray:
 
 
 def test_an_open_needs_no_libfuse(paths: OwnPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """libfuse serves only opens with O_TRUNC, and opens of nodes without a path."""
+    """An open is answered without libfuse, except opens with O_TRUNC and opens of nodes without a path."""
     by_libfuse: list[int] = []
     calls: list[tuple[object, ...]] = []
 
@@ -208,7 +210,9 @@ def test_a_request_that_removes_a_name_drops_its_path(
 
 
 def test_a_file_that_is_gone_is_looked_up_again() -> None:
-    """The host's kernel still has the file's name, so the answer must not be ENOENT."""
+    """An open of a removed file in scratch/ fails with ESTALE instead of ENOENT, because the host's kernel
+    still has the file's name.
+    """
     from kprobefs.fuse.operations import _Operations
 
     def gone(*_: object) -> int:

@@ -36,7 +36,7 @@ def test_trace_gives_the_reason(
 
 
 def test_the_table_of_matrix_has_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a command that has not noticed the panic."""
+    """`matrix` names the panic as the reason, whether the command failed or ended with status 0."""
     monkeypatch.chdir(tmp_path)
     for status in ("3", "0"):
         script = PANIC.replace("exit 3", f"exit {status}")

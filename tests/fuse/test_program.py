@@ -1,4 +1,4 @@
-"""The program: mount, umount, status, run; its messages and exit statuses."""
+"""The program's commands mount, umount, status and run, with their messages and exit statuses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.image.linux.debian import package
 
 
 def one_line(result: subprocess.CompletedProcess[str]) -> str:
-    """The message of a failure; it is one line on standard error."""
+    """Return the message of a failed program, which must be one line on standard error."""
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1, result.stderr
     assert result.stderr.startswith("kprobefs: ")
@@ -51,7 +51,7 @@ def one_line(result: subprocess.CompletedProcess[str]) -> str:
 
 
 class TestWithoutMount:
-    """What needs no FUSE."""
+    """Usage errors, help, imports and failures: behaviour without a mount."""
 
     @pytest.mark.parametrize(
         ("command", "option"), [("mount", "--layout"), ("trace", "--filter"), ("top", "--delay")]
@@ -77,7 +77,9 @@ class TestWithoutMount:
 
     @pytest.mark.parametrize(("command", "most"), [("--help", 90), ("status", 115)])
     def test_few_modules_are_imported(self, command: str, most: int) -> None:
-        """The standard library's too, whose number differs between versions of Python by a few."""
+        """`--help` and `status` import few modules, including the standard library's, and never rich. The
+        limits allow for differences between versions of Python.
+        """
         script = (
             "import sys\n"
             "before = set(sys.modules)\n"
@@ -248,7 +250,7 @@ sys.exit(main())
 @needs_fuse
 @pytest.mark.mounted
 class TestMount:
-    """mount, umount and status."""
+    """The commands mount, umount and status with real mounts."""
 
     def test_mount_returns_when_it_answers(self, directory: Path) -> None:
         result = kprobefs("mount", str(directory))
@@ -278,7 +280,9 @@ class TestMount:
             assert shown in result.stdout
 
     def test_a_kernel_from_a_file(self) -> None:
-        """Status has the kernel's own architecture, and the command the options for the same kernel."""
+        """With a RISC-V kernel as `--image`, `status` shows the architecture riscv64, and $KPROBEFS_OPTIONS
+        has the options of that kernel.
+        """
         image = str(package("linux-image-riscv64", "trixie", "riscv64"))
         script = f'{shlex.join(REAL_PROGRAM)} status --json "$KPROBEFS"; echo "$KPROBEFS_OPTIONS"'
         words = ("--image", image, "--kprobes", "kernel")
@@ -384,7 +388,7 @@ class TestMount:
 @needs_fuse
 @pytest.mark.mounted
 class TestRun:
-    """run: a mount for one command."""
+    """The command run, which makes a mount for another command."""
 
     def test_gives_the_path_and_takes_the_status(self) -> None:
         result = kprobefs("run", "--", "sh", "-c", 'echo $KPROBEFS; ls "$KPROBEFS/tracing"; exit 7')
@@ -413,7 +417,7 @@ class TestRun:
     def test_commands_in_path_that_cannot_be_started(
         self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The status is that of the shell."""
+        """If a command cannot be started, `run` exits with the same status as the shell."""
         (tmp_path / "directory").mkdir()
         (tmp_path / "a_file").touch()
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

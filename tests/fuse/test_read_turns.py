@@ -1,4 +1,6 @@
-"""The turns of the threads that read requests: one thread reads, unless it is busy for long."""
+"""ReadTurns: one thread reads FUSE requests, and another thread takes the turn if the first one is busy for
+long.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ PATIENCE = 10.0
 
 
 class Clock(threading.Event):
-    """The event that ends the successor's sleep. Time passes when the test says so."""
+    """The event that ends the successor's sleep, with a simulated clock. Time passes only when the test calls
+    pass_time.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +37,7 @@ class Clock(threading.Event):
         self._go_on.release()
 
     def await_sleep(self) -> None:
-        """Wait until the successor has begun to measure the time of a request."""
+        """Wait until the successor sleeps with a time limit."""
         assert self._asleep.acquire(timeout=PATIENCE)
 
     def pass_time(self) -> None:
@@ -49,14 +53,14 @@ def begin(turns: ReadTurns, reader: Reader) -> None:
 
 
 def end(turns: ReadTurns, reader: Reader) -> None:
-    """Record that the reader has answered a request. It still has the turn."""
+    """Record that `reader` has answered a request. Assert that `reader` still has the turn."""
     reader.is_busy = False
     assert turns.reader is reader
 
 
 @pytest.fixture
 def reader() -> Reader:
-    """Return the test's own thread."""
+    """Return the Reader of the test's own thread."""
     return Reader()
 
 
@@ -67,7 +71,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def turns(reader: Reader, clock: Clock) -> ReadTurns:
-    """Return turns, of which `reader` has the first."""
+    """Return a ReadTurns in which `reader` has the turn."""
     turns = ReadTurns(clock)
     turns.await_turn(reader)
     return turns
@@ -119,7 +123,9 @@ def test_another_reads_while_one_is_busy(
 def test_the_first_request_after_a_pause_is_measured(
     turns: ReadTurns, reader: Reader, clock: Clock, has_turn: threading.Event
 ) -> None:
-    """Without requests, the successor sleeps until the next one."""
+    """During a pause without requests, the successor sleeps without a time limit. After the pause, a long
+    request still passes the turn to the successor.
+    """
     clock.pass_time()
     while not turns.is_parked:
         threading.Event().wait(0.001)
@@ -150,7 +156,9 @@ def test_who_ends_wakes_the_sleeping_successor(
 def test_all_threads_read_on_a_busy_host(
     turns: ReadTurns, clock: Clock, has_turn: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that slept reads at once, and later threads do not wait; when the load has gone, they do."""
+    """If the host's load is high, the sleeping successor and later threads read at once. When the load is low
+    again, threads take turns.
+    """
     clock.pass_time()
     while not turns.is_parked:
         threading.Event().wait(0.001)

@@ -1,4 +1,6 @@
-"""machine/power: a kernel that takes another one's place has what it had, and open files go on."""
+"""A reboot by machine/power: the new kernel gets the old kernel's definitions and records, and open files
+stay usable.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,7 @@ FILTERS = {
     "count ==\n77777": "count == 77777",
     'comm ~ "a b*"\n|| count\n== 3': 'comm ~ "a b*" || count == 3',
 }
-"""As they are written, and as they are kept: a newline is a blank, a refused one is none."""
+"""Filter as written -> filter after the reboot. A newline becomes a blank; a refused filter becomes none."""
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,9 @@ def test_filters_are_kept_or_were_none(living: RebootableKernel, written: str) -
 
 
 def test_a_string_with_a_newline_is_told_of(living: RebootableKernel) -> None:
-    """Left out: its second line would be one of the definitions."""
+    """A filter whose string has a newline is left out of machine/definitions, because the text after the
+    newline would be read as a definition.
+    """
     user = User(living.mount)
     user.write("/kprobe_events", "p:reads vfs_read\n")
     user.write("/tracing/events/kprobes/reads/filter", 'comm == "\np:evil vfs_write\n"')
@@ -438,7 +442,9 @@ HIDES = ("/tracing/events/enable", "/kprobes/enabled", "/kprobes/optimization")
 @pytest.mark.parametrize("profile", ["linux-6.1", "djprobe-2007"])
 @pytest.mark.parametrize("hidden_by", ["", *HIDES])
 def test_a_jump_that_was_asked_for_or_kept_out_still_is(profile: str, hidden_by: str) -> None:
-    """Also while something else keeps it out, which is then what `optimized` and `reason` say."""
+    """A user's request for a jump, or against a jump, survives a reboot. That also holds while a switch
+    disarms probes or forbids all jumps.
+    """
     config = MachineConfig(profile=profile)
     living = RebootableKernel(config, RootLayout.FULL, Owner(0, 0))
     user, asked = User(living.mount), "0" if profile == "linux-6.1" else "1"
@@ -462,7 +468,7 @@ def test_a_jump_that_was_asked_for_or_kept_out_still_is(profile: str, hidden_by:
 
 @pytest.mark.parametrize("line", ["p:mine/k{} vfs_read+0x5", "r:mine/k{} vfs_read $retval"])
 def test_each_definition_is_work_for_one(line: str) -> None:
-    """A reboot defines each again, and what that takes doesn't grow with the others."""
+    """The work of a reboot grows only linearly with the number of definitions."""
     living = RebootableKernel(MachineConfig(), RootLayout.FULL, Owner(0, 0))
     user, calls, defined = User(living.mount), [], 0
     for number in (50, 100, 200):

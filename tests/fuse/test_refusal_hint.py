@@ -1,4 +1,4 @@
-"""The hints at the end of a failed `run`: the requests that the kernel refused."""
+"""The hints at the end of a failed `run` about requests that the kernel refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MISSING = "this kernel has no file tracing/nosuch, and no command can create it"
 def test_the_last_refused_definition(
     lines: tuple[str, ...], options: tuple[str, ...], hint: str | None
 ) -> None:
-    """Linux logs nothing about a kind of event that it does not have."""
+    """The hint names the last refused definition, also of a kind of event for which Linux logs nothing."""
     script = "".join(f"echo '{line}' >> $KPROBEFS/tracing/dynamic_events\n" for line in lines)
     done = kprobefs("run", *options, "--", "sh", "-c", f"{script}exit 1", program=REAL_PROGRAM)
     hints = [found[1] for line in done.stderr.splitlines() if (found := HINT_LINE.fullmatch(line))]
@@ -55,7 +55,7 @@ def hints_of(script: str, *options: str) -> list[str]:
 @pytest.mark.mounted
 @pytest.mark.parametrize("kprobes", ["kprobefs", "kernel"])
 def test_a_distributions_kernel(kprobes: str) -> None:
-    """The hints about the kernel's own answers are those of kprobefs's."""
+    """With the kernel's own kprobes, the hints are the same as with kprobefs's."""
     options = ("--image", str(package("linux-image-cloud-amd64")), "--kprobes", kprobes)
     kind, word, missing = (f"kprobefs: {hint}" for hint in (UNLOGGED, LOGGED, MISSING))
     assert hints_of("echo 'f:reads vfs_read' >> dynamic_events", *options) == [kind]
@@ -69,7 +69,9 @@ def test_a_distributions_kernel(kprobes: str) -> None:
 @needs_fuse
 @pytest.mark.mounted
 def test_only_what_the_kernel_refused_is_named() -> None:
-    """A probe without a hit is a consequence, and files in scratch/ are the command's own business."""
+    """After a refused request, the hint does not name probes without hits, nor files in scratch/. Those are
+    no refusals of the kernel.
+    """
     enabled = "echo 'p:sent tcp_sendmsg' > kprobe_events; echo 1 > events/kprobes/sent/enable"
     assert hints_of(f"{enabled}; echo 'f:reads vfs_read' >> dynamic_events") == [f"kprobefs: {UNLOGGED}"]
     filtered = "echo 'p:reads vfs_read n=$arg3' > kprobe_events; echo 'n == 1' > events/kprobes/reads/filter"
@@ -86,7 +88,9 @@ def test_only_what_the_kernel_refused_is_named() -> None:
 @needs_fuse
 @pytest.mark.mounted
 def test_a_trigger_that_does_not_exist() -> None:
-    """The kernel's error is only EINVAL, as for an error in a trigger's text."""
+    """For an unknown trigger, the hint says that the kernel does not have this trigger, although the error is
+    only EINVAL.
+    """
     file = "events/sched/sched_switch/trigger"
     (hint,) = hints_of(f"echo 'nosuch:1' > {file}")
     assert hint == f'kprobefs: tracing/{file} has refused "nosuch:1": this kernel has no trigger nosuch'

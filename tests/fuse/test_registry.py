@@ -1,4 +1,4 @@
-"""The registry: a record that a daemon takes over from one that ends has its name."""
+"""The registry of daemons: a new daemon's record takes the name of an ended daemon's record."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def test_a_record_lives_as_long_as_its_daemon() -> None:
 
 
 def test_a_record_removed_while_its_lock_was_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old daemon unlinks its record, and lets the lock go, between our open and our lock."""
+    """If the old daemon unlinks and unlocks its record between the new daemon's open and lock, the new daemon
+    still gets a record.
+    """
     running_still = [Registration(DAEMON)]
     really_lock = daemon_registry._lock
 

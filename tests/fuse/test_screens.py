@@ -1,4 +1,6 @@
-"""Screens as tmux draws them: nothing is cut that says something, nothing wraps unasked."""
+"""Screens of the program's commands in tmux: no information is cut off, and no line wraps unless the program
+breaks it.
+"""
 
 from __future__ import annotations
 
@@ -81,15 +83,14 @@ class Screen:
         return self._run("capture-pane", "-p", "-t", self._pane, *options).rstrip("\n").split("\n")
 
     def wraps(self, *options: str) -> bool:
-        """Whether a line that was written goes on in the next one."""
+        """Return True if any line that the program wrote is wrapped on the screen."""
         columns = int(self._run("display-message", "-p", "-t", self._pane, "#{pane_width}"))
-        # One look: what lives is another picture at the next.
+        # Read the screen once: a program that redraws shows another picture at the next read.
         return any(len(line.rstrip()) > columns for line in self.lines(*options, "-J"))
 
     def fits(self, columns: int, rows: int, check: Callable[[list[str]], None]) -> None:
-        """Change the screen's size, and wait until the lines pass the check, and no line is wrapped.
-
-        `check`: function that raises AssertionError for wrong lines.
+        """Change the screen's size, and wait until the lines pass the check and no line is wrapped. `check`:
+        function that raises AssertionError for wrong lines.
         """
         self.resize(columns, rows)
         # Usually, the picture of the old size is gone by then.
@@ -110,19 +111,19 @@ class Screen:
         _eventually(is_drawn, lambda: why)
 
     def said(self) -> str:
-        """All its words since it began, however the lines are broken."""
+        """Return all words that the program has written since its start, without line breaks."""
         return words_of(self.lines("-S", "-"))
 
     def has_said(self, words: str, times: int) -> bool:
-        """Whether it has said them so many times."""
+        """Return True if the program has written `words` exactly `times` times."""
         return self.said().count(words) == times
 
     def kill(self) -> None:
-        """Whether it has ended or not."""
+        """Remove the pane, and end the program if it still runs."""
         self._run("kill-pane", "-t", self._pane)
 
     def until(self, pattern: str) -> list[str]:
-        """Return the first screen that matches."""
+        """Wait until the screen matches `pattern`, and return its lines."""
         lines: list[str] = []
 
         def matches() -> bool:
@@ -134,7 +135,7 @@ class Screen:
         return lines
 
     def ended(self) -> list[str]:
-        """The screen when the program has."""
+        """Wait until the program has ended, and return the lines of the screen."""
         _eventually(lambda: self._run("display-message", "-p", "-t", self._pane, "#{pane_dead}") == "1\n")
         return self.lines()
 
@@ -161,9 +162,8 @@ def mounted(runtime_directory: Path) -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """Start a tmux server of the tests' own. It lasts without panes.
-
-    Otherwise it would end with its last pane, and a client that connects meanwhile would fail.
+    """Yield the name of a tmux server that only these tests use. The server keeps running without panes, so
+    that a client that connects later does not fail.
     """
     name = f"kprobefs-{time.monotonic_ns()}"
     tmux = partial(subprocess.run, check=True, timeout=PATIENCE)
@@ -179,7 +179,9 @@ Start = Callable[..., Screen]
 
 @pytest.fixture
 def start(server: str, runtime_directory: Path) -> Iterator[Start]:
-    """Starts the program on a terminal of a size."""
+    """Return a function that starts the program on a terminal of a given size. The programs are killed after
+    the test.
+    """
     started: list[Screen] = []
 
     def screen(
@@ -195,7 +197,7 @@ def start(server: str, runtime_directory: Path) -> Iterator[Start]:
 
 
 def words_of(lines: Sequence[str]) -> str:
-    """What lines say, however they are broken."""
+    """Return the words of `lines`, joined by single blanks."""
     return " ".join(" ".join(lines).split())
 
 
@@ -311,7 +313,9 @@ def test_errors_are_broken_between_words(start: Start) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_tour(start: Start, size: tuple[int, int]) -> None:
-    """Through all of its steps, what has scrolled away too."""
+    """The tour shows the text and commands of all of its steps, and no line wraps, including lines that have
+    scrolled off the screen.
+    """
     walk = start(size, "tour")
     for number, step in enumerate(tour.STEPS, 1):
         if number < len(tour.STEPS):
@@ -321,7 +325,7 @@ def test_the_tour(start: Start, size: tuple[int, int]) -> None:
         assert not walk.wraps("-S", "-")
         said = walk.said()
         shown = said[said.index(f"{number}/{len(tour.STEPS)} {step.title} {step.text} $ ") :]
-        # A path may be longer than a line; a command goes on behind a backslash.
+        # A path may be longer than a line; a command continues after a backslash.
         shown = shown.replace(" \\ ", "").replace(" ", "")
         for command in step.commands:
             assert f"${command}".replace(" ", "") in shown

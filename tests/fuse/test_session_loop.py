@@ -1,4 +1,6 @@
-"""What a session asks of its mount: a lookup for each name, but for those that last."""
+"""The requests that a FUSE session makes to its mount: one lookup for each name, except names that are known
+to last.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ _PR_SET_PDEATHSIG = 1
 _RELEASE = tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
 _CONTENT = b"a line\n"
 _STARVED = 1000
-"""From this offset on a read ends with the n-th allocation behind it failing."""
+"""A read at this offset plus n returns, and makes the n-th allocation after it fail."""
 _ASKING = """
 import os, sys
 from contextlib import suppress
@@ -52,20 +54,22 @@ for _ in range(50):
         os.stat(sys.argv[1] + "/scratch/file")
 """
 _STRANGE = {511: 511, 512: errno.EIO, 524: errno.EOPNOTSUPP, 4095: errno.EIO}
-"""What files of a kernel may answer, and what their clients get."""
+"""Errno of a file in the guest -> errno that the client gets."""
 _TOO_MUCH = 1 << 20
 _AT_ONCE = 9
 """Handle of a file whose writes need no libfuse."""
 _WAITING = 10
 """Handle of a file whose writes wait for ever."""
 _ACTING = 8
-"""Handle of a file that acts when it is closed, which takes a while."""
+"""Handle of a file whose release takes some time and has an effect."""
 _COUNTS = (-600, -5000, (1 << 32) - 600, 1 << 63, 5)
-"""What it may say that it has written, of four bytes."""
+"""Results of a write of four bytes that no file may return."""
 
 
 class _Recorded:
-    """A mount whose directories hold a file and such a directory each; says what it is asked."""
+    """A mount that writes each call of its methods to the descriptor `says`. Most names exist in each
+    directory: `file` as a file, and other names as directories.
+    """
 
     def __init__(self, says: int, clients_own: Collection[str]) -> None:
         self.lasting = ("kprobes", "machine", "scratch", "tracing")
@@ -184,7 +188,7 @@ class _Recorded:
     read_page = read
 
     def _starve(self, count: int) -> None:
-        """Have an allocation fail, behind `count` others."""
+        """Make the allocation after the next `count` allocations fail, if this mount starves."""
         if self._starves:
             _testcapi = __import__("_testcapi")
             _testcapi.remove_mem_hooks()
@@ -231,7 +235,7 @@ class _Recorded:
 def _served(
     place: Path, clients_own: Collection[str] = (), *, is_ordered: bool = False
 ) -> Iterator[Callable[[], list[str]]]:
-    """Such a mount; what it was asked since the last time."""
+    """Serve a _Recorded mount on `place`. Yield a function that returns the calls since its last call."""
     reads, says = os.pipe()
     daemon = os.fork()
     if not daemon:
@@ -317,7 +321,9 @@ def test_names_that_clients_alone_change_are_looked_up_once(place: Path) -> None
 
 
 def test_what_is_gone_all_the_same_is_looked_up_again(place: Path) -> None:
-    """By open(2), which finds nothing, or makes it anew."""
+    """If a remembered name no longer exists, open(2) looks the path up again, and fails or creates
+    the file.
+    """
     with _served(place, ("scratch",)) as asked:
         path = place / "scratch/gone/file"
         os.close(os.open(path, os.O_RDONLY))
@@ -333,7 +339,9 @@ def test_what_is_gone_all_the_same_is_looked_up_again(place: Path) -> None:
 
 @pytest.mark.skipif(_RELEASE < (6, 2), reason="older kernels of the host can't look a kept name up again")
 def test_a_name_lasts_until_the_mount_ends_it(place: Path) -> None:
-    """Attributes are asked for each time all the same, and other names are looked up each time."""
+    """The name of a control file is looked up once, until the mount ends its validity. Attributes are
+    requested each time.
+    """
     known = place / "kprobes/known"
     file = known / "lasting/group/event/file"
     with _served(place) as asked:
@@ -374,7 +382,9 @@ def test_a_file_whose_node_is_known_is_asked_for_each_time(place: Path) -> None:
 
 
 def test_lookups_that_libfuse_has_not_answered_are_subtracted(tmp_path: Path) -> None:
-    """Of a FORGET, since libfuse ends the process if it has counted fewer."""
+    """Lookups that kprobefs answered without libfuse are subtracted from a FORGET, because libfuse ends the
+    process if its own count is lower.
+    """
     device = os.open(tmp_path / "device", os.O_WRONLY | os.O_CREAT)
     names = SimpleNamespace(is_control=lambda _: True, name_lasts=lambda _: True, exists=lambda _: True)
     nodes = KnownNodes(names, may_last=True)
@@ -403,7 +413,9 @@ def test_lookups_that_libfuse_has_not_answered_are_subtracted(tmp_path: Path) ->
 
 @pytest.mark.parametrize("top", ["scratch", "kprobes"])
 def test_who_asks_for_what_is_replaced_gets_the_new_file(place: Path, top: str) -> None:
-    """While rename(2) is under way the host's kernel asks for the old one, whose name is gone behind it."""
+    """A request that arrives while rename(2) replaces its file gets the new file. Until then, the host's
+    kernel still asks for the old file.
+    """
     calls: tuple[Callable[[Path], object], ...] = (
         lambda path: os.close(os.open(path, os.O_RDONLY)),
         os.stat,
@@ -429,7 +441,9 @@ def test_where_order_counts_each_name_is_asked_for(place: Path) -> None:
 
 
 def test_reads_and_closes(place: Path) -> None:
-    """Their client, their errors, and an exception: the mount goes on."""
+    """Reads and closes reach the mount with the client's identity. After an error or an exception of a read,
+    the mount still answers.
+    """
     with _served(place) as asked:
         fd = os.open(place / "scratch/file", os.O_RDONLY)
         assert os.pread(fd, 3, 0) == _CONTENT[:3]
@@ -445,7 +459,9 @@ def test_reads_and_closes(place: Path) -> None:
 
 
 def test_a_request_after_a_close_sees_its_effect(place: Path) -> None:
-    """Of the last descriptor, whoever closes it: nobody waits for a RELEASE."""
+    """The effect of closing a file's last descriptor is visible to the next request, although no client waits
+    for a RELEASE.
+    """
     with _served(place):
         for count_ in range(1, 60):
             fd = os.open(place / "scratch/acting/file", os.O_RDONLY)
@@ -482,7 +498,9 @@ def _header(opcode: int, node: int, body: bytes) -> bytearray:
 def test_nothing_is_kept_of_directories_that_are_forgotten(
     request_: bytearray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their numbers become others'."""
+    """A forgotten directory's node number may be used for another directory, so no reply channel is kept for
+    the number.
+    """
     fake = SimpleNamespace(
         fuse_session_next_chan=lambda *_: 1,
         fuse_chan_fd=lambda _: -1,
@@ -516,7 +534,9 @@ def test_a_name_that_is_not_utf_8(place: Path) -> None:
 
 
 def test_an_errno_of_the_kernels_own_is_an_answer(place: Path) -> None:
-    """The host's kernel drops a reply with one above 511, and whoever asked sleeps beyond SIGKILL."""
+    """An errno that only the kernel uses, such as 524, is translated. The host's kernel would drop a reply
+    with an errno above 511, and the client would hang despite SIGKILL.
+    """
     with _served(place):
         assert os.strerror(errno.EOPNOTSUPP) in _said(["cat", str(place / "odd")], place)
 
@@ -530,7 +550,9 @@ def test_who_asks_where_there_is_no_memory_is_answered(place: Path) -> None:
 
 
 def test_a_file_with_several_links_is_asked_for_at_each_stat(place: Path) -> None:
-    """The host's kernel has a node for each name, and knows of no change by another."""
+    """Each stat(2) of a file with several links is answered by the mount, because the host's kernel has a
+    separate node for each name.
+    """
     with _served(place, ("scratch",)):
         first, second, third = (place / "scratch/linked" / name for name in ("first", "second", "third"))
         first.stat()
@@ -547,7 +569,9 @@ def test_a_file_with_several_links_is_asked_for_at_each_stat(place: Path) -> Non
 
 
 def _said(command: list[str], place: Path) -> str:
-    """What a command says of errors; as a child, since what never ends must not be the one that unmounts."""
+    """Run `command` and return its standard error. If the command hangs, unmount `place` from this process by
+    force.
+    """
     asker = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         return asker.communicate(timeout=20)[1]
@@ -558,7 +582,9 @@ def _said(command: list[str], place: Path) -> str:
 
 @pytest.mark.parametrize("name", ["scratch/file", "scratch/at_once/file"])
 def test_whatever_a_file_answers_its_client_gets_an_answer(place: Path, name: str) -> None:
-    """FUSE refuses an errno beyond 511, and more data than a read has asked for."""
+    """FUSE refuses an errno above 511 and more data than requested. In these cases, too, clients of reads and
+    writes get an error.
+    """
     with _served(place):
         fd = os.open(place / name, os.O_RDWR)
         for given, got in (*_STRANGE.items(), (_TOO_MUCH, errno.EIO)):

@@ -1,4 +1,4 @@
-"""A start ends in a mount, or in nothing and one line that says why."""
+"""A start of a mount succeeds, or leaves nothing and prints one line that says why."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = [needs_fuse, pytest.mark.mounted]
 
 
 def refusal(*arguments: str) -> str:
-    """Why the program refuses; nothing is left of the start."""
+    """Run the program, which must fail, and return its one line on standard error without the prefix."""
     result = kprobefs(*arguments)
     assert result.returncode in (ExitStatus.FAILURE, ExitStatus.USAGE, ExitStatus.RUN_FAILED)
     assert (result.stdout, result.stderr.count("\n")) == ("", 1), result.stderr
@@ -41,7 +41,7 @@ def refusal(*arguments: str) -> str:
 
 
 def logs() -> list[str]:
-    """What daemons have left in the runtime directory."""
+    """Return the suffixes of the files that daemons have left in the runtime directory."""
     directory = Path(os.environ["KPROBEFS_RUNTIME_DIRECTORY"], "daemons")
     return sorted(path.suffix for path in directory.iterdir()) if directory.exists() else []
 
@@ -108,7 +108,9 @@ def test_standard_descriptors_may_be_closed(closed: str, directory: Path) -> Non
 
 
 def test_a_null_device_that_is_closed(directory: Path) -> None:
-    """It is asked for where it is needed alone."""
+    """If /dev/null cannot be opened, `mount` fails with one line. `--version` does not need /dev/null and
+    succeeds.
+    """
     if os.geteuid() != 0:
         pytest.skip("a machine's devices are replaced by root alone")
     script = """
@@ -132,7 +134,9 @@ def test_a_null_device_that_is_closed(directory: Path) -> None:
 
 
 def test_what_the_starter_was_given_is_not_kept(directory: Path) -> None:
-    """Whoever reads a shell's pipe to its end, or waits for its lock, doesn't wait for the mount's end."""
+    """The daemon does not keep descriptors of the process that started it. Otherwise, a reader of such a pipe
+    would wait until the unmount.
+    """
     reader, writer = os.pipe()
     command = [*PROGRAM, "mount", str(directory)]
     assert (
@@ -217,7 +221,9 @@ def test_mkdir(directory: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_daemon_ends_with_its_starter(directory: Path, number: signal.Signals) -> None:
-    """Its kernel takes a minute to be built."""
+    """If the starting process is killed while the daemon builds its kernel, the daemon ends. The kernel takes
+    a minute to build.
+    """
     starter = subprocess.Popen([*PROGRAM, "mount", "--seed", "668", str(directory)], env=environment())
     records = Path(os.environ["KPROBEFS_RUNTIME_DIRECTORY"], "daemons")
     eventually(lambda: records.exists() and [path for path in records.glob("*.json") if path.stat().st_size])
@@ -238,7 +244,9 @@ def test_the_daemon_ends_with_its_starter(directory: Path, number: signal.Signal
 def test_an_interrupt_of_the_terminal_ends_a_start(
     command: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The daemon is in the caller's process group until the mount is there."""
+    """The terminal's SIGINT ends a start, because the daemon stays in the caller's process group until the
+    mount is there.
+    """
     holding = tmp_path / "holding"
     holding.touch()
     monkeypatch.setenv("KPROBEFS_TEST_HOLDING", str(holding))
@@ -295,7 +303,9 @@ def test_killing_the_runner_ends_its_command_and_removes_its_directory() -> None
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_what_the_command_has_started_ends_with_it(number: signal.Signals) -> None:
-    """But for what is to outlive it, and for others' processes."""
+    """When `run` is killed, the processes of its command end. A process in another session or without
+    $KPROBEFS is not killed.
+    """
     started = "sleep 60 & c=$!; setsid sleep 61 & s=$!; env -u KPROBEFS sleep 62 & o=$!"
     # A job of an interactive shell has a process group of its own.
     script = f"{started}; set -m; sleep 63 & echo $$ $c $! $s $o $KPROBEFS; wait"
@@ -335,7 +345,9 @@ def test_what_the_command_has_started_ends_with_it(number: signal.Signals) -> No
     ],
 )
 def test_what_a_mount_needs(limit: str, needed: str, directory: Path) -> None:
-    """Below it says so, in one line; with so much it comes up."""
+    """With less memory or fewer descriptors than a mount needs, `mount` fails with one line that names the
+    need. Otherwise, `mount` succeeds.
+    """
     script = f'ulimit {limit}; exec "$@" mount "$D"'
     result = subprocess.run(
         ["bash", "-c", script, "bash", *REAL_PROGRAM],
@@ -362,7 +374,7 @@ NAMESPACES = {
     ),
     "of another pid namespace": ("-pf", "true", "/proc: shows another pid namespace; run mount -t proc"),
 }
-"""Options of unshare(1), a command in the namespaces, and what the program says then."""
+"""Case -> options of unshare(1), a command in the namespaces, and the error of the program."""
 
 
 @pytest.mark.parametrize("command", ["mount DIR", "mount -f DIR", "run -- true", "trace p:vfs_read -- true"])
@@ -431,7 +443,7 @@ def test_a_runtime_directory_that_is_none(
 
 @pytest.mark.parametrize("command", ["debug-info -o", "matrix --arch i386 --junit"])
 def test_a_full_disk_for_a_file(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is named, and not standard output, which has room."""
+    """The error names the output file on the full disk, and not standard output, which has room."""
     monkeypatch.chdir(tmp_path)
     words = [*command.split(), "/dev/full", *(["--", "true"] if "matrix" in command else [])]
     done = kprobefs(*words, program=REAL_PROGRAM)
@@ -448,15 +460,17 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 @pytest.fixture
 def without_bytecode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the command of a program that finds no bytecode."""
+    """Return the words of a command that starts the program without any cached bytecode."""
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path / "none"))
-    # No process that has imported the modules forks this one.
+    # The program must not be forked from a process that has imported the modules.
     return [sys.executable, "-P", "-m", "kprobefs"]
 
 
 def test_a_start_without_bytecode_leaves_no_compiler(without_bytecode: list[str]) -> None:
-    """The process that compiles modules ends before the command of `run` begins."""
+    """The process that compiles modules ends before `run` starts its command. The file with the compiled
+    modules is closed by then.
+    """
     script = """
         children=$(cat /proc/$PPID/task/$PPID/children)
         echo $children
@@ -474,7 +488,9 @@ def test_a_start_without_bytecode_leaves_no_compiler(without_bytecode: list[str]
 def test_the_caller_may_ignore_ends_of_children(
     command: str, without_bytecode: list[str], directory: Path
 ) -> None:
-    """Programs inherit the ignored SIGCHLD, and the kernel then keeps no child's status."""
+    """`mount` and `run` succeed if the caller ignores SIGCHLD, although the kernel then keeps no exit status
+    of children.
+    """
     script = IGNORING_CHILDREN
     words = (str(directory) if word == "DIR" else word for word in command.split())
     done = kprobefs(*words, program=[sys.executable, "-c", script, *without_bytecode])

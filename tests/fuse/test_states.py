@@ -1,4 +1,6 @@
-"""What a mount is found to be: serving, busy, panicked, hung or stale; told in time whatever it does."""
+"""The states of a mount: serving, busy, panicked, hung or stale. `status` finds the state in time, whatever
+the mount does.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ pytestmark = [needs_fuse, pytest.mark.mounted]
 
 @contextmanager
 def stopped(running: Daemon) -> Iterator[None]:
-    """The daemon doesn't run meanwhile."""
+    """Stop the daemon with SIGSTOP for the duration of the block."""
     running.process.send_signal(signal.SIGSTOP)
     stat = Path(f"/proc/{running.process.pid}/stat")
     eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
@@ -51,7 +53,7 @@ def stopped(running: Daemon) -> Iterator[None]:
 
 
 def condition(directory: Path) -> str:
-    """What `status --json` says, and by its exit status too."""
+    """Return the condition that `status --json` prints, and assert that the exit status agrees."""
     result = kprobefs("status", "--json", str(directory))
     [state] = json.loads(result.stdout)
     found = MountState(state["condition"])
@@ -106,7 +108,9 @@ class Poll:
 
 
 def test_what_is_asked_in_time(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All mounts at once: many that hang take no longer than one, which is less than two seconds."""
+    """Several mounts are asked at once, so that many hung mounts take no longer than a single hung mount:
+    less than two seconds.
+    """
     assert mountpoints.ANSWER_TIMEOUT + mountpoints.CONTROL_TIMEOUT < 2
     # The daemon that serves may have to wait for a CPU.
     monkeypatch.setattr(mountpoints, "ANSWER_TIMEOUT", 4.0)
@@ -124,7 +128,7 @@ def test_what_is_asked_in_time(directory: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_stopped_daemon_is_killed_by_force(mounted: Daemon) -> None:
     with stopped(mounted):
         assert kprobefs("umount", "--force", str(mounted.directory)).returncode == 0
-        # It has ended by then; who started it may not have asked how.
+        # The daemon has ended by then, but its parent may not have waited for it.
         assert Path(f"/proc/{mounted.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
         assert mounted.process.wait(PATIENCE) == -signal.SIGKILL
     assert not is_mounted(mounted.directory)
@@ -143,7 +147,9 @@ def test_a_stopped_daemon_that_nobody_knows(
 def test_a_kernel_that_is_at_something(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a loaded machine an answer may come too late, which is told as well: so each is waited for."""
+    """During a write that holds the control lock, the mount is busy, and serving afterwards. A late answer on
+    a loaded host is waited for.
+    """
     holding = tmp_path / "holding"
     holding.touch()
     monkeypatch.setenv("KPROBEFS_TEST_HOLDING", str(holding))
@@ -281,7 +287,9 @@ def test_links_and_missing_names_are_resolved_alike(mounted: Daemon, monkeypatch
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_daemons_whose_namespace_is_left_by_all_others_end(count: int, directory: Path) -> None:
-    """Two don't stay for each other."""
+    """Daemons end when no other process is left in their mount namespace. Two daemons do not keep each other
+    alive.
+    """
     if os.geteuid() != 0:
         pytest.skip("a mount namespace needs root")
     mounts = " && ".join(f'"$@" mount --mkdir "$D/{number}"' for number in range(count))

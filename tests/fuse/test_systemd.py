@@ -1,4 +1,4 @@
-"""The units: checked by systemd-analyze, and run by a real systemd in namespaces of its own."""
+"""The systemd units: checked by systemd-analyze, and run by a real systemd in separate namespaces."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ NAMESPACES = re.compile(
     re.M,
 )
 EXPOSURE = 3.3
-"""What systemd-analyze makes of the system units, from 0 to 10: at most. The README has it."""
+"""Upper limit, from 0 to 10, of the exposure that systemd-analyze finds. The README has this number."""
 
 
 def program_path(directory: Path) -> Path:
-    """A command that runs the program as /usr/bin/kprobefs would: the units are made for its real kernel."""
+    """Return the path of a script that runs the program with its real kernel, in place of
+    /usr/bin/kprobefs.
+    """
     path = directory / "kprobefs"
     path.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(ROOT))} exec {shlex.join(REAL_PROGRAM)} "$@"\n')
     path.chmod(0o755)
@@ -44,7 +46,7 @@ def program_path(directory: Path) -> Path:
 
 
 def install(unit: str, directory: Path, name: str | None = None, extra: str = "") -> Path:
-    """A unit with the program's path substituted."""
+    """Write a unit to `directory` with the path of the program to test, and return the unit's path."""
     directory.mkdir(exist_ok=True)
     text = (UNITS / unit).read_text()
     text = re.sub(r"^(Exec\w+=)\S+", rf"\g<1>{program_path(directory)}", text, flags=re.M)
@@ -120,7 +122,9 @@ cat < tracing/trace
 
 
 def is_seen_as_it_is(trace: str) -> bool:
-    """Whether CLIENT's cat was: its execve(), and what it gave to the open() that failed."""
+    """Return True if `trace` shows the execve() of CLIENT's cat, and the file name that its failed open()
+    passed.
+    """
     lines = [line.split(": ", 1)[-1] for line in trace.splitlines() if line.lstrip().startswith("cat-")]
     program = any(line.startswith("sched_process_exec: filename=/") for line in lines)
     return program and any(map(OPENED.fullmatch, lines))
@@ -148,7 +152,7 @@ def test_the_units_capabilities_show_roots_clients_as_they_are(unit: str, direct
 
 
 def cgroup2() -> Path:
-    """The cgroup2 hierarchy; skips where the test can't run a manager."""
+    """Return the path of the cgroup2 hierarchy. Skip the test if a system manager cannot run here."""
     if os.geteuid() != 0:
         pytest.skip("running a system manager needs root")
     if not SYSTEMD.exists() or shutil.which("unshare") is None or shutil.which("nsenter") is None:
@@ -161,7 +165,7 @@ def cgroup2() -> Path:
 
 @dataclass
 class Manager:
-    """A running systemd."""
+    """A running systemd, known by the pid of its process."""
 
     pid: int
 
@@ -176,23 +180,25 @@ class Manager:
         )
 
     def show(self, unit: str, name: str) -> str:
-        """A property of a unit."""
+        """Return the value of the property `name` of `unit`."""
         return self.inside("systemctl", "show", "-P", name, unit).stdout.strip()
 
     def drop_in(self, unit: str, text: str) -> None:
-        """Add to a unit's settings."""
+        """Add a drop-in file with `text` to the settings of `unit`."""
         path = f"/run/systemd/system/{unit}.d/test.conf"
         self.inside("sh", "-c", 'mkdir -p "${1%/*}"; printf %s "$2" > "$1"', "sh", path, text)
         assert self.inside("systemctl", "daemon-reload").returncode == 0
 
     def is_mounted(self, directory: str) -> bool:
-        """Whether something is mounted there, as seen by everybody else than the unit."""
+        """Return True if a file system is mounted on `directory` in the manager's mount namespace."""
         return self.inside("findmnt", directory).returncode == 0
 
 
 @contextmanager
 def manager(units: Path) -> Iterator[Manager]:
-    """A system manager with these units; it and all below it are gone afterwards."""
+    """Run a system manager with the units of the directory `units`. Afterwards, end its processes and remove
+    its cgroups.
+    """
     group = cgroup2() / f"kprobefs-test-{os.getpid()}"
     group.mkdir()
     process = subprocess.Popen(
@@ -239,7 +245,7 @@ def _remove_groups(group: Path) -> None:
 
 @pytest.fixture(scope="module")
 def systemd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manager]:
-    """A manager that knows the system units."""
+    """Yield a system manager that knows kprobefs's system units."""
     cgroup2()
     units = tmp_path_factory.mktemp("systemd") / "units"
     install("kprobefs.service", units, extra="DefaultDependencies=no\n")
@@ -252,7 +258,7 @@ def systemd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manager]:
 @pytest.mark.mounted
 @pytest.mark.slow
 class TestService:
-    """The system unit and its template under a real manager."""
+    """The system unit and its template, run by a real systemd."""
 
     def test_start_and_stop(self, systemd: Manager) -> None:
         unit, directory = "kprobefs.service", "/run/kprobefs/mnt"
@@ -325,7 +331,7 @@ class TestService:
         assert reader.wait(5) != 0
 
     def test_template(self, systemd: Manager) -> None:
-        """It makes its directory."""
+        """The template's unit makes the directory that it mounts on."""
         unit, directory = "kprobefs@run-some-where.service", "/run/some/where"
         assert systemd.inside("systemctl", "start", unit).returncode == 0
         assert systemd.is_mounted(directory)
@@ -356,7 +362,9 @@ class TestService:
         assert systemd.inside("systemctl", "stop", unit).returncode == 0
 
     def test_a_daemon_that_is_busy_is_left_to_its_work(self, systemd: Manager) -> None:
-        """A call for longer than the watchdog waits, in a function that doesn't return."""
+        """If a call in the kernel takes longer than the watchdog's period, systemd does not restart the
+        daemon.
+        """
         unit, directory = "kprobefs@run-works.service", "/run/works"
         options = "Environment=KPROBEFS_OPTIONS=--limit=run_budget_ms=3000"
         systemd.drop_in(unit, f"[Service]\nWatchdogSec=2\n{options}\n")
@@ -407,7 +415,7 @@ class TestService:
 
 
 class TestInstallService:
-    """install-service: the units, with the path of the program that wrote them."""
+    """install-service writes the units with the path of the program that was started."""
 
     @pytest.mark.parametrize("scope", ["system", "user"])
     def test_units(self, scope: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""The watchdog's process: what it has heard, whenever somebody asks for that."""
+"""ServiceWatchdog, the process that asks a mount for its state, and the answers while the mount is serving,
+busy or hung.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def heartbeat(tmp_path: Path) -> Iterator[ServiceWatchdog]:
 
 
 def await_reports(heartbeat: ServiceWatchdog, count: int) -> None:
-    """Wait until the child has written at least `count` more reports."""
+    """Wait until the child process has written at least `count` more reports."""
 
     def unread() -> int:
         size = fcntl.ioctl(heartbeat.descriptor, termios.FIONREAD, bytes(4))
@@ -53,11 +55,11 @@ def test_the_latest_of_several_answers(heartbeat: ServiceWatchdog, tmp_path: Pat
 
 
 class TestBusy:
-    """A mount that doesn't answer, whose daemon this process plays."""
+    """A mount that does not answer. The test's own process takes the place of the daemon."""
 
     @pytest.fixture
     def gate(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        """As long as this file is there, no answer comes."""
+        """Return the path of a file that delays all answers of the mount until the file is removed."""
         gate, readlink = tmp_path / "gate", os.readlink
         gate.touch()
 
@@ -78,7 +80,7 @@ class TestBusy:
             eventually(lambda beat=beat: beat.answer() == "serving")
 
     def test_one_that_does_nothing(self, gate: Path, tmp_path: Path) -> None:
-        """Nothing is told of it until it answers again."""
+        """If the daemon uses no CPU, the watchdog reports nothing until the mount answers again."""
         for beat in self.beats(tmp_path):
             eventually(lambda beat=beat: not select([beat.descriptor], [], [], 0.5)[0] or not beat.answer())
             gate.unlink()
@@ -100,7 +102,9 @@ class TestBusy:
         made.end()
 
     def works(self, beat: ServiceWatchdog, patience: float = 10) -> bool:
-        """Use the CPU until there is an answer."""
+        """Use the CPU until there is an answer or `patience` seconds have passed. Return True if there is an
+        answer.
+        """
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             if select([beat.descriptor], [], [], 0)[0]:

@@ -1,4 +1,4 @@
-"""status, tour, and what each command shows on a terminal or in a pipe."""
+"""Output of status, tour and other commands on a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -124,7 +124,9 @@ NAMED = ("-c", r"import ctypes; ctypes.CDLL(None).prctl(15, b'\x1b[2J'); open('f
 @needs_fuse
 @pytest.mark.mounted
 def test_a_name_that_terminals_obey(directory: Path) -> None:
-    """It's escaped wherever people look, and as it is in the files."""
+    """Control characters in a process's name are escaped by top and trace, but not in the files of
+    tracefs.
+    """
     with daemon(directory, program=REAL_PROGRAM) as running:
         Path(running.path("kprobe_events")).write_text("p:mine vfs_read\n")
         Path(running.path("scratch/f")).write_text("hello\n")
@@ -136,7 +138,7 @@ def test_a_name_that_terminals_obey(directory: Path) -> None:
         assert re.search(rb"^ *\x1b\[2J-\d+ .*: mine: ", recorded, re.MULTILINE)
         probes, view = Probes(str(directory)), View()
         enable.write_text("1")
-        # Its own requests are hits, and no records that it shows.
+        # Requests of top are hits, but top does not show their records.
         view.show(probes.look())
         probes.look()
         enable.write_text("0")
@@ -170,7 +172,7 @@ def test_the_tour_in_a_pipe(arch: str) -> None:
     became = "without jump optimization" if arch.startswith("riscv") else "    optimized\n"
     for said in ("p:kprobes/reads vfs_read", "[FTRACE]", "count=0x7", "got=0x6", became, "^\n"):
         assert said in result.stdout
-    # The mistake that it shows is the only one.
+    # The tour shows one error on purpose, and has no others.
     assert re.findall(r"bash: line \d+: (.*)", result.stdout) == ["echo: write error: Invalid argument"]
     assert " ".join(result.stdout.split()).endswith(tour.END)
     assert "No such file" not in result.stdout
@@ -193,7 +195,9 @@ def test_the_tour_of_the_optimizer_shows_each_stage() -> None:
 
 
 def _bytes_shown(place: Path) -> set[str]:
-    """Lines of a probe's bytes; those in brackets aren't the original."""
+    """Return the lines with which the tour shows a probe's bytes. Bytes that differ from the original are in
+    brackets.
+    """
     lines = [line[9:].split("  ", 1) for line in (place / "bytes").read_text().splitlines()]
     (original, was_text), (current, text) = [(code.split(), insns) for code, insns in lines]
     assert original != current

@@ -1,4 +1,4 @@
-"""top: rates, pictures that fit the screen, keys, opened probes, and text for pipes."""
+"""`kprobefs top`: rates, pictures that fit the screen, keys, opened probes, and text for pipes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCREENS = [(width, height) for width in (20, 40, 50, 60, 72, 80, 132) for height
 
 
 class Watched:
-    """A mount's files as top reads them, written by the test."""
+    """The files of a mount that top reads. The test writes these files."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -1,4 +1,4 @@
-"""trace: probes of a one-liner, its records, and JSON for programs."""
+"""`kprobefs trace`: the probes on its command line, its records, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -105,7 +105,9 @@ def test_records_as_objects() -> None:
     ],
 )  # fmt: skip
 def test_records_of_single_system_calls(shown: str, event: str, fields: dict[str, int]) -> None:
-    """They show the call, and not the event's name."""
+    """A record of a single system call shows the call instead of the event's name. The event is found from
+    the text.
+    """
     found = trace_records.record(f"    a b-77      [002] d..1.    12.000345: {shown}", {})
     assert found == {
         "time": 12.000345, "cpu": 2, "pid": 77, "comm": "a b", "event": event, "fields": fields, "text": shown
@@ -136,7 +138,9 @@ def test_records_of_single_system_calls(shown: str, event: str, fields: dict[str
     ],
 )  # fmt: skip
 def test_fields_as_the_format_has_them(print_fmt: str, shown: str, fields: dict[str, object]) -> None:
-    """A value may have blanks, quotes, and what looks like another field."""
+    """Fields are parsed by the event's print format. A value may contain blanks, quotes, and text that looks
+    like another field.
+    """
     layouts = {"ev": [trace_records.layout(f"name: ev\nformat:\n\tfield:int x;\n\nprint fmt: {print_fmt}\n")]}
     found = trace_records.record(f"    a-77      [002] d..1.    12.000345: ev: {shown}", layouts)
     assert (found["fields"], found["text"]) == (fields, shown)
@@ -178,7 +182,7 @@ def test_a_record_is_a_line_whatever_is_in_it() -> None:
 @needs_fuse
 @pytest.mark.mounted
 class TestTrace:
-    """One-liners."""
+    """`kprobefs trace` with a command, on a new mount or an existing mount."""
 
     def test_on_a_mount_of_its_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "f").write_text("hello\n")
@@ -241,7 +245,9 @@ class TestTrace:
         assert f"kprobefs: nothing was recorded: {why}" in result.stderr
 
     def test_hits_that_this_kernel_only_counts(self, tmp_path: Path) -> None:
-        """Linux 6.12 for RISC-V records no hit of its own kprobes."""
+        """Linux 6.12 for RISC-V records no hit of its own kprobes. If the kernel has counted hits, `trace`
+        says so.
+        """
         image = str(package("linux-image-riscv64", "trixie", "riscv64"))
         (tmp_path / "notes.txt").write_text("hello\n")
         for place, why in (("vfs_read+8", "this kernel counts"), ("vfs_mkdir+8", "the command never came")):
@@ -281,7 +287,9 @@ class TestTrace:
         assert "(sysctl/kernel/ftrace_enabled was 0 for a time)" in graph.stderr
 
     def test_what_is_copied(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A command by its relative path, and directories among its arguments, as files are."""
+        """A command given by a relative path, and directories among its arguments, are copied to scratch/, as
+        files are.
+        """
         (tmp_path / "d/deep").mkdir(parents=True)
         (tmp_path / "d/deep/f").write_text("hello\n")
         script = tmp_path / "script"
@@ -305,7 +313,9 @@ class TestTrace:
         assert not (tmp_path / "made").exists()
 
     def test_two_at_a_time(self, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Each has copies of its own, and traces no process of the other one but its command."""
+        """Two `trace` commands on one mount have separate copies of a file. The first also records the
+        command of the second, but no other process of the second.
+        """
         (tmp_path / "f").write_text("hello\n")
         started, ended = (tmp_path / name for name in ("started", "ended"))
         os.mkfifo(started)
@@ -339,7 +349,7 @@ class TestTrace:
             assert Path(running.path(f"scratch/{place}/made")).read_text() == "hello\n"
 
     def test_it_doesnt_trace_itself(self, directory: Path) -> None:
-        """Neither its own calls nor those of the process that reads the records."""
+        """`trace` records neither its own system calls nor those of the process that reads the records."""
         probes = ("p:vfs_write", "p:vfs_read", "p:do_sys_openat2", "t:syscalls:sys_enter_openat")
         with daemon(directory, program=REAL_PROGRAM) as running:
             Path(running.path("scratch/f")).write_text("hello\n")
@@ -454,7 +464,9 @@ class TestTrace:
             assert os.listdir(running.path("tracing/instances")) == []
 
     def test_what_a_killed_one_has_left_goes(self, directory: Path) -> None:
-        """But not what one that lives has, or one of another pid namespace."""
+        """`trace` removes the events and instances of a killed `trace`. Those of a living process or of
+        another pid namespace stay.
+        """
         command = ("trace", "p:vfs_read", "r:vfs_write", "-m", str(directory), "--")
         with daemon(directory, program=REAL_PROGRAM) as running:
             tracing = Path(running.path("tracing"))
@@ -501,7 +513,9 @@ class TestTrace:
 def test_a_signal_ends_it_while_its_own_mount_is_slow(
     is_attaching: bool, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel enables and disables no event until a file is removed, which happens after the end."""
+    """A signal ends `trace` while its own mount still enables or disables an event. The mount continues only
+    after `trace` has ended.
+    """
     holding = tmp_path / "holding"
     temporary = tmp_path / "temporary"
     temporary.mkdir()

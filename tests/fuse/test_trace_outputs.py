@@ -1,4 +1,4 @@
-"""The files that `kprobefs trace -o` writes, read by those that they are for."""
+"""The files that `kprobefs trace -o` writes, read by the tools for these files."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ DATA = word(7, 4) + word(77) + word(24 | 4 << 16) + b"\xff\xff\x02\0" + b"a\0bcd
 
 
 def test_pages_are_decoded() -> None:
-    """Time extensions, absolute times, padding and large events, as the ring buffer writes them."""
+    """Pages of the ring buffer are decoded, with time extensions, absolute times, padding and large
+    events.
+    """
     extension = word(30 | 5 << 5) + word(1)
     absolute = word(31 | 9 << 5) + word(2)
     padding = word(29 | 3 << 5) + word(12) + bytes(8)
@@ -106,9 +108,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def traced(work: Path, name: str, *words: str) -> Path:
-    """The file of this name that a trace of `cat f` has written.
-
-    One line on standard error says that durations are those of the virtual clock, if the file has any.
+    """Trace `cat f` into the file `name` and return its path. A hint about the virtual clock must appear
+    exactly if the file has durations.
     """
     done = subprocess.run(
         [*REAL_PROGRAM, "trace", "-o", name, *words, "--", "cat", "f"],
@@ -188,7 +189,7 @@ def test_a_filter_leaves_the_right_slices(work: Path) -> None:
 @needs_fuse
 @pytest.mark.mounted
 def test_durations_of_another_clock_have_no_hint(work: Path) -> None:
-    """The clock is the one of the existing mount, also after it was switched."""
+    """If the clock of an existing mount was switched to `real`, `trace` prints no hint about durations."""
     trace = f"{shlex.join(REAL_PROGRAM)} trace -m $KPROBEFS -o by.trace.json r:vfs_read -- cat f"
     script = f"{trace}; echo --; echo real > $KPROBEFS/machine/clock; {trace}"
     done = subprocess.run(
@@ -221,7 +222,7 @@ def test_a_call_graph_is_nested_slices(graph: Path) -> None:
 @needs_fuse
 @pytest.mark.mounted
 def test_a_call_graph_in_each_kind_of_file(work: Path, graph: Path) -> None:
-    """Three ways through the mount show the same calls with the same durations."""
+    """A call graph has the same calls and durations in a Chrome trace, as JSON, and as folded stacks."""
     found = json.loads(traced(work, "graph.json", *GRAPH).read_text())
     exits = [each["fields"] for each in found if each["event"] == "funcgraph_exit"]
     expected = sorted((each["name"], each["dur"]) for each in slices(graph))
@@ -271,7 +272,7 @@ def test_trace_cmd_reads_its_file(work: Path) -> None:
 
 
 def of_perfetto(file: Path, query: str) -> list[list[str]]:
-    """The rows that Perfetto's trace processor answers to a query about a file."""
+    """Return the rows with which Perfetto's trace processor answers `query` about `file`."""
     command = file.with_name("query.sql")
     command.write_text(f"{query};\n")
     done = subprocess.run(
@@ -304,7 +305,9 @@ def test_perfetto_reads_its_files(graph: Path, chrome: Path) -> None:
 
 @pytest.fixture(scope="module")
 def speedscope() -> Path:
-    """The directory of Speedscope's release, from npm."""
+    """Return the directory of Speedscope's release, installed by npm. Skip the test if npm cannot
+    install it.
+    """
     npm = shutil.which("npm")
     if npm is None or shutil.which("node") is None:
         pytest.skip("no npm and node, which install and run Speedscope's parser")
@@ -358,13 +361,15 @@ IN_USE = {
     ("events/sched/sched_process_exec/enable", "1", "0"): "sched:sched_process_exec is enabled",
     ("trace_marker", "mine", None): "its trace has records",
 }
-"""File, what is written to it, and what ends its effect -> what the refusal of a call graph says."""
+"""File, text that is written, and text that ends the effect -> the reason why a call graph is refused."""
 
 
 @needs_fuse
 @pytest.mark.mounted
 def test_a_call_graph_on_a_mount(directory: Path) -> None:
-    """It leaves the tracer as before, and is refused while another user has the tracer."""
+    """A call graph on an existing mount restores the tracer's files, and is refused while another user has
+    the tracer.
+    """
     words = ("trace", "-m", str(directory), "--json", "--graph", "vfs_read", "--", "cat", "f")
     with daemon(directory, program=REAL_PROGRAM) as running:
         Path(running.path("scratch/f")).write_text("hello\n")

@@ -1,4 +1,4 @@
-"""The hint at the end of `run` that the histogram of a synthetic event is empty, and why."""
+"""The hint at the end of `run` that says why the histogram of a synthetic event is empty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A daemon that is killed leaves nothing, and the process that unmounts leaves everything else alone."""
+"""After a daemon is killed, its watcher process unmounts only the mounts of this daemon, and no process or
+file is left.
+"""
 
 from __future__ import annotations
 
@@ -91,11 +93,11 @@ def test_killing_the_whole_process_group_leaves_nothing(directory: Path) -> None
 
 
 class TestRunKilled:
-    """`run` and its daemon leave nothing, whichever ends first and however long before the other."""
+    """`run` and its daemon leave no process and no directory, whichever of the two is killed first."""
 
     def test_both_at_once(self) -> None:
         with self._running() as (process, daemon_pid, directory):
-            # Stopped, it cannot clean up between the two signals.
+            # A stopped process cannot clean up between the two signals.
             process.send_signal(signal.SIGSTOP)
             process.kill()
             os.kill(daemon_pid, signal.SIGKILL)
@@ -194,7 +196,7 @@ def test_an_ordinary_users_daemon_leaves_nothing() -> None:
 
 
 class TestAutomount:
-    """An automounter lets only its own process group pass to the directory until the mount is there."""
+    """An automounter lets only its own process group access the directory until the mount is there."""
 
     @pytest.mark.parametrize("options", [(), ("--mkdir",), ("--arch", "riscv64")], ids=str)
     def test_mount(self, options: tuple[str, ...], directory: Path) -> None:

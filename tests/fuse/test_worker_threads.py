@@ -1,4 +1,4 @@
-"""The request loops: how many threads there are, and that a blocked one costs nobody a turn."""
+"""WorkerThreads, the threads with request loops: their number, and the replacement of a loop that blocks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def test_a_loop_that_blocks_is_replaced() -> None:
 
 
 def test_the_last_thread_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the host has no more threads, requests that would block fail, and the others are answered."""
+    """If the host has no more threads, a request that would block the last loop fails with ENOMEM. Other
+    requests are answered.
+    """
     threads = FREE_LOOPS
     start = threading.Thread.start
 
@@ -73,7 +75,9 @@ def test_the_last_thread_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_waits_long_for_the_kernels_lock_is_replaced() -> None:
-    """Whoever asks whether the daemon lives is answered, however many wait for a long request."""
+    """A loop that waits long for the control lock is replaced, so that a further request is still
+    answered.
+    """
     lock, begun, answered = ControlLock(), threading.Semaphore(0), threading.Event()
 
     def loop() -> None:
@@ -109,7 +113,9 @@ def test_the_lock_is_waited_for_without_threads_too(monkeypatch: pytest.MonkeyPa
 
 
 def test_only_loops_are_replaced_and_not_behind_their_end() -> None:
-    """A session that is over is freed: nobody may take requests from it any more."""
+    """Only a loop of a running session is replaced. After the session's end, no new thread may take requests
+    from it.
+    """
     begun = []
     loops = WorkerThreads(lambda: begun.append(1))
     loops.run()
@@ -138,7 +144,9 @@ def test_only_so_many_that_wait_are_replaced(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_thread_without_a_buffer_takes_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that is left may not wait, as if the other had never been."""
+    """A new thread that gets no buffer ends. The last loop then refuses to block, and another thread is tried
+    only later.
+    """
     release, firsts = threading.Event(), [True]
 
     def loop() -> int:
@@ -170,7 +178,7 @@ def test_a_thread_without_a_buffer_takes_no_requests(monkeypatch: pytest.MonkeyP
             pass
         assert caught.value.errno == errno.ENOMEM
     assert started == 1
-    # Behind a while another is tried.
+    # Later, another thread is tried.
     loops._next_try = 0.0
     with suppress(KernelError), loops.blocking():
         pass

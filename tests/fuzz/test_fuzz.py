@@ -1,4 +1,4 @@
-"""A small sample of what `python -m stress.fuzz` writes, and whether it would notice what must not happen."""
+"""A small sample of the inputs of `python -m stress.fuzz`, and the faults that the fuzzer must find."""
 
 from __future__ import annotations
 
@@ -58,13 +58,15 @@ def test_changed_state_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _first_finding(write: Callable[[KprobeEvents, bytes], int], monkeypatch: pytest.MonkeyPatch) -> Finding:
-    """What is found first when kprobe_events takes commands so, from the second input on."""
+    """Return the first finding of a fuzzer if `write` replaces KprobeEvents.write from the second
+    input on.
+    """
     real, begun = KprobeEvents.write, False
 
     def switched(events: KprobeEvents, data: bytes) -> int:
         return write(events, data) if begun else real(events, data)
 
-    # Before the files are made, which hold the method.
+    # Replace the method before the files are made, because the files hold a reference to it.
     monkeypatch.setattr(KprobeEvents, "write", switched)
     with closing(Fuzzer(seed=7)) as fuzzer:
         fuzzer.kinds = ("kprobe_events",)
@@ -85,7 +87,9 @@ def test_a_late_answer_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_function_stacks_in_several_arrays_are_in_time() -> None:
-    """Each call of the guest's is recorded with its stack in each of them."""
+    """Four trace arrays can record each call of the guest with a stack, and the session's requests are still
+    answered in time.
+    """
     with closing(Session()) as session:
         for number in range(3):
             session.mount.mkdir(session.client, f"{TRACING}/instances/{number}", 0o755)

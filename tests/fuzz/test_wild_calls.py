@@ -1,4 +1,6 @@
-"""A sample of `python -m stress.fuzz.wild_calls`; it would notice a guest that ends without a word."""
+"""A sample of `python -m stress.fuzz.wild_calls`, which calls any function of the guest. A guest that ends
+without a message is a finding.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ LOST = (
     "cpu_startup_entry", "release_task", "panic", "host_idle", "schedule", "free_task",
     "__switch_to", "del_timer_sync", "host_enqueue_task", "host_return", "host_yield",
 )  # fmt: skip
-"""Functions that take a guest away from under itself."""
+"""Functions after whose call a guest cannot continue."""
 
 
 @pytest.fixture

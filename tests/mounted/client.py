@@ -1,8 +1,8 @@
-"""A client for stress: mixes control files and scratch/ for some seconds, and checks every answer.
+"""A client for stress tests, which uses control files and scratch/ for some seconds, and checks every answer.
 
-    client.py MOUNT NUMBER SECONDS
+client.py MOUNT NUMBER SECONDS
 
-Prints how many rounds it made; ends with a traceback where an answer is wrong.
+Prints the number of rounds. Ends with a traceback if an answer is wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ MODES = ("int3\n", "ftrace\n", "optimized\n")
 
 
 class Client:
-    """One of many client processes; its number is in the names of all objects that it creates."""
+    """A client process for stress tests. The names of all objects that the client creates contain
+    `number`.
+    """
 
     def __init__(self, root: Path, number: int) -> None:
         self.root = root
@@ -63,7 +65,7 @@ class Client:
         file.unlink()
 
     def call(self) -> None:
-        """Call a function; the file may show the result of another client's call."""
+        """Call a guest function. The file machine/call may show the result of another client's call."""
         self.append("machine/call", f'strlen "{self.event}"\n')
         assert (self.root / "machine/call").read_text().startswith("strlen = 0x")
 

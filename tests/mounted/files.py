@@ -1,4 +1,6 @@
-"""Access to files of a mount as by a process: one open, one read or write; errors keep their errno."""
+"""Access to files of a mount as by a process: an open(2) and a single read or write. Errors keep
+their errno.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of Debian's kernel source, kept in a cache. Tests are skipped if they are not available."""
+"""Files of Debian's kernel source, kept in a cache. A test is skipped if its file is not available."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ SIZE = 100
 
 
 class SlowFiles(Operations):  # type: ignore[misc]
-    """The file DIR/slow.ko; `answers` is set when the file can be read."""
+    """A file system with the file slow.ko. The event `answers` is set when the file can be read."""
 
     def __init__(self) -> None:
         self.answers = threading.Event()

@@ -1,8 +1,8 @@
 """A client in `kprobefs run` that splices pages of trace_pipe_raw, and copies files.
 
-    splicing.py CASE
+splicing.py CASE
 
-Runs one of the functions below, on a machine of one CPU; ends with a traceback where an answer is wrong.
+Runs the function CASE of this file, on a machine with one CPU. Ends with a traceback if an answer is wrong.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PADDING = "." * 100
 
 
 def mark(first: int, count: int, array: Path = TRACING) -> None:
-    """Record markers with the numbers from `first` on."""
+    """Record `count` markers with the numbers from `first` on."""
     for number in range(first, first + count):
         (array / "trace_marker").write_text(f"mark {number} {PADDING}\n")
 
@@ -101,7 +101,9 @@ def until_empty(take: Callable[[], bytes]) -> bytes:
 
 
 def the_pages_of_read() -> None:
-    """Two arrays have recorded the same, at times of their own; one is read, the other spliced."""
+    """Splices give the same records as reads, except the page that is still being written, which only a read
+    gives. Two trace arrays have recorded the same events.
+    """
     (TRACING / "kprobe_events").write_text("p:opened vfs_open path=$arg1\n")
     arrays = [TRACING / "instances" / name for name in ("a", "b")]
     for array in arrays:
@@ -124,7 +126,9 @@ def the_pages_of_read() -> None:
 
 
 def only_full_pages() -> None:
-    """Neither flag nor size of the splice makes it wait, or give a page that is still written to."""
+    """With any flags and size, a splice takes only full pages. If only the page that is being written has
+    records, the splice fails with EAGAIN.
+    """
     with opened(RAW) as source:
         for flags in (0, SPLICE_F_NONBLOCK):
             assert refused(lambda flags=flags: spliced(source, PAGE, flags)) == errno.EAGAIN
@@ -143,13 +147,17 @@ def only_full_pages() -> None:
 
 
 def without_nonblock() -> None:
-    """A splice of a file that waits in read(2) doesn't."""
+    """Without O_NONBLOCK, too, a splice of an empty buffer fails with EAGAIN, although a read(2)
+    would wait.
+    """
     with opened(RAW, 0) as source:
         assert refused(lambda: spliced(source, PAGE)) == errno.EAGAIN
 
 
 def a_poller() -> None:
-    """Who polls and splices, as trace-cmd does, misses nothing of what fills the buffer many times over."""
+    """A client that polls and splices, as trace-cmd does, gets all records, although the records fill the
+    buffer many times.
+    """
     (TRACING / "buffer_size_kb").write_text("32")
     (TRACING / "buffer_percent").write_text("30")
     count, ahead = 1500, 150
@@ -179,7 +187,9 @@ def a_poller() -> None:
 
 
 def copies() -> None:
-    """Newer kernels refuse sendfile(2) from files without a position, as their own trace_pipe_raw."""
+    """Copying trace_pipe_raw to a file gets all records. Newer kernels of the host refuse sendfile(2) from
+    files without a position.
+    """
     mark(0, 100)
     copy = Path("copy")
     with opened(RAW) as descriptor, copy.open("wb") as target:
@@ -191,7 +201,9 @@ def copies() -> None:
 
 
 def inside_of_a_page() -> None:
-    """After a read(2) of a part of one."""
+    """After a read(2) of a part of a page, a splice fails with EINVAL until the rest of the page has been
+    read.
+    """
     mark(0, 100)
     with opened(RAW) as source:
         data = os.read(source, 1000)
@@ -212,7 +224,9 @@ def pages_set_aside() -> None:
 
 
 def opened_again() -> None:
-    """Pages that the host keeps of an open file are not the next one's."""
+    """A second open file gives only records that were made after the first file was closed. It gives no pages
+    that the host kept for the first file.
+    """
     for first in (0, 100):
         mark(first, 100)
         with opened(RAW) as source:
@@ -221,7 +235,7 @@ def opened_again() -> None:
 
 
 def files_of_scratch() -> None:
-    """They have a size that is right: what splice and sendfile give is what read(2) gives."""
+    """Files in scratch/ have the right size: splice(2) and sendfile(2) give the same bytes as read(2)."""
     content = bytes(range(256)) * 256
     file = SCRATCH / "many"
     file.write_bytes(content)
@@ -232,7 +246,9 @@ def files_of_scratch() -> None:
 
 
 def texts() -> None:
-    """As from tracefs, EINVAL at once, so that whoever copies them reads."""
+    """sendfile(2) and copy_file_range(2) from text files of tracefs fail at once with EINVAL, as on Linux.
+    Copying programs then read the files.
+    """
     for name in ("trace", "kprobe_events", "README"):
         with open(TRACING / name, "rb") as source, open("copied", "wb") as target:
             assert failure(lambda: os.sendfile(target.fileno(), source.fileno(), 0, PAGE)) == errno.EINVAL
@@ -252,14 +268,16 @@ def failure(call: Callable[[], object]) -> int | None:
 
 
 def sizes() -> None:
-    """Only raw files have one, and none of them shows fewer blocks, as sparse files do."""
+    """Only trace_pipe_raw and snapshot_raw have a size. trace_pipe_raw has blocks for its whole size, so
+    programs do not take the file for a sparse file.
+    """
     sized = {path.name for path in TRACING.rglob("*") if path.is_file() and path.stat().st_size}
     assert sized == {"trace_pipe_raw", "snapshot_raw"}
     assert RAW.stat().st_blocks * 512 == RAW.stat().st_size
 
 
 def pages_by_tools() -> None:
-    """cp(1) and shutil.copyfile() write what is there; at its end both wait, as for any pipe."""
+    """cp(1) and shutil.copyfile() copy the pages of trace_pipe_raw, and wait at the end, as for any pipe."""
     for copying in (["cp"], [sys.executable, "-c", "import shutil, sys; shutil.copyfile(*sys.argv[1:])"]):
         mark(0, 600)
         copy = Path("copied")
@@ -276,14 +294,18 @@ def pages_by_tools() -> None:
 
 
 def readers_of_pages() -> None:
-    """Who goes by the size wants no memory for it."""
+    """Python's read() of trace_pipe_raw, which allocates memory by the size of the file, returns all
+    records.
+    """
     mark(0, 100)
     with opened(RAW) as descriptor, open(descriptor, "rb", 0, closefd=False) as source:
         assert numbers(source.read()) == [*range(100)]
 
 
 def texts_by_tools() -> None:
-    """Who reads has the whole content; a splice gets nothing where the host's kernel ends it by the size."""
+    """Programs that read a text file get its whole content. A program that splices may get nothing, because
+    the host's kernel can end a splice by the size.
+    """
     mark(0, 100)
     (TRACING / "kprobe_events").write_text("p:made vfs_mkdir\n")
     copy = Path("copied")

@@ -1,4 +1,4 @@
-"""A stand-in for the server that surftrace asks for the types of functions; it logs the requests."""
+"""A stand-in for the server that surftrace asks for the types of functions. The requests are logged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Answers(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
     def log_message(self, *_: object) -> None:
-        """Log nothing else."""
+        """Do nothing: the log has only the lines of do_POST."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Commands in `kprobefs run`: beside a mount, or with it where a system has its tracefs."""
+"""Helpers that run scripts in `kprobefs run`. The mount is in $KPROBEFS, or at the system's places of tracefs
+and debugfs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ TIMEOUT = 100
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="a user namespace with all ids needs root")
 OWN_LOCK = """case $HOME/ in /var/tmp/*) ;; *) mount --rbind "$HOME" /var/tmp ;; esac
 """
-"""perf-tools let one tool trace at a time, by a file that all tests would share, /var/tmp/.ftrace-lock."""
+"""perf-tools allow one tracing tool at a time, by /var/tmp/.ftrace-lock. Each test gets a file of its own."""
 
 
 def as_system(script: str, home: Path, *options: str) -> str:
@@ -55,7 +57,9 @@ def built(name: str, to: Path, *options: str) -> Path:
 
 @cache
 def _compiled(name: str, options: tuple[str, ...]) -> bytes | str:
-    """Return the program, which several tests copy, or the reason why there is none."""
+    """Return the content of the compiled program, which several tests copy, or the reason to skip these
+    tests.
+    """
     compiler = shutil.which("cc")
     if compiler is None:
         return "cc isn't installed"

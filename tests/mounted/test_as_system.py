@@ -1,4 +1,6 @@
-"""`run --as-system`: the host's tracefs is out of reach, and each way to ask finds ours as a tracefs."""
+"""`run --as-system`: the host's tracefs is out of reach of the command, and the mount looks like a tracefs to
+all programs.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +54,12 @@ REFUSED = {
     ),
     **dict.fromkeys(["own-proc", "nested-proc"], "EROFS"),
 }
-"""Way of reach.c -> errno, for each user."""
+"""Way of access in reach.c -> errno, for each user."""
 REACHED = {
     *("mount-tracefs", "mount-debugfs", "fsopen-tracefs", "fsopen-debugfs", "umount-tracing", "detach-debug"),
     *("detach-sys", "bind-below", "tree-below", "root-of-parent", "setns-parent", "new-proc", "new-sysfs"),
 }
-"""What root reaches in a mount namespace of its own."""
+"""Ways by which root reaches the host's tracefs from a new mount namespace without --as-system."""
 WITH_HOST_TRACEFS = """
 for place in /sys/kernel/tracing {other}; do mount -t tracefs nodev $place || exit 99; done
 mount -t debugfs nodev /sys/kernel/debug || exit 99
@@ -67,7 +69,9 @@ pytestmark = [pytest.mark.mounted, needs_fuse]
 
 
 def beside_host(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """Run root's script where the host's tracefs is mounted, also at tmp_path/other; $RUN runs as-system."""
+    """Run root's script in a namespace where the host's tracefs is mounted, also at tmp_path/other. In the
+    script, $RUN is `run --as-system`.
+    """
     other = tmp_path / "other"
     other.mkdir(exist_ok=True)
     # A program of its own, because the path of Python may have a space.
@@ -95,7 +99,7 @@ def user() -> Iterator[OrdinaryUser]:
 
 
 def in_namespaces(user: OrdinaryUser, script: str) -> str:
-    """Return what a script prints under an ordinary user's as-system."""
+    """Run a script under `run --as-system` as an ordinary user, and return its output."""
     tried = user.run("unshare", "--user", "--map-root-user", "--mount", "true")
     if tried.returncode:
         pytest.skip(f"ordinary users have no namespaces here: {tried.stderr.strip()}")
@@ -115,7 +119,9 @@ class TestHostOutOfReach:
 
     @as_root
     def test_the_ways_reach_it_outside(self, tmp_path: Path) -> None:
-        """A way that always fails would show nothing."""
+        """Without `run --as-system`, the same ways do reach the host's tracefs. Otherwise
+        test_no_way_reaches_it would prove nothing.
+        """
         reach = built("reach", tmp_path, "-static")
         done = beside_host(f"{reach} {tmp_path} $PPID", tmp_path)
         answers = dict(line.split() for line in done.stdout.splitlines())
@@ -131,7 +137,9 @@ class TestHostOutOfReach:
 
     @as_root
     def test_the_kernel_is_read_only(self, tmp_path: Path) -> None:
-        """Also in a /proc that the command mounts itself, by a program or by hand."""
+        """Files of the kernel in /proc and /sys are read-only for the command, also in a /proc that the
+        command mounts.
+        """
         script = f"""
             try() {{
                 for file in $1/sys/kernel/core_pattern $1/sys/vm/swappiness /sys/kernel/mm/lru_gen/enabled \\
@@ -166,14 +174,16 @@ class TestHostOutOfReach:
 
     @as_root
     def test_one_that_is_covered_stays_covered(self, tmp_path: Path) -> None:
-        """Nothing takes off what covers a tracefs of the host."""
+        """A file system that covers the host's tracefs still covers it for the command."""
         script = f"mount -t tmpfs covering {tmp_path}/other; $RUN -- sh -c 'ls -A {tmp_path}/other | wc -l'"
         done = beside_host(script, tmp_path)
         assert (done.returncode, done.stdout.split()) == (0, ["0"]), done.stderr
 
     @as_root
     def test_a_working_directory_in_another_namespace(self, tmp_path: Path) -> None:
-        """The command's working directory is the one of that path in its own namespace."""
+        """If the caller's working directory is in another mount namespace, the command starts in the
+        directory of the same path in its own namespace.
+        """
         script = """unshare -m sleep 60 & other=$!; sleep 1; cd /proc/$other/root; $RUN -- sh -c '
                 pwd; events=sys/kernel/tracing/available_events; cmp $events /$events && echo same'
             status=$?; kill $other; exit $status"""
@@ -221,7 +231,9 @@ class TestHostOutOfReach:
 
     @as_root
     def test_what_root_keeps(self, tmp_path: Path) -> None:
-        """Other ids, mounts and a /proc of their own."""
+        """Under `run --as-system`, root can become another user, mount a tmpfs, and mount /proc in a new pid
+        namespace.
+        """
         script = f"""
             setpriv --reuid=1234 --regid=1234 --groups=4,5 id -u
             mkdir {tmp_path}/m && mount -t tmpfs none {tmp_path}/m && touch {tmp_path}/m/x && ls {tmp_path}/m
@@ -231,7 +243,9 @@ class TestHostOutOfReach:
 
     @as_root
     def test_what_outlives_the_command_does_not_get_it(self, tmp_path: Path) -> None:
-        """The mount goes with the command's end, and uncovers nothing."""
+        """When the command ends, the mount ends, too. A process that outlives the command then finds no
+        tracefs of the host in its place.
+        """
         told = tmp_path / "told"
         left = tmp_path / "left.sh"
         left.write_text(
@@ -250,7 +264,9 @@ class TestHostOutOfReach:
 
     @as_root
     def test_killed_while_entering(self) -> None:
-        """What its helper answers to a process that was killed is no answer to the next one."""
+        """If a process is killed while it enters the namespace, the next process does not get the answer that
+        was meant for it.
+        """
         namespace = CommandNamespace(None, own_user=True)
         try:
             for step in range(40):
@@ -272,7 +288,9 @@ class TestHostOutOfReach:
 
     @as_root
     def test_without_standard_streams(self, tmp_path: Path) -> None:
-        """Numbers that a shell has closed are taken by none of its own files."""
+        """If the shell has closed standard streams, `run --as-system` does not open files of its own with
+        these descriptor numbers.
+        """
         done = beside_host(f"$RUN -- stat -f -c %t /sys/kernel/tracing <&- > {tmp_path}/out 2>&-", tmp_path)
         assert (done.returncode, (tmp_path / "out").read_text()) == (0, f"{TRACEFS}\n")
         done = beside_host(f"$RUN -- sh -c 'id -u > {tmp_path}/out' <&- >&- 2>&-", tmp_path)
@@ -280,7 +298,9 @@ class TestHostOutOfReach:
 
     @as_root
     def test_real_root(self, tmp_path: Path) -> None:
-        """The option says its price, and the table has the line that keeps programs from mounting one."""
+        """With --real-root, a line says that the host's tracefs is within reach. The table of mounts lists
+        the mount as tracefs, which keeps programs from mounting another.
+        """
         made = tmp_path / "made"
         script = f"""$RUN --real-root -- sh -c '
             stat -f -c %t /sys/kernel/tracing; findmnt -n -t tracefs | wc -l
@@ -321,7 +341,9 @@ class TestType:
         ("place", "magic"), [("/sys/kernel/tracing", TRACEFS), ("/sys/kernel/debug", DEBUGFS)]
     )
     def test_by_links_of_proc(self, place: str, magic: str, user: str, tmp_path: Path) -> None:
-        """What they lead to is the caller's; what may not be written to stays as it is."""
+        """statfs(2) through links of /proc, such as /proc/self/cwd, is answered for the calling process. A
+        buffer that may not be written gives EFAULT.
+        """
         asks = built("asks", tmp_path, "-static")
         tmp_path.chmod(0o755)
         out = as_system(f"cd {place}; {user} {asks} {place} hard | cat", tmp_path)
@@ -389,13 +411,17 @@ class TestType:
 
     @as_root
     def test_modes_are_asked_of_the_kernel(self, tmp_path: Path) -> None:
-        """Who may not look at a file is not told what it is by the process that answers."""
+        """If a user may not search a directory, statfs(2) of a file below fails with EACCES. The process that
+        answers statfs(2) does not reveal the type.
+        """
         script = "setpriv --reuid=1234 --clear-groups stat -f -c %t /sys/kernel/tracing/events 2>&1 || true"
         assert "Permission denied" in as_system(script, tmp_path)
 
     @as_root
     def test_within_another_one(self, tmp_path: Path) -> None:
-        """One process has one listener: the preloaded library is left, and a line says so."""
+        """A process can have one seccomp listener. A nested `run --as-system` says so in one line, and uses
+        only the preloaded library.
+        """
         run = shlex.join([sys.executable, "-m", "kprobefs", "run", "--as-system"])
         out = as_system(f"{run} -- sh -c 'grep -c . /sys/kernel/tracing/available_events' 2>&1", tmp_path)
         told, events = out.splitlines()
@@ -405,7 +431,7 @@ class TestType:
 
 @as_root
 class TestGuest:
-    """What the command sees of the emulated machine."""
+    """The emulated machine as the command sees it in /proc."""
 
     @pytest.mark.parametrize("kprobes", ["", "kprobefs", "kernel"], ids=["own", "image", "kernel"])
     def test_its_memory_and_its_switch_of_ftrace(self, kprobes: str, tmp_path: Path) -> None:
@@ -425,5 +451,7 @@ class TestGuest:
         assert 16 << 10 < int(shown.split()[1]) < 512 << 10
 
     def _options(self, kprobes: str) -> list[str]:
-        """Return those of a Debian kernel with the given kprobes, none for our own kernel."""
+        """Return the options for Debian's kernel with the given kprobes, or no options for kprobefs's own
+        kernel.
+        """
         return ["--image", str(debian_kernel.image()), "--kprobes", kprobes] if kprobes else []

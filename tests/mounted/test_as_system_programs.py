@@ -1,4 +1,4 @@
-"""Programs that public reports name, whole under `run --as-system`."""
+"""Complete programs from public reports, under `run --as-system`."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ kill -INT $traces; wait $traces || true
 grep -c "$2" $out
 cat /sys/kernel/tracing/kprobe_events $instance/tracing_on
 """
-"""Traces what the first argument says until a line has the second."""
+"""Script that traces the first argument, until a line of output contains the second argument."""
 
 pytestmark = [pytest.mark.mounted, needs_fuse, as_root]
 
 
 @pytest.fixture(scope="module")
 def surftrace() -> Path:
-    """The package and what it needs, which stay on this machine."""
+    """Return the directory of surftrace and the packages that surftrace needs. The directory is kept for
+    later runs.
+    """
     place = lasting_cache("surftrace") / f"{SURFTRACE}-{sys.version_info.major}.{sys.version_info.minor}"
     if not place.exists():
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +63,9 @@ def surftrace() -> Path:
 
 @pytest.fixture(scope="module")
 def go_cache() -> Path:
-    """A cache for Go's standard library, which takes seconds to build; it stays on this machine."""
+    """Return the path of a cache for Go's standard library, which takes seconds to build. The cache is kept
+    for later runs.
+    """
     return lasting_cache("go")
 
 
@@ -101,7 +105,9 @@ def test_detection_by_go(tmp_path: Path, go_cache: Path) -> None:
 
 @needs("go")
 def test_a_probe_of_a_library_in_go(tmp_path: Path, go_cache: Path) -> None:
-    """evilsocket/ftrace, of which OpenSnitch was made, defines a probe and parses trace_pipe."""
+    """A program with the Go library evilsocket/ftrace, on which OpenSnitch is based, defines a probe and
+    parses trace_pipe.
+    """
     library = unpacked("golang-github-evilsocket-ftrace-dev") / "usr/share/gocode"
     program = tmp_path / "listen"
     paths = {"GO111MODULE": "off", "GOPATH": str(library), "GOCACHE": str(go_cache)}
@@ -116,7 +122,9 @@ def test_a_probe_of_a_library_in_go(tmp_path: Path, go_cache: Path) -> None:
 
 
 def test_cyclictest_marks_its_threshold(tmp_path: Path) -> None:
-    """It stops tracing at the first latency above a threshold, and writes a marker with the two numbers."""
+    """cyclictest stops tracing at the first latency above a threshold, and writes a marker with both
+    numbers.
+    """
     program = unpacked("rt-tests") / "usr/bin/cyclictest"
     numa = unpacked("libnuma1")
     script = f"""
@@ -155,7 +163,7 @@ def test_stress_ng(tmp_path: Path) -> None:
 
 @needs("uftrace")
 def test_uftrace(tmp_path: Path) -> None:
-    """It takes the kernel's functions only where it finds a tracefs in mountinfo."""
+    """uftrace records functions of the kernel only if mountinfo lists a tracefs."""
     source = tmp_path / "a.c"
     source.write_text('#include <unistd.h>\nint main(void) { return access("/", 0); }\n')
     subprocess.run(["cc", "-pg", source, "-o", tmp_path / "a"], check=True)
@@ -176,7 +184,9 @@ def test_surftrace_of_an_event(surftrace: Path, tmp_path: Path) -> None:
 
 
 def test_surftrace_of_a_function(surftrace: Path, tmp_path: Path) -> None:
-    """It asks a server for the function's type; one stands in for it, in a network of its own."""
+    """surftrace traces a function, after it has asked a server for the function's type. A stand-in for the
+    server runs in a separate network namespace.
+    """
     (tmp_path / "trace.sh").write_text(TRACE_WITH_SURFTRACE)
     script = f"""
         export PYTHONPATH={surftrace} LBC_SERVER=127.0.0.1
@@ -191,7 +201,7 @@ def test_surftrace_of_a_function(surftrace: Path, tmp_path: Path) -> None:
 
 
 def test_surftrace_without_its_server(surftrace: Path, tmp_path: Path) -> None:
-    """It says whom it asks, and leaves no probe."""
+    """If surftrace cannot reach its server, the error names the server, and no probe is left."""
     script = f"""
         export PYTHONPATH={surftrace}
         unshare -n python3 -m surftrace.surftrace 'p vfs_mkdir' > {tmp_path}/out 2>&1 && exit 1
@@ -202,7 +212,9 @@ def test_surftrace_without_its_server(surftrace: Path, tmp_path: Path) -> None:
 
 
 def test_ftrace2bconf(tmp_path: Path) -> None:
-    """The script reads files of each event, and most events are those of system calls."""
+    """ftrace2bconf.sh prints the settings of tracefs as a boot configuration. The many events of system calls
+    are hidden, because the script reads files of each event.
+    """
     script = f"""
         cd /sys/kernel/tracing
         mount -t tmpfs none events/syscalls

@@ -1,4 +1,6 @@
-"""Bad input: Linux's errno from the very write(2), a caret where Linux draws one, and nothing changed."""
+"""Bad input: the write(2) itself fails with Linux's errno, error_log has Linux's caret, and nothing is
+changed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class Bad:
     definition: str
     errno: int
     message: str = ""
-    """In error_log; nothing is logged where it is empty."""
+    """Message in error_log. If it is empty, nothing is logged."""
     caret: int = 0
     """Column of the caret, counted from the command's first character."""
 
@@ -65,7 +67,7 @@ def test_definitions(bad: Bad, shared: Files) -> None:
 
 
 def state(files: Files) -> tuple[str, ...]:
-    """Everything that a failed write must leave alone."""
+    """Return the content of all files that a failed write must not change."""
     names = ("kprobe_events", "kprobes/list", "kprobes/enabled", "tracing/events/enable")
     return (*(files.read(name) for name in names), *sorted(os.listdir(files.path(EVENTS))))
 

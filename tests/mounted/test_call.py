@@ -1,4 +1,6 @@
-"""machine/call: functions of the guest with numbers and strings, and what a probe on them sees."""
+"""machine/call: calls of guest functions with numbers and strings, and what a probe on such a function
+records.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A mount of root's for root alone: a change of directory is a system call of the guest's too."""
+"""A mount that root makes for root alone: a change of a client's directory is also a system call of the
+guest.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
 
 
 def records(files: Files, script: str) -> list[str]:
-    """What sys_enter_chdir and sys_exit_chdir record of a shell's script."""
+    """Run a shell script, and return the records of sys_enter_chdir and sys_exit_chdir."""
     files.write("tracing/trace", "", os.O_TRUNC)
     for event in ("sys_enter_chdir", "sys_exit_chdir"):
         files.write(f"tracing/events/syscalls/{event}/enable", "1")

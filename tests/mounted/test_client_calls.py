@@ -1,4 +1,4 @@
-"""Through a real mount: a process's own system calls, as the guest's events show them."""
+"""System calls of processes on a real mount, as the guest's events show these calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [needs_fuse, pytest.mark.mounted]
 
 LINE = re.compile(r".*-(\d+) +\[.*: sys_(\w+)(?:\((.*)\)| -> (\S+))$")
 UNTOLD = ("exit_group", "chdir")
-"""A change of directory is told where root mounts for itself alone."""
+"""Calls that are left out. chdir(2) is recorded only on a mount that root made for root alone."""
 ADDRESS = re.compile(r"\w+: \w{9,}(, )?")
 
 
@@ -35,7 +35,9 @@ def traced(files: Files) -> Files:
 
 
 def calls_of(files: Files, script: str) -> list[str]:
-    """What the guest shows of a Python program's calls: "name(arguments) -> result", without addresses."""
+    """Run a Python program, and return its calls in the guest's trace as "name(arguments) -> result", without
+    addresses.
+    """
     files.write("tracing/trace", "", os.O_TRUNC)
     program = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", f"import os\nr = {str(files.root)!r}\n{script}"], cwd=files.root
@@ -52,12 +54,14 @@ def calls_of(files: Files, script: str) -> list[str]:
         else:
             arguments = ADDRESS.sub("", match[3]).removesuffix(", ")
             found.append(f"{match[2]}({arguments})")
-    # What it has inherited of other tests' open files ends with its exec.
+    # At its exec, the program closes files that other tests had open.
     return list(dropwhile(lambda call: call.startswith("close("), found))
 
 
 def test_a_file_from_open_to_close(traced: Files) -> None:
-    """With the process's own descriptors, flags, modes and positions."""
+    """The calls on a file from open to close are recorded with the process's descriptors, flags, modes and
+    positions.
+    """
     found = calls_of(
         traced,
         """
@@ -98,7 +102,9 @@ def test_a_marker_is_written_by_the_function_that_its_record_names(files: Files)
 
 
 def test_a_list_of_functions_comes_through_a_pipe(files: Files) -> None:
-    """awk writes blocks, which end within names. The next command sees the list at once."""
+    """A list of functions that awk writes in blocks, which end within names, is complete when the next
+    command reads the file.
+    """
     script = "awk '{print $1}' tracing/available_filter_functions > tracing/%s; wc -l < tracing/%s"
     expected = files.read("tracing/available_filter_functions").count("\n")
     for name in ("set_ftrace_filter", "set_ftrace_notrace", "set_graph_function", "stack_trace_filter"):
@@ -115,7 +121,9 @@ def test_a_list_of_functions_comes_through_a_pipe(files: Files) -> None:
 
 
 def test_a_word_goes_on_in_another_program(files: Files) -> None:
-    """The end of the first program closes a descriptor, but not the last one."""
+    """Two programs can write parts of one word through the same open file. The end of the first program does
+    not end the word.
+    """
     name = "tracing/set_ftrace_filter"
     script = f"{{ env printf vfs_re; env printf 'ad\\n'; }} > {name}; cat {name}"
     done = subprocess.run(
@@ -202,7 +210,7 @@ os.unlink("q")
 
 
 def test_listing(traced: Files) -> None:
-    """Down to the call that gives nothing more."""
+    """A directory is listed by several getdents64(2), of which the last returns 0."""
     for name in "abc":
         traced.path(f"scratch/{name}").touch()
     found = calls_of(traced, "assert len(os.listdir(r + '/scratch')) == 3")
@@ -212,7 +220,9 @@ def test_listing(traced: Files) -> None:
 
 
 def test_instances(traced: Files) -> None:
-    """Made, refused and removed by the process itself."""
+    """An instance is made, refused and removed by calls of the guest task that stands for the client
+    process.
+    """
     for function in ("do_mkdirat", "vfs_mkdir", "do_rmdir"):
         traced.probe(f"p:{function} {function}")
     traced.write("tracing/trace", "", os.O_TRUNC)
@@ -228,7 +238,9 @@ def test_instances(traced: Files) -> None:
 
 
 def test_function_triggers_of_instances(traced: Files) -> None:
-    """Functions that the kernel executes for who makes and removes them have triggers that fire."""
+    """Triggers on functions fire when a client makes or removes an instance, because the guest executes these
+    functions for the client.
+    """
     for trigger in ("vfs_mkdir:stacktrace:1", "do_rmdir:traceoff"):
         traced.write("tracing/set_ftrace_filter", trigger, os.O_APPEND)
     traced.write("tracing/trace", "", os.O_TRUNC)

@@ -1,4 +1,4 @@
-"""Many processes at once: every answer right, nothing lost, nothing in the daemon's log."""
+"""Many client processes at once: every answer is right, no hit is lost, and the daemon logs no error."""
 
 from __future__ import annotations
 

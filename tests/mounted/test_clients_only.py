@@ -1,4 +1,6 @@
-"""--isolate: the same requests give the same bytes through a mount, whatever else the host does."""
+"""--isolate: the same requests give the same bytes through a mount, whatever other processes of the
+host do.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ while True:
 
 @pytest.fixture
 def busy() -> object:
-    """A host on which processes come and go, and one CPU has other work."""
+    """During the test, start and end many processes on the host, and keep a CPU busy."""
     noise = [
         subprocess.Popen([sys.executable, "-c", NOISE]),
         subprocess.Popen([sys.executable, "-c", "while True: pass"]),
@@ -103,9 +105,10 @@ def test_clients_are_numbered_as_they_come(directory: Path) -> None:
     ],
 )
 def test_traces_have_the_same_records(tmp_path: Path, output: str, probes: tuple[str, ...]) -> None:
-    """The reader of the records is a client, too, and is not recorded.
+    """Repeated runs of `trace --isolate` have the same records. The reader of the records is a client, too,
+    but is not recorded.
 
-    Requests of other programs that look at all mounts of the host may shift the times, but no duration.
+    Programs that look at all mounts of the host may shift the times, but no duration.
     """
     (tmp_path / "file").write_text("hello\n")
     shown = []

@@ -1,4 +1,6 @@
-"""machine/gdb and machine/vmcore through the mount: what is served while a debugger holds the guest."""
+"""machine/gdb and machine/vmcore of a mount, and the requests that are answered while a debugger holds the
+guest.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def test_a_debugger_holds_the_guest(files: Files) -> None:
                 reader.wait(0.5)
             reader.send_signal(signal.SIGTERM)
             assert reader.wait(PATIENCE) == -signal.SIGTERM
-        # It ends by a signal that its process handles, too: gdb may wait for itself.
+        # A signal that the process handles also ends the request: gdb may wait for itself.
         for action in ("os.stat(name)", "os.listdir(name)", "open(name).read()"):
             words = [sys.executable, "-c", SIGNALLED.format(action=action)]
             name = directory / "scratch" / ("" if "listdir" in action else "file")
@@ -58,7 +60,7 @@ def test_a_debugger_holds_the_guest(files: Files) -> None:
                     waiting.wait(0.5)
                 waiting.send_signal(signal.SIGUSR1)
                 assert waiting.wait(PATIENCE) == INTERRUPTED
-        # A stop is no end: the request goes on waiting.
+        # A stopped process does not end its request, which continues to wait.
         with subprocess.Popen(["cat", str(directory / "scratch/file")], stdout=subprocess.PIPE) as stopped:
             for number in (signal.SIGTSTP, signal.SIGCONT):
                 with pytest.raises(subprocess.TimeoutExpired):

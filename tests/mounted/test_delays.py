@@ -1,4 +1,4 @@
-"""No other process delays the mount: neither strangers nor clients whose memory does not answer."""
+"""No other process delays the mount: neither unrelated processes nor clients whose memory does not answer."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ pytestmark = [needs_fuse, pytest.mark.mounted]
 
 HIDING = Path(__file__).with_name("hiding_client.py")
 PROMPT = 10.0
-"""Seconds within which a request of somebody else is answered, on a busy machine."""
+"""Seconds within which a request of another client is answered, even on a busy machine."""
 
 
 @dataclass
 class Slow:
-    """A file whose reads wait, until `answer` is called."""
+    """A file whose reads wait until `answer` is called."""
 
     path: Path
     answer: Callable[[], None]
@@ -49,7 +49,7 @@ def slow(tmp_path: Path) -> Iterator[Slow]:
 
 
 class Hiding:
-    """The client; see hiding_client.py."""
+    """A running hiding_client.py, and its commands."""
 
     def __init__(self, slow: Slow, mounted: Daemon) -> None:
         self._mounted = mounted
@@ -74,7 +74,7 @@ class Hiding:
         return self.process.stdout.readline().strip()
 
     def begin_open(self, path: Path) -> None:
-        """Open a file; the path is hidden before the daemon takes the request."""
+        """Let the client open a file. The path is hidden before the daemon takes the request."""
         self._mounted.process.send_signal(signal.SIGSTOP)
         try:
             self.say(f"open {path}")
@@ -86,7 +86,9 @@ class Hiding:
             self._mounted.process.send_signal(signal.SIGCONT)
 
     def _waits(self) -> bool:
-        """Whether a second thread waits in the kernel, which can be for the mount only."""
+        """Return True if all other threads of the client wait in the kernel, which is possible only in a
+        request to the mount.
+        """
         threads = set(os.listdir(f"/proc/{self.process.pid}/task")) - {str(self.process.pid)}
         stats = [Path(f"/proc/{thread}/stat").read_text() for thread in threads]
         return bool(stats) and all(stat.rpartition(")")[2].split()[0] in "SD" for stat in stats)
@@ -94,7 +96,7 @@ class Hiding:
 
 @pytest.fixture
 def hiding(slow: Slow, mounted: Daemon) -> Iterator[Callable[[], Hiding]]:
-    """Makes clients, which end before the mount does."""
+    """Yield a function that starts clients. The clients end before the mount does."""
     if os.geteuid():
         pytest.skip("reading another process's memory needs root here")
     made: list[Hiding] = []
@@ -111,9 +113,11 @@ def hiding(slow: Slow, mounted: Daemon) -> Iterator[Callable[[], Hiding]]:
 
 
 def test_processes_outside_never_appear(directory: Path) -> None:
-    """Neither their forks nor their execves nor their exits, however many requests come meanwhile."""
+    """Forks, execves and exits of unrelated processes never appear in the guest, however many requests arrive
+    meanwhile.
+    """
     script = "read -r line; for i in {1..40}; do /bin/true; /bin/sleep 0.01; done"
-    # It is older than the mount, so that its parent is no client at its fork.
+    # The process is older than the mount, so its parent is not a client at the fork.
     with (
         subprocess.Popen(["bash", "-c", script], cwd="/", stdin=subprocess.PIPE) as stranger,
         daemon(directory, program=REAL_PROGRAM),
@@ -137,7 +141,9 @@ def test_processes_outside_never_appear(directory: Path) -> None:
 def test_a_path_in_memory_that_does_not_answer(
     files: Files, slow: Slow, hiding: Callable[[], Hiding]
 ) -> None:
-    """The path of the mount stands for the call, whose own path is shown as a fault."""
+    """If the page with a client's path does not answer, a probe on the guest's open(2) records the path as a
+    fault. The client's open(2) succeeds.
+    """
     files.write("scratch/hidden", "text", os.O_CREAT)
     files.probe("p:opened do_sys_openat2 path=+0($arg2):ustring")
     client = hiding()
@@ -157,7 +163,9 @@ def has_more_faults(files: Files, before: int) -> bool:
 
 
 def test_others_are_served_meanwhile(files: Files, slow: Slow, hiding: Callable[[], Hiding]) -> None:
-    """A reader is given up for each client; after eight none is tried."""
+    """Other clients are served while the memory of ten clients does not answer. For each client, one reading
+    thread is given up; after eight, none is tried.
+    """
     files.write("scratch/hidden", "text", os.O_CREAT)
     files.probe("p:opened do_sys_openat2 path=+0($arg2):ustring")
     clients = [hiding() for _ in range(10)]
@@ -175,7 +183,7 @@ def test_others_are_served_meanwhile(files: Files, slow: Slow, hiding: Callable[
 def test_the_path_of_a_program_in_memory_that_does_not_answer(
     files: Files, slow: Slow, hiding: Callable[[], Hiding]
 ) -> None:
-    """The name is known all the same."""
+    """A client's new name is known, although the page with the path of its program does not answer."""
     files.probe("p:opened do_sys_openat2 comm=$comm")
     client = hiding()
     client.say("exec renamed")
@@ -187,7 +195,9 @@ def test_the_path_of_a_program_in_memory_that_does_not_answer(
 
 
 def test_a_path_in_memory_of_the_mount_itself(files: Files) -> None:
-    """The daemon's read of the path may need an answer of the daemon."""
+    """If a client's path is in a page of the mount, the daemon may need an answer of its own to read the
+    path. No call hangs.
+    """
     path = files.path("scratch/path")
     path.write_bytes(os.fsencode(files.path("kprobes/list")).ljust(4096, b"\0"))
     files.probe("p:x vfs_read")
@@ -220,7 +230,9 @@ thread.join()
 
 
 def test_overlayfs_over_scratch(files: Files, tmp_path: Path) -> None:
-    """overlayfs opens the lower file for reading where its client opens it for appending."""
+    """A file in scratch/ can be the lower file of overlayfs, which opens the file for reading when a client
+    opens it for appending.
+    """
     if os.geteuid():
         pytest.skip("mounting needs root")
     lower = files.path("scratch/low")
@@ -267,7 +279,9 @@ def test_a_log_that_nobody_reads(directory: Path) -> None:
 
 @pytest.mark.parametrize("limit", [20, 32, 64])
 def test_few_descriptors(directory: Path, limit: int) -> None:
-    """More clients than the daemon has descriptors; then a probe is hit, and the guest lives."""
+    """With more clients than the daemon has descriptors, requests are answered, a probe is hit, and the guest
+    stays alive.
+    """
     program = ["bash", "-c", f'ulimit -n {limit}; exec "$@"', "bash", *REAL_PROGRAM]
     with daemon(directory, program=program) as running:
         files = Files(directory)

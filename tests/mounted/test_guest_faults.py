@@ -1,4 +1,4 @@
-"""A guest that faults, loops or panics: the writer is told, the mount goes on."""
+"""A guest that faults, loops or panics: the writer of the call gets an error, and the mount still works."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [needs_fuse, pytest.mark.mounted]
 
 
 def assert_all_works(files: Files) -> None:
-    """Every part of the mount that needs the guest."""
+    """Assert that every part of the mount that needs the guest works."""
     files.path("scratch/check").write_text("content")
     assert files.path("scratch/check").read_text() == "content"
     files.write("machine/call", 'strlen "seven b"')
@@ -48,7 +48,7 @@ def test_a_wild_pointer_oopses(files: Files) -> None:
 
 
 def test_a_loop_is_ended(files: Files) -> None:
-    # A lock that somebody holds who never gives it back.
+    # The lock looks held, and nobody releases it.
     with assert_errno(errno.EFAULT):
         files.write("machine/call", '_raw_spin_lock "held"')
     assert "soft lockup" in files.read("machine/dmesg")
@@ -66,7 +66,9 @@ def test_a_loop_is_ended(files: Files) -> None:
     ],
 )
 def test_a_wild_call_ends_alone(call: str, log: str, files: Files) -> None:
-    """A jump to nowhere, to data, a walk over all memory, an end of the task itself."""
+    """A call that jumps nowhere or to data, walks over all memory, or ends its own task fails with EFAULT.
+    Everything else works afterwards.
+    """
     with assert_errno(errno.EFAULT):
         files.write("machine/call", call)
     assert log in files.read("machine/dmesg")
@@ -90,7 +92,9 @@ def test_a_wild_call_ends_alone(call: str, log: str, files: Files) -> None:
     ],
 )
 def test_whatever_becomes_of_the_guest_the_mount_answers(call: str, files: Files) -> None:
-    """It may lose its way; then who asks it gets EIO, in time, and the control files go on."""
+    """Calls that damage the guest do not hang the mount: requests to the guest may fail with EIO, and control
+    files are answered in time.
+    """
     files.probe("p:reads vfs_read")
     started = time.monotonic()
     with suppress(OSError):
@@ -150,7 +154,9 @@ def test_a_panic_leaves_control_files(files: Files) -> None:
 
 
 def test_a_loop_full_of_probes_is_ended_too(mounted: Daemon, files: Files) -> None:
-    """A budget that ends in the middle of a step can't interrupt there: the next try comes soon."""
+    """A loop with a probe on each instruction is ended, too. If the budget ends in the middle of a step, the
+    next try comes soon.
+    """
     for offset in range(64):
         with suppress(OSError):
             files.write("kprobe_events", f"p:p{offset} _raw_spin_lock+{offset}\n")

@@ -1,4 +1,4 @@
-"""The whole mount over a 32-bit kernel: probes, fetch arguments, files and tasks."""
+"""The whole mount with a 32-bit kernel: probes, fetch arguments, files and tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Instances, set_event and its pids, snapshots and binary pages over a mount of the real kernel."""
+"""Instances, set_event and set_event_pid, snapshots and binary pages, on a mount of the real kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INSTANCE = "tracing/instances/one"
 
 @pytest.fixture
 def instance(files: Files) -> Path:
-    """One instance, and the event `made`, which nobody has enabled."""
+    """Make an instance and the event `made`, which is disabled. Return the instance's path."""
     files.write("kprobe_events", "p:made vfs_mkdir\n")
     path = files.path(INSTANCE)
     path.mkdir()
@@ -28,7 +28,7 @@ def instance(files: Files) -> Path:
 
 
 def hits(path: Path) -> list[str]:
-    """Names of the events in a trace."""
+    """Return the names of the events in the file `trace` of a trace array."""
     lines = (path / "trace").read_text().splitlines()
     return [line.split(": ")[1] for line in lines if not line.startswith("#")]
 
@@ -52,7 +52,9 @@ def test_an_open_file_keeps_it(instance: Path) -> None:
 
 
 def test_a_reader_that_sleeps_keeps_it_and_nobody_waiting(instance: Path) -> None:
-    """rmdir(2) tells at once, and no request below queues behind it, whatever it comes to."""
+    """While a reader sleeps in trace_pipe, rmdir(2) of the instance fails at once with EBUSY, and other
+    requests are answered.
+    """
     with subprocess.Popen(["cat", instance / "trace_pipe"], stdout=subprocess.DEVNULL) as reader:
         try:
             eventually(lambda: _reads(reader.pid, "trace_pipe"))
@@ -67,7 +69,7 @@ def test_a_reader_that_sleeps_keeps_it_and_nobody_waiting(instance: Path) -> Non
 
 
 def _reads(pid: int, name: str) -> bool:
-    """Return True if a process sleeps in a read of its descriptor 3, which is a file of that name."""
+    """Return True if the process sleeps in a read of descriptor 3, which is a file named `name`."""
     with suppress(FileNotFoundError):
         in_read = Path(f"/proc/{pid}/syscall").read_text().startswith("0 0x3 ")
         return in_read and os.path.basename(os.readlink(f"/proc/{pid}/fd/3")) == name
@@ -75,7 +77,9 @@ def _reads(pid: int, name: str) -> bool:
 
 
 def test_closing_and_removing_in_one_breath(instance: Path) -> None:
-    """The front end tells of a close when the next request may be there already."""
+    """An instance can be removed right after its file was closed, although the front end may get the close
+    later than the next request.
+    """
     instance.rmdir()
     for _ in range(200):
         instance.mkdir()
@@ -129,7 +133,9 @@ def test_snapshots_and_pages(files: Files) -> None:
 
 
 def test_an_entry_that_a_trigger_saw_stays_where_it_was_begun(files: Files, instance: Path) -> None:
-    """A filter needs the entry: it is begun in the buffer that is live before the trigger acts."""
+    """If a filter needs the record, the record is begun in the buffer that is current before the trigger
+    acts. The trigger does not move this record.
+    """
     trigger = f"{INSTANCE}/events/kprobes/made/trigger"
     files.write(f"{INSTANCE}/events/kprobes/made/enable", "1")
     files.write(trigger, "snapshot:1 if common_pid > 0")

@@ -1,4 +1,4 @@
-"""Jprobes on a mount of a kernel that has them."""
+"""Jprobe events on a mount whose profile has jprobes."""
 
 from __future__ import annotations
 

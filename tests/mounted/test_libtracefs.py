@@ -1,4 +1,4 @@
-"""libtracefs over a mount: each part of its interface does, and sees, what the files show."""
+"""libtracefs on a mount: the library's functions change and return what the files show."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ pytestmark = [pytest.mark.mounted, needs_fuse]
 
 CLIENT = f"{shlex.quote(sys.executable)} -m tests.mounted.tracefs_client"
 CPUS = ("--cpus", str(os.cpu_count()))
-"""libtracefs counts those of the host."""
+"""Options for as many CPUs as the host has, because libtracefs counts the host's CPUs."""
 
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Tracebacks of the cases that failed, all of them run on one mount."""
+    """Return the tracebacks of the failed cases. All cases have run on one mount."""
     told: dict[str, str] = json.loads(as_system(CLIENT, tmp_path_factory.mktemp("home"), *CPUS))
     return told
 

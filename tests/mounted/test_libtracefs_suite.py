@@ -1,4 +1,4 @@
-"""libtracefs's own unit tests over a mount, where the library's sources are to be had."""
+"""libtracefs's own unit tests on a mount, if the library's sources are available."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def sources() -> str:
-    """A source tree of libtracefs: distributions don't package its tests."""
+    """Return the path of libtracefs's sources, whose tests no distribution packages. Skip the test without
+    LIBTRACEFS_SOURCE.
+    """
     if (given := os.environ.get("LIBTRACEFS_SOURCE")) is None:
         pytest.skip("LIBTRACEFS_SOURCE names no source tree of libtracefs")
     return given

@@ -1,4 +1,4 @@
-"""machine/: load, clock, cpus and meminfo through the mount, which answers whatever runs behind it."""
+"""machine/: load, clock, cpus and meminfo of a mount, which answers requests while loads run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def counts(line: str) -> dict[str, str]:
 
 
 def times(files: Files) -> list[float]:
-    """Time stamps of the records, in seconds."""
+    """Return the times of the records, in seconds."""
     return [float(found[1]) for line in files.records() if (found := re.search(r" (\d+\.\d{6}): ", line))]
 
 
@@ -96,7 +96,9 @@ def test_the_clock_is_shown_and_set(files: Files) -> None:
 
 
 def test_records_follow_the_clock(files: Files) -> None:
-    """Guest code that reads the virtual clock is replaced; time never goes back."""
+    """After a change of the clock, records have times of the new clock, also in guest code that reads the
+    clock. Time never goes back.
+    """
     files.probe("p:reads vfs_read")
 
     def read_twice(pause: float) -> float:

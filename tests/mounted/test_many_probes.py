@@ -1,4 +1,4 @@
-"""Ten thousand probes: they fit, all fire, and go away again."""
+"""Ten thousand probes: definition, a hit of each probe, and removal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MANY = 10_000
 
 
 def probeable(files: Files) -> list[str]:
-    """Entries of all functions that take a probe, told by trying."""
+    """Return the functions whose entries take a probe, found by trying all functions of machine/kallsyms."""
     taken = []
     for line in files.lines("machine/kallsyms"):
         _, kind, name, *_ = line.split()

@@ -19,14 +19,14 @@ TASK = re.compile(r" *(?P<pid>\d+) +(?P<parent>\d+) +(?P<uid>\d+) (?P<state>\S) 
 
 
 def tasks(files: Files) -> dict[int, re.Match[str]]:
-    """machine/tasks by pid."""
+    """Return pid -> task, from the file machine/tasks."""
     found = (TASK.fullmatch(line) for line in files.lines("machine/tasks")[1:])
     return {int(task["pid"]): task for task in found if task is not None}
 
 
 @pytest.fixture
 def client(files: Files) -> Iterator[subprocess.Popen[str]]:
-    """A shell that reads commands, in the mount."""
+    """Yield a shell in the mount, which reads commands from a pipe."""
     shell = subprocess.Popen(
         ["bash", "--norc"], cwd=files.root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -36,7 +36,7 @@ def client(files: Files) -> Iterator[subprocess.Popen[str]]:
 
 
 def ask(client: subprocess.Popen[str], command: str) -> str:
-    """Let the shell run a command that prints one line; the line."""
+    """Let the shell run a command that prints one line, and return this line."""
     assert client.stdin is not None
     assert client.stdout is not None
     client.stdin.write(f"{command}\n")

@@ -1,4 +1,6 @@
-"""machine/modules: load and unload by writing, /proc/modules' text, and probes that follow a module."""
+"""machine/modules: loading and unloading by writes, the text as in /proc/modules, and probes on functions of
+modules.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,9 @@ def test_ordinary_users_see_no_address(directory: Path) -> None:
 
 
 def test_what_a_selftest_does(files: Files) -> None:
-    """Events on a module that is there, gone, and back; enabled in between."""
+    """Events on a function of a module stay while the module is unloaded, and can be enabled meanwhile. The
+    events record when the module is loaded again.
+    """
     place = "trace_printk:trace_printk_irq_work"
     files.write(MODULES, "load trace-printk")
     files.write("kprobe_events", f"p {place}\np:kprobes/event1 {place}\n")
@@ -135,7 +139,9 @@ def test_a_function_of_init_is_hit_while_the_module_loads(files: Files) -> None:
 
 
 def test_loading_while_files_are_watched(files: Files) -> None:
-    """The write itself is a system call of the guest then, and the load is one within it."""
+    """While probes are armed, a write to machine/modules is a system call of the guest, which loads or
+    unloads the module within this call.
+    """
     files.probe("p:load __x64_sys_init_module")
     files.probe("p:unload __x64_sys_delete_module")
     files.probe("p:text ktgt:ktgt_add")
@@ -155,7 +161,9 @@ def test_a_module_that_crashes_leaves_the_kernel_alive(files: Files) -> None:
 
 
 def test_files_whose_readers_wait_are_no_modules(files: Files) -> None:
-    """They say that they are regular, on tracefs as here."""
+    """Files whose readers wait, such as trace_pipe, are refused as modules, although stat(2) shows regular
+    files.
+    """
     for name in ("trace_pipe", "per_cpu/cpu0/trace_pipe", "per_cpu/cpu0/trace_pipe_raw"):
         with assert_errno(errno.EINVAL):
             files.write(MODULES, f"load {files.path(f'tracing/{name}')}\n")
@@ -163,7 +171,9 @@ def test_files_whose_readers_wait_are_no_modules(files: Files) -> None:
 
 
 def test_a_write_that_is_refused_has_done_nothing(shared: Files) -> None:
-    """What is malformed, and files that can't be read, are known before the first line is done."""
+    """If a line is malformed, or a module's file cannot be read, the write fails before its first line takes
+    effect.
+    """
     for name, text, number in (
         ("modules", "load counter\nload nosuch\n", errno.ENOENT),
         ("modules", "load counter\nreload\n", errno.EINVAL),
@@ -178,7 +188,9 @@ def test_a_write_that_is_refused_has_done_nothing(shared: Files) -> None:
 
 
 def test_a_file_system_that_does_not_answer(files: Files, tmp_path: Path) -> None:
-    """Its file is given up, and all that is written there meanwhile is done."""
+    """If the file system of a module's file does not answer, the load is given up. Meanwhile, other writes to
+    machine/modules take effect.
+    """
     slow = tmp_path / "slow"
     slow.mkdir()
     with subprocess.Popen([sys.executable, "-m", "tests.mounted.slow_files", str(slow)]) as process:

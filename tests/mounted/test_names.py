@@ -1,4 +1,6 @@
-"""Through a real mount: names that the host's kernel keeps, and that end with the kernel's own objects."""
+"""Names of events and instances on a real mount, which the host's kernel keeps until the mount removes the
+event or the instance.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ BELOW = {PER_EVENT[0]: ("enable", "filter"), PER_EVENT[1]: ("hits", "mode")}
 
 
 def use(files: Files) -> list[Path]:
-    """Look up the names of an event so that the host's kernel keeps them; return them, the deepest first."""
+    """Look up the names of an event until the host's kernel keeps the names. Return the names, the deepest
+    first.
+    """
     names = [files.path(f"{top}/{name}") for top, below in BELOW.items() for name in below]
     names += [files.path(name) for name in (*PER_EVENT, *GROUPS)]
     for _ in range(3):
@@ -32,7 +36,9 @@ def use(files: Files) -> list[Path]:
 
 
 def assert_gone(names: list[Path]) -> None:
-    """Assert that the host's kernel asks for each name, as it does not for removals of the wrong kind."""
+    """Assert that the host's kernel does not keep the names. With a kept name, a removal of the wrong kind
+    would not fail with ENOENT.
+    """
     for name in names:
         is_file = any(name.name in below for below in BELOW.values())
         with assert_errno(errno.ENOENT):
@@ -74,7 +80,9 @@ def test_names_that_a_dynamic_events_file_removes_are_gone_at_once(shared: Files
 
 
 def test_a_new_event_has_its_own_files(shared: Files) -> None:
-    """Of the same name: a return probe's stats have files that a probe's have not."""
+    """A new event with the name of a removed event has its own files. A probe's stats lack a file that a
+    return probe's stats have.
+    """
     shared.write("kprobe_events", "r:reads vfs_read\n")
     active = shared.path("kprobes/stats/kprobes/reads/active")
     for _ in range(3):
@@ -90,7 +98,7 @@ def test_a_new_event_has_its_own_files(shared: Files) -> None:
 
 
 def test_attributes_are_never_those_of_before(shared: Files) -> None:
-    """A name lasts, but not the mode, the owner and the number of subdirectories."""
+    """The host's kernel keeps a name, but not the mode, the owner and the number of subdirectories."""
     shared.write("kprobe_events", "p:reads vfs_read\n")
     group = shared.path(EVENTS)
     enable = group / "reads/enable"
@@ -104,7 +112,9 @@ def test_attributes_are_never_those_of_before(shared: Files) -> None:
 
 
 def test_a_process_in_a_removed_directory(shared: Files) -> None:
-    """It finds none of the files, and sees where it is as before."""
+    """In a removed directory, a process finds no files. The process can still ask for its working
+    directory.
+    """
     shared.write("kprobe_events", "p:reads vfs_read\n")
     script = "cat hits; read _; cat hits; pwd -P"
     inside = subprocess.Popen(
@@ -124,7 +134,7 @@ def test_a_process_in_a_removed_directory(shared: Files) -> None:
 
 
 def test_a_removed_instance_can_be_made_again(shared: Files) -> None:
-    """Files of the former are not taken for the new one's."""
+    """Files of a removed instance are not taken for the files of a new instance with the same name."""
     path = shared.path("tracing/instances/one")
     for clock in ("global", "counter", "uptime"):
         path.mkdir()
@@ -139,7 +149,9 @@ def test_a_removed_instance_can_be_made_again(shared: Files) -> None:
 
 
 def test_names_of_events_that_a_rebooted_kernel_removes(files: Files) -> None:
-    """A reboot keeps events and instances, whose names are those of other objects then."""
+    """A reboot keeps events and instances. Their names then belong to objects of the new kernel, and end when
+    these objects are removed.
+    """
     files.write("kprobe_events", "p:reads vfs_read\n")
     instance = files.path("tracing/instances/one")
     instance.mkdir()
@@ -158,7 +170,9 @@ def test_names_of_events_that_a_rebooted_kernel_removes(files: Files) -> None:
 
 
 def test_the_guest_sees_calls_that_end_with_a_name_that_was_kept(files: Files) -> None:
-    """rmdir(2) of a file fails before the host's kernel asks for more than the name."""
+    """rmdir(2) of a file is also a call in the guest, although the host's kernel needs only the file's name
+    to fail this call.
+    """
     if not Path("/proc/self/syscall").exists():
         pytest.skip("/proc doesn't say in which system call a process waits")
     names = ["kprobes/list", "tracing/events/enable", "tracing/trace"]
@@ -178,7 +192,9 @@ def test_the_guest_sees_calls_that_end_with_a_name_that_was_kept(files: Files) -
 
 
 def test_clients_that_look_up_while_names_end(shared: Files) -> None:
-    """They wait in the directories of the names, for which the host's kernel is told of the end."""
+    """Removed names are gone at once, also while other clients list the directories and make entries
+    there.
+    """
     script = "while :; do ls -lR tracing/events/kprobes kprobes/stats; mkdir tracing/events/kprobes/x; done"
     others = [
         subprocess.Popen(

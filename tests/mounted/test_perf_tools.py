@@ -1,6 +1,6 @@
-"""perf-tools over a mount: each tool with its options prints what the clients beside it did.
+"""perf-tools on a mount: each tool with its options prints what clients did at the same time.
 
-The table in docs/reference/compatibility.md says which of them can't, and why.
+The table in docs/reference/compatibility.md says which tools cannot run, and why.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ does all of it, because the tool waits for two seconds only.
 
 
 def _tool(tmp_path: Path, *commands: str) -> list[str]:
-    """What each command prints, one behind the other in one mount."""
+    """Return the output of each command. The commands run one after the other on one mount."""
     (tmp_path / "work.py").write_text(WORK)
     work = f'work() {{ {shlex.quote(sys.executable)} {tmp_path / "work.py"} "$@" & }}'
     each = "\n".join(f"{command}\necho =next=\nwait" for command in commands)
@@ -109,11 +109,13 @@ while True:
     os.rmdir(f"{name}.d")
     time.sleep(0.05)
 """
-"""Makes a file and a directory of its own name, the one that it is given, and fails to open another."""
+"""Program that makes a file and a directory of a given name, and fails to open another file, in a loop."""
 
 
 def _beside_two(tmp_path: Path, *commands: str, options: tuple[str, ...] = ()) -> list[str]:
-    """What each command prints while two processes work; $P is the one that is called mine."""
+    """Return the output of each command. Two processes work meanwhile; $P is the pid of the process named
+    `mine`.
+    """
     (tmp_path / "two.py").write_text(TWO)
     start = f"{shlex.quote(sys.executable)} {tmp_path / 'two.py'}"
     script = f"""
@@ -128,7 +130,9 @@ def _beside_two(tmp_path: Path, *commands: str, options: tuple[str, ...] = ()) -
 
 
 def test_funcslower(tmp_path: Path) -> None:
-    """By the host's clock: the guest's own has most calls last less than a microsecond."""
+    """funcslower prints only calls above the threshold. The mount uses the real clock, because most calls
+    take less than a microsecond of virtual time.
+    """
     slow, of_one, none = _beside_two(
         tmp_path,
         "funcslower-perf -d 0.5 -HtC do_sys_openat2 1",
@@ -144,7 +148,7 @@ def test_funcslower(tmp_path: Path) -> None:
 
 
 def test_one_process_alone(tmp_path: Path) -> None:
-    """-p and -L of each tool that has them: lines of one process, none of the other."""
+    """With -p or -L, each of these tools prints only lines of the selected process."""
     both, *alone = _beside_two(
         tmp_path,
         "functrace-perf -d 0.5 'vfs_mk*'",
@@ -163,7 +167,7 @@ def test_one_process_alone(tmp_path: Path) -> None:
 
 
 def test_live(tmp_path: Path) -> None:
-    """Without -d they print until they are interrupted, and leave nothing behind."""
+    """Without -d, the tools print until they are interrupted, and leave no tracer and no probe."""
     live = "timeout -s INT 1"
     reset = "cat /sys/kernel/tracing/current_tracer /sys/kernel/tracing/kprobe_events"
     trace, graph, probe, point = _beside_two(
@@ -183,7 +187,9 @@ def test_live(tmp_path: Path) -> None:
 
 @needs("gawk")
 def test_opensnoop(tmp_path: Path) -> None:
-    """With gawk where it takes mawk, which its program isn't for."""
+    """opensnoop prints all opened files, or selects by result, process and name. It runs gawk instead of
+    mawk, which cannot run opensnoop's program.
+    """
     gawk = "mount --bind $(command -v gawk) /usr/bin/mawk;"
     every, failed, mine, named = _beside_two(
         tmp_path,

@@ -1,4 +1,4 @@
-"""trace_pipe over the real kernel: who reads it sleeps inside the guest, and is woken by a hit."""
+"""trace_pipe of the real kernel: a reader sleeps inside the guest, and a hit wakes the reader."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ PIPE = "tracing/trace_pipe"
 
 @pytest.fixture
 def probed(files: Files) -> Files:
-    """A mount where mkdir in scratch/ is a hit."""
+    """Return the files of a mount on which a mkdir(2) in scratch/ hits a probe."""
     files.probe("p:made vfs_mkdir")
     return files
 
 
 @pytest.fixture
 def pipe(probed: Files) -> Iterator[int]:
-    """The pipe, open without blocking."""
+    """Yield a descriptor of trace_pipe with O_NONBLOCK."""
     descriptor = os.open(probed.path(PIPE), os.O_RDONLY | os.O_NONBLOCK)
     yield descriptor
     os.close(descriptor)
@@ -45,7 +45,7 @@ def hit(files: Files, name: str = "d") -> None:
 
 @pytest.fixture
 def reader(probed: Files) -> Iterator[subprocess.Popen[str]]:
-    """A cat that sleeps in the pipe."""
+    """Yield a `cat` that sleeps in a read of trace_pipe."""
     cat = subprocess.Popen(
         ["cat", probed.path(PIPE)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -56,7 +56,7 @@ def reader(probed: Files) -> Iterator[subprocess.Popen[str]]:
 
 
 def state_of(files: Files, pid: int) -> str | None:
-    """A task's letter in machine/tasks, None where it isn't there."""
+    """Return the state letter of a `cat` in machine/tasks, or None if the task is missing."""
     words = (line.split() for line in files.lines("machine/tasks"))
     return next((word[3] for word in words if word[0] == str(pid) and word[4] == "cat"), None)
 
@@ -71,7 +71,7 @@ def test_a_hit_wakes_the_reader(probed: Files, reader: subprocess.Popen[str]) ->
 
 
 def test_readers_of_one_open_file(pipe: int) -> None:
-    """Each is told EAGAIN, and sleeps on nowhere."""
+    """With O_NONBLOCK, all readers of one open file get EAGAIN, and none of them sleeps."""
     errors: list[int | None] = []
 
     def read() -> None:
@@ -165,7 +165,9 @@ def test_a_reader_killed_in_the_middle_of_many_hits(probed: Files, reader: subpr
 
 
 def test_the_exit_of_a_process_wakes_who_polls(files: Files) -> None:
-    """No process makes a request when the traced process ends."""
+    """The exit of a traced process wakes a poller of trace_pipe, although no process makes a request at that
+    time.
+    """
     # The mount knows this process as a client, and so the child as its descendant.
     files.write("tracing/events/sched/sched_process_exit/enable", "1")
     child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)

@@ -1,4 +1,4 @@
-"""A client decodes records of all kinds of probes with the profile of the newest version."""
+"""trace-cmd decodes records of all kinds of probes, with the profile of the newest version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole mount over a riscv64 kernel, with compressed instructions and without."""
+"""The whole mount with a riscv64 kernel, with and without compressed instructions."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ def test_returns_and_forks(files: Files) -> None:
 
 
 def test_each_hit_counts_whatever_way_it_goes(files: Files) -> None:
-    """Probes on instructions that are copied and simulated, one by a call, one on the function's end."""
+    """Each hit is counted for probes on copied instructions, on simulated instructions and at a function's
+    entry, and for a return probe.
+    """
     text = output(
         files,
         """

@@ -1,6 +1,7 @@
-"""Debian's kernel behind two mounts in turn: the same requests give the same trace, byte for byte.
+"""Debian's kernel on several mounts, one after the other: with the same seed, the same requests give the same
+trace, byte for byte.
 
---seed makes the daemon answer a RELEASE before the request that follows it.
+With --seed, the daemon answers a RELEASE before the next request.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ OTHER_SEED = 3
 
 
 def session(files: Files) -> str:
-    """By this process, which is the same client each time."""
+    """Make the same requests in each call, as the same client process, and return the trace."""
     for line in (
         "p:opens do_sys_openat2 name=+0(%si):ustring flags=+0(%dx):x64",
         "r:writes vfs_write $retval",

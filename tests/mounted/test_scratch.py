@@ -1,4 +1,4 @@
-"""scratch/: the guest's ramfs as shells, archivers and databases use a file system."""
+"""scratch/, the guest's ramfs, as shells, archivers and databases use a file system."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SLACK = 2.0
 
 @pytest.fixture
 def scratch(files: Files) -> Path:
-    """The directory itself."""
+    """Return the path of scratch/."""
     return files.path("scratch")
 
 
@@ -53,7 +53,9 @@ def test_owners(directory: Path) -> None:
 
 
 def check_owners(scratch: Path) -> None:
-    """What two users make belongs to each, and is kept from the other."""
+    """Assert that files belong to the user who makes them, and that another user can neither read nor remove
+    them.
+    """
     made = subprocess.run(
         ["sh", "-c", "mkdir d && echo x > d/f && chmod 600 d/f"],
         cwd=scratch,
@@ -233,7 +235,9 @@ def test_times_are_the_wall_clocks(scratch: Path) -> None:
 
 @pytest.mark.parametrize("is_probed", [False, True], ids=["alone", "probed"])
 def test_times_that_the_guest_can_not_keep(is_probed: bool, files: Files, scratch: Path) -> None:
-    """The next one that it can, as Linux's file systems have it."""
+    """A time that the guest cannot keep becomes the nearest time that the guest can keep, as in Linux's file
+    systems.
+    """
     if is_probed:
         files.write("kprobe_events", "p:e vfs_utimes")
         files.write("tracing/events/kprobes/enable", "1")

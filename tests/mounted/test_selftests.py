@@ -1,6 +1,6 @@
-"""A few of Linux 6.12's and 7.2's own ftrace selftests, unmodified, over the profile of their version.
+"""A few ftrace selftests of Linux 6.12 and 7.2, unmodified, with the profiles of these versions.
 
-`tests/conformance/ftracetest.sh --profile NAME` runs all of them.
+`tests/conformance/ftracetest.sh --profile NAME` runs all selftests.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ pytestmark = [
 SCRIPT = ROOT / "tests/conformance/ftracetest.sh"
 FETCH_SECONDS = 60
 SECONDS = 240
-"""Far more than the tests take, and than each of them may take."""
+"""Time limit in seconds, which is far longer than the tests take."""
 
 
 @cache
 def sources(version: str) -> str:
-    """The directory of a version's selftests, or why there is none."""
+    """Return the directory of a version's selftests, or the reason why the selftests cannot be fetched."""
     try:
         done = subprocess.run(
             [SCRIPT, "--fetch", version], capture_output=True, text=True, timeout=FETCH_SECONDS, check=False

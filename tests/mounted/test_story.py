@@ -1,4 +1,4 @@
-"""What a user does from mount to umount, in a shell, over the real kernel."""
+"""A user's session in a shell, from mount to umount, with the real kernel."""
 
 from __future__ import annotations
 

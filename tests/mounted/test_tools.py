@@ -1,4 +1,4 @@
-"""Programs for tracefs, unmodified, over a mount at the system's places."""
+"""Unmodified programs for tracefs, with a mount at the system's places of tracefs and debugfs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ class TestPlaces:
 
     def test_nothing_is_left(self, tmp_path: Path) -> None:
         def mounts() -> set[str]:
-            """All but what other tests have meanwhile, below the directory for temporary files."""
+            """Return the lines of mountinfo, except those of mounts that tests running in parallel made below
+            the temporary directory.
+            """
             lines = Path("/proc/self/mountinfo").read_text().splitlines()
             return {line for line in lines if gettempdir() not in line or str(tmp_path) in line}
 
@@ -68,7 +70,7 @@ class TestPlaces:
 
 @needs("kprobe-perf")
 def test_kprobe_perf(tmp_path: Path) -> None:
-    """perf-tools: a probe on what the client's own opens run."""
+    """`kprobe` of perf-tools prints hits of a function that a client's open(2) runs."""
     script = """
         cd /sys/kernel/debug/scratch
         (until [ -e "$HOME/done" ]; do echo a >a; sleep 0.05; done) &
@@ -112,7 +114,9 @@ def test_perf_probe(tmp_path: Path) -> None:
 
 @needs("perf")
 def test_perf_list(tmp_path: Path) -> None:
-    """All events that have an id, by readdir's types alone."""
+    """perf lists all events that have a file `id`. perf sees only the types of directory entries, and calls
+    no stat(2).
+    """
     script = """
         perf list 'sched:*'; echo =; perf list tracepoint; echo =
         cd /sys/kernel/tracing/events; ls -d */*/id
@@ -144,7 +148,9 @@ class TestTraceCmd:
         assert lines[4:] == ["1", ""]
 
     def test_record_and_report(self, tmp_path: Path) -> None:
-        """It asks the host how many CPUs there are, and wants a buffer of each."""
+        """trace-cmd records and reports a fork. trace-cmd asks the host for the number of CPUs, and needs a
+        buffer for each CPU.
+        """
         script = """
             cd "$HOME"
             (until [ -e recorded ]; do cat /sys/kernel/debug/machine/version; sleep 0.05; done) >/dev/null &
@@ -157,7 +163,7 @@ class TestTraceCmd:
         assert "sched_process_fork:   comm=bash pid=" in out
 
     CPUS = str(os.sysconf("SC_NPROCESSORS_CONF"))
-    """It asks the host how many CPUs there are, and wants a buffer of each."""
+    """trace-cmd asks the host for the number of CPUs, and needs a buffer for each CPU."""
     PROBE = """
         cd "$HOME"
         touch /sys/kernel/debug/scratch/many
@@ -169,10 +175,10 @@ for _ in range(int(sys.argv[1])):
     time.sleep(0.002)
 END
     """
-    """Beside it a program whose argument says how often it hits."""
+    """Script that defines a probe, and writes a program `load` whose argument is the number of hits."""
 
     def test_record_into_small_buffers_loses_nothing(self, tmp_path: Path) -> None:
-        """1000 records of 52 bytes through buffers of 32 KiB."""
+        """trace-cmd records 1000 hits of 52 bytes each through buffers of 32 KiB, without a loss."""
         script = f"""{self.PROBE}
             timeout 80 trace-cmd record -b 32 -e foo -o trace.dat {PYTHON} load 1000 >/dev/null
             trace-cmd report -i trace.dat >report
@@ -200,9 +206,10 @@ END
         assert as_system(script, tmp_path, "--cpus", self.CPUS) == "more\nmore\n0\n"
 
     def test_profile_ends(self, tmp_path: Path) -> None:
-        """Its readers wake at a full half of a buffer; what they hand over behind its command is lost.
+        """`trace-cmd profile` ends, and reports system calls.
 
-        That is trace-cmd's own: it looks into their pipes without waiting once it has told them to end.
+        The readers of trace-cmd wake when half of a buffer is full. Records that they hand over after the end
+        of the command are lost: by then, trace-cmd reads their pipes without waiting.
         """
         script = f"""{self.PROBE}
             cat >command <<'END'

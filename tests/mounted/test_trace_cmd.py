@@ -1,4 +1,4 @@
-"""trace-cmd where a system has its tracefs: what it decodes is what `trace` shows, line for line."""
+"""trace-cmd at the system's place of tracefs: the decoded records agree with the lines of `trace`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ pytestmark = [
 
 
 def _recorded(tmp_path: Path, options: str) -> tuple[list[str], list[str]]:
-    """The lines of `trace`, and those of the report on the same records out of trace_pipe_raw."""
-    # A recorder that trace-cmd stops before it has begun leaves the records of its CPU out.
+    """Return the lines of `trace`, and the lines of trace-cmd's report about the same records from
+    trace_pipe_raw.
+    """
+    # If trace-cmd stops a recorder before the recorder has begun, the records of its CPU are missing.
     begun = "readlink /proc/[0-9]*/fd/* 2> /dev/null | grep -c trace_pipe_raw"
     wait = f"until [ $({begun}) -ge $(ls -d /sys/kernel/tracing/per_cpu/cpu* | wc -l) ]; do :; done"
     calls = f"{wait}; mkdir made; rmdir made; echo 0 > /sys/kernel/tracing/tracing_on"
@@ -42,7 +44,7 @@ def _recorded(tmp_path: Path, options: str) -> tuple[list[str], list[str]]:
 
 def test_function(tmp_path: Path) -> None:
     shown, report = _recorded(tmp_path, "-p function -l vfs_mkdir -l vfs_rmdir")
-    # Its plugin leaves the caller out, if not asked for it.
+    # By default, the plugin of trace-cmd leaves the caller out.
     calls = [line.split(": ", 1)[1].split(" <-")[0] for line in shown]
     assert [line.split("function:")[1].split()[0] for line in report] == calls
     assert "vfs_mkdir" in calls

@@ -1,4 +1,4 @@
-"""Triggers and histograms over the real kernel: delays, names and call chains of real requests."""
+"""Triggers and histograms on the real kernel: delays, names and call chains of real requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPENED, MADE = "tracing/events/kprobes/opened", "tracing/events/kprobes/made"
 
 @pytest.fixture
 def probed(files: Files) -> Files:
-    """Two events that a mkdir hits one after the other; neither is enabled."""
+    """Define two disabled events that a mkdir(2) hits one after the other. Return the files of the mount."""
     files.write("tracing/kprobe_events", "p:opened do_mkdirat mode=%dx:u32\np:made vfs_mkdir mode=%cx:u32\n")
     return files
 

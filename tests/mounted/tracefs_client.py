@@ -1,9 +1,10 @@
 """A client in `kprobefs run` that uses the mount by libtracefs, as programs in C do.
 
-    tracefs_client.py [CASE...]
+tracefs_client.py [CASE...]
 
-Runs functions of CASES; prints a line of JSON: what failed, as a traceback by name. With
-$TRACING the library is told where to look; of 1.6 some calls look for a tracefs of the system all the same.
+Runs the functions CASE, or all functions of CASES. Prints one line of JSON: name -> traceback of each failed
+case. $TRACING is the directory for the library; some calls of version 1.6 still look for a tracefs of the
+system.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ ON_NAME = ctypes.CFUNCTYPE(c_int, c_char_p, c_void_p)
 
 
 class Library:
-    """Functions of libtracefs and libtraceevent, by name; those that don't return an int are in RESULTS."""
+    """The functions of libtracefs and libtraceevent, as attributes. RESULTS has the types of results other
+    than int.
+    """
 
     def __init__(self) -> None:
         self._events = ctypes.CDLL("libtraceevent.so.1", ctypes.RTLD_GLOBAL)
@@ -232,7 +235,7 @@ def instances() -> None:
 @case
 def systems_and_events() -> None:
     systems = strings(lib.tracefs_event_systems(None))
-    # Those of ftrace itself can't be enabled.
+    # The events of ftrace itself cannot be enabled.
     assert sorted(systems) == sorted(path.parent.name for path in TRACING.glob("events/*/enable"))
     for system in systems:
         listed = strings(lib.tracefs_system_events(None, system.encode()))
@@ -338,7 +341,9 @@ def records_of_each_cpu() -> None:
 
 @case
 def pages_of_a_cpu() -> None:
-    """Buffered: by splice(2), as trace-cmd takes them; the last page, which isn't full, by a flush."""
+    """Full pages of a CPU are read by splice(2), as by trace-cmd, and the last page, which is not full, by a
+    flush.
+    """
     with instance() as made:
         pages = b""
         reader = pointer(lib.tracefs_cpu_open(made, 0, c_bool(True)))
@@ -478,7 +483,7 @@ def sizes_and_masks() -> None:
 
 
 def main() -> None:
-    """Run all cases. A case that fails does not restore the mount."""
+    """Run the selected cases, or all cases. A case that fails leaves its changes on the mount."""
     if "TRACING" in os.environ:
         assert lib.tracefs_set_tracing_dir(str(TRACING).encode()) == 0
     failed = {}

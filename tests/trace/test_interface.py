@@ -1,4 +1,6 @@
-"""Interfaces of tracefs: rules with the versions that have them, and what decides in a command."""
+"""Interfaces of tracefs: rules with the versions of Linux that have them. Only these rules decide how a
+command is answered.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from tests.trace.events.kernel import Function, errno_of, make_kernel
 
 
 class Made(LinuxRule):
-    """Three rules: one that came, one that went, and one that a kernel's texts tell."""
+    """Three rules: CAME began with a version, WENT ended with a version, and TOLD is found by a kernel's
+    texts.
+    """
 
     CAME = "6.12", "came", "here.c:came"
     WENT = "5.10", "went", "here.c:went", "", "7.2"
@@ -87,7 +91,9 @@ COMMANDS = (
 
 
 def answers(interface: Interface) -> list[tuple[str, list[str], list[str]]]:
-    """errno, error_log and kprobe_events behind each command, in a kernel of its own."""
+    """Return errno, error_log and kprobe_events after each of COMMANDS. Each command is written to a new
+    kernel.
+    """
     found = []
     for command in COMMANDS:
         kernel = make_kernel(interface=interface)
@@ -97,7 +103,7 @@ def answers(interface: Interface) -> list[tuple[str, list[str], list[str]]]:
 
 
 def test_rules_alone_decide_and_not_a_name_or_a_release() -> None:
-    """No code compares versions: an interface of any name answers by its rules."""
+    """An interface answers by its rules, whatever its name and release are. No code compares versions."""
     versions = [INTERFACES[f"linux-{version}"] for version in ("5.10", "6.1", "6.12", "7.2")]
     for each, other in zip(versions, reversed(versions), strict=True):
         assert answers(Interface(other.name, other.release, each.rules, each.texts)) == answers(each)
@@ -105,7 +111,9 @@ def test_rules_alone_decide_and_not_a_name_or_a_release() -> None:
 
 
 def test_each_later_rule_of_definitions_changes_an_answer() -> None:
-    """A rule that nobody asks for would be no rule."""
+    """Each rule about definitions that came after 6.1 changes an answer. A rule without any effect would be
+    useless.
+    """
     old = INTERFACES["linux-6.1"]
     before = answers(old)
     for rule in (

@@ -1,4 +1,4 @@
-"""Files of tracefs that came after Linux 6.1, over the own kernel with profiles of 6.12 and 7.2."""
+"""Files of tracefs that came after Linux 6.1, on kprobefs's own kernel with the profiles of 6.12 and 7.2."""
 
 from __future__ import annotations
 
@@ -157,7 +157,9 @@ def test_earlier_kernels_know_no_events_of_modules(old: Kernel) -> None:
     ],
 )
 def test_sizes_of_markers(profile: str, longest: int, taken: int, shown: list[int], text: int) -> None:
-    """Bytes that are shown of raw markers of 4, 10 and 17 bytes, and what is taken of long markers."""
+    """Sizes of markers by version: the shown bytes of raw markers of 4, 10 and 17 bytes, and the length that
+    is taken of long markers.
+    """
     with Kernel(profile=profile_named(profile)) as kernel:
         write = kernel.trace.write_raw_marker
         for size in (3, longest + 1):
@@ -174,7 +176,7 @@ def test_sizes_of_markers(profile: str, longest: int, taken: int, shown: list[in
 
 @pytest.mark.parametrize(("profile", "depth"), [("linux-6.1", "."), ("linux-6.12", "."), ("linux-7.2", "1")])
 def test_preemption_depth_of_markers(profile: str, depth: str) -> None:
-    """Also in filters of the markers' triggers."""
+    """Since Linux 7.2, markers have a preemption depth of 1, in the trace and in filters of triggers."""
     with Kernel(profile=profile_named(profile)) as kernel:
         kernel.write_file("tracing/events/ftrace/print/trigger", "traceoff if common_preempt_count == 1")
         kernel.trace.write_raw_marker(b"\1\0\0\0data")
@@ -203,7 +205,7 @@ SIZE = "tracing/buffer_subbuf_size_kb"
 
 
 def data_size(kernel: Kernel) -> int:
-    """The size of a page's data in bytes, by events/header_page."""
+    """Return the size of a page's data in bytes, from events/header_page."""
     (size,) = re.findall(r"char data;.*size:(\d+);", kernel.read_file("tracing/events/header_page"))
     return int(size)
 
@@ -214,7 +216,7 @@ def marks(kernel: Kernel, directory: str = "tracing") -> list[str]:
 
 
 def test_values_of_the_size_of_pages(kernel: Kernel) -> None:
-    """The answers are those of Debian's 6.12.117 and 7.2.13."""
+    """buffer_subbuf_size_kb refuses and rounds values as in Debian's 6.12.117 and 7.2.13."""
     for text in ("0", "-1", "x", "513", "18014398509481984"):
         assert refused(kernel, SIZE, text) == errno.EINVAL
     assert refused(kernel, SIZE, "99999999999999999999") == errno.ERANGE
@@ -244,7 +246,9 @@ def test_a_new_size_of_pages_removes_records_and_keeps_the_capacity(kernel: Kern
 
 
 def test_pages_of_another_size_hold_what_guest_code_records(kernel: Kernel) -> None:
-    """Each page but the last is full: the next record, of 28 bytes, would not have fitted."""
+    """Guest code fills pages of another size. Each page except the last has no room for another record, which
+    takes 28 bytes.
+    """
     kernel.write_file("tracing/buffer_size_kb", "64")
     kernel.write_file(SIZE, "16")
     kernel.write_file("tracing/kprobe_events", "p:filling gcd a=%di:u32")
@@ -307,8 +311,8 @@ def test_each_array_and_its_snapshot_have_one_size_of_pages(kernel: Kernel) -> N
 def test_buffers_by_version(profile: str, fields: tuple[str, ...], size: int, sizes: list[str]) -> None:
     """The page header, the size of a marker, and the sizes of buffers are those of Debian's kernels.
 
-    The sizes are those of the top array after an event was enabled in an instance, of the instance, and of
-    the top array after a refused write to `snapshot`.
+    `sizes` has the top array after an event was enabled in an instance, the instance, and the top array after
+    a refused write to `snapshot`.
     """
     with Kernel(profile=profile_named(profile)) as kernel:
         shown = re.findall(
@@ -338,7 +342,9 @@ def test_buffers_by_version(profile: str, fields: tuple[str, ...], size: int, si
     [("linux-6.1", True, "r10:"), ("linux-6.1", False, "r1:"), ("linux-6.12", False, "r10:")],
 )
 def test_default_maxactive_by_version(rules: str, preemption: bool, shown: str) -> None:
-    """Without preemption, the answers are those of kernels built so from Debian's sources."""
+    """The default maxactive depends on the version and on preemption. Without preemption, the answers are
+    those of kernels built from Debian's sources.
+    """
     profile = replace(profile_named(rules), preemption=preemption)
     with Kernel(profile=profile) as kernel:
         kernel.write_file("tracing/kprobe_events", "r:x vfs_read")
@@ -368,7 +374,7 @@ def test_options_belong_to_their_versions() -> None:
 
 
 def text_of(version: str) -> tuple[str, ...]:
-    """The versions up to this one."""
+    """Return the known versions of Linux up to `version`."""
     versions = ("5.10", "6.1", "6.12", "7.2")
     return versions[: versions.index(version) + 1]
 
@@ -381,7 +387,9 @@ def text_of(version: str) -> tuple[str, ...]:
     ],
 )
 def test_option_fields_shows_all_fields(profile: str, word: str, text: str) -> None:
-    """As Debian's kernels do, also for entries that are no event's."""
+    """The option `fields` shows all fields of an event, as in Debian's kernels. A marker, which belongs to no
+    event, has an unknown type.
+    """
     with Kernel(profile=profile_named(profile)) as kernel:
         address = kernel.kallsyms_lookup_name("gcd")
         shown = word.format(address=address, signed=address - (1 << 64))
@@ -493,7 +501,9 @@ def test_lazy_reschedules_have_letters_where_the_flag_exists() -> None:
 
 
 def test_symbols_of_the_kernel_hide_those_of_modules() -> None:
-    """A name in the kernel and in a module is ambiguous before 7.2; twice in the kernel it always is."""
+    """Before 7.2, a name in the kernel and in a module is ambiguous. A name that the kernel has twice is
+    ambiguous in all versions.
+    """
     functions = [
         Function("both", 0xFFFFFFFF81000100, size=16),
         Function("both", 0xFFFFFFFFC0230000, size=16, module="ktgt"),
@@ -510,7 +520,9 @@ def test_symbols_of_the_kernel_hide_those_of_modules() -> None:
 
 
 def test_records_of_system_calls_have_strings_and_bytes_of_their_arguments(kernel: Kernel) -> None:
-    """The texts are those of Debian's 7.2.13 for the same calls."""
+    """Records of system calls show strings and bytes of their arguments, up to the written limit. The texts
+    are those of Debian's 7.2.13.
+    """
     size = "tracing/syscall_user_buf_size"
     client = Client(4001, 0, 0)
     mount = kernel.mount()

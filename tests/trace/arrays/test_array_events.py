@@ -1,4 +1,4 @@
-"""set_event: which events a word means, and what it does to them."""
+"""set_event: which events a written word selects, and how the word enables and disables these events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def events(kernel: Kernel) -> ArrayEvents:
 
 
 def enabled(events: ArrayEvents) -> str:
-    """Enabled kprobe events, in order of making."""
+    """Return the last letter of each enabled event's name, in the order of the definitions."""
     return "".join(line[-2] for line in reversed(events.records()))
 
 
@@ -90,7 +90,9 @@ def test_one_that_fails_does_not_keep_the_others(kernel: Kernel, events: ArrayEv
 def test_a_uprobe_event_among_others_does_not_keep_them(
     kernel: Kernel, events: ArrayEvents, word: str
 ) -> None:
-    """It can't be enabled: its refusal is the answer, and all others that the word means are switched."""
+    """A write that selects a uprobe event fails with EOPNOTSUPP, because such events cannot be enabled. All
+    other selected events are switched.
+    """
     uprobe = b"p:kprobes/program /bin/true:0x10\n"
     kernel.tracing.uprobe_events.write(uprobe)
     try:

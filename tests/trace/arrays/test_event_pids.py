@@ -1,4 +1,4 @@
-"""set_event_pid: what is written, and whose events are recorded."""
+"""set_event_pid: how written pids are parsed, and the tasks whose events are recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.trace.events.kernel import errno_of
 from tests.trace.events.plain_event import PlainEvent
 
 PAIRS = ((5, 9), (9, 5), (8, 9))
-"""The current task and the other one."""
+"""Pairs of pids: the current task, and the other task of the event."""
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_writes_append_and_truncating_clears() -> None:
 
 
 class Counted(int):
-    """A pid that counts comparisons of its kind."""
+    """A pid that counts comparisons between objects of this class."""
 
     compared = 0
 
@@ -103,7 +103,9 @@ def test_reading_a_long_list_in_pieces_sorts_it_once() -> None:
 
 
 def test_a_change_keeps_the_pids_that_were_there() -> None:
-    """A list of 100,000 pids is neither copied nor compared at each write of one pid."""
+    """Writes, forks and exits change the set of pids in place. A long list is neither copied nor compared for
+    a single pid.
+    """
     changes = 0
 
     def changed() -> None:
@@ -167,7 +169,7 @@ def test_children_follow() -> None:
 
 
 class _Scheduled(PlainEvent):
-    """An event of the scheduler: the pid of the other task is all that it holds."""
+    """An event of the scheduler whose record holds only the pid of the other task."""
 
     def __init__(self, name: str) -> None:
         super().__init__("sched", name, [], "")

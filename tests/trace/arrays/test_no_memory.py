@@ -1,4 +1,6 @@
-"""Where memory for ring buffers is refused, at whichever allocation: ENOMEM, and all is as before."""
+"""If memory for a ring buffer cannot be allocated, at whichever allocation, the operation fails with ENOMEM
+and changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ OPERATIONS: dict[str, Callable[[TraceArrays], object]] = {
 
 
 class Limited:
-    """Lets so many allocations succeed."""
+    """A memory allocator whose first `spared` allocations succeed. Later allocations fail."""
 
     def __init__(self, spared: int) -> None:
         self._left = spared
@@ -37,7 +39,9 @@ class Limited:
 
 
 def state(kernel: Kernel) -> tuple[object, ...]:
-    """Memory that is given out, what it is for, and what the files say of it."""
+    """Return the amounts of memory in use, the places of the ring buffers, two texts of files, and the names
+    of the instances.
+    """
     memory, top = kernel.machine.records, kernel.trace
     places = [buffer.place for buffer in (*top.buffers, *top.snapshot.buffers)]
     texts = top.buffer_size_text(0), top.snapshot_text()

@@ -1,4 +1,4 @@
-"""snapshot: events set aside, as text and as pages."""
+"""The file snapshot: records that were moved to the second buffer, as text and as raw pages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def test_one_takes_it(bench: Bench) -> None:
 
 
 def test_events_that_are_recorded_here_follow_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function may take thousands a second, and there are thousands of events."""
+    """A snapshot notifies only the events that are enabled in its trace array. A function may take thousands
+    of snapshots a second, and thousands of events exist.
+    """
     told: list[TextEvent] = []
 
     def changed(event: TextEvent) -> None:
@@ -128,7 +130,9 @@ def test_pages_of_a_cpu(bench: Bench) -> None:
 
 
 def test_pages_for_splice_are_those_of_read(bench: Bench) -> None:
-    """But for the page that is still written to, which read alone takes."""
+    """Splicing returns the same pages as reading, except the page that is still being written, which only a
+    read returns.
+    """
     bench.array.resize_buffer(64, None)
     for n in range(1000):
         bench.record("a", 1000 + n)

@@ -1,4 +1,4 @@
-"""The options stacktrace and userstacktrace: a record with the call chain behind each event's."""
+"""The options stacktrace and userstacktrace: a record of the call chain follows the record of each event."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _mkdir(kernel: Kernel, name: str) -> None:
 
 
 def _records(tree: NodeTree) -> list[str]:
-    """What each record says, with its chain in the same string."""
+    """Return the texts of the records in the trace. The text of a stack includes all of its lines."""
     lines = [line for line in read(tree, f"{T}/trace").splitlines() if not line.startswith("#")]
     return re.split(r"\n(?! =>)", "\n".join(line.split(": ", 1)[-1] for line in lines))
 
@@ -45,7 +45,9 @@ def _chain(record: str) -> list[str]:
 
 
 def test_a_stack_behind_each_event(kernel: Kernel, tree: NodeTree) -> None:
-    """Of probes, at their first hit and as guest code, of returns, and of the kernel's own events."""
+    """While the option stacktrace is set, a stack follows each record of probes, of return probes and of the
+    kernel's own events. Guest code handles some of these hits.
+    """
     write(tree, f"{T}/kprobe_events", "p:made vfs_mkdir\nr:back vfs_mkdir\n")
     for event in ("kprobes/made", "kprobes/back", "kmem/kmem_cache_alloc"):
         write(tree, f"{T}/events/{event}/enable", "1")

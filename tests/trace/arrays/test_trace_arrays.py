@@ -1,4 +1,6 @@
-"""Instances: made, used, removed; each records what it has enabled, and nothing else."""
+"""The making, use and removal of trace instances. An instance records only the events that are enabled in
+this instance.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def test_the_task_of_a_hit_is_read_once_for_all(
 
 
 def test_thread_groups_of_hits_are_recorded(kernel: Kernel, arrays: TraceArrays) -> None:
-    """Of those that guest code handled before the option was set, too, as soon as they come again."""
+    """With the option record-tgid, records have the thread group, also of events whose hits guest code
+    handled before the option was set.
+    """
     one = arrays.make("one")
     one.events.write(b"a")
     for value in (0, 0, 1, 1):

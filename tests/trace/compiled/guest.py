@@ -1,4 +1,6 @@
-"""A guest to run compiled handlers in: mapped memory, a task, ring buffers, and the same hit for Python."""
+"""A guest that runs compiled handlers, with mapped memory, a task and ring buffers. Python handles the same
+hits for comparison.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,7 @@ TARGETS = {
 
 
 class Memory:
-    """The mapped ranges of the address space."""
+    """The mapped ranges of a guest's address space."""
 
     def __init__(self) -> None:
         self.stretches: dict[int, bytearray] = {}
@@ -119,7 +121,7 @@ class Memory:
 
 @dataclass
 class Numbers:
-    """The memory as numbers, for the interpreter of handler programs."""
+    """Memory that is read and written as numbers, for the interpreter of handler programs."""
 
     memory: Memory
 
@@ -135,7 +137,7 @@ class Numbers:
 
 @dataclass
 class Hit:
-    """A ProbeHit that reads the same memory."""
+    """A ProbeHit that reads the guest's memory."""
 
     regs: Any
     memory: Memory
@@ -151,7 +153,9 @@ class Hit:
 
 @dataclass(eq=False)
 class RingRecorder(Recorder):
-    """A Recorder with two equal ring buffers, of which guest code writes to the second."""
+    """A Recorder with two equal ring buffers: Python writes to the first, and guest code writes to the
+    second.
+    """
 
     guest: Guest
     number: int
@@ -187,7 +191,7 @@ class RingRecorder(Recorder):
         return self.guest_ring.make_room(length, time)
 
     def event_switched(self, _event: TraceEvent, /, *, enabled: bool) -> None:
-        """Do nothing, because nothing depends on it."""
+        """Do nothing: this recorder does not depend on which events are enabled."""
 
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit) -> RawEntry:
         return RawEntry(
@@ -206,7 +210,7 @@ class RingRecorder(Recorder):
             self.guest.host_saved += [PID] * self.saves_comm
 
     def event_removed(self, event: TraceEvent) -> None:
-        """Do nothing."""
+        """Do nothing when an event is removed."""
 
     def same(self) -> None:
         """Check that both ring buffers contain the same bytes."""
@@ -226,7 +230,9 @@ class RingRecorder(Recorder):
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of a kernel's mark that rescheduling is needed; its preempt count is at offset 0x7C."""
+    """The place where a kernel marks that rescheduling is needed. The preempt count is at offset 0x7C of the
+    CPU's area.
+    """
 
     need_resched: int
     resched: NeedResched
@@ -240,7 +246,7 @@ LAYOUTS = (
     Layout(0x68, NeedResched(), has_interrupt_mask=True),
     Layout(0x7C, NeedResched(1 << 31, (0x300, 1 << 3))),
 )
-"""Layouts: next to the preempt count, apart from it, and in the same word, as in Linux on x86."""
+"""Layouts: the mark is next to the preempt count, apart from it, or in the same word, as in Linux on x86."""
 
 
 class Guest:
@@ -372,7 +378,7 @@ class Guest:
         ).run(program)
 
     def _next_page(self, _address: int) -> None:
-        """Run the code that CallPerCpu calls, with virtual registers of its own."""
+        """Run the code for the next page, which CallPerCpu calls, with separate virtual registers."""
         builder = ProgramBuilder()
         NextPageEmitter(builder, self.word, self.places.request).emit()
         memory = Numbers(self.memory)

@@ -1,4 +1,6 @@
-"""Compiled handlers leave the same bytes in the ring buffer as those in Python, whatever they fetch."""
+"""Compiled handlers write the same bytes to the ring buffer as handlers in Python, whatever arguments an
+event fetches.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def test_records_are_equal(arch: str, data: st.DataObject) -> None:
 
 
 STEP_MARGIN = 57
-"""So that one of the pauses gives the longest delta that needs no time extend."""
+"""Margin with which one of the pauses gives the longest delta without a time extend."""
 
 
 def set_filter(kernel: Kernel, event: KprobeTraceEvent, recorder: RingRecorder, text: str) -> None:
@@ -77,7 +79,7 @@ FILLING = [
     for overwrite, order in ((True, 0), (False, 0), (True, 1))
     for k in range(len(TARGETS))
 ]
-"""Each with one architecture first."""
+"""Cases for all architectures. In a short run, share() takes one architecture for each case."""
 
 
 @pytest.mark.parametrize(("args", "overwrite", "order", "arch"), share(FILLING, 0, len(TARGETS)))
@@ -103,7 +105,9 @@ def test_pages_fill_up(args: str, overwrite: bool, order: int, arch: str) -> Non
 
 
 def on_one(cases: Sequence[_T]) -> Sequence[tuple[_T, str]]:
-    """Return each case with one architecture, or in a whole run with all of them."""
+    """Return pairs of a case and an architecture: one architecture for each case, or all architectures in a
+    whole run.
+    """
     targets = list(TARGETS)
     count = len(targets)
     return share(
@@ -116,7 +120,9 @@ LONG = [(length, room) for length in (4094, 4095, 4096, 4097, 5000) for room in 
 
 @pytest.mark.parametrize(("sizes", "arch"), on_one(LONG))
 def test_long_strings(sizes: tuple[int, int], arch: str) -> None:
-    """They are cut at 4096 bytes, the NUL included; an entry so large is never recorded, but counts."""
+    """Strings are cut at 4096 bytes, including the NUL. An entry with two such strings is too large to be
+    recorded, but is counted.
+    """
     length, room = sizes
     _, event = defined("+0(%di):string +0(%di):string", arch)
     guest = Guest(arch=arch)

@@ -1,4 +1,4 @@
-"""Events of returns: what guest code records is what Python does."""
+"""Return events: guest code writes the same records as Python."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def test_records_of_returns_are_equal(arguments: str) -> None:
 
 @pytest.mark.parametrize("arguments", ["x=%cx", "x=%di r=$retval", "x=%flags"])
 def test_what_the_function_has_overwritten_is_left_to_python(arguments: str) -> None:
-    """What guest code would find there is its own."""
+    """Return events that fetch cx, di or flags are left to Python. In guest code, these registers have values
+    of that code.
+    """
     kernel = make_kernel()
     kernel.events.write(f"r:a vfs_read {arguments}\n".encode())
     [event] = kernel.events.events()

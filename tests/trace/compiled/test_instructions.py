@@ -1,4 +1,6 @@
-"""How many guest instructions a hit of an event takes, from the probed instruction to the next one."""
+"""The number of guest instructions that a hit of an event takes, from the probed instruction to the next
+instruction.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,8 @@ MAX_INSTRUCTIONS = {
 
 @pytest.mark.parametrize(("arch", "mode"), MAX_INSTRUCTIONS)
 def test_a_record_is_short(arch: str, mode: str) -> None:
-    """The calls are made with interrupts disabled, which must not lead to the code for unusual contexts."""
+    """A compiled hit takes few instructions. The calls run with interrupts disabled, which must not lead to
+    the code for unusual contexts.
+    """
     figure = bench.measure(bench.HitCase(bench.EVENT, mode, arch), hits=50, rounds=2)
     assert 20 < figure.instructions <= MAX_INSTRUCTIONS[arch, mode]

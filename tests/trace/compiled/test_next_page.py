@@ -1,4 +1,6 @@
-"""The tail steps to the next page in guest code as on the host; the host is asked in all other cases."""
+"""Guest code moves the tail of a ring buffer to the next page exactly as the host does. In all other cases,
+guest code asks the host.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ PAGES_AT, PER_CPU, CONTROL_AT = 0xE0001000, 0xC1100000, 0x400
 
 
 class Watched(Regions):
-    """Memory of a guest that calls back before each store."""
+    """A guest's memory that calls `before` before each store."""
 
     before: Callable[[], None] | None = None
 
@@ -39,7 +41,9 @@ class Watched(Regions):
 
 
 class GuestRing:
-    """A ring buffer whose tail guest code moves, and one that the host writes, with the same events."""
+    """Two ring buffers with the same events: guest code moves the tail of the first, and the host writes the
+    second.
+    """
 
     def __init__(self, pages: int, bits: int, *, overwrite: bool = True, order: int = 0) -> None:
         self.bits = bits
@@ -75,7 +79,9 @@ class GuestRing:
         return not self.memory.read(PER_CPU + LENGTH, 4)
 
     def write(self, payload: bytes, time: int) -> bool:
-        """Write an event to both buffers, as ring_layout.py says that guest code does it."""
+        """Write an event to both buffers. Guest code moves the tail in the cases that ring_layout.py
+        describes.
+        """
         ring = self.guest
         control = RingControl.from_buffer(ring.place.control_block)
         length = event_size(len(payload))
@@ -119,7 +125,7 @@ def test_both_buffers_are_equal_after_each_operation(seed: int, overwrite: bool)
     rng = random.Random(seed)
     ring = GuestRing(rng.choice((2, 3, 5)), (64, 32)[seed % 2], overwrite=overwrite, order=seed % 3 // 2)
     sizes = rng.choice(((90, 196, 300), (900,), (20, 24, 2000), (192,)))
-    # The time and the counters exceed 4 bytes.
+    # Make the time and the counters exceed 4 bytes.
     now = (1 << 32) - 1000
     for ring_of in (ring.guest, ring.host):
         RingControl.from_buffer(ring_of.place.control_block).entries_bytes = (1 << 32) - 2000
@@ -162,7 +168,9 @@ def test_the_host_is_asked_for_the_first_page_only(order: int, bits: int) -> Non
 
 
 def test_a_full_buffer_that_must_not_overwrite_asks_the_host_for_each_event() -> None:
-    """The host counts the events that it drops."""
+    """If a full ring buffer must not overwrite, guest code asks the host for each event, because the host
+    counts dropped events.
+    """
     ring = GuestRing(2, 64, overwrite=False)
     recorded = sum(ring.write(bytes(16), 1000 + number) for number in range(1000))
     ring.same()
@@ -173,7 +181,9 @@ def test_a_full_buffer_that_must_not_overwrite_asks_the_host_for_each_event() ->
 
 @pytest.mark.parametrize("bits", [64, 32])
 def test_an_end_between_any_two_stores(bits: int) -> None:
-    """A process that ends within the step loses no event, and recovery finds no damage."""
+    """If the process ends between any two stores of the step, no event is lost, and recovery finds no
+    damage.
+    """
     rng = random.Random(7)
     ring = GuestRing(3, bits)
     images: list[tuple[bytes, bytes]] = []
@@ -203,7 +213,9 @@ VALUES = (0, 1, 3, 4, 31, 4095, 1 << 31, 0x1234_5678_9ABC_DEF0, (1 << 64) - 1)
 
 @pytest.mark.parametrize("bits", [64, 32])
 def test_damaged_words_do_not_lead_out_of_the_buffer(bits: int) -> None:
-    """The interpreter refuses accesses outside of the buffer's memory and control block."""
+    """A damaged word in the buffer does not make guest code access other memory. The interpreter would refuse
+    such an access.
+    """
     words = [name for name, *_ in RingControl._fields_ if name not in (*_GEOMETRY, "reserved")]
     places = [(PER_CPU, CONTROL_AT + offset_of(word)) for word in words]
     places += [(PAGES_AT, 8 * (SLOTS + index)) for index in range(3 + 4)]

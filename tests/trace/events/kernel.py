@@ -181,7 +181,9 @@ class Backend:
 
 @dataclass
 class Hit:
-    """A ProbeHit that reads from a few pieces of memory; the rest of their pages is not mapped."""
+    """A ProbeHit that reads from a few pieces of memory. The rest of their pages is zero, and other pages are
+    not mapped.
+    """
 
     regs: Any = field(default_factory=lambda: SimpleNamespace(**dict.fromkeys(REGISTERS, 0)))
     memory: dict[int, bytes] = field(default_factory=dict)
@@ -205,7 +207,7 @@ class Hit:
 
 @dataclass(eq=False)
 class FakeRecorder(Recorder):
-    """A Recorder that keeps all entries; the pid of its task is 42."""
+    """A Recorder that keeps all entries. Their pid is 42."""
 
     entries: list[tuple[TraceEvent, bytes]] = field(default_factory=list)
     removed: list[TraceEvent] = field(default_factory=list)
@@ -282,7 +284,7 @@ def make_kernel(
     interface: Interface = LINUX_6_1,
     types: Btf | None = None,
 ) -> Kernel:
-    """Return a kernel without events."""
+    """Return a stand-in for a kernel, without events."""
     symbols: Any = Symbols(functions, modules)
     backend: Any = Backend(symbols)
     recorder = recorder or FakeRecorder()

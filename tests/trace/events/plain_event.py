@@ -1,4 +1,4 @@
-"""An event without a probe, like those of the kernel itself."""
+"""A trace event without a probe, like the kernel's own events."""
 
 from __future__ import annotations
 

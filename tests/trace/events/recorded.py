@@ -1,4 +1,4 @@
-"""Recorded answers of a real kernel, on machines that have the recordings."""
+"""Access to recorded answers of a real kernel, on machines that have the recordings."""
 
 from __future__ import annotations
 

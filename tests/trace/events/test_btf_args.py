@@ -1,6 +1,7 @@
-"""Arguments by name, `$arg*`, entry arguments of return events, %pd, and the refusals of Linux 6.12.
+"""Arguments of events as in Linux 6.12: names from BTF, `$arg*`, entry arguments of return events, %pd, and
+refusals.
 
-The texts and columns are those of Debian's 6.12.117; tests/oracle/inside/ compares more of them.
+The texts and columns are those of Debian's 6.12.117; tests/oracle/inside/ compares more definitions.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ def kernel(shared: Kernel) -> Iterator[Kernel]:
 
 
 def define(kernel: Kernel, line: str) -> str:
-    """Write a definition, and return what dynamic_events shows."""
+    """Write a definition to dynamic_events, and return the new content of that file."""
     with kernel.lock:
         kernel.tracing.dynamic_events.write(line.encode() + b"\n")
     return "".join(kernel.tracing.dynamic_events.records())
 
 
 def enable(kernel: Kernel, *names: str, on: bool = True) -> None:
-    """Switch events of either group."""
+    """Enable or disable the named events, which are in the groups kprobes and fprobes."""
     find = kernel.tracing.kprobe_events.registry.find
     with kernel.lock:
         for name in names:
@@ -50,7 +51,9 @@ def enable(kernel: Kernel, *names: str, on: bool = True) -> None:
 
 
 def values(kernel: Kernel, *names: str) -> list[str]:
-    """Names and values of events in the trace, without where and when."""
+    """Return the records of the named events in the trace, as texts with the event's name and
+    arguments only.
+    """
     found = []
     for line in kernel.trace.trace_text().splitlines():
         head, place, rest = line.partition(": (")
@@ -131,7 +134,9 @@ def test_too_many_arguments_are_refused_without_an_entry(kernel: Kernel) -> None
 
 
 def test_records(kernel: Kernel) -> None:
-    """Values by name are those of the registers, at entries and returns, compiled or not."""
+    """Arguments by name have the values of the registers, at entries and returns, in Python and in guest
+    code.
+    """
     lines = (
         "p:in gcd $arg* same=%di",
         "r:out gcd $retval b a",
@@ -160,7 +165,9 @@ def test_records(kernel: Kernel) -> None:
 
 
 def test_fields_of_structures_are_read(kernel: Kernel) -> None:
-    """Names and flags of a file that a client reads; a bit more than what offsets would give."""
+    """Arguments such as `file->f_path.dentry->d_name.name` read fields of structures, with the same results
+    as explicit offsets.
+    """
     types = kernel.tracing.kprobe_events._engine.types()
     assert types is not None
     dentry = types.offset("file.f_path.dentry")
@@ -189,7 +196,9 @@ def test_fields_of_structures_are_read(kernel: Kernel) -> None:
 
 
 def test_a_return_keeps_values_and_reads_memory_late(kernel: Kernel) -> None:
-    """The function's entry keeps its pointer; what it points to is read when the function returns."""
+    """A return event keeps the pointers that the function got at its entry, and reads the memory behind the
+    pointers at the return.
+    """
     define(kernel, "p:before strim text=+0($arg1):string")
     define(kernel, "r:after strim arg=$arg1 ret=$retval text=+0($arg1):string")
     enable(kernel, "before", "after")

@@ -1,4 +1,4 @@
-"""$argN at a function's entry is what its caller passes, on each architecture's own image."""
+"""At a function's entry, $argN is the N-th argument that the caller passed, on each architecture."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Typecasts of any value, `$current` and per-CPU variables, as Linux 7.3 has them, over the own kernel.
+"""Typecasts of any value, `$current` and per-CPU variables, as in Linux 7.3, on kprobefs's own kernel.
 
-The texts and columns are those of Debian's 7.3.4; tests/oracle/inside/ compares more of them.
+The texts and columns are those of Debian's 7.3.4; tests/oracle/inside/ compares more definitions.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def kernel(shared: Kernel) -> Iterator[Kernel]:
 
 
 def fetched(kernel: Kernel, definition: str) -> dict[str, str]:
-    """Name -> value of the arguments of an event `x` at each of its hits by a client's reads of a file.
+    """Define an event `x`, let a client read a file four times, and return name -> value of the arguments.
 
-    From the second hit on, guest code handles them, if it can fetch the arguments.
+    The values must be the same at all hits. From the second hit on, guest code handles the hits, if the
+    arguments allow that.
     """
     define(kernel, definition)
     mount, client = kernel.mount(), Client(4001, 0, 0)
@@ -59,7 +60,9 @@ def fetched(kernel: Kernel, definition: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("handled", ["in guest code", "in Python"])
 def test_values(kernel: Kernel, handled: str) -> None:
-    """Without per-CPU variables, guest code can fetch all arguments."""
+    """Typecasts, `$current` and per-CPU pointers have the values of the kernel's structures. Guest code can
+    fetch all of these values except per-CPU pointers.
+    """
     more = "" if handled == "in guest code" else " here=this_cpu_ptr(%di)"
     arguments = (
         "who=$current->pid own=$current cast=(task_struct)$current->pid plain=(file)%di->f_flags"
@@ -76,7 +79,9 @@ def test_values(kernel: Kernel, handled: str) -> None:
 
 
 def test_a_pointer_to_a_member(kernel: Kernel) -> None:
-    """`(STRUCT,MEMBER)` subtracts the member's offset from the first field's."""
+    """A typecast `(STRUCT,MEMBER)` takes a value as the address of MEMBER. The offset of MEMBER is subtracted
+    from the offset of the first field.
+    """
     btf = load_types(kernel.image.path)
     assert btf is not None
     distance = btf.offset("file.f_inode") - btf.offset("file.f_flags")

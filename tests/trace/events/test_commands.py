@@ -1,4 +1,6 @@
-"""Commands refused and accepted: what the recordings don't reach, and fuzzing."""
+"""Refused and accepted commands of kprobe_events: cases that the recordings do not have, and random
+commands.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.trace.events.recorded import sample
 
 
 def _refusal(command: str) -> tuple[str, str, int]:
-    """errno, error text, and the caret's column in the command; -1 where nothing is logged."""
+    """Return the errno, the error text, and the caret's column in the command. The column is -1 if nothing is
+    logged.
+    """
     kernel = make_kernel()
     name = errno_of(lambda: kernel.events.write(command.encode("latin-1")))
     log = "".join(kernel.events.error_log.records()).splitlines()

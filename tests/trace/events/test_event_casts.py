@@ -1,6 +1,6 @@
-"""Typecasts in event probes, `(STRUCT)FIELD->FIELD` of Linux 7.2, over the own kernel.
+"""Typecasts in event probes, `(STRUCT)FIELD->FIELD` of Linux 7.2, on kprobefs's own kernel.
 
-The texts and columns are those of Debian's 7.2.13; tests/oracle/inside/ compares more of them.
+The texts and columns are those of Debian's 7.2.13; tests/oracle/inside/ compares more definitions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def kernel(shared: Kernel) -> Iterator[Kernel]:
 
 
 def test_a_field_of_an_event_is_a_pointer_to_a_structure(kernel: Kernel) -> None:
-    """The function of a work is in the record, too."""
+    """A typecast of an event's field reads from that structure: `(work_struct)work->func` is the function
+    that the record has, too.
+    """
     casts = "own=(work_struct)work->func at=(work_struct)work whole=+0x10((work_struct)work):x64"
     assert define(kernel, f"e:cast {WORK} said=$function:x64 {casts}").endswith(f" {casts}\n")
     kernel.write_file("tracing/events/eprobes/cast/enable", "1")

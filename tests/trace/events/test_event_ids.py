@@ -1,4 +1,4 @@
-"""Ids of events: they run on, and come again only when there are no new ones."""
+"""Ids of trace events increase, and an id is used again only when no new ids are left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fetch programs: what is stored and how it prints, op by op."""
+"""Fetch programs: what each operation stores in a record, and how the value is printed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _USER = 0x7FFF00001000
 
 
 def _print(hit: Hit, args: str) -> str:
-    """The text of the arguments of one hit."""
+    """Return the printed arguments of an event at `hit`."""
     kernel = make_kernel()
     kernel.events.write(f"p:a vfs_read {args}\n".encode())
     return _hit_and_print(kernel, hit)

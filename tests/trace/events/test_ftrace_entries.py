@@ -1,4 +1,4 @@
-"""Formats of tracing's own entries say where their writers put what."""
+"""The formats of ftrace's own entries give the offsets at which the fields are written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _event(name: str, word: int) -> TraceEvent:
 
 
 def _fields(name: str, word: int, payload: bytes) -> dict[str, int]:
-    """The numbers that a format finds in a payload."""
+    """Return name -> number of the fields that the event's format finds in `payload`."""
     return {
         field.name: int.from_bytes(payload[field.offset - COMMON_SIZE :][: field.size], "little")
         for field in _event(name, word).fields

@@ -1,4 +1,4 @@
-"""Jprobe events: an extension of kernels that have jprobes; what they are refused, and what they record."""
+"""Jprobe events, an extension for kernels with jprobes: refused definitions and recorded arguments."""
 
 from __future__ import annotations
 
@@ -103,7 +103,9 @@ def test_refused(kernel: Kernel, command: str, error: int, message: str) -> None
 @pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
 @pytest.mark.parametrize("ftrace", [True, False])
 def test_the_arguments_are_recorded(arch: str, ftrace: bool) -> None:
-    """At each hit, by Python or guest code, in front of what the function does; last of the probes there."""
+    """A jprobe event records the arguments before the function runs, and after all other probes of the
+    address. Python or guest code handles the hits.
+    """
     profile = Profile("jprobes", jprobes=True, ftrace=ftrace)
     with Kernel(MachineConfig(arch=arch), profile=profile) as kernel:
         write(kernel, "j:j bsearch $arg1 $arg3 $arg5\np:p bsearch a=$arg1")

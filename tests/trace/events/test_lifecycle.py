@@ -1,4 +1,4 @@
-"""Events made, shared, enabled, hit and removed."""
+"""The life of kprobe events: definition, probes of one event, enabling, hits and removal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def test_ids_run_on(kernel: Kernel) -> None:
 
 
 def test_a_removal_looks_at_those_of_its_name(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of events go by single commands, and each would look at all that are left."""
+    """A removal compares only the probes of events with the given name. Scripts remove thousands of events by
+    single commands.
+    """
     asked: list[str] = []
     matches = TraceProbe.matches
 

@@ -1,4 +1,6 @@
-"""Every recorded write to kprobe_events, replayed: errno, error_log, and the events afterwards."""
+"""The recorded writes to kprobe_events, replayed: errno, error_log and the remaining events are as
+recorded.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,18 @@ def _load() -> list[dict[str, Any]]:
 
 
 def _is_ours(record: dict[str, Any]) -> bool:
-    """Kprobe events, written to either file; other kinds of events aren't under test here."""
+    """Return True if a record is a write of a kprobe event, to kprobe_events or dynamic_events. Synthetic
+    events and event probes are not tested here.
+    """
     if record["file"] == "tracing/dynamic_events":
         return str(record["bytes"])[0] not in "se"
     return str(record["file"]) == "tracing/kprobe_events"
 
 
 def _functions(records: list[dict[str, Any]]) -> list[Function]:
-    """The symbol table as far as the records show it: found, not unique, notrace, or refused."""
+    """Return the functions that the records imply, of which some are not unique, notrace, or refused by the
+    engine.
+    """
     table: dict[str, Function] = {
         "name_show#": Function("name_show", 0xFFFFFFFF81300000),
         "t_start#": Function("t_start", 0xFFFFFFFF81310000),
@@ -54,12 +60,14 @@ def _functions(records: list[dict[str, Any]]) -> list[Function]:
 
 
 def _is_unknown(record: dict[str, Any]) -> bool:
-    """Whether the kernel didn't know the probed symbol; an argument's symbol ends in the same error."""
+    """Return True if the kernel did not know the probed symbol. An unknown symbol of an argument, which gives
+    the same error, does not count.
+    """
     return record["errno"] == "ENOENT" and "@" not in record["bytes"].partition(" ")[2].lstrip("@*")
 
 
 def _write(kernel: Kernel, file: str, text: str) -> str:
-    """The errno's name, or "0"."""
+    """Write `text` to `file`. Return the name of the errno, or 0 as text if the write succeeds."""
     data = text.encode("latin-1")
     if file == "tracing/dynamic_events":
         return errno_of(lambda: kernel.dynamic_events.write(data)) or "0"
@@ -79,7 +87,7 @@ def _set_up(kernel: Kernel, step: str | list[str]) -> None:
 
 
 def _replay(record: dict[str, Any], functions: list[Function]) -> list[str]:
-    """What differs from the record."""
+    """Replay a recorded write, and return the differences from the record."""
     kernel = make_kernel(functions, modules=["virtio_blk"])
     for group, name in (("sched", "sched_switch"), ("ftrace", "print")):
         kernel.events.registry.add(PlainEvent(group, name))

@@ -29,7 +29,7 @@ _PLACES = (
 
 @pytest.fixture
 def kernel() -> Kernel:
-    """A kernel with the events of the samples; the first id is the recorded one."""
+    """Return a kernel with the events of the samples and their recorded ids."""
     kernel = make_kernel(_PLACES, first_id=1392)
     written = re.findall(r"^WRITE ('.*') -> \d+$", sample("log.txt"), re.MULTILINE)
     assert len(written) == 22

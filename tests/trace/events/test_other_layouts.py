@@ -1,4 +1,6 @@
-"""Records of kernels whose struct trace_entry is longer, or whose tracepoints count otherwise."""
+"""Records of kernels with a longer struct trace_entry, or with the number of a system call at another
+place.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ READ = SyscallDefinition(0, "sys_read", ("int", "char *"), ("fd", "buf"))
 
 
 def test_fields_begin_behind_the_kernel_s_own_entry() -> None:
-    """PREEMPT_RT of 6.1 has a fifth common field, so that its entry has 12 bytes."""
+    """An event's own fields begin after the kernel's trace_entry. In PREEMPT_RT of 6.1, a fifth common field
+    makes the entry 12 bytes long.
+    """
     fields = FieldDefinition("char[3]", "comm", 3, 1, False, 3), FieldDefinition("long", "id", 8, 8, True, 0)
     assert [field.offset for field in layout_fields(fields)] == [8, 16]
     assert [field.offset for field in layout_fields(fields, 12)] == [12, 16]

@@ -1,4 +1,4 @@
-"""Events of returns that guest code records: the trace is the one that Python makes."""
+"""Return events recorded by guest code: the trace is the same as if Python handled the returns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ WAYS = {
 
 
 def trace(arch: str, profile: Profile, filtered: bool) -> tuple[list[str], list[tuple[int, int]], int]:
-    """Lines without their times, hits and misses of each event, and how many are in guest code."""
+    """Return the trace's lines without times, the hits and misses of each event, and the number of events
+    that guest code handles.
+    """
     with Kernel(MachineConfig(arch=arch), profile=profile) as kernel:
         events = kernel.tracing.kprobe_events
         for definition in DEFINITIONS:
@@ -50,7 +52,7 @@ def trace(arch: str, profile: Profile, filtered: bool) -> tuple[list[str], list[
 
 
 def is_native(rp: object) -> bool:
-    """Whether guest code handles its returns."""
+    """Return True if guest code handles the returns of `rp`."""
     return isinstance(rp, Kretprobe) and rp.hook is not None and rp.hook.code is not None
 
 
@@ -67,7 +69,7 @@ def test_the_trace_is_the_one_that_python_makes(arch: str, way: str, filtered: b
 
 
 def test_what_changes_is_recorded_anew() -> None:
-    """Filters and clocks of events whose calls are hooked by guest code."""
+    """A new filter or clock takes effect for an event whose returns guest code handles."""
     with Kernel(MachineConfig()) as kernel:
         events = kernel.tracing.kprobe_events
         events.write(b"r:a int_sqrt r=$retval\n")

@@ -1,4 +1,4 @@
-"""Tracepoint events, the `t` lines of Linux 6.12 and 7.2, over the own kernel.
+"""Tracepoint events, the `t` lines of Linux 6.12 and 7.2, on kprobefs's own kernel.
 
 The texts and columns are those of Debian's 6.12.117; tests/guests/linux compares with that kernel itself.
 """
@@ -103,7 +103,9 @@ def test_an_event_has_probes_of_one_kind(kernel: Kernel) -> None:
 
 
 def test_records_have_the_arguments_of_the_static_event(kernel: Kernel) -> None:
-    """Each call of kmem_cache_alloc() gives a record of either event, with equal values and context."""
+    """Each call of kmem_cache_alloc() gives a record of the tracepoint event and a record of the static
+    event, with equal values and context.
+    """
     define(kernel, "t:my/made kmem_cache_alloc call_site:x64 ptr")
     kernel.trace.clear_trace()
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""uprobe_events: definitions, their errors and their names."""
+"""uprobe_events: definitions, errors, and the names of events."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def program(tmp_path: Path) -> Path:
 
 
 def error_of(kernel: Kernel, uprobes: UprobeEvents, command: str) -> str:
-    """Errno, error and column of a command that is refused."""
+    """Write `command`, which must be refused. Return the errno, the error text and the column."""
     name = errno_of(lambda: uprobes.write(command.encode()))
     lines = kernel.events.error_log.records()[-1].splitlines()
     column = lines[2].index("^") - len("  Command: ")
@@ -141,7 +141,9 @@ def test_they_cannot_be_enabled(kernel: Kernel, uprobes: UprobeEvents, program: 
 def test_a_file_system_that_does_not_answer(
     uprobes: UprobeEvents, program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A definition waits a bounded time for its file; after some that are late, none is waited for."""
+    """A definition waits only a limited time for a file whose file system does not answer. After several late
+    answers, definitions fail at once with EBUSY.
+    """
     plain = os.stat
     answers = Event()
     asked: list[object] = []

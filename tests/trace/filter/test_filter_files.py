@@ -24,7 +24,7 @@ def kernel() -> Iterator[Kernel]:
 
 @pytest.fixture
 def tree(kernel: Kernel) -> Iterator[NodeTree]:
-    """Two events on a function of one argument; the first is enabled."""
+    """Yield a file system with two events on strlen, of which the first is enabled."""
     made = kernel.filesystem()
     write(made, "/kprobe_events", "p:a strlen s=+0(%di):string\np:b strlen n=%di\n")
     write(made, f"{GROUP}/a/enable", "1")
@@ -34,7 +34,7 @@ def tree(kernel: Kernel) -> Iterator[NodeTree]:
 
 
 def _records(kernel: Kernel) -> list[str]:
-    """Arguments of the recorded hits."""
+    """Return the arguments of the recorded hits of strlen."""
     return [line.rpartition(") ")[2] for line in kernel.trace.trace_text().splitlines() if "strlen" in line]
 
 

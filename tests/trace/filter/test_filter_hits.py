@@ -1,4 +1,4 @@
-"""Filters on events: which hits are recorded, and what the files show."""
+"""Event filters: the hits that are recorded, and the texts of the filter files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ARGS = (
 
 @pytest.fixture
 def kernel() -> Kernel:
-    """One enabled event `a` with arguments of all kinds, and one probe."""
+    """Return a kernel with one enabled event `a`, which has one probe and arguments of all kinds."""
     made = make_kernel()
     made.events.write(f"p:a vfs_mkdir {_ARGS}\n".encode())
     _event(made).enable(made.recorder)

@@ -1,4 +1,6 @@
-"""The language of event filters: what is accepted, what isn't and why, and what it compiles to."""
+"""The language of event filters: accepted filters, errors with their columns, and the programs that filters
+compile to.
+"""
 
 from __future__ import annotations
 
@@ -213,7 +215,9 @@ def test_anything_is_a_filter_or_an_error(text: str) -> None:
 
 
 def _strings(address: int, is_user: bool) -> bytes | None:
-    """The same address is one of user space, where "inner" is, and of the kernel, where "outer" is."""
+    """Return the string at `address`. Address 16 is valid in user space, where "inner" is stored, and in the
+    kernel, where "outer" is stored.
+    """
     return {(16, True): b"inner\0", (16, False): b"outer\0"}.get((address, is_user))
 
 

@@ -1,4 +1,4 @@
-"""String patterns: which kind a text is, and what each kind matches."""
+"""String patterns of event filters: the kind of a pattern's text, and the strings that each kind matches."""
 
 from __future__ import annotations
 

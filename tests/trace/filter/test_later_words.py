@@ -118,7 +118,9 @@ def test_lists_of_cpus(text: str, cpus: set[int] | None) -> None:
 
 
 def test_events_are_recorded_for_callers_in_a_function() -> None:
-    """With a filter on `.function` that Python applies to each hit."""
+    """A filter on `.function`, which Python applies to each hit, selects records by the function that
+    contains an address.
+    """
     with Kernel(MachineConfig(), profile=profile_named("linux-6.12")) as kernel:
         kernel.write_file("tracing/kprobe_events", "r:back gcd at=$stack0")
         kernel.write_file("tracing/events/kprobes/back/filter", "__probe_func.function == gcd")

@@ -23,7 +23,7 @@ def _load() -> list[dict[str, Any]]:
 
 
 def _write(kernel: Kernel, file: str, text: str) -> str:
-    """The errno's name, or "0"."""
+    """Write `text` to `file`. Return the name of the errno, or 0 as text if the write succeeds."""
     events, data = kernel.events, text.encode("latin-1")
     place = _FILE.fullmatch(file)
     if place is None:
@@ -47,7 +47,7 @@ def _show(kernel: Kernel, file: str) -> str:
 
 
 def _replay(record: dict[str, Any]) -> list[str]:
-    """What differs from the record."""
+    """Replay a recorded write, and return the differences from the record."""
     kernel = make_kernel()
     for step in record["setup"]:
         file, text = ("tracing/kprobe_events", step) if isinstance(step, str) else step

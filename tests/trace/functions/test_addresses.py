@@ -1,4 +1,4 @@
-"""Addresses in records: each one is found in machine/kallsyms."""
+"""Addresses in trace records: machine/kallsyms has a symbol for each of these addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Call chains from stacks that are none of a task's, and what is left out of them."""
+"""Call chains on stacks that belong to no task: the end of the memory, and calls by the host."""
 
 from __future__ import annotations
 

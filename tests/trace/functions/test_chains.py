@@ -1,4 +1,4 @@
-"""The chain of callers equals what calls and returns have made, at any instruction; see chains.py."""
+"""At any instruction, the chain of callers equals the calls that have not returned yet; see chains.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stress.chains import Code, compare
 from tests.sample import share
 
 ONE_OF = 24
-"""Of how many instructions one is compared."""
+"""One of this number of instructions is compared."""
 
 
 CASES = [
@@ -30,13 +30,15 @@ def test_chains_at_any_instruction(arch: str, hook: str | None) -> None:
     assert chains.examples == []
     assert chains.compared[Code.TEXT] > 500
     if hook is not None:
-        # Where text stands in for text.
+        # Text that replaces other text.
         assert chains.compared[Code.COPY] > 10
         assert chains.compared[Code.HANDLER] > 10
 
 
 def test_code_is_analysed_once_until_it_changes() -> None:
-    """A detour's address may soon be another detour's."""
+    """The analysis of a detour's code is kept until the text changes, because another detour may get the same
+    address.
+    """
     with Kernel() as kernel:
         tables = kernel.tracing.system.stack._tables
         (symbol,) = kernel.image.kallsyms.by_name("vfs_read")

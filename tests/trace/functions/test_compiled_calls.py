@@ -1,4 +1,4 @@
-"""The function tracer in guest code: the records that Python would have made, without a call of Python."""
+"""The function tracer in guest code: the same records as Python's tracer makes, without entering Python."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def everything(kernel: Kernel) -> None:
 
 
 def chosen_tasks(kernel: Kernel) -> None:
-    """Tasks by their pids, which change while the tracer is on."""
+    """Trace tasks that are selected by pid. The pids change while the tracer is on."""
     pids = kernel.trace_arrays.top.functions.pids
     pids.traced.write(b"602")
     Traced(kernel).files()
@@ -37,7 +37,7 @@ def chosen_tasks(kernel: Kernel) -> None:
 
 
 def chosen_functions(kernel: Kernel) -> None:
-    """A filter that changes, other users of some sites, and options that only Python implements."""
+    """Change the filter, add another user of a function, and set an option that only Python implements."""
     tracer = kernel.trace_arrays.top.functions
     tracer.filter.write(b"vfs_*")
     Traced(kernel).files()
@@ -55,7 +55,9 @@ def chosen_functions(kernel: Kernel) -> None:
 
 
 def other_buffers(kernel: Kernel) -> None:
-    """Records go to the new pages, and none is made while tracing is off."""
+    """Resize the buffer, and turn tracing off and on. Records go to the new pages, and none is made while
+    tracing is off.
+    """
     Traced(kernel).allocate()
     kernel.trace.resize_buffer(300)
     Traced(kernel).files()
@@ -66,7 +68,9 @@ def other_buffers(kernel: Kernel) -> None:
 
 
 def two_arrays(kernel: Kernel) -> None:
-    """An instance traces other functions, then also the same ones."""
+    """Trace in an instance, at first other functions than in the top trace array, and then also the same
+    functions.
+    """
     kernel.trace_arrays.top.functions.filter.write(b"vfs_*")
     instance = kernel.trace_arrays.make("other")
     instance.functions.filter.write(b"do_*")
@@ -80,7 +84,9 @@ WORKS: tuple[Work, ...] = (everything, chosen_tasks, chosen_functions, other_buf
 
 
 def recorded(arch: str, work: Work, *, is_compiled: bool) -> tuple[list[str], int, int]:
-    """Return the texts of all trace arrays; number of calls that entered Python; number of records."""
+    """Return the texts of all trace arrays, the number of calls that entered Python, and the number of
+    records.
+    """
     config = MachineConfig(arch=arch, clock="virtual", seed=5)
     with Kernel(config, profile=IN_GUEST if is_compiled else IN_PYTHON) as kernel:
         sites = kernel.kprobes.sites

@@ -1,4 +1,6 @@
-"""sysctl kernel.ftrace_enabled: while it is 0, nothing that hooks function entries is called."""
+"""sysctl kernel.ftrace_enabled: while the value is 0, tracers and probes that hook function entries are not
+called.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def tree(kernel: Kernel) -> NodeTree:
 
 
 def records(kernel: Kernel, tree: NodeTree) -> int:
-    """Return the number of records that one call of a function makes."""
+    """Return the number of records that a call of gcd makes."""
     truncate(tree, f"{TRACING}/trace")
     kernel.call("gcd", 12, 18)
     return sum("gcd" in line for line in read(tree, f"{TRACING}/trace").splitlines())

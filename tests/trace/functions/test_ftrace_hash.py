@@ -1,4 +1,4 @@
-"""The order of set_graph_function."""
+"""FtraceHash, which determines the order of functions in set_graph_function."""
 
 from __future__ import annotations
 

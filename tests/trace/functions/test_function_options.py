@@ -1,4 +1,6 @@
-"""Options of the function tracer: call chains, and repeated calls counted."""
+"""Options of the function tracer: func_stack_trace for call chains, and func-no-repeats for counts of
+repeated calls.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def _time(line: str) -> float:
 
 
 def test_several_arrays_ask_for_a_call_chain_once(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call's: they all have the same one, which is another one's than the next call's."""
+    """If several trace arrays record call chains, the chain is determined once for each call, and all arrays
+    record the same chain.
+    """
     asked: list[list[int]] = []
     arrays = kernel.trace_arrays
     stack = arrays.top.array.system.stack

@@ -1,4 +1,6 @@
-"""The function tracer: what is recorded, for whom, beside which probes, and that nothing is left behind."""
+"""The function tracer: recorded calls, filters, selected tasks, commands, and probes at the same
+functions.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 @pytest.fixture
 def tracer(kernel: Kernel) -> FunctionTracer:
-    """That of the top trace array."""
+    """Return the function tracer of the top trace array."""
     return kernel.trace_arrays.top.functions
 
 
@@ -203,7 +205,9 @@ def test_options_of_the_text(kernel: Kernel, tracer: FunctionTracer) -> None:
 
 @pytest.mark.parametrize("word", [b"!!vfs_read", b"!!*", b"!!vfs_read:traceoff"])
 def test_one_exclamation_mark_removes(tracer: FunctionTracer, word: bytes) -> None:
-    """A second one belongs to the pattern, which no function matches; commands have no such patterns."""
+    """A word that begins with two exclamation marks is refused. The second mark belongs to the pattern, which
+    matches no function and no command.
+    """
     tracer.filter.write(b"vfs_read")
     tracer.filter.write(b"vfs_read:traceoff")
     before = list(tracer.filter.records())

@@ -1,4 +1,4 @@
-"""Functions of modules: traced while they are there, chosen before they come, forgotten when they go."""
+"""Functions of modules: traced while loaded, selectable before loading, and forgotten after unloading."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 @pytest.fixture
 def tracer(kernel: Kernel) -> FunctionTracer:
-    """That of the top trace array."""
+    """Return the function tracer of the top trace array."""
     return kernel.trace_arrays.top.functions
 
 
@@ -140,7 +140,9 @@ def test_commands_on_a_module_that_goes(kernel: Kernel, tracer: FunctionTracer) 
 
 
 def test_other_tracers(kernel: Kernel) -> None:
-    """The graph and the stack tracer let go of what goes."""
+    """After a module is unloaded, the function graph and the stack tracer do not have the module's functions
+    any more.
+    """
     kernel.load_module(NAME)
     kernel.tracing.function_graph.functions.write(WORKER.encode())
     assert list(kernel.tracing.function_graph.functions.records()) == [f"{WORKER} [{NAME}]\n"]

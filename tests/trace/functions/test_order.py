@@ -1,4 +1,6 @@
-"""Users of one function run newest registered first, in whatever order they come and go."""
+"""Tracers and probes of one function are called newest first, whatever the order of registrations and
+removals.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from tests.ledger import ledger_mismatches
 from tests.sample import fewer
 
 PLAIN, OTHER, STEPPED = "gcd", "lcm", "int_sqrt"
-"""A function with a probe, one whose probe is the same user's, and one whose probe has a post_handler."""
+"""Probed functions. One ftrace user has the probes of the first two; the last probe has a post_handler."""
 ARGUMENTS = {PLAIN: (12, 18), STEPPED: (49,)}
 
 
@@ -44,7 +46,9 @@ Switch = tuple[Callable[[], object], Callable[[], object]]
 
 
 class Users:
-    """Users of these functions, each of whom tells when it is called; and in which order that should be."""
+    """Tracers and probes that log when they are called. The class also knows the order in which a call should
+    reach these tracers and probes.
+    """
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -83,7 +87,7 @@ class Users:
         self._called.append(name)
 
     def toggle(self, name: str) -> None:
-        """It comes, or it goes."""
+        """Register the tracer or probe `name`, or remove this one if it is registered."""
         start, stop = self.switches[name]
         group = next((group for group in self._groups if name in group), None)
         with self._kernel.lock:
@@ -104,19 +108,19 @@ class Users:
             group.append(name)
 
     def leave(self) -> None:
-        """All go."""
+        """Remove all registered tracers and probes."""
         for name in [name for group in self._groups for name in group]:
             self.toggle(name)
 
     def expected(self, function: str) -> list[str]:
-        """Whom a call should be told."""
+        """Return the names of the tracers and probes that a call of `function` should reach, in order."""
         unused = {f"kprobe {other}" for other in (PLAIN, OTHER, STEPPED)} - {f"kprobe {function}"}
         if function == STEPPED:
             unused.add("fprobe 1")
         return [name for group in self._groups for name in group if name not in unused]
 
     def called(self, function: str) -> list[str]:
-        """Whom a call is told."""
+        """Call `function`. Return the names of the tracers and probes that were called, in order."""
         self._called.clear()
         self._kernel.call(function, *ARGUMENTS[function])
         return self._called
@@ -160,7 +164,9 @@ def _switch(kernel: Kernel, name: str, *, on: bool = True) -> None:
 
 
 def _records(kernel: Kernel) -> list[str]:
-    """Of the last of several calls, so that what can be guest code is; without their times."""
+    """Return the records of the last of three mkdir(2) calls, without times and offsets. By then, hits are
+    handled by guest code where possible.
+    """
     init, syscalls = kernel.guest.processes.init, kernel.guest.syscalls
     for name in ("/scratch/a", "/scratch/b", "/scratch/c"):
         kernel.trace.clear_trace()
@@ -179,7 +185,9 @@ CALL, PROBE = "vfs_mkdir <-do_mkdirat", "e1: (vfs_mkdir)"
 
 
 def test_a_tracer_and_a_probe(kernel: Kernel) -> None:
-    """Who is enabled again, or whose option another function records by, is the newest."""
+    """An event that is enabled again becomes the newest user. The tracer becomes the newest if an option
+    makes another function record calls.
+    """
     _switch(kernel, "e1")
     kernel.trace.set_tracer("function")
     assert _records(kernel) == [CALL, PROBE]
@@ -195,7 +203,9 @@ def test_a_tracer_and_a_probe(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("is_older", [True, False])
 def test_a_command_against_a_probe(kernel: Kernel, is_older: bool) -> None:
-    """What an older one would record isn't recorded behind `traceoff`."""
+    """After the command `traceoff`, an older probe of the function records nothing. A newer probe has
+    recorded the call before the command runs.
+    """
     tracing = kernel.trace_arrays.top
     if is_older:
         _switch(kernel, "e1")
@@ -212,7 +222,9 @@ def test_a_command_against_a_probe(kernel: Kernel, is_older: bool) -> None:
 
 
 def test_commands_of_one_kind_are_one_user(kernel: Kernel) -> None:
-    """As old as the first of them, on whatever function; one with a limit is of another kind."""
+    """Commands of one kind are one user, as old as the first of these commands, on whatever function. A
+    command with a limit is of another kind.
+    """
     write = kernel.trace_arrays.top.functions.filter.write
     write(b"vfs_rmdir:stacktrace")
     write(b"vfs_mkdir:traceoff")
@@ -232,7 +244,9 @@ def test_commands_of_one_kind_are_one_user(kernel: Kernel) -> None:
 
 
 def test_a_return_probe_and_the_graph(kernel: Kernel) -> None:
-    """The older one finds what the newer one has put in the place of the return address."""
+    """If a return probe and the function graph hook one call, the older user finds the newer user's
+    trampoline in place of the return address.
+    """
     _switch(kernel, "r1")
     kernel.trace.set_tracer("function_graph")
     assert "/* r1: (return_to_handler <- vfs_mkdir) */" in _records(kernel)
@@ -256,7 +270,9 @@ def test_a_probe_stands_before_or_in_the_call_of_the_graph(kernel: Kernel) -> No
 
 
 def test_a_handler_in_assembly_keeps_the_order() -> None:
-    """The guest runs it, between two runs of Python's."""
+    """A probe with an assembly handler, which the guest runs, is called in order between a newer and an older
+    fprobe in Python.
+    """
     told: list[str] = []
     with Kernel() as kernel:
         older = Fprobe(PLAIN, entry_handler=lambda *_: told.append("older"))

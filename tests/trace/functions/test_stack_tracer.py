@@ -1,4 +1,4 @@
-"""The stack tracer: what it finds is on the stack, and nothing is measured while it is off."""
+"""The stack tracer reports what is on the stack. While the tracer is off, nothing is measured."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def test_the_deepest_stack_and_what_each_call_took_of_it(kernel: Kernel, tracer:
 
 
 def test_each_slot_holds_the_return_address(kernel: Kernel, tracer: StackTracer) -> None:
-    """The words at the depths that are shown, read by a probe on the function that was found."""
+    """The stack holds the reported return addresses at the reported depths. A probe on the deepest function
+    reads these words.
+    """
     tracer.filter.write(b"vfs_open")
     tracer.enable(1)
     _open(kernel)
@@ -132,7 +134,7 @@ def test_the_filter(kernel: Kernel, tracer: StackTracer) -> None:
 
 
 def test_beside_the_function_tracer(kernel: Kernel, tracer: StackTracer) -> None:
-    """Each has the functions of its own filter."""
+    """The function tracer and the stack tracer trace only the functions of their own filters."""
     filters = kernel.trace_arrays.top.functions.filter
     filters.write(b"vfs_open")
     tracer.filter.write(b"path_openat")

@@ -1,4 +1,4 @@
-"""What clients of tracers count on: an empty buffer behind a change, and the numbers of functions."""
+"""After a change of the tracer, the buffer is empty. dyn_ftrace_total_info has the numbers of functions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def tree(kernel: Kernel) -> NodeTree:
 
 @pytest.mark.parametrize("array", [TOP, INSTANCE])
 def test_another_tracer_empties_the_buffer(tree: NodeTree, array: str) -> None:
-    """Of that trace array alone; to choose the same one again changes nothing."""
+    """A change to another tracer empties the buffer of this trace array only. A write of the current tracer's
+    name changes nothing.
+    """
     elsewhere = TOP if array == INSTANCE else INSTANCE
     truncate(tree, f"{elsewhere}/trace")
     write(tree, f"{elsewhere}/trace_marker", "elsewhere")
@@ -46,7 +48,9 @@ def test_another_tracer_empties_the_buffer(tree: NodeTree, array: str) -> None:
 
 @pytest.mark.parametrize("array", [TOP, INSTANCE])
 def test_switching_on_clears_the_trace_of_the_function_tracer(tree: NodeTree, array: str) -> None:
-    """The answers are those of Debian's 6.1.176 and 7.2.13."""
+    """If tracing was off and is switched on, only the tracer `function` clears the trace, as in Debian's
+    6.1.176 and 7.2.13.
+    """
     counts = {}
     for tracer in read(tree, f"{array}/available_tracers").split():
         write(tree, f"{array}/current_tracer", tracer)
@@ -61,7 +65,9 @@ def test_switching_on_clears_the_trace_of_the_function_tracer(tree: NodeTree, ar
 
 
 def test_the_number_of_functions(kernel: Kernel, tree: NodeTree) -> None:
-    """That of available_filter_functions, and of enabled_functions when all are traced; with modules too."""
+    """dyn_ftrace_total_info has the number of lines in available_filter_functions, with and without a module.
+    The function tracer enables as many functions.
+    """
     numbers = []
     for module in (None, "trace_printk"):
         if module is not None:

@@ -1,4 +1,6 @@
-"""What several users of one function change: the preempt count of their records, and enabled_functions."""
+"""Several users of one function change the preempt count of their records, and the function's line in
+enabled_functions.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def _switch(kernel: Kernel, name: str, *, on: bool) -> None:
 
 
 def _lines(kernel: Kernel) -> list[str]:
-    """Of one call."""
+    """Return the trace's lines of one mkdir(2) call, without headers and stacks."""
     init, syscalls = kernel.guest.processes.init, kernel.guest.syscalls
     kernel.trace.clear_trace()
     syscalls.with_path(init, "mkdir", "/scratch/a", 0o755)
@@ -58,7 +60,9 @@ USERS = ("function", "stacktrace", "e1", "r1")
 @settings(max_examples=fewer(40, 4))
 @given(st.lists(st.sampled_from(USERS), min_size=1, max_size=4, unique=True))
 def test_preemption_is_disabled_for_several(kernel: Kernel, users: Sequence[str]) -> None:
-    """Both events are one user, whose returns come when the others are done."""
+    """With several users of a function, all records except those of returns show a preempt count of 1. The
+    two events count as one user.
+    """
     for name in users:
         _switch(kernel, name, on=True)
     count = len(users) - ({"e1", "r1"} <= {*users})
@@ -76,7 +80,7 @@ def test_preemption_is_disabled_for_several(kernel: Kernel, users: Sequence[str]
 
 
 def test_a_probe_alone_is_counted_anew(kernel: Kernel) -> None:
-    """Nothing of a list is left behind."""
+    """If the function tracer ends, records of the remaining probe have no preempt count any more."""
     for name in ("function", "e1"):
         _switch(kernel, name, on=True)
     assert [line.split("] ")[1][:5] for line in _lines(kernel)] == ["...1."] * 2
@@ -155,7 +159,9 @@ def test_a_handler_behind_the_instruction_may_change_where_it_goes_on(kernel: Ke
 
 
 def test_a_probe_leaves_its_registers_behind(kernel: Kernel) -> None:
-    """While the function has users, and other probes are armed: FTRACE_FL_REGS of 6.1."""
+    """After a probe is disabled, enabled_functions keeps the flag R while the function has other users and
+    other probes are armed, as in 6.1.
+    """
     for name in ("function", "e1"):
         _switch(kernel, name, on=True)
     _switch(kernel, "e1", on=False)
@@ -187,7 +193,9 @@ def _text_of(kernel: Kernel, option: str) -> str:
 
 
 def test_calls_without_words(kernel: Kernel) -> None:
-    """Options hex and bin: both addresses, the greatest digit first, or as the record has them."""
+    """The options hex and bin show both addresses of a call: as digits with the highest first, or as the
+    bytes of the record.
+    """
     _switch(kernel, "function", on=True)
     assert len(_lines(kernel)) == 1
     kernel.trace.set_tracing_on(False)
@@ -201,7 +209,7 @@ def test_calls_without_words(kernel: Kernel) -> None:
 
 
 def test_a_limited_stack_trace_waits_for_tracing(kernel: Kernel) -> None:
-    """While tracing is off no call counts."""
+    """While tracing is off, calls do not reduce the remaining count of a limited `stacktrace` command."""
     functions = kernel.trace_arrays.top.functions.filter
     functions.write(f"{FUNCTION}:stacktrace:3".encode())
     kernel.trace.set_tracing_on(False)

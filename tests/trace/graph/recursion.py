@@ -1,4 +1,6 @@
-"""A guest function that calls itself: bsearch, whose comparison calls it, on each architecture."""
+"""Recursion of a guest function on each architecture: bsearch, whose comparison function calls
+bsearch again.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ class Recursion:
         self._words = machine.alloc_pages(64)
 
     def run(self, depth: int) -> None:
-        """Make `depth` + 1 calls, each inside the one before."""
+        """Call bsearch `depth` + 1 times, so that each call is made inside the previous call."""
         memory = self._kernel.machine.memory
         memory.write_word(self._words, depth)
         self._kernel.call("bsearch", self._words, self._words, 1, 1, self._stub)

@@ -1,4 +1,4 @@
-"""The function graph in guest code: the lines that Python's handlers would have made, without a trap."""
+"""The function graph in guest code: the same lines as from Python's handlers, without a trap."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.sample import share
 from tests.trace.graph.recursion import Recursion
 
 ARCHITECTURES, STACKS = ("x86_64", "i386", "riscv64"), ("rethook", "fgraph", "unified")
-"""With the first one the function graph has its arrays for itself; the others' return probes share them."""
+"""With rethook, only the function graph uses its arrays; with the others, return probes use them, too."""
 KERNELS = share([(arch, STACKS[(i + j) % 3]) for i, arch in enumerate(ARCHITECTURES) for j in range(3)], 0, 3)
-"""Each architecture once."""
+"""Pairs of architecture and return hook. A short run has one pair for each architecture."""
 IN_GUEST = PROFILES["linux-6.1"]
 IN_PYTHON = replace(IN_GUEST, compiled=False)
 PIPE = "/tracing/instances/quiet/trace_pipe"
@@ -32,7 +32,7 @@ PIPE = "/tracing/instances/quiet/trace_pipe"
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A kernel, and what the scenarios use."""
+    """A kernel with the operations that the scenarios trace."""
 
     kernel: Kernel
 
@@ -44,7 +44,7 @@ class Traced:
         self.kernel.call("kfree", self.kernel.call("__kmalloc", 64, 0xCC0))
 
     def files(self) -> None:
-        """A file that is written and read, by two processes in turns."""
+        """Let two processes write, read and remove a file, one process after the other."""
         mount = self.kernel.mount()
         for pid in (601, 602):
             client = Client(pid, 0, 0)
@@ -55,7 +55,7 @@ class Traced:
             mount.unlink(client, f"/scratch/f{pid}")
 
     def sleep(self) -> None:
-        """Processes that wait within vfs_read, while others run."""
+        """Let three processes sleep within vfs_read, while another task runs."""
         self.kernel.trace_arrays.make("quiet")
         mount = self.kernel.mount()
         clients = [Client(700 + number, 0, 0) for number in range(3)]
@@ -90,7 +90,9 @@ def _choose(traced: Traced, *functions: bytes) -> None:
 
 @contextmanager
 def _graph(traced: Traced) -> Iterator[None]:
-    """Traced, with a call beforehand, so that guest code is there."""
+    """Set the graph tracer, and make a call so that its guest code exists. After the block, turn
+    tracing off.
+    """
     trace = traced.kernel.trace
     trace.set_tracer(NAME)
     traced.kernel.call("gcd", 12, 18)
@@ -227,7 +229,7 @@ def off_in_the_middle(traced: Traced) -> None:
 
 @scenario
 def beside_an_instance(traced: Traced) -> None:
-    """Its events are recorded on calls too, its function tracer takes some sites."""
+    """Record a probe's event in an instance, and let the instance's function tracer trace one function."""
     kernel = traced.kernel
     other = kernel.trace_arrays.make("beside")
     kernel.tracing.kprobe_events.write(b"p:reads vfs_read count=$arg3\n")
@@ -250,7 +252,7 @@ def beside_an_instance(traced: Traced) -> None:
 
 
 def _reset(kernel: Kernel) -> None:
-    """As at boot."""
+    """Set all that scenarios change as at boot."""
     graph, trace = kernel.tracing.function_graph, kernel.trace
     trace.set_tracer("nop")
     assert ledger_mismatches(kernel.machine.text) == []
@@ -266,7 +268,9 @@ def _reset(kernel: Kernel) -> None:
 
 
 def _text(kernel: Kernel, run: Scenario) -> tuple[str, list[int]]:
-    """What it records; the buffers' counts of what was lost, and by how many calls."""
+    """Run a scenario. Return the trace's text, and the buffers' counts of entries, overruns and dropped
+    events.
+    """
     traced = Traced(kernel)
     run(traced)
     stats = [buffer.stats() for buffer in kernel.trace.buffers]
@@ -277,7 +281,9 @@ def _text(kernel: Kernel, run: Scenario) -> tuple[str, list[int]]:
 
 @pytest.mark.parametrize(("arch", "stack"), KERNELS)
 def test_the_same_lines(arch: str, stack: str) -> None:
-    """Times too, for the clock moves where it is read, and by nothing else."""
+    """Guest code makes the same lines as Python, with the same times, because the virtual clock moves only
+    when the clock is read.
+    """
     config = MachineConfig(arch=arch, return_hook=stack)
     with Kernel(config, profile=IN_PYTHON) as python, Kernel(config, profile=IN_GUEST) as guest:
         scenarios = share(list(SCENARIOS.items()), ARCHITECTURES.index(arch), 3)
@@ -293,7 +299,9 @@ def test_the_same_lines(arch: str, stack: str) -> None:
 
 @pytest.mark.parametrize(("arch", "stack"), KERNELS)
 def test_calls_stay_in_the_guest(arch: str, stack: str) -> None:
-    """Whatever is chosen; and while tracing is off. lcm calls gcd."""
+    """Calls of lcm, which calls gcd, cause no trap, whatever functions and options are selected, and while
+    tracing is off.
+    """
     with Kernel(MachineConfig(arch=arch, return_hook=stack)) as kernel:
         graph, trace = kernel.tracing.function_graph, kernel.trace
         tracer, lcm = kernel.trace_arrays.top.functions, kernel.image.kallsyms.lookup_name("lcm")

@@ -111,7 +111,9 @@ def test_records(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize(("profile", "entry"), [("linux-6.12", "."), ("linux-7.2", "1")])
 def test_the_preemption_depth(profile: str, entry: str) -> None:
-    """It is the same in records that Python makes, at the first hits, and in those of guest code."""
+    """The preemption depth is the same in records that Python makes, at the first hits, and in records of
+    guest code.
+    """
     with Kernel(MachineConfig(profile=profile)) as kernel:
         write(kernel, "f:in gcd")
         write(kernel, "f:out int_sqrt%return")
@@ -133,7 +135,9 @@ def test_the_preemption_depth(profile: str, entry: str) -> None:
 
 @pytest.mark.parametrize("arch", ["x86_64", "i386"])
 def test_records_of_guest_code_are_the_same(arch: str) -> None:
-    """Once they are made there."""
+    """After two hits, guest code handles fprobe events without a trap, and makes the same records as
+    Python.
+    """
     with Kernel(MachineConfig(arch=arch, profile="linux-6.1-fprobe")) as kernel:
         write(kernel, "f:in gcd a=$arg1:u32 b=$arg2:u32 s=$stack0:x32")
         write(kernel, "f:out lcm%return result=$retval:u32")
@@ -170,7 +174,9 @@ def test_records_of_guest_code_are_the_same(arch: str) -> None:
 
 @pytest.mark.parametrize(("profile", "hidden"), [("linux-6.12", False), ("linux-7.2", True)])
 def test_a_return_probe_of_the_same_call_hides_the_caller_since_7_2(profile: str, hidden: bool) -> None:
-    """The return probe is enabled last, so it hooks each call first."""
+    """Since Linux 7.2, a return probe hides the caller from an fprobe's exit event of the same call. The
+    return probe is enabled last, and hooks calls first.
+    """
     with Kernel(MachineConfig(profile=profile)) as kernel:
         write(kernel, "f:k/alone gcd%return")
         write(kernel, "f:k/exits int_sqrt%return")

@@ -1,4 +1,6 @@
-"""The options func-args and funcgraph-args of later versions: records of calls have the arguments."""
+"""The options func-args and funcgraph-args of later Linux versions, which add arguments to the records of
+calls.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def mount(shared: Kernel) -> Mount:
 
 @pytest.fixture
 def files(mount: Mount) -> Iterator[Files]:
-    """The files of the kernel, with a filter that selects gcd and what opens a file."""
+    """Yield the files of the kernel, with a function filter that selects gcd and two functions that open a
+    file.
+    """
     found = Files(mount, CLIENT)
     for name in ("gcd", "do_sys_openat2", "do_filp_open"):
         found.write("/tracing/set_ftrace_filter", f"{name}\n", os.O_WRONLY | os.O_APPEND)
@@ -47,7 +51,9 @@ def files(mount: Mount) -> Iterator[Files]:
 
 
 def recorded(files: Files, tracer: str) -> list[str]:
-    """The lines of a call of gcd and of the opening of a file; columns before the function are removed."""
+    """Return the trace's lines of a call of gcd and of the opening of a file, without the columns before the
+    function.
+    """
     files.write("/tracing/current_tracer", tracer)
     files.write("/tracing/trace", "\n", os.O_WRONLY | os.O_TRUNC)
     files.write("/machine/call", "gcd 12 8\n")
@@ -68,7 +74,9 @@ def test_calls_of_the_function_tracer(files: Files) -> None:
 
 
 def test_calls_of_the_function_graph(files: Files) -> None:
-    """Guest code records the calls without arguments, and Python records the same calls with arguments."""
+    """The function graph shows the same calls with and without arguments. Guest code records calls without
+    arguments; Python records calls with arguments.
+    """
     without = recorded(files, "function_graph")
     files.write("/tracing/options/funcgraph-args", "1")
     found = recorded(files, "function_graph")
@@ -107,7 +115,9 @@ def test_the_options_came_with_the_arguments(mount: Mount) -> None:
     ],
 )
 def test_formats(rules: frozenset[InterfaceRule], depth: str, shown: str) -> None:
-    """The formats are those of Linux 7.2 and 6.16."""
+    """The formats of entries for calls are those of Linux 7.2, and of 6.16, where the field `depth` is
+    shorter.
+    """
     events = {
         event.name: event.format_text() for event in ftrace_entry_events(8, Interface("linux", "7", rules))
     }

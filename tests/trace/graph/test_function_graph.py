@@ -1,4 +1,4 @@
-"""The function_graph tracer: its text as Linux prints it, and calls of a real guest as a tree."""
+"""The function_graph tracer: text as Linux prints it, and the calls of a real guest as a tree."""
 
 from __future__ import annotations
 
@@ -62,14 +62,16 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 
 def lines(kernel: Kernel) -> list[str]:
-    """The calls, without the header, up to the first task switch."""
+    """Return the lines of the trace without the header."""
     text = kernel.trace.trace_text()
     assert text.startswith(HEADER)
     return text.removeprefix(HEADER).splitlines()
 
 
 def tree(text: list[str]) -> list[tuple[int, str]]:
-    """Depth and function of each call; checks that every brace is closed where it was opened."""
+    """Return depth and function of each call. Assert that every brace is closed at the depth where it was
+    opened.
+    """
     calls, opened = [], []
     for line in text:
         if found := CALL.match(line) or OPENED.match(line):
@@ -122,7 +124,9 @@ def test_notrace_hides_what_is_called(kernel: Kernel) -> None:
 
 
 def test_a_whole_session_closes_what_it_opens(kernel: Kernel) -> None:
-    """All functions, task switches and an exit: every task's braces match."""
+    """The graph of all functions shows calls, task switches and a task's exit. Without the tracer, the text
+    is as before.
+    """
     kernel.trace.set_tracer(NAME)
     kernel.guest.processes.task_of(600, 0, 0)
     kernel.guest.processes.exit(600)
@@ -139,7 +143,9 @@ def test_a_whole_session_closes_what_it_opens(kernel: Kernel) -> None:
 
 
 def test_beside_a_kretprobe(kernel: Kernel) -> None:
-    """Both see the return; the kretprobe's caller is the real one or the graph's trampoline."""
+    """A return probe and the function graph both see the return of a call. Meanwhile, the return hook cannot
+    be changed.
+    """
     results: list[int] = []
     rp = Kretprobe(symbol_name="gcd", handler=lambda _instance, regs: results.append(regs.ax))
     kernel.register_kretprobe(rp)
@@ -198,7 +204,9 @@ def test_without_fentry_sites_there_is_no_graph() -> None:
 
 
 def test_the_filters_of_the_function_tracer_hold_too(kernel: Kernel) -> None:
-    """Chosen before, and changed while it runs; nothing else is hooked."""
+    """The graph obeys set_ftrace_filter, which may be written before the tracer is set or while the tracer
+    runs.
+    """
     filters = kernel.trace_arrays.top.functions.filter
     filters.write(b"strlen\n")
     kernel.trace.set_tracer(NAME)

@@ -1,4 +1,6 @@
-"""The function profiler: its counts beside the function graph's, its times, and who excludes whom."""
+"""The function profiler: the same counts as in the function graph, times, and the exclusion of other users of
+the graph.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def kernel() -> Iterator[Kernel]:
 
 
 def profile(profiler: FunctionProfiler) -> dict[str, tuple[int, float, float]]:
-    """Hits, time and average by function."""
+    """Return function -> hits, time and average, from the profile of CPU 0."""
     text = profiler.text(0)
     assert text.startswith(HEADER)
     found = {}
@@ -93,7 +95,9 @@ def test_filters_and_threshold_hold(kernel: Kernel) -> None:
 
 
 def test_time_of_nested_functions_is_left_out(kernel: Kernel) -> None:
-    """With option graph-time off the times of all functions add up to that of the outermost."""
+    """With the option graph-time off, the times of all functions together do not exceed the time of the
+    outermost call.
+    """
     profiler, options = kernel.tracing.function_profiler, kernel.tracing.system.tracer_options
     assert options.is_on(GraphOption.GRAPH_TIME)
     profiler.enable(1)
@@ -127,7 +131,7 @@ def test_one_user_of_the_graph_at_a_time(kernel: Kernel) -> None:
 
 
 def test_squares() -> None:
-    """s^2 of 1000, 2000 and 3000 ns is 1 square microsecond."""
+    """The variance s^2 of 1000, 2000 and 3000 ns is 1 square microsecond. A single call has no variance."""
     times = (1000, 2000, 3000)
     found = _Profile(0, len(times), sum(times), sum(time * time for time in times))
     assert found.variance() == 1000

@@ -1,4 +1,4 @@
-"""Options of the function_graph tracer: what its lines show, and which calls it takes."""
+"""Options of the function_graph tracer: the columns of lines, and the calls that are traced."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_options_are_of_the_current_tracer(kernel: Kernel) -> None:
     with pytest.raises(KernelError) as caught:
         options.write(b"func_stack_trace")
     assert caught.value.name == "EINVAL"
-    # As a file in options/ it is always there.
+    # The file in options/ always exists.
     options.set("func_stack_trace", 1)
     kernel.trace.set_tracer("function")
     assert "\nfunc_stack_trace\n" in options.text()
@@ -58,7 +58,7 @@ def test_an_instance_has_no_graph(kernel: Kernel) -> None:
     names = instance.names(instance=True)
     assert "func-no-repeats" in names
     assert not any(name.startswith("funcgraph") for name in names)
-    # Linux: a tracer's options are one and the same for all.
+    # Linux: all trace arrays share the options of a tracer.
     instance.set("func-no-repeats", 1)
     assert kernel.trace.options.get("func-no-repeats")
 
@@ -126,7 +126,7 @@ def test_only_what_took_long_enough(kernel: Kernel) -> None:
 
 
 def _longest_schedule(kernel: Kernel) -> float:
-    """Microseconds between two ends of a task's turn on the CPU."""
+    """Return the longest duration of schedule() in microseconds, while two tasks run in turns."""
     graph, mirror, syscalls = kernel.tracing.function_graph, kernel.guest.processes, kernel.guest.syscalls
     other = mirror.task_of(700, 0, 0)
     graph.functions.write(b"schedule")
@@ -141,7 +141,7 @@ def test_sleep_time(kernel: Kernel) -> None:
     _switch(kernel, "funcgraph-tail")
     with_sleep = _longest_schedule(kernel)
     _switch(kernel, "nosleep-time")
-    # Who has been asleep since before isn't told apart.
+    # A sleep that began before the option was cleared still counts.
     _longest_schedule(kernel)
     assert 0 < _longest_schedule(kernel) < with_sleep / 2
     kernel.trace.set_tracer("nop")

@@ -1,4 +1,6 @@
-"""Whatever is written to trigger, synthetic_events and dynamic_events: an errno, or it holds."""
+"""Any text that is written to trigger, synthetic_events or dynamic_events takes effect, or fails with an
+errno and changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def _kernel() -> TriggerKernel:
 
 
 def _state(kernel: TriggerKernel) -> tuple[object, ...]:
-    """All that a failed write has to leave alone."""
+    """Return the state that a failed write must not change."""
     events = [kernel.event(name) for name in ("a", "b", "syn")]
     return (
         [[*kernel.triggers.records(event)] for event in events],
@@ -128,7 +130,9 @@ def test_any_text(file: str, text: str) -> None:
 @pytest.mark.parametrize("operator", "+-*/")
 @pytest.mark.parametrize("head", ["hist:keys=n:x=", "hist:keys=n:vals=", "hist:keys="])
 def test_thousands_of_operators(head: str, operator: str) -> None:
-    """Linux: at most three subexpressions are possible. More of them are refused, however many they are."""
+    """An expression with thousands of operators is refused and changes nothing. Linux allows at most three
+    subexpressions.
+    """
     kernel = _kernel()
     before = _state(kernel)
     for text in (operator.join("1" * 2000), "-(" * 1300 + "n" + ")" * 1300):

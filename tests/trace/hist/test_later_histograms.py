@@ -35,7 +35,9 @@ def test_the_number_of_hits_is_not_shown(kernel: Kernel, word: str) -> None:
 
 @pytest.mark.parametrize("modifier", [".log2", ".buckets=5", ".hex"])
 def test_a_call_chain_ignores_modifiers(kernel: Kernel, modifier: str) -> None:
-    """The answers are those of Debian's 6.12.117. Only a chain without a modifier can be a sort key."""
+    """Modifiers of the key common_stacktrace are ignored, as in Debian's 6.12.117. With .log2 or .buckets,
+    the call chain cannot be a sort key.
+    """
     kernel.write_file(f"{EVENT}/trigger", f"hist:keys=common_stacktrace{modifier}")
     assert kernel.read_file(f"{EVENT}/trigger") == (
         "hist:keys=common_stacktrace:vals=hitcount:sort=hitcount:size=2048 [active]\n"
@@ -70,7 +72,9 @@ def test_a_call_chain_has_its_common_name(kernel: Kernel, key: str) -> None:
 
 @pytest.mark.parametrize(("key", "shown"), [("common_comm", "common_comm"), ("comm", "comm")])
 def test_the_name_of_the_task_is_a_key(key: str, shown: str) -> None:
-    """The name of a key in `hist` is that of the field, but the trigger shows only common_comm."""
+    """The task's name is a key under the name common_comm or comm. The file hist shows the written name, but
+    trigger shows common_comm.
+    """
     with Kernel(profile=profile_named("linux-7.2")) as later:
         later.write_file("tracing/kprobe_events", DEFINITION)
         later.write_file(f"{EVENT}/trigger", f"hist:keys={key},a:vals=b:sort={key}")
@@ -118,7 +122,9 @@ CHAIN = "tracing/events/synthetic/lat"
 
 @pytest.fixture
 def chain(kernel: Kernel) -> Kernel:
-    """A kernel with a synthetic event that has a call chain between two numbers, and a histogram for it."""
+    """Return a kernel with a synthetic event that has a call chain between two numbers. A histogram fires
+    this event.
+    """
     kernel.write_file("tracing/dynamic_events", "s:lat u64 n; unsigned long[] stack; u64 m")
     kernel.write_file(f"{CHAIN}/enable", "1")
     kernel.write_file(

@@ -1,4 +1,6 @@
-"""Synthetic events that trigger themselves or each other: Linux's limit of entries within entries."""
+"""Synthetic events that trigger themselves or other synthetic events, up to Linux's limit of nested
+entries.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,10 @@ def lines(mount: Mount) -> list[str]:
 
 
 def hit(mount: Mount, names: list[str], following: list[str]) -> list[str]:
-    """Let each event of `names` trigger the one at the same place of `following`; return what a hit records.
+    """Let each event of `names` trigger the event at the same place in `following`, and return what one hit
+    records.
 
-    The first event is triggered by a kprobe.
+    A kprobe triggers the first event.
     """
     write(mount, "/kprobe_events", "p:h int_sqrt\n")
     for name in names:
@@ -58,7 +61,9 @@ def hit(mount: Mount, names: list[str], following: list[str]) -> list[str]:
 
 
 def test_an_event_that_triggers_itself_ends(mount: Mount) -> None:
-    """The count of preemption levels stays in its four bits, also where it would be higher."""
+    """An event that triggers itself ends at the limit. The count of preemption levels in the records grows to
+    0xe, and stays in its four bits.
+    """
     found = hit(mount, ["again"], ["again"])
     assert len(found) == MAX_NESTING - 1
     counts = [int(line.split("]")[1].split()[0][3], 16) for line in found]

@@ -1,4 +1,4 @@
-"""Variables between histograms, actions, and the synthetic events that they fire."""
+"""Histogram variables, actions such as onmatch and onmax, and the synthetic events that actions fire."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAME = 0xFFFF888000001000
 
 @pytest.fixture
 def kernel() -> TriggerKernel:
-    """Two events that come one after the other: `end` is hit before `begin`."""
+    """Return a kernel with the events `begin` and `end`, and a synthetic event `delay`."""
     made = TriggerKernel()
     made.define(
         "p:begin vfs_read id=%di:u32 prio=%si:s32 file=+0(%dx):string\n",
@@ -71,7 +71,9 @@ def test_a_delay_between_two_events(kernel: TriggerKernel) -> None:
 
 
 def test_a_variable_of_the_same_command_stands_for_its_first_operand(kernel: TriggerKernel) -> None:
-    """As Linux does it: by then the expression's text is cut at its operators."""
+    """As in Linux, a reference to a variable of the same command means the first operand of the variable's
+    expression. Other uses are refused.
+    """
     kernel.write("hist:keys=id:a=prio*2-id,b=$a", "begin")
     assert ":a=prio*2-id,b=prio:" in kernel.show("begin")
     for command in ("d=$c,c=prio-id", "c=-(prio),d=$c", "c=prio-id:vals=$c", "c=prio-id,d=$c,e=$d"):
@@ -80,7 +82,9 @@ def test_a_variable_of_the_same_command_stands_for_its_first_operand(kernel: Tri
 
 
 def test_fields_of_the_matching_event(kernel: TriggerKernel) -> None:
-    """A field of the other event makes a histogram there, which goes with this one."""
+    """If an argument of an action is a field of the matching event, a histogram is added to that event. It is
+    removed with the command.
+    """
     kernel.write("hist:keys=id:t0=common_timestamp.usecs", "begin")
     command = "hist:keys=id:d=common_timestamp.usecs-$t0:onmatch(kprobes.begin).trace(delay,$d,id,prio)"
     kernel.write(command, "end")
@@ -171,7 +175,9 @@ def test_onchange_fires_a_synthetic_event(kernel: TriggerKernel) -> None:
 
 @pytest.mark.parametrize("handler", ["onmax", "onchange"])
 def test_a_string_counts_once_for_each_entry(kernel: TriggerKernel, handler: str) -> None:
-    """Linux compares the address of the entry's copy, which does not change."""
+    """With onmax or onchange on a string, only the first hit of an entry counts. Linux compares the address
+    of the entry's copy, which does not change.
+    """
     kernel.write(f"hist:keys=id:n=name:{handler}($n).save(left):{handler}($n).snapshot()", "end")
     for number, left in ((0, 1), (0, 2), (7, 3), (7, 4)):
         _end(kernel, 0, di=number, cx=left)
@@ -225,7 +231,9 @@ def test_constants_fold(kernel: TriggerKernel) -> None:
 def test_what_parsing_leaves_of_a_variable(
     command: str, told: str | None, column: int, kernel: TriggerKernel
 ) -> None:
-    """Linux: of an expression its first operand is left, and a reference to the variable means that."""
+    """As in Linux, only the first operand of a variable's expression remains, and a reference to the variable
+    means this operand.
+    """
     kernel.write("hist:keys=id:p=prio", "begin")
     if told is None:
         kernel.write(command, "end")

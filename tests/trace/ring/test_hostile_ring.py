@@ -1,4 +1,4 @@
-"""A ring buffer of which guest code has damaged words: reading ends, and writing goes on."""
+"""A ring buffer with words that guest code has damaged: reads end, and writes go on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ VALUES = (0, 1, 2, PAGES, PAGES + 1, 31, 4095, 1 << 20, 1 << 31, 0x1234_5678_9AB
 
 
 def filled() -> tuple[bytearray, RingBuffer, list[str]]:
-    """Full pages, an unread rest on the reader's page, and a page that is being written."""
+    """Return the memory of a ring buffer, the buffer, and the list of its reports.
+
+    The buffer has full pages, a partly read reader's page, and a page that is being written.
+    """
     memory = bytearray(memory_size(PAGES))
     reports: list[str] = []
     place = RingMemory(memoryview(memory), report=lambda what, _why: reports.append(what))
@@ -29,7 +32,9 @@ def filled() -> tuple[bytearray, RingBuffer, list[str]]:
 
 
 def use(buffer: RingBuffer) -> None:
-    """Do all that is done with a buffer."""
+    """Call all operations of a ring buffer. Assert that reads end, and that the buffer works after a
+    reset.
+    """
     assert len(list(buffer)) <= MAX_EVENTS
     buffer.stats()
     assert 0 <= buffer.dirty_pages <= PAGES

@@ -1,4 +1,4 @@
-"""trace_options and options/."""
+"""The file trace_options and the files in options/."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ CONTEXT = re.compile(
     re.DOTALL,
 )
 KINDS = {"Z": 0x48, "z": 0x40, "H": 0x18, "h": 0x08, "s": 0x10, ".": 0}
-"""common_flags of the third flag character."""
+"""Third flag character -> common_flags."""
 
 PLAIN = [
     "trace_mixed.txt",
@@ -46,7 +46,9 @@ def read(path: Path) -> str:
 
 
 def entries_of(text: str) -> list[re.Match[str]]:
-    """The lines of a trace text; a line without a context goes on the one before."""
+    """Return the records of a trace text, as matches. A line without a context belongs to the record
+    before.
+    """
     joined: list[str] = []
     for line in text.splitlines(keepends=True):
         if line.startswith("#"):
@@ -61,7 +63,7 @@ def entries_of(text: str) -> list[re.Match[str]]:
 
 
 def nanoseconds(text: str, clock: str) -> int:
-    """When the machine has to record for the trace clock to show `text`."""
+    """Return the time of a record in nanoseconds, for which the trace clock `clock` shows `text`."""
     if clock == "uptime":
         return int(text) * 10_000_000
     if clock in ("counter", "x86-tsc"):
@@ -89,7 +91,7 @@ def record_all(bench: Bench, matches: list[re.Match[str]]) -> None:
 
 
 def set_up(name: str) -> Bench:
-    """A trace array with the clock that the sample's name tells."""
+    """Return a trace array that uses the clock in the sample's name."""
     bench = make_bench()
     bench.array.expand()
     if clock := re.match(r"trace_clock_(.+)\.txt", name):
@@ -98,14 +100,18 @@ def set_up(name: str) -> Bench:
 
 
 def text_with_option(bench: Bench, name: str) -> str:
-    """The trace, looked at with the option that the sample's name tells, set when all had been recorded."""
+    """Return the trace's text with the option in the sample's name. The option is set after all records were
+    made.
+    """
     if option := re.match(r"trace_opt_(.+)_(on|off)\.txt", name):
         bench.array.options.set(option[1], option[2] == "on")
     return bench.array.trace_text()
 
 
 def with_counts(text: str, events: int) -> str:
-    """A recording's text, told to be complete: the first lines of some were kept alone."""
+    """Return a recording's text, with `events` as the number of entries. Of some recordings, only the first
+    lines were kept.
+    """
     return re.sub(r"(entries-written: )\d+/\d+", rf"\g<1>{events}/{events}", text)
 
 

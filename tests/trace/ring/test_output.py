@@ -1,4 +1,4 @@
-"""Parts of a line: flags, delays, task names, symbols."""
+"""Parts of a trace line: flags, delays, task names, symbols."""
 
 from __future__ import annotations
 

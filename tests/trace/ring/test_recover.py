@@ -1,4 +1,4 @@
-"""A process may end between any two stores to a ring buffer: what was complete is found."""
+"""Recovery of a ring buffer whose process ended between any two stores: all complete records are found."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Events = list[tuple[int, bytes]]
 
 
 class Stores:
-    """A view of memory that calls back before each store."""
+    """A view of memory that calls a function before each store."""
 
     def __init__(self, view: memoryview, before: Callable[[], None]) -> None:
         self._view = view
@@ -39,7 +39,7 @@ class Stores:
 
 
 class Words:
-    """The same of a control block."""
+    """A control block that calls a function before each store to one of its words."""
 
     def __init__(self, control: RingControl, before: Callable[[], None]) -> None:
         self.__dict__.update(control=control, before=before)
@@ -53,7 +53,9 @@ class Words:
 
 
 class Watched(RingBuffer):
-    """A ring buffer that takes an image of itself in front of each store to its control block and tables."""
+    """A ring buffer that keeps an image of its memory from before each store to its control block and
+    tables.
+    """
 
     __slots__ = ("images", "images_of")
     images: list[tuple[bytes, bytes]]
@@ -67,7 +69,7 @@ class Watched(RingBuffer):
         self._control, self._words, self._table = control, words, table
 
     def look(self) -> None:
-        """Keep what a process that ends now leaves."""
+        """Keep an image of the memory as a process that ends now would leave it."""
         if getattr(self, "images", None) is not None:
             self.images.append(image_of(self.images_of))
 
@@ -98,7 +100,9 @@ def buffer(pages: int, *, overwrite: bool = True, order: int = 0) -> Watched:
 
 
 def steps(ring: Watched, seed: int) -> None:
-    """One thing after the other; around each, all images show what was before it or what is behind it."""
+    """Change the ring buffer at random, 300 times. From each image during a change, the records before or
+    after this change must be recovered.
+    """
     rng = random.Random(seed)
     now = 1 << 20
     for number in range(300):
@@ -127,7 +131,7 @@ def check(result: RecoveredBuffer, before: Events, after: Events) -> None:
     assert held == sorted(held)
     assert len(result.buffer) == result.buffer.stats().entries == len(held)
     assert result.buffer.stats().size >= sum(len(payload) for _, payload in held)
-    # It goes on from there.
+    # The recovered buffer can be written.
     memory = memoryview(bytearray(memory_size(4, result.buffer.order)))
     result.buffer.resize(RingMemory(memory), 4)
     assert list(result.buffer) == held
@@ -152,7 +156,9 @@ def test_an_end_between_any_two_stores(seed: int, overwrite: bool) -> None:
     ],
 )
 def test_a_torn_record_is_counted(word: str, change: int, lost: int) -> None:
-    """Guest code moves the write pointer last."""
+    """A record that was being written is counted as torn, and no other record is lost. Guest code moves the
+    write pointer last.
+    """
     ring = buffer(3)
     for number in range(5):
         ring.write(number.to_bytes(8, "little"), 1000 + number)
@@ -167,7 +173,7 @@ def test_a_torn_record_is_counted(word: str, change: int, lost: int) -> None:
 
 
 def whole() -> tuple[bytes, bytes, Events]:
-    """The image of a buffer that nobody is changing: some pages are full, one was read in part."""
+    """Return the image and the records of a ring buffer at rest, with full pages and a partly read page."""
     ring = buffer(4)
     for number in range(60):
         ring.write(number.to_bytes(8, "little") + bytes(240), 1000 + number)
@@ -178,7 +184,9 @@ def whole() -> tuple[bytes, bytes, Events]:
 
 
 def known(control: bytes, pages: bytes) -> tuple[Events, int, str]:
-    """Records, how many are known to be lost, and what is told of damage."""
+    """Recover a ring buffer. Return its records, the number of lost records, and the description of the
+    damage.
+    """
 
     def read(address: int, size: int) -> bytes:
         if address != BASE or size > len(pages):
@@ -196,7 +204,9 @@ def known(control: bytes, pages: bytes) -> tuple[Events, int, str]:
 @pytest.mark.parametrize("bit", share(range(8), 1, 3))
 @pytest.mark.parametrize("where", ["control", "pages"])
 def test_no_record_is_lost_without_a_word(where: str, bit: int) -> None:
-    """Any one bit of a buffer that is wrong."""
+    """If any single bit of a ring buffer is wrong, all lost records are counted, and damage is reported if
+    several are lost.
+    """
     control, pages, events = whole()
     size = offset_of("changing") if where == "control" else len(pages)
     for at in range(0, size, 1 if where == "control" else 3):
@@ -210,7 +220,9 @@ def test_no_record_is_lost_without_a_word(where: str, bit: int) -> None:
 
 @pytest.mark.parametrize("word", ["write_ptr", "tail_page"])
 def test_what_is_complete_stays_readable(word: str) -> None:
-    """Where the tail is stands there more than once."""
+    """If one word for the tail of a ring buffer is damaged, all records stay readable, because another word
+    has the same information.
+    """
     control, pages, events = whole()
     words = RingControl.from_buffer_copy(control)
     setattr(words, word, getattr(words, word) ^ (1 << 40 if word == "write_ptr" else 1))

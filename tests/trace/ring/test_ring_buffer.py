@@ -1,4 +1,4 @@
-"""The ring buffer's rules, one by one, and its layout in memory."""
+"""Single rules of the ring buffer, and the layout of its memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from emulated_kernel.trace.ring.buffer_page import (
 from emulated_kernel.trace.ring.ring_layout import RingControl, RingMemory, memory_size, pages_for
 
 BIG = bytes(1000)
-"""Four of them fill a page but for 64 bytes."""
+"""A payload. Events with four of these payloads fill a page except 64 bytes."""
 
 
 def ring(pages: int = 2, **more: bool) -> RingBuffer:
@@ -35,7 +35,7 @@ def numbers(buffer: RingBuffer) -> list[int]:
 
 
 def consumed(buffer: RingBuffer) -> list[tuple[int, int]]:
-    """Number of each event taken out, and how many were lost before it."""
+    """Return the number of each consumed event, and how many events were lost before this event."""
     events = []
     while event := buffer.consume():
         events.append((int.from_bytes(event.record[:4], "little"), event.lost_events))
@@ -342,7 +342,7 @@ def test_guest_code_appends_as_the_layout_says(address: int) -> None:
 
 
 def append(memory: bytearray, control: RingControl, payload: bytes, time_stamp: int) -> None:
-    """What guest code does for an event of 12 bytes that fits."""
+    """Append an event of 12 bytes that fits on the page, as guest code does."""
     pointer = control.write_ptr
     assert pointer - 1 & 4095 <= 4095 - 12
     delta = time_stamp - control.write_stamp

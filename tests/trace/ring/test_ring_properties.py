@@ -1,4 +1,6 @@
-"""Whatever is written, read, dropped or resized: no event is lost without being counted, and order holds."""
+"""The ring buffer under random operations: no event is lost without being counted, and the order of events is
+kept.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ STEPS = st.one_of(st.integers(0, 50), st.sampled_from([(1 << 27) - 1, 1 << 27, 1
 
 
 class RingMachine(RuleBasedStateMachine):
-    """Compares a ring buffer with a queue of all events that it should still hold."""
+    """A state machine that compares a ring buffer with a queue of all events that the buffer should still
+    hold.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +42,9 @@ class RingMachine(RuleBasedStateMachine):
         self.ring = RingBuffer(place, pages, overwrite=overwrite, order=order)
 
     def unread_bytes(self) -> int:
-        """Bytes of events and padding on pages that aren't read, told from the memory alone."""
+        """Return the number of bytes of events and padding on unread pages, computed only from the buffer's
+        memory.
+        """
         words, control = self.memory.cast("Q"), ring_layout.RingControl.from_buffer(self.memory)
         pages, reader = control.nr_pages, control.reader_page
 
@@ -62,7 +68,9 @@ class RingMachine(RuleBasedStateMachine):
         return self.memory
 
     def forget_overwritten(self) -> None:
-        """Overwriting takes from the oldest; the reader's page is spared, so look where the rest starts."""
+        """Remove overwritten events from the queue. Overwriting takes the oldest events, except those on the
+        reader's page.
+        """
         held = list(self.ring)
         while len(self.held) > len(held):
             index = next(
@@ -149,7 +157,7 @@ class RingMachine(RuleBasedStateMachine):
 
 
 def same(mine: tuple[int, bytes], its: tuple[int, bytes]) -> bool:
-    """Whether time and payload agree; the buffer pads payloads to its granularity."""
+    """Return True if time and payload agree. The buffer pads payloads to its granularity."""
     return mine[0] == its[0] and its[1][: len(mine[1])] == mine[1] and len(its[1]) - len(mine[1]) < 8
 
 

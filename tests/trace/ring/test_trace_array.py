@@ -1,4 +1,4 @@
-"""Trace arrays: recording, controls and the files around the trace itself."""
+"""Trace arrays: recording, buffer sizes, markers, clocks, tracers, listeners and names of tasks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def failure(call: object, *args: object) -> int | None:
 def test_events_of_all_cpus_come_in_the_order_of_time(bench: Bench) -> None:
     for ns, cpu in ((3000, 0), (1000, 1), (2000, 1), (2000, 0)):
         bench.record(f"{ns}/{cpu}", ns, cpu=cpu)
-    # Each CPU's own order stands, even where its clock went back.
+    # Records of a CPU keep their order even if the CPU's clock went back.
     assert [line.rpartition(" ")[2] for line in bench.lines()] == ["1000/1", "2000/1", "3000/0", "2000/0"]
     assert [line.split()[1] for line in bench.lines(1)] == ["[001]", "[001]"]
 
@@ -130,7 +130,7 @@ def test_resize(bench: Bench, kb: int, shown: str) -> None:
     bench.array.resize_buffer(kb)
     assert bench.array.buffer_size_text() == shown
     assert len(bench.lines()) == 1
-    # A size that somebody chose isn't expanded any more.
+    # A buffer with a chosen size is not expanded.
     bench.array.expand()
     assert bench.array.buffer_size_text() == shown
 
@@ -163,7 +163,9 @@ def test_free_buffer(bench: Bench) -> None:
 
 
 def test_marker(bench: Bench) -> None:
-    """A task that no event has recorded has no name."""
+    """Markers are recorded as written, up to a NUL. A task has no name in records until an event has recorded
+    the name.
+    """
     bench.clock.ns = 1_234_567_890
     assert bench.array.write_marker(b"hello") == 5
     assert bench.array.write_marker(b"two\nlines\n") == 10

@@ -1,4 +1,4 @@
-"""Clocks whose times user space reads, too."""
+"""Trace clocks. With `--clock real`, records have times that user space can read from the same clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLOCKS: dict[str, Callable[[], int]] = {
 
 
 def _mark(kernel: Kernel) -> int:
-    """The time of a new marker in nanoseconds."""
+    """Write a marker, and return the time of its record in nanoseconds."""
     kernel.trace.clear_trace()
     kernel.trace.write_marker(b"now")
     ((stamp, _record),) = kernel.trace.buffers[0]

@@ -1,4 +1,4 @@
-"""trace_pipe: what a read gives, when it waits and when it ends."""
+"""trace_pipe: what a read returns, when a read waits, and the end of the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Events of work, threads, sleep, soft interrupts and the page cache: each says what the guest did."""
+"""Static events of work, threads, sleep, soft interrupts, timers and the page cache: the records agree with
+what the guest did.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _UNMAPPED = 0x10
 
 
 def told(kernel: Kernel) -> list[tuple[int, int, str, str]]:
-    """Of each record the pid, the time in nanoseconds as far as shown, the event, and its text."""
+    """Return pid, time in nanoseconds, event and text of each record. The time is as exact as the trace shows
+    it.
+    """
     matches = [_LINE.fullmatch(line) for line in kernel.trace.trace_text().splitlines() if line[0] != "#"]
     return [(int(m[1]), round(float(m[3]) * 1e9), m[4], m[5]) for m in matches if m is not None]
 
@@ -94,7 +98,9 @@ def test_soft_interrupts_are_raised_entered_and_left(busy: Kernel) -> None:
 
 
 def test_how_long_tasks_sleep_and_wait(busy: Kernel) -> None:
-    """A delay ends at its record, and begins where sched_switch and sched_wakeup say that it did."""
+    """The delay in a sched_stat record is the time since the task's last sched_switch or sched_wakeup
+    record.
+    """
     names = ("sched_switch", "sched_wakeup", "sched_stat_wait", "sched_stat_sleep", "sched_stat_blocked")
     for name in names:
         busy.trace_arrays.top.events.set_enabled(find(busy, f"sched/{name}"), True)
@@ -127,7 +133,9 @@ def test_how_long_tasks_sleep_and_wait(busy: Kernel) -> None:
 
 
 def test_how_often_preemption_is_disabled(busy: Kernel) -> None:
-    """Linux: __schedule() once and the queue's lock once; try_to_wake_up() once and the task's lock once."""
+    """The preempt counts of scheduler events are those of Linux: __schedule() or try_to_wake_up() counts
+    once, and so does each held lock.
+    """
     names = ("sched_switch", "sched_waking", "sched_wakeup", "sched_process_exit")
     for name in names:
         busy.trace_arrays.top.events.set_enabled(find(busy, f"sched/{name}"), True)
@@ -137,7 +145,7 @@ def test_how_often_preemption_is_disabled(busy: Kernel) -> None:
     for irqs, _, level, count, event in context.findall(busy.trace.trace_text()):
         if level == ".":
             found[event].add((irqs, count))
-    # What is told of a switch hangs on nothing that its task did before.
+    # The context of a switch does not depend on the earlier work of its task.
     assert found["sched_switch"] == {("d", "2")}
     assert {irqs for irqs, _ in found["sched_waking"] | found["sched_wakeup"]} == {"d"}
     fewest = {name: min(int(count) for _, count in found[name]) for name in ("sched_waking", "sched_wakeup")}
@@ -150,7 +158,7 @@ def test_a_fault_that_the_kernel_repairs(kernel: Kernel, enable: Enable) -> None
     page = kernel.call("__get_free_pages", 0, 0)
     assert kernel.call("_copy_from_user", page, _UNMAPPED, 8) == 8
     lines = records(kernel)
-    # What was to be copied in words is tried again in bytes.
+    # After a fault, the copy in words is tried again in bytes.
     assert len(lines) == 2
     for line in lines:
         found = re.fullmatch(
@@ -162,7 +170,9 @@ def test_a_fault_that_the_kernel_repairs(kernel: Kernel, enable: Enable) -> None
 
 @pytest.mark.parametrize("nanoseconds", [1, 10**6, 10**7 + 1, 3 * 10**7])
 def test_a_sleep_of_nanoseconds_is_a_timer(busy: Kernel, nanoseconds: int) -> None:
-    """Armed for the time from now on, and expired by the first tick behind it, on the first CPU."""
+    """nanosleep(2) arms a timer for the given time from now on. The timer expires at the first tick after
+    that time, on the first CPU.
+    """
     for name in ("init", "start", "expire_entry", "expire_exit", "cancel"):
         busy.trace_arrays.top.events.set_enabled(find(busy, f"timer/hrtimer_{name}"), True)
     with busy.lock, busy.guest.buffers.borrowed() as request:

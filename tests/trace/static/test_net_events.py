@@ -1,4 +1,6 @@
-"""Events of packets, sockets and connections: formats of a real 6.1, records of what the guest did."""
+"""Static events of packets, sockets and connections: formats of a real Linux 6.1, and records that agree with
+what the guest did.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ _STATE = {name: f"TCP_{name}" for name in ("CLOSE", "LISTEN", "SYN_RECV", "ESTAB
 
 
 class Sockets:
-    """System calls of init on sockets."""
+    """System calls on sockets that the guest's init task makes."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.task = kernel, kernel.guest.processes.init
@@ -34,7 +36,7 @@ class Sockets:
         return self.kernel.guest.syscalls.call(self.task, name, *args)
 
     def at(self, name: str, fd: int, port: int) -> int:
-        """bind or connect: 127.0.0.1 and a port."""
+        """Call bind(2) or connect(2) with the address 127.0.0.1 and a port."""
         with self.kernel.guest.buffers.borrowed() as buffer:
             address = struct.pack("<H", 2) + struct.pack(">HI", port, 0x7F00_0001) + bytes(8)
             self.kernel.machine.memory.write(buffer, address)
@@ -45,7 +47,7 @@ class Sockets:
             return self.call("sendto", fd, buffer, size, DONTWAIT, 0, 0)
 
     def pair(self) -> tuple[int, int]:
-        """Both ends of a connection to PORT."""
+        """Make a connection to PORT, and return the descriptors of both ends."""
         listener, client = (self.call("socket", 2, STREAM, 0) for _ in range(2))
         self.at("bind", listener, PORT)
         self.call("listen", listener, 5)
@@ -55,7 +57,7 @@ class Sockets:
 
 @pytest.fixture
 def net(kernel: Kernel, enable: Enable) -> Sockets:
-    """Sockets of a kernel with all these events enabled."""
+    """Enable all events of GROUPS, and return the sockets of the kernel."""
     for group in GROUPS:
         for name in kernel.tracing.kprobe_events.registry.in_group(group):
             enable(f"{group}/{name}")
@@ -63,7 +65,7 @@ def net(kernel: Kernel, enable: Enable) -> Sockets:
 
 
 def told(kernel: Kernel) -> Iterator[tuple[str, dict[str, str]]]:
-    """Each record's event and fields."""
+    """Yield the event and the fields of each record."""
     for line in records(kernel):
         event, _, text = line.split(" ", 1)[1].partition(": ")
         yield event, dict(re.findall(r"(\w+)[=:] ?(\S+)", text))
@@ -179,7 +181,7 @@ def test_what_no_queue_takes(net: Sockets) -> None:
 
 
 def test_what_is_lost_is_sent_again(net: Sockets) -> None:
-    """Packets that are too long for the device don't leave it."""
+    """A TCP packet that is lost is sent again. A low MTU makes the first packet too long for the device."""
     client, _ = net.pair()
     kernel, memory = net.kernel, net.kernel.machine.memory
     device = kernel.image.kallsyms.lookup_name("loopback_dev")

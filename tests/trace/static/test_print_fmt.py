@@ -135,7 +135,9 @@ def test_expressions(print_fmt: str, text: str) -> None:
     ],
 )
 def test_ipv6_addresses_are_linux_s(words: str, text: str) -> None:
-    """Not those of inet_ntop(), which dots some more, and no ISATAP ones."""
+    """%pI6c prints IPv6 addresses as Linux does. Unlike inet_ntop(3), Linux prints ISATAP addresses with
+    dots, and some other addresses without dots.
+    """
     address = b"".join(int(word, 16).to_bytes(2, "big") for word in words.split())
     shown = compile_format("%pI6c", 8)([int.from_bytes(address, "little")], Symbols())
     assert shown == text

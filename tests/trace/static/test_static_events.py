@@ -1,4 +1,6 @@
-"""Static events of the image: text, records, formats; and nothing at all while none is enabled."""
+"""Static events of the image: text, records and formats. While no event is enabled, nothing in the guest's
+text is patched.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The symbols that tracing names addresses by: remembered answers are those of the table as it is now."""
+"""KernelSymbols, which names addresses for tracing: remembered answers agree with the current symbol
+tables.
+"""
 
 from __future__ import annotations
 

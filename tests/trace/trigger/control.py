@@ -1,4 +1,6 @@
-"""A trace array for triggers to act on: its switch, clock, call chain and snapshots are attributes."""
+"""Stand-ins for a trace array and for a kernel with triggers. The trace array's switch, clock, call chain and
+snapshots are attributes.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ class Control(FakeRecorder):
 
 
 class TriggerKernel:
-    """A kernel with triggers on its events."""
+    """A stand-in for a kernel with triggers on its events."""
 
     def __init__(self, control: Control | None = None, functions: Iterable[Function] = FUNCTIONS) -> None:
         self.control = control or Control()
@@ -130,7 +132,7 @@ class TriggerKernel:
         return self.event(event).file(self.kernel.recorder).enabled_text()
 
     def hit(self, hit: Hit | None = None, **regs: int) -> None:
-        """Hit every armed probe."""
+        """Hit every armed probe once, with the registers `regs`."""
         hit = hit or Hit()
         for name, value in regs.items():
             setattr(hit.regs, name, value)

@@ -1,4 +1,6 @@
-"""Event probes: definitions, errors, and the entries that they make of others'."""
+"""Event probes: definitions, errors, and the records that an event probe makes from records of
+another event.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ _NAME = 0xFFFF888000001000
 
 @pytest.fixture
 def kernel() -> TriggerKernel:
-    """A synthetic event to look at; probes of probes aren't made."""
+    """Return a kernel with a synthetic event `src` and a kprobe event `k`. An event probe can be attached
+    only to `src`.
+    """
     made = TriggerKernel()
     made.synthetic.write(b"src u64 ptr; pid_t pid; char name[]\n")
     made.define("p:k vfs_read\n")
@@ -123,7 +127,9 @@ def test_entries(kernel: TriggerKernel) -> None:
 def test_strings_of_its_event_are_memory(
     kernel: TriggerKernel, type_: str, argument: str, shown: str
 ) -> None:
-    """Of the entry: the field is its address."""
+    """A string in the record of the attached event is fetched as memory: the value of the field is the
+    string's address.
+    """
     kernel.synthetic.write(f"text u64 ptr; pid_t pid; {type_}\n".encode())
     _write(kernel, f"e:ep synthetic.text x={argument}")
     event, source = kernel.kernel.events.registry.find("eprobes", "ep"), kernel.synthetic.find("text")
@@ -140,7 +146,11 @@ def test_strings_of_its_event_are_memory(
     [(False, False, "text ep"), (True, False, "ep text"), (True, True, "text ep")],
 )
 def test_where_its_entries_stand(kernel: TriggerKernel, filtered: bool, within: bool, order: str) -> None:
-    """Behind that of its event, but where a filter may reject that, for which there is one page."""
+    """An event probe's record follows the record of its event. If the event has a filter, the event's record
+    waits in a spare page, and comes second.
+
+    There is one spare page. If that page is in use, the order is as without a filter.
+    """
     kernel.synthetic.write(b"text u64 ptr\n")
     _write(kernel, "e:ep synthetic.text x=$ptr")
     recorder, events = kernel.kernel.recorder, kernel.kernel.events

@@ -1,4 +1,6 @@
-"""Recorded writes to trigger files, and of synthetic and event probe definitions, replayed."""
+"""Recorded writes of triggers, synthetic events and event probes, replayed: errno, error_log and files are as
+recorded.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def _is_ours(record: dict[str, Any]) -> bool:
 
 
 def _write(kernel: TriggerKernel, file: str, text: str) -> str:
-    """The errno's name, or "0"."""
+    """Write `text` to `file`. Return the name of the errno, or 0 as text if the write succeeds."""
     data = text.encode("latin-1")
     place = _FILE.fullmatch(file)
     if file == "tracing/dynamic_events":
@@ -51,7 +53,7 @@ def _show(kernel: TriggerKernel, file: str) -> str:
 
 
 def _replay(record: dict[str, Any]) -> list[str]:
-    """What differs from the record."""
+    """Replay a recorded write, and return the differences from the record."""
     kernel = TriggerKernel()
     events = kernel.kernel.events
     events.registry.add(PlainEvent("sched", "sched_switch", (), ""))

@@ -1,4 +1,4 @@
-"""Triggers of trace_marker: ftrace:print has them, though it can't be enabled."""
+"""Triggers of trace_marker, which belong to the event ftrace:print. This event cannot be enabled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trigger file, read in parts."""
+"""The file `trigger`, read in pieces."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class _Counted(Trigger):
 
 
 def test_a_read_renders_only_the_lines_that_it_returns() -> None:
-    """The last line of a read may be rendered again by the next one."""
+    """A read in pieces renders each trigger at most twice: the last line of a piece may be rendered again for
+    the next piece.
+    """
     kernel = TriggerKernel()
     kernel.define("p:a vfs_read\n")
     event = kernel.event("a")

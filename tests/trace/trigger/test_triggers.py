@@ -1,4 +1,4 @@
-"""Plain triggers: what they do on a hit, how often, and what their file shows."""
+"""Plain triggers: their effects at a hit, their counts, and the text of the file `trigger`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.trace.trigger.control import TriggerKernel
 
 @pytest.fixture
 def kernel() -> TriggerKernel:
-    """Two events on two functions; none is enabled."""
+    """Return a kernel with two disabled events on two functions."""
     made = TriggerKernel()
     made.define("p:a vfs_read n=%di:u32 s=%si:s16\n", "p:b vfs_write\n")
     return made
@@ -120,7 +120,9 @@ def test_a_trigger_alone_keeps_the_event_in_soft_mode(kernel: TriggerKernel) -> 
 
 
 def test_the_hit_that_enables_its_own_event_is_not_recorded(kernel: TriggerKernel) -> None:
-    """Unless the trigger has to see the entry, and so runs when that is there."""
+    """A trigger that does not need the record runs before the record is made. So the hit at which a trigger
+    enables the event is not recorded.
+    """
     kernel.write("enable_event:kprobes:a")
     kernel.hit()
     assert kernel.recorded == []
