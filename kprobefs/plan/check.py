@@ -33,6 +33,7 @@ from kprobefs.measure.verdicts import ProbeOutcome
 from kprobefs.plan.answer import PENDING, REMOVED, UNCHECKED, Answer, Finding
 from kprobefs.plan.arguments import changed_parameters
 from kprobefs.plan.check_settings import SettingChecks
+from kprobefs.plan.clones import calls_of_clones
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.offline_engine import OfflineEngine
 from kprobefs.plan.place import Place, module_name, nearest_in_module
@@ -252,6 +253,9 @@ def _created(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Answer:
     if probe.place.is_return and explained.never_returns:
         message = f"{where.name} never returns, so the probe is never hit"
         found.append(Finding("never-returns", False, message, _word_column(line.text, 1)))
+    if explained.clones:
+        message = calls_of_clones(where.symbol.name, explained.clones)
+        found.append(Finding("other-calls", False, message, _word_column(line.text, 1)))
     if verdict.outcome is ProbeOutcome.BREAKPOINT and not kernel.records_breakpoints:
         found.append(Finding("no-records", False, ONLY_COUNTED, _word_column(line.text, 1)))
     if explained.is_unguarded:

@@ -313,6 +313,29 @@ def test_functions_that_the_compiler_changed(typed: str) -> None:
     assert not Explanation(kernel, find_place("f", kernel.tables)).unknown_arguments
 
 
+@pytest.mark.parametrize(
+    ("function", "clones"),
+    [
+        ("whole", ["whole.part.0", "whole.constprop.1.isra.0"]),
+        ("whole.part.0", []),
+        ("f", []),
+    ],
+)
+def test_functions_that_the_compiler_made_from_the_probed_one(
+    typed: str, function: str, clones: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Callers that were compiled to call a clone do not hit a probe on the function of the source."""
+    kernel = planned_kernel(None, typed, None, None)
+    for line in (f"p:x {function}", f"r:x {function}", f"p:x {function}+5"):
+        (answer,) = check_lines(kernel, [Line("x", 1, line)])
+        messages = [finding.message for finding in answer.findings if finding.rule == "other-calls"]
+        assert len(messages) == bool(clones)
+        assert all(", ".join(clones) in message for message in messages)
+    assert main(["explain", "--image", typed, "--json", function]) == 0
+    (explained,) = json.loads(capsys.readouterr().out)
+    assert explained["clones"] == clones
+
+
 @pytest.mark.parametrize("function", ["panic", "do_group_exit", "do_exit", "make_task_dead"])
 def test_a_return_probe_that_is_never_hit(function: str) -> None:
     (answer,) = checked(f"r:x {function}")
@@ -329,6 +352,8 @@ def kernel_with_types(tmp_path: Path, body: bytes = BODY) -> str:
     at = source.function("f", CALL_FENTRY + body + b"\xc3")
     source.function("a_function_whose_name_is_too_long_for_an_event_of_its_own_name_1", BODY + b"\xc3")
     source.function("split.isra.0", CALL_FENTRY + BODY + b"\xc3")
+    for name in ("whole", "whole.part.0", "whole.constprop.1.isra.0", "whole.cold", "wholesale.part.0"):
+        source.function(name, CALL_FENTRY + BODY + b"\xc3")
     for _ in range(2):
         source.function("twice", CALL_FENTRY + BODY + b"\xc3")
     sites = [address for address, letter, _ in source.symbols if letter == "T" and address >= at]
