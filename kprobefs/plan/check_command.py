@@ -211,7 +211,7 @@ def _messages(answer: Answer) -> Iterator[tuple[str, int | None]]:
         yield f"{answer.outcome}{reason}", None
     is_told = any(finding.rule == "needs-module" for finding in answer.findings)
     if answer.unloaded and not is_told:
-        yield f"with its module loaded; {answer.unloaded} until then", None
+        yield f"{answer.outcome} with its module loaded; {answer.unloaded} until then", None
     if answer.extended is not None and answer.outcome == ProbeOutcome.BREAKPOINT.value:
         yield f"extended: {answer.extended}: {answer.extended_reason}", None
 

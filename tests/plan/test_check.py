@@ -484,7 +484,29 @@ def test_a_bare_name_of_a_modules_function_needs_a_line_with_the_module() -> Non
     assert [(each.outcome, each.unloaded) for each in both] == [("ftrace", "ENOENT"), ("ftrace", "pending")]
 
 
-def test_lines_with_modules_are_judged_with_them_loaded() -> None:
+@pytest.mark.parametrize(
+    ("line", "outcome", "unloaded", "rules"),
+    [
+        ("p:x mod:g", "pending", "", ["no-module"]),
+        ("p:x mod:g a=$arg1 b=$arg2", "unchecked", "EINVAL", ["needs-module", "no-module"]),
+        ("p:x mod:g a=$arg1 b=$nosuch", "EINVAL", "", ["NOFENTRY_ARGS", "no-module"]),
+        ("p:x mod:g a=%nosuch", "EINVAL", "", ["BAD_REG_NAME", "no-module"]),
+        ("p:x mod:g+4 a=$arg1", "EINVAL", "", ["NOFENTRY_ARGS", "no-module"]),
+    ],
+)
+def test_a_module_that_cannot_be_read_makes_no_line_wrong(
+    typed: str, line: str, outcome: str, unloaded: str, rules: list[str]
+) -> None:
+    """The kernel refuses parameters of unknown functions; errors of the line itself remain errors."""
+    (answer,) = check_lines(planned_kernel(None, typed, None, "linux-6.12"), [Line("x", 1, line)])
+    assert (answer.outcome, answer.unloaded) == (outcome, unloaded)
+    assert [finding.rule for finding in answer.findings] == rules
+    assert answer.is_error is (outcome == "EINVAL")
+
+
+def test_lines_with_modules_are_judged_with_them_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The package's modules are loaded; other modules are awaited, as by a kernel without them."""
     package = debian.package("linux-image-cloud-amd64")
     lines = {
@@ -511,6 +533,11 @@ def test_lines_with_modules_are_judged_with_them_loaded() -> None:
     )
     assert "write MODULE:nosuch_function" in messages["p:i nosuch_function"]
     assert "the kernel itself has vfs_read" in messages["p:g vfs:vfs_read"]
+    file = tmp_path / "x.probes"
+    file.write_text("p:e nls_cp437:uni2chra\n")
+    assert main(["check", str(file), "--image", str(package)]) == 1
+    (both,) = (line for line in capsys.readouterr().out.splitlines() if "pending" in line)
+    assert "ENOENT" in both
 
 
 # The command
