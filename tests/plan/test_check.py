@@ -23,11 +23,12 @@ from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from kprobefs.cli.main import main
 from kprobefs.definitions.syntax import Line
+from kprobefs.plan import check_command
 from kprobefs.plan.answer import WARNINGS, Answer
 from kprobefs.plan.check import check_lines
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.place import find_place
-from kprobefs.plan.planned_kernel import planned_kernel
+from kprobefs.plan.planned_kernel import PlannedKernel, planned_kernel
 from tests.image.linux import debian, made
 from tests.project.readme import blocks, steps
 from tests.sample import fewer
@@ -571,11 +572,67 @@ def test_several_kernels_have_a_column_each(
     ]
     # A long path stays one word, which can be copied.
     assert max(len(line) for line in text.splitlines() if " " in line.strip()) <= 80
-    assert main(["check", str(file), "--image", typed, "--sarif"]) == 1
+    assert main(["check", str(file), "--image", typed, "--image", typed, "--sarif"]) == 1
     log = json.loads(capsys.readouterr().out)
     (result,) = log["runs"][0]["results"]
     region = result["locations"][0]["physicalLocation"]["region"]
     assert (region, result["ruleId"]) == ({"startLine": 3, "startColumn": 5}, "BAD_PROBE_ADDR")
+
+
+def test_definitions_are_below_the_columns_if_they_do_not_fit(
+    typed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No word is broken, and the longest errno is apart from the next column."""
+    file = tmp_path / "x.probes"
+    lines = ["p:b twice", "p:x f number=$arg1:s32 size=$arg2:u64 first=+0($arg3):s32 second=+8($arg3):u64"]
+    file.write_text("\n".join(lines) + "\n")
+    for count in range(1, 6):
+        assert main(["check", str(file), *["--image", typed] * count]) == 1
+        text = capsys.readouterr().out
+        shown = text[text.index("\nline ") : text.index(f"\n\n{file}")].splitlines()
+        assert max(map(len, shown)) <= 80
+        words = " ".join(shown[2:]).split()
+        assert [word for word in words if word in lines[1].split()] == lines[1].split()
+        assert words.count("EADDRNOTAVAIL") == words.count("ftrace") == count
+
+
+def test_a_caret_is_below_its_column_in_a_long_line(
+    typed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.probes"
+    for wrong in range(8):
+        words = [f"argument{number}=$arg2:u64" for number in range(8)]
+        words[wrong] = f"argument{wrong}=$nosuch:u64"
+        file.write_text(f"p:x f {' '.join(words)}\n")
+        assert main(["check", str(file), "--image", typed]) == 1
+        lines = capsys.readouterr().out.splitlines()
+        (number,) = (number for number, line in enumerate(lines) if line.strip() == "^")
+        assert lines[number - 1][lines[number].index("^") :].startswith("$nosuch")
+        assert len(lines[number - 1]) <= 80
+
+
+def test_one_finding_for_all_cpus_is_one_result(
+    typed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finding for one of a kernel's CPUs names the CPU."""
+    (tmp_path / "other").mkdir()
+    other = kernel_with_types(tmp_path / "other", BODY[1:4] + BODY[:1] + BODY[4:])
+    kernels = []
+
+    def with_cpu(*arguments: Any) -> PlannedKernel:
+        kernels.append(planned_kernel(*arguments))
+        kernels[-1].cpu_description = f"CPU {len(kernels)}"
+        return kernels[-1]
+
+    monkeypatch.setattr(check_command, "planned_kernel", with_cpu)
+    file = tmp_path / "x.probes"
+    file.write_text("p f+6\np vfs_read\n")
+    assert main(["check", str(file), "--image", typed, "--image", other, "--sarif"]) == 1
+    results = json.loads(capsys.readouterr().out)["runs"][0]["results"]
+    found = {each["ruleId"]: each["message"]["text"] for each in results}
+    assert len(found) == len(results)
+    assert ["CPU 2" in found["BAD_INSN_BNDRY"], "CPU 1" in found["BAD_INSN_BNDRY"]] == [True, False]
+    assert "CPU" not in found["BAD_PROBE_ADDR"]
 
 
 def test_a_place_that_is_another_instruction_in_one_of_the_kernels(
