@@ -22,6 +22,7 @@ WARNINGS = {
     "no-place": "A definition has no place, or a source line as its place.",
     "name-cut": "The event's name is cut at the kernel's limit.",
     "changed-parameters": "A fetch argument $argN reads a parameter that the compiler may have changed.",
+    "other-calls": "Callers may call functions that the compiler made from the probed one instead.",
     "no-event": "A setting names an event that neither the kernel nor a line before has.",
     "no-function": "A setting names a function that the kernel does not have, or that ftrace cannot trace.",
     "needs-module": "The kernel refuses the definition while the module of its place is not loaded.",

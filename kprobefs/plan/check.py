@@ -33,6 +33,7 @@ from kprobefs.measure.verdicts import ProbeOutcome
 from kprobefs.plan.answer import PENDING, REMOVED, UNCHECKED, Answer, Finding
 from kprobefs.plan.arguments import changed_parameters
 from kprobefs.plan.check_settings import SettingChecks
+from kprobefs.plan.clones import calls_of_clones
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.offline_engine import OfflineEngine
 from kprobefs.plan.place import Place, module_name, nearest_in_module
@@ -79,8 +80,27 @@ def check_lines(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
             _compare(answer, unloaded, ", ".join(modules))
     for answer in answers:
         if why := missing.get(_place(answer.line)):
+            if answer.is_error and _is_accepted_at_entry(kernel, answer.line):
+                answer.outcome, answer.unloaded = UNCHECKED, answer.outcome
+                answer.findings = [_refused_until_loaded(each, "") for each in answer.findings]
             answer.findings.append(Finding("no-module", False, why, _word_column(answer.line.text, 1)))
     return answers
+
+
+def _is_accepted_at_entry(kernel: PlannedKernel, line: Line) -> bool:
+    """Return whether the kernel would accept a definition if its place were the entry of a loaded function.
+
+    The line's place is a function of a module that cannot be read. Without the module, the kernel cannot know
+    that the place is an entry, and refuses parameters.
+    """
+    place = _place(line)
+    functions = (kernel.tables.kallsyms.lookup(site) for site in kernel.tables.mcount)
+    names = (each.symbol.name for each in functions if each is not None)
+    entry = next((name for name in names if kernel.tables.kallsyms.count_name(name) == 1), None)
+    if entry is None or "+" in place:
+        return False
+    text = line.text.replace(place, entry + "%return" * place.endswith("%return"), 1)
+    return not _answers(kernel, [Line(line.file, line.number, text)])[0].is_error
 
 
 def _modules(kernel: PlannedKernel, lines: Iterable[Line]) -> tuple[list[str], dict[str, str]]:
@@ -115,8 +135,13 @@ def _compare(answer: Answer, unloaded: Answer, modules: str) -> None:
     answer.unloaded = unloaded.outcome
     refused = next((finding for finding in unloaded.findings if finding.is_error), None)
     if refused is not None:
-        message = f"refused while the module is not loaded ({modules}): {refused.message}"
-        answer.findings.append(Finding("needs-module", False, message, refused.column))
+        answer.findings.append(_refused_until_loaded(refused, f" ({modules})"))
+
+
+def _refused_until_loaded(error: Finding, modules: str) -> Finding:
+    """Return the warning about an error that the kernel answers while modules are not loaded."""
+    message = f"refused while the module is not loaded{modules}: {error.message}"
+    return Finding("needs-module", False, message, error.column)
 
 
 def _answers(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
@@ -252,6 +277,9 @@ def _created(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Answer:
     if probe.place.is_return and explained.never_returns:
         message = f"{where.name} never returns, so the probe is never hit"
         found.append(Finding("never-returns", False, message, _word_column(line.text, 1)))
+    if explained.clones:
+        message = calls_of_clones(where.symbol.name, explained.clones)
+        found.append(Finding("other-calls", False, message, _word_column(line.text, 1)))
     if verdict.outcome is ProbeOutcome.BREAKPOINT and not kernel.records_breakpoints:
         found.append(Finding("no-records", False, ONLY_COUNTED, _word_column(line.text, 1)))
     if explained.is_unguarded:

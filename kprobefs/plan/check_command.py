@@ -27,7 +27,10 @@ from kprobefs.plan.sarif import sarif_log
 _LIMIT = 16 << 20
 """Maximum size of a file of definitions in bytes."""
 _WIDTH = 80
+_NUMBER_WIDTH = 6
 _OUTCOME_WIDTH = 13
+"""Minimum width of the column of a kernel."""
+_CUT = "..."
 _TRAPS = {
     BreakpointKind.STEPPED: "two traps",
     BreakpointKind.BOOSTED: "one trap",
@@ -82,13 +85,7 @@ def run(
     if form == "json":
         print(json.dumps([_as_dict(each) for each in found], indent=1))
     elif form == "sarif":
-        results = (
-            (line.file, kernel.title, finding, _place(each.text, line, finding))
-            for each in found
-            for kernel, answers in each.answers
-            for line, finding in _findings(answers)
-        )
-        print(json.dumps(sarif_log(results), indent=1))
+        print(json.dumps(sarif_log(result for each in found for result in _results(each)), indent=1))
     else:
         print("\n\n".join("\n".join(_text(each)) for each in found))
     every = [answer for each in found for _, answers in each.answers for answer in answers]
@@ -124,6 +121,23 @@ def _place(text: str, line: Line, finding: Finding) -> tuple[int, int | None]:
     return line.number, start + finding.column + 1
 
 
+def _results(checked: CheckedFile) -> Iterator[tuple[str, str, Finding, tuple[int, int | None]]]:
+    """Yield the findings about a file for sarif_log().
+
+    A finding that holds for a kernel on each CPU is one result. Others name the CPUs.
+    """
+    cpus: dict[str, list[str]] = {}
+    found: dict[tuple[str, str, Finding, tuple[int, int | None]], list[str]] = {}
+    for kernel, answers in checked.answers:
+        cpus.setdefault(kernel.title, []).append(kernel.cpu_description)
+        for line, finding in _findings(answers):
+            result = line.file, kernel.title, finding, _place(checked.text, line, finding)
+            found.setdefault(result, []).append(kernel.cpu_description)
+    for (file, title, finding, place), those in found.items():
+        which = "" if {*those} == {*cpus[title]} else f", for {', '.join(dict.fromkeys(those))}"
+        yield file, f"{title}{which}", finding, place
+
+
 # Text
 
 
@@ -139,16 +153,8 @@ def _text(checked: CheckedFile) -> Iterator[str]:
         for remark in kernel.remarks:
             yield from lines_of(escape_for_terminal(remark), _WIDTH, "   ", "   ")
     yield ""
-    columns = "".join(f"{number:<{_OUTCOME_WIDTH}}" for number in range(1, len(kernels) + 1))
-    yield f"{'line':<6}{columns}definition".rstrip()
     rows = list(zip(*(answers for _, answers in checked.answers), strict=True))
-    for row in rows:
-        outcomes = "".join(f"{answer.outcome:<{_OUTCOME_WIDTH}}" for answer in row)
-        room = max(_WIDTH - 6 - len(outcomes), 20)
-        first, *more = wrap(_shown(row[0].line.text), room, break_on_hyphens=False)
-        yield f"{row[0].line.number:<6}{outcomes}{first}"
-        for part in more:
-            yield f"{' ' * (6 + len(outcomes))}{part}"
+    yield from _table(len(kernels), rows)
     for row in rows:
         yield from _details(checked.path, row)
     errors = [finding.is_error for _, answers in checked.answers for _, finding in _findings(answers)]
@@ -159,6 +165,29 @@ def _text(checked: CheckedFile) -> Iterator[str]:
     skipped = f"; {_counted(unchecked, 'value')} of settings not checked" if unchecked else ""
     where = f" in {len(kernels)} kernels" if len(kernels) > 1 else ""
     yield f"{_counted(sum(errors), 'error')}, {_counted(errors.count(False), 'warning')}{where}{skipped}"
+
+
+def _table(kernels: int, rows: Sequence[Sequence[Answer]]) -> Iterator[str]:
+    """Yield the table of the outcomes in `kernels` kernels.
+
+    The definitions are next to the outcomes if each of their words fits there, and otherwise below them.
+    """
+    longest = max((len(answer.outcome) + 1 for row in rows for answer in row), default=0)
+    width = max(_OUTCOME_WIDTH, longest)
+    indent = _NUMBER_WIDTH + width * kernels
+    shown = [_shown(row[0].line.text) for row in rows]
+    is_below = any(indent + len(word) > _WIDTH for text in shown for word in text.split())
+    if is_below:
+        indent = _NUMBER_WIDTH
+    columns = "".join(f"{number:<{width}}" for number in range(1, kernels + 1))
+    yield f"{'line':<{_NUMBER_WIDTH}}{columns}{'' if is_below else 'definition'}".rstrip()
+    for row, text in zip(rows, shown, strict=True):
+        outcomes = "".join(f"{answer.outcome:<{width}}" for answer in row)
+        parts = wrap(text, _WIDTH - indent, break_on_hyphens=False)
+        first = "" if is_below else parts.pop(0)
+        yield f"{row[0].line.number:<{_NUMBER_WIDTH}}{outcomes}{first}".rstrip()
+        for part in parts:
+            yield f"{' ' * indent}{part}"
 
 
 def _is_setting(line: Line) -> bool:
@@ -192,9 +221,21 @@ def _details(path: str, row: Sequence[Answer]) -> Iterator[str]:
         shown = escape_for_terminal(f"{path}:{line.number}{which}: {message}")
         yield ""
         yield from lines_of(shown, _WIDTH, "  ")
-        if column is not None and text == line.text and len(text) <= _WIDTH - 2:
-            yield f"  {text}"
-            yield f"  {' ' * column}^"
+        if column is not None and text == line.text:
+            part, at = _around(text, column, _WIDTH - 2)
+            yield f"  {part}"
+            yield f"  {' ' * at}^"
+
+
+def _around(text: str, column: int, width: int) -> tuple[str, int]:
+    """Return at most `width` characters of a line around a column, and the column in that part."""
+    if len(text) <= width:
+        return text, column
+    size = width - 2 * len(_CUT)
+    start = max(0, min(column - size // 2, len(text) - size))
+    before = _CUT if start else ""
+    after = _CUT if start + size < len(text) else ""
+    return f"{before}{text[start : start + size]}{after}", column - start + len(before)
 
 
 def _messages(answer: Answer) -> Iterator[tuple[str, int | None]]:
@@ -211,7 +252,7 @@ def _messages(answer: Answer) -> Iterator[tuple[str, int | None]]:
         yield f"{answer.outcome}{reason}", None
     is_told = any(finding.rule == "needs-module" for finding in answer.findings)
     if answer.unloaded and not is_told:
-        yield f"with its module loaded; {answer.unloaded} until then", None
+        yield f"{answer.outcome} with its module loaded; {answer.unloaded} until then", None
     if answer.extended is not None and answer.outcome == ProbeOutcome.BREAKPOINT.value:
         yield f"extended: {answer.extended}: {answer.extended_reason}", None
 

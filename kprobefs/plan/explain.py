@@ -169,6 +169,7 @@ def as_dict(explained: Explanation) -> dict[str, Any]:
         "unknown_arguments": explained.unknown_arguments or None,
         "detoured": [insn.offset for insn in explained.detoured],
         "never_returns": explained.never_returns,
+        "clones": list(explained.clones),
         "other_symbols": [f"{each.address:#x}" for each in explained.place.others],
         "instructions": [_insn(each) for each in explained.insns],
         "detour": [

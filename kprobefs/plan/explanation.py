@@ -398,6 +398,11 @@ class Explanation:
         """Whether no path of the function leads to a return, so that a return probe is never hit."""
         return not self.entry_values.returns
 
+    @property
+    def clones(self) -> Sequence[str]:
+        """Functions that the compiler made from this one; their callers do not reach a probe on this one."""
+        return self.kernel.clones(self.symbol.name, self.place.where.module)
+
     @cached_property
     def entry_values(self) -> EntryValues:
         """Registers and stack words in which the function keeps the values with which it was called."""

@@ -34,6 +34,7 @@ from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, ex
 from kprobefs.measure.coverage_subject import WITH_OPTPROBES, Subject, booted_kernel
 from kprobefs.measure.verdicts import Judge, chosen_profile, own_profile
 from kprobefs.mount_options import KERNEL_KPROBES, KPROBES
+from kprobefs.plan.clones import clone_names, clones_by_function
 
 ONLY_COUNTED = "this kernel counts the hits of a breakpoint, but records none of them; Linux 7.2 records them"
 """Sentence for the output about breakpoints; see PlannedKernel.records_breakpoints."""
@@ -253,6 +254,17 @@ class PlannedKernel:
         for insn, fixup in self.tables.ex_table:
             ways.setdefault(insn, []).append(fixup)
         return ways
+
+    def clones(self, function: str, module: str | None) -> Sequence[str]:
+        """Return the functions that the compiler made from `function`, which is in the kernel or a module."""
+        return self._clones.get(module, {}).get(function, ())
+
+    @cached_property
+    def _clones(self) -> Mapping[str | None, Mapping[str, Sequence[str]]]:
+        """Name of a module, or None for the kernel -> name of a function -> the functions made from it."""
+        own = {None: clones_by_function(clone_names(self.core.kallsyms))}
+        modules = (each.module for each in self.modules)
+        return own | {each.name: clones_by_function(map(str, each.symbols)) for each in modules}
 
     @cached_property
     def btf(self) -> Btf | None:

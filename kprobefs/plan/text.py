@@ -12,6 +12,7 @@ from kprobefs.measure.coverage_subject import WITH_OPTPROBES
 from kprobefs.measure.verdicts import ProbeOutcome, profile_text
 from kprobefs.plan.arguments import Argument
 from kprobefs.plan.arrows import arrows, gutter
+from kprobefs.plan.clones import calls_of_clones
 from kprobefs.plan.explanation import DetourInsn, Explanation, ListedInsn
 from kprobefs.plan.listing import Listing, Row, listing
 from kprobefs.plan.planned_kernel import ONLY_COUNTED, UNGUARDED
@@ -122,6 +123,8 @@ def answers(explained: Explanation) -> Iterator[tuple[str, list[str]]]:
         yield "arguments", [_argument(argument) for argument in explained.arguments]
     elif explained.unknown_arguments and explained.verdict.outcome is not ProbeOutcome.REFUSED:
         yield "arguments", [f"unknown: {explained.unknown_arguments}"]
+    if explained.clones:
+        yield "calls", [f"not all: {calls_of_clones(explained.symbol.name, explained.clones)}"]
     if explained.never_returns:
         yield "returns", ["never, on no path: a return probe is never hit"]
     if (passed := explained.place.passed) is not None:

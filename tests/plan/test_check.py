@@ -23,11 +23,12 @@ from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from kprobefs.cli.main import main
 from kprobefs.definitions.syntax import Line
+from kprobefs.plan import check_command
 from kprobefs.plan.answer import WARNINGS, Answer
 from kprobefs.plan.check import check_lines
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.place import find_place
-from kprobefs.plan.planned_kernel import planned_kernel
+from kprobefs.plan.planned_kernel import PlannedKernel, planned_kernel
 from tests.image.linux import debian, made
 from tests.project.readme import blocks, steps
 from tests.sample import fewer
@@ -322,6 +323,29 @@ def test_functions_that_the_compiler_changed(typed: str) -> None:
     assert not Explanation(kernel, find_place("f", kernel.tables)).unknown_arguments
 
 
+@pytest.mark.parametrize(
+    ("function", "clones"),
+    [
+        ("whole", ["whole.part.0", "whole.constprop.1.isra.0"]),
+        ("whole.part.0", []),
+        ("f", []),
+    ],
+)
+def test_functions_that_the_compiler_made_from_the_probed_one(
+    typed: str, function: str, clones: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Callers that were compiled to call a clone do not hit a probe on the function of the source."""
+    kernel = planned_kernel(None, typed, None, None)
+    for line in (f"p:x {function}", f"r:x {function}", f"p:x {function}+5"):
+        (answer,) = check_lines(kernel, [Line("x", 1, line)])
+        messages = [finding.message for finding in answer.findings if finding.rule == "other-calls"]
+        assert len(messages) == bool(clones)
+        assert all(", ".join(clones) in message for message in messages)
+    assert main(["explain", "--image", typed, "--json", function]) == 0
+    (explained,) = json.loads(capsys.readouterr().out)
+    assert explained["clones"] == clones
+
+
 @pytest.mark.parametrize("function", ["panic", "do_group_exit", "do_exit", "make_task_dead"])
 def test_a_return_probe_that_is_never_hit(function: str) -> None:
     (answer,) = checked(f"r:x {function}")
@@ -341,6 +365,8 @@ def kernel_with_types(tmp_path: Path, body: bytes = BODY) -> str:
     at = source.function("f", CALL_FENTRY + body + b"\xc3")
     source.function("a_function_whose_name_is_too_long_for_an_event_of_its_own_name_1", BODY + b"\xc3")
     source.function("split.isra.0", CALL_FENTRY + BODY + b"\xc3")
+    for name in ("whole", "whole.part.0", "whole.constprop.1.isra.0", "whole.cold", "wholesale.part.0"):
+        source.function(name, CALL_FENTRY + BODY + b"\xc3")
     for _ in range(2):
         source.function("twice", CALL_FENTRY + BODY + b"\xc3")
     sites = [address for address, letter, _ in source.symbols if letter == "T" and address >= at]
@@ -476,7 +502,29 @@ def test_a_bare_name_of_a_modules_function_needs_a_line_with_the_module() -> Non
     assert [(each.outcome, each.unloaded) for each in both] == [("ftrace", "ENOENT"), ("ftrace", "pending")]
 
 
-def test_lines_with_modules_are_judged_with_them_loaded() -> None:
+@pytest.mark.parametrize(
+    ("line", "outcome", "unloaded", "rules"),
+    [
+        ("p:x mod:g", "pending", "", ["no-module"]),
+        ("p:x mod:g a=$arg1 b=$arg2", "unchecked", "EINVAL", ["needs-module", "no-module"]),
+        ("p:x mod:g a=$arg1 b=$nosuch", "EINVAL", "", ["NOFENTRY_ARGS", "no-module"]),
+        ("p:x mod:g a=%nosuch", "EINVAL", "", ["BAD_REG_NAME", "no-module"]),
+        ("p:x mod:g+4 a=$arg1", "EINVAL", "", ["NOFENTRY_ARGS", "no-module"]),
+    ],
+)
+def test_a_module_that_cannot_be_read_makes_no_line_wrong(
+    typed: str, line: str, outcome: str, unloaded: str, rules: list[str]
+) -> None:
+    """The kernel refuses parameters of unknown functions; errors of the line itself remain errors."""
+    (answer,) = check_lines(planned_kernel(None, typed, None, "linux-6.12"), [Line("x", 1, line)])
+    assert (answer.outcome, answer.unloaded) == (outcome, unloaded)
+    assert [finding.rule for finding in answer.findings] == rules
+    assert answer.is_error is (outcome == "EINVAL")
+
+
+def test_lines_with_modules_are_judged_with_them_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Lines with modules of the package are checked as if these were loaded.
 
     Lines with other modules stay pending, as on a kernel without the module.
@@ -506,6 +554,11 @@ def test_lines_with_modules_are_judged_with_them_loaded() -> None:
     )
     assert "write MODULE:nosuch_function" in messages["p:i nosuch_function"]
     assert "the kernel itself has vfs_read" in messages["p:g vfs:vfs_read"]
+    file = tmp_path / "x.probes"
+    file.write_text("p:e nls_cp437:uni2chra\n")
+    assert main(["check", str(file), "--image", str(package)]) == 1
+    (both,) = (line for line in capsys.readouterr().out.splitlines() if "pending" in line)
+    assert "ENOENT" in both
 
 
 # The command
@@ -539,11 +592,67 @@ def test_several_kernels_have_a_column_each(
     ]
     # A long path stays one word, which can be copied.
     assert max(len(line) for line in text.splitlines() if " " in line.strip()) <= 80
-    assert main(["check", str(file), "--image", typed, "--sarif"]) == 1
+    assert main(["check", str(file), "--image", typed, "--image", typed, "--sarif"]) == 1
     log = json.loads(capsys.readouterr().out)
     (result,) = log["runs"][0]["results"]
     region = result["locations"][0]["physicalLocation"]["region"]
     assert (region, result["ruleId"]) == ({"startLine": 3, "startColumn": 5}, "BAD_PROBE_ADDR")
+
+
+def test_definitions_are_below_the_columns_if_they_do_not_fit(
+    typed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No word is broken, and the longest errno is apart from the next column."""
+    file = tmp_path / "x.probes"
+    lines = ["p:b twice", "p:x f number=$arg1:s32 size=$arg2:u64 first=+0($arg3):s32 second=+8($arg3):u64"]
+    file.write_text("\n".join(lines) + "\n")
+    for count in range(1, 6):
+        assert main(["check", str(file), *["--image", typed] * count]) == 1
+        text = capsys.readouterr().out
+        shown = text[text.index("\nline ") : text.index(f"\n\n{file}")].splitlines()
+        assert max(map(len, shown)) <= 80
+        words = " ".join(shown[2:]).split()
+        assert [word for word in words if word in lines[1].split()] == lines[1].split()
+        assert words.count("EADDRNOTAVAIL") == words.count("ftrace") == count
+
+
+def test_a_caret_is_below_its_column_in_a_long_line(
+    typed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.probes"
+    for wrong in range(8):
+        words = [f"argument{number}=$arg2:u64" for number in range(8)]
+        words[wrong] = f"argument{wrong}=$nosuch:u64"
+        file.write_text(f"p:x f {' '.join(words)}\n")
+        assert main(["check", str(file), "--image", typed]) == 1
+        lines = capsys.readouterr().out.splitlines()
+        (number,) = (number for number, line in enumerate(lines) if line.strip() == "^")
+        assert lines[number - 1][lines[number].index("^") :].startswith("$nosuch")
+        assert len(lines[number - 1]) <= 80
+
+
+def test_one_finding_for_all_cpus_is_one_result(
+    typed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finding for one of a kernel's CPUs names the CPU."""
+    (tmp_path / "other").mkdir()
+    other = kernel_with_types(tmp_path / "other", BODY[1:4] + BODY[:1] + BODY[4:])
+    kernels = []
+
+    def with_cpu(*arguments: Any) -> PlannedKernel:
+        kernels.append(planned_kernel(*arguments))
+        kernels[-1].cpu_description = f"CPU {len(kernels)}"
+        return kernels[-1]
+
+    monkeypatch.setattr(check_command, "planned_kernel", with_cpu)
+    file = tmp_path / "x.probes"
+    file.write_text("p f+6\np vfs_read\n")
+    assert main(["check", str(file), "--image", typed, "--image", other, "--sarif"]) == 1
+    results = json.loads(capsys.readouterr().out)["runs"][0]["results"]
+    found = {each["ruleId"]: each["message"]["text"] for each in results}
+    assert len(found) == len(results)
+    assert ["CPU 2" in found["BAD_INSN_BNDRY"], "CPU 1" in found["BAD_INSN_BNDRY"]] == [True, False]
+    assert "CPU" not in found["BAD_PROBE_ADDR"]
 
 
 def test_a_place_that_is_another_instruction_in_one_of_the_kernels(

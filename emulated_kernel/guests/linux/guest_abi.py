@@ -130,8 +130,9 @@ X86_64 = GuestAbi(
         "fcntl": 72, "fsync": 74, "fdatasync": 75, "truncate": 76, "ftruncate": 77, "umask": 95,
         "syslog": 103, "mknod": 133, "statfs": 137, "mount": 165, "umount2": 166,
         "delete_module": 176, "getdents64": 217, "exit_group": 231, "openat": 257, "mkdirat": 258,
-        "mknodat": 259, "fchownat": 260, "newfstatat": 262, "unlinkat": 263, "renameat": 264, "linkat": 265, "symlinkat": 266, "readlinkat": 267, "fchmodat": 268,
-        "utimensat": 280, "accept4": 288, "pipe2": 293, "finit_module": 313,
+        "mknodat": 259, "fchownat": 260, "newfstatat": 262, "unlinkat": 263, "renameat": 264, "linkat": 265,
+        "symlinkat": 266, "readlinkat": 267, "fchmodat": 268, "utimensat": 280, "accept4": 288,
+        "pipe2": 293, "finit_module": 313,
     }),
     o_directory=_O_DIRECTORY,
     # Mirrors: arch/x86/include/uapi/asm/stat.h:struct stat (v6.1).

@@ -29,6 +29,7 @@ _MAX_MODULES = 1 << 16
 _ELF = b"\x7fELF"
 _FILE = lazy_pattern(r"(?:.*/)?([^/]+)\.ko(?:\.(?:xz|zst|gz))?")
 _MODULE_PACKAGES = "linux-modules-", "linux-modules-extra-"
+_MODULE_RPMS = "kernel-modules-", "kernel-modules-extra-"
 """Beginnings of the names of packages with modules, to which the kernel's release is added."""
 _PACKAGES = "linux-modules-{}_*.deb", "linux-modules-extra-{}_*.deb", "kernel-modules*-{}.rpm"
 """Patterns for the file names of packages with modules; `{}` is the kernel's release."""
@@ -110,13 +111,20 @@ class ModuleFiles:
         )
 
     def _missing(self, name: str) -> str:
-        """Return the error text for a module that no source has: similar names, or the packages to add."""
+        """Return the error text for a module that no source has: similar names, or the packages to add.
+
+        Debian's linux-image has all modules of its build, so that no other package adds one.
+        """
         known = sorted({each for source in self._sources() for each in source.names})
         if near := similar_names(name, known):
             return f"no module {name} comes with this kernel{similar_names_hint(near)}"
-        packages = " or ".join(each + self._release for each in _MODULE_PACKAGES)
+        is_rpm = self._image.suffix == ".rpm"
+        begins = _MODULE_RPMS if is_rpm else _MODULE_PACKAGES
+        remedy = f"put {' or '.join(each + self._release for each in begins)} next to it"
+        if self._siblings[self._image].names and not is_rpm:
+            remedy = "its package has other modules; a kernel of another flavour may have this one"
         more = ", or give --modules" if self._takes_more else ""
-        return f"no module {name} comes with this kernel; put {packages} next to it{more}"
+        return f"no module {name} comes with this kernel; {remedy}{more}"
 
 
 class _Directory:

@@ -77,8 +77,34 @@ def test_a_wrong_name_names_similar_modules(tmp_path: Path) -> None:
             files.read(wrong)
     with pytest.raises(KernelError, match="or give --modules"):
         files.read("zzz")
-    with pytest.raises(KernelError, match=r"next to it$"):
+    with pytest.raises(KernelError, match=r"another flavour may have this one$"):
         ModuleFiles(tmp_path / "made.deb", "6.1.0-made").read("zzz")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "advice"),
+    [
+        (
+            "kernel.deb",
+            made.deb({"./boot/vmlinuz": b"none"}),
+            "put linux-modules-6.1 or linux-modules-extra-",
+        ),
+        (
+            "kernel.rpm",
+            made.rpm({"./boot/vmlinuz": b"none"}),
+            "put kernel-modules-6.1 or ",
+        ),
+        ("kernel.deb", made.deb({"./lib/own.ko": made_module([])}), "its package has other modules"),
+    ],
+)
+def test_the_advice_names_packages_that_the_distribution_has(
+    name: str, data: bytes, advice: str, tmp_path: Path
+) -> None:
+    """Debian's kernels before 7.2 have their modules in the same package: there is no other one to add."""
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(KernelError) as refused:
+        ModuleFiles(tmp_path / name, "6.1").read("zzz")
+    assert f"no module zzz comes with this kernel; {advice}" in str(refused.value)
 
 
 def test_packages_and_directories_with_more_modules(tmp_path: Path) -> None:
