@@ -57,6 +57,12 @@ class InterfaceRule(LinuxRule):
         "kernel/trace/trace_eprobe.c:__trace_eprobe_create",
         "<attached-group>.<attached-event>",
     )
+    PIDS_BEFORE_TRIGGERS = (
+        "6.1",
+        "tasks that `set_event_pid` and `set_event_notrace_pid` exclude run no triggers of probes and system "
+        "calls, except triggers that need no entry",
+        f"{_KPROBE}:__kprobe_trace_func",
+    )
     SYMBOLS_OF_KERNEL_FIRST = (
         "7.2",
         "a symbol of the kernel hides symbols of modules with its name",

@@ -139,11 +139,20 @@ class TraceArray(ArrayRings, Recorder):
         self, event: TraceEvent, payload: bytes, hit: ProbeHit, place: RingBuffer | None = None, /
     ) -> None:
         """Implement Recorder.record: write an event's entry, unless the lists of pids exclude the task."""
-        pids = self.pids
-        if pids.is_active and pids.is_filtered(event, payload, self.system.tasks.pid()):
+        if self._ignores(event, payload):
             return
         if self.record_at(event.id, payload, hit, place) and self.options.flags & _STACKS:
             self._record_stacks(hit, place)
+
+    def triggers_ignore(self, event: TraceEvent, payload: bytes, /) -> bool:
+        """Implement Recorder.triggers_ignore: whether triggers are not run, because of the lists of pids."""
+        is_asked = event.is_tracepoint or InterfaceRule.PIDS_BEFORE_TRIGGERS in self.system.interface
+        return is_asked and self._ignores(event, payload)
+
+    def _ignores(self, event: TraceEvent, payload: bytes) -> bool:
+        """Return True if the lists of pids exclude the current task, so that the event is not recorded."""
+        pids = self.pids
+        return pids.is_active and pids.is_filtered(event, payload, self.system.tasks.pid())
 
     def _record_stacks(self, hit: ProbeHit, place: RingBuffer | None) -> None:
         """Record the call chains of a hit that the options stacktrace and userstacktrace select.

@@ -34,6 +34,13 @@ class Recorder(ABC):
         """Return the entry that record() would write, without writing it."""
 
     @abstractmethod
+    def triggers_ignore(self, event: TraceEvent, payload: bytes, /) -> bool:
+        """Return True if triggers that need the entry do not run, because of the lists of pids.
+
+        `payload` is the entry without its 8 bytes of common fields.
+        """
+
+    @abstractmethod
     def reserve(self) -> RingBuffer | None:
         """Return the ring buffer that an entry would be written to now, or None if recording is off.
 
@@ -96,6 +103,9 @@ class TraceEvent(ABC):
     """Whether the event can be enabled. Otherwise the event exists only for its `format` file."""
     is_registrable = True
     """Whether perf can count the event, so that its directory has an `id` file."""
+
+    is_tracepoint = False
+    """Whether TRACE_EVENT() of Linux's sources defines the event."""
 
     def __init__(self, group: str, name: str, fields: Iterable[EventField] = (), print_fmt: str = "") -> None:
         self.group = group
@@ -448,14 +458,16 @@ class EventFile:
 
         Usually, entries that triggers write follow the entry of the hit. They precede it in two cases: if the
         hit may still be rejected, because Linux then keeps the hit's entry in trace_buffered_event, and if a
-        trigger enables or disables events. If a trigger needs the entry and no page can hold it, nothing
-        happens.
-        Mirrors: trace_event_buffer_lock_reserve, __trace_trigger_soft_disabled, __event_trigger_test_discard
-        (v6.1).
+        trigger enables or disables events. Nothing happens if a trigger needs the entry, and either no page
+        can hold it or the lists of pids exclude the task. Otherwise, these lists only prevent the record.
+        Mirrors: trace_event_buffer_reserve, trace_event_buffer_lock_reserve, __trace_trigger_soft_disabled,
+        __event_trigger_test_discard (v6.1).
         """
         recorder = self.recorder
         deferred: list[Trigger] = []
         if self.needs_entry:
+            if recorder.triggers_ignore(self.event, payload):
+                return
             # The triggers may swap the buffers, but the entry that they have seen stays in this buffer.
             place = recorder.reserve()
             entry = recorder.entry(self.event, payload, hit)

@@ -90,6 +90,8 @@ def layout_fields(
 class StaticEvent(TraceEvent):
     """The event of a tracepoint, whose records the guest fills in."""
 
+    is_tracepoint = True
+
     def __init__(
         self,
         group: str,

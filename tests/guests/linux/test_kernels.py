@@ -15,6 +15,7 @@ import pytest
 
 from emulated_kernel.guests.common.host_processes import ProcessWatch
 from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
+from emulated_kernel.guests.linux.probing.detect_interface import profile_of
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
@@ -57,7 +58,8 @@ def kernel(request: pytest.FixtureRequest) -> Kernel:
 @pytest.fixture(scope="module")
 def ours(kernel: Kernel) -> Iterator[Mount]:
     """Yield a mount with kprobefs's kprobes; a test that uses it leaves no events."""
-    engine = LinuxEngine(*debian_kernel.with_kernel(kernel.meta, kernel.suite))
+    tasks, linux = debian_kernel.with_kernel(kernel.meta, kernel.suite)
+    engine = LinuxEngine(tasks, linux, profile_of(linux))
     found = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     yield found
     found.close()
@@ -242,6 +244,33 @@ def _contexts(shell: Files) -> dict[str, set[str]]:
         if record and " -> 0x" not in line:
             found.setdefault(record[2], set()).add(record[1])
     shell.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
+    return found
+
+
+def test_triggers_of_tasks_that_are_not_traced(ours: Mount, mount: Mount) -> None:
+    """For a task that set_event_notrace_pid excludes, the same triggers run in kprobefs and in the kernel."""
+    found = [_triggers_that_run(Files(tree, SHELL)) for tree in (ours, mount)]
+    assert found[0] == found[1]
+    assert set(found[0].values()) == {True, False}
+
+
+def _triggers_that_run(shell: Files) -> dict[str, bool]:
+    """Return event and trigger -> whether a write of the task SHELL runs the trigger."""
+    shell.write("/kprobe_events", "p:k/wrote vfs_write\n")
+    handle = shell.mount.create(SHELL, "/scratch/untraced", 0o600, os.O_RDWR)
+    shell.write("/tracing/set_event_notrace_pid", str(SHELL.pid))
+    found = {}
+    for event in ("k/wrote", "syscalls/sys_enter_write", "raw_syscalls/sys_enter"):
+        for trigger, before in (("traceon", "0\n"), ("traceoff if common_pid > 0", "1\n")):
+            shell.write(f"/tracing/events/{event}/trigger", trigger)
+            shell.write("/tracing/tracing_on", before)
+            shell.mount.write(SHELL, handle, b"text", 0)
+            shell.write(f"/tracing/events/{event}/trigger", f"!{trigger}")
+            found[f"{event} {trigger}"] = shell.read("/tracing/tracing_on") != before
+    shell.write("/tracing/set_event_notrace_pid", "\n", os.O_WRONLY | os.O_TRUNC)
+    shell.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
+    shell.write("/tracing/tracing_on", "1")
+    shell.mount.release(handle)
     return found
 
 

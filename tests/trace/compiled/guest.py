@@ -178,6 +178,9 @@ class RingRecorder(Recorder):
         place = RingMemory(pages, pages_at, control, control_at)
         self.guest_ring = RingBuffer(place, 2, overwrite=self.overwrite, order=self.order)
 
+    def triggers_ignore(self, _event: TraceEvent, _payload: bytes) -> bool:
+        return False
+
     def target(self) -> RecordTarget | None:
         if not self.compilable:
             return None

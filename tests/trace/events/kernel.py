@@ -221,6 +221,9 @@ class FakeRecorder(Recorder):
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit) -> RawEntry:
         return RawEntry(TRACE_ENTRY.pack(event.id, 0, 1, 42) + payload, 0, hit.comm, no_string)
 
+    def triggers_ignore(self, _event: TraceEvent, _payload: bytes) -> bool:
+        return False
+
     def reserve(self) -> RingBuffer:
         return self.place
 
