@@ -162,7 +162,7 @@ def test_a_type_checker_knows_the_registers_of_handlers(tmp_path: Path) -> None:
 def test_handlers_get_the_registers_of_the_types(arch: str) -> None:
     """A handler can read every register of the types at a breakpoint, a call and an optimized probe.
 
-    At a breakpoint the registers are live. At a call or an optimized probe they are saved.
+    At a breakpoint the registers are live. At a call or an optimized probe, the registers are saved.
     """
     types = {"x86_64": "X86Regs", "i386": "I386Regs", "riscv64": "RiscvRegs"}
     names = list(inspect.get_annotations(getattr(emulated_kernel, types[arch])))

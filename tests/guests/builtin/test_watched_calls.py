@@ -129,7 +129,7 @@ class Machine:
         return False
 
     def use(self) -> None:
-        """Let two clients read and write control files and files of scratch/, and one of them wait."""
+        """Let two clients read and write control files and files of scratch/, and let a client wait."""
         mount = self.mount
         for client in (CLIENT, OTHER, CLIENT):
             self.read("/kprobes/list", client)

@@ -107,7 +107,7 @@ def test_a_marker_has_the_address_that_the_kernel_gives_it(both: Both) -> None:
 def test_options_are_those_of_the_kernel(both: Both) -> None:
     """The mount has the options of the kernel's tracefs, including those of tracers that kprobefs lacks.
 
-    Options of the blk tracer have the same effects in both, also on another option.
+    Options of the blk tracer have the same effects in both mounts, also on another option.
     """
     directory = "/tracing/options"
     native = {entry.name for entry in both.native.readdir(directory)}

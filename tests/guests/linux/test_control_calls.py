@@ -304,7 +304,7 @@ def open_files(mount: Mount) -> list[int]:
 def test_a_read_that_waits_sleeps_in_the_guest(ours: Mount) -> None:
     """A read that waits sleeps in the guest while other clients go on.
 
-    It ends with data or with its client's errno.
+    The read ends with data or with its client's errno.
     """
     shell = watched(ours, "r:read ksys_read ret=$retval:s64\np:other do_exit\n")
     shell.write(f"{EVENTS}/read/filter", f"common_pid == {READER.pid}")

@@ -168,7 +168,7 @@ def test_no_other_clock_of_the_guest_sees_it() -> None:
 def test_what_precedes_the_timekeeper(size: int, offset: int) -> None:
     """Before Linux 6.13, a sequence count precedes the timekeeper.
 
-    In a real-time kernel, the address of a lock follows it.
+    In a real-time kernel, the address of a lock follows the count.
     """
     types = made.Btf()
     types.structure("seqcount_raw_spinlock", size)
