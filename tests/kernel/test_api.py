@@ -447,7 +447,9 @@ def test_closing_twice_is_closing_once() -> None:
 
 
 def test_close_in_a_handler_is_refused() -> None:
-    """A handler that closes its kernel would free the machine that runs it."""
+    """close() in a handler is refused with EDEADLK, because the machine that runs the handler would
+    be freed.
+    """
     found: list[int | None] = []
 
     def close(_probe: object, _regs: object) -> None:

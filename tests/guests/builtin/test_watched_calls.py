@@ -206,7 +206,9 @@ def test_hits_are_those_of_a_guest_that_makes_all_calls(
 def test_files_stay_open_when_more_calls_are_watched(
     first: str, second: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that was opened unnoticed is read, written and closed by calls that a later probe notices."""
+    """Files that were opened before a second probe is enabled give the results and hits of a guest that makes
+    all calls.
+    """
 
     def actions(machine: Machine) -> None:
         mount = machine.mount

@@ -443,7 +443,7 @@ def test_limits(ours: Mount) -> None:
 
 @pytest.mark.parametrize("is_watched", [False, True])
 def test_refused_writes_leave_no_garbage(ours: Mount, is_watched: bool) -> None:
-    """The errors and the objects of the requests are freed without a collection of reference cycles."""
+    """The errors and the objects of refused writes are freed without a collection of reference cycles."""
     files = watched(ours) if is_watched else Files(ours, SHELL)
     for path in ("/kprobe_events", "/tracing/current_tracer", "/tracing/events/sched/sched_switch/filter"):
         gc.collect()

@@ -278,7 +278,9 @@ def test_a_kernel_with_page_table_isolation_is_driven_and_read(booted: Any) -> N
 
 @pytest.mark.usefixtures("booted")
 def test_probes_hit_in_a_kernel_with_page_table_isolation(image: Path) -> None:
-    """While a task is in user mode, the CPU's page tables lack the pages of slots and detours."""
+    """Probes hit, although the CPU's page tables lack the pages of slots and detours while a task is in user
+    mode.
+    """
     mount = build_kernel(
         MountOptions("/mnt", MachineConfig(image=image, seed=debian_kernel.SEED), cpu=SERVER)
     )
