@@ -170,7 +170,7 @@ class Guest:
         uc.reg_write(x86.UC_X86_REG_RIP, self.abi["asm_host_interrupt"])
 
     def park(self, wake: int) -> None:
-        """Answer USER with PARK."""
+        """Answer the hypercall USER with PARK, and with a task to wake or 0."""
         self.uc.reg_write(x86.UC_X86_REG_RDI, wake)
         self.answer(PARK)
 

@@ -136,10 +136,7 @@ def _difference(expected: Outcome, found: Outcome) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit status.
-
-    It is 0, 1 for differences, or 77 if nothing can be compiled.
-    """
+    """Run the command. Return the exit status: 0, or 1 for differences, or 77 if nothing can be compiled."""
     parser = argparse.ArgumentParser(prog="python -m tests.image.pure_functions", description=__doc__)
     parser.add_argument("--count", type=int, default=50_000, help="for each (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")

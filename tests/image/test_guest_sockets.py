@@ -147,7 +147,10 @@ def test_addresses(net: Net) -> None:
 
 
 def test_connections_wait_in_order_up_to_the_backlog(net: Net) -> None:
-    """As in Linux, one connection more than the backlog can wait. A later one is made when there is room."""
+    """As in Linux, one connection more than the backlog can wait.
+
+    A later connection is made when there is room.
+    """
     listener, port = net.listener(backlog=1, flags=NONBLOCK)
     clients = [net.socket() for _ in range(3)]
     assert [net.connect(client, port) for client in clients[:2]] == [0, 0]

@@ -162,7 +162,7 @@ def test_a_type_checker_knows_the_registers_of_handlers(tmp_path: Path) -> None:
 def test_handlers_get_the_registers_of_the_types(arch: str) -> None:
     """A handler can read every register of the types at a breakpoint, a call and an optimized probe.
 
-    At a breakpoint the registers are live. At a call or an optimized probe they are saved.
+    At a breakpoint the registers are live. At a call or an optimized probe, the registers are saved.
     """
     types = {"x86_64": "X86Regs", "i386": "I386Regs", "riscv64": "RiscvRegs"}
     names = list(inspect.get_annotations(getattr(emulated_kernel, types[arch])))
@@ -447,7 +447,9 @@ def test_closing_twice_is_closing_once() -> None:
 
 
 def test_close_in_a_handler_is_refused() -> None:
-    """A handler that closes its kernel would free the machine that runs it."""
+    """close() in a handler is refused with EDEADLK, because the machine that runs the handler would
+    be freed.
+    """
     found: list[int | None] = []
 
     def close(_probe: object, _regs: object) -> None:

@@ -68,6 +68,8 @@ def test_the_place_of_a_uprobe_is_not_checked(place: str) -> None:
 
 
 def test_a_path_without_an_offset_is_a_wrong_symbol() -> None:
-    """The kernel reads a path without an offset as the symbol of a kprobe."""
+    """A definition with a path without an offset is refused as a wrong symbol, because the kernel expects a
+    kprobe.
+    """
     (answer,) = check_lines(planned_kernel("x86_64", None, None, None), [Line("x", 1, "p:e /bin/sh")])
     assert [finding.rule for finding in answer.findings] == ["BAD_PROBE_ADDR"]

@@ -51,7 +51,7 @@ def one_by_one(shell: Shell, number: int, path: str, line: Lines) -> Step:
 
 
 def defined_siblings(shell: Shell, number: int) -> Iterator[Step]:
-    """Give one event many probes, use it and remove it."""
+    """Give one event many probes, use the event, and remove the event."""
     yield one_by_one(shell, number, DYNAMIC, siblings("int_sqrt"))
     yield partial(shell.write, f"{KPROBES}/e/enable", "1")
     yield partial(shell.read, "/kprobe_profile")

@@ -70,9 +70,9 @@ def loopback(port: int) -> bytes:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_streams(boot: Boot, arch: str, seed: int) -> None:
-    """Four connections to one listener are made at once.
+    """Four connections to one listener, made at once, transfer all data unchanged.
 
-    Four tasks write to the connections while four tasks read all data.
+    Four tasks write to the connections while four tasks read.
     """
     kernel = boot(4, arch, seed=seed, quantum=60)
     net = Sockets(kernel, clients(kernel, 8))

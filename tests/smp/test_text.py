@@ -238,8 +238,9 @@ def flipped_under_load(arch: str, seed: int, *, syncs: bool) -> str:
 @pytest.mark.parametrize("way", ["optimized", "called"])
 @pytest.mark.parametrize("arch", ["x86_64", "riscv64"])
 def test_handlers_made_under_load(arch: str, way: str) -> None:
-    """Hits redirect a probe's jump or call to new compiled code, while another CPU has fetched all or half of
-    the old bytes.
+    """Results stay right while hits redirect a probe's jump or call to new compiled code.
+
+    Another CPU may have fetched all or half of the old bytes.
     """
     for seed in seeds(2):
         config = MachineConfig(cpus=2, arch=arch, seed=seed, quantum=6, stale_fetch=True, run_budget=5)
@@ -363,8 +364,9 @@ def test_code_dropped_by_a_hit_while_its_place_is_patched(arch: str, way: str) -
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_static_keys_switched_under_load(arch: str) -> None:
-    """The nop of a static key becomes a jump and a nop again, while two CPUs execute the code
-    around the nop.
+    """The guest stays well while the nop of a static key becomes a jump and a nop again.
+
+    Two CPUs execute the code around the nop.
     """
     for seed in seeds(2):
         assert switched_under_load(arch, seed, stale_fetch=True) == "well"

@@ -1,6 +1,6 @@
 """Fork and wait on command: `python forking.py COMMANDS ANSWERS` with the descriptors of two pipes.
 
-Each byte of COMMANDS is a command, and the pid of a child is the answer to it.
+Each byte of COMMANDS is a command. The answer to a command is the pid of a child.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class TestLoading:
 
 
 class TestBadFiles:
-    """Files that are no valid modules: they are refused, the log says why, and no memory stays in use."""
+    """Files that are no valid modules are refused, the log says why, and no memory stays in use."""
 
     @pytest.mark.parametrize(
         ("data", "message"),
@@ -274,7 +274,7 @@ def test_damaged_files(seed: int) -> None:
 
 
 def test_in_any_order() -> None:
-    """Code that was translated for one module never runs for another one that comes to its address."""
+    """Code that was translated for one module never runs for another module at the same address."""
     dice = random.Random(1)
     with Kernel() as kernel:
         for step in range(100):

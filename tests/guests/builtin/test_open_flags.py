@@ -16,7 +16,10 @@ FILE = "/scratch/file"
 
 @pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
 def test_a_file_that_is_not_append_only_takes_all_flags(arch: str) -> None:
-    """Linux: O_TRUNC with O_APPEND is refused for append-only inodes, of which ramfs has none."""
+    """A file of scratch/ can be opened with O_TRUNC and O_APPEND.
+
+    Linux refuses O_TRUNC only for append-only inodes.
+    """
     with Kernel(MachineConfig(arch=arch)) as kernel:
         mount = kernel.mount()
         handle = mount.create(CLIENT, FILE, 0o644, os.O_WRONLY)

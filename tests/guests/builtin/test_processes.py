@@ -388,8 +388,9 @@ def test_a_name_is_asked_for_once_until_another_one_is_told(watch: HostProcesses
 
 
 def test_who_is_told_nothing_looks(watch: HostProcesses, events: ForkEvents) -> None:
-    """If new pids appear without fork events, because another listener has ended the events, the watch stops
-    relying on them.
+    """If new pids appear without fork events, the watch stops relying on fork events.
+
+    The cause is another listener, which has ended the events.
     """
     watch.follow(os.getpid())
     watch.forks()

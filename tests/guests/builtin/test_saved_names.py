@@ -45,7 +45,7 @@ class Probed:
             self.mount.release(handle)
 
     def saves_of(self, client: Client, reads: int = 1) -> int:
-        """Let a client read, and return how often its name was saved."""
+        """Let a client read, and return how often the client's name was saved."""
         before = self.saves
         for _ in range(reads):
             self.read(client)
@@ -53,7 +53,7 @@ class Probed:
 
     @property
     def names(self) -> set[str]:
-        """The lines of saved_cmdlines; init reads them."""
+        """The lines of saved_cmdlines, as init reads the file."""
         return set(self.read(Client(0, 0, 0), "/tracing/saved_cmdlines").splitlines())
 
 

@@ -129,7 +129,7 @@ class Machine:
         return False
 
     def use(self) -> None:
-        """Let two clients read and write control files and files of scratch/, and one of them wait."""
+        """Let two clients read and write control files and files of scratch/, and let a client wait."""
         mount = self.mount
         for client in (CLIENT, OTHER, CLIENT):
             self.read("/kprobes/list", client)
@@ -206,7 +206,9 @@ def test_hits_are_those_of_a_guest_that_makes_all_calls(
 def test_files_stay_open_when_more_calls_are_watched(
     first: str, second: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that was opened unnoticed is read, written and closed by calls that a later probe notices."""
+    """Files that were opened before a second probe is enabled give the results and hits of a guest that makes
+    all calls.
+    """
 
     def actions(machine: Machine) -> None:
         mount = machine.mount

@@ -12,8 +12,9 @@ from tests.guests.linux.probing import workload
 
 
 def check_ended_tasks(guest: LinuxEngine, shell: Files) -> None:
-    """Check that exactly the live tasks have a shadow stack while calls are hooked, and that no task has one
-    afterwards.
+    """Check that exactly the live tasks have a shadow stack while calls are hooked.
+
+    Afterwards no task has a shadow stack.
     """
     stacks = KernelStacks(
         guest.kernel, guest.tasks.machine, guest.machine.memory, guest.tasks.per_cpu, guest.tasks.running

@@ -86,7 +86,7 @@ def engine(profile: Profile) -> LinuxEngine:
 
 
 def unprobed_engine() -> LinuxEngine:
-    """Return an engine without probes, but with the same memory as one with probes.
+    """Return an engine without probes, but with the same memory as an engine with probes.
 
     The kernel's page tables also map the host's window of code.
     """

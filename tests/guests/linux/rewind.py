@@ -30,8 +30,10 @@ class Rewind:
     ) -> None:
         """Use the mapping `ram`.
 
-        The functions get a page's offset. `is_compared` returns whether changed() reports the page, and
-        `is_left` whether back() leaves it unchanged. They are called once for each page.
+        The functions get a page's offset, and are called once for each page.
+
+        `is_compared` returns whether changed() reports the page, and `is_left` whether back() leaves the page
+        unchanged.
         """
         self._ram = ram
         self._is_compared = cache(is_compared)

@@ -68,9 +68,10 @@ def _traces(engine: LinuxEngine) -> list[tuple[int, ...]]:
 
 
 def check_stack_dumps(mount: Mount, engine: LinuxEngine, dumping: tuple[str, ...]) -> None:
-    """Compare dumps and traces of hooked calls with those without hooks.
+    """Check that dumps and traces are the same with and without hooks.
 
-    Return probes hook calls, and then the function graph, if there is one.
+    Return probes hook calls, and then the function graph, if the mount has this tracer.
+
     `dumping`: functions that are called during dump_stack().
     """
     # The first call of each function allocates memory.

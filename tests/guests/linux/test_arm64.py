@@ -295,7 +295,9 @@ def test_an_image_that_is_cut_off(kernel: LinuxKernel) -> None:
 
 
 def test_tables_that_the_kernel_relocates(kernel: LinuxKernel) -> None:
-    """Addresses in the kernel's tables are those of its functions."""
+    """Events, system calls and ftrace sites are read from tables whose addresses the kernel relocates at
+    boot.
+    """
     assert {event.name for event in kernel.events} > {"sched_switch", "sys_enter"}
     assert {call.name for call in kernel.syscalls} > {"sys_openat", "sys_read"}
     assert len(kernel.mcount) > 40_000

@@ -254,8 +254,8 @@ def test_tracers(clean: Mount) -> None:
 
 
 def traced_calls(guest: LinuxEngine, tracer: str) -> tuple[list[str], int, int]:
-    """Return the workload's records without times, the number of calls that Python handled, and that of
-    native traps.
+    """Return the workload's records without times, and the numbers of calls that Python handled and of native
+    traps.
     """
     shell = Files(probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False), CLIENT)
     sites = guest.kprobes.sites

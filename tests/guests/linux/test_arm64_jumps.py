@@ -90,7 +90,7 @@ def enable(mount: Mount, engine: LinuxEngine, *lines: bytes) -> None:
 def test_both_kinds_of_hits_record_the_same(clean: Mount, engine: LinuxEngine, traced: bytes) -> None:
     """Hits by a breakpoint and by a jump show equal registers, processor states and call chains.
 
-    Python handles the first hit, and guest code the others, if they have no call chain.
+    Python handles the first hit. Guest code handles later hits without a call chain.
     """
     registers = b" ".join(b"r%d=%%x%d" % (number, number) for number in range(31))
     line = b"p:kprobes/inside vfs_read+48 " + registers + b" sp=%sp pc=%pc state=%pstate $comm\n"
@@ -118,7 +118,7 @@ def test_both_kinds_of_hits_record_the_same(clean: Mount, engine: LinuxEngine, t
 
 
 def hits_of(size: int, found: list[str]) -> Iterator[list[str]]:
-    """Yield the record and the call chain of each read of `size` bytes."""
+    """Yield the record and the call chain of each read of `size` bytes among the lines `found` of a trace."""
     for at, text in enumerate(found):
         if f" r2={size:#x} " in text:
             chain = takewhile(lambda text: text.startswith(" => "), found[at + 2 :])
@@ -172,7 +172,7 @@ def test_the_steps_of_patching(clean: Mount, engine: LinuxEngine) -> None:
 
 
 def test_aggregated_probes(clean: Mount, engine: LinuxEngine) -> None:
-    """The jump of a place calls the handlers of all probes there.
+    """The jump of a place calls the handlers of all probes at this place.
 
     A probe with a post_handler needs the breakpoint.
     """

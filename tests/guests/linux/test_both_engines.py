@@ -107,7 +107,7 @@ def test_a_marker_has_the_address_that_the_kernel_gives_it(both: Both) -> None:
 def test_options_are_those_of_the_kernel(both: Both) -> None:
     """The mount has the options of the kernel's tracefs, including those of tracers that kprobefs lacks.
 
-    Options of the blk tracer have the same effects in both, also on another option.
+    Options of the blk tracer have the same effects in both mounts, also on another option.
     """
     directory = "/tracing/options"
     native = {entry.name for entry in both.native.readdir(directory)}
@@ -169,7 +169,10 @@ def test_each_has_its_own_places_in_the_same_functions(both: Both) -> None:
 
 
 def test_stack_dumps_show_the_callers_of_calls_that_both_hook(both: Both) -> None:
-    """Return probes of kprobefs hook some of the calls, and the kernel's own function graph the others."""
+    """Stack dumps show the original callers if kprobefs and the kernel hook calls.
+
+    Return probes of kprobefs hook some of the calls, and the kernel's own function graph the others.
+    """
     dumping = "show_trace_log_lvl", "show_stack", "sched_show_task", "show_state_filter"
     # The argument limits the dump to tasks in a freezable sleep.
     shows = "show_state_filter 0x2000"

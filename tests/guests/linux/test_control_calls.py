@@ -304,7 +304,7 @@ def open_files(mount: Mount) -> list[int]:
 def test_a_read_that_waits_sleeps_in_the_guest(ours: Mount) -> None:
     """A read that waits sleeps in the guest while other clients go on.
 
-    It ends with data or with its client's errno.
+    The read ends with data or with its client's errno.
     """
     shell = watched(ours, "r:read ksys_read ret=$retval:s64\np:other do_exit\n")
     shell.write(f"{EVENTS}/read/filter", f"common_pid == {READER.pid}")
@@ -443,7 +443,7 @@ def test_limits(ours: Mount) -> None:
 
 @pytest.mark.parametrize("is_watched", [False, True])
 def test_refused_writes_leave_no_garbage(ours: Mount, is_watched: bool) -> None:
-    """The errors and the objects of the requests are freed without a collection of reference cycles."""
+    """The errors and the objects of refused writes are freed without a collection of reference cycles."""
     files = watched(ours) if is_watched else Files(ours, SHELL)
     for path in ("/kprobe_events", "/tracing/current_tracer", "/tracing/events/sched/sched_switch/filter"):
         gc.collect()

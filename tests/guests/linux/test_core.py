@@ -1,6 +1,4 @@
-"""Mounts of dumps: calls, files and probes in the dumped kernel, and refusals of calls that cannot
-run there.
-"""
+"""Mounts of dumps: calls, files and probes in the dumped kernel, and refusals of calls that cannot run."""
 
 from __future__ import annotations
 
@@ -248,8 +246,8 @@ def test_who_asks(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_host_would_open(mount: Mount) -> None:
-    """FIFOs, sockets and devices of a dump are shown as regular files, so that the host does not open them as
-    its own.
+    """FIFOs, sockets and devices of a dump are shown as regular files, so that the host does not open its own
+    devices.
     """
     kinds = {entry.name: entry.kind for entry in mount.readdir("/files/scratch")}
     for name in core_dump.SPECIAL:
@@ -396,7 +394,10 @@ def test_a_directory_without_end(size: int, mount: Mount, monkeypatch: pytest.Mo
 
 
 def test_ftraces_pages_in_a_circle(dumped: Path, mount: Mount) -> None:
-    """A circular list of ftrace pages is refused. Its records would fill the memory of the host."""
+    """A circular list of ftrace pages is refused.
+
+    The records of such a list would fill the memory of the host.
+    """
     memory, root = core(mount).guest.machine.memory, core(mount).guest.root
     with dumped.open("rb") as file:
         info = vmcore.CoreFile(file.fileno()).vmcoreinfo

@@ -125,7 +125,9 @@ def test_an_incomplete_archive_names_what_it_lacks(parts: dict[str, str], why: s
 
 
 def test_the_command_in_the_error_makes_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of /proc/cpuinfo is no archive; the shell command in the error writes the parts of one."""
+    """A copy of /proc/cpuinfo is no archive; the shell command in the error writes the parts of an
+    archive.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "copy").write_text(INFO)
     with pytest.raises(KernelError, match="no cpuinfo in the archive") as refused:
@@ -244,7 +246,7 @@ def test_a_report_says_as_on_production_only_if_everything_is() -> None:
 def image() -> Iterator[Path]:
     """Yield the package of Debian's kernel, and use a separate cache.
 
-    Its snapshots on production CPUs would push others out of the usual cache.
+    Snapshots of the kernel on production CPUs would push other snapshots out of the usual cache.
     """
     path = debian_kernel.image()
     with pytest.MonkeyPatch.context() as patch:
@@ -276,7 +278,9 @@ def test_a_kernel_with_page_table_isolation_is_driven_and_read(booted: Any) -> N
 
 @pytest.mark.usefixtures("booted")
 def test_probes_hit_in_a_kernel_with_page_table_isolation(image: Path) -> None:
-    """While a task is in user mode, the CPU's page tables lack the pages of slots and detours."""
+    """Probes hit, although the CPU's page tables lack the pages of slots and detours while a task is in user
+    mode.
+    """
     mount = build_kernel(
         MountOptions("/mnt", MachineConfig(image=image, seed=debian_kernel.SEED), cpu=SERVER)
     )

@@ -166,9 +166,8 @@ def test_no_other_clock_of_the_guest_sees_it() -> None:
 
 @pytest.mark.parametrize(("size", "offset"), [(4, 8), (16, 16)])
 def test_what_precedes_the_timekeeper(size: int, offset: int) -> None:
-    """Before Linux 6.13, a sequence count precedes the timekeeper.
-
-    In a real-time kernel, the address of a lock follows it.
+    """Before Linux 6.13, the timekeeper is found after a sequence count and, in a real-time kernel, the
+    address of a lock.
     """
     types = made.Btf()
     types.structure("seqcount_raw_spinlock", size)

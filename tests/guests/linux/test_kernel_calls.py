@@ -78,7 +78,10 @@ def test_one_that_faults(shell: Files) -> None:
 
 
 def test_one_that_sleeps_for_long(shell: Files, mount: Mount) -> None:
-    """A call is given up after a minute of guest time. Its page is freed after the call has ended."""
+    """A call is given up after a minute of guest time.
+
+    The page of the call is freed after the call has ended.
+    """
     pages = calls_of(mount).engine.machine.memory.host_pages
     shell.call("int_sqrt 1")
     used = pages.used

@@ -31,7 +31,7 @@ SHELL, OTHER = Client(4001, 0, 0), Client(4002, 1000, 1000)
 
 
 class Kernel(NamedTuple):
-    """A kernel's package, and what its version says."""
+    """A kernel's package, the form of the kernel's release, and an error that depends on the version."""
 
     meta: str
     suite: str
@@ -57,7 +57,7 @@ def kernel(request: pytest.FixtureRequest) -> Kernel:
 
 @pytest.fixture(scope="module")
 def ours(kernel: Kernel) -> Iterator[Mount]:
-    """Yield a mount with kprobefs's kprobes; a test that uses it leaves no events."""
+    """Yield a mount with kprobefs's kprobes, on which tests leave no events."""
     tasks, linux = debian_kernel.with_kernel(kernel.meta, kernel.suite)
     engine = LinuxEngine(tasks, linux, profile_of(linux))
     found = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
@@ -77,7 +77,7 @@ DIRECTORIES = "/scratch", "/tracing/instances", "/tracing/events"
 
 
 def state(mount: Mount) -> dict[str, object]:
-    """Return what a test could leave for the next one: settings, and names in directories."""
+    """Return what a test could leave for the next test: settings, and names in directories."""
     shell = Files(mount, SHELL)
     names = {path: sorted(entry.name for entry in mount.readdir(path)) for path in DIRECTORIES}
     return {name: shell.read(f"/tracing/{name}") for name in SETTINGS} | names
@@ -85,7 +85,7 @@ def state(mount: Mount) -> dict[str, object]:
 
 @pytest.fixture
 def mount(native: Mount) -> Iterator[Mount]:
-    """Yield the mount with the kernel's own kprobes, and check that it is left as it was."""
+    """Yield the mount with the kernel's own kprobes, and check that the test leaves the mount as before."""
     before = state(native)
     yield native
     for entry in native.readdir("/scratch"):
@@ -151,7 +151,10 @@ def _placed(mount: Mount) -> tuple[list[str], list[str]]:
 
 
 def test_directories_of_events(ours: Mount, mount: Mount) -> None:
-    """The kernel creates the directories of new events, as a probe shows, by the function of its version."""
+    """The same calls of the kernel create directories of new events with both engines, as a probe shows.
+
+    The function is eventfs_create_dir or, in older kernels, tracefs_create_dir.
+    """
     found = _directories(Files(ours, SHELL))
     assert found == ['"grp"', '"one"', '"two"']
     assert _directories(Files(mount, SHELL)) == found
@@ -207,9 +210,8 @@ def test_news_of_a_histogram_reach_a_client_that_polls() -> None:
 
 
 def test_all_events_can_be_enabled(ours: Mount) -> None:
-    """All events can be enabled at once.
-
-    For some tracepoints, the kernel has a function that must register them.
+    """All events can be enabled at once, also events of tracepoints that a function of the kernel must
+    register.
     """
     shell = Files(ours, SHELL)
     shell.write("/tracing/set_event", "*:*\n")

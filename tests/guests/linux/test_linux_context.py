@@ -28,13 +28,17 @@ def shadow_stacks(*, may_have_traced: bool = False, **fields: int) -> dict[str, 
 
 @pytest.mark.parametrize("instances", [72, 56, 2048])
 def test_fields_of_a_kernel_with_rethooks(instances: int) -> None:
-    """The fields may be anywhere, as in a kernel with randomized structures."""
+    """Shadow stacks use the fields rethooks and kretprobe_instances if a kernel has rethooks, at
+    any offsets.
+    """
     expected = {"rethooks": 64, "ret_stack": instances}
     assert shadow_stacks(rethooks=64, kretprobe_instances=instances, ret_stack=8) == expected
 
 
 def test_fields_of_a_kernel_without_rethooks() -> None:
-    """If a kernel has no rethooks, kretprobes use kretprobe_instances, and only ret_stack can be used."""
+    """Shadow stacks use only ret_stack if a kernel has no rethooks, because kretprobes then use
+    kretprobe_instances.
+    """
     assert shadow_stacks(kretprobe_instances=64, ret_stack=8) == {"ret_stack": 8}
     assert shadow_stacks(kretprobe_instances=64) == {}
     assert shadow_stacks(rethooks=64) == {"rethooks": 64}
@@ -46,7 +50,7 @@ def test_no_array_of_the_kernel_s_own_graph() -> None:
 
 
 def test_return_probes_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a kernel without these fields, return probes work, and Python handles all calls."""
+    """Return probes work in a kernel that has no field for shadow stacks: Python keeps the pending calls."""
     tasks, kernel = debian_kernel.with_kernel()
     has = kernel.btf.has
     missing = {f"task_struct.{name}" for name in ("rethooks", "kretprobe_instances", "ret_stack")}

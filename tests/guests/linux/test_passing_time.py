@@ -70,7 +70,9 @@ class Shell(Files):
         raise AssertionError("vfs_read has no instruction behind the site")
 
     def traps(self) -> Callable[[], int]:
-        """Return a function that returns the number of breakpoints that the guest has executed since then."""
+        """Return a function that returns the number of breakpoints that the guest has executed since this
+        call.
+        """
         traps: list[None] = []
         cpu = self.tasks.machine.cpu
         assert isinstance(cpu, PcCpu)

@@ -51,7 +51,10 @@ def test_the_timer_interrupts_once_or_again_and_again() -> None:
 
 
 def test_calibration_by_a_channel_that_does_not_count_fails_at_once() -> None:
-    """quick_pit_calibrate() counts how often pit_expect_msb() reads the value that it has written."""
+    """Channel 2 of the PIT never reads as 0xff, although 0xff was written.
+
+    Otherwise pit_expect_msb() would read the channel many times before the calibration of the TSC fails.
+    """
     pc = initialised()
     for port, value in ((0x43, 0xB0), (0x42, 0xFF), (0x42, 0xFF)):
         pc.write_port(port, value)

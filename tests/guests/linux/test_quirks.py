@@ -91,7 +91,7 @@ def stored(count: int, at: int, flags: int, *, in_host: bool) -> tuple[list[int]
 def test_a_store_in_the_host_is_that_of_the_guest(count: int, at: int, flags: int) -> None:
     """A repeated store by the host has the same effects as in the guest.
 
-    The last two cases come to a page that is not mapped. The last one would store more bytes than RAM has.
+    The last two cases come to a page that is not mapped. The last case would store more bytes than RAM has.
     """
     in_guest, in_host = (stored(count, at, flags, in_host=value) for value in (False, True))
     assert in_guest[:2] == in_host[:2]

@@ -81,9 +81,10 @@ def opened_and_read(mount: Mount, client: Client = SHELL) -> None:
 
 
 def test_how_much_it_takes(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cheaper one of two rounds stays within the limits.
+    """The cheaper of two rounds stays within the limits of Python's function calls, runs of the emulator, and
+    callbacks.
 
-    A tick of the guest may come into the other round.
+    The other round may contain a tick of the guest.
     """
     starts = 0
     engine = guest_of(mount).tasks.machine.engine

@@ -178,8 +178,10 @@ def faults(mount: Mount, tasks: LinuxTasks) -> list[str]:
 
 
 def test_page_faults_are_those_of_its_own_tracefs(linux: Mount, ours: Mount, engine: LinuxEngine) -> None:
-    """Events of page faults have a regfunc, by which the kernel takes another way into its handler while they
-    are on.
+    """Records of page faults are those of the kernel's own tracefs.
+
+    While events of page faults are on, their regfunc makes the kernel enter its handler of page faults in
+    another way.
     """
     key = engine.kernel.kallsyms.lookup_name("trace_pagefault_key")
     assert key is not None
@@ -425,8 +427,8 @@ def test_functions_that_we_take_over_arent_probed(engine: LinuxEngine, function:
 
 
 def test_the_deepest_stack(ours: Mount, engine: LinuxEngine) -> None:
-    """The stack tracer shows the chain of callers from the system call on, and the part of the stack that
-    each takes.
+    """The stack tracer shows the chain of callers from the system call on, and how much of the stack each
+    caller uses.
     """
     assert not write(ours, "/tracing/stack_trace_filter", "vfs_* shmem_*")
     assert not write(ours, "/sysctl/kernel/stack_tracer_enabled", "1")

@@ -50,7 +50,10 @@ class Guest:
 
 @pytest.mark.parametrize("old_flag", [0, 1 << 28])
 def test_the_first_need_sets_the_flag_and_the_last_one_clears_it(old_flag: int) -> None:
-    """The flag is in thread_info.syscall_work or, before Linux 5.11, in thread_info.flags."""
+    """While any tracepoint of system calls is on, all tasks have the flag for work at system calls.
+
+    The flag is in thread_info.syscall_work or, before Linux 5.11, in thread_info.flags.
+    """
     guest = Guest(0, old_flag)
     flag = old_flag or FLAG
     assert guest.work.is_known()
@@ -103,7 +106,7 @@ def test_a_regfunc_of_a_tracepoint_that_cannot_be_switched_is_undone(
 ) -> None:
     """If a tracepoint cannot be switched, its regfunc is undone.
 
-    The first error is raised, even if the undoing fails, too.
+    The first error is raised, even if the undoing also fails.
     """
     functions = {"regfunc": 0x4000, "unregfunc": 0x5000}
     called: list[int] = []

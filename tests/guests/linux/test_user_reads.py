@@ -51,7 +51,10 @@ def test_other_loads_fault() -> None:
 
 @pytest.mark.parametrize("mode", ["stepped", "boosted", "optimized"])
 def test_hits_while_the_kernel_writes_user_memory(mode: str) -> None:
-    """The probed instructions are between stac and clac; the kernel's stores fault if a hit clears AC."""
+    """Hits between stac and clac keep the flag AC.
+
+    Otherwise, the kernel's next store to user memory would fault.
+    """
     reads = user_reads(MODES[mode])
     engine = reads.engine
     start = engine.kernel.required(KERNEL_WRITES)

@@ -78,7 +78,7 @@ def test_a_mount_shows_the_kernel_of_a_core(
 ) -> None:
     """A core that a mount has written can be mounted itself: text is the original, and probes and calls work.
 
-    Segments of this core overlap, and it has the mappings of the mount that wrote it.
+    Segments of this core overlap, and the core contains mappings of the mount that wrote the core.
     """
     path = tmp_path / "core"
     with guest.lock, write_core(guest.machine, vmcoreinfo(guest)) as file:
@@ -182,7 +182,7 @@ def test_a_damaged_note_is_refused() -> None:
 
 
 def explained(guest: LinuxEngine, path: Path) -> Explanation:
-    """Write a core, and return the explanation of tcp_sendmsg in it.
+    """Write a core, and return the explanation of tcp_sendmsg in this core.
 
     Nothing is kept of the core: a few cores would displace the snapshot of the kernel that all tests boot.
     """

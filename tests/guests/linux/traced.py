@@ -230,7 +230,7 @@ class Events(Traced):
 
 
 class Hooks(Traced):
-    """A kretprobe on each function and an fprobe on all of them, with handlers in Python."""
+    """A kretprobe on each function and an fprobe on all functions, with handlers in Python."""
 
     is_at_entries = True
 

@@ -1,7 +1,8 @@
-"""Probes that read user memory where a kernel's own loads from it fault, and checks of their hits.
+"""Probes that read user memory where loads of the kernel itself fault, and checks of the probes' hits.
 
-The probed function is int_sqrt(). Code of the test calls it in a client's task. The second argument and the
-result are the address of user memory.
+The probed function is int_sqrt(). Code of the test calls int_sqrt() in a client's task.
+
+The second argument and the result are the address of user memory.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ FAULTING = (
 
 
 class UserReads:
-    """A kernel with a client whose task has user memory, and code that calls the probed function there."""
+    """A kernel with a client whose task has user memory, and code that calls the probed function in this
+    task.
+    """
 
     def __init__(self, engine: LinuxEngine) -> None:
         self.engine = engine

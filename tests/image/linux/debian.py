@@ -31,7 +31,8 @@ def package(meta: str, suite: str = "", architecture: str = "") -> Path:
     """Return the package that a meta package depends on, fetched once. Skip the test if the package is not
     available.
 
-    `suite`: another release of Debian than the one that runs here, from the archive that this one uses.
+    `suite`: another release of Debian than the host's release, from the same archive.
+
     `architecture`: another architecture, which needs a `suite`.
     """
     found = _package(meta, suite, architecture)

@@ -146,8 +146,8 @@ def test_types_in_a_circle_end(ask: object) -> None:
 
 
 def doubled() -> bytes:
-    """Return BTF in which each type has the next one twice, so that 2 ** 60 paths lead to the last of 60
-    types.
+    """Return BTF in which each type contains the next type twice, so that 2 ** 60 paths lead to the last of
+    60 types.
     """
     btf = made.Btf()
     last = btf.add(1, "int", 4, struct.pack("<I", 32))

@@ -64,8 +64,9 @@ def test_each_is_found_in_any_order(kind: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_wrong_name_names_similar_modules(tmp_path: Path) -> None:
-    """The error for a wrong name lists similar modules. Without similar modules, it advises to give
-    packages.
+    """The error for a wrong name lists similar modules.
+
+    Without similar modules, the error advises to give packages.
     """
     directory = tmp_path / "given" / "kernel"
     directory.mkdir(parents=True)
@@ -108,8 +109,8 @@ def test_the_advice_names_packages_that_the_distribution_has(
 
 
 def test_packages_and_directories_with_more_modules(tmp_path: Path) -> None:
-    """Modules of given packages and directories come first, then packages for the kernel's release next to
-    its file.
+    """Modules of given packages and directories come first, then packages for the release in the directory of
+    the kernel's file.
     """
     directory = tmp_path / "given" / "kernel"
     directory.mkdir(parents=True)
