@@ -130,7 +130,7 @@ class Djprobing(Modelled):
         }
 
     def covered(self, addr: int, length: int) -> set[int]:
-        """Return the addresses of probes that are behind the first byte of a region."""
+        """Return the addresses of probes in a region, except at the region's first byte."""
         return {other for other in self.model.points if addr < other < addr + length}
 
     def is_within_another(self, addr: int) -> bool:

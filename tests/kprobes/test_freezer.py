@@ -92,7 +92,7 @@ class Freezing:
         pytest.fail("never preempted within a region")
 
     def region_with_a_task(self) -> tuple[int, int] | None:
-        """Return offset and length of a region in which a task is behind the first instruction, or None."""
+        """Return offset and length of a region in which a task is after the first instruction, or None."""
         entry, kernel = self.kernel.image.kallsyms.by_name("crc32_le")[0].address, self.kernel.guest.kernel
         for offset, length in self.places:
             if not kernel.is_quiescent([(entry + offset + 1, entry + offset + length)]):

@@ -1,5 +1,5 @@
-"""If the rules allow a jump over a region, no branch, call or pointer of the kernel leads behind the region's
-first byte.
+"""If the rules allow a jump over a region, no branch, call or pointer of the kernel leads into the region
+past its first byte.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ MAX_CALLS = 3 * NODES * len(TASKS)
 
 @dataclass
 class Pages(test_shadow_stacks.Pages):
-    """The memory of a machine. An access behind the end raises MemoryFault."""
+    """The memory of a machine. An access past the end raises MemoryFault."""
 
     @property
     def memory(self) -> Pages:
