@@ -82,7 +82,7 @@ class Machines:
         uc.reg_write(UC_X86_REG_CR3, machine.memory.tables.root)
         uc.reg_write(UC_X86_REG_CR0, CR0_PAGED)
         uc.reg_write(UC_X86_REG_GS_BASE, machine.per_cpu_bases[0])
-        # Unicorn also reads memory before the address at which a run stops. So the address must not begin a page.
+        # Unicorn also reads memory before the address at which a run stops, which must not begin a page.
         self._return = machine.model.layout.host_text + 64
         self._return_at = machine.memory.translate(machine.calls.stack_top)
 
