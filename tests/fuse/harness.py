@@ -116,7 +116,7 @@ def eventually(
     """Wait until the function `condition` returns True, for at most `patience` seconds.
 
     `message`: text of the failure, or a function that returns the text. `interval`: seconds between two
-    calls, which a condition that starts processes needs to be longer.
+    calls; use more for a condition that starts processes.
     """
     assert callable(condition)
     deadline = time.monotonic() + patience
