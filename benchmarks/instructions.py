@@ -1,7 +1,7 @@
-"""Guest instructions per second, compared with bare Unicorn; the target is at least 0.9 of its speed.
+"""Guest instructions per second, compared with bare Unicorn. The target is at least 0.9 of Unicorn's speed.
 
 Bare Unicorn is a Uc of Unicorn's own Python binding. It has a copy of the machine's memory with its page
-tables, but no hooks, traps or budget. Both run the same functions on the same data and take turns. A hook in
+tables, but no hooks, traps or budget. Both sides run the same functions on the same data, in turns. A hook in
 the bare Uc counts the instructions.
 """
 
@@ -71,7 +71,7 @@ class Machines:
         self._uc = uc
         ram = machine.memory.ram
         uc.mem_map(0, len(ram))
-        # Most of the memory is zero in both.
+        # Copy only the parts of the memory that are not zero.
         zeros = bytes(_PIECE)
         for at in range(0, len(ram), _PIECE):
             piece = bytes(ram[at : at + _PIECE])
@@ -82,7 +82,7 @@ class Machines:
         uc.reg_write(UC_X86_REG_CR3, machine.memory.tables.root)
         uc.reg_write(UC_X86_REG_CR0, CR0_PAGED)
         uc.reg_write(UC_X86_REG_GS_BASE, machine.per_cpu_bases[0])
-        # Unicorn reads memory before the address at which it stops, so that must not be the start of a page.
+        # Unicorn also reads memory before the address at which a run stops, which must not begin a page.
         self._return = machine.model.layout.host_text + 64
         self._return_at = machine.memory.translate(machine.calls.stack_top)
 

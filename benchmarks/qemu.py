@@ -228,7 +228,7 @@ def round_of(side: Side, prepared: Prepared, *, first: bool = True) -> None:
 def first_start(side: Side, prepared: Prepared) -> float:
     """Start a side with an empty cache, and return the seconds to its first command."""
     with tempfile.TemporaryDirectory(prefix="kprobefs-bench-") as made:
-        # In place of the last words, which run the script.
+        # Replace the last words, which run the script.
         command = [*side.command(prepared)[:-3], "echo", "READY"]
         start = time.perf_counter()
         with subprocess.Popen(

@@ -1,8 +1,8 @@
-"""Cost of hits that read user memory, over a distribution's kernel whose own loads from it would fault.
+"""Cost of hits that read user memory, in a distribution's kernel where direct loads of user memory fault.
 
 For each kind of argument: entries into Python in 1,000 hits, and net nanoseconds of CPU time of a hit. A
-client's task calls the probed function in a loop. Rounds with and without the probe take turns. The figures
-are the least ones.
+client's task calls the probed function in a loop. Rounds with and without the probe alternate. The figures
+are the least of all rounds.
 """
 
 from __future__ import annotations

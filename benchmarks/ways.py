@@ -230,7 +230,7 @@ def _disarm(counting: Counting, probes: int) -> dict[str, Count]:
         shell = Shell(kernel)
         _define_many(shell, probes)
         shell.enable()
-        # A write hits probes, and the first hit of each makes its guest code, which is no part of disarming.
+        # The first hit of a probe makes guest code, which is no part of disarming. This write hits probes.
         shell.write("/kprobes/enabled", "1\n")
         with counting.way() as count:
             shell.write("/kprobes/enabled", "0\n")

@@ -35,7 +35,7 @@ def build(options: MountOptions) -> Mount:
         raise RuntimeError("this kernel can't be built")
     kernel = Kernel(options.machine)
     if options.machine.seed == 667:
-        # A store that raises what no kernel does.
+        # The write to the file raises an exception that no kernel raises.
         kernel.kprobes.set_optimization = lambda _allowed: sys.exit(3)  # type: ignore[method-assign]
     if options.machine.seed == 668:
         time.sleep(60)

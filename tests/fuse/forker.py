@@ -1,4 +1,6 @@
-"""Start of the program in tests by fork() of a process that has imported it, which saves most of the time."""
+"""Start of the program in tests by fork(2) of a process that has imported all modules. This saves most of a
+start's time.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ class Forked:
 
 
 class Forker:
-    """The process that forks; it ends when this process ends."""
+    """A child process that forks programs on request, and that ends when this process ends."""
 
     def __init__(self) -> None:
         self._channel, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -92,9 +94,10 @@ class Forker:
         is_bare: bool,
         cwd: str | None = None,
     ) -> Forked:
-        """Run the program with these descriptors as its standard output and error.
+        """Run the program with `output` and `errors` as its standard output and error.
 
-        `is_bare`: run bare_program.py in place of kprobefs. `cwd`: its directory in place of this process's.
+        `is_bare`: run bare_program.py in place of kprobefs. `cwd`: the program's directory, by default that
+        of this process.
         """
         own = {
             "arguments": arguments,
@@ -118,7 +121,7 @@ def forker() -> Forker:
 
 
 def main() -> int:
-    """Fork on request; in the child, return the program's exit status."""
+    """Fork a program for each request. In the child process, return the program's exit status."""
     keep_images()
     import kprobefs
     from emulated_kernel.kernel.api import Kernel
@@ -129,7 +132,7 @@ def main() -> int:
 
     # The boots below start threads. The heap of a thread would remain, and a daemon's threads would use it.
     share_heap()
-    # What commands import when they are called is there for all forks.
+    # Import the modules that commands import later, so that all forks have these modules.
     for module in pkgutil.walk_packages(kprobefs.__path__, "kprobefs."):
         if module.name not in ("kprobefs.__main__", "kprobefs.pytest_plugin"):
             importlib.import_module(module.name)
@@ -140,7 +143,7 @@ def main() -> int:
     del kernel
 
     programs = {True: bare_program.main, False: cli.main}
-    # A thread that has been joined is listed until the host has ended it.
+    # The host lists a joined thread until the thread has ended completely.
     deadline = time.monotonic() + END_TIMEOUT
     while os.listdir("/proc/self/task") != [str(os.getpid())]:
         assert time.monotonic() < deadline, "threads wouldn't be in a fork"
@@ -168,7 +171,9 @@ def main() -> int:
 
 
 def _end(status: int) -> NoReturn:
-    """End as a program does that returns, but leave the modules: their end would copy all their memory."""
+    """End this process as a returning program does, but keep the modules. Their end would copy all their
+    memory.
+    """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -45,7 +45,7 @@ Process = subprocess.Popen[bytes] | Forked
 
 @dataclass
 class Daemon:
-    """A daemon in the foreground, and its mount point."""
+    """A daemon that runs in the foreground, and its mount point."""
 
     process: Process
     directory: Path
@@ -79,7 +79,7 @@ def waits_for_mount(pid: int) -> bool:
 
 def sleeps(pid: int) -> bool:
     """Return True if all threads of a process sleep."""
-    # A thread that ends meanwhile does not sleep.
+    # A thread that ends during the check does not sleep.
     with suppress(OSError):
         threads = Path(f"/proc/{pid}/task").glob("*/stat")
         return {stat.read_text().rpartition(")")[2].split()[0] for stat in threads} == {"S"}
@@ -87,7 +87,9 @@ def sleeps(pid: int) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Return True unless a process has ended; in a container, it may stay as a zombie."""
+    """Return True if a process exists and is not a zombie. In a container, a process that has ended may stay
+    a zombie.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -95,7 +97,7 @@ def is_alive(pid: int) -> bool:
 
 
 def kill_with_children(pid: int) -> None:
-    """Kill a daemon, and the process that would unmount after its end."""
+    """Kill a daemon and its child processes, one of which would unmount after the daemon's end."""
     for each in (*Path(f"/proc/{pid}/task/{pid}/children").read_text().split(), pid):
         os.kill(int(each), signal.SIGKILL)
 
@@ -114,7 +116,7 @@ def eventually(
     """Wait until the function `condition` returns True, for at most `patience` seconds.
 
     `message`: text of the failure, or a function that returns the text. `interval`: seconds between two
-    calls, which a condition that starts processes needs to be longer.
+    calls; use more for a condition that starts processes.
     """
     assert callable(condition)
     deadline = time.monotonic() + patience
@@ -159,7 +161,7 @@ def is_mounted(directory: Path) -> bool:
 
 
 def _answers(directory: Path) -> bool:
-    """Return True if a directory is mounted by a daemon that was not killed."""
+    """Return True if a directory is a mount point whose file system answers."""
     with suppress(OSError):
         return os.path.ismount(directory) and bool(os.statvfs(directory))
     return False
@@ -167,10 +169,10 @@ def _answers(directory: Path) -> bool:
 
 @contextmanager
 def watched(process: Process, limit: float = WATCHDOG) -> Iterator[None]:
-    """Limit the time for which a process may be stuck in the block.
+    """Kill `process` if the block takes longer than `limit` seconds.
 
-    Raises: AssertionError (the process had to be killed). If the block raises another exception then, the
-    exception gets a note.
+    Raises: AssertionError (the process had to be killed). If the block itself raises an exception, this
+    exception gets a note about the kill.
     """
     late = threading.Event()
 
@@ -189,7 +191,7 @@ def watched(process: Process, limit: float = WATCHDOG) -> Iterator[None]:
         raise
     finally:
         watchdog.cancel()
-    # The process may have ended in the block, which went on for longer.
+    # The process may have ended before the block did.
     assert not late.is_set() or process.wait(PATIENCE) != -signal.SIGKILL, said
 
 
@@ -207,9 +209,10 @@ def _start(
 def daemon(
     directory: Path, *options: str, program: list[str] = PROGRAM, is_shared: bool = False
 ) -> Iterator[Daemon]:
-    """Yield a daemon that runs in the foreground and has mounted; end and unmount it in any case.
+    """Start a daemon in the foreground, and yield the daemon once its mount answers. End the daemon and
+    unmount afterwards.
 
-    `is_shared`: each user of the daemon limits its time with watched().
+    `is_shared`: do not limit the daemon's time, because each user of the daemon calls watched().
     """
     log_file = directory.with_name(f"{directory.name}.log")
     with log_file.open("wb") as log, open(os.devnull, "wb") as null:
@@ -217,7 +220,7 @@ def daemon(
         process = _start(program, arguments, null.fileno(), log.fileno())
     try:
         with watched(process):
-            # A distribution's kernel takes seconds to be read.
+            # Reading a distribution's kernel takes seconds.
             eventually(lambda: _answers(directory) or process.poll() is not None, patience=WATCHDOG)
             assert process.poll() is None, log_file.read_text()
         with nullcontext() if is_shared else watched(process):

@@ -63,7 +63,7 @@ class Terminal:
                 try:
                     self.said += os.read(self._master, 1 << 16).decode("utf-8", "replace")
                 except OSError:
-                    # The other end is closed.
+                    # The program has closed its end of the terminal.
                     assert re.search(pattern, self.said[start:]), self.said[start:]
 
     def lines(self) -> list[str]:

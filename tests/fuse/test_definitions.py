@@ -349,7 +349,7 @@ def test_the_program_at_a_tracefs(directory: Path) -> None:
 
         before = hits()
         assert "events/kprobes/reads/enable = 1\n" in command("save", mounted).stdout
-        # Those of the one file that tells all, and of the counts: a file for each event was hundreds.
+        # save reads one file about all events, and the counts. A read of a file of each event took hundreds.
         assert 0 < hits() - before <= 5
         told = kprobefs("top", "--json", str(directory), program=REAL_PROGRAM)
         assert [each["event"] for each in json.loads(told.stdout)] == ["kprobes/reads"]
@@ -442,7 +442,7 @@ def test_a_definition_that_a_trigger_keeps(served: Daemon, tmp_path: Path, place
     assert told.startswith(busy)
     assert line.strip() == "p:kept vfs_write"
     assert Path(served.path("tracing/dynamic_events")).read_text() == "p:kprobes/kept vfs_read\n"
-    # What stands in the way is what the line says.
+    # The error names the trigger that prevents the change.
     Path(served.path("tracing", trigger)).write_text(f"!{told.partition(' has ')[2]}\n")
     assert command("apply", served, str(file)).returncode == 0
     if place:
@@ -513,7 +513,7 @@ def test_a_mount_begins_with_its_files(
         try:
             assert (directory / "tracing/events/kprobes/one/enable").read_text() == "1\n"
             (tmp_path / "30.probes").write_text("p:two vfs_write\n")
-            # What `systemctl reload` does.
+            # `systemctl reload` runs this command.
             assert kprobefs("apply", "--mount", str(directory), program=REAL_PROGRAM).returncode == 1
             monkeypatch.setenv(dropins.VARIABLE, f"{tmp_path}/none:{tmp_path}/more")
             nothing = kprobefs("apply", "--mount", str(directory), program=REAL_PROGRAM)

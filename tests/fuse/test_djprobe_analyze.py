@@ -161,7 +161,7 @@ __attribute__((noinline)) int split(int n) {
 int plain(int n) { __asm__ volatile("nop; nop; nop; nop; nop"); return n + RESULT; }
 void _start(void) { for (;;) __asm__ volatile(""); }
 """
-"""A function of which the compiler moves a part elsewhere, which jumps back behind two nops."""
+"""Source with a function that the compiler splits. The moved part jumps back to after two nops."""
 
 
 def stripped(directory: Path, *flags: str, result: int = 1) -> Path:
@@ -226,7 +226,7 @@ def test_a_name_is_found_by_its_symbol(
     """
     code, whole = stripped(tmp_path), tmp_path / "whole"
     debug = ["--debug-info", str(whole)]
-    # Without local functions the symbols needn't be all: names of debug information are searched.
+    # If the file has no local symbols, functions may lack symbols, so the debug information is searched.
     assert "describes no function nowhere" in refused(capsys, str(code), "nowhere", *debug)
     names = ["--redefine-sym", "plain=plain.isra.0", "--localize-symbol", "plain.isra.0"]
     subprocess.run(["objcopy", *names, whole], check=True)

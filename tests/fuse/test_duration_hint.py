@@ -1,4 +1,6 @@
-"""The hint at the end of `run` that the durations of a histogram are those of the virtual clock."""
+"""The hint at the end of `run` that a histogram's durations count readings of the virtual clock, and are no
+real times.
+"""
 
 from __future__ import annotations
 

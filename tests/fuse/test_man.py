@@ -89,7 +89,7 @@ def test_every_file_is_described() -> None:
         for directory in ("/", "/kprobes", "/tracing", "/machine", "/kprobes/stats/kprobes/a"):
             for name, *_ in tree.readdir(directory)[2:]:
                 assert re.search(rf"\b{name}\b", page), f"{directory}/{name}"
-        # The guest's own, which the tree has the directory of alone.
+        # The devices belong to the guest. The tree has only their directory.
         devices = page.partition(".SS dev/")[2].partition(".SH ")[0]
         mount = kernel.mounted(tree)
         found = {entry.name for entry in mount.readdir("/dev")} - {".", ".."}

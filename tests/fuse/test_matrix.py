@@ -40,7 +40,7 @@ def kernel_of(path: str) -> SimpleNamespace:
             ["milan", "genoa"],
             [(X86, "milan"), (X86, "genoa"), (ARM, None), ("/nosuch", None)],
         ),
-        # The use of the missing file refuses it.
+        # The missing file is refused when it is used.
         ([ARM, "/nosuch"], ["milan"], [(ARM, "milan"), ("/nosuch", "milan")]),
     ],
 )

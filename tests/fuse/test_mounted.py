@@ -437,7 +437,7 @@ def test_a_killed_client_does_not_wait_for_the_end_of_its_write(
             other.terminate()
             echo.terminate()
             assert echo.wait(PATIENCE) == -signal.SIGTERM
-            # The signal has woken it for a moment.
+            # The signal has woken the client for a moment.
             eventually(lambda: waits_for_mount(other.pid), "the other one does not wait any more")
             holding.unlink()
             assert b"15" in other.communicate(timeout=PATIENCE)[0]

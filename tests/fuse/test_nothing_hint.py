@@ -251,7 +251,7 @@ CASES = {
     f"{SHELL_READS}cd - > /dev/null; cat file": "no hit of reads: files outside of the mount, such as file, ",
     f"{SHELL_READS}head -c 8 ../dev/zero > /dev/null": "",
 }
-"""Script -> the beginning of the hint after it, and after it if it cleans up."""
+"""Script -> the beginning of its hint, also if the script removes its events at the end."""
 
 
 @needs_fuse
@@ -339,7 +339,7 @@ GUEST_CASES = {
     "while kprobes/enabled was 0",
     f"{SHELL_NO_CALLS}{SHELL_READS}{GUEST_READ}": "no hit of reads: sysctl/kernel/ftrace_enabled was 0, so ",
 }
-"""Script -> the beginning of the hint after it, for the guest's own kprobes."""
+"""Script -> the beginning of its hint, for the guest's own kprobes."""
 
 
 @needs_fuse

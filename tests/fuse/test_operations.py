@@ -62,18 +62,18 @@ def test_no_memory_is_an_answer_and_no_fault(monkeypatch: pytest.MonkeyPatch) ->
     assert wrapper(Session().read) == -errno.ENOMEM
     reserve = Session.operations.reserve
     with monkeypatch.context() as patch:
-        # There is none yet.
+        # The reserve's memory has not been allocated again yet.
         patch.setattr(reserve, "check", lambda: None)
         assert wrapper(Session().open) == -errno.ENOMEM
     assert Session.operations.faults == 0
-    # There is some again: a library that isn't there is no such case.
+    # With memory, the missing library of this mock is a fault.
     assert wrapper(Session().open) == -errno.EIO
     assert Session.operations.faults == 1
 
     def none(*_arguments: object) -> None:
         raise MemoryError
 
-    # Nor is there any to say so.
+    # Not even the error can be logged without memory.
     monkeypatch.setattr(reserve, "give_back", none)
     monkeypatch.setattr(libfuse.log, "exception", none)
     assert wrapper(Session().read) == wrapper(Session().open) == -errno.EIO

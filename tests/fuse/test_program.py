@@ -167,7 +167,7 @@ class TestWithoutMount:
             assert re.fullmatch(r"[A-Z].*\.", parser.description or "", re.DOTALL), name
             for action in parser._actions:
                 words = re.sub(r"\(default: .*\)", "", action.help or "").strip()
-                # DIR and its like are told of by the description.
+                # The description explains required arguments such as DIR.
                 is_plain = not action.option_strings and action.required
                 assert words or is_plain or action.nargs, (name, action)
                 assert "`" not in words
@@ -340,7 +340,7 @@ class TestMount:
             with pytest.raises(OSError, match=r"Transport endpoint|Software caused"):
                 os.read(descriptor, 1)
         finally:
-            # close(2) flushes: there is nobody to answer that either.
+            # close(2) sends a FLUSH, which nobody answers either.
             with suppress(OSError):
                 os.close(descriptor)
 

@@ -127,7 +127,7 @@ def test_filters_are_kept_or_were_none(living: RebootableKernel, written: str) -
     directory = "/tracing/events/kprobes/reads"
     with suppress(KernelError):
         user.write(f"{directory}/filter", f"{written}\n")
-    # It has no `count`: what the group's filter is shows there as refused.
+    # The new event has no `count`, so its filter file shows the filter of the group as refused.
     user.write("/kprobe_events", "p:writes vfs_write\n")
     user.write("/tracing/events/kprobes/filter", "count > 3\n")
     assert "parse_error" in user.read("/tracing/events/kprobes/writes/filter")
@@ -220,7 +220,7 @@ def test_open_files_go_on_or_say_why_not(living: RebootableKernel) -> None:
     assert user.read("/tracing/instances/slow/events/kprobes/reads/enable") == "1\n"
     user.write("/tracing/trace_marker", "for the pipe\n")
     assert b"for the pipe" in mount.read(CLIENT, pipe, 1000, 0)
-    # Armed again: a read of the new guest's own file is a hit.
+    # The probe is armed again: a read of a file of the new guest is a hit.
     file = mount.create(CLIENT, "/scratch/x", 0o600, os.O_RDWR)
     mount.read(CLIENT, file, 77, 0)
     assert "count=0x4d" in user.read("/tracing/instances/slow/trace")
@@ -265,7 +265,7 @@ def test_the_command(directory: Path) -> None:
         Path(running.path("kprobe_events")).write_text("p:reads vfs_read\n")
         with pytest.raises(OSError, match="Input/output"):
             Path(running.path("machine/call")).write_text('panic "x"')
-        # Under load it may take longer to answer than who is asked for a mount's state waits.
+        # Under load, the daemon may answer later than condition() waits.
         eventually(lambda: condition(str(directory)) is MountState.PANICKED)
         for _ in range(2):
             result = kprobefs("reboot", str(directory), program=REAL_PROGRAM)
@@ -480,7 +480,7 @@ def test_each_definition_is_work_for_one(line: str) -> None:
     living.mount.close()
     living._kernel.close()
     assert calls[2] - calls[1] < 1.25 * 2 * (calls[1] - calls[0])
-    # A return probe's nodes are made one by one, and not each of its files is read.
+    # The nodes of a return probe are made one by one. A reboot does not read all files of an event.
     assert calls[2] - calls[1] < 100 * (850 if line.startswith("r") else 650), calls
 
 

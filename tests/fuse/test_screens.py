@@ -36,7 +36,7 @@ REDRAWN = 0.25
 
 
 _eventually = partial(eventually, interval=0.02)
-"""eventually() for conditions that look at the screen, for which a process is started."""
+"""eventually() for conditions that read the screen, which takes a process each time."""
 
 
 class Screen:
@@ -209,7 +209,7 @@ def test_top(start: Start, mounted: Daemon) -> None:
         assert lines[0].startswith("4 probes by rate  ")
         columns = {80: "HITS/S HITS MISSED COST", 60: "HITS/S HITS MISSED", 40: "HITS/S"}[size[0]]
         assert lines[1].split() == ["EVENT", "MODE", *columns.split()]
-        # Names that differ at their ends alone.
+        # The two names differ only at their ends, which must be shown.
         assert sum(bool(re.match(r"kprob\S*half_a_line_[12] +disarmed ", line)) for line in lines) == 2
         assert any(re.match(r"kprobes/inside +\S+ +off", line) for line in lines)
         assert "enter open" in lines[-1] or MORE_KEYS in lines[-1]
@@ -245,7 +245,7 @@ def test_an_opened_probe(start: Start, mounted: Daemon) -> None:
         assert said.count(" fentry site: ftrace calls the probe original ") == 1
         assert re.search(r"current ?\[e8\](\[\w\w\]){4}", said)
         assert re.search(r"-\d+ +\[000\].* reads: \(vfs_read\+0x0/0x\w+\)", said)
-        # Whole instructions, or none.
+        # No instruction is cut.
         assert not any("\N{HORIZONTAL ELLIPSIS}" in line for line in lines)
         assert ("runs out of line" in said) == (size[0] > 40)
         assert lines[-1] == BACK or lines[-1].endswith(MORE_KEYS)
@@ -279,7 +279,7 @@ def test_a_one_liner(start: Start, mounted: Daemon, size: tuple[int, int]) -> No
     lines = trace.ended()
     assert not trace.wraps()
     said = words_of(lines)
-    # The command and what shows the records write when they are done with each.
+    # The command's output and the records are shown in any order.
     assert "hello" in lines
     record = r"cat-\d+ \[000\] \.{5} [\d.]+: vfs_read: \(vfs_read\+0x0/0x\w+\) count=0x\w+"
     assert len(re.findall(record, said)) == 2
@@ -335,7 +335,7 @@ def test_the_tour(start: Start, size: tuple[int, int]) -> None:
     records = [at for at, line in enumerate(lines) if "(vfs_read+0x" in line or "<- vfs_read" in line]
     assert len(records) >= 3
     assert all(lines[at].startswith("    ") for at in records)
-    # At 80 columns and more.
+    # With 80 columns, no command is broken into lines.
     assert size[0] < 80 or not any(line.endswith("\\") for line in lines)
     bytes_ = r"original [0-9a-f ]+ .*?current"
     assert re.search(rf"int3 {bytes_} cc .* optimized {bytes_} e9 ", walk.said())
@@ -349,7 +349,7 @@ def test_commands_of_the_tour_can_be_copied(width: int | None) -> None:
         assert "\n".join(lines)[2:].replace(" \\\n   ", "") == command
         assert width != 80 or len(lines) == 1
         too_long = [line for line in lines if width is not None and len(line) > width]
-        # One word.
+        # A line may be too long only if it has a single word.
         assert all(len(line.strip("$ \\").split()) == 1 or "'" in line for line in too_long)
 
 
@@ -362,5 +362,5 @@ def test_progress_of_a_bench(start: Start) -> None:
         done = shares.index(line[-4:])
         assert line == f"{name} [{'#' * int(width * done / cases):<{width}}] {shares[done]}"
         running.press("C-c")
-        # With the terminal's ^C behind it, it still is one line, and goes.
+        # The line of progress is removed, although the terminal has written ^C after it.
         assert name not in "".join(running.ended())

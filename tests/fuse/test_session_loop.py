@@ -405,7 +405,7 @@ def test_lookups_that_libfuse_has_not_answered_are_subtracted(tmp_path: Path) ->
     assert nodes.path_of(1, b"file") == "/file"
     assert not nodes.answer(4, 1, b"file", node, 0, bytes(88), 0)
     os.close(device)
-    # The reply is not sent.
+    # The name is not learned if its reply cannot be sent.
     with pytest.raises(OSError, match="Bad file descriptor"):
         nodes.learn(entry, 1, b"file", "/file", 0, may_last=True)
     assert not nodes.by_name

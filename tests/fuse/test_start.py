@@ -258,7 +258,7 @@ def test_an_interrupt_of_the_terminal_ends_a_start(
     eventually(lambda: records.exists() and [path for path in records.glob("*.json") if path.stat().st_size])
     os.killpg(starter.pid, signal.SIGINT)
     if command == "run":
-        # Unlike `mount`, it waits until its kernel is built.
+        # Unlike `mount`, `run` waits until its kernel is built.
         holding.unlink()
     _, told = starter.communicate(timeout=PATIENCE)
     assert (starter.returncode, told) == (128 + signal.SIGINT, "")

@@ -66,7 +66,7 @@ def test_a_stopped_daemon(mounted: Daemon) -> None:
     with stopped(mounted):
         assert mountpoints.condition(directory) is MountState.HUNG
         assert condition(mounted.directory) == "hung"
-        # Through a link too, and by a path below it: nothing is looked up in there.
+        # A path through a link or below the mount is refused without a lookup in the mount.
         link = mounted.directory.with_name("link")
         link.symlink_to(directory)
         mounts = [["mount", path] for path in (directory, str(link), f"{link}/scratch/x")]
@@ -87,7 +87,7 @@ def test_a_stopped_daemon(mounted: Daemon) -> None:
         assert (result.returncode, "is stopped" in result.stderr) == (ExitStatus.HUNG, True)
         assert f"kill -CONT {mounted.process.pid}," in result.stderr
         assert is_mounted(mounted.directory)
-        # What was asked for before happens when it goes on.
+        # Once the daemon continues, it does the unmount that was requested before.
     assert mounted.process.wait(PATIENCE) == 0
 
 
@@ -159,7 +159,7 @@ def test_a_kernel_that_is_at_something(
         writer.start()
         try:
             eventually(lambda: mountpoints.condition(str(directory)) is MountState.BUSY)
-            # For as long as the lock is held.
+            # The mount is not serving as long as the lock is held.
             assert mountpoints.condition(str(directory)) is not MountState.SERVING
         finally:
             holding.unlink()

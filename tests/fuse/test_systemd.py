@@ -219,7 +219,7 @@ def manager(units: Path) -> Iterator[Manager]:
 
 
 _eventually = partial(eventually, interval=0.1, patience=RUN)
-"""eventually() for conditions that ask the manager, which takes three processes and some work of its own."""
+"""eventually() for conditions that ask the manager. Each question starts three processes."""
 
 
 def _systemd_below(pid: int) -> list[int]:
@@ -227,7 +227,7 @@ def _systemd_below(pid: int) -> list[int]:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         is_systemd = Path(f"/proc/{pid}/comm").read_text() == "systemd\n"
     except (FileNotFoundError, ProcessLookupError):
-        # A command of the set-up that has ended since it was listed.
+        # The process was a command of the set-up, and has ended since it was listed.
         return []
     below = [found for child in children for found in _systemd_below(int(child))]
     return [pid, *below] if is_systemd else below

@@ -47,7 +47,7 @@ def test_the_latest_of_several_answers(heartbeat: ServiceWatchdog, tmp_path: Pat
     (tmp_path / "other").symlink_to("panicked")
     await_reports(heartbeat, 2)
     (tmp_path / "other").rename(tmp_path / STATE_LINK)
-    # The child may have read the link before.
+    # The child process may have read the link before the rename.
     await_reports(heartbeat, 2)
     assert heartbeat.answer() == "panicked"
     (tmp_path / STATE_LINK).unlink()

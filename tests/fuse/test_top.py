@@ -297,7 +297,7 @@ def test_top_of_a_daemon_that_stops_and_of_one_that_ends(directory: Path) -> Non
         Path(running.path("tracing/events/kprobes/reads/enable")).write_text("1")
         top = Terminal(80, 24, "top", "-d", "1.5", str(directory))
         top.until(r" \d+\.\d\x1b[^\x00]*q quit")
-        # Between two looks.
+        # Stop the daemon between two updates of top.
         running.process.send_signal(signal.SIGSTOP)
         top.until(r"hung: ")
         assert any(re.match(r"kprobes/reads +ftrace +- +\d+ ", line) for line in top.lines())

@@ -138,8 +138,8 @@ def test_records_of_single_system_calls(shown: str, event: str, fields: dict[str
     ],
 )  # fmt: skip
 def test_fields_as_the_format_has_them(print_fmt: str, shown: str, fields: dict[str, object]) -> None:
-    """Fields are parsed by the event's print format. A value may contain blanks, quotes, and text that looks
-    like another field.
+    """Fields are parsed with the event's print format. A value may contain blanks, quotes, and text that
+    looks like another field.
     """
     layouts = {"ev": [trace_records.layout(f"name: ev\nformat:\n\tfield:int x;\n\nprint fmt: {print_fmt}\n")]}
     found = trace_records.record(f"    a-77      [002] d..1.    12.000345: ev: {shown}", layouts)
@@ -208,7 +208,7 @@ class TestTrace:
         script = f"cat {' '.join(names)} # {'a script may be longer than a name ' * 10}"
         result = kprobefs(*TRACED, "--", "sh", "-c", script, *names, program=REAL_PROGRAM)
         assert (result.returncode, result.stderr) == (0, "")
-        # A read of each, and one at its end.
+        # Each file is read twice: its data, and its end.
         assert result.stdout.count(": vfs_read: ") == 2 * len(names)
         outside = kprobefs("trace", "p:vfs_read", "--", "cat", "../out", program=REAL_PROGRAM)
         assert "../out: No such file" in outside.stderr

@@ -168,7 +168,7 @@ def test_a_probed_return_is_a_slice(chrome: Path) -> None:
     assert [(each["name"], args) for each, args in zip(slices(chrome), shown, strict=True)] == calls
     marks = [each for each in events if each["ph"] == "i"]
     assert [(each["name"], each["args"]["count"]) for each in marks] == [("reads", 131072)] * 2
-    # The entry is recorded first, and its own mark is on the same call.
+    # The mark of the entry probe lies within the slice of the same call.
     for mark, each in zip(marks, slices(chrome), strict=True):
         assert each["dur"] > 0
         assert abs(mark["ts"] - each["ts"]) < each["dur"]
@@ -400,7 +400,7 @@ def test_a_call_graph_after_a_killed_one(directory: Path) -> None:
     with daemon(directory, program=REAL_PROGRAM) as running:
         tracefs = Path(running.path("tracing"))
         before = [(tracefs / name).read_text() for name in KEPT]
-        # The process of this name has another start time, so it has ended.
+        # The instance's name has another start time than this process, so its process has ended.
         pid, _, namespace = own_name().removeprefix("trace_").split("_")
         (tracefs / "instances" / f"trace_{pid}_0_{namespace}{SUFFIX}").mkdir()
         tracer = GraphTracer(tracefs)

@@ -34,7 +34,9 @@ def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.fixture
 def shared(lasting: Daemon) -> Iterator[Files]:
-    """Return the files of the daemon `lasting`, without events, errors and calls."""
+    """Yield the files of the daemon `lasting`. Remove all events, errors and results of calls after
+    the test.
+    """
     files = Files(lasting.directory)
     with watched(lasting.process):
         yield files

@@ -1,11 +1,10 @@
-"""A client whose memory does not answer: python hiding_client.py SLOW. It takes commands from standard input.
+"""A client whose memory does not answer: python hiding_client.py SLOW. Commands come from standard input.
 
-    open PATH    open a file; between the call and its reply the path's page is replaced
-    exec NAME    take a name, and replace the page that holds the path of this program
+    open PATH    open a file; between the call and its reply, replace the page with the path
+    exec NAME    take a name, and replace the page with the path of this program
 
-SLOW is a file whose reads wait. It is mapped over pages that this client has used. The last variable of the
-environment must be a page or longer. It lies between the path of this program and all that the client still
-uses.
+SLOW is a file whose reads wait. The client replaces a page by mapping SLOW over it. The last variable of the
+environment must be a page or longer: it separates the path of this program from memory that is still in use.
 """
 
 from __future__ import annotations

@@ -224,8 +224,8 @@ def pages_set_aside() -> None:
 
 
 def opened_again() -> None:
-    """A second open file gives only records that were made after the first file was closed. It gives no pages
-    that the host kept for the first file.
+    """A second open file gives only records that were made after the first file was closed. The second file
+    gives no pages that the host kept for the first one.
     """
     for first in (0, 100):
         mark(first, 100)

@@ -25,7 +25,7 @@ OWN_LOCK = """case $HOME/ in /var/tmp/*) ;; *) mount --rbind "$HOME" /var/tmp ;;
 
 
 def as_system(script: str, home: Path, *options: str) -> str:
-    """Return the output of a shell script whose commands see the mount where a system has its tracefs."""
+    """Return the output of a shell script whose commands find the mount at the system's place of tracefs."""
     return beside(OWN_LOCK + script, home, "--as-system", *options)
 
 

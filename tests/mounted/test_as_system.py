@@ -37,7 +37,7 @@ REFUSED = {
         ],
         "EPERM",
     ),
-    # Locked mounts.
+    # The kernel refuses these changes of locked mounts.
     **dict.fromkeys(
         [
             *("umount-tracing", "detach-tracing", "detach-debug", "detach-sys", "move-tracing", "bind-below"),
@@ -74,7 +74,7 @@ def beside_host(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]
     """
     other = tmp_path / "other"
     other.mkdir(exist_ok=True)
-    # A program of its own, because the path of Python may have a space.
+    # The command is a script, because the path of Python may have a space.
     run = tmp_path / "run-as-system"
     run.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m kprobefs run --as-system "$@"\n')
     run.chmod(0o755)
@@ -299,7 +299,7 @@ class TestHostOutOfReach:
     @as_root
     def test_real_root(self, tmp_path: Path) -> None:
         """With --real-root, a line says that the host's tracefs is within reach. The table of mounts lists
-        the mount as tracefs, which keeps programs from mounting another.
+        the mount as tracefs, which keeps programs from mounting another tracefs.
         """
         made = tmp_path / "made"
         script = f"""$RUN --real-root -- sh -c '
@@ -405,7 +405,7 @@ class TestType:
             stat -f -c %t /sys/kernel/tracing /sys/kernel/debug
             grep -c '^[^ ]* [^ ]* tracefs ' /proc/mounts
         """
-        # The host's own mount stays in the list, below ours.
+        # The host's tracefs stays in the list of mounts, below the mount of kprobefs.
         of_host = sum(line.split()[2] == "tracefs" for line in Path("/proc/mounts").read_text().splitlines())
         assert in_namespaces(user, script).split() == [TRACEFS, DEBUGFS, str(1 + of_host)]
 

@@ -150,7 +150,7 @@ def test_perf_ftrace(tmp_path: Path) -> None:
         not in subprocess.run(["perf", "ftrace", "-h"], capture_output=True, text=True, check=False).stderr
     ):
         pytest.skip("this perf has no ftrace latency")
-    # The data, and the end of the file.
+    # The file is read twice: its data, and its end.
     assert as_system(script, tmp_path).split() == ["2", "2", "2"]
 
 

@@ -61,7 +61,7 @@ class Hiding:
             # The last variable fills the page that the client hides, so that no frame of a function is in it.
             env=os.environ | {"FILL": "x" * mmap.PAGESIZE},
         )
-        # Once somebody waits for a page of the file, it cannot be opened any more.
+        # Once a process waits for a page of the file, the file cannot be opened any more.
         assert self.hears() == "ready"
 
     def say(self, line: str) -> None:

@@ -45,7 +45,7 @@ def test_mounts_are_byte_identical(kprobes: str, directory: Path, monkeypatch: p
     image = str(debian_kernel.image())
     for seed in (debian_kernel.SEED, debian_kernel.SEED, OTHER_SEED):
         if seed == OTHER_SEED:
-            # Each other seed boots the kernel again, into a cache of its own, where it stays.
+            # A kernel with another seed is booted again, and kept in a separate cache.
             monkeypatch.setenv("XDG_CACHE_HOME", str(debian_kernel.lasting_cache(f"seed-{seed}")))
         options = ("--image", image, "--kprobes", kprobes, "--seed", str(seed))
         with daemon(directory, *options, program=REAL_PROGRAM) as running:

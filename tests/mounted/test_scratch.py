@@ -116,7 +116,7 @@ def test_an_open_directory_is_listed_where_it_is_now(scratch: Path) -> None:
     for name in ("a/b", "empty"):
         (scratch / name).mkdir(parents=True)
     (scratch / "a/b/file").touch()
-    # Nothing is read before the first entry is asked for.
+    # scandir() reads nothing before its first entry is requested.
     with os.scandir(scratch / "a/b") as moved, os.scandir(scratch / "empty") as replaced:
         (scratch / "a").rename(scratch / "empty")
         assert [entry.name for entry in moved] == ["file"]

@@ -387,7 +387,7 @@ def dynamic_events() -> None:
     assert len(shown("dynamic_events").splitlines()) == 3
     assert lib.tracefs_event_enable(None, b"mine", None) == 0
     assert lib.tracefs_event_is_enabled(None, b"mine", None) == 1
-    # Not forced: an event that is in use stays.
+    # Without force, an event that is in use is not destroyed.
     assert lib.tracefs_dynevent_destroy(made[0], c_bool(False)) != 0
     for event in made:
         assert lib.tracefs_dynevent_destroy(event, c_bool(True)) == 0
@@ -475,7 +475,7 @@ def sizes_and_masks() -> None:
     with instance() as made:
         lib.tracefs_instance_set_buffer_size.argtypes = [c_void_p, c_size_t, c_int]
         assert lib.tracefs_instance_set_buffer_size(made, 64, -1) == 0
-        # Whole pages, but for what begins each.
+        # The size is that of whole pages, minus the headers of the pages.
         assert lib.tracefs_instance_get_buffer_size(made, 0) == 67
         assert lib.tracefs_instance_set_affinity(made, b"0") >= 0
         assert lib.tracefs_instance_get_affinity(made) == b"0"

@@ -99,7 +99,7 @@ def test_pages_fill_up(args: str, overwrite: bool, order: int, arch: str) -> Non
     assert stats.entries + stats.overrun + stats.dropped_events == 600
     assert guest.saves == 1
     if overwrite:
-        # The host is asked for the first page, and before a rest of 4 bytes.
+        # Guest code asks the host for the first page, and if only 4 bytes of a page are left.
         assert guest.rooms < 10
     recorder.same()
 

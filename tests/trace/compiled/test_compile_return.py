@@ -1,4 +1,4 @@
-"""Return events: guest code writes the same records as Python."""
+"""Events of return probes: guest code writes the same records as Python."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_records_of_returns_are_equal(arguments: str) -> None:
 
 @pytest.mark.parametrize("arguments", ["x=%cx", "x=%di r=$retval", "x=%flags"])
 def test_what_the_function_has_overwritten_is_left_to_python(arguments: str) -> None:
-    """Return events that fetch cx, di or flags are left to Python. In guest code, these registers have values
-    of that code.
+    """Events of return probes that fetch cx, di or flags are left to Python. In guest code, these registers
+    have values of that code.
     """
     kernel = make_kernel()
     kernel.events.write(f"r:a vfs_read {arguments}\n".encode())

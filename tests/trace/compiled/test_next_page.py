@@ -181,8 +181,8 @@ def test_a_full_buffer_that_must_not_overwrite_asks_the_host_for_each_event() ->
 
 @pytest.mark.parametrize("bits", [64, 32])
 def test_an_end_between_any_two_stores(bits: int) -> None:
-    """If the process ends between any two stores of the step, no event is lost, and recovery finds no
-    damage.
+    """If the process ends between any two stores while guest code moves the tail, no event is lost, and
+    recovery finds no damage.
     """
     rng = random.Random(7)
     ring = GuestRing(3, bits)

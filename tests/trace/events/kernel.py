@@ -44,7 +44,9 @@ DEFAULT_MAXACTIVE = 10
 
 @dataclass(frozen=True)
 class Function:
-    """A symbol: its address, whether tracing may probe it, and the error of a registration there."""
+    """A symbol, with its address, whether tracing may probe it, and the error of a registration at this
+    address.
+    """
 
     name: str
     address: int

@@ -1,4 +1,4 @@
-"""Return events recorded by guest code: the trace is the same as if Python handled the returns."""
+"""Events of return probes that guest code records: the trace is the same as if Python handled the returns."""
 
 from __future__ import annotations
 

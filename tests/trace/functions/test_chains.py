@@ -1,4 +1,6 @@
-"""At any instruction, the chain of callers equals the calls that have not returned yet; see chains.py."""
+"""At any instruction, the chain of callers has exactly the calls that have not returned yet; see
+stress/chains.py.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,13 @@ CASES = [
 
 @pytest.mark.parametrize(("arch", "hook"), CASES)
 def test_chains_at_any_instruction(arch: str, hook: str | None) -> None:
-    # With probes there are jumps at places that Linux refuses too, and so relocated calls.
+    # The extended strategy also writes jumps where Linux refuses, and so relocates calls.
     strategy = None if hook is None else "extended"
     chains = compare(arch, hook, ONE_OF, strategy)
     assert chains.examples == []
     assert chains.compared[Code.TEXT] > 500
     if hook is not None:
-        # Text that replaces other text.
+        # Copied instructions and handlers, too, are compared.
         assert chains.compared[Code.COPY] > 10
         assert chains.compared[Code.HANDLER] > 10
 

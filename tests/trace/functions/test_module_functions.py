@@ -42,7 +42,7 @@ def test_they_come_and_go_with_the_module(kernel: Kernel) -> None:
     before = list(kernel.tracing.functions.available())
     kernel.load_module(NAME)
     assert f"{WORKER} [{NAME}]\n" in _available(kernel)
-    # What its init function was made of has been freed.
+    # The text of the module's init function has been freed.
     assert f"{INIT} [{NAME}]\n" not in _available(kernel)
     assert list(kernel.tracing.functions.available())[: len(before)] == before
     kernel.unload_module(NAME)

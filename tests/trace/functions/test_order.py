@@ -54,7 +54,7 @@ class Users:
         self._kernel = kernel
         self._called: list[str] = []
         self._groups: list[list[str]] = []
-        """Of users that are one to ftrace, those that run; the newest group first."""
+        """Groups of registered tracers and probes, the newest first. A group is a single user for ftrace."""
         assert kernel.tracing.function_graph is not None
         graph, functions = kernel.tracing.function_graph._graph, kernel.tracing.functions
         self.switches: dict[str, Switch] = {

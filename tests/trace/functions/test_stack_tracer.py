@@ -53,7 +53,7 @@ def test_the_deepest_stack_and_what_each_call_took_of_it(kernel: Kernel, tracer:
     ]
     names = [name for *_, name, _ in frames]
     assert names.index("path_openat") < names.index("do_filp_open") < names.index("do_sys_openat2")
-    # The first one is the call of the tracer from the function's first instruction.
+    # The first frame is the call of the tracer from the function's first instruction.
     assert frames[0][4] == kernel.arch.jump_size
     assert frames[0][2] == kernel.arch.word_size
 

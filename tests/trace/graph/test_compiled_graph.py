@@ -252,7 +252,7 @@ def beside_an_instance(traced: Traced) -> None:
 
 
 def _reset(kernel: Kernel) -> None:
-    """Set all that scenarios change as at boot."""
+    """Reset everything that scenarios change to its state at boot."""
     graph, trace = kernel.tracing.function_graph, kernel.trace
     trace.set_tracer("nop")
     assert ledger_mismatches(kernel.machine.text) == []

@@ -39,7 +39,7 @@ MARKER_IP = 0xC11B21B0
 
 
 class Symbols:
-    """vfs_mkdir of the kernel, ktgt_add of the module ktgt, and a return trampoline."""
+    """Symbols of the kernel and of the module ktgt, and a return trampoline."""
 
     ranges = (
         (0xFFFFFFFF8135D4F0, 0x140, "vfs_mkdir", None),
@@ -78,7 +78,7 @@ class TextEvent(TraceEvent):
 
 
 class Events(EventRegistry):
-    """Events whose ids the tests choose."""
+    """An event registry in which the tests choose the ids of events."""
 
     def __setitem__(self, number: int, event: TextEvent) -> None:
         self._by_id[number] = event
@@ -88,7 +88,7 @@ class Events(EventRegistry):
 
 
 class HostMemory:
-    """A GuestRecords whose memory is not in a guest."""
+    """A GuestRecords that allocates memory of the host instead of a guest."""
 
     can_tell_time = False
 
@@ -108,7 +108,7 @@ class HostMemory:
 
 @dataclass
 class OneTask:
-    """A Tasks object with one task, which runs."""
+    """A Tasks object with a single task, which is always the current task."""
 
     task: TaskContext
 
@@ -187,7 +187,7 @@ def one_cpu() -> Bench:
 
 @pytest.fixture(scope="session")
 def samples() -> Path:
-    """Return the directory of files that were recorded from Linux 6.1."""
+    """Return the directory of files that were recorded from Linux 6.1. Skip the test without recordings."""
     root = Path(os.environ.get("KPROBEFS_ORACLE", PROJECT.parent / "shared" / "oracle"))
     if not (root / "samples").is_dir():
         pytest.skip(f"no oracle at {root}")

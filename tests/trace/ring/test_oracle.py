@@ -121,7 +121,7 @@ def test_trace_text_is_byte_for_byte_what_linux_printed(samples: Path, name: str
     bench = set_up(name)
     matches = entries_of(text)
     if bench.array.clock.name == "counter":
-        # Choosing the clock counted once, and so does each look at it.
+        # The choice of the clock has counted once, and each reading counts once more.
         for _ in range(int(matches[0]["time"]) - 2):
             bench.array.stats_text(0)
     record_all(bench, matches)
@@ -130,7 +130,7 @@ def test_trace_text_is_byte_for_byte_what_linux_printed(samples: Path, name: str
 
 @pytest.mark.parametrize("cpu", [0, 1])
 def test_one_cpus_file_counts_the_events_of_all(samples: Path, cpu: int) -> None:
-    # The recording ends with line 20, or with an empty one.
+    # The recording ends with line 20, or with an empty line.
     wanted = read(samples / f"per_cpu_cpu{cpu}_trace.txt").rstrip("\n") + "\n"
     bench = make_bench()
     bench.array.expand()
@@ -165,7 +165,7 @@ def test_latency_format(samples: Path) -> None:
     bench = make_bench()
     bench.array.expand()
     count = min(len(stamps), len(lines)) - 1
-    # When tracing began is known by how the lines were rounded.
+    # The rounding of the lines shows when tracing began.
     shown = [int(line[0]) * 1000 for line in lines[:count]]
     bench.clock.ns = max(stamp - usecs - 499 for stamp, usecs in zip(stamps, shown, strict=False))
     bench.array.clear_trace()
@@ -205,7 +205,7 @@ def test_stats_after_half_of_the_events_were_piped(samples: Path) -> None:
     while len(bench.array.buffers[0]):
         pipe.read(65536)
     for n in range(24):
-        # 8 bytes of trace_entry, the text and its NUL, a header of 4 bytes: 70 in the mean.
+        # A record has 70 bytes on average: a header of 4 bytes, 8 of trace_entry, the text and its NUL.
         bench.record("x" * (53 if n % 2 else 61), 11_013_731_000 + n * 1000)
     bench.clock.ns = 11_017_491_000
     written = bench.array.stats_text(0).splitlines()

@@ -88,7 +88,7 @@ def test_saved_cmdlines_size() -> None:
     cmdlines = SavedCmdlines()
     cmdlines.save(1, "init")
     assert cmdlines.size == DEFAULT_SIZE
-    # As many as fit into a power of two of pages.
+    # The size is the number of names that fit into 2**n pages.
     for size, got in ((1, 6552), (6552, 6552), (6553, 19659), (0x8000, 45874)):
         cmdlines.resize(size)
         assert (cmdlines.size, cmdlines.records()) == (got, [])

@@ -116,7 +116,7 @@ class RingMachine(RuleBasedStateMachine):
             self.held.popleft()
             self.consumed += 1
         if page is not None:
-            # Lost events are told in the page, whose format test_ring_buffer checks.
+            # The page has the number of lost events. test_ring_buffer checks its format.
             self.reported = self.ring.stats().overrun
 
     @rule(pages=st.integers(2, 5))

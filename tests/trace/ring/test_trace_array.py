@@ -118,7 +118,7 @@ def test_expanding_keeps_events_and_happens_once(bench: Bench) -> None:
 def test_instances_have_full_buffers_at_once() -> None:
     system = make_bench(cpus=1).array.system
     array = TraceArray(system, expanded=True)
-    # Linux: nothing of the top array has been used yet.
+    # Linux: the text has both sizes until the top array is used.
     assert array.buffer_size_text() == "1410 (expanded: 1408)\n"
     TraceArray(system).expand()
     assert array.buffer_size_text() == "1410\n"

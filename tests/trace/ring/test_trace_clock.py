@@ -35,7 +35,7 @@ def test_with_the_real_clock_a_record_lies_between_two_readings(name: str) -> No
             before = CLOCKS[name]()
             stamp = _mark(kernel)
             assert before <= stamp <= CLOCKS[name]()
-        # A guest that sleeps goes ahead of real time.
+        # A sleeping guest advances its clock, but the trace clock still shows real time.
         kernel.machine.clock.advance(10**9)
         before = CLOCKS[name]()
         assert before <= _mark(kernel) <= CLOCKS[name]()

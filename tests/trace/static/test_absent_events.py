@@ -1,4 +1,6 @@
-"""docs/reference/compatibility.md lists all events of Linux that are absent, and no others."""
+"""docs/reference/compatibility.md lists all static events of Linux that kprobefs's own kernel lacks, and no
+others.
+"""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_a_sockets_states_follow_one_another(net: Sockets) -> None:
             assert ends[0] != "0"
             assert state.pop(ends) == _STATE["CLOSE"]
             destroyed += 1
-    # Both ends of each connection, and the listener.
+    # The seven sockets are both ends of each connection, and the listener.
     assert (destroyed, state) == (7, {})
     cookies = [fields["sock_cookie"] for fields in of(net.kernel, "tcp_destroy_sock")]
     assert len(set(cookies)) == len(cookies)

@@ -219,7 +219,7 @@ def test_changes_are_told(kernel: TriggerKernel, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(KprobeTraceEvent, "changed", changed)
     kernel.write("enable_event:kprobes:b")
     kernel.write("!enable_event:kprobes:b")
-    # First the recorder, then the trigger.
+    # The event is changed first for the recorder, and then for the trigger.
     assert [key for key, _ in groupby(told)] == [False, True, False]
 
 
