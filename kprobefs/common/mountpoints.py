@@ -461,6 +461,22 @@ def _check_device() -> None:
         raise CliError(f"/dev/fuse: {error.strerror}; run modprobe fuse") from None
 
 
+def fusermount_advice() -> str:
+    """Return what to do after a refused mount if fusermount(1), a setuid program, cannot work here; else "".
+
+    fusermount needs a user with a name, and root's rights, which a container may withhold.
+    """
+    import pwd
+
+    with open("/proc/self/status", encoding="utf-8", errors="replace") as file:
+        withheld = os.geteuid() == 0 or "NoNewPrivs:\t1\n" in file
+    with suppress(KeyError):
+        pwd.getpwuid(os.geteuid())
+        if not withheld:
+            return ""
+    return "; if this container gives fusermount no rights, work in a shell of `unshare -Urm`"
+
+
 def _check_configuration() -> None:
     # An unreadable file is left to fusermount, which can read it.
     with suppress(PermissionError):

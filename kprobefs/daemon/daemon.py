@@ -187,6 +187,8 @@ class DaemonStart:
         """
         why = last_line(STANDARD_ERROR) if failure.is_explained else ""
         message = f"{failure}: {why}" if why else str(failure)
+        if failure.is_explained:
+            message += mountpoints.fusermount_advice()
         log.error("%s", escape_for_terminal(message))
         if self._notify_failure(message, failure.status):
             self._remove_own_log()

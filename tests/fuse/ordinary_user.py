@@ -72,8 +72,12 @@ class OrdinaryUser:
 
     def python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run Python as the user, with the checkout's packages."""
-        executable = os.path.relpath(os.path.realpath(sys.executable), sys.base_prefix)
-        return self.run(str(self.base / "python" / executable), *arguments)
+        return self.run(self.interpreter, *arguments)
+
+    @property
+    def interpreter(self) -> str:
+        """Path of Python as the namespaces show it."""
+        return str(self.base / "python" / os.path.relpath(os.path.realpath(sys.executable), sys.base_prefix))
 
     def kprobefs(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run kprobefs as the user."""

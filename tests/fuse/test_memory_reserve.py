@@ -87,7 +87,7 @@ class _Reached(Exception):
 
 class _Mount:
     def __getattr__(self, name: str) -> Callable[..., object]:
-        def reached(*_args: object) -> object:
+        def reached(*_args: object, **_options: object) -> object:
             raise _Reached
 
         # The thread "pollers" calls follow_processes().

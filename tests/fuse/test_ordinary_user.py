@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -71,6 +72,20 @@ def test_others_get_in_where_they_are_let_in(user: OrdinaryUser) -> None:
         assert "Linux version" in other.stdout
         assert ("Permission denied" in other.stderr) != is_root
     assert user.kprobefs("umount", str(directory)).returncode == 0
+
+
+def test_containers_in_which_fusermount_has_no_rights(user: OrdinaryUser) -> None:
+    """Without setuid programs, and for a user without a name, the error names a way that works."""
+    program = ("-m", "kprobefs", "run", "--", "sh", "-c", "cat $KPROBEFS/kprobes/enabled")
+    for words in (("--no-new-privs",), ("--reuid=54321", "--clear-groups")):
+        user.as_root("chmod", "777", str(user.home))
+        run = user.as_root if words[0].startswith("--reuid") else user.run
+        refused = run("setpriv", *words, user.interpreter, *program)
+        assert refused.returncode == ExitStatus.RUN_FAILED
+        assert "FUSE refused the mount: fusermount: " in refused.stderr
+        (way,) = re.findall(r"`(.*)`\n\Z", refused.stderr)
+        done = run("setpriv", *words, *way.split(), user.interpreter, *program)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
 def test_run(user: OrdinaryUser) -> None:
