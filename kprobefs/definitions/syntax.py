@@ -304,3 +304,12 @@ def unescaped(word: str) -> str:
         word.encode("utf-8", "surrogateescape"),
     )
     return data.decode("utf-8", "surrogateescape")
+
+
+def word_column(text: str, number: int) -> int:
+    """Return the column in which a word of a line begins; the end of the line if there is no such word.
+
+    `number`: index of the word, from 0 on.
+    """
+    starts = [found.start() for found in re.finditer(r"\S+", text)]
+    return starts[number] if number < len(starts) else len(text)

@@ -19,6 +19,7 @@ WARNINGS = {
     "type-sign": "A fetch argument shows a signed value as unsigned, or an unsigned value as signed.",
     "no-parameter": "A fetch argument $argN reads a register or stack word that no parameter takes.",
     "no-member": "A fetch argument reads a structure at an offset at which no member begins.",
+    "no-pointer": "A fetch argument dereferences a value whose type is no pointer.",
     "no-place": "A definition has no place, or a source line as its place.",
     "name-cut": "The event's name is cut at the kernel's limit.",
     "changed-parameters": "A fetch argument $argN reads a parameter that the compiler may have changed.",

@@ -6,16 +6,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
-from emulated_kernel.image.linux.btf import Btf
-from emulated_kernel.image.linux.btf_declaration import Parameter, prototype
-from emulated_kernel.image.linux.btf_members import members_at, pointed_to, size_of
-from emulated_kernel.trace.fetch.fetch_types import String, SymbolString
-from emulated_kernel.trace.fetch.probe_arg import ProbeArg
+from emulated_kernel.image.linux.btf_declaration import prototype
 from emulated_kernel.trace.interface import Interface, InterfaceRule
 from emulated_kernel.trace.probes.definition import MAX_EVENT_NAME_LEN
 from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe
 from emulated_kernel.trace.text.chars import argv_split
-from emulated_kernel.trace.text.numbers import kstrtol
 from emulated_kernel.trace.text.probe_errors import ProbeError
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.similar_names import similar_names_hint
@@ -28,9 +23,11 @@ from kprobefs.definitions.syntax import (
     Line,
     advice,
     is_definition,
+    word_column,
 )
 from kprobefs.measure.verdicts import ProbeOutcome
 from kprobefs.plan.answer import PENDING, REMOVED, UNCHECKED, Answer, Finding
+from kprobefs.plan.argument_types import readings, type_warnings
 from kprobefs.plan.arguments import changed_parameters
 from kprobefs.plan.check_settings import SettingChecks
 from kprobefs.plan.clones import calls_of_clones
@@ -57,11 +54,6 @@ _STUB = "__probestub_"
 """Beginning of the name of a function that has a tracepoint's parameters."""
 _OPERAND_ADDRESS = re.compile(r"(?<=[\w.])\+0x[0-9a-f]+|\b0x[0-9a-f]{6,}\b")
 """Pattern for the part of an instruction's text that differs between builds: an offset or an address."""
-_EXPRESSION = re.compile(
-    r"(?:(?P<offset>[+-](?:0x[0-9a-fA-F]+|[0-9]+))\()?"
-    r"(?P<base>\$arg[0-9]+|\$stack[0-9]+|\$retval|%[a-z0-9]+)\)?(?::(?P<type>[a-z0-9]+)(?:\[[0-9]+\])?)?"
-)
-"""Pattern for the expression of a fetch argument with at most one dereference."""
 
 
 def check_lines(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
@@ -83,7 +75,7 @@ def check_lines(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
             if answer.is_error and _is_accepted_at_entry(kernel, answer.line):
                 answer.outcome, answer.unloaded = UNCHECKED, answer.outcome
                 answer.findings = [_refused_until_loaded(each, "") for each in answer.findings]
-            answer.findings.append(Finding("no-module", False, why, _word_column(answer.line.text, 1)))
+            answer.findings.append(Finding("no-module", False, why, word_column(answer.line.text, 1)))
     return answers
 
 
@@ -273,17 +265,18 @@ def _created(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Answer:
     explained = Explanation(kernel, Place(line.text, where, ()), kernel.whole)
     verdict = explained.verdict
     found += _no_parameter(line, where.name, explained.argument_words)
-    found += _types(kernel, line, probe, explained)
+    for reading in readings(kernel, line, probe, explained):
+        found += type_warnings(kernel, reading)
     if probe.place.is_return and explained.never_returns:
         message = f"{where.name} never returns, so the probe is never hit"
-        found.append(Finding("never-returns", False, message, _word_column(line.text, 1)))
+        found.append(Finding("never-returns", False, message, word_column(line.text, 1)))
     if explained.clones:
         message = calls_of_clones(where.symbol.name, explained.clones)
-        found.append(Finding("other-calls", False, message, _word_column(line.text, 1)))
+        found.append(Finding("other-calls", False, message, word_column(line.text, 1)))
     if verdict.outcome is ProbeOutcome.BREAKPOINT and not kernel.records_breakpoints:
-        found.append(Finding("no-records", False, ONLY_COUNTED, _word_column(line.text, 1)))
+        found.append(Finding("no-records", False, ONLY_COUNTED, word_column(line.text, 1)))
     if explained.is_unguarded:
-        found.append(Finding("patched-by-ftrace", False, UNGUARDED, _word_column(line.text, 1)))
+        found.append(Finding("patched-by-ftrace", False, UNGUARDED, word_column(line.text, 1)))
     replaced = explained.region
     region = range(0) if replaced is None else range(replaced.addr, replaced.end)
     kind = explained.breakpoint_kind
@@ -338,7 +331,7 @@ def warn_of_other_insns(checked: Sequence[tuple[PlannedKernel, Sequence[Answer]]
         message = f"not the same instruction in all kernels: {'; '.join(texts)}"
         for answer in row:
             if answer.insn:
-                column = _word_column(answer.line.text, 1)
+                column = word_column(answer.line.text, 1)
                 answer.findings.append(Finding("other-instruction", False, message, column))
 
 
@@ -347,7 +340,7 @@ def warn_of_other_insns(checked: Sequence[tuple[PlannedKernel, Sequence[Answer]]
 
 def _no_place(line: Line) -> Iterator[Finding]:
     if remedy := advice(line.text):
-        yield Finding("no-place", False, remedy, _word_column(line.text, 1))
+        yield Finding("no-place", False, remedy, word_column(line.text, 1))
 
 
 def _cut_name(line: Line, probe: TraceKprobe) -> Iterator[Finding]:
@@ -369,7 +362,7 @@ def _no_parameter(line: Line, name: str, count: int | None, hidden: int = 0) -> 
         for number, word in enumerate(argv_split(line.text)[2:], 2):
             if _PARAMETER.search(word):
                 message = f"{name}: {why}"
-                yield Finding("changed-parameters", False, message, _word_column(line.text, number))
+                yield Finding("changed-parameters", False, message, word_column(line.text, number))
     if count is None:
         return
     has = f"has {count - hidden} parameter{'s' * (count - hidden != 1)}"
@@ -377,78 +370,7 @@ def _no_parameter(line: Line, name: str, count: int | None, hidden: int = 0) -> 
         for found in _PARAMETER.finditer(word):
             if int(found[1]) > count - hidden:
                 message = f"{found[0]} is no parameter: {name} {has}, so the value is undefined"
-                yield Finding("no-parameter", False, message, _word_column(line.text, number))
-
-
-def _types(
-    kernel: PlannedKernel, line: Line, probe: TraceKprobe, explained: Explanation
-) -> Iterator[Finding]:
-    """Yield warnings about fetch arguments whose types differ from the BTF's types of the parameters.
-
-    `probe`: the probe that the line has created. `explained`: explanation of the probe's place.
-    """
-    prototype = explained.prototype
-    if prototype is None:
-        return
-    known = {"$retval": prototype.result} if probe.place.is_return else {}
-    if not probe.place.is_return:
-        for argument, own in zip(explained.arguments, prototype.parameters, strict=False):
-            known |= dict.fromkeys(argument.places, own)
-    for number, arg in enumerate(probe.args):
-        found = _EXPRESSION.fullmatch(arg.expression)
-        parameter = None if found is None else known.get(found["base"])
-        if found is None or parameter is None:
-            continue
-        column = _word_column(line.text, number + 2)
-        if found["offset"] is None:
-            yield from _scalar(arg, parameter, found["type"], column)
-        elif kernel.btf is not None:
-            yield from _member(kernel.btf, arg, parameter, kstrtol(found["offset"].removeprefix("+")), column)
-
-
-def _scalar(arg: ProbeArg, parameter: Parameter, kind: str | None, column: int) -> Iterator[Finding]:
-    wanted = parameter.fetch_type
-    if not wanted or arg.type.is_dynamic or arg.count or (kind or "").startswith(("b", "sym")):
-        return
-    name = f"{parameter.name or 'the result'} ({parameter.type})"
-    bits = 8 * parameter.size
-    if arg.type.size < parameter.size:
-        message = f"{arg.name} reads {8 * arg.type.size} of the {bits} bits of {name}; use :{wanted}"
-        yield Finding("type-size", False, message, column)
-    elif arg.type.size > parameter.size:
-        message = f"{arg.name} reads more than the {bits} bits of {name}, and the rest is undefined"
-        yield Finding("type-size", False, f"{message}; use :{wanted}", column)
-    elif kind and {kind[0], wanted[0]} == {"s", "u"}:
-        is_signed = "signed" if wanted[0] == "s" else "unsigned"
-        yield Finding("type-sign", False, f"{name} is {is_signed}; use :{wanted}", column)
-
-
-def _member(btf: Btf, arg: ProbeArg, parameter: Parameter, offset: int, column: int) -> Iterator[Finding]:
-    structure = pointed_to(btf, parameter.type_id)
-    if structure is None:
-        return
-    size = size_of(btf, structure)
-    name = parameter.type.replace("const ", "").rstrip("* ")
-    if not 0 <= offset < size:
-        message = f"{arg.name} reads at offset {offset} of {name}, which has {size} bytes"
-        yield Finding("no-member", False, message, column)
-        return
-    around = [each for each in members_at(btf, structure, offset) if not each.is_bitfield]
-    found = [each for each in around if not each.skipped]
-    if not found:
-        message = f"no member of {name} begins at offset {offset}"
-        if around:
-            message += f", which is within {around[0].path} at offset {offset - around[0].skipped}"
-        yield Finding("no-member", False, message, column)
-        return
-    is_text = isinstance(arg.type, String) and not isinstance(arg.type, SymbolString)
-    size = 1 if is_text else arg.type.size
-    if arg.count or size in {each.size for each in found} or (arg.type.is_dynamic and not is_text):
-        return
-    message = f"{arg.name} reads {8 * size} bits of {name}.{found[0].path}, which has {8 * found[0].size}"
-    if is_text:
-        message = f"{arg.name} reads text at {name}.{found[0].path}, which is no array of characters"
-    yield Finding("type-size", False, message, column)
+                yield Finding("no-parameter", False, message, word_column(line.text, number))
 
 
 # Columns
@@ -461,11 +383,6 @@ def _column(text: str, column: int) -> int:
     """
     for number, word in enumerate(argv_split(text)):
         if column <= len(word):
-            return _word_column(text, number) + column
+            return word_column(text, number) + column
         column -= len(word) + 1
     return len(text)
-
-
-def _word_column(text: str, number: int) -> int:
-    starts = [found.start() for found in re.finditer(r"\S+", text)]
-    return starts[number] if number < len(starts) else len(text)

@@ -10,6 +10,7 @@ from emulated_kernel.arch.analysis.probe_rules import ProbeRule
 from emulated_kernel.image.builtin_image import KernelImage, load_image
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.btf import Btf
+from emulated_kernel.image.linux.btf_members import beginning_with
 from emulated_kernel.image.linux.kernel_events import KernelEvent
 from emulated_kernel.image.linux.linked_module import LinkedModule, link_modules
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, ReturnThunks
@@ -273,6 +274,11 @@ class PlannedKernel:
         if isinstance(core, KernelImage):
             return load_types(core.path)
         return core.btf if core.has_btf else None
+
+    @cached_property
+    def larger_structures(self) -> Mapping[int, Sequence[int]]:
+        """Type id of a structure -> type ids of the structures whose first member it is."""
+        return {} if self.btf is None else beginning_with(self.btf)
 
     @property
     def static_events(self) -> Iterator[tuple[str, str, tuple[EventField, ...]]]:

@@ -364,6 +364,7 @@ def kernel_with_types(tmp_path: Path, body: bytes = BODY) -> str:
     source = made.Kernel()
     at = source.function("f", CALL_FENTRY + body + b"\xc3")
     source.function("a_function_whose_name_is_too_long_for_an_event_of_its_own_name_1", BODY + b"\xc3")
+    source.function("g", CALL_FENTRY + BODY + b"\xc3")
     source.function("split.isra.0", CALL_FENTRY + BODY + b"\xc3")
     for name in ("whole", "whole.part.0", "whole.constprop.1.isra.0", "whole.cold", "wholesale.part.0"):
         source.function(name, CALL_FENTRY + BODY + b"\xc3")
@@ -377,6 +378,7 @@ def kernel_with_types(tmp_path: Path, body: bytes = BODY) -> str:
     pointer = btf.add(2, "", pair)
     proto = btf.prototype(number, ("number", number), ("size", size), ("pair", pointer))
     btf.add(12, "f", proto)
+    add_nodes(btf, number, size, pair)
     btf.add(12, "many", btf.prototype(number, ("number", number), ("", 0)))
     stub = btf.prototype(0, ("__data", pointer), ("number", number), ("size", size))
     btf.add(12, "__probestub_event", stub)
@@ -385,6 +387,32 @@ def kernel_with_types(tmp_path: Path, body: bytes = BODY) -> str:
     file = tmp_path / "vmlinuz"
     file.write_bytes(made.vmlinuz(source.elf(), "xz"))
     return str(file)
+
+
+def add_nodes(btf: made.Btf, number: int, size: int, pair: int) -> None:
+    """Add struct node *g(struct node *node, loff_t length, char **names, void *any, unsigned long word)."""
+    letter = btf.add(1, "char", 1, (1 << 24 | 8).to_bytes(4, "little"))
+    text = btf.add(2, "", letter)
+    longer = btf.add(1, "long long int", 8, (1 << 24 | 64).to_bytes(4, "little"))
+    length = btf.add(8, "loff_t", longer)
+    bits = btf.fields("bits", 4, ("low", number, 0, 3), ("high", number, 3, 9), ("rest", number, 16, 16))
+    anything = btf.add(2, "", 0)
+    to_pair = btf.add(2, "", pair)
+    tail = btf.array(letter, 0)
+    label = btf.array(letter, 8)
+    to_node = btf.add(2, "", label + 3)
+    either = btf.structure("", 8, ("one", to_pair, 0), ("two", to_node, 0), union=True)
+    node = btf.structure(
+        "node", 72,
+        ("id", number, 0), ("bits", bits, 4), ("pair", to_pair, 8), ("next", to_node, 16), ("word", size, 24),
+        ("length", length, 32), ("text", text, 40), ("label", label, 48), ("any", anything, 56),
+        ("either", either, 64), ("tail", tail, 72),
+    )  # fmt: skip
+    names = btf.add(2, "", text)
+    btf.structure("part", 24, ("pair", pair, 0), ("more", number, 16), ("last", number, 20))
+    words = ("node", to_node), ("length", length), ("names", names), ("any", anything), ("word", size)
+    btf.add(12, "g", btf.prototype(to_node, *words))
+    assert node == label + 3
 
 
 def test_an_errno_has_the_name_that_linux_gives_it(tmp_path: Path) -> None:
@@ -441,6 +469,76 @@ def test_types_are_compared_with_those_of_the_kernel(typed: str, words: str, rul
     for finding in answer.findings:
         assert finding.column is not None
         assert f"p:x f {words}"[finding.column - 1] == " "
+
+
+@pytest.mark.parametrize(
+    ("words", "rules"),
+    [
+        ("a=+8(+8($arg1)):u64 b=+0(+8(+16(+16($arg1)))):s32", []),
+        ("a=+4(+8($arg1)):u32", ["no-member"]),
+        ("a=+8(+9($arg1)):u64", ["no-member"]),
+        ("a=+8(+8(+17($arg1))):u64", ["no-member"]),
+        ("a=+8(+8(+16(+200($arg1)))):u64", ["no-pointer"]),
+        ("a=+0(+16(+8($arg1))):u64", ["no-member"]),
+        ("a=+16(+8($arg1)):u64", ["no-member"]),
+        ("a=+0(+8($arg1)):u64", ["type-size"]),
+        ("a=+0(+0($arg1)):u64", ["no-pointer"]),
+        ("a=+0(+4($arg1)):u64", ["no-pointer"]),
+        ("a=+0(+24($arg1)):u64 b=+0($arg5):u8", []),
+        ("a=+0(+32($arg1)):u64", ["no-pointer"]),
+        ("a=+0($arg2):u64", ["no-pointer"]),
+        ("a=+0(+40($arg1)):string b=+40($arg1):string", ["type-size"]),
+        ("a=+48($arg1):string b=+51($arg1):string", []),
+        ("a=+0(+48($arg1)):string", ["no-pointer"]),
+        ("a=+99(+56($arg1)):u16 b=+99($arg4):u16", []),
+        ("a=+0(+64($arg1)):s32 b=+40(+64($arg1)):x64", []),
+        ("a=+12(+64($arg1)):u32", ["no-member"]),
+        ("a=+72($arg1):string b=+99($arg1):string", []),
+        ("a=+99($arg1):u16", ["type-size"]),
+        ("a=+4($arg1):b3@0/8 b=+5($arg1):u8 c=+6($arg1):u16", []),
+        ("a=+7($arg1):u8 b=+0($arg1):b1@3/8", []),
+        ("a=+0(+8($arg3)):string b=+8($arg3):x64", []),
+        ("a=+8($arg3):u32 b=+8($arg3):string", ["type-size"] * 2),
+        ("a=-8($arg1):u64 b=+-8($arg1):u64", ["no-member"] * 2),
+        ("a=+u8(+u8($arg1)):u32", ["type-size"]),
+    ],
+)
+def test_types_are_followed_through_pointers(typed: str, words: str, rules: list[str]) -> None:
+    kernel = planned_kernel(None, typed, None, None)
+    (answer,) = check_lines(kernel, [Line("x", 1, f"p:x g {words}")])
+    assert [finding.rule for finding in answer.findings] == rules
+
+
+@pytest.mark.parametrize(
+    ("line", "rules"),
+    [
+        ("p:x g a=+9(node):u8", ["no-member"]),
+        ("p:x g a=+0(+8(node)):s32 b=node->pair", []),
+        ("p:x g a=+0(length):u64", ["no-pointer"]),
+        ("r:x g a=+9($arg1):u8 b=+9(node):u8 c=+9($retval):u8 d=+9(%di):u8", ["no-member"] * 3),
+    ],
+)
+def test_types_of_parameters_by_name_and_at_the_return(typed: str, line: str, rules: list[str]) -> None:
+    """At the return, the register of a parameter has any value."""
+    (answer,) = check_lines(planned_kernel(None, typed, None, "linux-6.12"), [Line("x", 1, line)])
+    assert [finding.rule for finding in answer.findings] == rules
+
+
+@pytest.mark.parametrize(
+    ("offset", "said"),
+    [(16, "part.more"), (20, "part.last"), (18, ""), (24, ""), (12, "")],
+)
+def test_an_offset_beyond_a_structure_names_larger_ones_that_begin_with_it(
+    typed: str, offset: int, said: str
+) -> None:
+    """struct part begins with struct pair, which has 16 bytes."""
+    (answer,) = check_lines(
+        planned_kernel(None, typed, None, None), [Line("x", 1, f"p:x f c=+{offset}($arg3):u32")]
+    )
+    (finding,) = answer.findings
+    assert finding.rule == "no-member"
+    assert ("part." in finding.message) is bool(said)
+    assert said in finding.message
 
 
 @pytest.mark.parametrize(

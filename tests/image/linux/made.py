@@ -150,6 +150,16 @@ class Btf:
         tail = b"".join(struct.pack("<III", self.text(each), kind, 8 * at) for each, kind, at in members)
         return self.add(5 if union else 4, name, size, tail, len(members))
 
+    def fields(self, name: str, size: int, *members: tuple[str, int, int, int]) -> int:
+        """Add a structure with bit fields: name, type, offset in bits and width in bits of each member."""
+        words = ((self.text(each), kind, width << 24 | at) for each, kind, at, width in members)
+        tail = b"".join(struct.pack("<III", *each) for each in words)
+        return self.add(4, name, size, tail, len(members), flag=True)
+
+    def array(self, element: int, count: int) -> int:
+        """Add an array type."""
+        return self.add(3, "", 0, struct.pack("<III", element, 1, count))
+
     def prototype(self, returns: int, *parameters: tuple[str, int]) -> int:
         tail = b"".join(struct.pack("<II", self.text(each), kind) for each, kind in parameters)
         return self.add(13, "", returns, tail, len(parameters))

@@ -1,0 +1,253 @@
+"""What fetch arguments read by the kernel's types: warnings about types and offsets of members."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from emulated_kernel.image.linux.btf import Btf, Kind
+from emulated_kernel.image.linux.btf_declaration import Parameter, declaration
+from emulated_kernel.image.linux.btf_members import (
+    ScalarMember,
+    is_address,
+    is_structure,
+    members_at,
+    pointed_to,
+    size_of,
+)
+from emulated_kernel.trace.fetch.fetch_types import String, SymbolString
+from emulated_kernel.trace.fetch.probe_arg import ProbeArg
+from emulated_kernel.trace.interface import InterfaceRule
+from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe
+from emulated_kernel.trace.text.numbers import kstrtol
+from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.lazy_pattern import lazy_pattern
+from emulated_kernel.util.similar_names import SHOWN
+from kprobefs.definitions.syntax import Line, word_column
+from kprobefs.plan.answer import Finding
+from kprobefs.plan.explanation import Explanation
+from kprobefs.plan.planned_kernel import PlannedKernel
+
+_OFFSET = r"[+-]u?[+-]?[0-9][0-9a-fA-FxX]*\("
+_EXPRESSION = lazy_pattern(
+    rf"(?P<offsets>(?:{_OFFSET})*)(?P<base>\$arg[0-9]+|\$stack[0-9]+|\$retval|%[a-z0-9]+|[A-Za-z_]\w*)\)*"
+    r"(?::(?P<type>[a-z0-9]+)(?:\[[0-9]+\])?.*)?"
+)
+"""Pattern for the expression of a fetch argument that dereferences a base by offsets, or not at all."""
+_POINTER_SIZE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A fetch argument of a definition, and the value from which it starts."""
+
+    arg: ProbeArg
+    column: int
+    """Column of the argument in the line."""
+    base: str
+    """The parameter or result as the argument names it, such as `$arg1`."""
+    parameter: Parameter
+    """The parameter or result that the base is."""
+    offsets: tuple[int, ...]
+    """Offsets of the dereferences, from the base on."""
+    type: str
+    """Name of the fetch type, or "" if the argument has none."""
+
+
+def readings(
+    kernel: PlannedKernel, line: Line, probe: TraceKprobe, explained: Explanation
+) -> Iterator[Reading]:
+    """Yield the fetch arguments of a probe that start from a parameter or the result of its function.
+
+    `probe`: the probe that the line has created. `explained`: explanation of the probe's place.
+    """
+    known = _known(kernel, probe, explained)
+    for number, arg in enumerate(probe.args):
+        found = _EXPRESSION.fullmatch(arg.expression)
+        parameter = None if found is None else known.get(found["base"])
+        if found is None or parameter is None:
+            continue
+        texts = found["offsets"].split("(")[:-1]
+        column = word_column(line.text, number + 2)
+        offsets = tuple(map(_offset, reversed(texts)))
+        yield Reading(arg, column, found["base"], parameter, offsets, found["type"] or "")
+
+
+def _known(kernel: PlannedKernel, probe: TraceKprobe, explained: Explanation) -> Mapping[str, Parameter]:
+    """Return base of a fetch argument -> the parameter or result of the probed function that it is."""
+    prototype = explained.prototype
+    if prototype is None:
+        return {}
+    known = {"$retval": prototype.result} if probe.place.is_return else {}
+    for argument, own in zip(explained.arguments, prototype.parameters, strict=False):
+        # At the return, $argN is what the entry has stored, but a register has another value.
+        places = [each for each in argument.places if each.startswith("$arg") or not probe.place.is_return]
+        known |= dict.fromkeys(places, own)
+        if own.name and InterfaceRule.BTF_ARGS in kernel.interface:
+            known[own.name] = own
+    return known
+
+
+def _offset(text: str) -> int:
+    """Return the offset of a dereference `+|-[u]OFFS`, as a signed 32-bit number."""
+    number = text.replace("u", "", 1).removeprefix("+")
+    return ((kstrtol(number) + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
+
+
+def type_warnings(kernel: PlannedKernel, reading: Reading) -> Iterator[Finding]:
+    """Yield warnings about a fetch argument whose type or offsets differ from the kernel's types."""
+    warning = None
+    if not reading.offsets:
+        warning = _scalar(reading.arg, reading.parameter, reading.type)
+    elif kernel.btf is not None:
+        warning = _Walk(kernel, kernel.btf, reading).warning()
+    if warning is not None:
+        rule, message = warning
+        yield Finding(rule, False, message, reading.column)
+
+
+def _scalar(arg: ProbeArg, parameter: Parameter, kind: str) -> tuple[str, str] | None:
+    wanted = parameter.fetch_type
+    if not wanted or arg.type.is_dynamic or arg.count or kind.startswith(("b", "sym")):
+        return None
+    name = f"{parameter.name or 'the result'} ({parameter.type})"
+    bits = 8 * parameter.size
+    if arg.type.size < parameter.size:
+        return (
+            "type-size",
+            f"{arg.name} reads {8 * arg.type.size} of the {bits} bits of {name}; use :{wanted}",
+        )
+    if arg.type.size > parameter.size:
+        message = f"{arg.name} reads more than the {bits} bits of {name}, and the rest is undefined"
+        return "type-size", f"{message}; use :{wanted}"
+    if kind and {kind[0], wanted[0]} == {"s", "u"}:
+        is_signed = "signed" if wanted[0] == "s" else "unsigned"
+        return "type-sign", f"{name} is {is_signed}; use :{wanted}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A member, with its name for messages, which begins with the structure."""
+
+    name: str
+    member: ScalarMember
+
+
+class _Walk:
+    """The dereferences of a fetch argument, followed through the kernel's types."""
+
+    def __init__(self, kernel: PlannedKernel, btf: Btf, reading: Reading) -> None:
+        self._kernel = kernel
+        self._btf = btf
+        self._reading = reading
+        self._name = reading.arg.name
+
+    def warning(self) -> tuple[str, str] | None:
+        """Return rule and message of the first dereference that differs from the types; None if none does.
+
+        A dereference of an unknown type ends the walk, for example of `void *`.
+        """
+        base = self._reading.parameter
+        if not is_address(self._btf, base.type_id):
+            return self._no_pointer(base.name or "the result", base.type)
+        *inner, last = self._reading.offsets
+        pointers = [base.type_id]
+        for offset in inner:
+            found, warning = self._members(pointers, offset)
+            if warning is not None or not found:
+                return warning
+            addresses = [each.member.type for each in found if _may_be_address(self._btf, each.member)]
+            if not addresses:
+                return self._no_pointer(found[0].name, declaration(self._btf, found[0].member.type))
+            pointers = addresses
+        found, warning = self._members(pointers, last)
+        return warning or (self._size(found) if found else None)
+
+    def _members(
+        self, pointers: Sequence[int], offset: int
+    ) -> tuple[Sequence[_Named], tuple[str, str] | None]:
+        """Return the members that begin at an offset from a pointer, or a warning that there is none.
+
+        `pointers`: the types that the pointer may have, several if it is in a union. Return no members and no
+        warning if a type is unknown.
+        """
+        found: list[_Named] = []
+        targets = [pointed_to(self._btf, each) for each in pointers]
+        for target in targets:
+            if target is None:
+                return (), None
+            name = declaration(self._btf, target)
+            if is_structure(self._btf, target):
+                members = members_at(self._btf, target, offset) if offset >= 0 else []
+                found += [_Named(f"{name}.{each.path}", each) for each in members]
+            elif (scalar := self._element(target, offset)) is not None:
+                found.append(_Named(f"{name}{scalar.path}", scalar))
+            else:
+                return (), None
+        if begin := [each for each in found if not each.member.skipped]:
+            return begin, None
+        return (), ("no-member", self._no_member(targets[0] or 0, offset, found))
+
+    def _element(self, target: int, offset: int) -> ScalarMember | None:
+        """Return the number or pointer at an offset from a pointer to such values; None if it is unknown.
+
+        Bytes are unknown: a pointer to characters or to a buffer leads to data of any kind.
+        """
+        size = size_of(self._btf, target)
+        is_known = self._btf.kind(self._btf.resolve(target)) in (Kind.PTR, Kind.INT, Kind.ENUM, Kind.ENUM64)
+        if not is_known or size < 2:
+            return None
+        return ScalarMember(f"[{offset // size}]", target, size, is_bitfield=False, skipped=offset % size)
+
+    def _no_member(self, target: int, offset: int, around: Sequence[_Named]) -> str:
+        name = declaration(self._btf, target)
+        if around:
+            member = around[0].member
+            begin = f"{member.path} at offset {offset - member.skipped}"
+            return f"no member of {name} begins at offset {offset}, which is within {begin}"
+        size = size_of(self._btf, target)
+        if 0 <= offset < size:
+            return f"no member of {name} begins at offset {offset}"
+        message = f"{self._name} reads at offset {offset} of {name}, which has {size} bytes"
+        if larger := self._of_larger(self._btf.resolve(target), offset):
+            return f"{message}; structures that begin with it have there: {', '.join(larger)}"
+        return f"{message}; right only if it is part of a larger structure or an array"
+
+    def _of_larger(self, structure: int, offset: int) -> list[str]:
+        """Return members at an offset, of the structures that begin with `structure` and have them beyond it.
+
+        The kernel casts pointers to such structures: a `struct sock *` often points to a tcp_sock.
+        """
+        found: list[str] = []
+        waiting = [structure]
+        for inner in waiting:
+            for outer in self._kernel.larger_structures.get(inner, ()):
+                waiting += [outer] if outer not in waiting else []
+                if offset >= size_of(self._btf, inner):
+                    members = members_at(self._btf, outer, offset)
+                    paths = [each.path for each in members if not each.skipped]
+                    found += [f"{self._btf.name(outer)}.{path}" for path in paths[:1]]
+        return sorted(found, key=lambda name: name.count("."))[:SHOWN]
+
+    def _no_pointer(self, name: str, kind: str) -> tuple[str, str]:
+        return "no-pointer", f"{self._name} dereferences {name} ({kind}), which is no pointer"
+
+    def _size(self, found: Sequence[_Named]) -> tuple[str, str] | None:
+        arg = self._reading.arg
+        is_text = isinstance(arg.type, String) and not isinstance(arg.type, SymbolString)
+        size = 1 if is_text else arg.type.size
+        if arg.count or any(each.member.is_bitfield or each.member.size == size for each in found):
+            return None
+        name = found[0].name
+        if is_text:
+            is_pointer = self._btf.kind(self._btf.resolve(found[0].member.type)) is Kind.PTR
+            what = "a pointer; write +0(...) around the argument" if is_pointer else "no array of characters"
+            return "type-size", f"{arg.name} reads text at {name}, which is {what}"
+        if arg.type.is_dynamic or self._reading.type.startswith("b"):
+            return None
+        bits = 8 * found[0].member.size
+        return "type-size", f"{arg.name} reads {8 * size} bits of {name}, which has {bits}"
+
+
+def _may_be_address(btf: Btf, member: ScalarMember) -> bool:
+    return not member.is_bitfield and member.size == _POINTER_SIZE and is_address(btf, member.type)
