@@ -240,7 +240,8 @@ def _find(directory: str) -> Running | None:
             return None
         with file:
             record = json.load(file)
-        daemon = Daemon(**record["daemon"])
+        fields = record["daemon"]
+        daemon = Daemon(**{**fields, "options": tuple(fields.get("options", ()))})
         process = Process(**{**record["process"], "executable": tuple(record["process"]["executable"])})
         descriptor = os.pidfd_open(daemon.pid)
     except (OSError, ValueError, TypeError, KeyError):
