@@ -810,8 +810,8 @@ class ControlFs(FileSystem):
         with self.lock.observing():
             return self.tree.is_kernels_name(path)
 
-    def needs_closes(self, path: str) -> bool:
-        """Implement FileSystem.needs_closes: return True for a directory in instances/."""
+    def has_many_nodes(self, path: str) -> bool:
+        """Implement FileSystem.has_many_nodes: return True for a directory in instances/."""
         with self.lock.observing():
             try:
                 above = self.tree.lookup(path.rpartition("/")[0])

@@ -237,11 +237,8 @@ class FileSystem(ABC):
         """
         return False
 
-    def needs_closes(self, path: str) -> bool:
-        """Return True if rmdir(2) of `path` fails with EBUSY while files below `path` are open. Lock: takes.
-
-        For such a directory, rmdir(2) also frees thousands of nodes.
-        """
+    def has_many_nodes(self, path: str) -> bool:
+        """Return True if rmdir(2) of the directory `path` frees thousands of nodes. Lock: takes."""
         return False
 
     def is_always_open(self, path: str) -> bool:

@@ -16,7 +16,6 @@ from functools import lru_cache, partial
 from itertools import count
 from stat import S_IFMT
 from threading import Event
-from time import monotonic, sleep
 
 from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault
 from emulated_kernel.util.control_lock import ControlLock
@@ -27,8 +26,6 @@ from emulated_kernel.vfs.core.client import Client, DirEntry, Stat, StatFs, requ
 from emulated_kernel.vfs.core.past_requests import PastRequests
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDirectory
 
-CLOSING = 0.05
-"""Maximum time in seconds for which rmdir(2) waits for the release of files that were just closed."""
 _CACHE_SIZE = 500
 """Maximum number of paths whose file system is cached. Clients use few paths at a time."""
 
@@ -207,32 +204,14 @@ class Mount:
         fs.mkdir(fs.informed(client), path, mode)
 
     def rmdir(self, client: Client, path: str) -> None:
-        """Wait until recently closed files are released, then forward to the file system of `path`.
-
-        See FileSystem.rmdir. The wait is needed only if FileSystem.needs_closes is true for `path`.
-        """
+        """Forward to the file system of `path`; see FileSystem.rmdir."""
         fs = self.filesystem_at(path)
-        is_large = fs.needs_closes(path)
-        if is_large:
-            self._await_closes(fs, f"{path}/")
+        is_large = fs.has_many_nodes(path)
         fs.rmdir(fs.informed(client), path)
         if is_large:
             # The removed nodes refer to each other, so only a full garbage collection frees them. Those of
             # five directories occupy 40 MB.
             gc.collect()
-
-    @staticmethod
-    def _await_closes(fs: FileSystem, prefix: str) -> None:
-        """Wait until the files that clients have just closed are released, for at most CLOSING seconds.
-
-        The wait is needed because close(2) returns before the front end's release request arrives. Files
-        that stay open make rmdir(2) fail, as on Linux. Lock: leaves, because this method sleeps.
-        """
-        end = monotonic() + CLOSING
-        while any(opened.path.startswith(prefix) and not opened.is_directory for opened in list(fs.opened)):
-            if monotonic() > end:
-                return
-            sleep(CLOSING / 50)
 
     def unlink(self, client: Client, path: str) -> None:
         """Forward to the file system of `path`; see FileSystem.unlink."""

@@ -21,11 +21,12 @@ from kprobefs.common.errors import CliError
 # Not from typing, which takes longer to import than most modules here.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import TextIO
+    from typing import IO, Any, TextIO
 
 RUNTIME_DIRECTORY = "KPROBEFS_RUNTIME_DIRECTORY"
 """Environment variable with the path of the runtime directory. No other variable has priority over it."""
-LOCK_ATTEMPTS = 5
+LOCK_TIMEOUT = 5.0
+"""Seconds for which a starting daemon waits for the lock of a record that no live daemon has written."""
 LOCK_PAUSE = 0.02
 """Seconds between two attempts to lock a record."""
 FALLBACK = "/tmp/kprobefs-"
@@ -137,12 +138,11 @@ class Registration:
             file = _open_record(self._path, os.O_RDWR | os.O_CREAT)
             if file is None:
                 raise CliError(f"{self._path}: not a private file of yours; remove it")
-            if not _lock(file):
+            if not _lock(file, directory):
                 file.close()
                 raise CliError(f"{directory}: another kprobefs daemon serves it; unmount it first")
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file.fileno()), os.lstat(self._path)):
-                    return file
+            if _is_at(self._path, file):
+                return file
             file.close()
 
     def close(self) -> None:
@@ -167,16 +167,27 @@ def _open_record(path: Path, flags: int) -> TextIO | None:
     return os.fdopen(descriptor, "r+" if flags & os.O_RDWR else "r", encoding="utf-8")
 
 
-def _lock(file: TextIO) -> bool:
-    # sweep() holds the lock only for a moment. A daemon holds it longer than all attempts take.
-    for _ in range(LOCK_ATTEMPTS):
+def _is_at(path: Path, file: IO[Any]) -> bool:
+    """Return True if an open file still has its name, which another process may have removed."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
+    return False
+
+
+def _lock(file: TextIO, directory: str) -> bool:
+    """Lock the record of a directory. Return False if another daemon holds the lock.
+
+    sweep() also holds the lock, until the host's scheduler has let it remove the record.
+    """
+    deadline = time.monotonic() + LOCK_TIMEOUT
+    while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(LOCK_PAUSE)
-        else:
             return True
-    return False
+        except BlockingIOError:
+            if running(directory) is not None or time.monotonic() >= deadline:
+                return False
+            time.sleep(LOCK_PAUSE)
 
 
 def running(directory: str) -> Daemon | None:
@@ -229,7 +240,8 @@ def _find(directory: str) -> Running | None:
             return None
         with file:
             record = json.load(file)
-        daemon = Daemon(**record["daemon"])
+        fields = record["daemon"]
+        daemon = Daemon(**{**fields, "options": tuple(fields.get("options", ()))})
         process = Process(**{**record["process"], "executable": tuple(record["process"]["executable"])})
         descriptor = os.pidfd_open(daemon.pid)
     except (OSError, ValueError, TypeError, KeyError):
@@ -250,7 +262,9 @@ def sweep() -> None:
     for path in directory.glob("*.json"):
         with suppress(OSError), open_regular(path, os.O_NOFOLLOW) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
+            # Hazard: another sweep may have removed this file, so that the name is a starting daemon's.
+            if _is_at(path, file):
+                path.unlink()
     left = [path for path in directory.glob("*.log") if not path.with_suffix(".json").exists()]
     for path in sorted(left, key=_age)[MAX_OLD_LOGS:]:
         path.unlink(missing_ok=True)

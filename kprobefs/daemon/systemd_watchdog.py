@@ -157,9 +157,10 @@ def _ask_for_ever(directory: str, interval: float, start: int, answers: int) -> 
         os.read(start, 1)
         condition = _Condition(Path(directory, STATE_LINK), parent)
         while os.getppid() == parent and condition.ask():
+            # If the answer is late, ask again at once. After another interval, the time-out would be over.
             if condition.is_alive:
                 os.write(answers, f"{condition.told}\n".encode())
-            time.sleep(interval)
+                time.sleep(interval)
     # Hazard: this is a forked copy of the daemon. No exception may unwind into the daemon's frames.
     finally:
         os._exit(0)

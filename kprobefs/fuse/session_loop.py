@@ -192,6 +192,7 @@ class SessionLoop:
     close(2) returns when its RELEASE is in the queue of /dev/fuse, and no program waits for the reply. So a
     later request could be answered before the close has had its effect. While the close of an open file would
     have an effect, a thread that has read a request waits until other threads have answered earlier RELEASEs.
+    Before a request that removes or changes a name, a thread always waits for them.
 
     Replaces: fuse_session_loop().
     Needed for: ReplyChannels; replies when the host has no free memory, because a client that waits for one
@@ -316,7 +317,7 @@ class SessionLoop:
                 if turns.is_parked:
                     turns.wake()
                 if self._acting:
-                    self._await_releases(state)
+                    self._await_releases()
                 if not self._process(buffer, address, size):
                     self._refuse(refusal)
                 if self._postponed:
@@ -370,6 +371,8 @@ class SessionLoop:
         self, opcode: int, directory: int, request: bytearray, address: int, size: int, channel: int
     ) -> None:
         """Make libfuse execute a request that removes or changes a name in `directory`."""
+        # An open file may keep its directory from being removed.
+        self._await_releases()
         # A RENAME has other fields before its names, and concerns all paths.
         name = bytes(request[IN_HEADER.size : size - 1])
         with self._replies.own_paths.changing(opcode, directory, name):
@@ -517,12 +520,13 @@ class SessionLoop:
         """Record in `nodes` whether the host's kernel can expire names, as the INIT request says."""
         nodes.initialise(request)
 
-    def _await_releases(self, own: _LoopState) -> None:
+    def _await_releases(self) -> None:
         """Wait until other threads have answered the RELEASEs that they read before this call.
 
-        If this thread's own request is a RELEASE, do not wait.
+        If the calling thread's own request is a RELEASE, do not wait.
         """
-        if own.is_releasing:
+        own = self._states.get(threading.get_ident())
+        if own is not None and own.is_releasing:
             return
         for state in self._states.copy().values():
             while state is not own and state.may_be_releasing():

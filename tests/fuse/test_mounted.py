@@ -356,9 +356,9 @@ class TestPipe:
 
     def test_a_read_waits(self, pipe: str, marker: str) -> None:
         descriptor = os.open(pipe, os.O_RDONLY)
+        started = time.monotonic()
         timer = threading.Timer(0.2, write, (marker, b"hello\n"))
         timer.start()
-        started = time.monotonic()
         assert os.read(descriptor, 100).endswith(b": tracing_mark_write: hello\n")
         assert time.monotonic() - started > 0.1
         timer.join()
@@ -371,7 +371,7 @@ class TestPipe:
         assert poll.poll(0) == []
         timer = threading.Timer(0.2, write, (marker, b"hello\n"))
         timer.start()
-        assert poll.poll(5) == [(descriptor, select.EPOLLIN)]
+        assert poll.poll(PATIENCE) == [(descriptor, select.EPOLLIN)]
         timer.join()
         assert os.read(descriptor, 100).endswith(b": tracing_mark_write: hello\n")
         assert select.select([descriptor], [], [], 0) == ([], [], [])
@@ -380,7 +380,7 @@ class TestPipe:
 
     def test_ordinary_files_are_ready(self, marker: str) -> None:
         descriptor = os.open(marker, os.O_WRONLY)
-        assert select.select([], [descriptor], [], 5)[1] == [descriptor]
+        assert select.select([], [descriptor], [], PATIENCE)[1] == [descriptor]
         os.close(descriptor)
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -388,7 +388,7 @@ class TestPipe:
         reader = subprocess.Popen(["cat", pipe], stdout=subprocess.DEVNULL)
         eventually(lambda: _is_blocked(reader.pid))
         reader.send_signal(number)
-        assert reader.wait(5) == -number
+        assert reader.wait(PATIENCE) == -number
         descriptor = os.open(pipe, os.O_RDONLY)
         os.close(descriptor)
 
@@ -397,13 +397,13 @@ class TestPipe:
         eventually(lambda: _is_blocked(reader.pid))
         assert Path(mounted.path("machine/version")).read_text().startswith("Linux version")
         reader.kill()
-        reader.wait(5)
+        reader.wait(PATIENCE)
 
     def test_sigterm_ends_the_daemon_under_a_blocked_reader(self, mounted: Daemon, pipe: str) -> None:
         reader = subprocess.Popen(["cat", pipe], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         eventually(lambda: _is_blocked(reader.pid))
         assert mounted.stop(signal.SIGTERM) == 0
-        _, errors = reader.communicate(timeout=5)
+        _, errors = reader.communicate(timeout=PATIENCE)
         assert reader.returncode == 1
         assert errors
         assert not os.path.ismount(mounted.directory)

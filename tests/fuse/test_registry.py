@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 from typing import TextIO
@@ -9,7 +10,8 @@ from typing import TextIO
 import pytest
 
 from kprobefs.common import daemon_registry
-from kprobefs.common.daemon_registry import Daemon, Registration, running
+from kprobefs.common.daemon_registry import Daemon, Registration, running, runtime_directory, sweep
+from kprobefs.common.errors import CliError
 
 DAEMON = Daemon(os.getpid(), "/somewhere", "x86_64", "full", "0", "now")
 
@@ -33,12 +35,70 @@ def test_a_record_removed_while_its_lock_was_awaited(monkeypatch: pytest.MonkeyP
     running_still = [Registration(DAEMON)]
     really_lock = daemon_registry._lock
 
-    def lock(file: TextIO) -> bool:
+    def lock(file: TextIO, directory: str) -> bool:
         while running_still:
             running_still.pop().close()
-        return really_lock(file)
+        return really_lock(file, directory)
 
     monkeypatch.setattr(daemon_registry, "_lock", lock)
     new = Registration(DAEMON)
     assert running("/somewhere") == DAEMON
     new.close()
+
+
+@pytest.fixture
+def left() -> Path:
+    """Return the record of a killed daemon."""
+    registration = Registration(DAEMON)
+    (record,) = runtime_directory().iterdir()
+    registration._file.close()
+    return record
+
+
+def test_a_slow_removal_of_old_records_refuses_no_daemon(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that removes the record may wait for a CPU while it holds the record's lock."""
+    pauses = []
+    with left.open() as held:
+        left.write_text("")
+
+        def sleep(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) == 30:
+                left.unlink()
+                held.close()
+
+        monkeypatch.setattr(daemon_registry.time, "sleep", sleep)
+        monkeypatch.setattr(daemon_registry, "sweep", lambda: None)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        new = Registration(DAEMON)
+    assert len(pauses) == 30
+    assert running("/somewhere") == DAEMON
+    new.close()
+
+
+def test_a_lock_that_is_never_released_refuses_a_daemon(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon_registry, "LOCK_TIMEOUT", 0.05)
+    left.write_text("")
+    with left.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(CliError, match="another kprobefs daemon serves it"):
+            Registration(DAEMON)
+
+
+def test_two_removals_of_a_record_leave_the_next_one(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One removes it between the other's open and lock, and a daemon starts before the other's removal."""
+    made: list[Registration] = []
+    flock = fcntl.flock
+
+    def late(file: TextIO, how: int) -> None:
+        if not made:
+            left.unlink()
+            monkeypatch.undo()
+            monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(left.parents[1]))
+            made.append(Registration(DAEMON))
+        flock(file, how)
+
+    monkeypatch.setattr(daemon_registry.fcntl, "flock", late)
+    sweep()
+    assert running("/somewhere") == DAEMON
+    made[0].close()

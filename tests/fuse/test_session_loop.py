@@ -60,6 +60,8 @@ _AT_ONCE = 9
 """Handle of a file whose writes need no libfuse."""
 _WAITING = 10
 """Handle of a file whose writes wait for ever."""
+_SLOW = 11
+"""Handle of a file whose close takes a while."""
 _ACTING = 8
 """Handle of a file whose release takes some time and has an effect."""
 _COUNTS = (-600, -5000, (1 << 32) - 600, 1 << 63, 5)
@@ -143,6 +145,8 @@ class _Recorded:
             return _AT_ONCE
         if path.endswith("/waiting/file"):
             return _WAITING
+        if path.endswith("/slow/file"):
+            return _SLOW
         return 7
 
     def create(self, _client: Client, path: str, _mode: int, _flags: int) -> int:
@@ -219,7 +223,12 @@ class _Recorded:
     def writes_at_once(self, handle: int) -> bool:
         return handle == _AT_ONCE
 
+    def rmdir(self, _client: Client, path: str) -> None:
+        self._asked("rmdir", path)
+
     def release(self, handle: int) -> None:
+        if handle == _SLOW:
+            sleep(0.2)
         self._asked("release", handle)
         if handle == _ACTING:
             sleep(0.005)
@@ -474,6 +483,14 @@ def test_a_request_after_a_close_sees_its_effect(place: Path) -> None:
             else:
                 os.close(fd)
             assert (place / "scratch/closed/file").stat().st_size == count_
+
+
+def test_a_directory_is_removed_after_its_files_were_closed(place: Path) -> None:
+    """A trace instance with an open file can't be removed. Its release may wait for a CPU."""
+    with _served(place) as asked:
+        os.close(os.open(place / "scratch/slow/file", os.O_RDONLY))
+        (place / "scratch/slow").rmdir()
+        assert asked()[-2:] == [f"release {_SLOW}", "rmdir /scratch/slow"]
 
 
 def test_a_write_that_waits_ends_with_its_client(place: Path) -> None:

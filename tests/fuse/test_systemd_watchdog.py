@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from select import select
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,10 +64,11 @@ class TestBusy:
         gate, readlink = tmp_path / "gate", os.readlink
         gate.touch()
 
-        def waiting(link: Path) -> str:
-            while gate.exists():
+        def waiting(link: str | Path, **more: int) -> str:
+            # pytest reads other links for its report of a failure.
+            while link == tmp_path / STATE_LINK and gate.exists():
                 time.sleep(0.01)
-            return readlink(link)
+            return readlink(link, **more)
 
         monkeypatch.setattr(heartbeat_module, "CONTROL_TIMEOUT", 0.05)
         monkeypatch.setattr(heartbeat_module.os, "readlink", waiting)
@@ -85,6 +87,39 @@ class TestBusy:
             eventually(lambda beat=beat: not select([beat.descriptor], [], [], 0.5)[0] or not beat.answer())
             gate.unlink()
             eventually(lambda beat=beat: beat.answer() == "serving")
+
+    def test_a_late_answer_is_reported_when_it_comes(
+        self, gate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """On a busy host, an idle daemon may not answer in time. Without a report, it would be killed."""
+        late, interval_is_over = tmp_path / "late", tmp_path / "over"
+        ask = heartbeat_module._Condition.ask
+
+        def noted(condition: heartbeat_module._Condition) -> str:
+            told = ask(condition)
+            if not condition.is_alive:
+                late.touch()
+            return told
+
+        def sleep(_interval: float) -> None:
+            while not interval_is_over.exists():
+                time.sleep(0.01)
+            interval_is_over.unlink()
+
+        monkeypatch.setattr(heartbeat_module._Condition, "ask", noted)
+        # The daemon has used no CPU time.
+        monkeypatch.setattr(heartbeat_module, "CPU_TIMES", slice(0))
+        clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+        monkeypatch.setattr(heartbeat_module, "time", clock)
+        gate.unlink()
+        for beat in self.beats(tmp_path):
+            assert beat.answer() == "serving"
+            gate.touch()
+            interval_is_over.touch()
+            eventually(late.exists)
+            gate.unlink()
+            eventually(lambda beat=beat: select([beat.descriptor], [], [], 0)[0])
+            assert beat.answer() == "serving"
 
     def test_one_that_works_for_ever(
         self, gate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,12 +8,14 @@ import errno
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from emulated_kernel.machine.run_watchdog import HandlerTime, Watchdog
 from emulated_kernel.machine.traps.trap import TrapKind
 from emulated_kernel.util.errors import KernelError
+from tests.fuse.harness import eventually
 from tests.machine.guests import CODE, boot
 
 
@@ -21,6 +23,12 @@ def _switches(thread_id: int) -> int:
     with open(f"/proc/self/task/{thread_id}/status", encoding="ascii") as status:
         lines = dict(line.split(":", 1) for line in status)
     return int(lines["voluntary_ctxt_switches"])
+
+
+def _sleeps(thread_id: int) -> bool:
+    """Return True if a thread neither runs nor waits for a CPU."""
+    stat = Path(f"/proc/self/task/{thread_id}/stat").read_text(encoding="ascii")
+    return stat.rpartition(")")[2].split()[0] == "S"
 
 
 def _watchdog_thread(others: set[threading.Thread]) -> threading.Thread:
@@ -36,10 +44,8 @@ def test_idle_watchdog_never_wakes() -> None:
     thread_id = _watchdog_thread(others).native_id
     assert thread_id is not None
     # On a busy host, the watchdog's thread may not sleep yet.
-    before, end = -1, time.monotonic() + 10
-    while before != (before := _switches(thread_id)):
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    eventually(lambda: _sleeps(thread_id))
+    before = _switches(thread_id)
     time.sleep(0.3)
     assert _switches(thread_id) == before
     machine.close()

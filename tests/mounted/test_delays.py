@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuse.harness import REAL_PROGRAM, Daemon, daemon, eventually, needs_fuse
+from tests.fuse.harness import PATIENCE, REAL_PROGRAM, Daemon, daemon, eventually, needs_fuse, waits_for_mount
 from tests.mounted.files import TIMEOUT, Files
 
 pytestmark = [needs_fuse, pytest.mark.mounted]
@@ -45,7 +45,7 @@ def slow(tmp_path: Path) -> Iterator[Slow]:
         finally:
             process.send_signal(signal.SIGUSR1)
             subprocess.run(["fusermount", "-uz", str(place)], check=True)
-            process.wait(20)
+            process.wait(PATIENCE)
 
 
 class Hiding:
@@ -86,12 +86,9 @@ class Hiding:
             self._mounted.process.send_signal(signal.SIGCONT)
 
     def _waits(self) -> bool:
-        """Return True if all other threads of the client wait in the kernel, which is possible only in a
-        request to the mount.
-        """
+        """Return True if a second thread waits for the mount. It may also wait for Python's global lock."""
         threads = set(os.listdir(f"/proc/{self.process.pid}/task")) - {str(self.process.pid)}
-        stats = [Path(f"/proc/{thread}/stat").read_text() for thread in threads]
-        return bool(stats) and all(stat.rpartition(")")[2].split()[0] in "SD" for stat in stats)
+        return any(waits_for_mount(int(thread)) for thread in threads)
 
 
 @pytest.fixture

@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.fuse.harness import eventually, is_alive
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 
@@ -169,11 +170,8 @@ def test_the_process_ends_after_its_owner(tmp_path: Path, told: Callable[[str], 
     compiling = CompileAhead([{str(tmp_path)!r}])
     print(open(f"/proc/self/task/{{os.getpid()}}/children").read(), flush=True)
     os.close(1)
-    """).strip()
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{pid}").exists() and "(zombie)" not in Path(f"/proc/{pid}/status").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    """)
+    eventually(lambda: not is_alive(int(pid)))
 
 
 def test_modules_without_source_are_found(package: Path, told: Callable[[str], str]) -> None:

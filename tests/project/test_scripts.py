@@ -188,8 +188,9 @@ from pathlib import Path
 
 def test_that_waits() -> None:
     place = Path(__file__).parent
-    (place / "pid").write_text(str(os.getpid()))
     try:
+        (place / "made").write_text(str(os.getpid()))
+        (place / "made").rename(place / "pid")
         time.sleep(60)
     finally:
         (place / "cleaned").touch()

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from emulated_kernel.guests.common import client_call as module
 from emulated_kernel.guests.common.client_call import ARGUMENTS, ClientCall, client_call, next_fd
 from emulated_kernel.guests.common.process_memory import ProcessMemory
+from tests.fuse.harness import eventually
 
 _FIFO_READER = "import os, sys; os.open(sys.argv[1], int(sys.argv[2]), 0o640)"
 
@@ -30,12 +32,18 @@ def waiting_in_open(path: str, flags: int, memory: ProcessMemory) -> Iterator[in
     """Yield the pid of a process that waits in open(2) for the other end of a FIFO."""
     os.mkfifo(path)
     with subprocess.Popen([sys.executable, "-c", _FIFO_READER, path, str(flags)]) as process:
+
+        def waits() -> bool:
+            call = client_call(process.pid, memory)
+            is_open = call is not None and call.name in ("open", "openat")
+            return call is not None and is_open and path in dict(call.paths).values()
+
         try:
-            for _ in range(2000):
-                call = client_call(process.pid, memory)
-                is_open = call is not None and call.name in ("open", "openat")
-                if call is not None and is_open and path in dict(call.paths).values():
-                    break
+            try:
+                Path(f"/proc/{process.pid}/syscall").read_bytes()
+            except OSError as error:
+                pytest.skip(f"/proc doesn't say in which system call a process waits: {error}")
+            eventually(waits)
             yield process.pid
         finally:
             process.kill()
@@ -50,8 +58,7 @@ def test_an_open_with_all_that_it_was_given(tmp_path: os.PathLike[str], memory: 
     path = os.path.join(tmp_path, "some pipe")
     with waiting_in_open(path, os.O_CREAT | os.O_CLOEXEC, memory) as pid:
         found = client_call(pid, memory)
-        if found is None:
-            pytest.skip("/proc doesn't say in which system call a process waits")
+        assert found is not None
         assert found.name in ("open", "openat")
         at, text = found.paths[0]
         assert text == path

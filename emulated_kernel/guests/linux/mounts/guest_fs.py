@@ -448,11 +448,8 @@ class GuestFs(FileSystem):
         with self.request(client) as task:
             self.guest.syscalls.utimens(task, self._place(path), *times)
 
-    def needs_closes(self, path: str) -> bool:
-        """Return True if rmdir(2) of `path` fails with EBUSY while files are open below it; see FileSystem.
-
-        Lock: leaves.
-        """
+    def has_many_nodes(self, path: str) -> bool:
+        """Return True for a directory in instances/; see FileSystem. Lock: leaves."""
         return self._place(path).startswith(f"{TRACEFS}/instances/")
 
     # The end
