@@ -244,9 +244,10 @@ def _build_services(
 
 
 def _filter_words(kernel: TracedKernel, arch: Arch, interface: Interface, lock: ControlLock) -> FilterWords:
-    """Return the rules of the kernel's event filters, with the number of CPUs and a lookup of functions.
+    """Return what the event filters of the kernel may use.
 
-    The result also has the memory limit of filters.
+    That is: the features of the interface, the number of CPUs, the word size, a lookup of functions, and the
+    memory budget.
     """
     symbols = kernel.symbols
 

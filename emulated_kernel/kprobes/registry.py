@@ -140,7 +140,10 @@ class Kprobes:
         self.probe_checker.tables_changed()
 
     def entry_code(self, ops: FtraceOps) -> EntryCode[Any]:
-        """Return an object that compiles guest code for the calls of `ops`. The kernel has fentry sites."""
+        """Return an object that compiles guest code for the calls of `ops`.
+
+        Precondition: the kernel has fentry sites.
+        """
         assert self.sites is not None
         return EntryCode(self.sites, self.compiler, self.split_jumps, ops)
 

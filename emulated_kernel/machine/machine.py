@@ -153,9 +153,10 @@ class Machine(ProbedMachine):
         self.trap_of = self.calls.trap_of
 
     def _counting(self, cells: int | None) -> InstructionTime | None:
-        """Return an object that counts instructions in the guest's time at address `cells`.
+        """Return an object that advances the guest's clock with each instruction.
 
-        Return None if the guest has no host_clock or has 32 bits. A 32-bit guest reads the time in a loop,
+        `cells`: address of the clock in the guest; None if the guest has no host_clock. Return None in that
+        case, and for a 32-bit guest. A 32-bit guest reads the time in a loop,
         which repeats if the time has changed during the reading. The loop would never end if each
         instruction advanced the time.
         """

@@ -82,7 +82,10 @@ class ProbedMachine(ABC):
 
     @abstractmethod
     def send_back(self, number: int, ip: int, /) -> None:
-        """During a run, set the ip of CPU `number`; do nothing if it is the current CPU."""
+        """Set the saved ip of CPU `number`, which waits for its turn.
+
+        Do nothing for the current CPU, whose ip is in the registers, or if the guest does not run.
+        """
 
     @abstractmethod
     def alloc_pages(self, size: int, /) -> int:

@@ -374,7 +374,10 @@ def check_own_kprobes(kprobes: str, *, has_kernel: bool, profile: str | None, st
 
 
 def _use_own_kprobes(made: PlannedKernel) -> None:
-    """Make the verdicts those of the kernel's own kprobes. On x86, kprobefs's kprobes have the same."""
+    """Set the profile of `made` so that verdicts are those of the kernel's own kprobes.
+
+    Do nothing on x86, where kprobefs's kprobes have the same verdicts.
+    """
     if made.arch in WITH_OPTPROBES:
         return
     assert isinstance(made.core, LinuxKernel)

@@ -12,7 +12,10 @@ from emulated_kernel.trace.tracers.call_sites import CallRecorder, KernelFunctio
 
 
 class TracedCalls:
-    """The calls from some fentry sites, which a CallRecorder or its guest code records."""
+    """An ftrace_ops that has the calls from its fentry sites recorded.
+
+    A CallRecorder records a call, or guest code does, which is compiled for later calls.
+    """
 
     def __init__(self, functions: KernelFunctions, recorder: CallRecorder, symbol: Callable[[], str]) -> None:
         """Create an ftrace_ops without sites. `symbol`: see KernelFunctions.user()."""

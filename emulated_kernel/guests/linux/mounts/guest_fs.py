@@ -282,7 +282,7 @@ class GuestFs(FileSystem):
         return self.guest.clients.informed(client)
 
     def follow_processes(self) -> None:
-        """Implement FileSystem.follow_processes for the guest of this file system."""
+        """Repeat the forks and exits of clients' processes in the guest; see FileSystem."""
         self.guest.follow_processes()
 
     # Names
