@@ -33,7 +33,7 @@ from kprobefs.plan.check_settings import SettingChecks
 from kprobefs.plan.clones import calls_of_clones
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.offline_engine import OfflineEngine
-from kprobefs.plan.place import Place, module_name, nearest_in_module
+from kprobefs.plan.place import Place, module_name, nearest_in_module, place_in_any_boot
 from kprobefs.plan.planned_kernel import ONLY_COUNTED, UNGUARDED, PlannedKernel
 
 _OTHER_KINDS = {
@@ -235,8 +235,8 @@ def _hint(kernel: PlannedKernel, line: Line, rule: str, error: KernelError) -> s
     symbol = re.split(r"[+%-]", place, maxsplit=1)[0]
     kallsyms = kernel.tables.kallsyms
     if rule == ProbeError.NON_UNIQ_SYMBOL.name:
-        found = ", ".join(f"{each.address:#x}" for each in kallsyms.by_name(symbol))
-        return f"; {symbol} is at {found}: give an address"
+        found = ", ".join(place_in_any_boot(each.address, kallsyms) for each in kallsyms.by_name(symbol))
+        return f"; {symbol} is at {found}: give one of these places"
     module, colon, function = place.partition(":")
     if rule == ProbeError.BAD_PROBE_ADDR.name and colon and "-" in module:
         return f"; modules have _ in place of -: {module_name(module)}:{function}"
@@ -265,6 +265,11 @@ def _created(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Answer:
     explained = Explanation(kernel, Place(line.text, where, ()), kernel.whole)
     verdict = explained.verdict
     found += _no_parameter(line, where.name, explained.argument_words)
+    found += _not_unique(kernel, line, probe)
+    if probe.place.symbol is None and kernel.has_linked_addresses:
+        steady = place_in_any_boot(probe.address, kernel.tables.kallsyms)
+        message = f"with KASLR, this address is another place at each boot; give {steady}"
+        found.append(Finding("boot-address", False, message, word_column(line.text, 1)))
     for reading in readings(kernel, line, probe, explained):
         found += type_warnings(kernel, reading)
     if probe.place.is_return and explained.never_returns:
@@ -341,6 +346,16 @@ def warn_of_other_insns(checked: Sequence[tuple[PlannedKernel, Sequence[Answer]]
 def _no_place(line: Line) -> Iterator[Finding]:
     if remedy := advice(line.text):
         yield Finding("no-place", False, remedy, word_column(line.text, 1))
+
+
+def _not_unique(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Iterator[Finding]:
+    """Yield a warning if a symbol names several functions, of which the kernel takes the first."""
+    kallsyms = kernel.tables.kallsyms
+    symbols = kallsyms.by_name(probe.place.symbol or "")
+    if len(symbols) > 1:
+        places = ", ".join(place_in_any_boot(each.address, kallsyms) for each in symbols)
+        message = f"{probe.place.symbol} is at {places}, and this kernel probes only the first of them"
+        yield Finding("not-unique", False, message, word_column(line.text, 1))
 
 
 def _cut_name(line: Line, probe: TraceKprobe) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from emulated_kernel.image.kallsyms import Location, Symbol
+from emulated_kernel.image.kallsyms import Kallsyms, Location, Symbol
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.util.fast_dataclass import dataclass
@@ -14,6 +14,8 @@ from kprobefs.common.similar_symbols import nearest_symbols
 
 _INIT = "__init_begin", "__init_end"
 """Symbols at the start and the end of init memory, which is freed after boot."""
+_TEXT = "_stext"
+"""Symbol at the start of the text that can be probed; KASLR moves it together with the text."""
 _PATTERN = re.compile(r"[*?\[]")
 _NUMBER = re.compile(r"0x[0-9a-fA-F]{1,16}|[0-9]{1,20}")
 
@@ -52,6 +54,21 @@ def find_place(text: str, tables: ProbedTables) -> Place:
         raise _not_text(text, address, where, tables)
     passed = symbol if symbol is not None and symbol.address != where.symbol.address else None
     return Place(text, where, others, passed)
+
+
+def place_in_any_boot(address: int, kallsyms: Kallsyms) -> str:
+    """Return a place for an address that the kernel takes in each boot, also if KASLR has moved the kernel.
+
+    It is SYMBOL+OFFSET if the symbol's name is unique. Otherwise the offset is that from the start of the
+    text. For an address that has neither, return the address itself.
+    """
+    where = kallsyms.lookup(address)
+    if where is not None and kallsyms.count_name(where.name) == 1:
+        return f"{where.name}+{where.offset:#x}" if where.offset else where.name
+    start = kallsyms.lookup_name(_TEXT)
+    if where is None or where.module is not None or start is None or kallsyms.count_name(_TEXT) > 1:
+        return f"{address:#x}"
+    return f"{_TEXT}+{address - start:#x}"
 
 
 def module_of(text: str) -> str | None:

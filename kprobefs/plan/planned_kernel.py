@@ -194,6 +194,11 @@ class PlannedKernel:
         return self.has_own_kprobes and self.tables.kallsyms.lookup_name(_RETURN_TRAP) is not None
 
     @property
+    def has_linked_addresses(self) -> bool:
+        """Whether the addresses are those of a distribution's file, which KASLR changes at boot."""
+        return isinstance(self.core, LinuxKernel) and not self.is_dump
+
+    @property
     def has_optprobes(self) -> bool | None:
         """Whether the kernel was built with CONFIG_OPTPROBES; None if its symbols do not say so."""
         return self.judge.subject.has_optprobes

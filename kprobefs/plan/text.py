@@ -7,6 +7,7 @@ from itertools import groupby
 from textwrap import wrap
 
 from emulated_kernel.kprobes.codegen.guest_code import BreakpointKind
+from emulated_kernel.trace.interface import InterfaceRule
 from kprobefs.common.terminal import lines_of
 from kprobefs.measure.coverage_subject import WITH_OPTPROBES
 from kprobefs.measure.verdicts import ProbeOutcome, profile_text
@@ -15,6 +16,7 @@ from kprobefs.plan.arrows import arrows, gutter
 from kprobefs.plan.clones import calls_of_clones
 from kprobefs.plan.explanation import DetourInsn, Explanation, ListedInsn
 from kprobefs.plan.listing import Listing, Row, listing
+from kprobefs.plan.place import place_in_any_boot
 from kprobefs.plan.planned_kernel import ONLY_COUNTED, UNGUARDED
 
 WIDTH = 80
@@ -131,8 +133,12 @@ def answers(explained: Explanation) -> Iterator[tuple[str, list[str]]]:
         where = explained.place.where
         yield "place", [f"outside of {passed.name}, which has {passed.size} bytes: {where}"]
     if explained.place.others:
-        known = ", ".join(f"{each.address:#x}" for each in explained.place.others)
-        yield "name", [f"the kernel refuses it: it also names {known}; give an address instead"]
+        symbols = (explained.symbol, *explained.place.others)
+        kallsyms = explained.kernel.tables.kallsyms
+        known = ", ".join(place_in_any_boot(each.address, kallsyms) for each in symbols)
+        counts = InterfaceRule.SYMBOLS_COUNTED in explained.kernel.interface
+        what = "the kernel refuses it" if counts else "the kernel probes only the first of them"
+        yield "name", [f"not unique, it is at {known}: {what}; give one of these places"]
 
 
 def _verdict(explained: Explanation) -> Iterator[str]:

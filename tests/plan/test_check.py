@@ -583,7 +583,51 @@ def test_names_that_are_cut_ambiguous_or_only_split(
     assert named["findings"] == []
     assert "split.isra.0" in split["findings"][0]["message"]
     assert twice["outcome"] == "EADDRNOTAVAIL"
-    assert len(re.findall("0x[0-9a-f]{16}", twice["findings"][0]["message"])) == 2
+    assert "_stext+" in twice["findings"][0]["message"]
+
+
+def test_places_for_a_name_that_is_not_unique(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The kernel takes the proposed places for each kind of probe, and KASLR changes none of them."""
+    kernel = planned_kernel(None, typed, None, None)
+    (refused,) = check_lines(kernel, [Line("x", 1, "p:x twice")])
+    places = re.findall(r"_stext\+0x[0-9a-f]+", refused.findings[0].message)
+    assert main(["explain", "--image", typed, "twice"]) == 0
+    shown = re.findall(r"_stext\+0x[0-9a-f]+", capsys.readouterr().out)
+    lines = [
+        Line("x", 1, f"{kind} {place}{arg}")
+        for place in places
+        for kind, arg in (("p", " a=$arg1"), ("r", ""))
+    ]
+    answers = check_lines(kernel, lines)
+    assert [answer.outcome for answer in answers] == ["ftrace"] * 4
+    addresses = [symbol.address for symbol in kernel.tables.kallsyms.by_name("twice")]
+    assert [answer.address for answer in answers[::2]] == addresses
+    assert shown == places
+    assert not any(answer.findings for answer in answers)
+
+
+def test_an_older_kernel_probes_the_first_of_several_functions(
+    typed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel = planned_kernel(None, typed, None, "linux-5.10")
+    first, _ = kernel.tables.kallsyms.by_name("twice")
+    (answer,) = check_lines(kernel, [Line("x", 1, "p:x twice")])
+    assert (answer.outcome, answer.address) == ("ftrace", first.address)
+    assert [finding.rule for finding in answer.findings] == ["not-unique"]
+    for profile, is_refused in (("linux-5.10", False), ("linux-6.1", True)):
+        assert main(["explain", "--image", typed, "--profile", profile, "twice"]) == 0
+        assert ("refuses it" in capsys.readouterr().out) is is_refused
+
+
+def test_an_address_belongs_to_one_boot(typed: str) -> None:
+    kernel = planned_kernel(None, typed, None, None)
+    (symbol,) = kernel.tables.kallsyms.by_name("f")
+    for offset, place in ((0, "f"), (5, "f+0x5")):
+        (answer,) = check_lines(kernel, [Line("x", 1, f"p:x {symbol.address + offset:#x}")])
+        (finding,) = answer.findings
+        assert finding.rule == "boot-address"
+        assert finding.message.endswith(f"give {place}")
+    assert not checked(f"p:x {OWN.tables.kallsyms.lookup_name('vfs_read'):#x}")[0].findings
 
 
 def test_a_bare_name_of_a_modules_function_needs_a_line_with_the_module() -> None:
