@@ -182,3 +182,40 @@ def test_a_cold_part_belongs_to_its_function(cold: str, kept: set[str], ends: bo
     values = EntryValues(arch, code, start, {}, is_function=True, has_jump_table=False, cold=cold_part)
     assert {name for name in ("di", "si") if values.at(back).get(name)} == kept
     assert values.returns is not ends
+
+
+@pytest.mark.parametrize(
+    ("arch", "code", "source", "copy", "is_low_half"),
+    [
+        ("x86_64", "4889d3", "dx", "bx", False),  # mov %rdx, %rbx
+        ("x86_64", "89d3", "dx", "bx", True),  # mov %edx, %ebx
+        ("x86_64", "4863da", "dx", "bx", True),  # movslq %edx, %rbx
+        ("arm64", "f50302aa", "x2", "x21", False),  # mov x21, x2
+        ("arm64", "f503022a", "x2", "x21", True),  # mov w21, w2
+        ("arm64", "557c4093", "x2", "x21", True),  # sxtw x21, w2
+        ("riscv64", "b289", "a2", "s3", False),  # mv s3, a2
+        ("riscv64", "9b090600", "a2", "s3", True),  # sext.w s3, a2
+    ],
+)
+def test_copies_of_parameters_are_followed(
+    arch: str, code: str, source: str, copy: str, is_low_half: bool
+) -> None:
+    """A copy of the lower half is a place of a parameter that has at most 32 bits."""
+    text = bytes.fromhex(code)
+    padding = {"x86_64": b"\x90", "arm64": bytes.fromhex("1f2003d5"), "riscv64": bytes.fromhex("0100")}[arch]
+    values = EntryValues(
+        arch_named(arch), text + 4 * padding, 0x1000, {}, is_function=True, has_jump_table=False
+    )
+    found = {place.where: place.is_low_half for place in values.at(0x1000 + len(text))[source]}
+    assert found == {f"%{source}": False, f"%{copy}": is_low_half}
+
+
+@pytest.mark.parametrize("code", ["f5031faa", "f5031f2a"])
+def test_a_zero_is_no_stack_address(code: str) -> None:
+    """Number 31 is zero in `mov x21, xzr` and `mov w21, wzr`; elsewhere it is the stack pointer."""
+    arch = arch_named("arm64")
+    frame = arch.entry_frame(by_interrupt=False)
+    ((_, insn),) = arch.frame_insns(bytes.fromhex(code), 0x1000, switches_stack=False)
+    insn.effect(frame)
+    assert "x21" not in frame.regs
+    assert frame.at("sp") is not None

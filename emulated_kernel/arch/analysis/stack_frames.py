@@ -139,7 +139,10 @@ def add_to_register(to: str, source: str, offset: int = 0) -> Effect:
 
 
 def copy_low_half(to: str, source: str) -> Effect:
-    """Return the effect of copying the lower 32 bits of `source` to `to`, whose upper bits become zero."""
+    """Return the effect of copying the lower 32 bits of `source` to `to`.
+
+    The upper bits of `to` become zero, or copies of the sign.
+    """
 
     def copy(frame: Frame) -> None:
         base, offset = frame.regs.get(source, (CFA, 0))

@@ -12,6 +12,7 @@ from emulated_kernel.arch.analysis.stack_frames import (
     Frame,
     FrameInsn,
     add_to_register,
+    copy_low_half,
     forget_registers,
     load_word,
     store_register,
@@ -30,6 +31,9 @@ _NO_REGISTER = "zero"
 _ADD_IMMEDIATE = Pattern(0x7F000000, 0x11000000)
 _SUB_IMMEDIATE = Pattern(0x7F000000, 0x51000000)
 _MOVE = Pattern(0xFFE0FFE0, 0xAA0003E0)
+_MOVE_LOW_HALF = Pattern(0xFFE0FFE0, 0x2A0003E0)
+_SIGN_EXTEND = Pattern(0xFFFFFC00, 0x93407C00)
+"""Pattern of sxtw, which copies the lower 32 bits of a register and extends their sign."""
 _PAIRS = Pattern(0x3A000000, 0x28000000)
 """Pattern of the instructions that load or store a pair of registers."""
 _SINGLES = Pattern(0x3A000000, 0x38000000)
@@ -80,8 +84,12 @@ def _effect(word: int, switches_stack: bool) -> Effect:
         if rd == insn.SP_OR_ZERO and rn != insn.SP_OR_ZERO and switches_stack:
             return unchanged
         return add_to_register(_NAMES[rd], _NAMES[rn], -value if _SUB_IMMEDIATE.fits(word) else value)
-    if _MOVE.fits(word):
-        return add_to_register(_NAMES[rd], _NAMES[word >> 16 & 31]) if rd < 31 else unchanged
+    source = rn if _SIGN_EXTEND.fits(word) else word >> 16 & 31
+    if insn.SP_OR_ZERO not in (rd, source):
+        if _MOVE.fits(word):
+            return add_to_register(_NAMES[rd], _NAMES[source])
+        if _MOVE_LOW_HALF.fits(word) or _SIGN_EXTEND.fits(word):
+            return copy_low_half(_NAMES[rd], _NAMES[source])
     if _PAIRS.fits(word):
         return _pair(word)
     if _SINGLES.fits(word):

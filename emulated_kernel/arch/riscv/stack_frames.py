@@ -13,6 +13,7 @@ from emulated_kernel.arch.analysis.stack_frames import (
     Frame,
     FrameInsn,
     add_to_register,
+    copy_low_half,
     forget_registers,
     load_word,
     store_register,
@@ -79,6 +80,12 @@ def _effect(insn: RiscvInsn, switches_stack: bool) -> Effect:
         return add_to_register(rd, rs1, insn.immediate)
     if insn.opcode == RiscvOpcode.OP and insn.word >> 25 == 0 and not insn.funct3 and insn.rs1 == ZERO:
         return add_to_register(rd, rs2)  # c.mv
+    if (
+        insn.opcode == RiscvOpcode.OP_IMM_32
+        and not insn.funct3 | insn.immediate
+        and ZERO not in (insn.rd, insn.rs1)
+    ):
+        return copy_low_half(rd, rs1)  # sext.w
     if insn.opcode == RiscvOpcode.STORE:
         return store_register(rs2, rs1, _store_offset(insn), 1 << (insn.funct3 & 3), _WORD)
     if insn.opcode == RiscvOpcode.LOAD and insn.funct3 == _DOUBLE:

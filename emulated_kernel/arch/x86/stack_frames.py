@@ -64,6 +64,7 @@ class _FrameReader:
             Mnemonic.POP: self._popping,
             Mnemonic.LEAVE: self._leaving,
             Mnemonic.MOV: self._move,
+            Mnemonic.MOVSXD: self._move_low_half,
             Mnemonic.LEA: self._address,
             Mnemonic.ADD: partial(self._sum, sign=1),
             Mnemonic.SUB: partial(self._sum, sign=-1),
@@ -174,13 +175,19 @@ class _FrameReader:
         self._pop("bp", frame)
 
     def _move_low_half(self, insn: Any) -> Effect | None:
-        """Return the effect of a 32-bit move between registers of 64 bits; None for another instruction."""
+        """Return the effect of a 32-bit move between registers of 64 bits, or of a move with sign extension.
+
+        Return None for another instruction.
+        """
         from iced_x86 import OpKind, RegisterExt
 
         if self._word != 8 or insn.op0_kind != OpKind.REGISTER or insn.op1_kind != OpKind.REGISTER:
             return None
         to, source = (insn.op_register(operand) for operand in (0, 1))
-        if RegisterExt.size(to) != 4 or not {self._whole(to), self._whole(source)} <= self._numbers.keys():
+        if (
+            RegisterExt.size(source) != 4
+            or not {self._whole(to), self._whole(source)} <= self._numbers.keys()
+        ):
             return None
         return copy_low_half(*(REGISTER_NAMES[self._numbers[self._whole(each)]] for each in (to, source)))
 
