@@ -32,6 +32,7 @@ from emulated_kernel.image.linux.linux_kernel import ReturnThunks
 from emulated_kernel.image.live_image import LiveImage
 from emulated_kernel.kprobes.return_hook.hook_sets import return_place_size
 from emulated_kernel.trace.events.static_event import StaticEvent
+from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError, UnusableFile
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
@@ -39,6 +40,7 @@ from emulated_kernel.vfs.mount import Mount
 from kprobefs.measure.coverage_subject import Subject
 from kprobefs.measure.verdicts import Judge
 from kprobefs.plan.planned_kernel import planned_kernel
+from tests import own_thread
 from tests.guests.linux import core_dump, debian_kernel
 from tests.guests.linux.files import Files
 from tests.guests.linux.parts import calls_of, guest_of
@@ -446,8 +448,11 @@ def test_formats_name_enumerators_of_the_module(shell: Files, engine: LinuxEngin
 
 
 @pytest.mark.parametrize("suite", share(SUITES, 1, 2))
-def test_modules_of_a_dump(suite: str, tmp_path: Path) -> None:
-    """Modules of a dump are known when the dump is mounted: their functions can be called and probed."""
+def test_modules_of_a_dump(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of a dump are known when the dump is mounted: their functions can be called and probed.
+
+    No thread holds the control lock while the dump is mounted.
+    """
     running = debian_kernel.mount(suite=suite)
     files = Files(running, CLIENT)
     files.write("/machine/modules", f"load {NLS}\n")
@@ -455,7 +460,9 @@ def test_modules_of_a_dump(suite: str, tmp_path: Path) -> None:
     core_dump.dump_of(guest_of(running).tasks, tmp_path / "core", has_info=True)
     running.close()
     guest, kernel = started_core(str(tmp_path / "core"))
-    core = vmcore_mount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
+    with monkeypatch.context() as strict:
+        strict.setattr(ControlLock, "assert_held", own_thread.assert_held)
+        core = vmcore_mount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
     dump = Files(core, CLIENT)
     try:
         assert of_modules(dump.read("/machine/kallsyms").splitlines()) == known

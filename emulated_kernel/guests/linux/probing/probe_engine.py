@@ -184,9 +184,10 @@ class KernelEngine:
         """
         self._modules.follow(points.keys)
         events = ModuleEvents(self.machine, self.kernel, points, tracing.system.events, self._modules.loaded)
-        for module in loaded:
-            tracing.functions.module_added(module.name, module.mcount)
-            events.came(module)
+        with self.lock:
+            for module in loaded:
+                tracing.functions.module_added(module.name, module.mcount)
+                events.came(module)
         return events
 
     def _caller(self) -> Callable[[int], int] | None:
