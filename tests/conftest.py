@@ -86,7 +86,7 @@ count_no_pauses()
 
 @pytest.fixture
 def strict_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check the control lock as programs outside of tests do."""
+    """Let assert_held() fail without the control lock in the main thread, too, as outside of tests."""
     monkeypatch.setattr(ControlLock, "assert_held", own_thread.assert_held)
 
 

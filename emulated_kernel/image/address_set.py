@@ -98,7 +98,7 @@ class EntryTable(Sequence[Entry]):
 
 
 def firsts_in_order(entries: Iterable[tuple[int, *tuple[object, ...]]]) -> Sequence[int]:
-    """Return the first address of each entry of a table in ascending order."""
+    """Return the first addresses of all entries in ascending order."""
     return entries.firsts if isinstance(entries, EntryTable) else sorted([entry[0] for entry in entries])
 
 

@@ -549,10 +549,10 @@ class Mount:
 
 
 def _informed(fs: FileSystem, client: Callable[[], Client]) -> Callable[[], Client]:
-    """Return a function that returns the client of a getattr() with the facts about its process.
+    """Return `client`, or a function that also returns the facts about the client's process.
 
-    If the file system sees lookups, call FileSystem.informed() now, while the control lock is free, because
-    this call can take 0.2 s. For other file systems, return `client` unchanged.
+    Only file systems that see lookups need these facts. They are read now, while the control lock is free,
+    because the read can take 0.2 s.
     """
     if not fs.sees_lookups:
         return client

@@ -96,7 +96,7 @@ def uprobes(shell: Shell, number: int) -> Iterator[Step]:
 
 
 def switching_triggers(shell: Shell, number: int) -> Iterator[Step]:
-    """Let one event switch many others."""
+    """Add to one event triggers that enable many other events, and remove the triggers."""
     shell.write(DYNAMIC, "p:base gcd\n" + "".join(f"p:e{each} int_sqrt\n" for each in range(number)))
     for sign in ("", "!"):
         switch = partial("{}enable_event:kprobes:e{}\n".format, sign)

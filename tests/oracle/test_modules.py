@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not LISTS.exists(), reason=f"no recorded answers
 class Replay:
     """The recorded steps, repeated in a kernel of kprobefs.
 
-    The return probe is left out if the kernel has none.
+    The return probe is left out if the kernel refuses return probes.
     """
 
     def __init__(self, kernel: Kernel) -> None:

@@ -28,7 +28,11 @@ SHOWN = 20
 
 @dataclass
 class Comparison:
-    """Numbers of answers of one kind and of those that agree, and descriptions of the first differences."""
+    """Result of a comparison of answers of one kind.
+
+    It has the number of all answers, the number of answers that agree, and descriptions of the first that
+    differ.
+    """
 
     total: int = 0
     agree: int = 0

@@ -1,9 +1,9 @@
 """x86 decoder with the results of Linux's decoder: lengths, and fields that Linux's probe rules use.
 
 iced-x86 decodes what the processor executes; this decoder reproduces what Linux reads. The two decoders
-differ in bytes that are not code, since Linux gives a length to opcodes that don't exist. They also differ
-in the opcode byte of a VEX instruction. The byte is an opcode of another map, but Linux's rules compare it
-with one-byte opcodes.
+differ in bytes that are not code, since Linux gives a length to opcodes that don't exist. For a VEX
+instruction, this decoder gives the opcode byte without its map. As in Linux, probe rules compare this byte
+with one-byte opcodes, although it belongs to another map.
 """
 
 from __future__ import annotations

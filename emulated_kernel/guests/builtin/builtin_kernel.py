@@ -116,7 +116,10 @@ class BuiltinKernel(TaskStacks):
         self._stacks = StackScanner(lambda: self._reader("stacks"), symbols, abi, machine)
 
     def _reader(self, what: str) -> GuestReader:
-        """Return a new reader of guest memory, with its own limits; `what` names the data for reports."""
+        """Return a new reader of guest memory, whose limits of steps and bytes start afresh.
+
+        `what` names the structure in reports of damage.
+        """
         return GuestReader(self._memory, what, self.damage)
 
     def _module_reader(self) -> ModuleReader:

@@ -479,7 +479,7 @@ class Optimizer:
                 del self.optimizing[head]
 
     def _finish_stages_of(self, head: AggrKprobe) -> None:
-        """Complete an optimization or unoptimization whose last step of patching was written."""
+        """Complete the optimization or unoptimization of `head`, whose last step of patching is done."""
         if head in self.optimizing:
             del self.optimizing[head]
             self._is_written(head)

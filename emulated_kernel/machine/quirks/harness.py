@@ -211,7 +211,10 @@ def _search(pointer: int, pattern: bytes, size: int) -> Iterator[int]:
 
 
 def _follows_api(engine: Engine, cpu: CpuModel, address: int) -> bool:
-    """Return True if the registers at `address` are live: the API writes them, and reads their changes."""
+    """Return True if Unicorn keeps the registers at the host address `address`.
+
+    In that case, reg_write() changes this memory, and reg_read() returns what is stored there.
+    """
     state = (ctypes.c_uint64 * (cpu.ip_slot + 1)).from_address(address)
     first, *_, ip = cpu.registers.values()
     for register, slot in ((first, 0), (ip, cpu.ip_slot)):

@@ -70,7 +70,7 @@ class CallFlag(IntFlag):
 
 
 class CallKind(Enum):
-    """Treatment of calls of a function by the tracer. Functions of one kind share their guest code."""
+    """How the tracer treats the calls of a function. Functions of one kind share their guest code."""
 
     PLAIN = auto()
     CHOSEN = auto()

@@ -107,7 +107,7 @@ class _Names:
         self._room = MAX_BTF_ARGS_LEN
 
     def take(self, index: int, type_name: str) -> str:
-        """Return the name of the parameter with an index, with `type_name` (`:TYPE`) appended.
+        """Return the name of parameter `index`, followed by `type_name` (`:TYPE`).
 
         Raises: KernelError ENOENT (no such parameter), E2BIG (no room); both are logged.
         """

@@ -312,7 +312,7 @@ def fetch_types(word_size: int, interface: Interface) -> dict[str, FetchType]:
 
 
 def find_fetch_type(name: str | None, word_size: int, interface: Interface) -> FetchType | None:
-    """Return the type with a name, or None if there is no such type. The name None means the default type.
+    """Return the type called `name`, or None if it is unknown. If `name` is None, return the default type.
 
     A bitfield type `bN@O/SIZE` is stored as uSIZE.
     Mirrors: kernel/trace/trace_probe.c:find_fetch_type (v6.1).

@@ -70,7 +70,7 @@ class ProbeTraceEvent(TraceEvent):
         return self.first_probe.kind if self._probes else None
 
     def add_probe(self, probe: TraceProbe) -> None:
-        """Add a probe, which differs from each other probe of the event."""
+        """Add a probe to the event. Precondition: the event has no equal probe; see has_same()."""
         if not self._probes:
             self._probes = (probe,)
             return

@@ -159,7 +159,7 @@ class RingMemory:
         return (self.pages if self.control is None else self.control).cast("B")[:CONTROL_SIZE]
 
     def moved_to(self, pages: RingMemory) -> RingMemory:
-        """Return a copy of `pages` that has the control block of this memory."""
+        """Return a description of the memory `pages` with the control block of this one; copy no bytes."""
         return replace(pages, control=self.control, control_at=self.control_at)
 
 

@@ -141,7 +141,7 @@ def _is_pad(engine: LinuxEngine, address: int) -> bool:
 
 
 class GuestCounters:
-    """Counts of hits in guest memory, to which handlers that are guest code add."""
+    """Counters in guest memory, one for each probe. Handlers in guest code increment them at hits."""
 
     def __init__(self, engine: LinuxEngine, addresses: Sequence[int]) -> None:
         self._machine = engine.machine

@@ -60,7 +60,7 @@ def counts(mount: Mount) -> dict[str, tuple[int, int]]:
 
 
 class KernelTests:
-    """Tests of a kernel with its clients' tasks."""
+    """Base class of the tests of a processor's kernel, which need no probes of kprobefs."""
 
     compiler: ClassVar[bytes]
     """Part of /proc/version that names the processor."""

@@ -51,7 +51,10 @@ def test_the_first_with_room(places: dict[str, int]) -> None:
 
 
 def test_holes_take_room_in_memory(places: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On tmpfs, holes need room, too: a process that reads a mapped hole is killed if memory is used up."""
+    """On tmpfs, a file is refused if there is no room for its holes.
+
+    A process that reads a mapped hole is killed if memory is used up.
+    """
     named = next(iter(places))
     places[named] = 200 * MB
     monkeypatch.setattr(spill_file, "_file_system", lambda _device: "tmpfs")

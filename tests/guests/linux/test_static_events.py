@@ -71,8 +71,9 @@ def test_lists_are_those_of_its_own_tracefs(name: str, linux: Mount, ours: Mount
 
 
 def test_system_calls_that_have_events_are_its_own_tracefs_s(linux: Mount, ours: Mount) -> None:
-    """The same system calls have events as in the kernel's own tracefs. The call for unused numbers
-    has none.
+    """The system calls with events are those that have events in the kernel's own tracefs.
+
+    sys_ni_syscall() has no events.
     """
     calls = [
         {name for name in read(mount, "/tracing/available_events").split() if name.startswith("syscalls:")}

@@ -1,6 +1,7 @@
 """Typecasts in event probes, `(STRUCT)FIELD->FIELD` of Linux 7.2, on kprobefs's own kernel.
 
-The texts and columns are those of Debian's 7.2.13; tests/oracle/inside/ compares more definitions.
+The texts and columns of the errors are those of Debian's 7.2.13; tests/oracle/inside/ compares more
+definitions.
 """
 
 from __future__ import annotations

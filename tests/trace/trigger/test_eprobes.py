@@ -127,9 +127,7 @@ def test_entries(kernel: TriggerKernel) -> None:
 def test_strings_of_its_event_are_memory(
     kernel: TriggerKernel, type_: str, argument: str, shown: str
 ) -> None:
-    """A string in the record of the attached event is fetched as memory: the value of the field is the
-    string's address.
-    """
+    """The value of a string field of the attached event is the string's address in the event's record."""
     kernel.synthetic.write(f"text u64 ptr; pid_t pid; {type_}\n".encode())
     _write(kernel, f"e:ep synthetic.text x={argument}")
     event, source = kernel.kernel.events.registry.find("eprobes", "ep"), kernel.synthetic.find("text")

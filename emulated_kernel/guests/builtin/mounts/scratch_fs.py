@@ -69,7 +69,8 @@ class ScratchFile(FileDescription):
     def informed(self, client: Client) -> Client:
         """Return the client with the facts that a read or write needs; see FileDescription.
 
-        The offset of a read or write can also reveal an earlier lseek(2), a call of the kind Calls.NAMES.
+        The facts of all kinds of calls are needed, because the offset can reveal an earlier lseek(2), which
+        is of the kind Calls.NAMES.
         """
         return self.fs.calls.informed(client, Calls.ALL)
 
