@@ -18,6 +18,7 @@ WARNINGS = {
     "type-size": "A fetch argument reads fewer or more bits than the value has.",
     "type-sign": "A fetch argument shows a signed value as unsigned, or an unsigned value as signed.",
     "no-parameter": "A fetch argument $argN reads a register or stack word that no parameter takes.",
+    "no-result": "A fetch argument $retval reads the result of a function that has none.",
     "no-member": "A fetch argument reads a structure at an offset at which no member begins.",
     "no-pointer": "A fetch argument dereferences a value whose type is no pointer.",
     "no-place": "A definition has no place, or a source line as its place.",
@@ -33,6 +34,8 @@ WARNINGS = {
     "never-returns": "The function of a return probe never returns.",
     "no-records": "The kernel counts the probe's hits, but records none of them.",
     "other-instruction": "The same symbol and offset is another instruction in some of the kernels.",
+    "other-parameter": "A parameter or result has another name or type in some of the kernels.",
+    "other-member": "The same offset is another member in some of the kernels.",
     "patched-by-ftrace": "The kernel accepts the probe at an instruction that ftrace patches.",
     "takes-jump": "A probe lies in the instructions that the jump of another probe would replace.",
 }
@@ -49,6 +52,24 @@ class Finding:
     message: str
     column: int | None = None
     """Column in the line's text, from 0 on; None if the finding is about the whole line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What a fetch argument reads, by the kernel's types, to compare it with other kernels."""
+
+    arg: str
+    """Name of the fetch argument."""
+    column: int
+    """Column of the fetch argument in the line."""
+    base: str
+    """The parameter or result from which the argument starts, as the argument names it: `$arg1`."""
+    declared: str
+    """Declaration of the parameter or result in C."""
+    kind: tuple[str, str]
+    """Name and type of the parameter, without names of types that differ between versions of Linux."""
+    members: tuple[frozenset[str], ...]
+    """For each dereference, as far as types are known, the names of the members that begin at its offset."""
 
 
 @dataclass(slots=True)
@@ -76,6 +97,8 @@ class Answer:
     """The probed instruction as text; "" for a place without offset and address, or without a probe."""
     probe: TraceKprobe | None = None
     """The probe that the line has created; None if it has created none."""
+    reads: list[Read] = field(default_factory=list)
+    """What the fetch arguments read that start from a parameter or the result."""
     unloaded: str = ""
     """Outcome while the modules that the lines name are not loaded; "" if the outcome is the same."""
     extended: str | None = None

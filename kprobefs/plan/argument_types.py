@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from emulated_kernel.image.linux.btf import Btf, Kind
-from emulated_kernel.image.linux.btf_declaration import Parameter, declaration
+from emulated_kernel.image.linux.btf_declaration import Parameter, declaration, type_kind
 from emulated_kernel.image.linux.btf_members import (
     ScalarMember,
     is_address,
@@ -23,7 +23,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.lazy_pattern import lazy_pattern
 from emulated_kernel.util.similar_names import SHOWN
 from kprobefs.definitions.syntax import Line, word_column
-from kprobefs.plan.answer import Finding
+from kprobefs.plan.answer import Finding, Read
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.planned_kernel import PlannedKernel
 
@@ -93,20 +93,28 @@ def _offset(text: str) -> int:
     return ((kstrtol(number) + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
 
 
-def type_warnings(kernel: PlannedKernel, reading: Reading) -> Iterator[Finding]:
-    """Yield warnings about a fetch argument whose type or offsets differ from the kernel's types."""
-    warning = None
-    if not reading.offsets:
-        warning = _scalar(reading.arg, reading.parameter, reading.type)
-    elif kernel.btf is not None:
-        warning = _Walk(kernel, kernel.btf, reading).warning()
-    if warning is not None:
-        rule, message = warning
-        yield Finding(rule, False, message, reading.column)
+def follow(kernel: PlannedKernel, reading: Reading) -> tuple[Read, Finding | None]:
+    """Return what a fetch argument reads, and a warning if its type or offsets differ from the types."""
+    btf = kernel.btf
+    assert btf is not None, "only BTF has parameters"
+    parameter = reading.parameter
+    walk = _Walk(kernel, btf, reading)
+    warning = walk.warning() if reading.offsets else _scalar(reading.arg, parameter, reading.type)
+    read = Read(
+        reading.arg.name,
+        reading.column,
+        reading.base,
+        declaration(btf, parameter.type_id, parameter.name),
+        (parameter.name, type_kind(btf, parameter.type_id)),
+        tuple(walk.members),
+    )
+    return read, None if warning is None else Finding(warning[0], False, warning[1], reading.column)
 
 
 def _scalar(arg: ProbeArg, parameter: Parameter, kind: str) -> tuple[str, str] | None:
     wanted = parameter.fetch_type
+    if parameter.type == "void":
+        return "no-result", f"{arg.name} is undefined: the function has no result"
     if not wanted or arg.type.is_dynamic or arg.count or kind.startswith(("b", "sym")):
         return None
     name = f"{parameter.name or 'the result'} ({parameter.type})"
@@ -141,6 +149,8 @@ class _Walk:
         self._btf = btf
         self._reading = reading
         self._name = reading.arg.name
+        self.members: list[frozenset[str]] = []
+        """For each dereference that was followed, the names of the members that begin at its offset."""
 
     def warning(self) -> tuple[str, str] | None:
         """Return rule and message of the first dereference that differs from the types; None if none does.
@@ -185,6 +195,7 @@ class _Walk:
             else:
                 return (), None
         if begin := [each for each in found if not each.member.skipped]:
+            self.members.append(frozenset(each.name for each in begin))
             return begin, None
         return (), ("no-member", self._no_member(targets[0] or 0, offset, found))
 

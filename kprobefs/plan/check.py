@@ -27,7 +27,7 @@ from kprobefs.definitions.syntax import (
 )
 from kprobefs.measure.verdicts import ProbeOutcome
 from kprobefs.plan.answer import PENDING, REMOVED, UNCHECKED, Answer, Finding
-from kprobefs.plan.argument_types import readings, type_warnings
+from kprobefs.plan.argument_types import follow, readings
 from kprobefs.plan.arguments import changed_parameters
 from kprobefs.plan.check_settings import SettingChecks
 from kprobefs.plan.clones import calls_of_clones
@@ -52,8 +52,6 @@ _MODULE = re.compile(r"[A-Za-z_]\w*")
 """Pattern for the name of a module, as the kernel has it."""
 _STUB = "__probestub_"
 """Beginning of the name of a function that has a tracepoint's parameters."""
-_OPERAND_ADDRESS = re.compile(r"(?<=[\w.])\+0x[0-9a-f]+|\b0x[0-9a-f]{6,}\b")
-"""Pattern for the part of an instruction's text that differs between builds: an offset or an address."""
 
 
 def check_lines(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
@@ -270,8 +268,11 @@ def _created(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Answer:
         steady = place_in_any_boot(probe.address, kernel.tables.kallsyms)
         message = f"with KASLR, this address is another place at each boot; give {steady}"
         found.append(Finding("boot-address", False, message, word_column(line.text, 1)))
+    reads = []
     for reading in readings(kernel, line, probe, explained):
-        found += type_warnings(kernel, reading)
+        read, warning = follow(kernel, reading)
+        reads.append(read)
+        found += [warning] if warning is not None else []
     if probe.place.is_return and explained.never_returns:
         message = f"{where.name} never returns, so the probe is never hit"
         found.append(Finding("never-returns", False, message, word_column(line.text, 1)))
@@ -290,6 +291,7 @@ def _created(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Answer:
     answer.address = probe.address
     answer.traps_at_return = probe.place.is_return and kernel.traps_at_return
     answer.probe = probe
+    answer.reads = reads
     if probe.place.offset or probe.place.symbol is None:
         answer.insn = explained.insn_text
     if explained.extended is not None:
@@ -314,30 +316,6 @@ def _find_taken_jumps(answers: Sequence[Answer]) -> None:
         message = f"this probe prevents the jump of the probe of line {answer.line.number}"
         answer.findings.append(Finding("takes-jump", False, answer.reason))
         other.findings.append(Finding("takes-jump", False, message))
-
-
-def warn_of_other_insns(checked: Sequence[tuple[PlannedKernel, Sequence[Answer]]]) -> None:
-    """Warn about each place at which several kernels have different instructions, in all of their answers.
-
-    `checked`: each kernel with its answers to the same lines. An offset belongs to one build of a kernel; in
-    another build, the probe is elsewhere in the function.
-    """
-    for row in zip(*(answers for _, answers in checked), strict=True):
-        kernels: dict[str, list[str]] = {}
-        shown: dict[str, str] = {}
-        for (kernel, _), answer in zip(checked, row, strict=True):
-            if answer.insn:
-                kind = _OPERAND_ADDRESS.sub("", answer.insn)
-                kernels.setdefault(kind, []).append(kernel.title)
-                shown.setdefault(kind, answer.insn)
-        if len(kernels) < 2:
-            continue
-        texts = (f"{shown[kind]} in {', '.join(dict.fromkeys(kernels[kind]))}" for kind in kernels)
-        message = f"not the same instruction in all kernels: {'; '.join(texts)}"
-        for answer in row:
-            if answer.insn:
-                column = word_column(answer.line.text, 1)
-                answer.findings.append(Finding("other-instruction", False, message, column))
 
 
 # Warnings

@@ -20,7 +20,8 @@ from kprobefs.definitions.syntax import SETTING, Line, read_lines
 from kprobefs.measure.verdicts import ProbeOutcome, profile_text
 from kprobefs.mount_options import KPROBES
 from kprobefs.plan.answer import PENDING, UNCHECKED, Answer, Finding
-from kprobefs.plan.check import check_lines, warn_of_other_insns
+from kprobefs.plan.check import check_lines
+from kprobefs.plan.differences import warn_of_differences
 from kprobefs.plan.planned_kernel import PlannedKernel, planned_kernel
 from kprobefs.plan.sarif import sarif_log
 
@@ -80,7 +81,7 @@ def run(
         lines = list(read_lines(path, text))
         settings = sum(map(_is_setting, lines))
         answers = tuple((each, _checked(each, lines)) for each in kernels)
-        warn_of_other_insns(answers)
+        warn_of_differences(answers)
         found.append(CheckedFile(path, text, settings, answers))
     if form == "json":
         print(json.dumps([_as_dict(each) for each in found], indent=1))

@@ -356,10 +356,11 @@ def test_a_return_probe_that_is_never_hit(function: str) -> None:
 # A kernel with types
 
 
-def kernel_with_types(tmp_path: Path, body: bytes = BODY) -> str:
+def kernel_with_types(tmp_path: Path, body: bytes = BODY, *, is_later: bool = False) -> str:
     """Write a made kernel with BTF and return its path.
 
     The kernel's function int f(int number, unsigned long size, struct pair *pair) consists of `body`.
+    `is_later`: in this version, the members of struct pair and two parameters of g() have changed places.
     """
     source = made.Kernel()
     at = source.function("f", CALL_FENTRY + body + b"\xc3")
@@ -374,11 +375,13 @@ def kernel_with_types(tmp_path: Path, body: bytes = BODY) -> str:
     btf = made.Btf()
     number = btf.add(1, "int", 4, (1 << 24 | 32).to_bytes(4, "little"))
     size = btf.add(1, "unsigned long", 8, (64).to_bytes(4, "little"))
-    pair = btf.structure("pair", 16, ("first", number, 0), ("second", size, 8))
+    members = ("first", number, 8 * is_later), ("second", size, 8 * (not is_later))
+    pair = btf.structure("pair", 16, *sorted(members, key=lambda member: member[2]))
     pointer = btf.add(2, "", pair)
     proto = btf.prototype(number, ("number", number), ("size", size), ("pair", pointer))
     btf.add(12, "f", proto)
-    add_nodes(btf, number, size, pair)
+    add_nodes(btf, number, size, pair, is_later=is_later)
+    btf.add(12, "whole", btf.prototype(0))
     btf.add(12, "many", btf.prototype(number, ("number", number), ("", 0)))
     stub = btf.prototype(0, ("__data", pointer), ("number", number), ("size", size))
     btf.add(12, "__probestub_event", stub)
@@ -389,7 +392,7 @@ def kernel_with_types(tmp_path: Path, body: bytes = BODY) -> str:
     return str(file)
 
 
-def add_nodes(btf: made.Btf, number: int, size: int, pair: int) -> None:
+def add_nodes(btf: made.Btf, number: int, size: int, pair: int, *, is_later: bool) -> None:
     """Add struct node *g(struct node *node, loff_t length, char **names, void *any, unsigned long word)."""
     letter = btf.add(1, "char", 1, (1 << 24 | 8).to_bytes(4, "little"))
     text = btf.add(2, "", letter)
@@ -410,7 +413,9 @@ def add_nodes(btf: made.Btf, number: int, size: int, pair: int) -> None:
     )  # fmt: skip
     names = btf.add(2, "", text)
     btf.structure("part", 24, ("pair", pair, 0), ("more", number, 16), ("last", number, 20))
-    words = ("node", to_node), ("length", length), ("names", names), ("any", anything), ("word", size)
+    words = [("node", to_node), ("length", length), ("names", names), ("any", anything), ("word", size)]
+    if is_later:
+        words[1:3] = reversed(words[1:3])
     btf.add(12, "g", btf.prototype(to_node, *words))
     assert node == label + 3
 
@@ -568,6 +573,12 @@ def test_the_type_of_a_result(typed: str, kind: str, rules: list[str]) -> None:
     kernel = planned_kernel(None, typed, None, None)
     (answer,) = check_lines(kernel, [Line("x", 1, f"r:x f ret=$retval:{kind}")])
     assert [finding.rule for finding in answer.findings] == rules
+
+
+def test_a_function_without_a_result(typed: str) -> None:
+    for line, rules in (("r whole a=$retval", ["no-result"]), ("r f a=$retval:s32", []), ("r whole", [])):
+        (answer,) = check_lines(planned_kernel(None, typed, None, None), [Line("x", 1, line)])
+        assert [finding.rule for finding in answer.findings if finding.rule != "other-calls"] == rules
 
 
 def test_names_that_are_cut_ambiguous_or_only_split(
@@ -825,6 +836,45 @@ def test_a_place_that_is_another_instruction_in_one_of_the_kernels(
     text = capsys.readouterr().out
     assert text.count("[other-instruction]") == 1
     assert len(re.findall(r":2\s+\(1,\s+3\):\s+error:\s+EILSEQ:", text)) == text.count("EILSEQ:") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "rules"),
+    [
+        ("p f a=$arg1:s32 b=$arg2 c=$arg3", [[], []]),
+        ("p f a=+0($arg3):s32", [["other-member"], ["type-size", "other-member"]]),
+        ("p f a=+4($arg3):x8[4]", [["no-member"], ["no-member"]]),
+        ("p f a=+12($arg3):x8[4]", [["no-member"], ["no-member"]]),
+        ("p g a=+0(+8($arg1)):x8[2]", [["other-member"], ["other-member"]]),
+        ("p g a=+16($arg1) b=+0(+64($arg1)):x8[2]", [[], []]),
+        ("p g a=+40(+64($arg1)):x64", [[], []]),
+        ("p g a=$arg4 b=$arg5", [[], []]),
+        ("p g a=$arg2 b=%si c=$arg2:s64", [["other-parameter"] * 2] * 2),
+        ("p g a=+0($arg2):x8[2]", [["no-pointer", "other-parameter"], ["other-parameter"]]),
+        ("r g a=$retval b=+0($retval):s32", [[], []]),
+    ],
+)
+def test_lines_that_mean_other_things_in_one_of_the_kernels(
+    typed: str, line: str, rules: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second kernel has other parameters and members; a kernel that differs from none has no warning."""
+    (tmp_path / "later").mkdir()
+    later = kernel_with_types(tmp_path / "later", is_later=True)
+    file = tmp_path / "x.probes"
+    file.write_text(f"{line}\n")
+
+    def found(*images: str) -> list[list[str]]:
+        assert (
+            main(["check", str(file), *[word for image in images for word in ("--image", image)], "--json"])
+            == 0
+        )
+        (checked,) = json.loads(capsys.readouterr().out)
+        answers = [each["lines"][0] for each in checked["kernels"]]
+        return [[finding["rule"] for finding in answer["findings"]] for answer in answers]
+
+    assert found(typed, later) == rules
+    differences = [[rule for rule in each if not rule.startswith("other-")] for each in rules]
+    assert found(typed, typed) == [differences[0]] * 2
 
 
 def test_the_kernels_own_kprobes_leave_no_choice(

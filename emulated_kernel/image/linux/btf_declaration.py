@@ -94,6 +94,26 @@ def declaration(btf: Btf, number: int, name: str = "", limit: StepLimit | None =
     return f"{base} {name}".rstrip() if name and not name.startswith("[") else base + name
 
 
+def type_kind(btf: Btf, number: int) -> str:
+    """Return a text that is the same for equal types of several kernels: without typedefs and qualifiers.
+
+    `char` is signed in the BTF of Linux before 6.2, and unsigned in later ones; it has its own text.
+    """
+    stars = ""
+    for _ in range(_MAX_TYPES):
+        resolved = btf.resolve(number)
+        kind = btf.type(resolved)
+        if kind.kind is not Kind.PTR:
+            break
+        stars += "*"
+        number = kind.size_or_type
+    name = btf.name(resolved)
+    if kind.kind is Kind.INT and name not in ("char", "_Bool"):
+        signed, bits = btf.int_encoding(resolved)
+        name = f"{'s' if signed else 'u'}{bits}"
+    return f"{name or kind.kind.name.lower()}{stars}"
+
+
 def _parameter_list(btf: Btf, members: tuple[Member, ...], limit: StepLimit) -> str:
     texts = [
         declaration(btf, member.type, member.name, limit) if member.type or member.name else "..."

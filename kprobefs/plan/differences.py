@@ -1,0 +1,96 @@
+"""Warnings about lines that mean different things in several kernels: instructions, parameters, members."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+from kprobefs.definitions.syntax import word_column
+from kprobefs.plan.answer import Answer, Finding, Read
+from kprobefs.plan.planned_kernel import PlannedKernel
+
+_OPERAND_ADDRESS = re.compile(r"(?<=[\w.])\+0x[0-9a-f]+|\b0x[0-9a-f]{6,}\b")
+"""Pattern for the part of an instruction's text that differs between builds: an offset or an address."""
+
+Row = Sequence[tuple[PlannedKernel, Answer]]
+"""The answers of several kernels to one line."""
+
+
+def warn_of_differences(checked: Sequence[tuple[PlannedKernel, Sequence[Answer]]]) -> None:
+    """Add warnings to the answers to each line that does not mean the same in several kernels.
+
+    `checked`: each kernel with its answers to the same lines. All kernels to which a warning belongs get it.
+    """
+    kernels = [kernel for kernel, _ in checked]
+    for answers in zip(*(answers for _, answers in checked), strict=True):
+        row = list(zip(kernels, answers, strict=True))
+        for those, finding in (*_other_insns(row), *_other_parameters(row), *_other_members(row)):
+            for answer in those:
+                answer.findings.append(finding)
+
+
+def _other_insns(row: Row) -> Iterator[tuple[Sequence[Answer], Finding]]:
+    """Yield a warning if the line's place is not the same instruction in all kernels.
+
+    An offset belongs to one build of a kernel; in another build, the probe is elsewhere in the function.
+    """
+    known = [(kernel, answer) for kernel, answer in row if answer.insn]
+    texts = [(kernel, _OPERAND_ADDRESS.sub("", answer.insn), answer.insn) for kernel, answer in known]
+    if which := _which(texts):
+        message = f"not the same instruction in all kernels: {which}"
+        column = word_column(known[0][1].line.text, 1)
+        yield [answer for _, answer in known], Finding("other-instruction", False, message, column)
+
+
+def _other_parameters(row: Row) -> Iterator[tuple[Sequence[Answer], Finding]]:
+    """Yield a warning about each parameter, or result, that the kernels declare differently."""
+    for base, known in _by(row, lambda read: read.base).items():
+        if which := _which([(kernel, read.kind, read.declared) for kernel, _, read in known]):
+            message = f"the kernels declare {base} differently: {which}"
+            finding = Finding("other-parameter", False, message, known[0][2].column)
+            yield [answer for _, answer, _ in known], finding
+
+
+def _other_members(row: Row) -> Iterator[tuple[Sequence[Answer], Finding]]:
+    """Yield a warning about each fetch argument whose offsets are not the same members in all kernels.
+
+    A fetch argument whose parameter differs is left out. Members that share an offset, in a union, count as
+    the same if one of them is in all kernels.
+    """
+    for known in _by(row, lambda read: read.arg).values():
+        if len({read.kind for _, _, read in known}) > 1:
+            continue
+        for step in range(max(len(read.members) for _, _, read in known)):
+            found = [each for each in known if step < len(each[2].members)]
+            if frozenset.intersection(*(read.members[step] for _, _, read in found)):
+                continue
+            names = [(kernel, name := min(read.members[step]), name) for kernel, _, read in found]
+            message = f"{found[0][2].arg} reads other members in some kernels: {_which(names)}"
+            finding = Finding("other-member", False, message, found[0][2].column)
+            yield [answer for _, answer, _ in found], finding
+            break
+
+
+def _by(row: Row, key: Callable[[Read], str]) -> dict[str, list[tuple[PlannedKernel, Answer, Read]]]:
+    """Return key -> kernels, with the answer and the first fetch argument of the line that has the key."""
+    found: dict[str, list[tuple[PlannedKernel, Answer, Read]]] = {}
+    for kernel, answer in row:
+        first = {key(read): read for read in reversed(answer.reads)}
+        for name, read in first.items():
+            found.setdefault(name, []).append((kernel, answer, read))
+    return found
+
+
+def _which(texts: Sequence[tuple[PlannedKernel, object, str]]) -> str:
+    """Return the texts that differ, each with its kernels; "" if they do not differ.
+
+    Each item of `texts` is a kernel, what is compared, and the text that is shown for it.
+    """
+    titles: dict[object, dict[str, None]] = {}
+    shown: dict[object, str] = {}
+    for kernel, kind, text in texts:
+        titles.setdefault(kind, {})[kernel.title] = None
+        shown.setdefault(kind, text)
+    if len(titles) < 2:
+        return ""
+    return "; ".join(f"{shown[kind]} in {', '.join(those)}" for kind, those in titles.items())
