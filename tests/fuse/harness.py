@@ -99,7 +99,9 @@ def is_alive(pid: int) -> bool:
 def kill_with_children(pid: int) -> None:
     """Kill a daemon and its child processes, one of which would unmount after the daemon's end."""
     for each in (*Path(f"/proc/{pid}/task/{pid}/children").read_text().split(), pid):
-        os.kill(int(each), signal.SIGKILL)
+        # A process that reads a client's memory may have ended meanwhile.
+        with suppress(ProcessLookupError):
+            os.kill(int(each), signal.SIGKILL)
 
 
 def environment() -> dict[str, str]:

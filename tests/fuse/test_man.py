@@ -14,7 +14,7 @@ from emulated_kernel.kernel.api import Kernel
 from kprobefs.cli.main import main
 from kprobefs.cli.parser import BENCH_OPTIONS
 from kprobefs.common.errors import ExitStatus
-from tests.fuse.harness import ROOT
+from tests.fuse.harness import PATIENCE, ROOT
 
 PAGES = ROOT / "docs" / "man"
 
@@ -106,7 +106,7 @@ def test_groff_finds_no_fault(page: str) -> None:
         ["groff", "-man", "-ww", "-z", "-Tutf8", str(PAGES / page)],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=PATIENCE,
         check=False,
     )
     assert (result.returncode, result.stderr) == (0, "")

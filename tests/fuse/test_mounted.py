@@ -31,7 +31,7 @@ def shell(command: str, mounted: Daemon) -> subprocess.CompletedProcess[str]:
         cwd=mounted.directory,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=PATIENCE,
         check=False,
     )
 
@@ -246,7 +246,7 @@ def test_other_users_get_in_as_far_as_modes_allow(directory: Path, options: list
             group=65534,
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=PATIENCE,
             check=False,
         )
     assert ("0000000000000000 T vfs_read\n" in result.stdout) == bool(options)

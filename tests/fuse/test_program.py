@@ -348,14 +348,14 @@ class TestMount:
     def test_other_places_of_the_mount_go_with_it(self, mounted: Daemon) -> None:
         other = mounted.directory.with_name("other")
         other.mkdir()
-        subprocess.run(["mount", "--bind", mounted.path("tracing"), str(other)], timeout=10, check=True)
+        subprocess.run(["mount", "--bind", mounted.path("tracing"), str(other)], timeout=PATIENCE, check=True)
         assert is_mounted(other)
         assert mounted.stop(signal.SIGTERM) == 0
         assert not is_mounted(other)
         assert not is_mounted(mounted.directory)
 
     def test_umount_by_others_ends_the_daemon(self, mounted: Daemon) -> None:
-        subprocess.run(["umount", str(mounted.directory)], timeout=10, check=True)
+        subprocess.run(["umount", str(mounted.directory)], timeout=PATIENCE, check=True)
         assert mounted.process.wait(PATIENCE) == 0
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

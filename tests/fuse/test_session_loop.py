@@ -275,7 +275,7 @@ def _served(
         eventually(lambda: is_mounted(place))
         yield asked
     finally:
-        subprocess.run(["umount", place], check=True, timeout=20)
+        subprocess.run(["umount", place], check=True, timeout=PATIENCE)
         os.waitpid(daemon, 0)
         os.close(reads)
 
@@ -479,7 +479,7 @@ def test_a_request_after_a_close_sees_its_effect(place: Path) -> None:
                 child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[fd])
                 os.close(fd)
                 assert (place / "scratch/closed/file").stat().st_size == count_ - 1
-                child.communicate(timeout=20)
+                child.communicate(timeout=PATIENCE)
             else:
                 os.close(fd)
             assert (place / "scratch/closed/file").stat().st_size == count_
@@ -591,9 +591,9 @@ def _said(command: list[str], place: Path) -> str:
     """
     asker = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        return asker.communicate(timeout=20)[1]
+        return asker.communicate(timeout=PATIENCE)[1]
     except subprocess.TimeoutExpired:
-        subprocess.run(["umount", "-f", "-l", place], check=True, timeout=20)
+        subprocess.run(["umount", "-f", "-l", place], check=True, timeout=PATIENCE)
         raise
 
 

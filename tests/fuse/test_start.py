@@ -413,7 +413,7 @@ def test_a_runtime_directory_that_is_full(
         pytest.skip("mounting a tmpfs needs root")
     place = tmp_path / "small"
     place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", option, "tmpfs", str(place)], timeout=10, check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", option, "tmpfs", str(place)], timeout=PATIENCE, check=True)
     try:
         (place / "daemons").mkdir(mode=0o700)
         if option.startswith("size"):
@@ -425,7 +425,7 @@ def test_a_runtime_directory_that_is_full(
         assert told.endswith(": No space left on device; free some space, or set KPROBEFS_RUNTIME_DIRECTORY")
         assert sorted(place.rglob("*")) == before
     finally:
-        subprocess.run(["umount", "-l", str(place)], timeout=10, check=True)
+        subprocess.run(["umount", "-l", str(place)], timeout=PATIENCE, check=True)
 
 
 @pytest.mark.parametrize("is_file", [True, False])

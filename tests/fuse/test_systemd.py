@@ -8,9 +8,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ import pytest
 
 from kprobefs.cli import install_service
 from kprobefs.common.errors import CliError
-from tests.fuse.harness import REAL_PROGRAM, ROOT, RUN, daemon, eventually, kprobefs, needs_fuse
+from tests.fuse.harness import PATIENCE, REAL_PROGRAM, ROOT, RUN, daemon, eventually, kprobefs, needs_fuse
 
 UNITS = ROOT / "systemd"
 SYSTEMD = Path("/usr/lib/systemd/systemd")
@@ -31,6 +32,8 @@ NAMESPACES = re.compile(
     r"(Protect|Private|ReadOnly|ReadWrite|Inaccessible|Bind|Root|Temporary|Mount)\w*=",
     re.M,
 )
+KEPT_ALIVE = "WatchdogTimestampMonotonic"
+"""Property of a unit with the time of its last keep-alive."""
 EXPOSURE = 3.3
 """Upper limit, from 0 to 10, of the exposure that systemd-analyze finds. The README has this number."""
 
@@ -172,10 +175,10 @@ class Manager:
     def inside(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a command in the manager's namespaces."""
         return subprocess.run(
-            ["nsenter", "-t", str(self.pid), "-m", "-p", "-u", "-i", "-C", "timeout", "15", *command],
+            ["nsenter", "-t", str(self.pid), "-m", "-p", "-u", "-i", "-C", "timeout", f"{RUN}", *command],
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=RUN + PATIENCE,
             check=False,
         )
 
@@ -199,8 +202,8 @@ def manager(units: Path) -> Iterator[Manager]:
     """Run a system manager with the units of the directory `units`. Afterwards, end its processes and remove
     its cgroups.
     """
-    group = cgroup2() / f"kprobefs-test-{os.getpid()}"
-    group.mkdir()
+    # A group that an earlier run has left may have this process's number.
+    group = Path(tempfile.mkdtemp(prefix="kprobefs-test-", dir=cgroup2()))
     process = subprocess.Popen(
         ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec {ISOLATED} bash "$0" "$1"', MANAGER, units],
         stdout=subprocess.DEVNULL,
@@ -214,7 +217,7 @@ def manager(units: Path) -> Iterator[Manager]:
         yield running
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(PATIENCE)
         _remove_groups(group)
 
 
@@ -234,13 +237,13 @@ def _systemd_below(pid: int) -> list[int]:
 
 
 def _remove_groups(group: Path) -> None:
+    def is_removed(directory: str) -> bool:
+        with suppress(OSError):
+            os.rmdir(directory)
+        return not os.path.exists(directory)
+
     for directory, _, _ in os.walk(group, topdown=False):
-        for _ in range(100):
-            try:
-                os.rmdir(directory)
-                break
-            except OSError:
-                time.sleep(0.02)
+        _eventually(partial(is_removed, directory), f"{directory}: a process is still in it")
 
 
 @pytest.fixture(scope="module")
@@ -328,7 +331,7 @@ class TestService:
         assert reader.poll() is None
         assert systemd.inside("systemctl", "stop", unit).returncode == 0
         assert systemd.show(unit, "Result") == "success"
-        assert reader.wait(5) != 0
+        assert reader.wait(PATIENCE) != 0
 
     def test_template(self, systemd: Manager) -> None:
         """The template's unit makes the directory that it mounts on."""
@@ -349,10 +352,12 @@ class TestService:
 
     def test_a_daemon_that_hangs_is_restarted(self, systemd: Manager) -> None:
         unit, directory = "kprobefs@run-hangs.service", "/run/hangs"
-        systemd.drop_in(unit, "[Service]\nWatchdogSec=3\n")
+        systemd.drop_in(unit, "[Service]\nWatchdogSec=5\n")
         assert systemd.inside("systemctl", "start", unit).returncode == 0
         before = systemd.show(unit, "MainPID")
-        time.sleep(5)
+        for _ in range(2):
+            told = systemd.show(unit, KEPT_ALIVE)
+            _eventually(lambda told=told: systemd.show(unit, KEPT_ALIVE) != told, "no word of it")
         assert (systemd.show(unit, "MainPID"), systemd.show(unit, "NRestarts")) == (before, "0")
         systemd.inside("kill", "-STOP", before)
         _eventually(lambda: systemd.show(unit, "NRestarts") == "1", "it was not restarted")
@@ -395,7 +400,7 @@ class TestService:
 
     def test_the_manager_is_told_of_a_panic(self, systemd: Manager) -> None:
         unit, directory = "kprobefs@run-panics.service", "/run/panics"
-        systemd.drop_in(unit, "[Service]\nWatchdogSec=2\n")
+        systemd.drop_in(unit, "[Service]\nWatchdogSec=5\n")
         assert systemd.inside("systemctl", "start", unit).returncode == 0
         assert systemd.show(unit, "StatusText") == f"serving {directory}"
         systemd.inside("sh", "-c", f"echo 'panic \"x\"' > {directory}/machine/call")

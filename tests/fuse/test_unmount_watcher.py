@@ -148,7 +148,7 @@ def test_bind_mounts_of_a_killed_daemon_go_too(directory: Path) -> None:
     other = directory.with_name("other")
     other.mkdir()
     with daemon(directory) as killed:
-        subprocess.run(["mount", "--bind", killed.path("tracing"), str(other)], timeout=10, check=True)
+        subprocess.run(["mount", "--bind", killed.path("tracing"), str(other)], timeout=PATIENCE, check=True)
         killed.stop(signal.SIGKILL)
         eventually(lambda: not is_mounted(directory) and not is_mounted(other))
 
@@ -156,7 +156,7 @@ def test_bind_mounts_of_a_killed_daemon_go_too(directory: Path) -> None:
 @needs_root
 def test_a_mount_over_the_one_of_a_killed_daemon_stays(directory: Path) -> None:
     with daemon(directory) as killed:
-        subprocess.run(["mount", "-t", "tmpfs", "data", str(directory)], timeout=10, check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "data", str(directory)], timeout=PATIENCE, check=True)
         try:
             (directory / "file").write_text("kept")
             below = children(killed.process.pid)
@@ -164,7 +164,7 @@ def test_a_mount_over_the_one_of_a_killed_daemon_stays(directory: Path) -> None:
             eventually(lambda: not any(map(is_alive, below)))
             assert (directory / "file").read_text() == "kept"
         finally:
-            subprocess.run(["umount", str(directory)], timeout=10, check=True)
+            subprocess.run(["umount", str(directory)], timeout=PATIENCE, check=True)
         assert kprobefs("umount", str(directory)).returncode == 0
 
 

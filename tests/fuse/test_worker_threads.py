@@ -11,7 +11,7 @@ import pytest
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.errors import KernelError
 from kprobefs.fuse.worker_threads import FAILED, FREE_LOOPS, WorkerThreads
-from tests.fuse.harness import eventually
+from tests.fuse.harness import PATIENCE, eventually
 
 
 def test_all_loops_have_ended_when_run_returns() -> None:
@@ -32,19 +32,19 @@ def test_a_loop_that_blocks_is_replaced() -> None:
             blocks = loops_left.pop() if loops_left else False
         if blocks:
             with loops.blocking():
-                release.wait(5)
+                release.wait(PATIENCE)
         else:
-            release.wait(5)
+            release.wait(PATIENCE)
 
     loops_left = [True] * blockers
     loops = WorkerThreads(loop)
     runner = threading.Thread(target=loops.run)
     runner.start()
     for _ in range(FREE_LOOPS + blockers):
-        assert started.acquire(timeout=5)
+        assert started.acquire(timeout=PATIENCE)
     assert not started.acquire(timeout=0.05)
     release.set()
-    runner.join(5)
+    runner.join(PATIENCE)
     assert not runner.is_alive()
 
 
@@ -96,8 +96,8 @@ def test_who_waits_long_for_the_kernels_lock_is_replaced() -> None:
     runner = threading.Thread(target=loops.run)
     with lock:
         runner.start()
-        assert answered.wait(5)
-    runner.join(5)
+        assert answered.wait(PATIENCE)
+    runner.join(PATIENCE)
     assert not runner.is_alive()
 
 
@@ -128,7 +128,7 @@ def test_only_loops_are_replaced_and_not_behind_their_end() -> None:
 def test_only_so_many_that_wait_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kprobefs.fuse.worker_threads.MAX_WAITING", 1)
     release = threading.Event()
-    loops = WorkerThreads(lambda: release.wait(5))
+    loops = WorkerThreads(lambda: release.wait(PATIENCE))
     runner = threading.Thread(target=loops.run)
     runner.start()
     try:
@@ -139,7 +139,7 @@ def test_only_so_many_that_wait_are_replaced(monkeypatch: pytest.MonkeyPatch) ->
         loops._threads.remove(threading.current_thread())
     finally:
         release.set()
-        runner.join(5)
+        runner.join(PATIENCE)
     assert not runner.is_alive()
 
 
@@ -152,7 +152,7 @@ def test_a_thread_without_a_buffer_takes_no_requests(monkeypatch: pytest.MonkeyP
     def loop() -> int:
         if firsts:
             firsts.clear()
-            release.wait(5)
+            release.wait(PATIENCE)
             return 0
         return FAILED
 
@@ -184,5 +184,5 @@ def test_a_thread_without_a_buffer_takes_no_requests(monkeypatch: pytest.MonkeyP
         pass
     assert started == 2
     release.set()
-    runner.join(5)
+    runner.join(PATIENCE)
     assert not runner.is_alive()

@@ -15,7 +15,7 @@ import pytest
 from emulated_kernel.machine.run_watchdog import HandlerTime, Watchdog
 from emulated_kernel.machine.traps.trap import TrapKind
 from emulated_kernel.util.errors import KernelError
-from tests.fuse.harness import eventually
+from tests.fuse.harness import PATIENCE, eventually
 from tests.machine.guests import CODE, boot
 
 
@@ -90,7 +90,7 @@ def test_a_run_ends_with_who_wanted_it() -> None:
     watchdog.disarm()
     watchdog.ask(lambda: True)
     watchdog.arm()
-    assert stopped.wait(5)
+    assert stopped.wait(PATIENCE)
     assert watchdog.disarm()
     assert watchdog.was_unwanted
     watchdog.ask(None)

@@ -40,6 +40,20 @@ def beside(script: str, home: Path, *options: str) -> str:
     return result.stdout
 
 
+def while_sleeping(work: str, home: Path) -> str:
+    """Return shell code after which `sleep` does some work, and ends after it.
+
+    perf-tools trace while they sleep. On a busy host, work at the same time may miss the end of the sleep.
+    `work`: script for sh, which needs the absolute paths of files.
+    """
+    programs = home / "programs"
+    programs.mkdir()
+    sleep = programs / "sleep"
+    sleep.write_text(f"#!/bin/sh\n{work}\n")
+    sleep.chmod(0o755)
+    return f"PATH={programs}:$PATH\n"
+
+
 def needs(program: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(shutil.which(program) is None, reason=f"{program} isn't installed")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.image.builtin_image import PREBUILT
-from tests.fuse.harness import REAL_PROGRAM, daemon, eventually, needs_fuse
+from tests.fuse.harness import PATIENCE, REAL_PROGRAM, daemon, eventually, needs_fuse
 from tests.mounted.files import EVENTS, Files, assert_errno
 
 pytestmark = [needs_fuse, pytest.mark.mounted]
@@ -201,9 +201,9 @@ def test_a_file_system_that_does_not_answer(files: Files, tmp_path: Path) -> Non
             files.write(MODULES, "load counter")
             assert names(files) == ["counter"]
             for writer in writers:
-                assert writer.wait(20) != 0
+                assert writer.wait(PATIENCE) != 0
             assert files.read("machine/dmesg").count("slow.ko: its file system doesn't answer in time") == 2
         finally:
             process.send_signal(signal.SIGUSR1)
             subprocess.run(["fusermount", "-uz", str(slow)], check=True)
-            process.wait(20)
+            process.wait(PATIENCE)

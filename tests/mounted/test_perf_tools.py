@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuse.harness import needs_fuse
-from tests.mounted.system import as_system
+from tests.mounted.system import as_system, while_sleeping
 from tests.mounted.test_tools import needs
 
 pytestmark = [
@@ -24,53 +24,95 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="mounting at the system's places needs root"),
 ]
 
-WORK = """
+WORKER = """
 import os, sys, time
-from pathlib import Path
-Path("/proc/self/comm").write_text("mkdir")
-file, text = Path(sys.argv[1]), sys.argv[2]
-while not file.exists() or file.read_text() != f"{text}\\n":
-    time.sleep(0.05)
-time.sleep(0.5)
-for _ in range(3):
-    os.mkdir("d")
-    os.rmdir("d")
+name = sys.argv[1]
+with open("/proc/self/comm", "w") as comm:
+    comm.write(name)
+turn = f"{os.environ['HOME']}/{name}.turn"
+while True:
+    while not os.path.exists(turn):
+        time.sleep(0.005)
+    for _ in range(3):
+        os.close(os.open(name, os.O_CREAT | os.O_WRONLY))
+        try:
+            os.open(f"no-{name}", os.O_RDONLY)
+        except FileNotFoundError:
+            pass
+        os.mkdir(f"{name}.d")
+        os.rmdir(f"{name}.d")
+    os.unlink(turn)
 """
-"""Waits until a tool has written a text to a file of tracefs, and then makes and removes a directory 3 times.
+"""Program that works when it has a turn, which is a file of its name. Then it removes the file.
 
-The tool clears the buffer after it has written the text, so the work begins half a second later. One process
-does all of it, because the tool waits for two seconds only.
+Three times, it makes a file and a directory of its name, and fails to open another file.
 """
+TURN = """
+for name in {names}; do : > $HOME/$name.turn; done
+for name in {names}; do
+    while [ -e $HOME/$name.turn ]; do /bin/sleep 0.01; done
+done
+"""
+"""Script that gives each worker a turn, and waits until the workers have finished."""
+
+
+LIVE = """
+live() {
+    env --default-signal=INT setsid "${@:2}" > $HOME/out 2>&1 & tool=$!
+    until grep -q "$1" $HOME/out; do sleep; done
+    kill -INT -- -$tool; wait $tool; cat $HOME/out
+}
+"""
+"""Shell function that interrupts a tool, as a terminal does, when its output has a text."""
+
+
+def _beside(tmp_path: Path, *commands: str, names: str, options: tuple[str, ...] = ()) -> list[str]:
+    """Return the output of each command. While a command sleeps, each worker has a turn.
+
+    `names`: names of the workers, separated by blanks. $P is the pid of the first one.
+    """
+    (tmp_path / "worker.py").write_text(WORKER)
+    start = f"{shlex.quote(sys.executable)} {tmp_path / 'worker.py'}"
+    # The first turn waits until the workers have started.
+    script = f"""
+        {while_sleeping(TURN.format(names=names), tmp_path)}
+        {LIVE}
+        cd /sys/kernel/debug/scratch
+        for name in {names}; do {start} $name & : ${{P:=$!}}; done
+        sleep
+        for each in {" ".join(map(shlex.quote, commands))}; do eval "$each"; echo =next=; done
+        kill $(jobs -p)
+    """
+    return as_system(f"({script}) 2>&1", tmp_path, *options).split("=next=\n")[:-1]
 
 
 def _tool(tmp_path: Path, *commands: str) -> list[str]:
-    """Return the output of each command. The commands run one after the other on one mount."""
-    (tmp_path / "work.py").write_text(WORK)
-    work = f'work() {{ {shlex.quote(sys.executable)} {tmp_path / "work.py"} "$@" & }}'
-    each = "\n".join(f"{command}\necho =next=\nwait" for command in commands)
-    script = f"cd /sys/kernel/debug/scratch\n{work}\n{each}"
-    return as_system(f"({script}) 2>&1", tmp_path).split("=next=\n")[:-1]
+    """Return the output of each command. Meanwhile, a process named mkdir makes three directories."""
+    return _beside(tmp_path, *commands, names="mkdir")
+
+
+def _beside_two(tmp_path: Path, *commands: str, options: tuple[str, ...] = ()) -> list[str]:
+    """Return the output of each command. Two processes work meanwhile; $P is the pid of the process named
+    `mine`.
+    """
+    return _beside(tmp_path, *commands, names="mine other", options=options)
 
 
 def test_funccount(tmp_path: Path) -> None:
-    ready = "work /sys/kernel/tracing/function_profile_enabled 1;"
     all_of, twice = _tool(
         tmp_path,
-        f"{ready} funccount-perf -d 2 'vfs_*dir'",
-        f"{ready} funccount-perf -T -t 1 -i 1 -d 2 'vfs_mk*'",
+        "funccount-perf -d 2 'vfs_*dir'",
+        "funccount-perf -T -t 1 -i 1 -d 2 'vfs_mk*'",
     )
     assert re.findall(r"^(\w+) +(\d+)$", all_of, re.M) == [("vfs_mkdir", "3"), ("vfs_rmdir", "3")]
-    assert sum(map(int, re.findall(r"^vfs_mkdir +(\d+)$", twice, re.M))) == 3
+    assert re.findall(r"^vfs_mkdir +(\d+)$", twice, re.M) == ["3", "3"]
 
 
 def test_functrace_and_funcgraph(tmp_path: Path) -> None:
-    def ready(tracer: str) -> str:
-        return f"work /sys/kernel/tracing/current_tracer {tracer};"
-
     trace, graph = _tool(
         tmp_path,
-        f"{ready('function')} functrace-perf -H -d 2 'vfs_mk*'",
-        f"{ready('function_graph')} funcgraph-perf -aCT -m 2 -d 2 vfs_mkdir",
+        "functrace-perf -H -d 2 'vfs_mk*'",
+        "funcgraph-perf -aCT -m 2 -d 2 vfs_mkdir",
     )
     assert len(re.findall(r"mkdir-\d+ .*: vfs_mkdir <-do_mkdirat$", trace, re.M)) == 3
     assert len(re.findall(r"mkdir-\d+ +\|.*    ramfs_mkdir\(\);$", graph, re.M)) == 3
@@ -78,12 +120,11 @@ def test_functrace_and_funcgraph(tmp_path: Path) -> None:
 
 
 def test_kprobe_tpoint_and_reset(tmp_path: Path) -> None:
-    probes = "/sys/kernel/tracing/events"
     stacks, filtered, point, reset = _tool(
         tmp_path,
-        f"work {probes}/kprobes/vfs_mkdir/enable 1; kprobe-perf -s -H -d 2 p:vfs_mkdir",
-        f"work {probes}/kprobes/r/enable 1; kprobe-perf -d 2 'r:r vfs_mkdir $retval:s32' 'arg1 > 0'",
-        f"work {probes}/syscalls/sys_enter_mkdir/enable 1; tpoint-perf -H -s -d 2 syscalls:sys_enter_mkdir",
+        "kprobe-perf -s -H -d 2 p:vfs_mkdir",
+        "kprobe-perf -d 2 'r:r vfs_mkdir $retval:s32' 'arg1 > 0'",
+        "tpoint-perf -H -s -d 2 syscalls:sys_enter_mkdir",
         "reset-ftrace-perf",
     )
     assert stacks.count(": vfs_mkdir: (vfs_mkdir+0x0/0x") == 3
@@ -92,41 +133,6 @@ def test_kprobe_tpoint_and_reset(tmp_path: Path) -> None:
     assert "<- vfs_mkdir" not in filtered
     assert point.count(": sys_mkdir(pathname: ") == 3
     assert "set_ftrace_filter, after:" in reset
-
-
-TWO = """
-import os, sys, time
-name = sys.argv[1]
-with open("/proc/self/comm", "w") as comm:
-    comm.write(name)
-while True:
-    os.close(os.open(name, os.O_CREAT | os.O_WRONLY))
-    try:
-        os.open(f"no-{name}", os.O_RDONLY)
-    except FileNotFoundError:
-        pass
-    os.mkdir(f"{name}.d")
-    os.rmdir(f"{name}.d")
-    time.sleep(0.05)
-"""
-"""Program that makes a file and a directory of a given name, and fails to open another file, in a loop."""
-
-
-def _beside_two(tmp_path: Path, *commands: str, options: tuple[str, ...] = ()) -> list[str]:
-    """Return the output of each command. Two processes work meanwhile; $P is the pid of the process named
-    `mine`.
-    """
-    (tmp_path / "two.py").write_text(TWO)
-    start = f"{shlex.quote(sys.executable)} {tmp_path / 'two.py'}"
-    script = f"""
-        cd /sys/kernel/debug/scratch
-        {start} mine & P=$!
-        {start} other & O=$!
-        until [ -e mine ] && [ -e other ]; do sleep 0.05; done
-        for each in {" ".join(map(shlex.quote, commands))}; do eval "$each"; echo =next=; done
-        kill $P $O
-    """
-    return as_system(f"({script}) 2>&1", tmp_path, *options).split("=next=\n")[:-1]
 
 
 def test_funcslower(tmp_path: Path) -> None:
@@ -168,14 +174,13 @@ def test_one_process_alone(tmp_path: Path) -> None:
 
 def test_live(tmp_path: Path) -> None:
     """Without -d, the tools print until they are interrupted, and leave no tracer and no probe."""
-    live = "timeout -s INT 1"
     reset = "cat /sys/kernel/tracing/current_tracer /sys/kernel/tracing/kprobe_events"
     trace, graph, probe, point = _beside_two(
         tmp_path,
-        f"{live} functrace-perf 'vfs_mk*'; {reset}",
-        f"{live} funcgraph-perf -P -m 2 vfs_rmdir; {reset}",
-        f"{live} kprobe-perf p:vfs_mkdir; {reset}",
-        f"{live} tpoint-perf syscalls:sys_enter_mkdir; {reset}",
+        f"live ': vfs_mkdir <-do_mkdirat' functrace-perf 'vfs_mk*'; {reset}",
+        f"live ' vfs_rmdir() {{' funcgraph-perf -P -m 2 vfs_rmdir; {reset}",
+        f"live ': vfs_mkdir: (vfs_mkdir+0x0/0x' kprobe-perf p:vfs_mkdir; {reset}",
+        f"live ': sys_mkdir(pathname: ' tpoint-perf syscalls:sys_enter_mkdir; {reset}",
     )
     assert ": vfs_mkdir <-do_mkdirat" in trace
     assert " vfs_rmdir() {" in graph

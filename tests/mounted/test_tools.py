@@ -13,7 +13,7 @@ from tempfile import gettempdir
 import pytest
 
 from tests.fuse.harness import needs_fuse
-from tests.mounted.system import as_system
+from tests.mounted.system import as_system, while_sleeping
 
 PYTHON = shlex.quote(sys.executable)
 
@@ -71,12 +71,8 @@ class TestPlaces:
 @needs("kprobe-perf")
 def test_kprobe_perf(tmp_path: Path) -> None:
     """`kprobe` of perf-tools prints hits of a function that a client's open(2) runs."""
-    script = """
-        cd /sys/kernel/debug/scratch
-        (until [ -e "$HOME/done" ]; do echo a >a; sleep 0.05; done) &
-        kprobe-perf -F -d 1 'p:vfs_open'; touch "$HOME/done"; wait
-    """
-    out = as_system(script, tmp_path)
+    work = while_sleeping("echo a > /sys/kernel/debug/scratch/a", tmp_path)
+    out = as_system(f"{work} kprobe-perf -F -d 1 'p:vfs_open'", tmp_path)
     assert "Tracing kprobe vfs_open for 1 seconds (buffered)..." in out
     assert ": vfs_open: (vfs_open+0x0/0x" in out
     assert out.endswith("Ending tracing...\n")
@@ -91,14 +87,18 @@ def test_kprobe_perf_prints_the_format(tmp_path: Path) -> None:
 
 @needs("tpoint-perf")
 def test_tpoint_perf(tmp_path: Path) -> None:
-    script = """
+    # The first read makes the shell a client, whose forks the trace shows.
+    work = (
+        "read -r line < /sys/kernel/debug/machine/version; cat /sys/kernel/debug/machine/version > /dev/null"
+    )
+    script = f"""
+        {while_sleeping(work, tmp_path)}
         tpoint-perf -l | grep sched:sched_process
-        (until [ -e "$HOME/done" ]; do cat /sys/kernel/debug/machine/version; sleep 0.05; done) >/dev/null &
-        tpoint-perf -d 1 sched:sched_process_fork; touch "$HOME/done"; wait
+        tpoint-perf -d 1 sched:sched_process_fork
     """
     out = as_system(script, tmp_path)
     assert out.startswith("sched:sched_process_exec\nsched:sched_process_exit\nsched:sched_process_fork\n")
-    assert ": sched_process_fork: comm=bash pid=" in out
+    assert ": sched_process_fork: comm=sleep pid=" in out
 
 
 @needs("perf")
@@ -153,10 +153,12 @@ class TestTraceCmd:
         """
         script = """
             cd "$HOME"
-            (until [ -e recorded ]; do cat /sys/kernel/debug/machine/version; sleep 0.05; done) >/dev/null &
-            trace-cmd record -e sched_process_fork -o trace.dat sleep 0.6 >/dev/null
-            touch recorded
-            wait
+            cat >command <<'END'
+# The first read makes the shell a client, whose forks the trace shows.
+read -r line < /sys/kernel/debug/machine/version
+cat /sys/kernel/debug/machine/version
+END
+            trace-cmd record -e sched_process_fork -o trace.dat bash command >/dev/null
             trace-cmd report -i trace.dat
         """
         out = as_system(script, tmp_path, "--cpus", str(os.sysconf("SC_NPROCESSORS_CONF")))

@@ -37,7 +37,7 @@ from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.filesystem import FileDescription, FileSystem
 from emulated_kernel.vfs.mount import Mount
 from kprobefs.daemon.reboot import RebootableKernel
-from tests.fuse.harness import eventually, is_mounted, needs_fuse
+from tests.fuse.harness import PATIENCE, eventually, is_mounted, needs_fuse
 
 CLIENT = Client(os.getpid(), 0, 0)
 
@@ -141,7 +141,7 @@ def test_a_new_kind_of_mount_is_served(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="Invalid argument"), (tmp_path / "now").open("rb") as file:
             os.fsync(file.fileno())
     finally:
-        subprocess.run(["umount", tmp_path], check=True, timeout=20)
+        subprocess.run(["umount", tmp_path], check=True, timeout=PATIENCE)
         os.waitpid(daemon, 0)
 
 

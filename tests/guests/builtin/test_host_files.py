@@ -23,6 +23,7 @@ from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.mount import Mount
+from tests.fuse.harness import PATIENCE
 from tests.guests.builtin.conftest import FIRST_PID, dmesg
 
 CLIENT = Client(FIRST_PID, 0, 0)
@@ -135,7 +136,7 @@ def test_a_module_can_be_a_file_that_waits_for_this_kernel(
         if path == FILE:
             request = threading.Thread(target=lambda: answered.append(mount.readdir("/")), daemon=True)
             request.start()
-            request.join(10)
+            request.join(PATIENCE)
             assert answered
         return opens(path, *args, **options)
 

@@ -15,6 +15,7 @@ import pytest
 
 from emulated_kernel.guests.common import process_memory as module
 from emulated_kernel.guests.common.process_memory import MAX_ABANDONED, ProcessMemory
+from tests.fuse.harness import PATIENCE
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def memory() -> Iterator[ProcessMemory]:
     memory.close()
     # Helpers that were given up have been killed. Without the FIFO they end.
     for process in memory._abandoned:
-        process.wait(5)
+        process.wait(PATIENCE)
 
 
 @contextmanager
@@ -122,7 +123,7 @@ def test_no_more_readers_than_that_sleep(
         assert memory.failures == MAX_ABANDONED + 1
         first = next(iter(memory._abandoned))
         os.kill(first.pid, signal.SIGKILL)
-        first.wait(5)
+        first.wait(PATIENCE)
         assert memory.read("/proc/self/comm", [(0, 1)])
     monkeypatch.undo()
     for process in memory._abandoned:
@@ -174,7 +175,7 @@ def test_a_helper_that_was_killed_is_replaced(memory: ProcessMemory) -> None:
     memory.read("/proc/self/comm", [(0, 1)])
     (helper,) = memory._idle
     helper.process.kill()
-    helper.process.wait(5)
+    helper.process.wait(PATIENCE)
     with pytest.raises(TimeoutError):
         memory.read("/proc/self/comm", [(0, 1)])
     assert memory.read("/proc/self/comm", [(0, 1)])

@@ -22,7 +22,7 @@ from emulated_kernel.util.safe_read import (
     read_named,
     read_regular,
 )
-from tests.fuse.harness import eventually
+from tests.fuse.harness import PATIENCE, eventually
 
 LIMIT = 100
 
@@ -123,7 +123,7 @@ def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.
     path.write_bytes(b"text")
 
     def slow(path: Path, limit: int) -> bytes:
-        assert answers.wait(20)
+        assert answers.wait(PATIENCE)
         return read_regular(path, limit)
 
     foreign = BoundedFileReader()

@@ -35,7 +35,7 @@ from kprobefs.cli.main import main
 from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.daemon.backends import build_kernel, prepare
 from kprobefs.mount_options import MountOptions
-from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
+from tests.fuse.harness import PATIENCE, REAL_PROGRAM, daemon, needs_fuse
 from tests.guests.linux import core_dump, debian_kernel
 from tests.guests.linux.core_dump import NUMBERS, TEXT
 from tests.guests.linux.files import Files
@@ -760,7 +760,7 @@ def test_a_walk_through_a_mount(dumped: Path, tmp_path: Path, monkeypatch: pytes
         assert mounted.log.count("\n") <= 2
         killed = "echo '__delay 0x7fffffffffffffff' > machine/call & sleep 1; kill -9 $!; wait $!; echo $?"
         done_with = subprocess.run(
-            ["sh", "-c", killed], cwd=directory, capture_output=True, text=True, timeout=15, check=False
+            ["sh", "-c", killed], cwd=directory, capture_output=True, text=True, timeout=PATIENCE, check=False
         )
         # The call would go on for 20 s.
         assert done_with.stdout == "137\n"

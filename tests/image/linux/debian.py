@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -17,8 +18,13 @@ import pytest
 
 _LIMIT = 400 << 20
 """Maximum number of bytes in the cache; the oldest packages are removed first."""
-_SECONDS = 60
-"""Maximum seconds of a fetch. A test may take longer, so that a slow network skips tests and fails none."""
+_SECONDS = 80
+"""Maximum seconds of all that apt does for a package.
+
+A test may take longer, so that a slow network skips tests and fails none.
+"""
+_AFTER_A_LATE_ONE = 15
+"""The same for further packages, of which one test may need several, after apt was not done in time."""
 _LISTS = f"lists-{os.getpid()}"
 """Name of this process's directory, because another worker may use apt at the same time."""
 _APT_LISTS = Path("/var/lib/apt/lists")
@@ -45,19 +51,21 @@ def package(meta: str, suite: str = "", architecture: str = "") -> Path:
 def _package(meta: str, suite: str, architecture: str) -> Path | str:
     directory = _directory() / "-".join(filter(None, (suite, architecture)))
     directory.mkdir(parents=True, exist_ok=True)
-    options = () if not suite or _cached(directory, meta) else _other_release(directory, suite, architecture)
-    name = _depends(meta, options) if options or not suite else None
+    apt = _Apt(_AFTER_A_LATE_ONE if _Apt.was_late else _SECONDS)
+    is_other = bool(suite) and not _cached(directory, meta)
+    knows = apt.read_other_release(directory, suite, architecture) if is_other else not suite
+    name = _depends(meta, apt) if knows else None
     # Since 6.19 the kernel and its modules have packages of their own.
-    binary = _depends(name, options, "linux-binary-") if name else None
+    binary = _depends(name, apt, "linux-binary-") if name else None
     name = binary or name
     found: Path | str | None = _cached(directory, name or meta)
     if isinstance(found, Path):
         # A new mtime would be a new file for the caches of other processes. _prune() uses the atime.
         os.utime(found, ns=(time.time_ns(), found.stat().st_mtime_ns))
     elif name:
-        found = _fetched(directory, name, options)
+        found = _fetched(directory, name, apt)
         if binary and isinstance(found, Path):
-            _fetched(directory, binary.replace("linux-binary-", "linux-modules-"), options)
+            _fetched(directory, binary.replace("linux-binary-", "linux-modules-"), apt)
     shutil.rmtree(directory / _LISTS, ignore_errors=True)
     return found or f"no cached {meta} {suite}, and apt knows none"
 
@@ -69,40 +77,60 @@ def _cached(directory: Path, name: str) -> Path | None:
     return max((path for path in directory.glob("*.deb") if re.fullmatch(form, path.name)), default=None)
 
 
-def _other_release(directory: Path, suite: str, architecture: str) -> tuple[str, ...]:
-    """Return options by which apt knows the packages of another release, or no options if apt cannot get the
-    lists.
-    """
-    archives = [
-        word
-        for file in (
-            *Path("/etc/apt").glob("sources.list"),
-            *Path("/etc/apt/sources.list.d").glob("debian.*"),
-        )
-        for word in file.read_text().split()
-        if word.startswith("http") and word.rstrip("/").endswith("/debian")
-    ]
-    if not archives or not shutil.which("apt-get"):
-        return ()
-    lists = directory / _LISTS
-    (lists / "files" / "partial").mkdir(parents=True, exist_ok=True)
-    sources = lists / "sources.list"
-    sources.write_text(f"deb [signed-by={_KEYS}] {archives[0]} {suite} main\n")
-    settings = ("Dir::Etc::sourcelist", sources), ("Dir::Etc::sourceparts", "/nonexistent")
-    places = ("Dir::State::lists", lists / "files"), ("Dir::Cache", lists)
-    options = tuple(f"-o{name}={value}" for name, value in settings + places)
-    if architecture:
-        # The packages that are installed here do not count.
-        known = ("APT::Architecture", "APT::Architectures")
-        options += tuple(f"-o{name}={architecture}" for name in known)
-        options += ("-oDir::State::status=/dev/null",)
-    try:
-        done = subprocess.run(
-            ("apt-get", *options, "update", "-qq"), capture_output=True, timeout=_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return () if done.returncode else options
+class _Apt:
+    """Runs apt for some seconds, at first with the host's lists of packages."""
+
+    was_late = False
+    """Whether apt was not done in time once in this process."""
+
+    def __init__(self, seconds: float) -> None:
+        self.options: tuple[str, ...] = ()
+        """Options that select other lists than the host's."""
+        self._end = time.monotonic() + seconds
+
+    def run(self, program: str, *words: str, cwd: Path | None = None) -> str | None:
+        """Return the output of a program of apt, or None if the program fails or is not done in time."""
+        try:
+            return subprocess.run(
+                (program, *self.options, *words),
+                cwd=cwd,
+                capture_output=True,
+                text=True,
+                timeout=max(0, self._end - time.monotonic()),
+                check=True,
+            ).stdout
+        except subprocess.TimeoutExpired:
+            _Apt.was_late = True
+        except (OSError, subprocess.CalledProcessError):
+            pass
+        return None
+
+    def read_other_release(self, directory: Path, suite: str, architecture: str) -> bool:
+        """Use the lists of another release. Return True if apt could get them."""
+        archives = [
+            word
+            for file in (
+                *Path("/etc/apt").glob("sources.list"),
+                *Path("/etc/apt/sources.list.d").glob("debian.*"),
+            )
+            for word in file.read_text().split()
+            if word.startswith("http") and word.rstrip("/").endswith("/debian")
+        ]
+        if not archives:
+            return False
+        lists = directory / _LISTS
+        (lists / "files" / "partial").mkdir(parents=True, exist_ok=True)
+        sources = lists / "sources.list"
+        sources.write_text(f"deb [signed-by={_KEYS}] {archives[0]} {suite} main\n")
+        settings = ("Dir::Etc::sourcelist", sources), ("Dir::Etc::sourceparts", "/nonexistent")
+        places = ("Dir::State::lists", lists / "files"), ("Dir::Cache", lists)
+        self.options = tuple(f"-o{name}={value}" for name, value in settings + places)
+        if architecture:
+            # The packages that are installed here do not count.
+            known = ("APT::Architecture", "APT::Architectures")
+            self.options += tuple(f"-o{name}={architecture}" for name in known)
+            self.options += ("-oDir::State::status=/dev/null",)
+        return self.run("apt-get", "update", "-qq") is not None
 
 
 def _directory() -> Path:
@@ -110,51 +138,33 @@ def _directory() -> Path:
     return Path(cache_home) / "kprobefs" / "packages"
 
 
-def _depends(meta: str, options: tuple[str, ...], begin: str = "linux-image-") -> str | None:
+def _depends(meta: str, apt: _Apt, begin: str = "linux-image-") -> str | None:
     """Return the package that `meta` depends on: linux-image-6.1.0-50-cloud-amd64 for
     linux-image-cloud-amd64.
     """
-    words = [line.split() for line in _asked(meta, options).splitlines()]
+    words = [line.split() for line in _asked(meta, apt).splitlines()]
     return next((each[1] for each in words if each[0] == "Depends:" and each[1].startswith(begin)), None)
 
 
-def _asked(meta: str, options: tuple[str, ...]) -> str:
+def _asked(meta: str, apt: _Apt) -> str:
     """Return apt's answer, which takes a second of CPU, and is kept until the lists of apt change."""
     kept = _directory() / "depends" / meta
-    if not options and kept.exists() and kept.stat().st_mtime_ns > _APT_LISTS.stat().st_mtime_ns:
+    if not apt.options and kept.exists() and kept.stat().st_mtime_ns > _APT_LISTS.stat().st_mtime_ns:
         return kept.read_text()
-    if not shutil.which("apt-cache"):
-        return ""
-    asked = subprocess.run(
-        ("apt-cache", *options, "depends", meta),
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-    )
-    if not options and not asked.returncode and _APT_LISTS.exists():
+    answer = apt.run("apt-cache", "depends", meta)
+    if not apt.options and answer is not None and _APT_LISTS.exists():
         kept.parent.mkdir(exist_ok=True)
         new = kept.with_name(f"{meta}.{os.getpid()}")
-        new.write_text(asked.stdout)
+        new.write_text(answer)
         new.replace(kept)
-    return asked.stdout
+    return answer or ""
 
 
-def _fetched(directory: Path, name: str, options: tuple[str, ...]) -> Path | str:
+def _fetched(directory: Path, name: str, apt: _Apt) -> Path | str:
     with tempfile.TemporaryDirectory(dir=directory) as place:
-        try:
-            done = subprocess.run(
-                ("apt-get", *options, "download", name),
-                cwd=place,
-                capture_output=True,
-                timeout=_SECONDS,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return f"{name} can't be fetched: {error}"
-        files = list(Path(place).glob("*.deb"))
-        if done.returncode or not files:
+        if apt.run("apt-get", "download", name, cwd=Path(place)) is None:
             return f"{name} can't be fetched"
+        files = list(Path(place).glob("*.deb"))
         kept = directory / files[0].name
         files[0].rename(kept)
     _prune(directory, kept)
@@ -163,7 +173,9 @@ def _fetched(directory: Path, name: str, options: tuple[str, ...]) -> Path | str
 
 def _prune(directory: Path, newest: Path) -> None:
     total = 0
-    for file in sorted(directory.glob("*.deb"), key=lambda each: -each.stat().st_atime):
-        total += file.stat().st_size
-        if total > _LIMIT and file != newest:
-            file.unlink()
+    # Another worker may remove the same packages.
+    with suppress(FileNotFoundError):
+        for file in sorted(directory.glob("*.deb"), key=lambda each: -each.stat().st_atime):
+            total += file.stat().st_size
+            if total > _LIMIT and file != newest:
+                file.unlink()

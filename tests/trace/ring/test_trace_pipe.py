@@ -13,6 +13,7 @@ from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.trace.array.raw_pipe import RawPipe
 from emulated_kernel.trace.array.trace_pipe import TracePipe
 from emulated_kernel.util.errors import KernelError, WouldBlock
+from tests.fuse.harness import PATIENCE
 
 from .conftest import Bench
 
@@ -218,6 +219,6 @@ def test_wait_returns_when_data_comes(bench: Bench) -> None:
         pipe.read(1)
     writer = threading.Timer(0.02, bench.record, ("x", 1))
     writer.start()
-    pipe.wait(10)
+    pipe.wait(PATIENCE)
     writer.join()
     assert texts(pipe.read(4096)) == ["x"]
