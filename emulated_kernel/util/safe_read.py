@@ -11,11 +11,12 @@ from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from select import POLLIN, poll
-from threading import Event
+from threading import Event, get_native_id
 from time import monotonic
 from typing import IO, Any, BinaryIO, Generic, TypeVar
 
 from emulated_kernel.util.errors import KernelError
+from emulated_kernel.util.host_tasks import BUSY_INTERVAL, is_runnable
 from emulated_kernel.util.threads import start_thread
 
 T = TypeVar("T")
@@ -28,6 +29,11 @@ PATIENCE = 1.0
 """Time in seconds for which a client's write may read user-supplied files.
 
 The host kernel blocks other writers to the same file during that time.
+"""
+BUSY_PATIENCE = 5.0
+"""Further seconds after which a thread of a BoundedFileReader is given up although it does not sleep.
+
+On a busy host, the thread may wait for a CPU until its time is over.
 """
 
 
@@ -152,7 +158,7 @@ class BoundedFileReader:
             start_thread("read-file", reading.run)
         except KernelError as error:
             raise OSError(error.errno, error.strerror, os.fspath(path)) from None
-        if not reading.answered.wait(None if deadline is None else max(deadline - monotonic(), 0)):
+        if not reading.is_done(deadline):
             self._late.add(reading)
             if not reading.answered.is_set():
                 raise OSError(errno.ETIMEDOUT, "its file system doesn't answer in time", os.fspath(path))
@@ -175,9 +181,30 @@ class _Reading(Generic[T]):
         self._ask = ask
         self._late = late
         self._answer: T | Exception | None = None
+        self._thread = 0
+        """The thread's number on the host, or 0 until the thread has begun."""
+
+    def is_done(self, deadline: float | None) -> bool:
+        """Wait until `deadline`, a time of time.monotonic(), and return True if `ask` has ended.
+
+        A thread that runs or waits for a CPU at that time has BUSY_PATIENCE more seconds. If `deadline` is
+        None, wait without a limit.
+        """
+        if deadline is None:
+            return self.answered.wait()
+        limit = deadline + BUSY_PATIENCE
+        while not self.answered.wait(max(deadline - monotonic(), 0)):
+            if monotonic() >= limit or not self._is_runnable():
+                return False
+            deadline = monotonic() + BUSY_INTERVAL
+        return True
+
+    def _is_runnable(self) -> bool:
+        return not self._thread or is_runnable(f"/proc/self/task/{self._thread}")
 
     def run(self) -> None:
         """Call `ask` and keep its result or its exception. The thread runs this function."""
+        self._thread = get_native_id()
         try:
             self._answer = self._ask()
         except Exception as error:

@@ -32,6 +32,8 @@ ANSWER_TIMEOUT = 1.2
 """Seconds without an answer of its daemon after which a mount is reported as hung."""
 CONTROL_TIMEOUT = 0.5
 """Further seconds without an answer of its kernel after which a mount is reported as busy."""
+CPU_TIMEOUT = 5.0
+"""Further seconds for which a mount is not reported as hung while a thread of its daemon waits for a CPU."""
 REAP_ATTEMPTS = 10
 REAP_PAUSE = 0.005
 _SHOWN = 3
@@ -182,7 +184,7 @@ def _is_in(path: str, directory: str) -> bool:
 def conditions(directories: Iterable[str]) -> dict[str, MountState]:
     """Return a map directory -> state of the kprobefs mount on the directory.
 
-    The check of all mounts takes at most two seconds.
+    The check of all mounts takes at most two seconds, unless daemons wait for a CPU.
     """
     # Hazard: a request that has reached a hung daemon cannot be interrupted, so a child process waits for it.
     asked = {directory: _Question(directory) for directory in directories}
@@ -218,6 +220,7 @@ class _Question:
     """A child process that requests the state of a mount, which may block."""
 
     def __init__(self, directory: str) -> None:
+        self._directory = directory
         self._pipe, writer = os.pipe()
         self._received = b""
         self._child = fork()
@@ -234,7 +237,8 @@ class _Question:
         that. `start`: monotonic time in seconds.
         """
         try:
-            found = self._line(start + ANSWER_TIMEOUT)
+            deadline = start + ANSWER_TIMEOUT
+            found = self._line(deadline) or self._late_line(deadline + CPU_TIMEOUT)
             if not found:
                 return MountState.HUNG
             number = int(found)
@@ -242,7 +246,7 @@ class _Question:
                 return MountState.STALE
             if number:
                 return MountState.MOUNTED
-            told = self._line(start + ANSWER_TIMEOUT + CONTROL_TIMEOUT)
+            told = self._line(max(deadline, time.monotonic()) + CONTROL_TIMEOUT)
             if not told:
                 return MountState.BUSY
             known = (MountState.PANICKED, MountState.DEBUGGED)
@@ -256,6 +260,26 @@ class _Question:
                     break
                 time.sleep(REAP_PAUSE)
 
+    def _late_line(self, deadline: float) -> str:
+        """Return the child's line while the child or the daemon waits for a CPU, or "" at `deadline`."""
+        from emulated_kernel.util.host_tasks import BUSY_INTERVAL, is_runnable
+        from kprobefs.common.daemon_registry import running
+
+        processes = [self._child]
+        with suppress(CliError):
+            daemon = running(self._directory)
+            if daemon is not None:
+                processes.append(daemon.pid)
+
+        def is_late() -> bool:
+            threads = (f"/proc/{pid}/task" for pid in processes)
+            return any(is_runnable(f"{each}/{name}") for each in threads for name in _names(each))
+
+        found = ""
+        while not found and time.monotonic() < deadline and is_late():
+            found = self._line(time.monotonic() + BUSY_INTERVAL)
+        return found
+
     def _line(self, deadline: float) -> str:
         """Return the child's next line, or "" if no line comes until the monotonic time `deadline`."""
         while b"\n" not in self._received:
@@ -267,6 +291,13 @@ class _Question:
             self._received += data
         line, _, self._received = self._received.partition(b"\n")
         return line.decode("ascii", "replace")
+
+
+def _names(directory: str) -> list[str]:
+    """Return the names in a directory, or no names if it is gone."""
+    with suppress(OSError):
+        return os.listdir(directory)
+    return []
 
 
 def _ask(directory: str, writer: int) -> NoReturn:

@@ -9,18 +9,21 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import pytest
 
 from kprobefs.cli import control
 from kprobefs.common import mountpoints
-from kprobefs.common.daemon_registry import log_path, running, runtime_directory
+from kprobefs.common.daemon_registry import Daemon as Record
+from kprobefs.common.daemon_registry import Registration, log_path, running, runtime_directory
 from kprobefs.common.errors import ExitStatus
 from kprobefs.common.mountpoints import MountState
 from tests.fuse.harness import (
@@ -123,6 +126,61 @@ def test_what_is_asked_in_time(directory: Path, monkeypatch: pytest.MonkeyPatch)
         found = mountpoints.conditions(map(str, others))
         assert 0 < sum(Poll.expired) <= 1000 * mountpoints.ANSWER_TIMEOUT
     assert list(found.values()) == [MountState.HUNG, MountState.HUNG, MountState.SERVING]
+
+
+BUSY = """
+import os, sys, time
+asked, answered = sys.argv[1:]
+print("ready", flush=True)
+while not os.path.exists(asked):
+    pass
+end = time.thread_time() + 0.3
+while time.thread_time() < end:
+    pass
+open(answered, "w").close()
+while True:
+    pass
+"""
+"""Program that uses the CPU, and needs 0.3 s of it for its answer."""
+
+
+def test_a_daemon_that_waits_for_a_cpu_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, asked, answered = mountpoints._ask, tmp_path / "asked", tmp_path / "answered"
+
+    def late(directory: str, writer: int) -> NoReturn:
+        asked.touch()
+        while not answered.exists():
+            time.sleep(0.005)
+        ask(directory, writer)
+
+    monkeypatch.setattr(mountpoints, "ANSWER_TIMEOUT", 0.05)
+    monkeypatch.setattr(mountpoints, "_ask", late)
+    words = [sys.executable, "-c", BUSY, str(asked), str(answered)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as busy:
+        assert busy.stdout is not None
+        assert busy.stdout.readline() == b"ready\n"
+        registration = Registration(Record(busy.pid, str(tmp_path), "x86_64", "full", "0", "now"))
+        try:
+            assert mountpoints.condition(str(tmp_path)) in (MountState.SERVING, MountState.BUSY)
+        finally:
+            registration.close()
+            busy.kill()
+
+
+def test_a_question_that_waits_for_a_cpu_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = mountpoints._ask
+
+    def late(directory: str, writer: int) -> NoReturn:
+        end = time.thread_time() + 0.3
+        while time.thread_time() < end:
+            pass
+        ask(directory, writer)
+
+    monkeypatch.setattr(mountpoints, "ANSWER_TIMEOUT", 0.05)
+    monkeypatch.setattr(mountpoints, "_ask", late)
+    assert mountpoints.condition(str(tmp_path)) in (MountState.SERVING, MountState.BUSY)
 
 
 def test_a_stopped_daemon_is_killed_by_force(mounted: Daemon) -> None:

@@ -14,8 +14,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
+
+from emulated_kernel.util.host_tasks import BUSY_INTERVAL, is_runnable
 
 log = logging.getLogger("kprobefs.clients")
 
@@ -28,8 +30,6 @@ BUSY_TIMEOUT = 5.0
 
 On a busy host, a helper may wait for a CPU longer than TIMEOUT.
 """
-BUSY_INTERVAL = 0.02
-"""Seconds between two looks at a helper that is late but does not sleep."""
 MAX_ABANDONED = 8
 """Maximum number of abandoned helpers that may still sleep in a read. At the maximum, all reads fail."""
 IDLE = 3
@@ -188,17 +188,11 @@ class _Helper:
         """
         limit = deadline + BUSY_TIMEOUT
         while not self._answers_within(deadline - monotonic()):
-            if monotonic() >= limit or not self._is_running():
+            if monotonic() >= limit or not is_runnable(f"/proc/{self.process.pid}"):
                 # The process also sleeps after an answer, which may have come meanwhile.
                 return self._answers_within(0)
             deadline = monotonic() + BUSY_INTERVAL
         return True
-
-    def _is_running(self) -> bool:
-        """Return True if the process uses a CPU or waits for one."""
-        with suppress(OSError), open(f"/proc/{self.process.pid}/stat", "rb") as stat:
-            return stat.read().rpartition(b")")[2].split()[:1] == [b"R"]
-        return False
 
     def end(self) -> None:
         """Close the pipes and kill the process, which may end much later."""

@@ -114,6 +114,40 @@ def test_what_was_given_open_has_a_limit() -> None:
         read_descriptor(zero.fileno(), LIMIT)
 
 
+def spin(until: Callable[[], bool]) -> None:
+    """Use the CPU, as a thread that is late because of a busy host."""
+    while not until():
+        pass
+
+
+def test_a_reader_that_waits_for_a_cpu_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(_path: Path, _limit: int) -> bytes:
+        end = time.thread_time() + 0.2
+        spin(lambda: time.thread_time() >= end)
+        return b"text"
+
+    monkeypatch.setattr(safe_read, "read_regular", late)
+    assert BoundedFileReader().read(tmp_path, LIMIT, time.monotonic() + 0.01) == b"text"
+
+
+def test_a_reader_that_is_never_done_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safe_read, "BUSY_PATIENCE", 0.05)
+    over = threading.Event()
+
+    def endless(_path: Path, _limit: int) -> bytes:
+        spin(over.is_set)
+        return b""
+
+    foreign = BoundedFileReader()
+    monkeypatch.setattr(safe_read, "read_regular", endless)
+    try:
+        with pytest.raises(OSError, match="doesn't answer in time"):
+            foreign.read(tmp_path, LIMIT, time.monotonic() + 0.01)
+    finally:
+        over.set()
+    eventually(lambda: not foreign._late)
+
+
 def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most MAX_BLOCKED_READERS threads wait for a file system that does not answer.
 

@@ -1,0 +1,18 @@
+"""Tasks of the host: whether a late task waits for a CPU, or for something else."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+BUSY_INTERVAL = 0.02
+"""Seconds between two looks at a task that is late, but runs or waits for a CPU."""
+
+
+def is_runnable(task: str) -> bool:
+    """Return True if a process or thread of the host uses a CPU or waits for one.
+
+    `task`: its directory in /proc. Mirrors: proc(5), the field `state` of /proc/PID/stat.
+    """
+    with suppress(OSError), open(f"{task}/stat", "rb") as stat:
+        return stat.read().rpartition(b")")[2].split()[:1] == [b"R"]
+    return False
