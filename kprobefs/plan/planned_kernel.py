@@ -137,11 +137,10 @@ class PlannedKernel:
         core = self.core
         if self.image is None or not isinstance(core, LinuxKernel):
             where = escape_for_terminal(", ".join(names))
-            raise CliError(
-                f"{where}: only a kernel's package has modules; give --image, or mount the kernel and read "
-                "the event's `reason`",
-                ExitStatus.USAGE,
-            )
+            why = "only a kernel's package has modules; give --image, or mount the kernel"
+            if self.is_dump:
+                why = "only a mount reads the modules of a dump; mount it"
+            raise CliError(f"{where}: {why} and read the event's `reason`", ExitStatus.USAGE)
         with explained(self.image):
             # If the package were opened again, it would be unpacked again.
             self._files = self._files or ModuleFiles(kernel_file(self.image), core.release)

@@ -22,6 +22,7 @@ from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from kprobefs.cli.main import main
+from kprobefs.common.errors import CliError
 from kprobefs.definitions.syntax import Line
 from kprobefs.plan import check_command
 from kprobefs.plan.answer import WARNINGS, Answer
@@ -673,6 +674,17 @@ def test_a_module_that_cannot_be_read_makes_no_line_wrong(
     assert (answer.outcome, answer.unloaded) == (outcome, unloaded)
     assert [finding.rule for finding in answer.findings] == rules
     assert answer.is_error is (outcome == "EINVAL")
+
+
+@pytest.mark.parametrize("is_dump", [False, True])
+def test_the_remedy_for_a_module_can_be_followed(is_dump: bool) -> None:
+    """--image excludes --vmcore: whoever explains a dump must not be told to give a package."""
+    kernel = planned_kernel("x86_64", None, None, None)
+    kernel.is_dump = is_dump
+    with pytest.raises(CliError) as refused:
+        kernel.with_module_of("tcp_bbr", "bbr_main")
+    assert ("--image" in str(refused.value)) is not is_dump
+    assert "mount" in str(refused.value)
 
 
 def test_lines_with_modules_are_judged_with_them_loaded(
