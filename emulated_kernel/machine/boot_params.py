@@ -1,4 +1,7 @@
-"""Preparation of the boot CPU: boot parameters, per-CPU area, registers at the entry point."""
+"""Preparation of the boot CPU: writes the boot parameters and sets the registers for the entry point.
+
+The module also finds the per-CPU areas and variables of a kernel.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ _BOOT_PARAMS = struct.Struct("<QQQIIQQ")
 def write_boot_params(
     memory: Memory, cpu: CpuModel, config: MachineConfig, ram_start: int, boot_ns: int
 ) -> int:
-    """Write struct boot_params to a host page; return its address.
+    """Write struct boot_params to a host page; return the structure's address in the direct map.
 
     The structure is {ram_start, ram_end, page_offset: u64; nr_cpus, hz: u32; boot_ns, seed: u64}. ram_start
-    and ram_end are physical addresses; the host's pages are not between them.
+    and ram_end are the physical range of RAM that the guest may use. The host's pages lie outside of this
+    range.
     """
     direct_map = cpu.layout.direct_map
     where = direct_map + memory.host_pages.alloc(PAGE_SIZE)
@@ -50,7 +54,10 @@ def per_cpu_bases(memory: Memory, image: KernelImage, cpus: int) -> list[int]:
 
 
 def per_cpu_address(image: KernelImage, name: str) -> int | None:
-    """Return the address of the boot CPU's copy of a per-CPU variable; None if the ABI table lacks it."""
+    """Return the address of the boot CPU's copy of the per-CPU variable `name`.
+
+    Return None if the ABI table lacks the variable.
+    """
     offset = image.abi.get(f"percpu.{name}")
     return None if offset is None else per_cpu_base(image) + offset
 

@@ -99,7 +99,10 @@ def _note(name: bytes, kind: int, data: bytes) -> bytes:
 
 
 def _original_text(pieces: Iterable[tuple[int, bytes]]) -> bytes:
-    """Return the note with original text; b"" if there is none, or if it needs half of the headers' space."""
+    """Return the note with the original text in `pieces`.
+
+    Return b"" if there are no pieces, or if the note would need more than half of the headers' space.
+    """
     contents = pack_original_text(pieces)
     has_any = contents != pack_original_text(())
     return _note(OWNER, 0, contents) if has_any and len(contents) < RAM_OFFSET // 2 else b""

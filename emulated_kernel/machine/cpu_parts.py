@@ -1,4 +1,4 @@
-"""Table of the architectures: CPU model, trap hooks, interrupt delivery, and adaptation to Unicorn."""
+"""Table of the architectures: CPU model, trap hooks, delivery of interrupts, and adaptation to Unicorn."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _FAMILIES = {ElfMachine.X86_64: _x86, ElfMachine.I386: _x86, ElfMachine.RISCV: _
 
 @cache
 def cpu_parts(arch: str) -> CpuParts:
-    """Return the parts of an architecture. Raises: HardwareError (an unknown architecture)."""
+    """Return the parts of the architecture `arch`. Raises: HardwareError (an unknown architecture)."""
     if arch not in ARCHITECTURES:
         raise HardwareError(f"no machine for {arch}")
     return next(parts for parts in _FAMILIES[ARCHITECTURES[arch]]() if parts.model.name == arch)

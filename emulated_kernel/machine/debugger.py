@@ -20,7 +20,10 @@ _SLICE = 0.05
 
 
 class DebuggedMemory(Protocol):
-    """Interface of the memory that a debugger sees. Raises: MemoryFault (an address is not mapped)."""
+    """Interface of the memory that a debugger sees.
+
+    All methods raise MemoryFault if an address is not mapped.
+    """
 
     def read(self, va: int, size: int, /) -> bytes:
         """Return `size` bytes at the virtual address `va`."""
@@ -73,9 +76,9 @@ class DebuggedMachine(Protocol):
 class Debugger:
     """Holds a guest, and resumes it until a breakpoint, the next instruction or an interrupt.
 
-    While it is attached, a hook is called before each instruction, so no byte of the guest changes. While it
-    holds the guest, the control lock is lent: only observers, which don't run the guest, get the lock.
-    A thread that runs the guest waits in the hook.
+    While the debugger is attached, a hook is called before each instruction, so no byte of the guest changes.
+    While the debugger holds the guest, the control lock is lent: only observers, which don't run the guest,
+    get the lock. A thread that runs the guest waits in the hook.
     """
 
     def __init__(self, machine: DebuggedMachine, lock: ControlLock) -> None:
@@ -103,7 +106,8 @@ class Debugger:
     def attach(self, is_given_up: Callable[[], bool]) -> None:
         """Hold the guest once no request is served, and begin to watch its instructions.
 
-        While requests are served, wait. If `is_given_up` returns True before the guest is held, do nothing.
+        While requests are served, wait. If `is_given_up` returns True before the guest is held, stop waiting
+        and do nothing.
         """
         if not self._take(is_given_up):
             return
@@ -176,7 +180,7 @@ class Debugger:
             self.lock.end_loan()
 
     def interrupt(self) -> bool:
-        """Stop the guest. Return True if it is held now.
+        """Stop the guest. Return True if the guest is held at the return of this method.
 
         If a thread holds the lock, return False: the guest stops before its next instruction, or at the next
         call of this method.
@@ -207,7 +211,10 @@ class Debugger:
         self.is_held = True
 
     def _before(self, _engine: int, address: int, _size: int, _data: int) -> None:
-        """Implement Unicorn's code hook: stop before the instruction at `address` if the guest must stop."""
+        """Stop the run before the instruction at `address` if the guest must stop there.
+
+        Unicorn calls this code hook before each instruction.
+        """
         if not (self._steps or self._interrupts or address in self.breakpoints) or not self.is_attached:
             return
         if self._steps and self._passes is not None and self._passes(address):

@@ -40,11 +40,11 @@ class HostCalls:
         self._on_leave = on_leave
 
     def call(self, address: int, *args: int, variadic: bool = False) -> int:
-        """Call a function with up to six arguments of one word each; return its result register.
+        """Call the function at `address` with up to six one-word arguments; return the value that it returns.
 
         `variadic`: the function is declared with `...`, so CpuModel.variadic_arguments pass the arguments.
-        Raises: GuestFault (it ended in an exception without a fixup, or in a hypercall), BudgetExceeded (it
-        didn't return in time), TypeError (too many arguments).
+        Raises: GuestFault (the function ended in an exception without a fixup, or in a hypercall),
+        BudgetExceeded (the function didn't return in time), TypeError (too many arguments).
         """
         if len(args) > MAX_ARGUMENTS:
             raise TypeError(f"{len(args)} arguments; at most {MAX_ARGUMENTS} are passed")
@@ -72,10 +72,10 @@ class HostCalls:
     def trap_of(self, start: Any, *, fixup: bool = False, goes_on: bool = False) -> tuple[Trap, Any]:
         """Run from a complete register state until a trap; return the trap and the registers.
 
-        All exceptions stop the run, except those with a fixup if `fixup` is set. TF in `start.flags` runs a
-        single instruction (DEBUG). Nothing is pushed: `start.sp` can be any value. The guest's own registers
-        are restored. `goes_on` means that the caller continues from the returned state, so `on_leave` isn't
-        called.
+        All exceptions stop the run, except those with a fixup if `fixup` is set. If TF is set in
+        `start.flags`, the run ends after one instruction with the trap DEBUG. Nothing is pushed: `start.sp`
+        can be any value. The guest's own registers are restored. If the caller will continue from the
+        returned state, it sets `goes_on`, and `on_leave` isn't called.
         """
         return self._run(start, self._fixup if fixup else self._hooks.stop, tick=False, leaves=not goes_on)
 
@@ -138,7 +138,7 @@ class HostCalls:
                 hooks.engine.raise_interrupt()
 
     def _fixup(self, trap: Trap) -> None:
-        """Handle an exception of a called function: continue at its fixup, or stop the run if it has none.
+        """Handle the exception `trap` of a called function: continue at its fixup, or stop the run.
 
         Mirrors: arch/x86/mm/extable.c:fixup_exception (v6.1).
         """

@@ -1,4 +1,4 @@
-"""GuestClock: the guest's time, which each reading advances.
+"""GuestClock: the guest's clock. Each reading of the clock advances its time.
 
 The time is in the guest's variable host_clock, which has two u64 fields: now_ns and step_ns.
 """
@@ -41,7 +41,7 @@ def compare_loops(va: int, text: bytes, cells: int) -> Iterator[range]:
 
 
 class GuestClock(ABC):
-    """A guest's time, which handlers and tracing read; in nanoseconds since boot."""
+    """The clock of a guest, which handlers and tracing read. The time is in nanoseconds since boot."""
 
     is_virtual: bool
     """True if only runs of the guest advance the time."""
@@ -76,7 +76,7 @@ class GuestClock(ABC):
 
 
 class RealClock:
-    """Real time since the machine was built; a reading during a run adds one nanosecond."""
+    """Clock with the real time since the machine was built; a reading during a run adds one nanosecond."""
 
     step_ns = 1
     """Nanoseconds that a reading during a run adds."""
@@ -107,7 +107,7 @@ class RealClock:
 
 
 class VirtualClock:
-    """Time that advances only by runs and readings: the same seed and input give the same timestamps."""
+    """Clock that only runs and readings advance: the same seed and input give the same timestamps."""
 
     RUN_NS = 1_000
     """Nanoseconds by which each run of the guest advances the time, in addition to the steps of readings."""
@@ -138,7 +138,7 @@ class VirtualClock:
 
 
 class ModelClock(VirtualClock):
-    """Time that passes with the guest's instructions, traps and handlers of the host, not with readings."""
+    """Clock that the guest's instructions, traps and handlers of the host advance; readings do not."""
 
     def __init__(self, cells: memoryview, seed: int) -> None:
         super().__init__(cells, seed)
@@ -155,7 +155,7 @@ class ModelClock(VirtualClock):
 class MachineClock(GuestClock):
     """The machine's clock, in the guest's variable host_clock. The clock has real, virtual or model time.
 
-    Raises: ValueError, KernelError EOPNOTSUPP (as `select`).
+    Raises: ValueError, KernelError EOPNOTSUPP (in the cases in which `select` raises them).
     """
 
     def __init__(
@@ -175,10 +175,9 @@ class MachineClock(GuestClock):
     def select(self, kind: str, seed: int) -> None:
         """Switch to "real", "virtual" or "model" time; the guest's time continues from its current value.
 
-        `seed` selects the earliest time of a virtual or model clock, and the duration of a reading in
-        virtual time.
-        Raises: ValueError (`kind` is none of them), KernelError EOPNOTSUPP (there is no model clock on this
-        machine).
+        `seed` selects the earliest time of a virtual or model clock, and the duration of a reading in virtual
+        time. Raises: ValueError (`kind` is no kind of clock), KernelError EOPNOTSUPP (there is no model clock
+        on this machine).
         """
         if kind not in KINDS:
             raise ValueError(f"unknown clock {kind!r}")

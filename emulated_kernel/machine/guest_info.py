@@ -1,4 +1,4 @@
-"""Records about a guest kernel that files show: log messages, tasks, CPUs, memory and modules."""
+"""Records with data about a guest kernel that files show: log messages, tasks, CPUs, memory and modules."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Message:
     """The message, without a newline at the end. It may consist of several lines."""
 
     def lines(self) -> Iterator[str]:
-        """Yield each line of the text as dmesg prints it: the time, the line and a newline."""
+        """Yield each line of the message as dmesg prints it: the timestamp, the line and a newline."""
         seconds, rest = divmod(self.time_ns // 1000, 1_000_000)
         for line in self.text.split("\n"):
             yield f"[{seconds:5d}.{rest:06d}] {line}\n"

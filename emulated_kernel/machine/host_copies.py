@@ -25,8 +25,9 @@ _DIRECTION_AT = 4 * STATE_SLOT + 4
 class HostCopies:
     """Executes repeated copies by the host's routine `copy`, with the same result as in the guest.
 
-    Unicorn takes 2.6 ns for each word, the routine 0.1 ns. The guest copies by itself if the instruction is
-    patched, if the CPU has its trap flag set, or if a part of the memory is not mapped or not writable.
+    Unicorn takes 2.6 ns for each word, the routine 0.1 ns. The guest executes a copy itself if the
+    instruction is patched, if the CPU has its trap flag set, or if a part of the memory is not mapped or not
+    writable.
     """
 
     def __init__(self, regs: Regs, cpu: CpuModel, memory: Memory, ram: int) -> None:
@@ -48,7 +49,7 @@ class HostCopies:
         """Make the host execute the guest's repeated copies that have a fixup, from now on.
 
         `fixups`: addresses of the instructions in the kernel's exception table. If the host has no routine or
-        no fast registers, do nothing. The guest must not have run yet.
+        no fast registers, do nothing. Precondition: the guest has not run yet.
         """
         code = self._cpu.repeated_copy
         routine = routine_address("copy") if code else None
@@ -79,7 +80,7 @@ class HostCopies:
             words.copies_itself = int(left)
 
     def _finds_direction(self, address: int) -> bool:
-        """Return True if Unicorn stores the direction of the CPU's string instructions at `address`.
+        """Return True if Unicorn keeps the direction of the CPU's string instructions at `address`.
 
         `address` is an address in this process.
         """

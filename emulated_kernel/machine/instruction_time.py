@@ -25,7 +25,8 @@ HANDLER_NS = 500
 class InstructionTime:
     """Counts guest instructions, traps and handlers as nanoseconds, without Python.
 
-    The time is exact and depends only on what the guest executes. A run of the guest is several times slower.
+    The counted time is exact and depends only on what the guest executes. A run of the guest is several times
+    slower while instructions are counted.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class InstructionTime:
             self._leave_copies(False)
 
     def _leave_copies(self, left: bool) -> None:
-        """Make the guest execute repeated copies if `left` is True, otherwise the host.
+        """Make the guest execute repeated copies if `left` is True; otherwise make the host execute them.
 
         All code is then translated again, so that it calls the hooks that are now set.
         """

@@ -65,7 +65,7 @@ def _map_direct(memory: Memory, layout: MemoryLayout, placed: list[Placed]) -> N
 
 
 def _spans(placed: list[Placed], size: int) -> Iterator[Placed]:
-    """Yield the ranges of `placed`, and a writable range for each gap between them in [0, size)."""
+    """Yield the ranges of `placed`, and a writable range for each gap between these ranges in [0, size)."""
     done = 0
     for start, end, writable in placed:
         if done < start:

@@ -46,9 +46,8 @@ _BOOT_LIMIT = 5.0
 class Machine(ProbedMachine):
     """An emulated computer with a booted kernel; after the constructor it is stopped at Hypercall.BOOTED.
 
-    Only one thread at a time may run or inspect the machine. While the guest runs, other Python threads can
-    run.
-    Raises: HardwareError (the image does not fit, the architecture is unknown, or Unicorn is broken),
+    Only one thread at a time may run or inspect the machine. Other Python threads can work while the guest
+    runs. Raises: HardwareError (the image does not fit, the architecture is unknown, or Unicorn is broken),
     GuestFault (the kernel stopped before it had booted).
     """
 
@@ -96,7 +95,10 @@ class Machine(ProbedMachine):
         self._stack = map_stack(self.memory, self.model, 0)
 
     def _build_cpu(self) -> None:
-        """Create registers and hooks, with direct access to the CPU state if the self-test finds it."""
+        """Create registers and hooks.
+
+        The registers access the CPU state directly if the self-test finds its address.
+        """
         cpu = self.model
         engine = self._engine
         found = quirks.find_cpu_state(engine, cpu) if self.config.fast_registers else None
@@ -153,12 +155,11 @@ class Machine(ProbedMachine):
         self.trap_of = self.calls.trap_of
 
     def _counting(self, cells: int | None) -> InstructionTime | None:
-        """Return an object that advances the guest's clock with each instruction.
+        """Return an object that advances the guest's clock with each instruction, or None.
 
-        `cells`: address of the clock in the guest; None if the guest has no host_clock. Return None in that
-        case, and for a 32-bit guest. A 32-bit guest reads the time in a loop,
-        which repeats if the time has changed during the reading. The loop would never end if each
-        instruction advanced the time.
+        `cells`: address of the clock in the guest; None if the guest has no host_clock. The result is None in
+        that case, and for a 32-bit guest. A 32-bit guest reads the time in a loop, which repeats if the time
+        has changed during the reading. The loop would never end if each instruction advanced the time.
         """
         if cells is None or self.model.word_size == 4:
             return None
@@ -206,7 +207,7 @@ class Machine(ProbedMachine):
         return self._runner.is_running
 
     def count_instructions(self) -> InstructionCount:
-        """Count the instructions of all later runs, for benchmarks."""
+        """Count the instructions of all later runs, for benchmarks; return the object with the count."""
         self.host_copies.leave_to_guest()
         return InstructionCount(self._engine)
 
@@ -252,7 +253,7 @@ class Machine(ProbedMachine):
     def stops_exactly(self) -> bool:
         """True if a run that exceeds its budget ends between instructions.
 
-        Otherwise effects of instructions can be repeated.
+        Otherwise the run can end inside an instruction, whose effects are then repeated.
         """
         return self._quantum is not None or self._engine.stops_between_blocks
 
@@ -261,9 +262,9 @@ class Machine(ProbedMachine):
             self._quantum.may_end.append(may_end)
 
     def finish_interrupt(self, returns_to: int) -> None:
-        """Let the next run last until the interrupt that was delivered has returned to `returns_to`.
+        """Make the next run end when the interrupt that was delivered has returned to `returns_to`.
 
-        The run may end before, as any run.
+        Like any run, it may end earlier, for example at a trap.
         """
         if self._quantum is not None:
             self._quantum.stop_at(returns_to)
@@ -278,7 +279,10 @@ class Machine(ProbedMachine):
             self._quantum.disarm()
 
     def serialise(self) -> None:
-        """Drop the prefetched bytes of all CPUs, as a serialising instruction does; all CPUs are stopped."""
+        """Drop the prefetched bytes of all CPUs, as a serialising instruction does.
+
+        All CPUs must be stopped.
+        """
         if self._stale is not None:
             self._stale.serialise_all()
 
@@ -288,7 +292,7 @@ class Machine(ProbedMachine):
             self.hooks.stop(stop)
 
     def switch_to(self, number: int) -> None:
-        """Make CPU `number` the current one, and save the state of the previous CPU.
+        """Save the state of the current CPU, and make CPU `number` the current one.
 
         Raises: HardwareError (called from within a run).
         """
@@ -351,7 +355,10 @@ class Machine(ProbedMachine):
             self.cpus[number].put("ip", ip)
 
     def register_values(self) -> list[int]:
-        """Return the register values of all CPUs, including instruction pointers, without flags."""
+        """Return one list with the values of the registers of all CPUs.
+
+        The list includes instruction pointers, but no flags.
+        """
         values: list[int] = []
         for cpu in self.cpus:
             read = self.regs.get if cpu.number == self.cpu else cpu.saved

@@ -1,4 +1,4 @@
-"""SIGINTs that Python has not handled yet.
+"""Detection of SIGINTs that Python has not handled yet.
 
 Python calls a signal's handler only between two of its own instructions. While hits stay in the guest, the
 main thread executes no instruction of Python, for as long as the run's budget allows. During this time,
@@ -39,7 +39,7 @@ def watch() -> None:
 
 
 def _watch_in_child() -> None:
-    """Give a forked process its own sockets, if the parent's sockets record the signals."""
+    """Create new sockets in a forked process, if the parent's sockets record the signals."""
     global _pair
     if _pair is not None:
         of_parent = _pair[1].fileno()
@@ -70,7 +70,10 @@ def pending() -> int:
 
 
 def take() -> int:
-    """Return the number of recorded SIGINTs, whose handlers Python has called by now, and forget them."""
+    """Return the number of recorded SIGINTs, and forget them.
+
+    Python must have called their handlers already.
+    """
     if _pair is None:
         return 1
     with suppress(BlockingIOError):

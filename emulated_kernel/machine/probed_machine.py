@@ -60,7 +60,7 @@ class ProbedMachine(ABC):
         yield from self.text.ledger.pieces()
 
     def in_clock_loop(self, address: int) -> bool:
-        """Return True if an address is in one of `clock_loops`, where handlers must not advance the clock."""
+        """Return True if `address` is in one of `clock_loops`, where handlers must not advance the clock."""
         return any(address in loop for loop in self.clock_loops)
 
     @abstractmethod
@@ -82,9 +82,9 @@ class ProbedMachine(ABC):
 
     @abstractmethod
     def send_back(self, number: int, ip: int, /) -> None:
-        """Set the saved ip of CPU `number`, which waits for its turn.
+        """Set the saved ip of CPU `number`, which waits for its turn, to `ip`.
 
-        Do nothing for the current CPU, whose ip is in the registers, or if the guest does not run.
+        Do nothing if the CPU is the current one, whose ip is in the registers, or if the guest does not run.
         """
 
     @abstractmethod
@@ -103,10 +103,10 @@ class ProbedMachine(ABC):
         """Call `may_end` at each end of a quantum; if it returns False, the CPU runs one more instruction."""
 
     def passed_in_step(self) -> Callable[[int], bool]:
-        """Implement DebuggedMachine.passed_in_step: a step from a probe does not stop in generated code.
+        """Return a function that decides where a debugger's step does not stop: in generated code.
 
-        In generated code itself there are breakpoints too, such as the one that calls a detour's handlers. A
-        step from such a breakpoint executes one instruction.
+        See DebuggedMachine.passed_in_step. In generated code itself there are breakpoints too, such as the
+        one that calls a detour's handlers. A step from such a breakpoint executes one instruction.
         """
         if self.text.is_generated(self.regs.ip):
             return lambda _address: False
@@ -114,12 +114,18 @@ class ProbedMachine(ABC):
 
     @property
     def breakpoints(self) -> TrapHandlers:
-        """Address of an int3 -> handler, which is called during the run, with regs.ip after the int3."""
+        """Address of an int3 -> its handler.
+
+        During the handler's call, regs.ip is the address after the int3.
+        """
         return self.hooks.breakpoints
 
     @property
     def debug_traps(self) -> TrapHandlers:
-        """Address at which a single step ends -> handler, called in the run, with this address in regs.ip."""
+        """Address at which a single step ends -> its handler.
+
+        During the handler's call, regs.ip is this address.
+        """
         return self.hooks.debug_traps
 
     def raise_fault(self, fault: MemoryFault) -> None:

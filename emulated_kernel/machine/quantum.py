@@ -22,12 +22,12 @@ class Quantum:
     """Ends runs after a random number of instructions; for tests of several CPUs.
 
     A routine of the host counts the instructions, and calls Python at the end of a run. If the host has no
-    routine, Python counts.
-    The places where runs end depend on the seed and on the executed instructions, not on time.
+    routine, Python counts. The instructions at which runs end depend on the seed and on the executed
+    instructions, not on time.
     """
 
     def __init__(self, engine: Engine, hooks: TrapHooks, mean: int, seed: int) -> None:
-        """Use runs of `mean` instructions on average, whose lengths a generator with `seed` selects.
+        """End each run after `mean` instructions on average. A generator with `seed` selects the numbers.
 
         Raises: ValueError (`mean` is less than one).
         """
@@ -66,12 +66,12 @@ class Quantum:
     def stop_at(self, address: int) -> None:
         """End the next run when it reaches `address`, to which an interrupt returns.
 
-        The run ends earlier if it has executed its number of instructions and _INTERRUPT further ones.
+        The run ends earlier if it has exceeded its usual number of instructions by _INTERRUPT.
         """
         self._words.end = address
 
     def disarm(self) -> None:
-        """Stop counting; calls of guest functions by the host aren't preempted."""
+        """Stop counting, so that a run is not preempted when the host calls a guest function."""
         self._words.left = self._words.end = 0
         self.stop_outside(None)
 

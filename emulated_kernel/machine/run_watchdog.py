@@ -53,7 +53,10 @@ class HandlerTime:
 
     @property
     def kept(self) -> float:
-        """Seconds of the callbacks since keep_measuring() that no budget counts; 0 after the measurement."""
+        """CPU time of the callbacks since keep_measuring() that counts for no budget, in seconds.
+
+        The value is 0 after the measurement.
+        """
         return HANDLERS_FREE * (self.seconds - self._start_seconds) if self.is_continued else 0.0
 
     def measure(self, callback: Callable[..., object], *args: object) -> object:
@@ -84,7 +87,11 @@ class HandlerTime:
 
 
 class _CallingThread(threading.local):
-    """Identifier of the calling thread in the host's kernel, which get_native_id() asks at each call."""
+    """Identifier of the calling thread in the host's kernel.
+
+    The identifier is kept in thread-local memory, because each call of get_native_id() asks the kernel for
+    it.
+    """
 
     def __init__(self) -> None:
         self.number = get_native_id()
@@ -93,9 +100,9 @@ class _CallingThread(threading.local):
 class Watchdog:
     """Stops a run after `budget` seconds of CPU time.
 
-    In the second half of the budget, only a part of the callbacks' time counts.
-    Arming costs only two stores: the watchdog's thread wakes by itself, at most once per budget, and then
-    reads the start of the current run. If no guest runs, the thread waits without a timeout.
+    In the second half of the budget, only a part of the callbacks' CPU time counts. Arming costs only two
+    stores: the watchdog's thread wakes by itself, at most once per budget, and then reads the start of the
+    current run. If no guest runs, the thread waits without a timeout.
     """
 
     def __init__(
@@ -152,7 +159,7 @@ class Watchdog:
         self._wake.set()
 
     def ask(self, is_unwanted: Callable[[], bool] | None) -> None:
-        """Set a function that the thread calls during runs; if it returns True, the run is stopped.
+        """Set a function that the watchdog's thread calls during runs. If it returns True, stop the run.
 
         If `is_unwanted` is None, no function is called.
         """
@@ -180,7 +187,7 @@ class Watchdog:
     def disarm(self) -> bool:
         """Stop measuring the time of a run; return True if the watchdog has stopped the run.
 
-        No stop arrives after the return.
+        After this method has returned, the watchdog does not stop the run any more.
         """
         started = self._started
         self._started = 0.0
@@ -223,7 +230,7 @@ class Watchdog:
             self._guard(self._started)
 
     def _guard(self, started: float) -> None:
-        """Sleep until the budget of a run ends, or stop the run if its budget has ended already.
+        """Sleep until the budget of a run ends. If the budget has ended already, stop the run.
 
         `started` is the time at which the run began.
         """

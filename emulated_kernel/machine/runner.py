@@ -42,7 +42,7 @@ class Runner:
     def run(self, tick: bool = True, budget: float | None = None) -> Trap:
         """Run until the guest stops; without `tick`, the guest's time continues from the last reading.
 
-        `budget` is the run's budget in seconds; None takes the machine's budget.
+        `budget` is the run's budget in seconds; None means the machine's budget.
 
         Raises: HardwareError (called from within a run; the emulator failed), KeyboardInterrupt (by a second
         SIGINT), Exception (raised by a Python hook).
@@ -64,7 +64,7 @@ class Runner:
             self.is_running = False
 
     def run_within(self) -> Trap:
-        """Run the guest from a deferred handler; the time is charged to the enclosing run.
+        """Run the guest from a deferred handler; the CPU time counts for the enclosing run.
 
         Raises: HardwareError (the emulator failed), Exception (raised by a Python hook).
         """
@@ -103,7 +103,10 @@ class Runner:
         raise HardwareError(f"the emulator stopped at {ip:#x} for no reason")
 
     def _drain_stop(self, ip: int) -> None:
-        """Consume a stop that arrived when the run ended by itself, so that it can't end the next run."""
+        """Consume a stop that arrived when the run ended by itself.
+
+        Otherwise the stop would end the next run.
+        """
         pad = self.cpu.layout.host_text
         while self.regs.ip != pad + len(self.cpu.halt):
             self._engine.start(pad)

@@ -11,7 +11,7 @@ PidObservers = list[Callable[[int], None]]
 
 
 class TaskObserver:
-    """Base class of observers, which override the methods of events they need.
+    """Base class of observers, which override the methods of the events that they need.
 
     The guest is stopped during each call of a method.
     """
@@ -26,7 +26,7 @@ class TaskObserver:
         """
 
     def call_ended(self) -> None:
-        """Handle the end of a system call: the call returned, or its task sleeps in the call."""
+        """Handle the end of a system call: the call has returned, or its task sleeps in the call."""
 
     def forked(self, parent: int, child: int) -> None:
         """Handle a fork; `parent` and `child` are pids."""

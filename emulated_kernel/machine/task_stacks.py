@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 class TaskStacks(ABC):
-    """The tasks of a stopped guest, with the return addresses on their stacks."""
+    """Interface to the tasks of a stopped guest, and to the return addresses on their stacks."""
 
     @abstractmethod
     def task_structs(self) -> Iterable[int]:
@@ -15,7 +15,7 @@ class TaskStacks(ABC):
 
     @abstractmethod
     def in_use_ranges(self, spans: Sequence[tuple[int, int]]) -> Collection[tuple[int, int]]:
-        """Return the ranges that contain a CPU's ip or a return address on a task's stack.
+        """Return the ranges of `spans` that contain a CPU's ip or a return address on a task's stack.
 
         `spans` are disjoint ranges [start, end).
         """

@@ -169,7 +169,10 @@ class Engine(CodeCache):
         self._check(held.uc_ctl(handle, _CTL_EXITS, None, ctypes.c_size_t(0)), "uc_ctl_set_exits")
 
     def _bind(self) -> None:
-        """Declare the argument types once, so that calls with plain integers are correct and fast."""
+        """Declare the argument types of the library's functions.
+
+        Then calls with plain integers are correct and fast.
+        """
         u64 = ctypes.c_uint64
         ptr = ctypes.c_void_p
         self._reg_read = self._held.uc_reg_read
@@ -210,7 +213,10 @@ class Engine(CodeCache):
         return self._cell.value
 
     def reg_write(self, register: int, value: int) -> None:
-        """Set a register of up to 64 bits; setting the program counter in a hook leaves the current block."""
+        """Set a register of up to 64 bits.
+
+        A write of the program counter in a hook leaves the current block.
+        """
         self._cell.value = value
         self._reg_write(self.handle, register, self._cell_pointer)
 
@@ -219,7 +225,10 @@ class Engine(CodeCache):
         self._check(self._reg_write(self.handle, register, ctypes.byref(value)), f"uc_reg_write({register})")
 
     def reg_read_raw(self, register: int, value: _Raw) -> _Raw:
-        """Return a register that is a structure; `value` selects it and receives the contents."""
+        """Return the contents of a register that is a structure.
+
+        `value` selects the register, and is filled.
+        """
         self._check(self._reg_read(self.handle, register, ctypes.byref(value)), f"uc_reg_read({register})")
         return value
 
@@ -312,7 +321,10 @@ class Engine(CodeCache):
 
     @contextmanager
     def stopped_at(self, address: int) -> Iterator[None]:
-        """Stop each run that reaches `address` during the with block, and then drop all translated code."""
+        """Stop each run that reaches `address` during the `with` block.
+
+        At its end, drop all translated code.
+        """
         hook = self.add_hook(HOOK_CODE, CODE_CALLBACK(lambda *_: self.stop()), at=address)
         try:
             yield
@@ -349,12 +361,12 @@ class Engine(CodeCache):
 
     @property
     def stop_address(self) -> int:
-        """Address of the library's function that stop() calls, for code of the host."""
+        """Address of the library's function that stop() calls, so that code of the host can call it."""
         return ctypes.cast(self._emu_stop, ctypes.c_void_p).value or 0
 
     @property
     def stops_between_blocks(self) -> bool:
-        """Whether runs are stopped only between blocks. Otherwise effects of instructions can be repeated."""
+        """Whether runs are stopped only between blocks. If not, effects of instructions can be repeated."""
         return self.exit_switch is not None and bool(self.exit_switch[0])
 
     def stop_between_blocks(self, only: bool) -> None:

@@ -86,13 +86,19 @@ SCR_64_BITS: Final = 0x431
 
 
 def write_system_register(engine: Engine, encoding: Encoding, value: int) -> None:
-    """Set the system register with this encoding, for registers to which Unicorn gives no id."""
+    """Set the system register with the encoding `encoding`.
+
+    This is for registers to which Unicorn gives no id.
+    """
     op0, op1, crn, crm, op2 = encoding
     engine.reg_write_raw(_CP_REG, _SystemRegister(crn, crm, op0, op1, op2, value))
 
 
 def read_system_register(engine: Engine, encoding: Encoding) -> int:
-    """Return the value of the system register with this encoding, for registers without an id in Unicorn."""
+    """Return the value of the system register with the encoding `encoding`.
+
+    This is for registers to which Unicorn gives no id.
+    """
     op0, op1, crn, crm, op2 = encoding
     return int(engine.reg_read_raw(_CP_REG, _SystemRegister(crn, crm, op0, op1, op2, 0)).value)
 
@@ -103,7 +109,7 @@ def syndrome_class(syndrome: int) -> int:
 
 
 def vector_of(syndrome: int) -> Vector:
-    """Return the x86 vector that corresponds to an exception; `syndrome` is the value of esr_el1."""
+    """Return the x86 vector that corresponds to an arm64 exception; `syndrome` is the value of esr_el1."""
     kind = syndrome_class(syndrome)
     if kind in _ABORTS:
         return Vector.PAGE_FAULT
@@ -121,7 +127,7 @@ def fault(ip: int, syndrome: int, address: int = 0) -> Trap:
 
 
 class Arm64Cpu(CpuModel):
-    """An arm64 CPU that runs a distribution's kernel."""
+    """Model of an arm64 CPU that runs a distribution's kernel."""
 
     name = "arm64"
     bits = 64

@@ -15,7 +15,7 @@ from emulated_kernel.machine.unicorn_engine import Engine
 
 
 class CpuModel(ABC):
-    """A CPU architecture: Unicorn's ids for it, Linux's calling convention and Linux's system set-up."""
+    """Properties of a CPU architecture: Unicorn's ids, and Linux's calling convention and set-up."""
 
     name: str
     """Name of the architecture, as in MachineConfig.arch."""
@@ -117,8 +117,8 @@ class CpuModel(ABC):
 
     @abstractmethod
     def as_called(self, memory: Memory, start: Any, return_address: int) -> Any:
-        """Return the registers `start` with the changes that a call makes, to return to `return_address`.
+        """Return the registers that a call of a function sets, starting from the registers `start`.
 
-        On x86, also write `return_address` to the stack at `start.sp`.
-        Raises: MemoryFault (the stack isn't writable).
+        The called function returns to `return_address`. On x86, also write `return_address` to the stack at
+        `start.sp`. Raises: MemoryFault (the stack isn't writable).
         """

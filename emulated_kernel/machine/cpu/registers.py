@@ -90,11 +90,11 @@ class Regs:
         self.flags = flags | self._trap_flag if on else flags & ~self._trap_flag
 
     def get(self, name: str) -> int:
-        """Return a register by name. Raises: AttributeError (no such register)."""
+        """Return the value of the register called `name`. Raises: AttributeError (no such register)."""
         return int(getattr(self, name))
 
     def set(self, name: str, value: int) -> None:
-        """Set a register by name. Raises: AttributeError (no such register, or a read-only one)."""
+        """Set the register called `name`. Raises: AttributeError (no such register, or a read-only one)."""
         setattr(self, name, value)
 
     def snapshot(self) -> Any:
@@ -109,7 +109,10 @@ class Regs:
         self.flags = values.flags
 
     def close(self) -> None:
-        """Detach from the engine before it is freed; later accesses raise AttributeError and can't crash."""
+        """Detach these registers from the engine before the engine is freed.
+
+        Later accesses raise AttributeError instead of reading freed memory.
+        """
         del self._engine
 
 
@@ -143,7 +146,7 @@ class FastRegs(Regs):
         self._stored_flags = stored | flag if on else stored & ~flag
 
     def address_of(self, name: str) -> int:
-        """Return the address of a register in this process; `name` is the name of its ctypes field."""
+        """Return the address in this process of the register whose ctypes field is called `name`."""
         offset: int = getattr(type(self), name).offset
         return ctypes.addressof(self) + offset  # type: ignore[arg-type]
 
@@ -158,7 +161,7 @@ class FastRegs(Regs):
         self.flags = values.flags
 
     def close(self) -> None:
-        """Detach from the CPU structure, which is freed with the engine."""
+        """Detach these registers from the CPU structure, which is freed with the engine."""
         super().close()
         self.__class__ = ClosedRegs  # type: ignore[assignment]
 

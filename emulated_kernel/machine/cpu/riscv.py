@@ -134,7 +134,7 @@ class RiscvCpu(CpuModel):
 
 
 class Riscv64Cpu(RiscvCpu):
-    """riscv64 with compressed instructions; the shortest breakpoint has two bytes."""
+    """Model of riscv64 with compressed instructions; the shortest breakpoint has two bytes."""
 
     name = "riscv64"
     breakpoints = (C_EBREAK, EBREAK)
@@ -143,7 +143,7 @@ class Riscv64Cpu(RiscvCpu):
 
 
 class Riscv64iCpu(RiscvCpu):
-    """riscv64 without compressed instructions."""
+    """Model of riscv64 without compressed instructions."""
 
     name = "riscv64i"
     breakpoints = (EBREAK,)

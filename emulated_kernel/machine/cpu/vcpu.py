@@ -7,7 +7,10 @@ from emulated_kernel.machine.unicorn_engine import Engine
 
 
 class VCpu:
-    """A virtual CPU, with its state in a context of Unicorn. All CPUs share one engine, and run in turns."""
+    """A virtual CPU, whose state is saved in a context of Unicorn.
+
+    All CPUs share one engine and run in turns.
+    """
 
     def __init__(self, engine: Engine, cpu: CpuModel, number: int) -> None:
         self.number = number
@@ -24,18 +27,24 @@ class VCpu:
         self._engine.context_restore(self._context)
 
     def saved(self, name: str) -> int:
-        """Return a saved register by its name in pt_regs; only valid while another CPU is current.
+        """Return the saved value of the register called `name` in pt_regs.
 
-        Raises: KeyError (no such register).
+        The value is only valid while another CPU is current. Raises: KeyError (no such register).
         """
         return self._engine.context_read(self._context, self._model.registers[name])
 
     def saved_register(self, register: int) -> int:
-        """Return a saved register by Unicorn's number `register`; only valid while another CPU is current."""
+        """Return the saved value of the register with Unicorn's id `register`.
+
+        The value is only valid while another CPU is current.
+        """
         return self._engine.context_read(self._context, register)
 
     def put(self, name: str, value: int) -> None:
-        """Set a register in the saved state of this CPU; only valid while another CPU is current."""
+        """Set the register called `name` in the saved state of this CPU.
+
+        The CPU must not be the current one.
+        """
         self._engine.context_write(self._context, self._model.registers[name], value)
 
     @property

@@ -18,7 +18,7 @@ _SIZE = 4
 
 
 class Syndrome(ExceptionState):
-    """Views of the words in Unicorn's CPU structure that describe the current exception."""
+    """Views of the words in Unicorn's CPU structure that describe the current exception, for esr_el1."""
 
     def __init__(self, syndrome: memoryview, bad_address: memoryview) -> None:
         self._syndrome = syndrome
@@ -26,14 +26,15 @@ class Syndrome(ExceptionState):
         """View of the word with the faulting address, which only instruction and data aborts set."""
 
     def take(self) -> int:
-        """Return the syndrome of the current exception: the value for esr_el1."""
+        """Return the syndrome of the current exception, which is the value for esr_el1."""
         return int(self._syndrome[0])
 
 
 class Arm64TrapHooks(TrapHooks):
-    """Dispatches exceptions: brk at an address in `breakpoints` to its handler, all others to the guest.
+    """Dispatches exceptions: a brk at an address in `breakpoints` to its handler, all others to the guest.
 
-    A handler sees regs.ip after the brk. An exception for the guest has the ip that it has on a real CPU.
+    When a handler is called, regs.ip is the address after the brk. An exception for the guest has the ip that
+    a real CPU reports.
     """
 
     family = "arm64"

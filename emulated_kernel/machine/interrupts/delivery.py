@@ -1,4 +1,4 @@
-"""Delivery of interrupts and exceptions to the guest by the host, because Unicorn doesn't do it."""
+"""Delivery of interrupts and exceptions to the guest. The host delivers them, because Unicorn doesn't."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class Delivery:
     """
 
     def __init__(self, hooks: TrapHooks, memory: Memory, handler: int | None, cr2_cell: int | None) -> None:
-        """Store the address of the guest's interrupt handler, and that of its variable for CR2.
+        """Create the delivery of interrupts to the guest's interrupt handler at address `handler`.
 
-        `handler` is None if the guest has no handler, and `cr2_cell` is None if it has no such variable.
+        `handler` is None if the guest has no handler. `cr2_cell` is the address of the guest's variable for
+        CR2; None if the guest has no such variable.
         """
         self._engine = hooks.engine
         self._regs = hooks.regs
@@ -36,7 +37,7 @@ class Delivery:
         self._nested = 0
 
     def use(self, cr2_cell: int | None) -> None:
-        """Switch to another CPU; `cr2_cell` is the address of its variable for page fault addresses."""
+        """Switch to another CPU, whose variable for page fault addresses is at address `cr2_cell`."""
         self._cr2_cell = cr2_cell
         self._last = (-1, 0)
         self._nested = 0
@@ -67,7 +68,8 @@ class Delivery:
     def deliver(self, trap: Trap) -> Trap | None:
         """Deliver an exception to the guest, and return None.
 
-        If that is impossible, return the trap with which the run must end.
+        If the delivery is impossible, return the trap with which the run must end. The trap is `trap` itself
+        or a double fault.
         """
         if not self.possible:
             return trap
@@ -80,7 +82,7 @@ class Delivery:
         return None
 
     def _looping(self, address: int) -> bool:
-        """Return True if the guest faults in a loop, because the delivery of a fault causes the next one.
+        """Return True if the guest faults in a loop, because the delivery of each fault causes another fault.
 
         Such faults are at one address, each with a lower sp than the fault before it.
         """

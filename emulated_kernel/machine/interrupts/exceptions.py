@@ -1,6 +1,6 @@
-"""Access to Unicorn's hidden state of exceptions: error code, and mark of an exception in flight.
+"""Access to Unicorn's hidden state of exceptions: the error code, and the mark of an exception in flight.
 
-Unicorn leaves the mark set after it has called a hook for the exception.
+Unicorn leaves the mark set after it has called a hook for the exception, so the host must clear it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class NoExceptionState:
     """Placeholder until the self-test has found Unicorn's exception state."""
 
     def take(self) -> int:
-        """Return 0; acknowledge nothing."""
+        """Return 0 as the error code, and clear no mark."""
         return 0
 
 

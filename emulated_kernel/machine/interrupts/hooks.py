@@ -213,13 +213,16 @@ class TrapHooks:
             _, words.entry_vector = self._entry
 
     def _charge_callback(self) -> None:
-        """Add the time of a trap that Unicorn reports to Python without the host's routine."""
+        """Add the time of one trap and of its handler, if traps are charged.
+
+        This is for traps that Unicorn reports to Python without the host's routine.
+        """
         words = self.words
         if self._charges:
             ctypes.c_uint64.from_address(words.time).value += words.trap_ns + words.handler_ns
 
     def take_back_charge(self) -> None:
-        """Undo the charge of time for the current trap, if traps are charged.
+        """Subtract the time that the current trap has added, if traps are charged.
 
         The host calls this if it executes an instruction for the guest, which does not trap on a real CPU.
         """
@@ -262,7 +265,7 @@ class TrapHooks:
         self.engine.stop()
 
     def _goes_on(self, handler: Callable[[Regs], object]) -> bool:
-        """Call the deferred handler; return True if the run must be continued."""
+        """Call the deferred handler `handler`; return True if the run must be continued."""
         self._deferred = None
         try:
             if self.handler_time.is_measured:
@@ -274,7 +277,7 @@ class TrapHooks:
         return self.stopped_by is None and self.engine.parked is None
 
     def stop(self, trap: Trap) -> None:
-        """End the run with `trap` as the reason."""
+        """End the run and report `trap` as the reason."""
         self.stopped_by = trap
         self.end_run()
 
@@ -345,9 +348,10 @@ class TrapHooks:
         return self._guarded(lambda _data: self._exception(Vector.INVALID_OPCODE))
 
     def _guarded(self, handle: Callable[[int], None]) -> Callable[..., object]:
-        """Return a callback of Unicorn for rare events, which calls `handle` and stores its exceptions.
+        """Return a callback for Unicorn that calls `handle` and stores an exception that `handle` raises.
 
-        `handle` gets the second argument that Unicorn passes, such as the number of the interrupt.
+        The callback is for rare events. `handle` gets the second argument that Unicorn passes, such as the
+        number of the interrupt.
         """
         handler_time = self.handler_time
 

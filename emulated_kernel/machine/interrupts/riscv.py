@@ -1,4 +1,4 @@
-"""Traps of RISC-V: breakpoints as the emulator reports them, and interrupts through the trap registers."""
+"""Traps of RISC-V: handles breakpoints and exceptions, and delivers interrupts through the trap registers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _FIRST_INTERRUPT = 32
 
 
 def cause_of(vector: int, error_code: int) -> int:
-    """Return the value of scause for a vector; for an exception, the error code if it isn't 0."""
+    """Return the value of scause for `vector`; for an exception, return `error_code` if it isn't 0."""
     if vector < _FIRST_INTERRUPT:
         return error_code or _EXCEPTIONS.get(Vector(vector), vector)
     return INTERRUPT | _INTERRUPTS.get(Vector(vector), _PLATFORM_INTERRUPT + vector - Vector.WATCHDOG)
@@ -81,9 +81,9 @@ class RiscvDelivery(Delivery):
 class RiscvTrapHooks(TrapHooks):
     """Dispatches ebreak to `breakpoints`, with regs.ip advanced by the size of the shortest ebreak.
 
-    Unicorn: a handled ebreak still ends the run with an error, and faults until then aren't reported. If the
-    self-test has found Unicorn's error field, it is reset. Otherwise the run is stopped and started
-    again.
+    Unicorn: a handled ebreak still ends the run with an error, and faults until the end of the run aren't
+    reported. If the self-test has found Unicorn's error field, the field is reset after each ebreak.
+    Otherwise the run is stopped and started again.
     """
 
     family = "riscv"
@@ -106,7 +106,8 @@ class RiscvTrapHooks(TrapHooks):
     def is_native(self) -> bool:
         """Whether the host's routine follows Redirects.
 
-        For this, the routine must be able to reset Unicorn's error.
+        It follows them only if the address of Unicorn's error field is known, because the routine must reset
+        it.
         """
         return self._error_cell is not None and super().is_native
 

@@ -1,4 +1,4 @@
-"""TrapHandlers: address of a trap -> handler: a function in Python, or an address in guest code."""
+"""TrapHandlers: a map from the address of a trap to its handler, a Python function or a Redirect."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LinkedJump(NamedTuple):
 
 
 class LinkedRedirect(Redirect):
-    """Handler of a trap after which the guest continues as after a LinkedJump."""
+    """Handler of a trap that emulates the LinkedJump `jump`, so that the guest continues at its target."""
 
     __slots__ = ("_jump", "_words")
     _jump: LinkedJump
@@ -58,7 +58,10 @@ class LinkedRedirect(Redirect):
         return self
 
     def bind(self, address_of: Callable[[str], int]) -> None:
-        """Set `target` for the host's routine. `address_of` returns the host address of a register."""
+        """Set `target`, from which the host's routine for traps finds the description of the jump.
+
+        `address_of` returns the host address of a register.
+        """
         register, offset, kept_bits, link_register, link = self._jump
         added = offset & _WORD
         self._words = LinkWords(address_of(register), added, kept_bits, address_of(link_register), link)

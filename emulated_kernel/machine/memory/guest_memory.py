@@ -25,7 +25,7 @@ If a larger part of the window is mapped, all of the mapped part is allocated on
 
 @dataclass(frozen=True, slots=True)
 class MappedRange:
-    """A virtual range [start, end), mapped to physical memory from `pa` on."""
+    """A virtual range [start, end), which is mapped to physical memory that begins at `pa`."""
 
     start: int
     end: int
@@ -54,9 +54,9 @@ class GuestMemory(ABC):
     def prepare(self, va: int, size: int) -> None:  # noqa: B027
         """Ensure that later calls of map() in [va, va + size) change no memory that the guest owns.
 
-        Then a rollback of the guest's memory keeps the mapping. The default does nothing, because only a
-        guest with its own page tables needs this preparation.
-        Raises: HardwareError (no host page is left).
+        Then a rollback of the guest's memory does not remove a later mapping. The default does nothing,
+        because only a guest with its own page tables needs this preparation. Raises: HardwareError (no host
+        page is left).
         """
 
     @abstractmethod
@@ -65,7 +65,7 @@ class GuestMemory(ABC):
 
     @abstractmethod
     def is_mapped(self, va: int) -> bool:
-        """Return True if an address is mapped."""
+        """Return True if the address `va` is mapped."""
 
     @abstractmethod
     def translate(self, va: int) -> int:
@@ -76,11 +76,11 @@ class GuestMemory(ABC):
         """Yield the ranges of the kernel's address space that are mapped to `ram`, in no certain order."""
 
     def data_ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield start and size of the parts of `ram` outside of which all bytes are zero."""
+        """Yield (start, size) of each part of `ram` that can contain data; all other bytes are zero."""
         yield 0, len(self.ram)
 
     def overlaid(self, start: int, size: int, file: BinaryIO, offset: int) -> None:  # noqa: B027
-        """Record that a range of `ram` is now a mapping of `file`, which begins at `offset` in the file."""
+        """Record that a range of `ram` is now a mapping of `file`, from the file offset `offset` on."""
 
     @abstractmethod
     def locate_text(self, va: int, size: int) -> int | None:
@@ -102,7 +102,7 @@ class GuestMemory(ABC):
 
     @abstractmethod
     def write(self, va: int, data: bytes) -> None:
-        """Write bytes to memory that is writable for the guest: all of them, or none if it fails.
+        """Write `data` to memory that is writable for the guest. If the write fails, no byte is written.
 
         Text is refused; only `Text.poke` writes it, because a plain store would leave translated code stale.
 
@@ -139,7 +139,7 @@ class GuestMemory(ABC):
     def give_back(self, pages: Iterable[int]) -> None:  # noqa: B027
         """Release private copies of pages that have their original contents again.
 
-        Only memory that is mapped from a file has such copies; the default does nothing.
+        Only memory that is mapped from a file has private copies; the default does nothing.
         """
 
     def read_cstring(self, va: int, limit: int = PAGE_SIZE) -> bytes:
@@ -190,7 +190,7 @@ class GuestPool:
         return va
 
     def free(self, va: int) -> int:
-        """Free an allocation; return its size. The memory stays mapped.
+        """Free the allocation at `va`; return its size in bytes. The memory stays mapped.
 
         Raises: HardwareError (not allocated).
         """

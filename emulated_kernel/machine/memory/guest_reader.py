@@ -30,7 +30,7 @@ class ReadableMemory(Protocol):
 
 
 class DamageReports:
-    """Reports damaged data of one guest: each kind of data once."""
+    """Reports damaged data of one guest. Each structure is reported only once."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
@@ -131,8 +131,7 @@ class GuestReader:
     def nodes(self, head: int, limit: int = MAX_STEPS) -> Iterator[int]:
         """Yield the address of each node of a list whose last node points to `head`.
 
-        Raises: MemoryFault (after the intact nodes: the list leads nowhere, into a circle, or has more than
-        `limit` nodes).
+        Raises: MemoryFault (after the intact nodes: a bad pointer, a circle, or more than `limit` nodes).
         Mirrors: include/linux/list.h:list_for_each (v6.1).
         """
         yield from self.chain(self.word(head), head, limit=limit)

@@ -18,7 +18,7 @@ from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 
 def _memory_file(size: int) -> int | None:
-    """Return the descriptor of an unnamed file in memory, whose holes can be found.
+    """Return the descriptor of an unnamed file in memory; data_ranges() can find the holes of this file.
 
     Return None if the host offers no such file.
     """
@@ -104,7 +104,7 @@ class Memory(GuestMemory):
         self._on_remap()
 
     def _insert(self, new: MappedRange) -> None:
-        """Add the range `new`; if it continues the range below it, merge the two."""
+        """Add the range `new`; if it continues the range below it, merge the two ranges."""
         at = bisect_right([r.start for r in self.ranges], new.start)
         below = self.ranges[at - 1] if at else None
         if (

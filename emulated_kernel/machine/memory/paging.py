@@ -1,4 +1,4 @@
-"""Page tables in guest RAM, which give the guest kernel addresses, NX data and real page faults."""
+"""Page tables in guest RAM, so that the guest has kernel addresses, NX data and real page faults."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class PageTables(ABC):
             va += step
 
     def make_tables(self, va: int, is_own: Callable[[int], bool]) -> None:
-        """Create tables for the page at `va`, so that a later map() of it changes only the host's tables.
+        """Create tables for the page at `va`, so that mapping this page later changes only the host's tables.
 
         `is_own`: function that returns True if a physical address is in pages of the host, not of the guest.
         """
@@ -87,7 +87,10 @@ class PageTables(ABC):
             self._slot(va, PAGE_SIZE)
 
     def _map_large(self, va: int, pa: int, size: int, prot: Prot) -> int:
-        """Map large pages up to the table's end or a table of small pages; return the bytes mapped."""
+        """Map large pages up to the end of the table or to an entry with a table of small pages.
+
+        Return the number of bytes mapped.
+        """
         count = min(size // LARGE_PAGE_SIZE, 512 - va // LARGE_PAGE_SIZE % 512)
         if not count:
             return 0
@@ -181,7 +184,10 @@ class X86PageTables(PageTables):
         return pa | bits
 
     def branch(self, pa: int, shift: int) -> int:  # noqa: ARG002 - PAE's root needs the level
-        """Return the entry that points to the next table; only the entries of pages restrict rights."""
+        """Return the entry that points to the next table.
+
+        The entry permits all accesses, because only the entries of pages restrict rights.
+        """
         return pa | self._PRESENT | self._WRITE | self._USER | 0x20
 
     def target(self, entry: int) -> int:
@@ -200,7 +206,10 @@ class PaePageTables(X86PageTables):
     shifts = (30, 21, 12)
 
     def branch(self, pa: int, shift: int) -> int:
-        """Return the entry that points to the next table; in the root, the bits for rights are reserved."""
+        """Return the entry that points to the next table. An entry of the root has no bits for rights.
+
+        In the root, these bits are reserved.
+        """
         return pa | self._PRESENT if shift == self.shifts[0] else super().branch(pa, shift)
 
 
@@ -229,7 +238,10 @@ class Sv39PageTables(PageTables):
         return pa >> 2 | bits
 
     def branch(self, pa: int, shift: int) -> int:  # noqa: ARG002 - all levels are alike
-        """Return the entry that points to the next table; rights in the entry would make it a leaf."""
+        """Return the entry that points to the next table.
+
+        Bits for rights are 0, because they would make it a leaf.
+        """
         return pa >> 2 | self._VALID
 
     def target(self, entry: int) -> int:
@@ -273,7 +285,10 @@ class Arm64PageTables(PageTables):
         return pa | bits
 
     def branch(self, pa: int, shift: int) -> int:  # noqa: ARG002 - all levels are alike
-        """Return the entry that points to the next table; only the entries of pages restrict rights."""
+        """Return the entry that points to the next table.
+
+        The entry permits all accesses, because only the entries of pages restrict rights.
+        """
         return pa | self._VALID | self._TABLE
 
     def target(self, entry: int) -> int:

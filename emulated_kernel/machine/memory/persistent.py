@@ -14,7 +14,7 @@ _MREMAP_FIXED = 2
 
 @dataclass(frozen=True)
 class PersistentLayout:
-    """Layout of the file that holds record memory, in bytes.
+    """Layout of the file that holds record memory; all fields are in bytes.
 
     The layout is equal for all machines with the same image and number of CPUs.
     """
@@ -56,7 +56,7 @@ class PersistentLayout:
 
 
 def put_into(descriptor: int, offset: int, data: bytes) -> None:
-    """Write `data` at an offset of the file with this descriptor, after allocating disk space for the data.
+    """Write `data` at `offset` of the file `descriptor`, after allocating disk space for the data.
 
     Raises: OSError.
     """
@@ -69,9 +69,8 @@ def put_into(descriptor: int, offset: int, data: bytes) -> None:
 def map_over(ram: mmap.mmap, start: int, size: int, descriptor: int, offset: int) -> None:
     """Replace a range of `ram` by a mapping of a file; all numbers are multiples of the page size.
 
-    `descriptor` is open for the file, and `offset` is the offset in the file.
-    Hazard: a store to a page without disk space kills the process.
-    Raises: OSError (with nothing changed).
+    `descriptor`: descriptor of the open file. `offset`: offset in the file at which the mapping begins.
+    Hazard: a store to a page without disk space kills the process. Raises: OSError (with nothing changed).
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(ram)) + start
     # Hazard: mmap() with MAP_FIXED removes the old mapping before it calls the file system, which can refuse.
@@ -85,7 +84,7 @@ def map_over(ram: mmap.mmap, start: int, size: int, descriptor: int, offset: int
 
 
 def _call(name: str, address: int | None, size: int, *further: object) -> int:
-    """Call a function of the C library on a range of this process's memory. Raises: OSError."""
+    """Call the C library's function `name` on a range of this process's memory. Raises: OSError."""
     function = getattr(ctypes.CDLL(None, use_errno=True), name)
     function.restype = ctypes.c_ssize_t
     found: int = function(ctypes.c_void_p(address), ctypes.c_size_t(size), *further)

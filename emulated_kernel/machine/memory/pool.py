@@ -32,7 +32,7 @@ class UnitPool:
         """Number of bytes that are allocated now."""
 
     def alloc(self, size: int, limit: int | None = None) -> int:
-        """Allocate `size` bytes, aligned to the unit; below address `limit` if there is room.
+        """Allocate `size` bytes, aligned to the unit; below the address `limit` if there is room below it.
 
         Raises: HardwareError (no free range is large enough).
         """

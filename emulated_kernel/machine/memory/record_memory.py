@@ -89,16 +89,16 @@ class RecordMemory:
         return offset
 
     def free_percpu(self, offset: int) -> None:
-        """Free cells from `alloc_percpu`. Raises: HardwareError (not allocated)."""
+        """Free the cells at `offset`, a result of alloc_percpu(). Raises: HardwareError (not allocated)."""
         self._cells.free(offset)
 
     def cells(self, offset: int, size: int) -> list[memoryview]:
-        """Return live views of the cells at `offset`, one for each CPU."""
+        """Return live views of the cells at `offset`, one view for each CPU."""
         start = offset - self._cells.base
         return [reserved[start : start + size] for reserved in self._reserved]
 
     def address(self, offset: int, cpu: int = 0) -> int:
-        """Return the address of the cell at `offset` in a CPU's area."""
+        """Return the address of the cell at `offset` in the per-CPU area of CPU `cpu`."""
         return self._bases()[cpu] + offset
 
     @cached_property
@@ -126,9 +126,8 @@ class RecordMemory:
     def exchanged_pages(self, old: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
         """Free the pages at the addresses `old`, allocate pages of `sizes` bytes, and yield their addresses.
 
-        The new pages are not cleared.
-        The new pages may overlap the old ones. The old data is intact at the start of the `with` block, and
-        gone after its end. An exception in the block undoes the exchange.
+        The new pages are not cleared, and may overlap the old ones. The old data is intact at the start of
+        the `with` block, and gone after its end. An exception in the block undoes the exchange.
 
         Raises: HardwareError (no memory or disk space left).
         """
@@ -191,9 +190,9 @@ class RecordMemory:
         return va, -(-end // PAGE_SIZE) * PAGE_SIZE - va
 
     def keep_in(self, file: BinaryIO) -> None:
-        """Move all cells and pages to a new file, so that their contents outlive this process.
+        """Move all cells and pages to the new file `file`, so that their contents outlive this process.
 
-        Raises: OSError (all contents are intact then; some may already be in the new file).
+        Raises: OSError (all contents remain intact; a part of them may already be in the new file).
         """
         layout = self.persistent_layout
         memory = self._memory

@@ -12,7 +12,7 @@ _BLOCK = 64 << 10
 def data_ranges(descriptor: int, start: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield offset and size of each part of [start, start + size) of a file that is not a hole.
 
-    The file position stays as it was. Raises: OSError.
+    The file position is not changed. Raises: OSError.
     """
     position = os.lseek(descriptor, 0, os.SEEK_CUR)
     try:
@@ -33,9 +33,9 @@ def data_ranges(descriptor: int, start: int, size: int) -> Iterator[tuple[int, i
 
 
 def copy_data(memory: memoryview, ranges: Iterable[tuple[int, int]], file: IO[bytes], offset: int) -> None:
-    """Copy ranges (start, size) of `memory` to a new file, from `offset` on; zeros become holes.
+    """Copy the ranges (start, size) of `memory` to a new file. Zeros become holes of the file.
 
-    Raises: OSError.
+    The file's offset `offset` corresponds to the start of `memory`. Raises: OSError.
     """
     zeros = bytes(_BLOCK)
     descriptor = file.fileno()
@@ -49,7 +49,7 @@ def copy_data(memory: memoryview, ranges: Iterable[tuple[int, int]], file: IO[by
 
 
 def write_all(descriptor: int, data: memoryview | bytes, offset: int) -> None:
-    """Write all bytes of `data` at an offset of a file. Raises: OSError."""
+    """Write all bytes of `data` at `offset` of the file `descriptor`. Raises: OSError."""
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done:], offset + done)

@@ -38,7 +38,7 @@ class SparsePool:
         """Address of each mapped page -> its physical address, and the number of allocations in it."""
 
     def __contains__(self, va: int) -> bool:
-        """Return True if an address is in a mapped page of the pool."""
+        """Return True if the address `va` is in a mapped page of the pool."""
         return va & -PAGE_SIZE in self._pages
 
     @property

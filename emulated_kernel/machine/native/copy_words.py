@@ -1,4 +1,4 @@
-"""CopyWords: host memory that the routine for repeated copies reads; CopyRange: a range of its memory map."""
+"""CopyWords: data that the host's routine for repeated copies reads; CopyRange: a range of mapped memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KernelEntry: checks and moves of words by which the host makes the CPU enter the kernel."""
+"""KernelEntry: checks and moves of words by which the host enters the guest's kernel at a system call."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Move(ctypes.Structure):
 def moved(
     target: int, source: int, mask: int = WORD, *, factor: int = 1, added: int = 0, kept: int = 0
 ) -> Move:
-    """Return the Move of the word at the address `source` to the address `target`."""
+    """Return the Move that copies the word at the address `source` to the address `target`."""
     return Move(target, source, mask & WORD, factor, added & WORD, kept & WORD)
 
 
 def stored(target: int, value: int, *, kept: int = 0) -> Move:
-    """Return the Move that stores a constant, and keeps the bits `kept`."""
+    """Return the Move that stores `value` at `target`, and keeps the bits `kept` of the old word."""
     return Move(target, target, 0, 0, value & WORD, kept & WORD)
 
 
@@ -55,7 +55,7 @@ class KernelEntry:
     """The table by which the host's routine `enter` makes a CPU enter the kernel at a system call."""
 
     def __init__(self, checks: Sequence[Check], moves: Sequence[Move]) -> None:
-        """Create the table.
+        """Create the table of `checks` and `moves`.
 
         The routine does all `moves` in order if all `checks` hold. Otherwise Python executes the system call.
         """
@@ -64,6 +64,9 @@ class KernelEntry:
         self.moves = (Move * (len(moves) + 1))(*moves)
 
     def show(self, words: TrapWords) -> None:
-        """Make `words` refer to this table, which must exist as long as the routine uses `words`."""
+        """Store the address of this table in `words`.
+
+        The table must exist as long as the routine uses `words`.
+        """
         words.checks = ctypes.addressof(self.checks)
         words.moves = ctypes.addressof(self.moves)

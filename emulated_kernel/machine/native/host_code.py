@@ -21,9 +21,8 @@ def routine_address(name: str) -> int | None:
     """Return the address of the host's routine `name`.
 
     `name` is that of a routine in the assembler sources, such as "rdtsc". The routine that handles traps is
-    named after the guest's family of architectures: "x86", "riscv" or "arm64".
-    Return None if the host's machine has no such routine, if the host refuses to map it, or if PYTHON_TRAPS
-    is set.
+    named after the guest's family of architectures: "x86", "riscv" or "arm64". Return None if there is no
+    such routine for the host's CPU, if the host refuses to map it, or if PYTHON_TRAPS is set.
     """
     if sys.platform != "linux" or os.environ.get(PYTHON_TRAPS):
         return None

@@ -20,9 +20,9 @@ VICTIMS = 8
 
 
 class SumWords(ctypes.Structure):
-    """Words in host memory about one instruction of the guest that changes SUM.
+    """Host memory that describes one instruction of the guest that changes SUM.
 
-    Unicorn passes the address of these words to the routine that changes SUM in place of the instruction.
+    Unicorn passes the address of this memory to the routine that changes SUM in place of the instruction.
     """
 
     _fields_ = (

@@ -142,7 +142,7 @@ class TrapTable:
         self._insert(address, target)
 
     def drop(self, address: int) -> None:
-        """Remove the entry of an address, and move later entries that a search would not find any more."""
+        """Remove the entry of `address`. Move later entries that a search would not find any more."""
         hole = self._indices.pop(address)
         entries = self._entries
         index = hole + 1
@@ -168,9 +168,10 @@ class TrapTable:
         self._indices[address] = index
 
     def _resize(self, bits: int) -> None:
-        """Move the entries to a new table with 2**bits indices of the hash function; at most half are used.
+        """Move the entries to a new table whose hash function has 2**bits values; at most half are used.
 
-        After the last index there is room for all used entries and an empty one, so a search never wraps.
+        After the index of the last value there is room for all used entries and an empty one, so a search
+        never wraps.
         """
         old = list(self.items())
         self._bits = bits

@@ -48,7 +48,7 @@ class SelfTest:
 
 
 class Bench:
-    """Runs a few bytes of code on a stopped machine and records the traps."""
+    """Runs a few bytes of test code on a stopped machine, and records the traps of this code."""
 
     def __init__(self, hooks: TrapHooks, memory: Memory, stack: int) -> None:
         self.engine = hooks.engine
@@ -90,9 +90,10 @@ class Bench:
 
 
 def find_cpu_state(engine: Engine, cpu: CpuModel) -> int | None:
-    """Find the address of the engine's live registers by their contents, through pointers in its handle.
+    """Return the address in this process at which Unicorn keeps the live registers of the engine.
 
-    Return None if they aren't found, or if a match doesn't follow API calls because it is a stale copy. The
+    The search looks for the registers' contents in the memory to which the engine's handle points. Return
+    None if they aren't found, or if a match doesn't follow API calls because it is a stale copy. The
     registers are restored.
     """
     kept = {register: engine.reg_read(register) for register in cpu.registers.values()}
@@ -123,7 +124,7 @@ def _find_registers(engine: Engine, cpu: CpuModel, pattern: bytes) -> int | None
 def own_memory(address: int, size: int) -> bytes:
     """Return `size` bytes of this process's memory at `address`, or b"" if they are unreadable.
 
-    So a stale pointer can't crash the process.
+    The bytes are read by the host's kernel, so that a stale pointer can't crash the process.
     """
     try:
         memory = os.open("/proc/self/mem", os.O_RDONLY)
@@ -138,7 +139,10 @@ def own_memory(address: int, size: int) -> bytes:
 
 
 def mark_registers(engine: Engine, cpu: CpuModel) -> bytes:
-    """Set the general registers to random values; return the bytes that Unicorn's CPU structure then has."""
+    """Set the general registers to random values, so that they can be found in memory.
+
+    Return the bytes that Unicorn's CPU structure must then contain.
+    """
     pattern = b""
     for register in list(cpu.registers.values())[:-1]:
         value = os.urandom(cpu.word_size)

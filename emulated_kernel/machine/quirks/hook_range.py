@@ -1,4 +1,7 @@
-"""The address range of a Unicorn hook, which Unicorn's API cannot change after the hook was added."""
+"""HookRange: turns a Unicorn hook off and on by changing its address range in Unicorn's memory.
+
+Unicorn's API cannot change the range after the hook was added.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ _NOWHERE = 1 << 63, 1 << 63
 
 
 class HookRange:
-    """The address range of a Unicorn hook, which can be moved to no address and back.
+    """The address range of a Unicorn hook. The range can be replaced by one without code, and restored.
 
     Unicorn: code calls a hook only if the hook's range contained the code's address when the code was
-    translated. So moving the range, and dropping the translated code, turns the hook off and on.
+    translated. So changing the range, and dropping the translated code, turns the hook off and on.
     """
 
     def __init__(self, hook: int, at: range) -> None:
@@ -27,9 +30,9 @@ class HookRange:
         self._cells = None if place < 0 else (ctypes.c_uint64 * 2).from_address(hook + place)
 
     def use(self, on: bool) -> None:
-        """Move the hook to its range if `on` is True, otherwise to no address.
+        """Restore the hook's range if `on` is True; otherwise set a range that contains no code.
 
-        The caller must drop translated code afterwards. If the hook's range was not found, the hook stays.
+        The caller must drop translated code afterwards. If the hook's range was not found, the range stays.
         """
         if self._cells is not None:
             self._cells[0], self._cells[1] = self._at if on else _NOWHERE

@@ -1,4 +1,4 @@
-"""Deviations of Unicorn from a riscv64 CPU: one function finds or checks each of them at start."""
+"""Deviations of Unicorn from a riscv64 CPU. For each deviation, a function finds or checks it at start."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def find_bad_address(bench: Bench) -> tuple[int, int] | None:
 
 
 def find_error_cell(bench: Bench) -> int | None:
-    """Find the address of the error that an ebreak leaves in Unicorn's handle; None if it isn't found.
+    """Return the address of the error that an ebreak leaves in Unicorn's handle; None if it isn't found.
 
     The search is done in a hook, because the error is cleared at the end of the run.
     """

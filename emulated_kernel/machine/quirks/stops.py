@@ -1,4 +1,4 @@
-"""Places at which a stop from another thread ends a run: Unicorn can stop even inside an instruction."""
+"""Stops of a run by another thread: makes Unicorn stop only between blocks, not inside an instruction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_EXIT_REQUEST = 2
 
 
 def find_exit_switch(engine: Engine) -> int | None:
-    """Find the address of the field that disables stops after each memory access; None if it is ambiguous.
+    """Return the address of the field that disables stops after each memory access; None if it is ambiguous.
 
     Unicorn: a run that is stopped after an access continues at the start of its block and repeats effects. If
     the field is set, Unicorn only stops between blocks, and translated code is shorter. The field is found by

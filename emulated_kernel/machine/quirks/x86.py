@@ -40,8 +40,9 @@ _UNMAPPED = 0x1000
 
 
 def find_exception_cells(bench: Bench) -> tuple[int, int, int] | None:
-    """Find offsets of fields in a saved context: first register, exception error code, exception in flight.
+    """Return the offsets of three fields in a saved context of Unicorn.
 
+    The fields are the first register, the error code of an exception, and the mark of an exception in flight.
     Four faults with known codes are compared with a clean state. Return None if a field isn't unique.
     """
     engine = bench.engine

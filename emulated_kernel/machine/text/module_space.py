@@ -54,7 +54,7 @@ class ModuleSpace:
         return va
 
     def size(self, va: int) -> int:
-        """Return the requested size of the allocation at `va`. Raises: KeyError (there is none)."""
+        """Return the size that was requested for the allocation at `va`. Raises: KeyError (not allocated)."""
         return self._pieces[va].size
 
     def holds(self, va: int, size: int) -> bool:
@@ -63,9 +63,10 @@ class ModuleSpace:
         return piece is not None and size <= piece.size
 
     def place(self, va: int, code: bytes) -> None:
-        """Write the text of a module, once. The ledger takes this text as original text.
+        """Write the text of a module to the allocation at `va`, which must not have text yet.
 
-        Raises: KeyError (no text of that size was allocated there, or it was already written).
+        The ledger takes this text as original text. Raises: KeyError (no text of that size was allocated at
+        `va`, or the text was already written).
         """
         piece = self._pieces[va]
         if not piece.is_text or piece.is_placed or len(code) != piece.size:

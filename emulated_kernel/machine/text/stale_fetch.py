@@ -1,6 +1,6 @@
 """StaleFetch: lets CPUs execute instructions that they fetched before text was patched, for tests.
 
-Because CPUs prefetch, text_poke() synchronises them. The machine's CPUs run in turns, and none of them
+Because real CPUs prefetch, text_poke() synchronises them. The machine's CPUs run in turns, and none of them
 really prefetches. Prefetch computes the bytes that a CPU could have fetched, and StaleFetch lets the CPU
 execute these bytes.
 """
@@ -45,16 +45,16 @@ class Prefetch:
         self._writes: list[_Write] = []
 
     def written(self, va: int, before: bytes, after: bytes) -> None:
-        """Implement TextWatcher.written: record a write to text."""
+        """Record a write to text; see TextWatcher."""
         if before != after:
             self._writes.append(_Write(va, before))
 
     def synchronised(self) -> None:
-        """Forget all writes, as the CPUs have no stale bytes any more; see TextWatcher."""
+        """Forget all writes, because no CPU has stale bytes any more; see TextWatcher."""
         self._writes.clear()
 
     def concerns(self, va: int) -> bool:
-        """Return True if a byte has changed that a CPU may have fetched before it executes code at `va`."""
+        """Return True if a CPU that executes code at `va` may have fetched bytes that have changed since."""
         return any(write.va < va + WINDOW and va < write.va + len(write.before) for write in self._writes)
 
     def windows(self, va: int) -> set[bytes]:
@@ -99,7 +99,7 @@ class StaleFetch:
         """The real text at the addresses of the substituted bytes."""
 
     def written(self, va: int, before: bytes, after: bytes) -> None:
-        """Implement TextWatcher.written: record a write for each CPU that has prefetched bytes."""
+        """Record a write to text for each CPU that has prefetched bytes; see TextWatcher."""
         if self._shown is not None:
             before = self._replace(va, before, after)
         for _, prefetch in self._fetched.values():
@@ -120,10 +120,13 @@ class StaleFetch:
         return bytes(really)
 
     def synchronised(self) -> None:
-        """Do nothing, because serialise() has been called for each CPU that text_poke_sync() interrupted."""
+        """Do nothing; see TextWatcher.
+
+        Each CPU that text_poke_sync() interrupted has called serialise() already.
+        """
 
     def serialise(self, cpu: int) -> None:
-        """Drop the prefetched bytes of a CPU, which was interrupted or has trapped."""
+        """Drop the prefetched bytes of CPU `cpu`, which was interrupted or has trapped."""
         self._fetched.pop(cpu, None)
 
     def serialise_all(self) -> None:
@@ -131,7 +134,7 @@ class StaleFetch:
         self._fetched.clear()
 
     def stopped(self, cpu: int, ip: int, is_preempted: bool) -> None:
-        """Note that a CPU's run ended at `ip`.
+        """Record that the run of CPU `cpu` has ended at `ip`.
 
         If `is_preempted` is True, the CPU has prefetched the bytes at `ip`; otherwise it has no prefetched
         bytes any more.
@@ -149,7 +152,7 @@ class StaleFetch:
         self._fetched[cpu] = start, prefetch
 
     def show(self, cpu: int, ip: int) -> range | None:
-        """Substitute the prefetched bytes of a CPU for the text at `ip`, for one instruction.
+        """Substitute the bytes that CPU `cpu` has prefetched for the text at `ip`, for one instruction.
 
         Return the range of addresses in which the run must stay; None if nothing was substituted.
         """

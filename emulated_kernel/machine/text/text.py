@@ -97,7 +97,7 @@ class OriginalBytes(Mapping[int, int]):
         return kept & 0xFF
 
     def pieces(self) -> Iterator[tuple[int, bytes]]:
-        """Yield (address, original bytes) for each run of changed bytes in a word, in order of address."""
+        """Yield (address, original bytes) for each run of changed bytes in a word, in ascending order."""
         for word in sorted(self.words):
             kept = self.words[word]
             differs = (kept >> _BITS).to_bytes(WORD_SIZE, "little")
@@ -140,7 +140,7 @@ class OriginalBytes(Mapping[int, int]):
         self.changes += 1
 
     def originals(self, va: int, now: bytes) -> bytes:
-        """Return the original bytes of the text at `va`. `now`: the current bytes of this text."""
+        """Return the original bytes of the text at `va`, whose current bytes are `now`."""
         found = bytearray(now)
         end = va + len(now)
         for word in range(va // WORD_SIZE, -(-end // WORD_SIZE)):
@@ -155,8 +155,8 @@ class OriginalBytes(Mapping[int, int]):
 class Text:
     """Patches text like the kernel's text_poke(): all CPUs see it at the next instruction that they fetch.
 
-    `adopt` declares original text: the image's segments and loaded modules. The ledger only covers that text;
-    insn slots and detour buffers belong to the host and have no original.
+    `adopt` declares original text: the image's segments and loaded modules. The ledger only covers original
+    text. Insn slots and detour buffers belong to the host, and have no original bytes.
     """
 
     def __init__(self, engine: CodeCache, cpu: CpuModel, memory: GuestMemory, cpus: int) -> None:
@@ -204,9 +204,9 @@ class Text:
         self.count += 1
 
     def disown(self, va: int) -> None:
-        """Forget the original text that begins at `va` and its ledger entries, because a module is unloaded.
+        """Forget the original text that begins at `va`, and its ledger entries, when a module is unloaded.
 
-        Raises: KeyError (no original text begins there).
+        Raises: KeyError (no original text begins at `va`).
         """
         at = bisect_right(self._starts, va) - 1
         if at < 0 or self._starts[at] != va:
@@ -220,9 +220,10 @@ class Text:
                 self.ledger.write(address, original, original)
 
     def poke(self, va: int, data: bytes) -> None:
-        """Write text and drop its translated code. Mirrors: text_poke() (v6.1), but for all CPUs at once.
+        """Write text and drop the code translated from it. All CPUs see the change at once.
 
-        Raises: MemoryFault (a part isn't mapped executable; nothing was written).
+        Mirrors: text_poke() (v6.1). Raises: MemoryFault (a part isn't mapped executable; nothing was
+        written).
         """
         has_original = self.is_original(va) or self.is_original(va + len(data) - 1)
         if self._is_recorded or has_original or not self.is_generated(va):
@@ -232,7 +233,7 @@ class Text:
             self.substitute(va, data)
 
     def poke_batch(self, pokes: Iterable[tuple[int, bytes]]) -> None:
-        """Write text at several places, and drop the translated code once. `pokes`: (address, bytes).
+        """Write text at several addresses, and drop the translated code once. `pokes`: (address, bytes).
 
         Pokes in the order of their addresses take less time, because each page is then looked up only once.
         Raises: MemoryFault (as `poke`; the pokes before the bad one are done).
@@ -358,9 +359,8 @@ class Text:
     def _adopted_page(self, va: int) -> tuple[int, int, int]:
         """Return (start, end, offset) of the part of va's page that belongs to the same adopted text as `va`.
 
-        The offset is the difference between physical and virtual addresses. Return _NO_PAGE, an empty range,
-        if `va` is not in adopted text, if the page is not mapped executable, or if changes are recorded
-        separately.
+        `offset` is the physical minus the virtual address. Return _NO_PAGE, an empty range, if `va` is not in
+        adopted text, if the page is not mapped executable, or if changes are recorded separately.
         """
         if self._is_recorded or not self.is_original(va):
             return _NO_PAGE
@@ -387,9 +387,10 @@ class Text:
 
     @contextmanager
     def recorded(self) -> Iterator[list[tuple[int, bytes]]]:
-        """Record the pokes in the block, oldest first, for a caller that then restores older guest memory.
+        """Record the pokes in the `with` block, oldest first; yield the list of the records.
 
-        Invariant: the caller passes the record to substitute() afterwards, so that ledger and text agree.
+        This is for a caller that then restores older guest memory. Invariant: the caller passes the records
+        to substitute() afterwards, so that ledger and text agree.
         """
         written: list[tuple[int, bytes]] = []
         self._written = written
@@ -413,7 +414,7 @@ class Text:
 
     @property
     def is_fetched_meanwhile(self) -> bool:
-        """Whether another CPU, or the watcher, can see the text between two pokes."""
+        """Whether the text between two pokes can be fetched by another CPU, or is seen by the watcher."""
         return self._cpus > 1 or self.interrupt_cpus is not None or self.watcher is not None
 
     def current(self, va: int, size: int) -> bytes:
@@ -446,7 +447,7 @@ class Text:
         return self._slots.alloc(size) if starts is None else self._puns.alloc(size, starts)
 
     def around(self, va: int) -> range | None:
-        """Return addresses from which a jump reaches generated code at `va`; None if any will do."""
+        """Return addresses from which a jump reaches generated code at `va`; None if any address will do."""
         return range(va - _REACH, va + _REACH) if va in self._puns else None
 
     @property
@@ -455,7 +456,7 @@ class Text:
         return (self._slots.mapped, *self._puns.mapped)
 
     def is_generated(self, va: int) -> bool:
-        """Return True if an address is in a page for generated code."""
+        """Return True if the address `va` is in a page for generated code."""
         return va in self._slots or va in self._puns
 
     def free_text(self, va: int) -> None:
@@ -502,12 +503,15 @@ class Text:
             done += size
 
     def is_original(self, va: int) -> bool:
-        """Return True if an address is in adopted text."""
+        """Return True if the address `va` is in adopted text."""
         at = bisect_right(self._starts, va) - 1
         return at >= 0 and va < self._originals[at][1]
 
     def _announce(self, va: int) -> None:
-        """Call all of `before_first_change` if `va` is in original text. The ledger must be empty."""
+        """Call all functions in `before_first_change` if `va` is in original text.
+
+        The ledger must be empty.
+        """
         if self.is_original(va):
             for callback in self.before_first_change:
                 callback()

@@ -14,7 +14,7 @@ _MANY = 256
 
 
 class PokeStep(Enum):
-    """A step of patching; each is followed by a synchronisation of all CPUs."""
+    """A step of patching; after each step all CPUs are synchronised."""
 
     BREAKPOINT = auto()
     """Write an int3 over the first byte."""
@@ -25,10 +25,10 @@ class PokeStep(Enum):
 
 
 class TextPoker:
-    """Replaces an instruction under the protection of a breakpoint at its first byte.
+    """Replaces an instruction under the protection of a breakpoint at the instruction's first byte.
 
-    The caller must handle hits of that breakpoint.
-    Mirrors: arch/x86/kernel/alternative.c:text_poke_bp_batch (v6.1).
+    The caller must handle hits of that breakpoint. Mirrors: arch/x86/kernel/alternative.c:text_poke_bp_batch
+    (v6.1).
     """
 
     def __init__(self, text: Text, breakpoint_: bytes, lock: ControlLock) -> None:
@@ -56,7 +56,7 @@ class TextPoker:
         return any(va in places for places in self._patched)
 
     def has_tail(self, insn: bytes) -> bool:
-        """Return True if the instruction `insn` is longer than the breakpoint, so that it has a tail."""
+        """Return True if `insn` is longer than a breakpoint, so that it has bytes after the breakpoint."""
         return len(insn) > len(self._breakpoint)
 
     def replace(self, va: int, insn: bytes) -> None:
@@ -83,12 +83,12 @@ class TextPoker:
     def takes_one_step(self, count: int) -> bool:
         """Return True if `count` instructions are written in one step, without temporary breakpoints.
 
-        The condition is that they are at least _MANY, and that no CPU can fetch one during the write.
+        This requires at least _MANY instructions, and that no CPU can fetch one of them during the write.
         """
         return count >= _MANY and not self._text.is_fetched_meanwhile
 
     def expose_breakpoint(self, va: int, insn: bytes) -> None:
-        """Write a breakpoint and the tail of `insn`; the breakpoint stays.
+        """Write a breakpoint at `va`, and the bytes of `insn` after the breakpoint; the breakpoint stays.
 
         Mirrors: arch/x86/kernel/kprobes/opt.c:arch_unoptimize_kprobe (v6.1).
         """

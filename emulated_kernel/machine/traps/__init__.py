@@ -1,4 +1,4 @@
-"""Traps, which end a run of the guest, and the errors that the machine raises. Any module may import them.
+"""Traps, which end a run of the guest, and the errors that the machine raises.
 
-Nothing in this subpackage has state, so no lock is needed.
+All modules may import this subpackage. It has no state, so no lock is needed.
 """
