@@ -99,8 +99,8 @@ def unmount(directory: str, *, force: bool = False) -> None:
         raise CliError(f"{directory}: unmounted, but {why}", ExitStatus.HUNG)
 
 
-def reboot(directory: str) -> None:
-    """Boot the kernel of the mount on `directory` again.
+def reboot(directory: str) -> list[str]:
+    """Boot the kernel of the mount on `directory` again, and return messages about what was lost.
 
     Raises: CliError (not mounted, the daemon does not answer, or a distribution's kernel), OSError (the
     boot failed).
@@ -110,9 +110,10 @@ def reboot(directory: str) -> None:
     mountpoints.check_answers(directory)
     from kprobefs.definitions.tracefs_files import control_root
 
+    file = control_root(directory) / "machine" / "power"
     try:
         # Do not use O_CREAT, because mounts of distributions' kernels do not have the file.
-        power = os.open(control_root(directory) / "machine" / "power", os.O_WRONLY)
+        power = os.open(file, os.O_WRONLY)
     except FileNotFoundError:
         why = "a distribution's kernel can't be booted again; unmount it and mount it again"
         raise CliError(f"{directory}: {why}") from None
@@ -120,6 +121,8 @@ def reboot(directory: str) -> None:
         os.write(power, b"reboot\n")
     finally:
         os.close(power)
+    lines = file.read_text("utf-8", "surrogateescape").splitlines()
+    return [line.removeprefix(mountpoints.LOST) for line in lines if line.startswith(mountpoints.LOST)]
 
 
 def unmount_stale(directory: str) -> None:

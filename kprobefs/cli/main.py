@@ -380,8 +380,10 @@ def _reboot(parsed: argparse.Namespace) -> int:
     from kprobefs.cli import control
     from kprobefs.common import mountpoints
 
-    control.reboot(mountpoints.resolve(_needed_directory(parsed)))
-    return ExitStatus.OK
+    lost = control.reboot(mountpoints.resolve(_needed_directory(parsed)))
+    if lost:
+        _complain_of(["\n".join(["reboot: the new kernel lacks", *lost])])
+    return ExitStatus.FAILURE if lost else ExitStatus.OK
 
 
 def _run(parsed: argparse.Namespace) -> int:

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 FSTYPE = "fuse.kprobefs"
 STATE_LINK = ".kprobefs"
 """Name of a hidden symbolic link in the root of each mount. Its target is a word for the mount's state."""
+LOST = "lost "
+"""Start of a line of machine/power about something that the kernel before the last reboot had.
+
+The reboot command prints these lines.
+"""
 FUSE_CONF = "/etc/fuse.conf"
 ALLOWS_OTHER = "user_allow_other"
 """Line of /etc/fuse.conf that permits --allow-other to ordinary users. Mirrors: mount.fuse(8)."""

@@ -27,6 +27,8 @@ from emulated_kernel.vfs.core.node_tree import NodeTree
 from emulated_kernel.vfs.core.open_file import Steps
 from emulated_kernel.vfs.core.seq_file import SeqFile, StreamFile, listing
 from emulated_kernel.vfs.trees.stats import HistoryFile, probe_switches, probes_file
+from kprobefs.common.errors import escape_for_terminal
+from kprobefs.common.mountpoints import LOST
 from kprobefs.daemon.state import previous_boot
 from kprobefs.daemon.state.hit_counters import counts, set_counts
 from kprobefs.definitions.loader import Loader
@@ -46,7 +48,7 @@ PLACE = "the kernel before this one"
 class PowerFile(SteppedFile):
     """The file machine/power. Writing `reboot` replaces the kernel by a new one.
 
-    Reading returns the state of the kernel and the number of boots.
+    Reading returns the state of the kernel, the number of boots, and what the last reboot has lost.
     """
 
     replaces_kernel = True
@@ -110,6 +112,8 @@ class RebootableKernel:
         self._layout = layout
         self._owner = owner
         self._boots = 1
+        self._lost: list[str] = []
+        """Messages about parts of the kernel before this one that the current kernel does not have."""
         self._state = state
         self._processes = watch()
         self._kernel = Kernel(config, self._processes)
@@ -154,6 +158,7 @@ class RebootableKernel:
     def _power(self) -> Iterator[str]:
         yield f"{'panicked' if self._kernel.guest.is_dead else 'running'}\n"
         yield f"boots {self._boots}\n"
+        yield from (f"{LOST}{each}\n" for each in self._lost)
 
     def _command(self, data: bytes) -> Steps:
         lines = ascii_lines(data)
@@ -217,6 +222,7 @@ class RebootableKernel:
     def _replace(self, old: Kernel) -> Iterator[None]:
         clock = old.machine.clock
         loads: list[WorkloadOrder] = []
+        lost: list[str] = []
         with self.mount.holding_changes():
             with ExitStack() as undo:
                 try:
@@ -235,15 +241,22 @@ class RebootableKernel:
                     undo.callback(new.close)
                     tree = self._files(new)
                     yield
-                    yield from new.replace_kernel(old, partial(self._define, new, old, definitions, loads))
+                    yield from new.replace_kernel(
+                        old, partial(self._define, new, old, definitions, loads, lost)
+                    )
                 except OSError as error:
                     raise KernelError(error.errno or errno.EIO, str(error)) from error
                 undo.pop_all()
             new.adopt_mount(self.mount, tree)
         self._kernel = new
         self._boots = self._boots + 1
-        with suppress(KernelError):
+        try:
             new.loads.start(*loads)
+        except KernelError as error:
+            lost.append(f"loads: {error.strerror}")
+        self._lost = lost
+        for each in lost:
+            new.guest.log(each)
         old.close()
         self._processes.close()
         self._processes = processes
@@ -256,26 +269,37 @@ class RebootableKernel:
         gc.freeze()
 
     def _define(
-        self, kernel: Kernel, old: Kernel, definitions: list[str], loads: list[WorkloadOrder]
+        self,
+        kernel: Kernel,
+        old: Kernel,
+        definitions: list[str],
+        loads: list[WorkloadOrder],
+        lost: list[str],
     ) -> Iterator[None]:
         """Define the modules, probes and settings of the kernel `old` in `kernel`, in steps.
 
         `definitions`: lines that define the probes and settings. Append to `loads` the orders for the
-        workloads that run in `old`, so that they can be started in `kernel`.
+        workloads that run in `old`, so that they can be started in `kernel`. Append to `lost` a message
+        about each module, probe or setting that `kernel` does not take.
         """
         for file in _modules(old):
             try:
                 kernel.modules.load([file])
             except KernelError as error:
-                kernel.guest.log(f"module {file.name}: {error.strerror}")
+                lost.append(f"module {file.name}: {error.strerror}")
             yield
         if self._state is not None:
             # If this fails, the reboot fails, and the old kernel keeps all records.
             previous_boot.make_again(kernel, old)
+        # A comment names a setting that no line can express.
+        lost += [
+            escape_for_terminal(text.removeprefix("#").strip())
+            for text in definitions
+            if text.startswith("#")
+        ]
         lines = [Line(PLACE, number, text.rstrip("\n")) for number, text in enumerate(definitions, 1)]
         for failed in (yield from Loader(self._all_files(kernel), is_new=True).steps(lines)):
-            for part in failed.splitlines():
-                kernel.guest.log(part)
+            lost += failed.splitlines()
         set_counts(kernel, counts(old))
         loads += old.loads.orders()
 

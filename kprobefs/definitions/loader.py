@@ -43,6 +43,8 @@ DYNAMIC_EVENTS = "dynamic_events"
 """Name of the file to which definitions are written."""
 TRIAL = "kprobefs_trial"
 """Name of an event that exists while a new definition of another event is tried."""
+SPELLINGS = {"key": "keys", "val": "vals", "values": "vals", "NOHC": "nohitcount"}
+"""Name of an attribute of a histogram's command -> the name that the kernel shows."""
 LAGGING_FILES = ("enable", "optimized")
 """Names of files that show the current state, which may lag behind the value that was written."""
 
@@ -453,7 +455,7 @@ class _Trigger:
     def __init__(self, text: str) -> None:
         without_limit = re.sub(r"^([a-z_:\w]+?):\d+(?= |$)", r"\1", text)
         self._head, _, self._condition = without_limit.partition(" if ")
-        self._parts = self._head.split(":")
+        self._parts = [_canonical(part) for part in self._head.split(":")]
         self._is_hist = self._parts[0] == "hist"
 
     def key(self, *, is_named: bool = True) -> tuple[str, ...]:
@@ -474,6 +476,21 @@ class _Trigger:
         if not wanted._is_hist:
             return (self._head, self._condition) == (wanted._head, wanted._condition)
         return set(wanted._parts) <= set(self._parts) and self._condition == wanted._condition
+
+
+def _canonical(part: str) -> str:
+    """Return a part of a histogram's command with one spelling for all that mean the same."""
+    name, equals, value = part.partition("=")
+    name = SPELLINGS.get(name, name)
+    match name:
+        case "vals":
+            value = ",".join(each for each in value.split(",") if each != "hitcount")
+        case "sort":
+            value = value.replace(".ascending", "")
+        case "size" if value.isdecimal():
+            # Linux: the size of a map is a power of two.
+            value = str(1 << max(int(value) - 1, 0).bit_length())
+    return f"{name}{equals}{value}"
 
 
 def _makes_others(trigger: str) -> bool:

@@ -72,6 +72,8 @@ TRIGGER = lazy_pattern(r"[a-z_]+:")
 """Matches the start of a line of a trigger file that shows a trigger."""
 HIST = "hist:"
 """Start of a line of a trigger file that shows a histogram trigger."""
+OTHERS_VARIABLE = lazy_pattern(r"\$(?P<event>[\w-]+\.\w+)\.(?P<variable>\w+)")
+"""Matches a reference to the variable of a named event, as a trigger file shows it."""
 NO_PID = "no pid"
 """Content of a file with a list of pids that is empty."""
 
@@ -277,14 +279,35 @@ def _is_open(text: str) -> bool:
 def _command(line: str) -> str:
     """Return the command that sets a trigger, from its line in a trigger file."""
     line = line.removesuffix(" [active]")
-    if line.endswith(" [paused]"):
-        head, condition, rest = line.removesuffix(" [paused]").partition(" if ")
-        line = f"{head}:pause{condition}{rest}"
-    return re.sub(r"^([a-z_:\w]+?):(?:unlimited|count=(\d+))", lambda count: _counted(*count.groups()), line)
+    is_paused = line.endswith(" [paused]")
+    head, condition, rest = line.removesuffix(" [paused]").partition(" if ")
+    if head.startswith(HIST):
+        head = _hist_command(head) + ":pause" * is_paused
+    else:
+        head = re.sub(r":(?:unlimited|count=(\d+))$", lambda count: f":{count[1]}" if count[1] else "", head)
+    return f"{head}{condition}{rest}"
 
 
-def _counted(command: str, count: str | None) -> str:
-    return f"{command}:{count}" if count else command
+def _hist_command(shown: str) -> str:
+    """Return a histogram's command in the form that the kernel accepts, from the form that it shows.
+
+    Linux shows `sort=KEY.log2` and `$GROUP.EVENT.VARIABLE`, but accepts only `sort=KEY` and
+    `GROUP.EVENT.$VARIABLE`. Linux 7.2 shows the key common_cpu twice.
+    """
+    parts = shown.replace("common_cpu" * 2, "common_cpu").split(":")
+    for index, part in enumerate(parts):
+        attribute, _, value = part.partition("=")
+        if attribute == "sort":
+            parts[index] = f"sort={','.join(_sort_key(key) for key in value.split(','))}"
+        else:
+            parts[index] = OTHERS_VARIABLE.sub(r"\g<event>.$\g<variable>", part)
+    return ":".join(parts)
+
+
+def _sort_key(shown: str) -> str:
+    order = ".descending"
+    name = shown.removesuffix(order).removeprefix("$").partition(".")[0]
+    return name + order * shown.endswith(order)
 
 
 def escaped(name: str) -> str:

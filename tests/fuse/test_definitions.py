@@ -149,6 +149,21 @@ def test_only_newlines_end_lines() -> None:
         ("hist:keys=a:vals=hitcount:size=2048 if c [active]", "hist:keys=a:vals=hitcount:size=2048 if c"),
         ("hist:keys=a:vals=hitcount if c [paused]", "hist:keys=a:vals=hitcount:pause if c"),
         ("hist:keys=a:vals=hitcount [paused]", "hist:keys=a:vals=hitcount:pause"),
+        ("hist:keys=a.log2,b.hex:sort=b.hex.descending [active]", "hist:keys=a.log2,b.hex:sort=b.descending"),
+        ("hist:keys=a.buckets=5:sort=a.buckets=5 [active]", "hist:keys=a.buckets=5:sort=a"),
+        (
+            "hist:keys=a:vals=$x:sort=$x if b ~ ':sort=c.hex' [active]",
+            "hist:keys=a:vals=$x:sort=x if b ~ ':sort=c.hex'",
+        ),
+        ("hist:keys=a:d=b-$g.e.t:sort=hitcount [active]", "hist:keys=a:d=b-g.e.$t:sort=hitcount"),
+        (
+            "hist:keys=common_cpucommon_cpu:sort=common_cpucommon_cpu [active]",
+            "hist:keys=common_cpu:sort=common_cpu",
+        ),
+        (
+            "enable_event:my-group:e:count=3 if a == ':unlimited'",
+            "enable_event:my-group:e:3 if a == ':unlimited'",
+        ),
     ],
 )
 def test_triggers_as_they_are_written(shown: str, written: str) -> None:

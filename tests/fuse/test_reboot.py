@@ -164,6 +164,8 @@ def test_a_string_with_a_newline_is_told_of(living: RebootableKernel) -> None:
     user.reboot()
     assert user.read("/tracing/events/kprobes/reads/filter") == "none\n"
     assert PLACE not in user.read("/machine/dmesg")
+    [lost] = user.read("/machine/power").splitlines()[2:]
+    assert lost.startswith("lost events/kprobes/reads/filter: ")
 
 
 def test_records_and_ids_are_kept(living: RebootableKernel) -> None:
@@ -272,6 +274,10 @@ def test_the_command(directory: Path) -> None:
             assert (result.stderr, result.returncode) == ("", 0)
             eventually(lambda: condition(str(directory)) is MountState.SERVING)
         assert Path(running.path("kprobe_events")).read_text() == "p:kprobes/reads vfs_read\n"
+        Path(running.path("machine/limits")).write_text("probes 0\n")
+        result = kprobefs("reboot", str(directory), program=REAL_PROGRAM)
+        assert result.returncode == ExitStatus.FAILURE
+        assert "p:kprobes/reads vfs_read" in result.stderr
     assert kprobefs("reboot", str(directory), program=REAL_PROGRAM).returncode == ExitStatus.NOT_MOUNTED
 
 
@@ -576,3 +582,19 @@ def test_a_definition_that_fails_after_a_reboot_is_logged_and_others_follow(livi
     log = user.read("/machine/dmesg")
     assert f"{PLACE}:3: No space left on device\n" in log
     assert "    p:kprobes/two lcm\n" in log
+    lost = [f"lost {PLACE}:3: No space left on device", "lost     p:kprobes/two lcm"]
+    assert user.read("/machine/power").splitlines() == ["running", "boots 2", *lost]
+    user.reboot()
+    assert user.read("/machine/power") == "running\nboots 3\n"
+
+
+def test_histograms_are_kept_whatever_their_sort_key(living: RebootableKernel) -> None:
+    user = User(living.mount)
+    user.write("/kprobe_events", "p:reads vfs_read count=$arg3\n")
+    file = "/tracing/events/kprobes/reads/trigger"
+    user.write(file, "hist:keys=count.log2:sort=count\n")
+    user.write(file, "hist:keys=common_pid.execname:vals=count.hex:sort=common_pid,count.descending:pause\n")
+    shown = user.read(file)
+    user.reboot()
+    assert user.read(file) == shown
+    assert user.read("/machine/power") == "running\nboots 2\n"
