@@ -235,7 +235,7 @@ def write_image(arch: str, output: Path, *, has_lines: bool = False) -> int:
     argument counts of the image's functions are written to another file in the directory of `output`. If
     pahole is installed, the kernel's types (BTF) are written to a third file in this directory.
     """
-    built = build(arch, f" {_DEBUG_FLAGS}" if has_lines else "")
+    built = build(arch, has_lines=has_lines)
     _write_files(built, output)
     print(f"{output}: {len(built.data)} bytes")
     return 0
@@ -329,18 +329,18 @@ def tool_version(tool: str) -> str:
     return output.splitlines()[0]
 
 
-def build(arch: str, options: str = "") -> Built:
+def build(arch: str, *, has_lines: bool = False) -> Built:
     """Compile and link the image of an architecture in a temporary directory.
 
-    `options`: further options of the compiler.
+    `has_lines`: the image has debugging information, too.
     """
-    target = replace(TARGETS[arch], flags=TARGETS[arch].flags + options)
+    target = TARGETS[arch]
     with tempfile.TemporaryDirectory(prefix="kprobefs-image-") as directory:
         work = Path(directory)
         has_types = target.has_types and bool(tool_version(_TYPES_TOOL))
         # gcc's code does not depend on debugging information, so the image and its types share the objects.
-        objects = _compile_all(target, work, [_DEBUG_FLAGS] if has_types else [])
-        vmlinux = _link_with_symbols(target, objects, work)
+        objects = _compile_all(target, work, [_DEBUG_FLAGS] if has_types or has_lines else [])
+        vmlinux = _link_with_symbols(target, objects, work, keeps_debug=has_lines)
         data = _sort_ex_table(vmlinux.read_bytes())
         vmlinux.write_bytes(data)
         image = load_image(vmlinux, arch.partition("-")[0])
@@ -451,17 +451,19 @@ def _compile(target: BuildTarget, source: Path, output: Path, more: list[str]) -
     _run([target.compiler, *flags, *includes, "-c", source.as_posix(), "-o", str(output)])
 
 
-def _link_with_symbols(target: BuildTarget, objects: list[Path], work: Path) -> Path:
+def _link_with_symbols(
+    target: BuildTarget, objects: list[Path], work: Path, *, keeps_debug: bool = False
+) -> Path:
     """Link `objects` until the kallsyms table in the image matches the image's symbols.
 
-    Return the path of the image in the directory `work`.
+    Return the path of the image in the directory `work`. `keeps_debug`: keep the debugging information.
     Raises: BuildError (the table differs after each link).
     """
     _preprocess_script(target, work)
     table = _assemble_symbols(target, None, work)
     previous = ""
     for attempt in range(4):
-        vmlinux = _link(target, [*objects, table], work)
+        vmlinux = _link(target, [*objects, table], work, keeps_debug=keeps_debug)
         symbols = Kallsyms(elf_symbols(ElfFile(vmlinux.read_bytes())))
         text = symbols.kallsyms_text()
         if attempt >= 2 and text == previous:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from pathlib import Path
 
 import pytest
 
 from emulated_kernel.image import build_images
-from emulated_kernel.image.builtin_image import KernelImage
+from emulated_kernel.image.builtin_image import KernelImage, load_image
+from kprobefs.cli.main import main
 from tests.guests.linux.debian_kernel import lasting_cache
 from tests.sample import share
 
@@ -62,6 +65,29 @@ def inputs(arch: str) -> str:
     for file in sorted(path for part in parts for path in part if path.is_file()):
         digest.update(f"{file.relative_to(own)}\0".encode() + file.read_bytes())
     return digest.hexdigest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", share(["i386", "riscv64", "x86_64"], 0, 2))
+def test_an_image_with_line_numbers_has_the_code_of_the_one_without(
+    arch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An image of `--debug` has the text of the prebuilt image, and `explain` reads its line numbers."""
+    compiler = build_images.tool_version(build_images.TARGETS[arch].compiler)
+    if compiler != build_images.read_manifest()[arch]["compiler"]:
+        pytest.skip(f"another compiler: {compiler}")
+    file = tmp_path / "vmlinux"
+    assert build_images.main(["--arch", arch, "--output", str(file), "--debug"]) == 0
+    plain, debug = (load_image(path, arch) for path in (None, file))
+    assert debug.kallsyms.kallsyms_text() == plain.kallsyms.kallsyms_text()
+    for start, end in plain.text_ranges:
+        assert debug.read(start, end - start) == plain.read(start, end - start)
+    capsys.readouterr()
+    lines = (build_images.SOURCE / "lib/math.c").read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if re.search(r"\bgcd\([^;]*$", text))
+    place = f"lib/math.c:{line + 1}"
+    assert main(["explain", "--arch", arch, "--json", "--debug-info", str(debug.path), place]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["symbol"] == "gcd"
 
 
 def test_another_compiler_is_told_apart(
