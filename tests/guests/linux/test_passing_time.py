@@ -246,6 +246,27 @@ def test_with_the_real_clock_the_guest_works_in_pauses_of_which_a_second_counts(
     shell.mount.close()
 
 
+def test_with_the_real_clock_time_follows_the_host_after_the_guest_has_slept() -> None:
+    """The guest sleeps while definitions change, and the host does not wait for it. Later durations are those
+    of the host again.
+    """
+    shell = Shell(is_clock_real=True)
+    now = 0
+    shell.tasks.machine.pc.follow_wall(lambda: now)
+    began = shell.milliseconds
+    shell.write("/tracing/kprobe_events", "p:in vfs_write")
+    for switch in "1010":
+        shell.write("/tracing/events/kprobes/in/enable", switch)
+    assert shell.milliseconds - began > 10
+    shell.write("/tracing/trace_marker", "first")
+    for passed in (1, 2, 3, 50):
+        now += passed * 1_000_000
+        shell.write("/tracing/trace_marker", "next")
+        before, after = shell.marked()[-2:]
+        assert (after - before) * 1000 == pytest.approx(passed, abs=0.1)
+    shell.mount.close()
+
+
 def test_the_real_clock_of_probes_is_that_of_the_host() -> None:
     """With the real clock, a reading follows the host's time, so durations within one run of the guest are
     real, too.

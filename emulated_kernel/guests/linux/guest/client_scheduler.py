@@ -375,7 +375,7 @@ class ClientScheduler:
         """Advance guest time, and run the guest's own work, such as timers and kernel threads, meanwhile."""
         end = self._tsc_in(microseconds)
         self.work(microseconds)
-        self._machine.pc.tsc = max(self._machine.pc.tsc, end)
+        self._machine.pc.jump_to(end)
 
     def work(self, microseconds: int) -> None:
         """Run the guest's own work until the guest is idle and no timer is due within `microseconds`."""

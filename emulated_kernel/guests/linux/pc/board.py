@@ -185,8 +185,21 @@ class Board(ABC):
         return self._wall() - self._wall_base - self.tsc * _MILLION // self.khz
 
     def skip(self, nanoseconds: int) -> None:
-        """Leave out `nanoseconds` of the host's time, so that the guest's time does not advance by them."""
+        """Leave out `nanoseconds` of the host's time, so that the guest's time does not advance by them.
+
+        A negative number puts the guest's time ahead of the host's.
+        """
         self._wall_base += nanoseconds
+
+    def jump_to(self, cycles: int) -> None:
+        """Advance the time to the TSC value `cycles`, because the guest sleeps until then.
+
+        Deviates: the host does not wait while the guest sleeps. From then on the guest's time is ahead of the
+        host's, and advances with it.
+        """
+        self.tsc = max(self.tsc, cycles)
+        if self._wall is not None:
+            self.skip(min(self.behind(), 0))
 
     def pass_time(self, cycles: int) -> None:
         """Advance the time by `cycles` and by the cycles that guest code has used."""
@@ -226,5 +239,5 @@ class Board(ABC):
     def timer_fires(self) -> None:
         """Advance the time to the timer's interrupt and start the next period."""
         assert self.due is not None
-        self.tsc = max(self.tsc, self.due)
+        self.jump_to(self.due)
         self.due = self.tsc + self.period if self.period else None
