@@ -51,7 +51,7 @@ _MAX_MESSAGE = 1000
 
 
 class UserBuffers:
-    """Buffers in user memory for paths and data; they are allocated when needed and reused."""
+    """Buffers in the guest's user memory for paths and data; they are allocated when needed and reused."""
 
     def __init__(self, region: GuestPool) -> None:
         self._region = region
@@ -134,30 +134,30 @@ class BuiltinKernel(TaskStacks):
         self._mailbox = self._mailboxes[cpu]
 
     def task_of(self, cpu: int) -> int:
-        """Return the address of the task_struct of the task that runs on a CPU."""
+        """Return the address of the task_struct of the task that runs on CPU `cpu`."""
         return int(self._currents[cpu][0])
 
     def sent_to(self, cpu: int) -> int:
-        """Return the pending interrupts of a CPU as a bit mask; bit 0 is vector 32."""
+        """Return the pending interrupts of CPU `cpu` as a bit mask; bit 0 is vector 32."""
         return int(self._sent[cpu][0])
 
     def send(self, cpu: int, vector: int) -> None:
-        """Make the interrupt `vector` pending for a CPU."""
+        """Make the interrupt `vector` pending for CPU `cpu`."""
         self._sent[cpu][0] |= 1 << vector - _FIRST_INTERRUPT
 
     def take_sent(self, cpu: int) -> int:
-        """Clear the lowest pending interrupt vector of a CPU and return the vector."""
+        """Clear the lowest pending interrupt vector of CPU `cpu`, and return this vector."""
         waiting = int(self._sent[cpu][0])
         lowest = waiting & -waiting
         self._sent[cpu][0] = waiting & ~lowest
         return _FIRST_INTERRUPT + lowest.bit_length() - 1
 
     def syncs_of(self, cpu: int) -> int:
-        """Return the number of serialising instructions that a CPU has executed for Vector.SYNC_CORE."""
+        """Return how many serialising instructions CPU `cpu` has executed for Vector.SYNC_CORE."""
         return int(self._syncs[cpu][0])
 
     def cpu_of(self, task: int) -> int:
-        """Return the CPU that a task ran on last or waits to run on; `task` is its task_struct's address.
+        """Return the CPU on which a task ran last or waits to run; `task` is the address of its task_struct.
 
         Raises: MemoryFault (the task_struct names a CPU that does not exist).
         """
@@ -167,7 +167,7 @@ class BuiltinKernel(TaskStacks):
         return cpu
 
     def is_queued(self, task: int) -> bool:
-        """Return True if a task runs or is runnable, and False if it sleeps."""
+        """Return True if the task at address `task` runs or is runnable, and False if it sleeps."""
         return self._memory.read_u32(task + self.image.abi["task_struct.on_rq"]) != 0
 
     def current_task(self) -> int:
@@ -175,7 +175,7 @@ class BuiltinKernel(TaskStacks):
         return int(self._current[0])
 
     def set_mailbox(self, task: int) -> None:
-        """Write `task` to the mailbox of the current CPU: the next Vector.WAKE wakes this task."""
+        """Write `task` to the mailbox of the current CPU, so that the next Vector.WAKE wakes this task."""
         self._mailbox[0] = task
 
     def new_exits(self) -> list[int]:
@@ -200,7 +200,7 @@ class BuiltinKernel(TaskStacks):
         return self._memory.read_u32(task + self.image.abi[f"task_struct.{field}"])
 
     def set_owner(self, task: int, uid: int, gid: int) -> None:
-        """Set the user and group of a task, whose credentials no other task may share."""
+        """Set the user and group of the task at address `task`. No other task may share its credentials."""
         cred = self._memory.read_word(task + self.image.abi["task_struct.cred"])
         for value, fields in ((uid, _UIDS), (gid, _GIDS)):
             for field in fields:
@@ -231,7 +231,7 @@ class BuiltinKernel(TaskStacks):
         self._memory.write_word(task + self.image.abi["task_struct.mm"], task)
 
     def find_task(self, pid: int) -> int:
-        """Return the address of the task_struct with this pid, or 0 if there is none."""
+        """Return the address of the task_struct whose pid is `pid`, or 0 if there is none."""
         with readable("task list"):
             found = self.machine.call(self._host_find_task, pid)
             # The host writes fields of this task later.
@@ -291,7 +291,7 @@ class BuiltinKernel(TaskStacks):
         self._memory.write_word(variable, unlimited if most is None else min(most, unlimited))
 
     def thaw(self) -> None:
-        """Thaw the frozen tasks. A task that no event wakes leaves the refrigerator within a second."""
+        """Thaw the frozen tasks. A task leaves the refrigerator within a second even if no event wakes it."""
         self._memory.write_u32(address_of(self.image.kallsyms, "pm_freezing"), 0)
 
     def modules(self) -> list[ModuleInfo]:

@@ -60,7 +60,7 @@ class Guest:
         """The kinds of system calls that a probe or tracer could notice."""
 
     def is_watched(self, kind: int) -> bool:
-        """Return True if a probe or tracer could notice a client's system call of a kind."""
+        """Return True if a probe or tracer could notice a client's system call of the kind `kind`."""
         return self.watched.include(kind) and not self.runner.is_dead
 
     @property
@@ -173,15 +173,17 @@ class Guest:
     def enter(self, task: GuestTask) -> None:
         """Make `task` the guest's current task.
 
-        If `task` is not yet current, it makes a system call for this. If the guest is dead, do nothing.
+        If another task is current, `task` makes a system call, because only a call switches to its task. If
+        the guest is dead, do nothing.
         """
         if not self.is_dead and self.runner.at_hand is not task:
             self.syscalls.call(task, "getpid")
 
     def open_file(self, path: str, flags: int, writer: HostfsWriter = HostfsWriter.GENERAL) -> int:
-        """Open in the guest a control file that the host has opened already; return the guest's descriptor.
+        """Open the control file `path`, which the host has opened already, in the guest, too.
 
-        `writer`: selects the function of the guest's kernel that writes to the file.
+        Return the guest's descriptor. `writer`: selects the function of the guest's kernel that writes to the
+        file.
         """
         flags &= ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
         return self.syscalls.open(
@@ -269,10 +271,10 @@ class Guest:
 
     @contextmanager
     def frozen(self) -> Iterator[bool]:
-        """Freeze all tasks except the worker during the block, and yield True.
+        """Freeze all tasks except the worker during the `with` block, and yield True.
 
-        If this fails, yield False; then no task is frozen.
-        Raises: KernelError (as `call_function`). Mirrors: kernel/power/process.c:freeze_processes (v6.1).
+        If the tasks cannot be frozen, yield False, with no task frozen. Raises: KernelError (as
+        `call_function`). Mirrors: kernel/power/process.c:freeze_processes (v6.1).
         """
         try:
             yield not self._call_named("freeze_processes", ())
@@ -283,9 +285,9 @@ class Guest:
                 self.call_function("thaw_processes")
 
     def log(self, message: str) -> None:
-        """Print the host's message as a line of the kernel log; do nothing if the guest is dead.
+        """Print `message`, a message of the host, as a line of the kernel log.
 
-        The guest may be stopped at any instruction.
+        Do nothing if the guest is dead. The guest may be stopped at any instruction.
         """
         if not self.is_dead:
             with suppress(KernelError):

@@ -35,7 +35,7 @@ class BuiltinKernelComponents(KernelComponents):
     def replace_kernel(
         self, old: BuiltinKernelComponents, define: Callable[[], Iterable[None]]
     ) -> Iterator[None]:
-        """Take the place of the kernel `old`: continue the time of `old`, and take over its trace records.
+        """Continue the clock of the kernel `old` in this kernel, and take over the trace records of `old`.
 
         Kernel.replace_kernel describes the steps. `define`: defines the probes of `old` in this kernel, in
         steps.
@@ -49,8 +49,8 @@ class BuiltinKernelComponents(KernelComponents):
         old.loads.stop()
 
     def _go_on_from(self, old: BuiltinKernelComponents) -> None:
-        """Advance this kernel's time to the time of the kernel `old`.
+        """Advance this kernel's clock to the time of the kernel `old`.
 
-        Change nothing if this kernel's time is later already.
+        Change nothing if this kernel's clock is ahead already.
         """
         self.machine.clock.advance(max(0, old.machine.clock.now_ns() - self.machine.clock.now_ns()))

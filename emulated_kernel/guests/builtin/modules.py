@@ -72,12 +72,13 @@ class Modules:
         return self._guest.kernel.modules()
 
     def read(self, name: str, deadline: float | None = None) -> list[ModuleFile]:
-        """Return the file that `name` names, with an image's module after the modules that it depends on.
+        """Return the module files to load for `name`.
 
-        `name`: the path of a file if it contains a slash, otherwise the name of a module that comes with
-        the image. If a file cannot be read, its ModuleFile has the error, which check() raises. A file at a
-        path must be read by `deadline`, a time of time.monotonic().
-        The control lock must not be held: a read can be slow, and this process itself can serve the file.
+        If `name` contains a slash, it is the path of one file. Otherwise it is the name of a module that
+        comes with the image; the result then begins with the modules on which this module depends. If a file
+        cannot be read, its ModuleFile has the error, which check() raises. A file at a path must be read by
+        `deadline`, a time of time.monotonic(). The control lock must not be held: a read can be slow, and
+        this process itself can serve the file.
         """
         if "/" in name:
             return [_file(Path(name), name, lambda path: self._foreign.read(path, MAX_SIZE, deadline))]
@@ -140,11 +141,10 @@ class Modules:
 
     @contextmanager
     def _user_memory(self, size: int, name: str) -> Iterator[int]:
-        """Yield the address of `size` bytes of user memory that the block may use.
+        """Yield the address of `size` bytes of user memory that the `with` block may use.
 
-        If `size` is larger than a buffer, the pages stay mapped after the block, for later use. `name`:
-        name of the module for an error message in the kernel log.
-        Raises: KernelError ENOMEM.
+        If `size` is larger than a buffer, the pages stay mapped after the block, for later use. `name`: name
+        of the module for an error message in the kernel log. Raises: KernelError ENOMEM.
         """
         if size <= BUFFER_SIZE:
             with self._guest.buffers.borrowed() as buffer:
@@ -195,10 +195,10 @@ class Modules:
     # The methods below serve the guest's module loader.
 
     def _serve(self, op: int, first: int, second: int) -> int:
-        """Execute the operation `op`, which the loader requests by Hypercall.MODULE, and return its result.
+        """Execute the operation `op`, which the loader requests by Hypercall.MODULE; return its result.
 
-        `first` and `second`: arguments of the operation.
-        Raises: KernelError EINVAL (an operation that the loader never requests).
+        `first` and `second`: arguments of the operation. Raises: KernelError EINVAL (an operation that the
+        loader never requests).
         """
         match op:
             case ModuleOp.ALLOC:

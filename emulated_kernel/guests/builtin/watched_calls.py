@@ -43,13 +43,13 @@ class WatchedCalls:
         text.before_change = self._before_change
 
     def include(self, kind: int) -> bool:
-        """Return True if a probe or tracer could notice a system call of this kind."""
+        """Return True if a probe or tracer could notice a system call of the kind `kind`."""
         if not self._words:
             return False
         return self._text.count != self._kernels_count or bool(self._patched() & kind)
 
     def execute_patches(self, kind: int) -> bool:
-        """Return True if a system call of this kind can execute patched text of the kernel itself."""
+        """Return True if a system call of the kind `kind` can execute patched text of the kernel itself."""
         return bool(self._patched() & kind)
 
     def _patched(self) -> int:
@@ -86,7 +86,7 @@ class WatchedCalls:
             self._tell(names_end=bool(more & Calls.NAMES))
 
     def open_files(self) -> None:
-        """Open in the guest, too, the files that clients have open in any mount. Lock: needs.
+        """Open the files that clients have open in any mount in the guest, too. Lock: needs.
 
         This precedes a change that patches more text.
         """

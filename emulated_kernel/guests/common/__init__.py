@@ -1,1 +1,1 @@
-"""Host processes, programs and clocks: code that both kinds of guests share."""
+"""Code that both kinds of guests share: host processes and their calls, programs, clocks, and files."""

@@ -16,7 +16,7 @@ class AddressRanges:
         self.last = max(end for _, end in self._ordered)
 
     def around(self, address: int) -> tuple[int, int] | None:
-        """Return the range (start, end) that contains the address, or None if there is none."""
+        """Return the range (start, end) that contains `address`, or None if no range contains it."""
         if not self.first <= address < self.last:
             return None
         start, end = self._ordered[bisect_right(self._starts, address) - 1]

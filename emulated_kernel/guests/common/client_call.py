@@ -154,10 +154,9 @@ class ClientCall:
     def opens_as(self, path: str, flags: int) -> bool:
         """Return True if this call can be the cause of a request to open `path` with `flags`.
 
-        FUSE forwards the access mode, O_APPEND and O_TRUNC. These flags must be equal, except for O_TRUNC
-        if the call creates the file. They differ if a file system above the mount opens a file of its own,
-        as overlayfs does for a copy. If the call creates the file, the last name of `path` must be equal,
-        too.
+        FUSE forwards the access mode, O_APPEND and O_TRUNC, so these flags must be equal. O_TRUNC may differ
+        if the call creates the file, but then the last name of `path` must be equal. The flags differ if a
+        file system above the mount opens a file for its own use, as overlayfs does for a copy.
         """
         decisive = os.O_ACCMODE | os.O_APPEND
         # A new file needs no O_TRUNC, and the host's kernel drops it next to O_EXCL.
@@ -188,9 +187,9 @@ class ClientCall:
 def client_call(pid: int, memory: ProcessMemory, instead: str | None = None) -> ClientCall | None:
     """Return the system call in which a process or thread waits for kprobefs.
 
-    Return None if `ARGUMENTS` does not list the call, or if this process may not trace process `pid`.
-    If the process's memory can't be read in time, return a call with `is_hidden` set and without its paths.
-    If that call also has pointers to other data than paths, return None.
+    Return None if `ARGUMENTS` does not list the call, or if kprobefs may not trace the process `pid`. If the
+    process's memory can't be read in time, return a call with `is_hidden` set and without its paths. If that
+    call also has pointers to other data than paths, return None.
 
     `instead`: path of an open(2) of an existing file, if the caller knows the path. The process's memory is
     not read for such an open. If `instead` is "", return the open with `is_hidden` set and without its path.
@@ -242,9 +241,8 @@ def next_fd(pid: int) -> int | None:
 def _syscall_file(pid: int) -> FileIO:
     """Return the open file /proc/PID/syscall of a process or thread. Raises: OSError.
 
-    The file is kept open for later requests, which saves an open and a close for each of them. A read of
-    the file fails when the process has ended. The file is closed when it is no longer kept and no thread
-    reads it.
+    The file is kept open for later requests, so that a request needs no open and no close. A read of the file
+    fails when the process has ended. The file is closed when it is no longer kept and no thread reads it.
     """
     return FileIO(f"/proc/{pid}/syscall")
 

@@ -1,4 +1,4 @@
-"""ClientFacts: facts about the process that makes a request, which the guest needs."""
+"""ClientFacts: data that the guest needs about the process that makes a request."""
 
 from __future__ import annotations
 

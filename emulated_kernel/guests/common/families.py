@@ -1,4 +1,4 @@
-"""Families: infers the client that forked a process which ended before /proc could be read.
+"""Families: infers which client forked a process that ended before /proc could be read.
 
 HostProcesses uses Families if the host's kernel does not report forks. Families reports a parent only if the
 parent is certain.
@@ -19,7 +19,7 @@ Each look reads two files in /proc for each of them.
 
 
 class _Family(NamedTuple):
-    """A process's children, as /proc shows them at one moment."""
+    """A process, and the children that /proc shows for it at one moment."""
 
     faults: int
     """Number of minor page faults of all children that the process has waited for; each wait increases it."""
@@ -38,7 +38,7 @@ class Families:
         """Record that a client makes a request.
 
         If the client had children at the last look, read its family again. The client may have waited for
-        those children, and only later waits are certain to be for new children.
+        those children. After the new read, each wait is certain to be for a new child.
         """
         if pid not in self._known or _has_children(self._known[pid]):
             self._known[pid] = _family(pid)
@@ -51,7 +51,7 @@ class Families:
         self._known.pop(pid, None)
 
     def who_waited(self) -> list[int]:
-        """Return the pids of clients that have forked a child and waited for it since the last look.
+        """Return the pids of clients that have forked a child and waited for its end since the last look.
 
         A client is returned only if it still has all the children that it had at the last look.
         """
@@ -71,7 +71,8 @@ def _has_waited(was: _Family, now: _Family | None) -> bool:
 def _family(pid: int) -> _Family | None:
     """Return the family of a process, or None if /proc is unreadable or the process has several threads.
 
-    /proc lists the children of each thread in another file.
+    A process with several threads is left out, because /proc lists the children of each thread in another
+    file.
     """
     stat = read(f"/proc/{pid}/stat")
     children = read(f"/proc/{pid}/task/{pid}/children")

@@ -1,4 +1,7 @@
-"""machine/gdb: the path of a socket for GDB's remote protocol, which exists from the first read on."""
+"""machine/gdb: a file with the path of a socket for GDB's remote protocol.
+
+The socket exists from the first read of the file on.
+"""
 
 from __future__ import annotations
 

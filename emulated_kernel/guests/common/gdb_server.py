@@ -74,7 +74,7 @@ _ADDRESSES = 1 << 64
 
 
 def remove_stale(place: str) -> None:
-    """Remove the directories of sockets in `place` whose daemons were killed.
+    """Remove the directories of GDB sockets in `place` whose daemons were killed.
 
     A living daemon holds a lock of its directory. Only this user's directories are removed.
     """
@@ -103,7 +103,7 @@ def _remove_unlocked(path: str) -> None:
 
 
 class GdbServer:
-    """Serves `path`, a socket in a directory of its own, which only the daemon's user can open.
+    """Serves `path`, a socket in a separate directory, which only the daemon's user can open.
 
     Raises: KernelError ENAMETOOLONG (a socket's path has at most 107 bytes), OSError.
     """
@@ -238,9 +238,9 @@ class GdbSession:
     # Packets
 
     def _next(self, timeout: float) -> bytes | None:
-        """Return the next packet, or the byte 3 if the debugger asks for an interrupt.
+        """Return the next packet, or the byte 3 if the debugger requests an interrupt.
 
-        Return None if no packet is complete after `timeout` seconds, or if the guest stops before.
+        Return None if no packet is complete after `timeout` seconds, or if the guest stops earlier.
 
         Raises: ConnectionError (the debugger has closed the connection, or sends too much data that is no
         packet).
@@ -314,9 +314,9 @@ class GdbSession:
         return self._run(packet)
 
     def _matched(self, packet: bytes) -> bytes | None:
-        """Return the answer to a packet with parameters; None if it is of another kind.
+        """Return the answer to a packet with parameters; None if this method does not handle the packet.
 
-        The other kinds are unknown packets, and those that run the guest; see _run().
+        It does not handle unknown packets, and packets that run the guest; see _run().
         """
         if match := _MEMORY.fullmatch(packet):
             return self._memory(match)
@@ -351,12 +351,12 @@ class GdbSession:
         return None
 
     def _note_step(self, address: int) -> None:
-        """Note a breakpoint that gdb inserts at `address`, if gdb inserts it to step over a probe.
+        """Record that gdb inserts a breakpoint at `address` in order to step over a probe, if it does so.
 
-        Then the next packet to continue is executed as a step. gdb steps by breakpoints on RISC-V, and on any
-        processor after it has skipped a breakpoint in memory by a write of ip. gdb puts its breakpoint
-        at the next instruction. This would be wrong if the probed instruction is a branch.
-        GDB: c.ebreak is decoded as a jump to the address in register 0, so the breakpoint is at 0.
+        The next packet to continue is then executed as a step. gdb steps by breakpoints on RISC-V, and on any
+        processor after it has skipped a breakpoint in memory by a write of ip. gdb puts its breakpoint at the
+        next instruction, which is wrong if the probed instruction is a branch. GDB: c.ebreak is decoded as a
+        jump to the address in register 0, so the breakpoint is at 0.
         """
         size = self._debugger.breakpoint_size
         is_next = address == self._machine.regs.ip + size and (self._is_passed or self._steps_by_breakpoints)
@@ -461,7 +461,7 @@ class GdbSession:
     # Running
 
     def _run(self, packet: bytes) -> bytes:
-        """Run the guest by the command in `packet`, and return the reply that gives the reason of its stop.
+        """Run the guest by the command in `packet`, and return the reply with the reason why it stopped.
 
         Return b"" if the packet is no command to run, and an error reply for an unknown action.
         """

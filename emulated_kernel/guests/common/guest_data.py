@@ -1,4 +1,4 @@
-"""Turns faults at damaged data of the guest into errors for clients, because kprobefs did not cause them."""
+"""Conversion of faults at damaged data of the guest to EIO, because kprobefs did not cause them."""
 
 from __future__ import annotations
 

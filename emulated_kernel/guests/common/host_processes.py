@@ -1,4 +1,4 @@
-"""Watches the host's processes: reports forks, ends and new names since the last request."""
+"""HostProcesses: reports the forks, ends and new names of the host's processes since the last request."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ProcessWatch:
     """
 
     def set_wait_context(self, waiting: Callable[[], AbstractContextManager[object]]) -> None:
-        """From now on, enter the context manager that `waiting` returns during each long read of memory.
+        """Enter the context manager that `waiting` returns during each long read of memory from now on.
 
         A read of another process's memory takes long if its pages are not available at once.
         """
@@ -103,7 +103,8 @@ class ProcessWatch:
     def has_events(self) -> bool:
         """Return True if forks() or exited() may have new events.
 
-        comm() is up to date if the result is False, or after calls of forks() and exited().
+        If the result is False, comm() is up to date. Otherwise comm() is up to date after calls of forks()
+        and exited().
         """
         return False
 
@@ -141,7 +142,7 @@ class ProcessWatch:
         return False
 
     def pinned_to(self, pid: int) -> int | None:  # noqa: ARG002
-        """Return the CPU that the process is pinned to, or None if it may run on several CPUs.
+        """Return the CPU to which the process is pinned, or None if it may run on several CPUs.
 
         If the host has only one CPU, return None.
         """
@@ -174,7 +175,7 @@ class HostProcesses(ProcessWatch):
     """
 
     def __init__(self, *, sees_forks: bool = True) -> None:
-        """Start to watch. `sees_forks`: whether forks() will be called, so that forks must be recorded."""
+        """Start to watch. `sees_forks`: record forks, because the caller will call forks()."""
         self._loadavg = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
         self._seen = b""
         self._last_pid = self._read_last_pid()
@@ -223,7 +224,7 @@ class HostProcesses(ProcessWatch):
         return monotonic() >= self._next_check
 
     def _take_events(self, events: ForkEvents) -> bool:
-        """Process the events that have arrived; return True if at least one had arrived."""
+        """Process the events that have arrived; return True if there was at least one event."""
         parents, named = events.take()
         self._parents.update(parents)
         if named is None:
@@ -237,7 +238,7 @@ class HostProcesses(ProcessWatch):
         return bool(named)
 
     def _check(self, *, had_events: bool) -> None:
-        """After a look that found new pids, decide whether events can be relied on or each look reads /proc.
+        """Decide, after a look that found new pids, whether to rely on events or to read /proc at each look.
 
         `had_events`: events have arrived since the previous look.
         """
@@ -269,7 +270,7 @@ class HostProcesses(ProcessWatch):
         return found
 
     def _related(self, pids: list[int]) -> list[int]:
-        """Return those of `pids` whose parents are unknown, followed, or in the result themselves."""
+        """Return the members of `pids` whose parent is unknown, followed, or also a member of the result."""
         found: dict[int, None] = {}
         for pid in pids:
             parent = self._parents.get(pid)
@@ -378,7 +379,7 @@ class HostProcesses(ProcessWatch):
         return True
 
     def _runs_on(self, pid: int) -> bool:
-        """Return False if a process without a pidfd has certainly ended, else True."""
+        """Return True if a process without a pidfd may still run; False if it has certainly ended."""
         before = self._starts[pid]
         now = _start_time(pid)
         if now is None:
@@ -446,9 +447,10 @@ class HostProcesses(ProcessWatch):
         return min(allowed) if len(allowed) == 1 < self._cpus else None
 
     def call(self, pid: int, uid: int, instead: str | None = None) -> ClientCall | None:
-        """Return client_call() for processes of root and of this process's user; None for other processes.
+        """Return client_call() for processes of root and of this process's user.
 
-        A process of another user could delay each read of its memory up to the timeout.
+        Return None for a process of another user, which could delay each read of its memory up to the
+        timeout.
         """
         return client_call(pid, self._memory, instead) if uid in (0, self._uid) else None
 
@@ -475,7 +477,7 @@ class HostProcesses(ProcessWatch):
 
 
 def _descriptor_bounds() -> tuple[int, int]:
-    """Return the maximum number of pidfds, and that of open files /proc/PID/comm.
+    """Return the maximum number of pidfds, and the maximum number of open files /proc/PID/comm.
 
     Both depend on this process's limit of open files.
     """
@@ -523,7 +525,7 @@ def _pids_between(before: int, last: int, pid_max: int) -> Iterator[int]:
 
 
 def _open_pidfd(pid: int) -> int:
-    """Return a pidfd of a process or of a thread, since FUSE reports the thread that makes a request.
+    """Return a pidfd of the process or thread `pid`. FUSE reports the thread that makes a request.
 
     Raises: OSError.
     """

@@ -17,7 +17,8 @@ def read(path: str) -> str | None:
 def fields(status: str) -> dict[str, str]:
     """Return the lines of a /proc/PID/status as field -> value.
 
-    The process's name comes first, so a field that the name imitates is overwritten by the real field.
+    The process's name comes first. If the name imitates another field, the real field overwrites the
+    imitation.
     """
     return dict(line.split(":\t", 1) for line in status.split("\n") if ":\t" in line)
 
@@ -27,9 +28,10 @@ _STOPS = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 
 
 def has_signal(thread: int) -> bool:
-    """Return True if a host thread, which waits in a system call, must end the call to handle a signal.
+    """Return True if a host thread that waits in a system call must end the call to handle a signal.
 
-    Signals that are blocked or only stop the process do not count, nor does a tracer that stops it.
+    Signals that are blocked or only stop the process do not count. A tracer that stops it does not count
+    either.
     """
     status = fields(read(f"/proc/{thread}/status") or "")
     own, shared, blocked = (int(status.get(name, "0"), 16) for name in ("SigPnd", "ShdPnd", "SigBlk"))
@@ -37,6 +39,6 @@ def has_signal(thread: int) -> bool:
 
 
 def is_dying(thread: int) -> bool:
-    """Return True if SIGKILL is pending for a host thread, which then waits only for its request to end."""
+    """Return True if SIGKILL is pending for a host thread, so that it only waits for its request to end."""
     pending = fields(read(f"/proc/{thread}/status") or "").get("SigPnd", "0")
     return bool(int(pending, 16) >> signal.SIGKILL - 1 & 1)

@@ -1,4 +1,4 @@
-"""Reads the memory of other processes through helper processes, because a read can take for ever.
+"""Reads of other processes' memory through helper processes, because a read can take for ever.
 
 A page of another process can belong to a file of a hung file system, or to a file of the reader's own mount.
 Then the reader sleeps in the host's kernel, and not even SIGKILL ends it.
@@ -135,7 +135,7 @@ class _Helper:
         waiting: Callable[[], AbstractContextManager[object]],
         timeout: float,
     ) -> list[bytes] | None:
-        """Return the data of the pieces of a file, or None if it is unreadable.
+        """Return the contents of each of `pieces` of the file `path`, or None if the file is unreadable.
 
         `waiting`, `timeout`: see ProcessMemory. Raises: OSError, _GivenUpError.
         """
@@ -183,8 +183,8 @@ class _Helper:
     def _answers_by(self, deadline: float) -> bool:
         """Wait until the process has written something or has ended, and return True.
 
-        Return False if the process sleeps at the monotonic time `deadline`, or if it does not sleep but is
-        still not done BUSY_TIMEOUT seconds later.
+        Return False if the process sleeps at the monotonic time `deadline`. If it runs then, wait
+        BUSY_TIMEOUT seconds longer before returning False.
         """
         limit = deadline + BUSY_TIMEOUT
         while not self._answers_within(deadline - monotonic()):
@@ -223,11 +223,11 @@ class ProcessMemory:
         """Number of reads that failed: the helper gave no answer in time, or no helper could be used."""
 
     def read(self, path: str, pieces: Sequence[tuple[int, int]]) -> list[bytes] | None:
-        """Return the data of the pieces (offset, size) of a file, or None if the file is unreadable.
+        """Return the contents of each of `pieces`, (offset, size), of a file; None if the file is unreadable.
 
-        A negative size means a C string of at most that many bytes, without its NUL.
-        Hazard: a read can take the whole timeout, so no caller may hold the control lock.
-        Raises: TimeoutError (the read was given up or not tried; `failures` counts it).
+        A negative size means a C string of at most that many bytes, without its NUL. Hazard: a read can take
+        the whole timeout, so no caller may hold the control lock. Raises: TimeoutError (the read was given up
+        or not tried; `failures` counts it).
         """
         helper = None
         try:

@@ -18,8 +18,8 @@ PAUSE = 0.1
 class RequestClock:
     """Counts the jiffies that decide when delayed work is due.
 
-    A virtual clock hardly advances between two commands of a shell. With such a clock each request counts
-    as one jiffy, so every run of a script counts the same. Pauses between requests count at full length.
+    A virtual clock hardly advances between two commands of a shell. With such a clock each request counts as
+    one jiffy, so every run of a script counts the same number. Pauses between requests count at full length.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RequestClock:
     def count_request(self, *, by_program: bool = False) -> None:
         """Count a request of a host process.
 
-        `by_program`: the request comes from the Python API; a pause before it does not count.
+        `by_program`: the request comes from the Python API, so a pause before the request does not count.
         """
         self._extra += self._clock.is_virtual
         if by_program:
@@ -50,7 +50,7 @@ class RequestClock:
 
 
 class RequestObserver(TaskObserver):
-    """When a request begins, adds it to the clock's count, and runs the delayed work that is due."""
+    """Counts each request when it begins, and then runs the delayed work that is due."""
 
     def __init__(self, clock: RequestClock, kprobes: Kprobes) -> None:
         self._clock = clock
@@ -60,10 +60,9 @@ class RequestObserver(TaskObserver):
             self._delayed += [optimizer.work, optimizer.stages.work]
 
     def request_begins(self, *, by_program: bool = False) -> None:
-        """Count a request for the clock, and run the delayed work of probes that is due.
+        """Count a request, and run the delayed work that is due: the optimizer's work and deferred frees.
 
-        Such work is the optimizer's and deferred frees. `by_program`: the request comes from the Python API,
-        and a pause before it does not count.
+        `by_program`: the request comes from the Python API, so a pause before the request does not count.
         """
         self._clock.count_request(by_program=by_program)
         for work in self._delayed:

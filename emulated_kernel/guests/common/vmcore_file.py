@@ -1,4 +1,4 @@
-"""machine/vmcore: an ELF core of the guest, as the guest is when the file is opened."""
+"""machine/vmcore: an ELF core with the state of the guest at the open of the file."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class VmcoreFile(File):
     """The node machine/vmcore. Its size is that of the guest's physical memory and the space for headers."""
 
     def __init__(self, machine: ProbedMachine, vmcoreinfo: Callable[[], bytes]) -> None:
-        """Create the node. `vmcoreinfo` returns the text of the note VMCOREINFO, or b"" without one."""
+        """Create the node. `vmcoreinfo` returns the text of the note VMCOREINFO; b"" means no such note."""
         super().__init__(0o400)
         self.machine = machine
         self.vmcoreinfo = vmcoreinfo
@@ -82,7 +82,10 @@ class VmcoreFile(File):
         """Size in bytes of the memory in the open cores, without zeros."""
 
     def stat(self, owner: Owner) -> Stat:
-        """Return the attributes of the node; debuggers refuse a core whose size is 0."""
+        """Return the attributes of the node.
+
+        Its size is not 0, because debuggers refuse a core of that size.
+        """
         return super().stat(owner)._replace(size=RAM_OFFSET + len(self.machine.memory.ram))
 
 

@@ -20,7 +20,7 @@ LATEST_NS = ((1 << 63) - 1) * 1_000_000_000
 
 
 class WallTime:
-    """Remembers the wall time of moments of the guest's time.
+    """Converts the guest's times to wall times, by pairs of both that remember() has stored.
 
     Files show the wall time at which they were written. The guest itself never sees the wall clock, so it
     behaves the same in every run. Times that utimensat(2) sets are in a separate range and are kept exactly.
@@ -29,15 +29,18 @@ class WallTime:
     def __init__(self, now_ns: Callable[[], int]) -> None:
         """Remember the current moment.
 
-        `now_ns`: function that returns the guest's time, from which the guest's files get their times. This
-        time never goes back, except in a guest whose memory is corrupted. There it can have any value.
+        `now_ns`: function that returns the guest's time, from which the guest's files get their times. The
+        guest's time never goes back. If the guest's memory is corrupted, it can have any value.
         """
         self._guest_ns = now_ns
         self._guest = array("q", [0])
         self._wall = array("q", [time_ns() - min(self._guest_ns(), _LATEST_CLOCK)])
 
     def remember(self) -> None:
-        """Remember the current moment. This must be done before the guest may give a file a timestamp."""
+        """Remember the current guest time and wall time.
+
+        Call this before the guest may give a file a timestamp.
+        """
         wall = time_ns()
         guest = min(self._guest_ns(), _LATEST_CLOCK)
         # The guest's time may run faster than the wall clock. Files of a later moment must not look older.

@@ -93,7 +93,7 @@ class WorkloadOrder:
 
 @dataclass(eq=False)
 class RunningWorkload:
-    """A workload that was started, and its state; times are read from the host's monotonic clock."""
+    """A workload that was started, and its progress; times are read from the host's monotonic clock."""
 
     order: WorkloadOrder
     started: float
@@ -119,7 +119,7 @@ class RunningWorkload:
         return self.started + (self.rounds + self.failed) / self.order.rate
 
     def line(self) -> str:
-        """Return a line of text with the order, the state, the numbers of rounds and the latest error."""
+        """Return a line of text with the order, the status, the numbers of rounds and the latest error."""
         order = self.order
         left = f" left={self.left:.1f}" if self.state == "running" else ""
         reason = f" ({self.reason})" if self.reason else ""
@@ -138,7 +138,7 @@ class Workloads:
         self._loads: dict[WorkloadKind, RunningWorkload] = {}
 
     def text(self) -> Iterable[str]:
-        """Return a line of text about the latest workload of each kind that has ever run."""
+        """Return one line of text for each kind of workload that has ever run, about its latest workload."""
         return [running.line() for running in self._loads.values()]
 
     def orders(self) -> list[WorkloadOrder]:
@@ -153,7 +153,7 @@ class Workloads:
 
         Raises: KernelError EINVAL (malformed), ERANGE (rate or duration), EOPNOTSUPP (the kernel lacks the
         system calls). The returned function raises: KernelError EBUSY (a workload of that kind runs), ENOENT
-        (there is nothing to stop), and as `start`.
+        (no workload runs that could be stopped), and as `start`.
         """
         verb, *words = line.split()
         if verb == "stop":

@@ -8,8 +8,7 @@
   file systems share a LinuxGuest.
 - vmcore: mounts of a core dump.
 
-Other packages use the mounts, boot_cache.started() and snapshot.py.
-All work is done under the mount's control lock, except reads of module files. LinuxGuest has a condition, on
-which requests wait for activity. It is taken after the control lock, and while it is held, no other lock is
-taken.
+Other packages use the mounts, boot_cache.started() and snapshot.py. All work is done under the mount's
+control lock, except reads of module files. LinuxGuest has a condition, on which requests wait for activity.
+The condition is taken after the control lock. No other lock is taken while the condition is held.
 """

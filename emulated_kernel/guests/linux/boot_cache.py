@@ -110,8 +110,9 @@ def kernel_as_booted(
 ) -> tuple[LinuxKernel, CpuReport]:
     """Return the tables of a kernel that has booted on a production CPU, and its report about the CPU.
 
-    The text in the tables is the patched one. It has the alternatives of all features of the CPU, including
-    those that the emulator lacks. The parameters are those of ensure_cached(). Raises: as ensure_cached().
+    The text in the tables is the text after the kernel has patched itself. It has the alternatives for all
+    features of the CPU, including those that the emulator lacks. The parameters are those of ensure_cached().
+    Raises: as ensure_cached().
     """
     path = kernel_file(source)
     place = snapshot.place(path, seed, cpu)
@@ -174,7 +175,7 @@ def _boot_and_save(
 
 
 def as_running(kernel: LinuxKernel, tasks: LinuxTasks) -> LinuxKernel:
-    """Return a copy of `kernel` with the text that the running guest has in memory, as patched at boot."""
+    """Return a copy of `kernel` with the text that the running guest has in memory, patched at boot."""
     start, end = kernel.text
     running = copy(kernel)
     machine = tasks.machine

@@ -1,4 +1,5 @@
-"""Mounts of kprobefs's own kernel: repetition of clients' calls on control files, and scratch/ and dev/.
+"""Mounts of kprobefs's own kernel: the guest's directories scratch/ and dev/, and calls on control files.
 
-ScratchFs and ControlFs take the control lock; BuiltinCalls and ClientCalls need it.
+The guest repeats clients' calls on control files, so that probes can notice them. ScratchFs and ControlFs
+take the control lock; BuiltinCalls and ClientCalls need it.
 """

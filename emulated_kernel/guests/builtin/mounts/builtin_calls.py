@@ -30,7 +30,7 @@ _TRANSFERS = Calls.READS | Calls.WRITES
 
 
 class BuiltinCalls(GuestCalls):
-    """Implements GuestCalls for kprobefs's own kernel.
+    """Makes calls of clients on control files in kprobefs's own kernel; implements GuestCalls.
 
     `ClientCalls.task` and `ClientCalls.task_for_control` begin a request.
     """
@@ -63,8 +63,8 @@ class BuiltinCalls(GuestCalls):
     def informed_of_file(self, client: Client) -> Client:
         """Return the client with the facts that a read or write of an open file needs; see GuestCalls.
 
-        Of the client's call, only the number of the descriptor is needed. If no probe can see this number,
-        the call is not read.
+        The only such fact is the number of the descriptor in the client's call. If no probe can see this
+        number, the client's call is not read.
         """
         if not self._watched.include(_TRANSFERS):
             return client
@@ -112,7 +112,10 @@ class BuiltinCalls(GuestCalls):
         self._clients.chdir(client, path)
 
     def follow_processes(self) -> None:
-        """Repeat forks and exits in the guest, as the next request would; see GuestCalls."""
+        """Repeat the forks and exits of clients' processes in the guest; see GuestCalls.
+
+        Otherwise the next request would repeat them.
+        """
         processes = self._guest.processes
         if processes.has_news():
             with suppress(KernelError):
@@ -129,10 +132,9 @@ class BuiltinCalls(GuestCalls):
             self._open_with(client, task, file)
 
     def _open_with(self, client: Client, task: GuestTask, file: ControlFile) -> None:
-        """Open a control file in the guest by a call of `task`; during this call, open it on the host, too.
+        """Open a control file in the guest by a call of `task`, and on the host during this call.
 
-        Set `file.inner`, `file.fd` and `file.number`. If the guest fails to open the file, `file.fd` is
-        None.
+        Set `file.inner`, `file.fd` and `file.number`. If the guest fails to open the file, `file.fd` is None.
         """
         tree = self.fs.tree
         path = file.path
@@ -190,7 +192,7 @@ class BuiltinCalls(GuestCalls):
             )
 
     def listed(self, client: Client, directory: ControlDirectory) -> None:
-        """Repeat the client's getdents64(2); see GuestCalls."""
+        """Repeat the client's getdents64(2) in the guest; see GuestCalls."""
         self._clients.listed(client, directory.fd)
 
     def read(self, client: Client, file: ControlFile, size: int, offset: int) -> bytes:
@@ -333,10 +335,10 @@ class BuiltinCalls(GuestCalls):
 
     @staticmethod
     def _in_guest(inner: OpenFile, consume: Callable[[], int]) -> Callable[[], int]:
-        """Return the function that executes a write when the guest's vfs_write asks the host for it.
+        """Return the function that the guest's vfs_write calls on the host for the client's write.
 
-        The function calls `consume`. If a write to the file runs guest code, the function raises
-        DeferToGuest instead, because guest code can't run inside the call.
+        The function calls `consume`. If a write to the file runs guest code, the function raises DeferToGuest
+        instead, because guest code can't run inside the call.
         """
 
         def elsewhere() -> int:
@@ -345,7 +347,7 @@ class BuiltinCalls(GuestCalls):
         return elsewhere if inner.node.runs_guest else consume
 
     def give_up(self, client: Client, file: ControlFile, error: int) -> None:
-        """Implement GuestCalls.give_up: the call in which the client's task waits fails with `error`."""
+        """Make the call in which the client's task waits fail with the errno `error`; see GuestCalls."""
         if file.fd is not None or self._stand_in is not None:
             with suppress(KernelError):
                 self._guest.give_up(self._guest.processes.known(client.pid), error)
@@ -361,10 +363,10 @@ class BuiltinCalls(GuestCalls):
     def change(
         self, client: Client, names: tuple[str, ...], path: str, act: Callable[[], None], *args: int
     ) -> None:
-        """Create or remove a directory by a call of `act`; see GuestCalls.
+        """Create or remove a directory by calling `act`; see GuestCalls.
 
-        If a probe could notice the client's call, the client's task makes the call in the guest, and the
-        host calls `act` during it. `names`: names of the client's possible system calls. `args`: arguments
+        If a probe could notice the client's call, the client's task makes the call in the guest, and the host
+        calls `act` during this call. `names`: names of the client's possible system calls. `args`: arguments
         of the call after the path.
         """
         if not self.sees_lookups:
@@ -391,6 +393,6 @@ class BuiltinCalls(GuestCalls):
         changed.finish()
 
     def truncate(self, client: Client, path: str, act: Callable[[], None]) -> None:
-        """Set the size of a file by `act`; see GuestCalls."""
+        """Set the size of a file by `act`, after repeating the client's call in the guest; see GuestCalls."""
         self.repeat_call(client, path, ("truncate",))
         act()

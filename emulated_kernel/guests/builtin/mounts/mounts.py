@@ -1,7 +1,7 @@
-"""Mounts: all mounts of one kernel.
+"""Mounts: all mounts of one kernel of kprobefs's own.
 
-If more kinds of system calls become watched, the files that clients have open in the mounts are first
-opened in the guest, too.
+Before a probe can notice more kinds of system calls, the files that clients have open are opened in the
+guest, too.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Mounts:
         return mount
 
     def adopt_mount(self, mount: Mount, files: NodeTree) -> None:
-        """Take over a mount of the previous kernel, and show in it `files`, the tree of this kernel."""
+        """Take over a mount of the previous kernel, and make it show `files`, the tree of this kernel."""
         self._lock.assert_held()
         mount.replace(mount_table(files, self._guest, self._lock))
         self._mounts[mount] = None
 
     def _open_in_guest(self, names_end: bool) -> None:
-        """Open in the guest, too, the files that clients have open in any mount.
+        """Open the files that clients have open in any mount in the guest, too.
 
         This precedes a change after which a probe can notice more calls. `names_end`: see
         FileSystem.open_in_guest.

@@ -22,7 +22,7 @@ _AT_REMOVEDIR = 0x200
 
 
 def walk_of(text: str, path: str) -> tuple[str, bool] | None:
-    """Return (the client's path relative to the mount's root, whether the path ends at `path`).
+    """Return (the client's path relative to the mount's root, whether that path ends at `path`).
 
     `text`: the path as the client passed it. `path`: the path in the mount that the host has looked up.
     Return None if the client's path does not lead through `path`.
@@ -63,8 +63,8 @@ def walks_at_end(call: ClientCall, path: str, found: Stat | None) -> Sequence[st
 def _misses(call: ClientCall, is_last: bool) -> bool:
     """Return True if the call fails because the name that was looked up does not exist.
 
-    The call does not fail if it is one that creates the name. `is_last`: the name is the last component of
-    the call's last path.
+    A call that creates the name does not fail. `is_last`: the name is the last component of the call's last
+    path.
     """
     makes = call.name in _MAKES or call.name in _RENAMES or bool(call.flags & os.O_CREAT)
     return not (is_last and makes)

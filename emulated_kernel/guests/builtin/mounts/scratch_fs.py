@@ -1,4 +1,7 @@
-"""ScratchFs: shows the guest's own file systems, such as scratch/. Clients' tasks make calls in the guest."""
+"""ScratchFs: shows the guest's own file systems, such as scratch/.
+
+Clients' tasks in the guest make the calls.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class ScratchFile(FileDescription):
 
     @property
     def writes_at_once(self) -> bool:
-        """Implement FileDescription.writes_at_once: the guest copies the data before write() returns."""
+        """True, because the guest copies the data before write() returns; see FileDescription."""
         return True
 
     __slots__ = ("fd", "number", "position")
@@ -77,8 +80,8 @@ class ScratchFile(FileDescription):
     def read(self, client: Client, size: int, offset: int) -> bytes:
         """Read from the open file, by a call of the client's task; see FileDescription.
 
-        If `offset` shows that the client has called lseek(2), the task first calls lseek, too. The task
-        reads at the position of the guest's open file.
+        The task reads at the position of the guest's open file. If `offset` differs from this position, the
+        client has called lseek(2), so the task first calls lseek, too.
         """
         with self.fs.lock:
             if self.error:
@@ -88,8 +91,8 @@ class ScratchFile(FileDescription):
     def write(self, client: Client, data: bytes, offset: int) -> int:
         """Write data to the open file, by a call of the client's task; see FileDescription.
 
-        If `offset` shows that the client has called lseek(2), the task first calls lseek, too. The task
-        writes at the position of the guest's open file.
+        The task writes at the position of the guest's open file. If `offset` differs from this position, the
+        client has called lseek(2), so the task first calls lseek, too.
         """
         with self.fs.lock:
             if self.error:
@@ -245,7 +248,10 @@ class ScratchFs(FileSystem):
         return self._stat(self._sys.look_fd(fd))
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
-        """Return the entries of a directory; see FileSystem. The mount corrects ".." of the root."""
+        """Return the entries of a directory; see FileSystem.
+
+        The mount replaces the entry ".." of the root.
+        """
         del client
         above = path if path == self._top else path.rpartition("/")[0]
         with self.lock:
@@ -263,7 +269,7 @@ class ScratchFs(FileSystem):
     def readlink(self, client: Client, path: str) -> str:
         """Return the target of a symbolic link; see FileSystem.
 
-        If the request comes from a path walk, no task makes a call.
+        If the host's kernel reads the link during a path walk, no task makes a call.
         """
         with self.lock:
             self._as_called(client, ("readlink", "readlinkat"), path)
@@ -401,7 +407,7 @@ class ScratchFs(FileSystem):
         return result
 
     def _opened_as(self, path: str, number: int) -> ScratchFile | None:
-        """Return a file that is open in the guest, and whose path is now `path`; None if there is none.
+        """Return the open file of the guest whose path is now `path`; None if there is none.
 
         If there are several, prefer a file that has the descriptor `number` in the process that opened it.
         """
@@ -428,7 +434,10 @@ class ScratchFs(FileSystem):
         return True
 
     def _in_guest_time(self, call: ClientCall) -> ClientCall:
-        """Return `call`; in a utimensat(2), convert the times to times of the guest's files."""
+        """Return `call`.
+
+        If it is utimensat(2), return a copy with the times converted to the guest's file times.
+        """
         times = call.data.get(2)
         if call.name != "utimensat" or not times:
             return call

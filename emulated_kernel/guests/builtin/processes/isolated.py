@@ -60,7 +60,8 @@ class IsolatedProcesses(HostProcesses):
     def exited(self) -> list[int]:
         """Return the guest's pids of clients that have ended, in ascending order.
 
-        The host reports them in any order, on which the guest must not depend.
+        The list is sorted because the host reports ends in any order, and the guest must not depend on that
+        order.
         """
         ended = sorted(self._numbers.pop(pid) for pid in super().exited() if pid in self._numbers)
         for number in ended:

@@ -75,8 +75,8 @@ class ProcessTracker(TaskObserver):
     ) -> ClientFacts:
         """Read the facts about a client that the guest needs. Lock: leaves; the reads can take 0.2 s.
 
-        `unshown`: the result of unshown_program(). `instead`: see client_call(). `needs_fd`: for an
-        open(2), also find the descriptor that it will return.
+        `unshown`: the result of unshown_program(). `instead`: see client_call(). `needs_fd`: if the client's
+        call is an open(2), also find the descriptor that the call will return.
         """
         watch = self._watch
         pid = client.pid
@@ -87,9 +87,9 @@ class ProcessTracker(TaskObserver):
         return ClientFacts(call, next_fd, unshown or "", program)
 
     def unshown_program(self, pid: int) -> str | None:
-        """Return the name of a client whose latest execve the guest has not repeated. Lock: needs.
+        """Return the name of a client whose latest execve(2) the guest has not repeated. Lock: needs.
 
-        Return None if the guest has repeated the execve.
+        Return None if the guest has repeated the latest execve(2) of the client.
         """
         if pid <= INIT_PID:
             return None
@@ -100,10 +100,10 @@ class ProcessTracker(TaskObserver):
         return comm if task is None or task.has_executed or comm != task.comm else None
 
     def task_of(self, client: int, uid: int, gid: int, facts: ClientFacts = UNKNOWN) -> GuestTask:
-        """Replay earlier events of the host, and return the task of the process that makes a request.
+        """Repeat earlier forks and exits in the guest; return the task of the process that makes a request.
 
-        Return init's task if the host's kernel makes the request (pid 0). Also return init's task
-        if the guest lacks the memory for a task, since files that free memory must stay usable.
+        Return init's task if the host's kernel makes the request (pid 0). Also return init's task if the
+        guest lacks the memory for a task, since files that free memory must stay usable.
 
         Raises: KernelError EIO (the guest's task list is corrupted).
         """
@@ -154,7 +154,10 @@ class ProcessTracker(TaskObserver):
             return self.init
 
     def worker(self) -> GuestTask:
-        """Return the daemon's own task, for calls that may kill their task. If there is none, create it."""
+        """Return the daemon's own task, which makes calls that may kill their task.
+
+        Create it if it is missing.
+        """
         return self._by_pid.get(self._own_pid) or self._adopt(self._own_pid, "kprobefs", 0, 0)
 
     def resident(self, pid: int, comm: str) -> GuestTask:
@@ -338,7 +341,10 @@ class ProcessTracker(TaskObserver):
         task.comm = comm
 
     def _repeat_execve(self, task: GuestTask, comm: str | None, facts: ClientFacts) -> None:
-        """Repeat the execve(2) that gave a client its name; if its path is unknown, only rename the task."""
+        """Repeat the execve(2) that gave a client its name.
+
+        If the program's path is unknown, only rename the task.
+        """
         if task is self.init or task.request is not None:
             return
         if comm and facts.program is not None and facts.comm == comm and _is_new_name(task, comm):

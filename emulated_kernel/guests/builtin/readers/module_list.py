@@ -120,7 +120,7 @@ class ModuleReader:
         return Range(base, base + size)
 
     def _symbols(self, module: int, parts: list[Range]) -> Iterator[Symbol]:
-        """Yield the symbols in `parts` of a module's memory.
+        """Yield the symbols of a module that lie in one of `parts`, the ranges of the module's memory.
 
         A symbol extends to the next symbol, or to the end of its part.
         """
@@ -140,7 +140,7 @@ class ModuleReader:
             yield Symbol(name, address, shown, min(following.get(address, end), end) - address)
 
     def _named(self, table: int, count: int) -> Iterator[tuple[str, int]]:
-        """Yield the name and value of each entry of a symbol table."""
+        """Yield the name and value of each of the `count` entries of the symbol table at `table`."""
         entry = _SYMBOLS[self._word_size]
         raw = self._reader.table(self._word(table + self._abi["mod_kallsyms.symtab"]), count, entry.size)
         strings = self._word(table + self._abi["mod_kallsyms.strtab"])

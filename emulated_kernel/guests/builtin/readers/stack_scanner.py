@@ -1,6 +1,6 @@
-"""StackScanner: finds the text that a CPU executes or to which a task will return.
+"""StackScanner: finds text that must not be patched yet.
 
-Such text must not be patched yet.
+A CPU executes this text, or a task will return to it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 
 
 class StackScanner:
-    """Searches the CPUs' registers and the live stacks of all tasks for addresses.
+    """Searches the CPUs' registers and the live stacks of all tasks for addresses in given ranges.
 
     The search also finds the ip of an interrupted task, in pt_regs on the task's stack. A word that only
     looks like an address counts too. The guest must be stopped. Linux cannot scan stacks; it waits until each
@@ -36,7 +36,7 @@ class StackScanner:
         self._size = abi["thread.size"]
 
     def in_use_ranges(self, spans: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
-        """Return the ranges of `spans` that contain the value of a CPU register or of a task's stack word.
+        """Return the ranges of `spans` to which a CPU register or a word on a task's stack points.
 
         `spans`: disjoint ranges. If the guest has corrupted its task list or stacks, return all of `spans`.
         """
@@ -46,7 +46,7 @@ class StackScanner:
             return set(spans)
 
     def _met(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """Yield the range in `spans` for each register value and stack word that points into a range."""
+        """Yield, for each register value and stack word that points into a range of `spans`, this range."""
         if not spans:
             return
         wanted = AddressRanges(spans)

@@ -339,7 +339,10 @@ class GuestRunner:
         return used - handlers.kept > MAX_CALL
 
     def _run_elsewhere(self, request: Request, action: Callable[[], int]) -> int:
-        """Run a deferred action, whose result becomes the result of the request's file operation."""
+        """Run `action`, an action that was deferred until the task sleeps; return its result.
+
+        The result becomes the result of the file operation in `request`.
+        """
         request.elsewhere = None
         try:
             result = action()
@@ -383,9 +386,9 @@ class GuestRunner:
     def _go_on(self, task: GuestTask, slept: int) -> bool:
         """Prepare the guest's next run, in which `task` is to continue its system call.
 
-        If the CPU is idle, advance the time by a jiffy, and return True. Otherwise the task in user mode
-        begins its call or yields the CPU; return False. `slept`: number of jiffies for which `task` has
-        slept in its call so far.
+        If the CPU is idle, advance the time by a jiffy, and return True. Otherwise, the current task in user
+        mode begins its own call or yields the CPU; return False. `slept`: number of jiffies for which `task`
+        has slept in its call so far.
         """
         if self._at is CpuPosition.IDLE:
             assert task.request is not None
@@ -395,9 +398,9 @@ class GuestRunner:
         return False
 
     def _start_call(self) -> None:
-        """Make the task in user mode begin the system call that it is to make.
+        """Make the current task, which is in user mode, begin its requested system call.
 
-        If it is to make none, or has begun it already, put the task to sleep.
+        If no call is requested, or the task has begun it already, put the task to sleep.
         """
         task = self._user
         request = None if task is None else task.request
@@ -446,7 +449,7 @@ class GuestRunner:
         return None
 
     def _ends_handler(self, trap: Trap) -> bool:
-        """End a probe's handler that does not return, as if the handler had faulted.
+        """End a probe's handler that loops, as if the handler had faulted; return True.
 
         Return False if no such handler runs at `trap`.
         """
@@ -454,7 +457,10 @@ class GuestRunner:
         return any(deal_with(trap, machine.regs) for deal_with in machine.hooks.fault_hooks)
 
     def _stopped_otherwise(self, trap: Trap) -> None:
-        """Declare the guest dead after a panic, which it has logged, or an exception that it cannot take."""
+        """Declare the guest dead, after a panic or an exception that the guest cannot take.
+
+        The guest itself has logged a panic.
+        """
         self._die("" if trap.number == Hypercall.PANIC else f"it stopped with {trap}")
 
     def _run_cpu(self, budget: float | None) -> Trap | None:
@@ -473,14 +479,17 @@ class GuestRunner:
             raise
 
     def _deliver(self, vector: Vector) -> None:
-        """Interrupt the guest with `vector`; declare it dead if its stack cannot take the interrupt."""
+        """Interrupt the guest with `vector`.
+
+        If the guest's stack cannot take the interrupt, declare it dead.
+        """
         try:
             self._machine.deliver(vector)
         except GuestFault as fault:
             self._die(f"it can't be interrupted: {fault}")
 
     def _enter_user(self, last_result: int) -> None:
-        """Record that a task has entered user mode, and the result of its system call."""
+        """Record that a task has entered user mode. `last_result` is the result of the task's system call."""
         self._reap()
         task = self._tasks.get(self._kernel.current_task())
         self._at = CpuPosition.USER
@@ -549,7 +558,7 @@ class GuestRunner:
                 notify(task.pid)
 
     def _die(self, why: str) -> None:
-        """Declare the guest dead. `why`: the reason to note, or empty if the guest has logged the reason."""
+        """Declare the guest dead. `why`: the reason to note, or "" if the guest has logged the reason."""
         if why and not self.is_dead:
             self.note(f"the guest was given up: {why}")
         self._at = CpuPosition.DEAD

@@ -90,7 +90,10 @@ class SmpGuestRunner(GuestRunner):
         self._at, self._user = self._seats[number]
 
     def _seat(self, number: int) -> tuple[CpuPosition, GuestTask | None]:
-        """Return (position, task) of CPU `number`. The task is None if the CPU is not in user mode."""
+        """Return the position of CPU `number` and its task.
+
+        The task is None if the CPU is not in user mode.
+        """
         return (self._at, self._user) if number == self._machine.cpu else self._seats[number]
 
     def _step(self) -> None:
@@ -151,9 +154,9 @@ class SmpGuestRunner(GuestRunner):
         self._turn_to(here)
 
     def _run_before_interrupt(self, numbers: Iterable[int]) -> None:
-        """Run the CPUs `numbers` for a turn each before they take an interrupt that was sent to them.
+        """Run each of the CPUs `numbers` for a turn, before it takes an interrupt that was sent to it.
 
-        A real interrupt takes time to arrive, too.
+        This is the time that a real interrupt takes to arrive.
         """
         for number in numbers:
             if self._seat(number)[0] is CpuPosition.UNDERWAY and number not in self._unserved:
@@ -161,7 +164,7 @@ class SmpGuestRunner(GuestRunner):
                 self._run_for_sync(number)
 
     def _is_other(self, number: int) -> bool:
-        """Return True if a CPU is online and is not the CPU that patches text.
+        """Return True if CPU `number` is online and is not the CPU that patches text.
 
         The current CPU patches text, unless it was left in the middle of kernel code while no hypercall is
         served.
@@ -224,9 +227,10 @@ class SmpGuestRunner(GuestRunner):
             self._deliver(Vector(self._kernel.take_sent(cpu)))
 
     def _run_interrupt(self) -> None:
-        """Deliver the lowest pending interrupt, and let the next turn last until the interrupt's end.
+        """Deliver the lowest pending interrupt, and make the CPU's next turn last until the interrupt's end.
 
-        With a short quantum, a sync would otherwise take a hundred turns. See _interrupt_current().
+        With a short quantum, a synchronisation of the CPUs would otherwise take a hundred turns. See
+        _interrupt_current().
         """
         ip = self._machine.regs.ip
         self._interrupt_current()
@@ -348,7 +352,7 @@ class SmpGuestRunner(GuestRunner):
         return True
 
     def _resume_cpu_of(self, task: GuestTask, *, may_rouse: bool) -> bool:
-        """Resume the CPU at rest that can advance this task; return False if there is none.
+        """Resume a CPU at rest that can make the task `task` continue; return False if there is no such CPU.
 
         A sleeping task is woken only if `may_rouse` is True.
         """
@@ -371,7 +375,7 @@ class SmpGuestRunner(GuestRunner):
         return True
 
     def _rouse(self, task: GuestTask) -> bool:
-        """Wake a sleeping task on an idle CPU, or else on the CPU on which the task ran last.
+        """Wake a sleeping task on an idle CPU, or else on the CPU on which the task ran last; return True.
 
         Return False if no CPU is idle, and the CPU on which the task ran last has no task in user mode.
         """

@@ -80,11 +80,10 @@ _AT_PATHS: dict[str, Callable[[int, int], tuple[str, tuple[int, ...]]]] = {
 
 
 class HostLookup(IntEnum):
-    """Outcome of the host's lookup of a name in a directory of control files.
+    """Result of the host's lookup of a name in a directory of control files.
 
-    The outcome is passed to the guest for one system call. DEFAULT: the name exists, unless the call is
-    about to create it.
-    Mirrors: HOST_LOOKUP_* of the guest's host_abi.h.
+    The result is passed to the guest for one system call. DEFAULT: the name exists, unless the call is about
+    to create it. Mirrors: HOST_LOOKUP_* of the guest's host_abi.h.
     """
 
     DEFAULT = 0
@@ -121,7 +120,7 @@ class GuestEntry(NamedTuple):
 
 
 def check(result: int, word_size: int) -> int:
-    """Return the result of a system call from its register of `word_size` bytes.
+    """Return the result of a system call from `result`, the register value of `word_size` bytes.
 
     Raises: KernelError (the result is a negative errno).
     """
@@ -157,7 +156,7 @@ class Syscalls:
         return self._nr[name]
 
     def has(self, name: str) -> bool:
-        """Return True if the guest has a system call of this name."""
+        """Return True if the guest has a system call called `name`."""
         return name in self._nr
 
     def call(self, task: GuestTask, name: str, *args: int, hostfs: HostfsHandler | None = None) -> int:
@@ -171,7 +170,7 @@ class Syscalls:
     def with_path(
         self, task: GuestTask, name: str, path: str, *args: int, hostfs: HostfsHandler | None = None
     ) -> int:
-        """Make a system call whose first argument is a path, by a task; return the result.
+        """Make `task` call the system call `name`, whose first argument is a path; return the result.
 
         `args`: the arguments after the path. `hostfs`: as for call().
         """
@@ -193,7 +192,7 @@ class Syscalls:
         return self.call(task, instead, AT_FDCWD, path, *args, *flags, hostfs=hostfs)
 
     def with_paths(self, task: GuestTask, name: str, first: str, second: str) -> int:
-        """Make a system call whose arguments are two paths, by a task; return the result."""
+        """Make `task` call the system call `name`, whose arguments are two paths; return the result."""
         with self._buffers.borrowed() as buffer:
             self._put_path(buffer, first)
             self._put_path(buffer + PATH_MAX, second)
@@ -216,10 +215,10 @@ class Syscalls:
         """Make the system call `call`, in which a host process waits, by the process's task.
 
         Return the result in the guest. The call has the arguments that the process passed. `walks`: paths
-        from the guest's root, which the guest walks in place of the call's paths. `lookup`: outcome of the
-        host's lookup of the last name. `hostfs`: serves the control file that the call works on. If the
-        call takes or returns a descriptor, the caller must use a numbered() block.
-        Raises: KernelError (the errno of the guest's call), WouldBlock (see GuestRunner.syscall).
+        from the guest's root, which the guest walks in place of the call's paths. `lookup`: result of the
+        host's lookup of the last name. `hostfs`: serves the control file that the call works on. If the call
+        takes or returns a descriptor, the caller must use a numbered() block. Raises: KernelError (the errno
+        of the guest's call), WouldBlock (see GuestRunner.syscall).
         """
         if call.is_hidden:
             return self._of_hidden(task, call, walks, lookup, hostfs)
@@ -274,8 +273,8 @@ class Syscalls:
     def _unreadable_slots(self) -> int:
         """Return the address of user memory for paths that could not be read.
 
-        Each path has two places: for the path as the process passed it, and for the path that the guest
-        walks. The page of the first place is not mapped, so that a probe's read of the path faults.
+        Each path has two slots: one for the path as the process passed it, and one for the path that the
+        guest walks. The page of the first slot is not mapped, so that a probe's read of the path faults.
         """
         if self._slots is None:
             self._slots = self._buffers.get()
@@ -286,10 +285,9 @@ class Syscalls:
     def _by_any_name(
         self, task: GuestTask, name: str, args: list[int], hostfs: HostfsHandler | None = None
     ) -> int:
-        """Make a host process's system call `name`, and return the result.
+        """Make the system call that the guest has for a host process's call `name`; return the result.
 
-        If the guest lacks the call, make the call that replaces it in the guest, with that call's
-        arguments.
+        If the guest lacks `name`, make the call that replaces it in the guest, with that call's arguments.
         Raises: KernelError EOVERFLOW (an lseek offset exceeds the guest's long).
         """
         bits = 8 * self._memory.word_size
@@ -305,7 +303,7 @@ class Syscalls:
 
     @contextmanager
     def numbered(self, task: GuestTask, number: int | None, fd: int = 0) -> Iterator[None]:
-        """During the block, give the guest's descriptor `fd` the number that it has in the host process.
+        """Give the guest's descriptor `fd` its number in the host process, during the `with` block.
 
         An open(2) in the block returns `number`, and real_fd() then returns the guest's descriptor. If
         `number` is None, the block changes nothing.
@@ -322,7 +320,10 @@ class Syscalls:
 
     @contextmanager
     def _set(self, task: GuestTask, **fields: int) -> Iterator[None]:
-        """Set 32-bit fields of a task_struct; clear them after the block, except host_real_fd."""
+        """Set 32-bit fields of a task_struct during the `with` block; afterwards set them to 0.
+
+        The field host_real_fd keeps its value after the block.
+        """
         for field, value in fields.items():
             self._kernel.set_field(task.addr, field, value)
         try:
@@ -371,7 +372,7 @@ class Syscalls:
             return self.call(task, "pwrite64", fd, buffer, len(data), *self._offset(offset))
 
     def truncate(self, task: GuestTask, path: str, size: int) -> None:
-        """Set the size of the file at a path, in bytes."""
+        """Set the size in bytes of the file at `path`."""
         with self._buffers.borrowed() as buffer:
             self._put_path(buffer, path)
             self._by_any_name(task, "truncate", [buffer, size])
@@ -381,14 +382,14 @@ class Syscalls:
         self._by_any_name(task, "ftruncate", [fd, size])
 
     def seek(self, task: GuestTask, fd: int, offset: int) -> None:
-        """Set a file's position by lseek(2).
+        """Set the position of the open file `fd` by lseek(2).
 
-        Raises: KernelError, EOVERFLOW (too large for a guest's long).
+        Raises: KernelError, EOVERFLOW (the offset is too large for a guest's long).
         """
         self._by_any_name(task, "lseek", [fd, offset, os.SEEK_SET])
 
     def _offset(self, value: int) -> tuple[int, ...]:
-        """Return a file offset as system call arguments: one word, or the low and high half on 32 bits."""
+        """Return a file offset as arguments of a call: one word, or the low and high half on 32 bits."""
         return (value,) if self._memory.word_size == 8 else (value & 0xFFFFFFFF, value >> 32)
 
     def fstat(self, task: GuestTask, fd: int) -> None:
@@ -417,8 +418,8 @@ class Syscalls:
     def look_entries(self, path: str) -> Iterator[GuestEntry]:
         """Yield a directory's entries, except "." and "..", without a system call; see look().
 
-        The positions of entries ascend. Entries from the first one whose position does not ascend are
-        damaged, and left out.
+        In an intact directory, the positions of entries ascend. From the first entry that violates this on,
+        all entries are left out as damaged.
         """
         start = 0
         with self._kernel.damage.left_out("list of directory entries"):

@@ -131,8 +131,8 @@ def _cpu_lines(reader: BuiltinKernel, guest: Guest) -> Iterator[str]:
 def _prepare_modules(modules: Modules, _client: Client, data: bytes) -> Callable[[], Steps]:
     """Read the files of the commands in `data`, and return a function that begins the commands.
 
-    The commands are `load NAME`, `load PATH` and `unload NAME`, one step each. If a command fails, those
-    before it have been executed.
+    The commands are `load NAME`, `load PATH` and `unload NAME`, one step each. If a command fails, the
+    earlier commands have been executed.
 
     Raises: KernelError EINVAL (not ASCII). The returned function raises: KernelError EINVAL (malformed),
     E2BIG (more than MAX_LOADS), and as Modules.check, Modules.load and Modules.unload.

@@ -1,4 +1,5 @@
-"""Background workloads: guest tasks of kprobefs that make system calls at a limited rate for a limited time.
+"""Background workloads: tasks that make system calls at a limited rate and for a limited duration.
 
-Each workload has a host thread, which takes the control lock in slices of about 2 ms.
+The tasks run in kprobefs's own kernel. Each workload has a host thread, which takes the control lock in
+slices of about 2 ms.
 """

@@ -1,4 +1,4 @@
-"""BackgroundWorkload: a guest task that makes system calls, so that probes have something to hit."""
+"""BackgroundWorkload: a guest task that makes system calls, so that probes have code to hit."""
 
 from __future__ import annotations
 

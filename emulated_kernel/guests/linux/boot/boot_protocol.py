@@ -110,7 +110,7 @@ def _boot_parameters(top: int, initrd: int, initrd_size: int) -> bytearray:
 
 
 def _clear_bss_in_host(machine: PcMachine, kernel: LinuxKernel) -> None:
-    """Make the host clear .bss in place of the guest's `rep stosb`, which would take a tenth of the boot."""
+    """Make the host clear .bss. The guest's own `rep stosb` would take a tenth of the boot."""
     for name in _CLEARS_BSS:
         address = kernel.kallsyms.lookup_name(name)
         found = kernel.kallsyms.lookup(address) if address else None
@@ -141,11 +141,11 @@ def _protect_data(machine: PcMachine, kernel: LinuxKernel) -> None:
 
 
 def boot(machine: LinuxMachine, kernel: LinuxKernel, progress: Callable[[int, int], None]) -> None:
-    """Run the kernel from its first instruction until init waits at its stub.
+    """Run the kernel from its first instruction until init waits for requests in its stub.
 
-    `progress` is called at each initcall. Its arguments are the number of initcalls that have begun, and
-    the number of all initcalls.
-    Raises: GuestFault (the guest has died; the message ends with the last line on the kernel's console).
+    `progress` is called at each initcall. Its arguments are the number of initcalls that have begun, and the
+    number of all initcalls. Raises: GuestFault (the guest has died; the message ends with the last line on
+    the kernel's console).
     """
     calls = kernel.between("__initcall_start", "__initcall_end")
     total = (calls.end - calls.start) // 4

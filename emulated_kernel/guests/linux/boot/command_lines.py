@@ -1,4 +1,4 @@
-"""Command lines of the kernels, by processor. They are a part of a snapshot's name."""
+"""Command lines of the kernels, by processor. The name of a snapshot depends on them."""
 
 from __future__ import annotations
 

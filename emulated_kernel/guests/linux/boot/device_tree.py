@@ -40,7 +40,7 @@ class DeviceTree:
         self._names = bytearray()
 
     def begin(self, name: str, properties: Mapping[str, Value]) -> None:
-        """Begin a node with the name `name`. `properties`: name of a property -> value."""
+        """Begin a node called `name`. `properties`: name of a property -> value."""
         text = name.encode() + b"\0"
         self._structure += struct.pack(">I", _BEGIN_NODE) + _padded(text)
         for key, value in properties.items():

@@ -1,7 +1,7 @@
 """Digest cache: remembers the results of reading whole files until the files change.
 
-A result is kept in a small file of its own, which is called a note. The name of a note is a hash of the
-identity and change time of the file that was read.
+A result is kept in a small file, which is called a note. The name of a note is a hash of the identity and
+change time of the file that was read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Reading(NamedTuple):
 
 
 def about_to_read(directory: Path, file: int, form: str) -> Reading:
-    """Look up the remembered result for a file.
+    """Return a Reading of a file, with the remembered result of an earlier reading.
 
     `directory`: contains the notes. `file`: descriptor of the file. `form`: a regular expression; a result
     that does not match it is ignored. Raises: OSError (of the file).
@@ -63,10 +63,10 @@ def about_to_read(directory: Path, file: int, form: str) -> Reading:
 
 
 def remember(reading: Reading, text: str) -> None:
-    """Write a note with the result `text` of reading a file.
+    """Write a note with `text`, the result of reading a file.
 
-    `reading`: the result of about_to_read() for the file. Do nothing if the file's change time does not
-    identify its content, or if no note can be written; the file is read again next time.
+    `reading`: the result of about_to_read() for the file. If the file's change time does not identify its
+    content, or if no note can be written, do nothing; the file is then read again next time.
     """
     directory = reading.note.parent
     if not reading.is_settled or not directory.is_dir():

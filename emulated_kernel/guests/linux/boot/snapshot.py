@@ -106,12 +106,11 @@ def directory() -> Path:
 
 
 def place(source: Path, seed: int, cpu: ProductionCpu | None = None) -> Path:
-    """Return the path of the snapshot of a booted kernel. The file need not exist.
+    """Return the path of the snapshot of a booted kernel. The snapshot need not exist.
 
     `source`: the kernel's file. `seed`: seed of the kernel's random numbers. `cpu`: production CPU that the
     kernel sees; None for the emulated CPU. The path depends on the hash of the kernel's file, `seed`, the
-    boot parameters, `cpu` with its registers, and Unicorn's version.
-    Raises: OSError.
+    boot parameters, `cpu` with its registers, and Unicorn's version. Raises: OSError.
     """
     reading, whole = _digest(source, *identity(source))
     digest = hashlib.sha256(whole.encode())
@@ -144,10 +143,9 @@ def _digest(source: Path, *_unchanged: int) -> tuple[Reading, str]:
     """Return (reading, digest) of the file `source`. The digest is the file's SHA-256 in hexadecimal.
 
     If `reading.stored` is empty, the caller can pass the reading to remember(), which stores the digest for
-    later processes. This process caches the last result. `_unchanged`: the file's identity, which makes a
-    changed file another key of the cache.
-    Raises: OSError (also if the file is not regular), KernelError ENOEXEC (the file is too large for a
-    kernel).
+    later processes. This process caches the last result. `_unchanged`: the identity of the file, which is a
+    part of the cache's key, so that a changed file is read again. Raises: OSError (also if the file is not
+    regular), KernelError ENOEXEC (the file is too large for a kernel).
     """
     with open_regular(source) as file:
         if os.fstat(file.fileno()).st_size > _SOURCE_LIMIT:
@@ -237,7 +235,7 @@ def save_tables(
 
 
 def keep(target: Path, write: Callable[[IO[bytes]], None]) -> None:
-    """Create the file `target` with the content that `write` writes to the open file that is its argument.
+    """Create the file `target` with the content that `write` writes to its argument, an open file.
 
     The file appears at `target` when it is complete. Then the least recently used snapshots are removed if
     all snapshots together are too large. Raises: OSError.
@@ -262,11 +260,11 @@ def finish(
     *,
     is_checksummed: bool = True,
 ) -> None:
-    """Complete a snapshot file that already has `size` bytes of RAM at HEADER.
+    """Complete a snapshot file that already has `size` bytes of RAM from the offset HEADER on.
 
-    `about`: facts in a form that JSON can represent; `parts`: name -> further data to keep;
-    `is_checksummed`: other processes will read and check the file, so write a checksum of RAM.
-    Raises: OSError.
+    `about`: data about the machine in a form that JSON can represent; `parts`: name -> further data to keep;
+    `is_checksummed`: other processes will read and check the file, so write a checksum of RAM. Raises:
+    OSError.
     """
     end = HEADER + size
     file.truncate(end)
@@ -385,11 +383,11 @@ def _read(source: Path, file: int, *, with_parts: bool) -> SnapshotContents | No
 
 
 def read(file: int, *, with_parts: bool, is_checked: bool = True) -> SnapshotContents | None:
-    """Read the snapshot with descriptor `file`; return None if it is damaged or lacks wanted data.
+    """Read the snapshot in the open file `file`; return None if it is damaged or lacks wanted data.
 
     `is_checked`: compare the checksums, because the file may have been damaged since it was written.
-    `with_parts`: also read the snapshot's further data.
-    Raises: OSError, KeyError, TypeError, ValueError (all: the header is damaged).
+    `with_parts`: also read the snapshot's further data. Raises: OSError, KeyError, TypeError, ValueError
+    (all: the header is damaged).
     """
     about = _header(file)
     if about is None or os.fstat(file).st_size != about["end"]:
@@ -468,7 +466,7 @@ def _header(file: int) -> dict[str, Any] | None:
 
 
 def _checksum(file: int, start: int, size: int) -> int:
-    """Return the CRC-32 of `size` bytes of a file from the offset `start`, without holes and pieces of zeros.
+    """Return the CRC-32 of `size` bytes of a file from the offset `start`, without holes and blocks of zeros.
 
     `file`: descriptor of the file. The bytes are read through the descriptor, and not through a mapping of
     the file. Reading a hole through a mapping would allocate memory for the hole.

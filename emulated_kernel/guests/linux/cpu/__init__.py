@@ -1,1 +1,1 @@
-"""Production CPUs that a distribution's kernel sees in place of the emulated one."""
+"""Production CPUs that a distribution's kernel sees in place of the emulated CPU."""

@@ -1,7 +1,7 @@
-"""Archives of a production machine's CPU: text files that `tail -n +1` makes of files in /proc and /sys.
+"""Archives that describe the CPU of a production machine.
 
-Each part begins with a line `==> NAME <==`. A part is found by the last components of NAME, the path of the
-file.
+An archive is a text file that `tail -n +1` makes of files in /proc and /sys. Each part begins with a line
+`==> NAME <==`. A part is found by the last components of NAME, the path of the file.
 """
 
 from __future__ import annotations

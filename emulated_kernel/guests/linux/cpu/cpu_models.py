@@ -157,7 +157,7 @@ MODELS = {
 
 
 def model_named(name: str) -> ProductionCpu | None:
-    """Return the CPU with the name `name` in the table MODELS; None if the table does not have it."""
+    """Return the CPU called `name` in the table MODELS; None if the table does not have it."""
     return MODELS.get(name.lower())
 
 

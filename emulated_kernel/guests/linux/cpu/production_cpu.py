@@ -1,4 +1,4 @@
-"""ProductionCpu: the facts about a CPU from which a kernel chooses how to patch itself at boot."""
+"""ProductionCpu: the description of a CPU, from which a kernel decides how to patch itself at boot."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _WORD = (1 << 64) - 1
 
 
 class ClientScheduler:
-    """Switches between client tasks, and records which task is at its stub and which one waits in a call."""
+    """Switches between client tasks, and records which task is at its stub and which task waits in a call."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class ClientScheduler:
             raise GuestFault(Trap(TrapKind.FAULT, address), self._machine.death) from fault
 
     def switch(self, to: LinuxTask | None) -> None:
-        """Put the current client task to sleep; wake the task `to` in the guest's next run if it is given."""
+        """Put the current client task to sleep. If `to` is given, wake this task in the guest's next run."""
         self._leave_call()
         task = self.current
         self.current = None
@@ -137,10 +137,10 @@ class ClientScheduler:
     ) -> bool:
         """Run the guest until `is_done()` is true; return True.
 
-        Return False if this has not happened after _ROUNDS runs, or if the guest is idle and `on_idle` ends
-        the run. `on_arrival` is called if a task arrives at its stub while `is_done()` is false; by default
-        the task is put to sleep. `on_idle` is called when the CPU is idle; its result False ends the run. By
-        default, time passes to the next timer interrupt.
+        Return False if `is_done()` is still false after _ROUNDS runs, or if the guest is idle and `on_idle`
+        ends the run. `on_arrival` is called if a task arrives at its stub while `is_done()` is false; by
+        default the task is put to sleep. `on_idle` is called when the CPU is idle; its result False ends the
+        run. By default, time passes to the next timer interrupt.
         """
         return self._go_on_until(self.run(), is_done, on_arrival, on_idle)
 
@@ -215,7 +215,7 @@ class ClientScheduler:
     ) -> int:
         """Make a task close the descriptor `closed` and make the system call `number`, both in one run.
 
-        Errors of the close are ignored. Return the result of the system call, as wait_for_result().
+        Ignore errors of the close. Return the result of the system call, as wait_for_result() does.
         `patience`: as for wait_for_result().
         """
         first, *others = arguments
@@ -317,10 +317,10 @@ class ClientScheduler:
         return True
 
     def woken(self) -> bool:
-        """Give the running task the result for which it slept in its system call.
+        """Deliver the result for which the running task slept in its system call; return True.
 
-        If there is no result yet, put the task to sleep again. Return False, with nothing changed, if the
-        task waits for no result.
+        If there is no result yet, put the task to sleep again, and return True. Return False, with nothing
+        changed, if the task waits for no result.
         """
         task = self._by_address.get(self._running())
         if task is None or not (task.waits or task in self._answers):
@@ -334,7 +334,7 @@ class ClientScheduler:
         return True
 
     def _leave_call(self) -> None:
-        """If a task waits in its system call, make it sleep there when the guest runs next."""
+        """Make the task that waits in its system call, if any, sleep in the call when the guest runs next."""
         task = self._in_call
         self._in_call = None
         if task is not None:
@@ -346,11 +346,10 @@ class ClientScheduler:
         self._machine.regs.ip = self.sleep_in_call
 
     def _serve(self, task: LinuxTask) -> None:
-        """Run the service for which the task's call waits, and give the call its result.
+        """Run the service for which the task's call waits, and pass the service's result to the call.
 
-        The guest may run during the service. If the task sleeps by then, wake it; it gets the result when
-        it runs.
-        Raises: WouldBlock (the service must wait).
+        The guest may run during the service. If the task sleeps at the end of the service, wake it; it gets
+        the result when it runs. Raises: WouldBlock (the service must wait).
         """
         assert task.service is not None
         answer = task.service()

@@ -148,7 +148,7 @@ class LinuxClients:
             task.has_executed = True
 
     def _repeat_execve(self, task: LinuxTask, comm: str, facts: ClientFacts) -> None:
-        """Repeat the execve(2) that gave a client its name; if its path is unknown, only rename the task.
+        """Repeat the execve(2) that gave a client its name; if its program is unknown, only rename the task.
 
         Raises: KernelError ESRCH (the execve has killed the task).
         """
@@ -255,7 +255,7 @@ class LinuxClients:
                     self._follow_name(task, self._watch.comm(pid))
 
     def end(self, pid: int) -> None:
-        """End the task of a host process.
+        """End the guest task of the host process `pid`.
 
         The process has ended, or it no longer waits for the call in which the task sleeps.
         """

@@ -49,7 +49,7 @@ class CpuReport:
 
     @property
     def is_as_on_production(self) -> bool:
-        """Whether the guest's kernel has production's release, and differences() is empty."""
+        """Whether the guest's kernel has the release of production's kernel, and differences() is empty."""
         is_recorded = bool(self.cpu.vulnerabilities)
         return is_recorded and not self.differences and self.cpu.release == self.release
 
@@ -113,10 +113,10 @@ def rdmsr_sites(kernel: LinuxKernel) -> Sequence[int]:
 
 
 def show_threads(machine: PcMachine, kernel: LinuxKernel, cpu: ProductionCpu) -> None:
-    """Make the kernel find as many threads in a core as the production CPU has; the guest's core has one.
+    """Make the kernel find as many threads per core as in production, although the guest's core has one.
 
-    Since v6.6 a kernel counts threads by the CPUs that the firmware has listed. If more than one thread of
-    a core is online in production, make the kernel act as if a second thread had come online. This happens
+    Since v6.6 a kernel counts threads by the CPUs that the firmware has listed. If more than one thread of a
+    core is online in production, make the kernel act as if a second thread had come online. This happens
     before init starts. The scheduler's code and some mitigations depend on the presence of sibling threads.
     Mirrors: kernel/cpu.c:cpu_smt_set_num_threads, _cpu_up (v6.12), kernel/sched/core.c:sched_cpu_activate.
     """
