@@ -204,6 +204,22 @@ class Kprobes:
             self._forget_assembly(kprobe)
             raise
 
+        if kprobe.break_handler is not None:
+            # The guest runs elsewhere from the pre_handler to the break_handler.
+            self.set_runs_guest(kprobe, True)
+
+    def set_runs_guest(self, owner: object, runs_guest: bool) -> None:
+        """Set whether hits of the probes of `owner` run guest code in which other probes can be hit.
+
+        Handlers are compiled again if they need a check for hits within such a hit, or no longer need it.
+        """
+        self.lock.assert_held()
+        if self.compiler.current_kprobe.set_owner(owner, runs_guest):
+            for head in self.table:
+                if head.compiled is not None:
+                    self.routes.drop_code(head)
+                    self.routes.update(head)
+
     def assemble(self, texts: Mapping[HandlerPoint, str], cells: PerCpuVars) -> AssembledHandlers:
         """Assemble the handlers `texts`, whose variables are `cells`.
 
@@ -302,6 +318,8 @@ class Kprobes:
         self._disable(kprobe, head)
         self._remove_member(head, kprobe)
         self._forget_assembly(kprobe)
+        if kprobe.break_handler is not None:
+            self.set_runs_guest(kprobe, False)
         if kprobe.symbol_name is not None:
             # Linux keeps it, and refuses to register the structure again until its owner has cleared it.
             kprobe.addr = None

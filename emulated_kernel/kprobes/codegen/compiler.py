@@ -1,8 +1,10 @@
 """Compiler of handlers to guest code: it compiles at a probe's first hit, and again after changes.
 
-Python handles the hits until then, and all hits if a handler can't be compiled. No other guest code runs
-during a handler in Python, so that compiled code never meets a hit within a hit. Compiling takes as
-long as many hits in Python. One request therefore compiles at most MAX_HANDLERS handlers.
+Python handles the hits until then, and all hits if a handler can't be compiled. Compiling takes as long as
+many hits in Python. One request therefore compiles at most MAX_HANDLERS handlers.
+
+If other guest code runs during a hit, compiled code must count its own hits there as missed. At a breakpoint,
+Python finds that a hit is within another hit. At a jump or a call, CurrentKprobe does.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.arch.program.ir import HandlerCode
 from emulated_kernel.arch.program.ir_builder import EntryKind, HostAction, ProgramBuilder
 from emulated_kernel.kprobes.aggr_kprobe import MAX_HANDLERS, AggrKprobe
+from emulated_kernel.kprobes.codegen.current_kprobe import CurrentKprobe
 from emulated_kernel.kprobes.codegen.deferred_free import DeferredFree
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.profile import Profile, RegisterSaving
@@ -76,6 +79,7 @@ class Compiler:
         lock: ControlLock,
     ) -> None:
         self._text = machine.text
+        self.current_kprobe = CurrentKprobe(machine.records)
         self._breakpoints = machine.breakpoints
         self._arch = arch
         self._verdict = verdict
@@ -407,12 +411,26 @@ class Compiler:
         possible addresses of the code's entry, or None for any address.
         """
         builder = ProgramBuilder()
-        if not self.may_compile or not head.emit(builder, way):
+        if not self.may_compile or not self._emit(builder, head, way):
             return None
         # A post_handler may read registers that the function doesn't read any more.
         live = self._verdict.all_live if head.has_post_handler else None
         handler = self._handler(builder, head.address, live, by_call=way is EntryKind.CALL)
         return self._write(builder, handler, behind, rest, entries)
+
+    def _emit(self, builder: ProgramBuilder, head: AggrKprobe, way: EntryKind) -> bool:
+        """Emit the probes' handlers for hits of kind `way`, and the check for hits within another hit.
+
+        Return False if Python must handle the hits.
+        Mirrors: arch/x86/kernel/kprobes/opt.c:optimized_callback, ftrace.c:kprobe_ftrace_handler (v6.1).
+        """
+        if way is EntryKind.BREAKPOINT or not self.current_kprobe.is_checked:
+            return head.emit(builder, way)
+        done = builder.label()
+        if not self.current_kprobe.emit_check(builder, head.miss, done) or not head.emit(builder, way):
+            return False
+        builder.place(done)
+        return True
 
     def _handler(
         self,

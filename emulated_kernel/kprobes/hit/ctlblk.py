@@ -6,6 +6,7 @@ from time import perf_counter_ns
 from typing import TypeAlias
 
 from emulated_kernel.kprobes.aggr_kprobe import AggrKprobe
+from emulated_kernel.kprobes.codegen.current_kprobe import CurrentKprobe
 from emulated_kernel.util.fast_dataclass import dataclass, field
 
 _State: TypeAlias = "tuple[AggrKprobe | None, list[AggrKprobe], bool, bool, int]"
@@ -24,6 +25,8 @@ class KprobeCtlblk:
 
     python: memoryview
     """View of TrapHooks.python: 1 while the guest runs within a hit and its traps go to Python; else 0."""
+    current_kprobe: CurrentKprobe
+    """The variable by which compiled handlers find that the guest runs within a hit."""
     running: AggrKprobe | None = None
     """The probe whose hit Python handles on the current CPU."""
     interrupted: list[AggrKprobe] = field(default_factory=list)
@@ -56,15 +59,22 @@ class KprobeCtlblk:
         """
         self.running = head
         self.by_breakpoint = by_breakpoint
-        self.python[0] = head is not None
+        self._set_within(head is not None)
 
     def enter_python(self) -> None:
         """Route all traps to Python, because the guest will run within the current hit."""
-        self.python[0] = 1
+        self._set_within(True)
 
     def leave_python(self) -> None:
         """Undo enter_python(), because the guest has finished its run within the current hit."""
-        self.python[0] = 0
+        self._set_within(False)
+
+    def _set_within(self, within: bool) -> None:
+        """Show the host's routine for traps and compiled handlers whether the guest runs within a hit."""
+        self.python[0] = within
+        words = self.current_kprobe.words
+        if words:
+            words[self.cpu][0] = within
 
     def reset_current(self, head: AggrKprobe) -> None:
         """End the probe's hit, unless it was abandoned. Mirrors: reset_current_kprobe (v6.1)."""

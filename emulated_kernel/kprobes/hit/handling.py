@@ -75,7 +75,7 @@ class HitHandling:
         self._rewinds = arch.handler_ip_offset != len(arch.breakpoint)
         self.frames = PtRegsFrames(machine.memory, arch.pt_regs, arch.word_size)
         """Stack address -> the registers that guest code has saved there, for handlers."""
-        self.ctlblk = KprobeCtlblk(machine.hooks.python)
+        self.ctlblk = KprobeCtlblk(machine.hooks.python, compiler.current_kprobe)
         self.steps = Steps()
         """The copied instructions that CPUs may be stepping."""
         self.asm_thunks = AsmThunks(machine, compiler)

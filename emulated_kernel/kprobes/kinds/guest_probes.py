@@ -259,6 +259,7 @@ class GuestProbes:
     def _callers_changed(self) -> None:
         calls = any(not isinstance(each.probe, Jprobe) for each in self._found.values())
         self._machine.hooks.set_guest_caller(self, calls)
+        self._kprobes.set_runs_guest(self, calls)
 
     def _show_flags(self, probe: int) -> None:
         found = self._found.get(probe)
@@ -292,6 +293,7 @@ class GuestProbes:
         if handler in self._failed_handlers:
             return 0
         machine = self._machine
+        ctlblk = self._kprobes.hits.ctlblk
         memory = self._memory
         word = self._word
         size = len(self._names) * word
@@ -302,9 +304,11 @@ class GuestProbes:
             memory.write(frame, b"".join(value.to_bytes(word, "little") for value in values))
             preempt_count = memory.read_u32(count)
             memory.write_u32(count, preempt_count + 1)
+            ctlblk.enter_python()
             try:
                 result = machine.calls.call_within(handler, first, frame, *more, sp=frame)
             finally:
+                ctlblk.leave_python()
                 memory.write_u32(count, preempt_count)
             data = memory.read(frame, size)
         except (GuestFault, BudgetExceeded, HardwareError, MemoryFault) as fault:
