@@ -32,14 +32,16 @@ BLAMED = re.compile(
     re.IGNORECASE,
 )
 """Pattern for a line of a log that probably contains the reason why the command failed."""
-_HEADINGS = (
-    (
-        re.compile(r"Traceback \(most recent call last\):|Exception (?:in thread|ignored in).*"),
-        re.compile(r"(?!Traceback \()(\S.*)"),
-    ),
-    (re.compile(r"=+ (?:FAILURES|ERRORS) =+"), re.compile(r"E {3,}(.*)")),
-)
-"""Patterns for a heading of Python or pytest, and for the first later line with the reason, as group 1."""
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\):|Exception (?:in thread|ignored in).*")
+"""Pattern for a heading of Python; the next line that is not indented has the exception."""
+_FAILURES = re.compile(r"=+ (?:FAILURES|ERRORS) =+")
+"""Pattern for the line of pytest before the reports of failed tests."""
+_FAILED_TEST = re.compile(r"_+ (?!_)(.+?) _+")
+"""Pattern for the first line of a failed test's report; its group is the name of the test."""
+_REASON = re.compile(r"E {3,}(.*)")
+"""Pattern for a line of a failed test's report with the exception, as its group."""
+_REFUSALS = re.compile(r"-+ kprobefs -+")
+"""Pattern for the line of a failed test's report before the kernel's refusals."""
 COLUMNS = 80
 """Maximum length in characters of a row of the table."""
 MIN_SHOWN = 20
@@ -88,19 +90,27 @@ class Result:
     line: str
     """Reason why the kernel has panicked, or else the first line of the log that says why the command failed.
 
-    The line is "" if the command has passed and the kernel has not panicked.
+    The line is "" if the run has passed.
     """
     hint: str = ""
     """The first hint that `run` has added to the log, without its prefix; "" if there is none."""
 
     @property
     def verdict(self) -> str:
-        """Result in one word: passed, failed, stopped by SIGINT or SIGTERM, or error if the mount failed."""
+        """Result in one word: passed, failed, stopped by SIGINT or SIGTERM, or error if the mount failed.
+
+        If the kernel has panicked, the run has failed, whatever the command's status.
+        """
         if self.status in _STOPPED:
             return "stopped"
         if self.status == ExitStatus.RUN_FAILED:
             return "error"
-        return "failed" if self.status else "passed"
+        return "failed" if self.status or self.line else "passed"
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether the command has passed, and the kernel has not panicked."""
+        return self.verdict == "passed"
 
 
 def cases(
@@ -362,11 +372,31 @@ def _blamed(text: str) -> str:
     written = [line for line in text.splitlines() if line.strip() and not _is_hint(line.strip())]
     at = next((number for number, line in enumerate(written) if BLAMED.search(line)), 0)
     blamed = written[at].strip() if written else ""
-    for heading, reason in _HEADINGS:
-        if heading.fullmatch(blamed):
-            found = filter(None, map(reason.match, written[at + 1 :]))
-            blamed = next((line[1].strip() for line in found), blamed)
+    rest = written[at + 1 :]
+    if _TRACEBACK.fullmatch(blamed):
+        unindented = (line.strip() for line in rest if line[0] != " " and not _TRACEBACK.fullmatch(line))
+        blamed = next(unindented, blamed)
+    elif _FAILURES.fullmatch(blamed):
+        blamed = _first_failed_test(rest) or blamed
     return MOUNT.sub("$KPROBEFS", blamed)
+
+
+def _first_failed_test(report: Sequence[str]) -> str:
+    """Return name, reason and the kernel's first refusal of the first test in the report of pytest.
+
+    Return "" if the report has no reason.
+    """
+    name = reason = refusal = ""
+    for line, following in zip(report, [*report[1:], ""], strict=True):
+        if line.startswith("==") or (name and _FAILED_TEST.fullmatch(line)):
+            break
+        if found := _FAILED_TEST.fullmatch(line):
+            name = f"{found[1]}: "
+        elif found := _REASON.match(line):
+            reason = reason or found[1].strip()
+        elif _REFUSALS.fullmatch(line):
+            refusal = f"; {following.strip()}"
+    return reason and f"{name}{reason}{refusal}"
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
@@ -386,7 +416,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
         yield f"{name:<{width}}  {result.verdict:<7}{result.seconds:>9.1f}  {shown}".rstrip()
         if not has_room:
             yield from lines_of(line, COLUMNS, "    ", "    ")
-    if failed := [result for result in results if result.status]:
+    if failed := [result for result in results if not result.has_passed]:
         yield f"logs: {escape_for_terminal(str(failed[0].log.parent))}"
     hints: dict[str, list[str]] = {}
     for result in results:
@@ -436,7 +466,7 @@ def as_junit(results: Sequence[Result], command: Sequence[str]) -> bytes:
         )
         if result.verdict == "stopped":
             ElementTree.SubElement(case, "skipped", message="stopped by a signal")
-        elif result.status:
+        elif not result.has_passed:
             kind = "error" if result.verdict == "error" else "failure"
             problem = ElementTree.SubElement(case, kind, message=_for_xml(result.line))
             problem.text = f"status {result.status}"

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -207,6 +208,59 @@ def test_the_kernels_refusal_is_in_the_table(tmp_path: Path) -> None:
     assert refusal in str(failure.get("message"))
 
 
+TEST = """\
+def test_a(tracefs):
+    with open(tracefs / "kprobe_events", "w") as file:
+        file.write("p:oops vfs_read %nosuch")
+"""
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_the_row_of_pytest_names_the_test_and_the_refusal(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text(TEST)
+    done = subprocess.run(
+        [*REAL_PROGRAM, "matrix", "--json", "--", sys.executable, "-m", "pytest", "test_a.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == ExitStatus.FAILURE, done.stderr
+    [found] = json.loads(done.stdout)
+    assert found["line"].startswith("test_a: ")
+    assert "Invalid register name" in found["line"]
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_kernel_that_has_panicked_fails(tmp_path: Path) -> None:
+    """A row fails if its kernel has panicked, although the command has ended with 0."""
+    script = (
+        """test ! -e tracing/touched_functions || echo 'panic "disk %s on fire" "sda"' > machine/call; true"""
+    )
+    kernels = ("--arch", "x86_64", "--profile", "linux-6.1", "--profile", "linux-7.2")
+    done = subprocess.run(
+        [*REAL_PROGRAM, "matrix", "--junit", "r.xml", *kernels, "--", "sh", "-c", f"cd $KPROBEFS; {script}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == ExitStatus.FAILURE, done.stderr
+    _, passed, panicked, *rest = done.stdout.splitlines()
+    assert passed.split()[2] == "passed"
+    assert panicked.split()[2] == "failed"
+    assert "disk sda on fire" in done.stdout
+    assert "logs: kprobefs-matrix" in rest
+    suite = ElementTree.parse(tmp_path / "r.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("2", "1", "0")
+    [failure] = suite.iter("failure")
+    assert "disk sda on fire" in str(failure.get("message"))
+
+
 @needs_fuse
 @pytest.mark.mounted
 def test_a_killed_matrix_leaves_no_command(tmp_path: Path) -> None:
@@ -312,12 +366,23 @@ def test_a_renamed_package_is_named_with_its_release(tmp_path: Path) -> None:
         ("bash: x: Permission denied\nTraceback (most recent call last):\nE\n", "bash: x: Permission denied"),
         (
             "t.py F\n\n==== FAILURES ====\n___ test_a ___\n>   assert 1 == 2\nE   assert 1 == 2\nE   x\n",
-            "assert 1 == 2",
+            "test_a: assert 1 == 2",
         ),
         (
             "=== ERRORS ===\n___ ERROR at setup of test_a ___\nE       RuntimeError: why\n",
-            "RuntimeError: why",
+            "ERROR at setup of test_a: RuntimeError: why",
         ),
+        (
+            "=== FAILURES ===\n_ A.test_a[1] _\na.py:1:\n_ _ _ _\nE   OSError: a\n"
+            "--- kprobefs ---\nrefused x\n__ test_b __\nE   b\n"
+            "--- kprobefs ---\nrefused y\n=== short test summary info ===\n",
+            "A.test_a[1]: OSError: a; refused x",
+        ),
+        (
+            "=== FAILURES ===\n_ test_a _\nE   OSError: a\n_ test_b _\nE   b\n--- kprobefs ---\nrefused y\n",
+            "test_a: OSError: a",
+        ),
+        ("=== FAILURES ===\n_ test_a _\n", "=== FAILURES ==="),
         ("cat: /t/kprobefs-a1_b2c3d/mnt/x: No such file", "cat: $KPROBEFS/x: No such file"),
     ],
 )

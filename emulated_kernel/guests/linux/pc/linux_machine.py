@@ -295,10 +295,10 @@ class LinuxMachine(ABC):
         return GuestFault(Trap(TrapKind.FAULT, ip), self._panic())
 
     def _panic(self) -> str:
-        """Return the reason why the guest restarts: the message of the last kernel panic on the console."""
+        """Return the reason why the guest restarts: the last kernel panic on the console, if there is one."""
         said = self.pc.console.decode("latin1").splitlines()
-        panics = (line.partition("Kernel panic - ")[2] for line in reversed(said))
-        return f"it has restarted: {next(filter(None, panics), 'unknown reason')}"
+        panics = ("".join(line.partition("Kernel panic - ")[1:]) for line in reversed(said))
+        return next(filter(None, panics), "it has restarted")
 
     @property
     def has_smap(self) -> bool:
