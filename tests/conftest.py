@@ -47,6 +47,9 @@ _FROM_OUTSIDE = ("BUILD_NUMBER", "CI", "COLUMNS", "FORCE_COLOR", "LINES", "NOTIF
 for _variable in _FROM_OUTSIDE:
     os.environ.pop(_variable, None)
 
+# Modes of files and directories that tests and programs make must not depend on the user's own mask.
+os.umask(0o022)
+
 # A shell lets the commands that it runs in the background ignore these, and so the programs under test.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -610,9 +610,9 @@ def test_the_manager_is_told_of_definitions(
     monkeypatch.setenv(dropins.VARIABLE, str(tmp_path))
     (tmp_path / "10.probes").write_text("p:one nosuch\n" if wrong else "p:one vfs_read\n")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(str(tmp_path / "notify"))
+        manager.bind(str(directory.parent / "notify"))
         manager.settimeout(PATIENCE)
-        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(directory.parent / "notify"))
         with daemon(directory, program=REAL_PROGRAM) as running:
             assert manager.recv(4096).decode() == f"STATUS=serving {directory}: applying definitions"
             how = ": not all definitions were applied" if wrong else ""

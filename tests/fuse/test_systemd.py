@@ -58,6 +58,15 @@ def install(unit: str, directory: Path, name: str | None = None, extra: str = ""
     return path
 
 
+@pytest.fixture
+def user_runtime(directory: Path) -> Path:
+    """Return a directory for $XDG_RUNTIME_DIR.
+
+    Its path is short, because the host's units name sockets in it, and a socket's path has 108 bytes.
+    """
+    return directory.parent
+
+
 @pytest.mark.parametrize(
     ("unit", "name"),
     [
@@ -66,14 +75,14 @@ def install(unit: str, directory: Path, name: str | None = None, extra: str = ""
         ("user/kprobefs.service", None),
     ],
 )
-def test_systemd_finds_no_fault(unit: str, name: str | None, tmp_path: Path) -> None:
+def test_systemd_finds_no_fault(unit: str, name: str | None, user_runtime: Path, tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd-analyze")
     path = install(unit, tmp_path / "units", name)
     scope = ["--user"] if unit.startswith("user/") else []
     result = subprocess.run(
         ["systemd-analyze", *scope, "verify", "--man=no", str(path)],
-        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
+        env={**os.environ, "XDG_RUNTIME_DIR": str(user_runtime)},
         capture_output=True,
         text=True,
         timeout=30,
@@ -423,7 +432,9 @@ class TestInstallService:
     """install-service writes the units with the path of the program that was started."""
 
     @pytest.mark.parametrize("scope", ["system", "user"])
-    def test_units(self, scope: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_units(
+        self, scope: str, user_runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("XDG_CONFIG_HOME", "/home/x/.config")
         directory = tmp_path / "a dir"
         directory.mkdir()
@@ -447,7 +458,7 @@ class TestInstallService:
                 flag = ["--user"] if scope == "user" else []
                 result = subprocess.run(
                     ["systemd-analyze", *flag, "verify", "--man=no", str(unit)],
-                    env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
+                    env={**os.environ, "XDG_RUNTIME_DIR": str(user_runtime)},
                     capture_output=True,
                     text=True,
                     timeout=30,
