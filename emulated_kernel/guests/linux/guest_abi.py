@@ -213,5 +213,8 @@ ABIS = (X86_64, ARM64, RISCV64)
 
 
 def abi_named(name: str) -> GuestAbi:
-    """Return the ABI of an architecture. Raises: KeyError (a distribution's kernel cannot run on it)."""
+    """Return the ABI of the architecture `name`.
+
+    Raises: KeyError (no distribution's kernel can run on it).
+    """
     return {abi.name: abi for abi in ABIS}[name]

@@ -1,4 +1,4 @@
-"""Inodes: reads attributes of files from a kernel's memory, with the offsets that its BTF gives."""
+"""Inodes: reads attributes of files from a kernel's memory, with the offsets in the kernel's BTF."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Inodes:
         self._known = lru_cache(_CACHE_SIZE)(self._unpack)
 
     def stat(self, inode: int) -> Stat:
-        """Return the attributes of the inode at an address.
+        """Return the attributes of the inode at the address `inode`.
 
         Mirrors: fs/stat.c:generic_fillattr (v6.1).
         """
@@ -89,7 +89,8 @@ class Inodes:
 def layout(members: Mapping[int, str]) -> tuple[struct.Struct, Callable[[tuple[int, ...]], tuple[int, ...]]]:
     """Return a Struct for some members of a structure, and a function that reorders the unpacked values.
 
-    `members`: offset -> struct format. The function returns the values in the order of this mapping.
+    `members`: offset -> struct format. The function puts the values, which are unpacked in the order of
+    offsets, in the order of this mapping.
     """
     form = "<"
     end = 0

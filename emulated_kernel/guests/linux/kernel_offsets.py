@@ -140,8 +140,8 @@ values BTF gives.
 class KernelOffsets:
     """Addresses and offsets in a kernel.
 
-    `symbols`: symbol, or another key -> address. `offsets`: path of a member, or another key -> offset,
-    size or number.
+    `symbols`: name of a symbol, or another key -> address. `offsets`: path of a member, or another key ->
+    offset, size or number.
     """
 
     release: str
@@ -251,7 +251,7 @@ def timekeeper_address(kernel: LinuxKernel) -> int | None:
 
 
 def timekeeper_offset(btf: Btf) -> int:
-    """Return the offset in bytes of the timekeeper in its variable."""
+    """Return the offset in bytes of the timekeeper in the variable that contains it."""
     if btf.has(_TIMEKEEPER_AT):
         return btf.offset(_TIMEKEEPER_AT)
     return -(-btf.size(_BEFORE_TIMEKEEPER) // _ALIGNMENT) * _ALIGNMENT

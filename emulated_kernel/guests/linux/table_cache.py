@@ -15,8 +15,9 @@ log = logging.getLogger("kprobefs.linux")
 def kernel_from_file(source: str) -> LinuxKernel:
     """Return the kernel in the file `source`, with its text as it was linked.
 
-    `source`: the kernel's file, or `host` for the running kernel's. If the tables can't be kept in the cache,
-    log the error. Raises: KernelError ENOEXEC (no usable kernel), ENOENT, OSError (of the kernel's file).
+    `source`: the path of a kernel's file, or `host` for the running kernel. If the tables can't be kept in
+    the cache, log the error. Raises: KernelError ENOEXEC (no usable kernel), ENOENT, OSError (of the kernel's
+    file).
     """
     path = kernel_file(source)
     place = snapshot.tables_place(path)

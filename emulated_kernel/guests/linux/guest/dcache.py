@@ -122,7 +122,10 @@ class DcacheReader:
         return self._follow(self._file(fd), self._offset["file.f_inode"])
 
     def is_seekable(self, fd: int) -> bool:
-        """Return True if lseek(2) works on a descriptor. Mirrors: fs/read_write.c:vfs_llseek (v6.1)."""
+        """Return True if lseek(2) works on the descriptor `fd`.
+
+        Mirrors: fs/read_write.c:vfs_llseek (v6.1).
+        """
         file = self._follow(self._task, *self._files_at, 8 * fd)
         if not self._ram[self._at(file + self._mode_at)] & _FMODE_LSEEK:
             return False
@@ -152,10 +155,10 @@ class DcacheReader:
         return data
 
     def _follow(self, structure: int, *offsets: int) -> int:
-        """Follow a chain of pointers in guest memory; return the word at its end.
+        """Follow a chain of pointers in guest memory; return the word at the end of the chain.
 
-        `structure`: address of the first structure. Each offset is that of the pointer to the next
-        structure; the last offset is that of the word to return.
+        `structure`: address of the first structure. Each of `offsets` but the last is the offset of the
+        pointer to the next structure. The last offset is that of the word to return.
         """
         words = self._words
         direct = self._direct
@@ -185,13 +188,12 @@ class DcacheReader:
         return self._follow(symbols["dentry_hashtable"], 0), self._follow(symbols["d_hash_shift"], 0) & 0xFF
 
     def _child(self, parent: int, name: bytes) -> tuple[int, int] | None:
-        """Return (address of the dentry, address of the inode) of the name `name` in a directory.
+        """Return (address of the dentry, address of the inode) of the file called `name` in a directory.
 
         `parent`: address of the directory's dentry. The inode's address is 0 if the file does not exist.
-        Return None if the dentry is not cached.
-        Invariant: if a dentry leaves the table, is renamed or freed, bytes of the dentry change. Among them
-        are its link in the hash chain and its sequence count.
-        Mirrors: fs/dcache.c:__d_lookup (v6.1).
+        Return None if the dentry is not cached. Invariant: if a dentry leaves the table, is renamed or freed,
+        bytes of the dentry change. Among them are its link in the hash chain and its sequence count. Mirrors:
+        fs/dcache.c:__d_lookup (v6.1).
         """
         key = self._name_hash(parent, name)
         table, shift = self._hash_table

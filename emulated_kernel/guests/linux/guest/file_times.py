@@ -17,9 +17,9 @@ _READ = "clocksource.read"
 class FileTimes:
     """Maps timestamps of the guest's files to times of the host's clock.
 
-    The guest's time advances only while the guest runs, and a changed file gets the time of the latest
-    tick. A tick is as long as thousands of requests. Therefore the host advances the time that files get,
-    so that each change has its own guest time. The mount shows the time of the host's clock at the change.
+    The guest's time advances only while the guest runs, and a changed file gets the time of the latest tick.
+    A tick is as long as thousands of requests. Therefore the host advances the time that files get, so that
+    each change has a different guest time. The mount shows the host's time of each change.
     """
 
     def __init__(self, machine: LinuxMachine, facts: KernelOffsets) -> None:
@@ -75,12 +75,11 @@ class FileTimes:
         self._is_tsc = read == self._tsc_read
 
     def _go_on(self) -> int:
-        """Advance the time that changed files get to the present; return the new time in nanoseconds.
+        """Advance the time that changed files get to the present time; return the new time in nanoseconds.
 
-        If the clock source is not the TSC, change nothing, and return the time of the latest tick. The
-        kernel computes the same time again at its next tick. Invariant: other clocks of the kernel return
-        the same values as without this method.
-        Mirrors: kernel/time/timekeeping.c:timekeeping_forward_now (v6.1).
+        If the clock source is not the TSC, change nothing, and return the time of the latest tick. The kernel
+        computes the same time again at its next tick. Invariant: other clocks of the kernel return the same
+        values as without this method. Mirrors: kernel/time/timekeeping.c:timekeeping_forward_now (v6.1).
         """
         words = self._words
         if words[self._clock] != self._known_clock:
@@ -105,7 +104,10 @@ class FileTimes:
         return int(words[self._seconds] * _SECOND + (fraction >> shift))
 
     def shown(self, time_ns: int) -> int:
-        """Return the host time to show for a file's time, in nanoseconds since the epoch."""
+        """Return the host time to show for `time_ns`, a file's time.
+
+        Both are in nanoseconds since the epoch.
+        """
         return time_ns if self._walls is None else self._walls.to_wall(time_ns)
 
     def kept(self, time_ns: int) -> int:

@@ -97,7 +97,7 @@ _TABLES_AT = 2 * PAGE
 
 
 def _riscv_reschedule(_at: int, symbols: Mapping[str, int]) -> bytes:
-    """Return the code of an irq_work: resched_curr(run_queue)."""
+    """Return the code of the function of an irq_work, which calls resched_curr(run_queue)."""
     return b"".join((
         move_stack_pointer(-16), store(SP, 8, RA, 8),
         set_register(A0, symbols["run_queue"]), set_register(T1, symbols["resched_curr"]), jalr(RA, T1, 0),
@@ -169,7 +169,7 @@ class IrqWorkWakeup(Wakeup):
 
     @contextmanager
     def replaced_by(self, callback: int) -> Iterator[None]:
-        """During the block, make the interrupt call the function at `callback` instead of waking a task."""
+        """Make the interrupt call the function at `callback`, and wake no task, during the `with` block."""
         self._structs.store("<Q", self._function, callback)
         yield
         # If the guest dies in the block, the function is not restored.

@@ -15,7 +15,7 @@ _LARGEST = 32
 
 
 class KernelStructs:
-    """Accesses members by virtual addresses, through the CPU's page tables.
+    """Accesses members of structures by virtual addresses, through the CPU's page tables.
 
     Raises: MemoryFault (the address is not mapped to RAM).
     """
@@ -34,25 +34,28 @@ class KernelStructs:
         return at
 
     def member(self, address: int, path: str) -> int:
-        """Return the physical address of a member ("task_struct.pid") of the structure at `address`."""
+        """Return the physical address of the member `path` of the structure at `address`.
+
+        `path` is, for example, "task_struct.pid".
+        """
         return self.physical(address + self.offsets[path])
 
     def word(self, va: int) -> int:
-        """Return the u64 at an aligned virtual address."""
+        """Return the u64 at the virtual address `va`, which must be aligned."""
         return self._memory.words[self.physical(va) >> 3]
 
     def load_u64(self, physical: int) -> int:
-        """Return the u64 at a physical address, which need not be aligned."""
+        """Return the u64 at the physical address `physical`, which need not be aligned."""
         return int(struct.unpack_from("<Q", self._ram, physical)[0])
 
     def load_s32(self, physical: int) -> int:
-        """Return the s32 at a physical address."""
+        """Return the s32 at the physical address `physical`."""
         return int(struct.unpack_from("<i", self._ram, physical)[0])
 
     def store(self, form: str, physical: int, *values: int) -> None:
-        """Store numbers at a physical address, in the format `form` of the module `struct`."""
+        """Store numbers at the physical address `physical`, in the format `form` of the module `struct`."""
         struct.pack_into(form, self._ram, physical, *values)
 
     def store_bytes(self, physical: int, data: bytes) -> None:
-        """Store bytes at a physical address; they must lie within one page."""
+        """Store bytes at the physical address `physical`. They must lie within one page."""
         self._ram[physical : physical + len(data)] = data

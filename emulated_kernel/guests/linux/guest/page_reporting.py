@@ -1,4 +1,4 @@
-"""PageReporting: gives memory under free pages of the guest back to the host after many were freed.
+"""PageReporting: gives the memory of the guest's free pages back to the host, after many were freed.
 
 The guest is not informed. It writes each page that it allocates before it reads the page.
 """
@@ -26,12 +26,11 @@ _WORD = (1 << 64) - 1
 
 
 class PageReporting:
-    """Gives the memory under free pages of a kernel with one NUMA node back to the host.
+    """Gives the memory of free pages back to the host, for a kernel with one NUMA node.
 
     It gives back nothing if this is unsafe for the kernel. In this case `high` keeps a value that no number
-    of free pages reaches, so that look() is never called.
-    No CPU may be allocating memory: all tasks are in user mode or sleep.
-    Mirrors: mm/page_reporting.c:page_reporting_process (v6.1).
+    of free pages reaches, so that look() is never called. Precondition: no CPU is allocating memory; all
+    tasks are in user mode or sleep. Mirrors: mm/page_reporting.c:page_reporting_process (v6.1).
     """
 
     def __init__(self, memory: LinuxMemory, root: int, facts: KernelOffsets) -> None:
@@ -94,11 +93,11 @@ class PageReporting:
         self.high = free + MANY
 
     def give_back(self) -> None:
-        """Give the memory under free pages back to the host; then the pages have the snapshot file's content.
+        """Give the memory of free pages back to the host. The pages then have the snapshot file's content.
 
         Hazard: the emulator keeps host addresses of these pages, which stay valid, and code that it
-        translated from them. The guest writes to a page before it runs code there, and the emulator
-        notices the write.
+        translated from them. The guest writes to a page before it runs code there, and the emulator notices
+        the write.
         """
         blocks = sorted(islice(self._blocks(), _LIMIT))
         while blocks:
@@ -111,7 +110,7 @@ class PageReporting:
     def _blocks(self) -> Iterator[tuple[int, int]]:
         """Yield the physical address and size in bytes of each free block.
 
-        End at the first block for which the buddy allocator's structures are inconsistent.
+        End at the first block that contradicts the buddy allocator's structures.
         """
         offsets = self._offsets
         size_of_area = offsets["free_area"]

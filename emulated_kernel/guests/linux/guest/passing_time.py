@@ -1,7 +1,8 @@
 """PassingTime: advances guest time at clients' requests, and runs the guest's own work.
 
-On a machine, timers, delayed work and RCU callbacks run while no process makes a system call. Here the guest
-runs only during requests. So each request counts as one tick, and some requests give the guest a turn.
+On a machine, timers, delayed work and RCU callbacks run while no process makes a system call. In the
+emulator, the guest runs only during requests. So each request counts as one tick, and some requests give the
+guest a turn.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class PassingTime:
     """Advances the guest's time by a tick at each request, and gives the guest turns for its delayed work.
 
     The timer's interrupt waits until the guest's next turn, because it would cost more than a request. The
-    host itself advances the kernel's count of ticks, so that timers which the kernel arms meanwhile expire
-    in time.
+    host itself advances the kernel's count of ticks, so that timers which the kernel arms before the
+    interrupt expire in time.
     """
 
     def __init__(self, tasks: LinuxTasks) -> None:
@@ -101,10 +102,9 @@ class PassingTime:
         return tick
 
     def request_begins(self) -> None:
-        """Advance the time by a tick. If a timer has expired, or after many requests, give the guest a turn.
+        """Advance the time by a tick. Give the guest a turn if a timer has expired, or after many requests.
 
-        Lock: needs. Raises: GuestFault.
-        Mirrors: kernel/time/tick-sched.c:tick_do_update_jiffies64 (v6.1).
+        Lock: needs. Raises: GuestFault. Mirrors: kernel/time/tick-sched.c:tick_do_update_jiffies64 (v6.1).
         """
         pc = self._pc
         words = self._words
@@ -153,7 +153,7 @@ class PassingTime:
 
 
 class RealTime:
-    """Makes the guest's clock follow the host's: the real time between two requests passes in the guest."""
+    """Makes the guest's clock follow the host's clock: real time between two requests passes in the guest."""
 
     def __init__(self, tasks: LinuxTasks, wall: Callable[[], int] = monotonic_ns) -> None:
         """Make the guest's time advance with the real time, from the guest's current time on.

@@ -10,7 +10,7 @@ from emulated_kernel.machine.task_events import TaskEvents
 
 
 class RunningLinux(ABC):
-    """A distribution's kernel as it runs on one CPU."""
+    """Interface of a distribution's kernel that runs on one CPU."""
 
     machine: LinuxMachine
     release: str
@@ -38,4 +38,4 @@ class RunningLinux(ABC):
 
     @abstractmethod
     def idle(self, microseconds: int) -> None:
-        """Advance guest time, and run the guest's own work, such as timers, meanwhile."""
+        """Advance guest time by `microseconds`, during which the guest's own work runs, such as timers."""

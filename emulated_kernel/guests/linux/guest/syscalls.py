@@ -53,7 +53,7 @@ _UTIME_OMIT = (1 << 30) - 2
 class LinuxSyscalls:
     """Makes system calls by guest tasks. Most methods take the task that makes the call.
 
-    All methods raise KernelError with the call's errno, and GuestFault.
+    All methods can raise KernelError with the call's errno, and GuestFault.
     """
 
     def __init__(self, tasks: LinuxTasks) -> None:
@@ -71,14 +71,14 @@ class LinuxSyscalls:
         """Function that returns True if lseek(2) works on a descriptor."""
 
     def mount(self, source: str, directory: str) -> None:
-        """Mount a file system of type `source` on `directory`, as init."""
+        """Mount a file system of the type `source` on `directory`; init makes the call."""
         init = self._tasks.init
         self._path(init, directory)
         self._tasks.copy_to_user(init, _SECOND_PATH, os.fsencode(source) + b"\0")
         self._call(init, self._number["mount"], _SECOND_PATH, BUFFER, _SECOND_PATH, 0, 0)
 
     def unmount(self, directory: str) -> None:
-        """Unmount the file system on a directory, as init; open files stay usable."""
+        """Unmount the file system on `directory`; init makes the call. Open files stay usable."""
         init = self._tasks.init
         self._path(init, directory)
         self._call(init, self._number["umount2"], BUFFER, _MNT_DETACH)
@@ -94,7 +94,7 @@ class LinuxSyscalls:
         return self._tasks.copy_from_user(init, _DATA, checked_count(size, _LOG_SIZE))
 
     def say(self, line: str) -> None:
-        """Write a line to the kernel log, as init, through a device node that no client can see."""
+        """Write a line to the kernel log, by a write of init to a device node that no client can see."""
         init = self._tasks.init
         mode = stat.S_IFCHR | 0o600
         if "mknod" in self._number:
@@ -249,7 +249,7 @@ class LinuxSyscalls:
         return self._call(task, self._number["pwrite64"], fd, _DATA, len(data), offset, patience=_LONG)
 
     def poll(self, fd: int, events: int) -> int:
-        """Return the poll mask of those `events` that are ready on a descriptor; init makes the call."""
+        """Return the poll mask of the `events` that are ready on the descriptor `fd`; init makes the call."""
         init = self._tasks.init
         self._tasks.copy_to_user(init, _DATA, _POLLFD.pack(fd, events, 0) + bytes(16))
         if "poll" in self._number:
@@ -328,7 +328,7 @@ class LinuxSyscalls:
         self._call(task, self._number["lseek"], fd, 0, os.SEEK_SET)
 
     def readlink(self, path: str) -> str:
-        """Return the target of a symbolic link, by readlinkat(2) of init."""
+        """Return the target of a symbolic link, by readlinkat(2); init makes the call."""
         init = self._tasks.init
         size = self.on_path(init, "readlinkat", path, _DATA, 4096)
         return os.fsdecode(self._tasks.copy_from_user(init, _DATA, checked_count(size, 4096)))
@@ -366,7 +366,7 @@ class LinuxSyscalls:
         return StatFs(*room)
 
     def truncate(self, task: LinuxTask, path: str, size: int) -> None:
-        """Set the size of the file at a path, in bytes."""
+        """Set the size in bytes of the file at `path`."""
         self._path(task, path)
         self._call(task, self._number["truncate"], BUFFER, size)
 

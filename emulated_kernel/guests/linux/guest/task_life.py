@@ -94,7 +94,7 @@ class TaskLife:
         scheduler.run_until(lambda: not task.alive)
 
     def set_comm(self, task: LinuxTask, comm: str) -> None:
-        """Give the task the name of its process on the host."""
+        """Set the name of the task to `comm`, the name of its process on the host."""
         task.comm = comm
         name = comm.encode("utf-8", "surrogateescape")[: _COMM_SIZE - 1]
         at = self._structs.member(task.address, "task_struct.comm")
@@ -118,9 +118,9 @@ class TaskLife:
     # Events in the guest's kernel
 
     def _numbering(self) -> None:
-        """Set the kernel's next pid to that of the awaited fork's child, before the kernel chooses a pid.
+        """Set the kernel's next pid to the pid of the awaited child, before the kernel chooses a pid.
 
-        Kernel threads that are created meanwhile get the same pids as without this fork.
+        Kernel threads that are created before the child get the same pids as without this fork.
         """
         if self._forking is not None and self._table.running() == self._forking[0]:
             self._others_next = self._structs.load_s32(self._next_pid)
@@ -128,7 +128,7 @@ class TaskLife:
             self._forking = None
 
     def _number_others(self) -> None:
-        """Restore the kernel's next pid, after the awaited child has its pid or its clone has failed."""
+        """Restore the kernel's next pid, after the awaited child has got its pid or its clone has failed."""
         if self._others_next is not None:
             self._structs.store("<i", self._next_pid, self._others_next)
             self._others_next = None

@@ -1,6 +1,6 @@
 """TaskMemory: reads and writes the user memory of client tasks.
 
-Before a write, missing and shared pages are replaced by pages of the task's own, as the kernel would do.
+Before a write, missing and shared pages are replaced by private pages, as the kernel would do.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TaskMemory:
     def _entry(self, task: LinuxTask, page: int) -> int:
         """Return the page table entry of the 4-KiB page at `page`, and cache the entry's index.
 
-        The cache is `task.entries`. Return 0, and cache nothing, if the page has no entry of its own.
+        The cache is `task.entries`. If no entry maps exactly this page, return 0 and cache nothing.
         """
         slot, size = self._memory.last(task.root, page)
         if size != PAGE:
@@ -76,7 +76,7 @@ class TaskMemory:
     def _own_pages(self, task: LinuxTask, va: int, size: int) -> Iterator[tuple[int, int, int]]:
         """Yield (physical address, offset in the range, size) for the part of the range in each page.
 
-        First make each page the task's own, as a write of the task would.
+        First make each page private to the task, as a write of the task would.
         """
         for page in range(va & -PAGE, va + size, PAGE):
             first = max(page, va)
@@ -87,7 +87,7 @@ class TaskMemory:
             yield found[0] + first - page, first - va, last - first
 
     def _touch(self, task: LinuxTask, page: int, first_byte: int) -> tuple[int, int, int]:
-        """Give the task its own page in place of a missing or shared page.
+        """Give the task a private page in place of a missing or shared page.
 
         The task writes `first_byte` to the page's first byte, which already has this value. The kernel
         handles the page fault of this write, and so provides the page. The first byte of a missing page is 0.

@@ -1,4 +1,4 @@
-"""TaskTable: the client tasks by the addresses of their task_structs."""
+"""TaskTable: a map from the addresses of task_structs to the live client tasks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MAX_PADDING = 64
 
 
 class TaskTable:
-    """Keeps the live client tasks, by the addresses of their task_structs."""
+    """The live client tasks, by the addresses of their task_structs."""
 
     def __init__(self, machine: LinuxMachine, structs: KernelStructs, facts: KernelOffsets) -> None:
-        """Find the running task; it must be in user mode.
+        """Find the running task, which must be in user mode.
 
         Raises: GuestFault (the end of the task's struct pt_regs is in no kernel stack).
         """

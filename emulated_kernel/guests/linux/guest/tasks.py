@@ -38,10 +38,10 @@ _GRACE = 40_000
 
 
 class LinuxTasks(RunningLinux):
-    """Facade of the scheduler, the memory and the life cycle of client tasks in a booted guest.
+    """The scheduler, the memory and the life cycle of client tasks in a booted guest, as one object.
 
     Init must be at its stub, the user-mode code that waits for requests of the host. The methods of these
-    three objects are attributes of this class, because forwarding methods would slow down each system call.
+    three parts are attributes of this class, because forwarding methods would slow down each system call.
     """
 
     def __init__(self, machine: LinuxMachine, facts: KernelOffsets) -> None:
@@ -94,10 +94,10 @@ class LinuxTasks(RunningLinux):
         self.set_creds = life.set_creds
 
     def prepare(self) -> None:
-        """Prepare a guest that has just booted: set its limit of pids, and the state of init.
+        """Prepare a guest that has just booted: set its limit of pids, and init's signal and memory settings.
 
-        All tasks descend from init and inherit two settings: SIGCHLD is ignored, and a fork wipes the
-        buffer for data in the child.
+        All tasks descend from init and inherit two settings: SIGCHLD is ignored, and a fork wipes the buffer
+        for data in the child.
         """
         self._structs.store("<i", self._structs.physical(self.facts.symbols[PID_MAX]), _PID_MAX)
         self.copy_to_user(self.init, BUFFER, struct.pack("<4Q", _SIG_IGN, 0, 0, 0))

@@ -1,6 +1,6 @@
 """Finds the bit numbers of flags in thread_info, which differ between versions of the kernel.
 
-The numbers are macros, which neither symbols nor BTF contain. So the kernel sets each flag itself, once.
+The numbers are macros, which neither symbols nor BTF contain. So the kernel is made to set each flag once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from emulated_kernel.util.fast_dataclass import replace
 def with_thread_flags(machine: LinuxMachine, facts: KernelOffsets) -> KernelOffsets:
     """Return `facts` with the bits of the thread flags of a kernel that has just booted.
 
-    The kernel itself sets the bits, which shows their positions. Init must be at its stub. An interrupt
-    makes the kernel set init's flags. The return to user mode clears TIF_NEED_RESCHED. The code that wakes
-    tasks is installed for this, and stays installed.
-    Mirrors: kernel/sched/core.c:resched_curr (v6.1, v7.2), kernel/tracepoint.c:syscall_regfunc (v5.10).
-    Raises: GuestFault (the kernel set no flag, or several).
+    The kernel itself sets the bits, which shows their positions. Init must be at its stub. An interrupt makes
+    the kernel set init's flags. The return to user mode clears TIF_NEED_RESCHED. The code that wakes tasks is
+    installed for the interrupt, and stays installed. Mirrors: kernel/sched/core.c:resched_curr (v6.1, v7.2),
+    kernel/tracepoint.c:syscall_regfunc (v5.10). Raises: GuestFault (the kernel set no flag, or several).
     """
     interrupt = _Interrupt(machine, facts)
     reschedule, trace = interrupt.flag_codes
@@ -53,9 +52,10 @@ class _Interrupt:
         self._used = 0
 
     def flag_set_by(self, flag_code: FlagCode) -> int:
-        """Run the code in an interrupt of init, and return the flag that it sets before its last instruction.
+        """Run `flag_code` in an interrupt of init, and return the flag that this code sets.
 
-        Raises: GuestFault (the code set no flag, or several).
+        The flag must be set before the last instruction of the code. Raises: GuestFault (the code set no
+        flag, or several).
         """
         machine = self._machine
         physical, entry = (start + self._used for start in self._thunk.stub_text)
@@ -79,7 +79,10 @@ class _Interrupt:
 
 
 def single_flag(before: int = 0, after: int = 0) -> int:
-    """Return the one bit that is set in `after` but not in `before`. Raises: GuestFault (not exactly one)."""
+    """Return the one bit that is set in `after` but not in `before`.
+
+    Raises: GuestFault (no bit or several bits).
+    """
     changed = after & ~before
     if changed.bit_count() != 1:
         raise GuestFault(

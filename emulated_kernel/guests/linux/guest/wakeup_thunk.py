@@ -1,7 +1,7 @@
-"""Wakeup: the host's code in the kernel that wakes a task; on x86, a callback of the platform interrupt.
+"""Wakeup: the host's code in the guest's kernel that wakes a task; WakeupThunk: this code on x86.
 
-The host writes the address of a task_struct into a word, and interrupts the CPU. The kernel's own entry code
-calls `x86_platform_ipi_callback`, which calls wake_up_process() for that task.
+The host writes the address of a task_struct into a word, and interrupts the CPU. On x86, the kernel's own
+entry code calls `x86_platform_ipi_callback`, which calls wake_up_process() for that task.
 """
 
 from __future__ import annotations
@@ -107,14 +107,14 @@ class Wakeup(ABC):
 
     @abstractmethod
     def wake(self, task: int) -> None:
-        """Make the next run begin with the interrupt that wakes the task whose task_struct is at `task`.
+        """Begin the next run with the interrupt that wakes the task whose task_struct is at `task`.
 
         If `task` is 0, the interrupt wakes no task.
         """
 
     @abstractmethod
     def replaced_by(self, callback: int) -> AbstractContextManager[None]:
-        """During the block, make the interrupt call the function at `callback` instead of waking a task."""
+        """Make the interrupt call the function at `callback`, and wake no task, during the `with` block."""
 
 
 class WakeupThunk(Wakeup):
@@ -160,7 +160,7 @@ class WakeupThunk(Wakeup):
         self._machine.engine.flush_tlb()
 
     def wake(self, task: int) -> None:
-        """Make the next run begin with the interrupt that wakes the task whose task_struct is at `task`.
+        """Begin the next run with the interrupt that wakes the task whose task_struct is at `task`.
 
         If `task` is 0, the interrupt wakes no task.
         """
@@ -169,7 +169,7 @@ class WakeupThunk(Wakeup):
 
     @contextmanager
     def replaced_by(self, callback: int) -> Iterator[None]:
-        """During the block, make the interrupt call the function at `callback` instead of waking a task."""
+        """Make the interrupt call the function at `callback`, and wake no task, during the `with` block."""
         self._structs.store("<Q", self._callback, callback)
         yield
         # If the guest dies in the block, the callback is not restored.

@@ -164,7 +164,7 @@ class LinuxWorkload:
         self._send(task, self._socket, self._socket, b"u" * MESSAGE_SIZE)
 
     def _lose(self, task: LinuxTask, sink: int, source: int, message: bytes) -> None:
-        """Send a message from socket `sink` to `source`, and lose its first copies.
+        """Send `message` from socket `sink` to socket `source`, and make the network lose its first copies.
 
         TCP then sends the message again. For _LOSS_NS nanoseconds, a socket filter of `source` drops all
         copies.
@@ -202,9 +202,9 @@ class LinuxWorkload:
         return fd
 
     def _put_address(self, task: LinuxTask) -> int:
-        """Write the loopback address to the task's buffer, and return the size of the struct sockaddr_in.
+        """Write a loopback address to the task's buffer, and return the size of its struct sockaddr_in.
 
-        The port is that of this kind of workload.
+        Each kind of workload has a different port in this address.
         """
         address = struct.pack("<H", _AF_INET) + struct.pack(">HI8x", _PORTS[self._kind], _LOOPBACK)
         self._tasks.copy_to_user(task, BUFFER, address)

@@ -85,7 +85,7 @@ _ARM64_ROOM = 0x40
 def _arm64_code(at: int, symbols: Mapping[str, int]) -> bytes:
     """Return the machine code of all parts for the address `at`.
 
-    The offset of each part is a multiple of _ARM64_ROOM. `symbols`: name -> address.
+    The offset of each part is a multiple of _ARM64_ROOM. `symbols`: name of a kernel symbol -> address.
     """
     known = {**symbols, "copy_to_user": symbols[_ARM64_COPY]}
     parts = (machine_code(part, at, known) for part in ARM64_LISTINGS.values())

@@ -142,11 +142,11 @@ def _stubs(abi: GuestAbi) -> ControlStubs:
 
 
 class LinuxControlCalls(GuestCalls):
-    """Implements GuestCalls for a distribution's kernel.
+    """Makes calls of clients on control files in a distribution's kernel; implements GuestCalls.
 
     The guest makes a client's call only while its text is patched, because otherwise no probe can see the
-    call. The host serves the request even if the guest's call fails. Meanwhile the client's task is the
-    guest's current task.
+    call. The host serves the request even if the guest's call fails. During the request, the client's task is
+    the guest's current task.
     """
 
     sees_lookups = False
@@ -376,7 +376,10 @@ class LinuxControlCalls(GuestCalls):
         self._returns(task, 0)
 
     def _revive_directories(self) -> None:
-        """Clear the flag that vfs_rmdir() has set in an inode, because other directories share it."""
+        """Clear the flag that vfs_rmdir() has set in the inode of the removed directory.
+
+        Other directories share this inode.
+        """
         for inode in self._directories:
             at = inode + self._offsets["inode.i_flags"]
             with suppress(MemoryFault):
@@ -384,7 +387,7 @@ class LinuxControlCalls(GuestCalls):
                 self._memory.write(at, (flags & ~_S_DEAD).to_bytes(4, "little"))
 
     def give_up(self, client: Client, file: ControlFile, error: int) -> None:
-        """Implement GuestCalls.give_up: end the call in which the client's task waits for the file."""
+        """End the call in which the client's task waits for the file; see GuestCalls."""
         if not any(each is file for each in self._asleep.values()):
             return
         with self.request(client) as task:
@@ -440,7 +443,10 @@ class LinuxControlCalls(GuestCalls):
         return serve
 
     def _goes_on(self, file: ControlFile, task: LinuxTask, _result: object) -> None:
-        """Make an open(2) of the guest continue in the stub that calls the kernel's stream_open()."""
+        """Make an open(2) of the guest continue in the stub for the end of an open.
+
+        For a file without a position, this stub calls the kernel's stream_open().
+        """
         self._set_arguments(*self._arguments.pop(task.address)[:2])
         is_stream = file.path.rpartition("/")[2] in _STREAMS
         self._go_to(self._stubs.is_stream if is_stream else self._stubs.opened)
@@ -451,7 +457,7 @@ class LinuxControlCalls(GuestCalls):
             self._machine.regs.set(name, value)
 
     def _go_to(self, place: int) -> None:
-        """Make the task continue at an offset in the code of the stubs."""
+        """Make the task continue at the offset `place` in the code of the stubs."""
         self._machine.regs.ip = self._code + place
 
     def _transfers(self, file: ControlFile, task: LinuxTask, result: bytes | int) -> None:
@@ -498,8 +504,8 @@ class LinuxControlCalls(GuestCalls):
         """Finish the guest's lookup of a control file or a directory of control files.
 
         simple_lookup() has returned. If kprobefs's tree has the dentry's path, let the guest call
-        d_instantiate() with a shared inode. All files share one inode, and all directories at the same parity
-        of depth share one.
+        d_instantiate() with a shared inode. All files share one inode. All directories whose depth has the
+        same parity share one.
         """
         self._go_to(self._stubs.lookup_ends)
         if regs.get(self._calls.result):
@@ -516,7 +522,10 @@ class LinuxControlCalls(GuestCalls):
             self._go_to(self._stubs.instantiate)
 
     def _path(self, dentry: int) -> str:
-        """Return the path of the dentry at an address, from the guest's root. Raises: MemoryFault."""
+        """Return the path of the dentry at the address `dentry`, from the guest's root.
+
+        Raises: MemoryFault.
+        """
         reader = GuestReader(self._memory, "path of a dentry", self._machine.damage, size=_LONGEST_PATH)
         word = reader.word
         offset = self._offsets

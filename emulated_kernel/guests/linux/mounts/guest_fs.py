@@ -23,7 +23,7 @@ _CACHE_SIZE = 500
 
 
 class GuestFile(FileDescription):
-    """An open file of the guest. `flags`: the status flags of the guest's open file."""
+    """An open file of the guest. `flags`: the status flags of the open file in the guest."""
 
     __slots__ = ("fd", "position", "seekable", "status", "task", "urgent")
 
@@ -138,7 +138,7 @@ class GuestFile(FileDescription):
 
     @property
     def acts_on_close(self) -> bool:
-        """Whether other files may show an effect of this file's release; see FileDescription.
+        """Whether the release of this file may change other files; see FileDescription.
 
         The release of a file that was opened for writing may have an effect, as in the guest's tracefs. The
         release of a file in directories that only clients change has none.
@@ -381,7 +381,7 @@ class GuestFs(FileSystem):
     # Changes
 
     def _change(self, client: Client, name: str, path: str, *arguments: int) -> None:
-        """Make the client's task do the system call `name` on a path. `arguments` follow the path."""
+        """Make the client's task call the system call `name` on a path. `arguments` follow the path."""
         with self.request(client) as task:
             self.guest.syscalls.on_path(task, name, self._place(path), *arguments)
 

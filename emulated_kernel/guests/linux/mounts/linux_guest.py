@@ -1,6 +1,6 @@
-"""LinuxGuest: the state that the file systems of one distribution's kernel share.
+"""LinuxGuest: the objects and data that the file systems of one distribution's kernel share.
 
-This state consists of the tasks of clients, the control lock, sleeping calls and deferred closes.
+They are the tasks of clients, the control lock, sleeping calls and deferred closes.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ File = TypeVar("File", bound=Closable)
 class DeferredCloses(Generic[File]):
     """Closes that the guest makes at the beginning of the next request.
 
-    A release request comes from no process, and must not wait for the lock. So the file is *deferred* without
-    the lock. `flush` closes the file at the next request, by the task that used the file last. The file is
-    *taken* if the next request is an open by this task and no other file is deferred. Then the guest makes
-    both calls in one run.
+    A release request comes from no process, and must not wait for the lock. So release() only adds the file
+    to a queue: the file is *deferred*. `flush` closes the file at the next request, by the task that used the
+    file last. The file is *taken* if the next request is an open by this task and no other file is deferred.
+    Then the guest makes the close and the open in one run.
     """
 
     def __init__(self, close: Callable[[LinuxTask | None, int], None]) -> None:
@@ -102,9 +102,9 @@ class DeferredCloses(Generic[File]):
 
 
 class Running:
-    """Context for code that may run the guest: holds the control lock, and turns guest faults into EIO.
+    """Context for code that may run the guest. It holds the control lock, and turns guest faults into EIO.
 
-    The context keeps no state of a request, so all requests share one instance.
+    The context keeps no data of a request, so all requests share one instance.
     """
 
     __slots__ = ("_guest", "_lock")
@@ -215,7 +215,7 @@ class LinuxWorkloads:
 
 
 class LinuxGuest:
-    """One distribution's kernel, as the file systems of one mount use it."""
+    """A distribution's kernel, as the file systems of one mount share it."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class LinuxGuest:
         begins: Callable[[], None] | None = None,
         ended: Iterable[Callable[[], None]] = (),
     ) -> None:
-        """Create the shared state of a mount.
+        """Create the objects that the file systems of a mount share.
 
         `modules`: module files of this kernel. `lock`: the control lock.
 
@@ -274,7 +274,7 @@ class LinuxGuest:
             self.syscalls.close(task or self.tasks.init, fd)
 
     def _close_control(self, task: LinuxTask | None, fd: int) -> None:
-        """Close a control file in the guest; ignore the guest's death, so that the next request works."""
+        """Close a control file in the guest. Ignore the guest's death, so that the next request works."""
         with suppress(GuestFault, MemoryFault):
             self._close(task, fd)
 
@@ -326,7 +326,7 @@ class LinuxGuest:
                 notify()
 
     def follow_processes(self) -> None:
-        """Repeat forks and exits of clients' processes, as the next request would; see FileSystem."""
+        """Repeat forks and exits of clients' processes in the guest, without a request; see FileSystem."""
         with self.running:
             if not self.is_dead and self.clients.has_news():
                 self.settle()
@@ -370,7 +370,7 @@ class LinuxGuest:
             self.clients.end(client.pid)
 
     def unasked(self, client: Client) -> KernelError:
-        """Kill the client's task, whose call sleeps, because no request can continue this call.
+        """Kill the client's task, which sleeps in a call that no request can continue.
 
         Return KernelError EINTR, which the caller raises.
         """

@@ -1,4 +1,7 @@
-"""NativeCore: state of a distribution's kernel with its own kprobes, for machine/vmcore and machine/gdb."""
+"""NativeCore: memory and registers of a distribution's kernel with its own kprobes.
+
+The files machine/vmcore and machine/gdb use this class.
+"""
 
 from __future__ import annotations
 
@@ -69,12 +72,12 @@ class NativeCore:
         self._memory.write(root, va, data)
 
     def passed_in_step(self) -> Callable[[int], bool]:
-        """Implement DebuggedMachine.passed_in_step: a step does not stop in the handling of a hit.
+        """Return a function that decides where a debugger's step does not stop: in the handling of a hit.
 
-        On x86-64, the handling consists of exception handlers, in which the stack pointer is lower, and of
-        the copied instruction, which is outside of the kernel's text. Branches are not copied, because Linux
-        emulates them.
-        Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v6.1).
+        See DebuggedMachine.passed_in_step. On x86-64, the handling consists of exception handlers, in which
+        the stack pointer is lower, and of the copied instruction, which is outside of the kernel's text.
+        Branches are not copied, because Linux emulates them. Mirrors:
+        arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v6.1).
         """
         if self._machine.cpu.exception_return:
             return self._passed_with_exceptions()
@@ -91,19 +94,18 @@ class NativeCore:
     def _distance(self, address: int) -> int | None:
         """Return the physical minus the virtual address of the byte at `address`; None if it is not mapped.
 
-        All addresses of the kernel's image have the same difference.
+        The difference is the same for all addresses of the kernel's image.
         """
         found = self._memory.walk(self._root_of(address), address)
         return None if found is None else found[0] - address
 
     def _passed_with_exceptions(self) -> Callable[[int], bool]:
-        """Return the function of passed_in_step() for processors other than x86-64.
+        """Return the result of passed_in_step() for processors other than x86-64.
 
         A step does not stop in exception handlers or at the copied instruction. The copy is outside of the
         kernel's image, and a breakpoint after it causes another exception. The step ends at the first
-        instruction in the image after the return from an exception.
-        Mirrors: arch/riscv/kernel/probes/kprobes.c:kprobe_breakpoint_handler,
-        kprobe_single_step_handler (v6.12).
+        instruction in the image after the return from an exception. Mirrors:
+        arch/riscv/kernel/probes/kprobes.c:kprobe_breakpoint_handler, kprobe_single_step_handler (v6.12).
         """
         cpu = self._machine.cpu
         distance = self._distance(self.regs.ip)
@@ -139,7 +141,7 @@ class NativeCore:
         return [{name: self.engine.reg_read(number) for name, number in self.model.all_registers.items()}]
 
     def original_text(self) -> Iterator[tuple[int, bytes]]:
-        """Yield nothing: only the guest's own kernel has patched its text."""
+        """Yield nothing, because kprobefs has not patched the text. Only the guest's own kernel may have."""
         yield from ()
 
     def vmcoreinfo(self) -> bytes:

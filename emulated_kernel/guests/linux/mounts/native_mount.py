@@ -124,7 +124,7 @@ class _TextFile(FileDescription):
 
 
 class _HistoryFile(FileDescription):
-    """An open file of machine/history. Each read renders the content again."""
+    """An open file of machine/history. Each read makes the content anew from the record of requests."""
 
     __slots__ = ()
 
@@ -218,7 +218,7 @@ class MachineFs(FileSystem):
         """Number of open files of machine/vmcore."""
 
     def history(self) -> bytes:
-        """Return the content of machine/history, which has the refused requests.
+        """Return the content of machine/history: the refused requests.
 
         It has no events, because the guest's own tracefs keeps these.
         """
@@ -254,7 +254,7 @@ class MachineFs(FileSystem):
         return [*self._texts, VMCORE]
 
     def is_always_open(self, path: str) -> bool:
-        """Implement FileSystem.is_always_open: return True for all files of this file system."""
+        """Return True for all files of this file system; see FileSystem."""
         del path
         return True
 

@@ -129,11 +129,11 @@ def _directory_functions(engine: LinuxEngine) -> DirectoryFunctions:
 
 
 def _sees_directories(engine: LinuxEngine, calls: LinuxControlCalls, makes: str) -> bool:
-    """Return True if a probe could see the guest create the directories of events.
+    """Return True if a probe could see how the guest creates the directories of events.
 
-    `makes`: name of the function that creates the directories. A probe could see its calls if the
-    function's text is patched. Otherwise the guest creates no directories, because that takes longer than
-    registering the event.
+    `makes`: name of the function that creates the directories. A probe could see its calls if the function's
+    text is patched. Otherwise the guest creates no directories, because that takes longer than registering
+    the event.
     """
     if not calls.is_watched:
         return False

@@ -46,7 +46,7 @@ _LOOKUP_ENDS = _INSTANTIATE + _CALL_SIZE + len(addi(A0, ZERO, 0))
 
 
 def _riscv_code(at: int, symbols: Mapping[str, int]) -> bytes:
-    """Return the code for the address `at`, with each part at its offset in _AT."""
+    """Return the machine code of all parts for the address `at`. Each part is at its offset in _AT."""
 
     def call(place: int, name: str) -> bytes:
         return long_jump(RA, RA, at + place, symbols[name])

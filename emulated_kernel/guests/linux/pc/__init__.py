@@ -1,1 +1,1 @@
-"""The emulated PC that a distribution's kernel runs on: CPU, RAM, devices and clock."""
+"""The emulated machines that a distribution's kernel runs on: CPU, RAM, devices and clock."""

@@ -1,7 +1,8 @@
 """Finds words of Unicorn's arm64 CPU state: system registers, processor state, syndrome of an exception.
 
-Unicorn's API does not give access to the syndrome and the faulting address of an exception, and its calls are
-slow. So the host accesses the words in Unicorn's memory. A separate engine is used to find their offsets.
+Unicorn's API does not give access to the syndrome and the faulting address of an exception. Its calls are
+also slow. So the host accesses the words in Unicorn's memory. A separate engine is used to find their
+offsets.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _PSTATE_AFTER_IP is the offset of the processor state from the program counter.
 class Arm64Cells(NamedTuple):
     """Offsets in bytes of words in Unicorn's CPU state, from the first register.
 
-    A field that has the name of a system register without `_el1` is the offset of this register.
+    A field that has the name of a system register without the suffix `_el1` is the offset of this register.
     """
 
     ttbr0: int

@@ -90,7 +90,7 @@ class Arm64LinuxCpu(LinuxCpu):
 
     @contextmanager
     def as_kernel(self) -> Iterator[None]:
-        """Give the CPU the kernel's rights during the block; see LinuxCpu."""
+        """Give the CPU the kernel's rights during the `with` block; see LinuxCpu."""
         if self.pstate[0] & arm64.LEVEL:
             yield
             return

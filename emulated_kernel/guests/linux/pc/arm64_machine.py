@@ -112,7 +112,7 @@ class Arm64Machine(LinuxMachine):
         return function
 
     def update_interrupt(self) -> None:
-        """Tell the CPU whether an enabled interrupt is pending in the interrupt controller."""
+        """Set whether the CPU has a pending interrupt, from the state of the interrupt controller."""
         self.cpu.see_interrupt(self.pc.has_interrupt)
 
     # Instructions that the host executes

@@ -44,7 +44,7 @@ class Arm64Memory(LinuxMemory):
         return self.kernel_tables[0] & _FRAME
 
     def is_writable(self, entry: int) -> bool:
-        """Return True if the page of a page table entry can be written."""
+        """Return True if the page that the page table entry `entry` maps can be written."""
         return not entry & _READ_ONLY
 
     def is_executable(self, entry: int) -> bool:
@@ -52,7 +52,7 @@ class Arm64Memory(LinuxMemory):
         return not entry & _NO_KERNEL_EXEC
 
     def walk(self, root: int, va: int) -> tuple[int, int, int] | None:
-        """Return (physical address, last page table entry, page size) of an address; see LinuxMemory."""
+        """Return (physical address, last page table entry, page size) of address `va`; see LinuxMemory."""
         if _HALF <= va < _WORD - _HALF or not 0 <= va < _WORD:
             return None
         table = (self.kernel_tables[0] if va >> 63 else root) & _FRAME

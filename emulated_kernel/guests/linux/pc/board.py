@@ -25,16 +25,16 @@ _STEPS = TscWords.steps.offset // 8
 
 
 class TimeFollower(Protocol):
-    """Interface of an object that shows the machine's time to guest code, which can advance the time."""
+    """Interface of an object with the machine's time in memory, which guest code can read and advance."""
 
     @property
     def host_address(self) -> int:
         """Address in this process of the u64 in which guest code advances the time, in nanoseconds."""
 
     def go_on(self, tsc: int, cycles: int) -> int:
-        """Advance the time, show the new time to guest code and return it.
+        """Advance the time by the time that guest code has used and by `cycles`; return the new time.
 
-        The new time is the old time `tsc`, plus the cycles that guest code has used since, plus `cycles`.
+        `tsc` is the old time, in cycles. Guest code can then read the new time.
         """
 
     def show(self, cycles: int) -> None:
@@ -44,7 +44,7 @@ class TimeFollower(Protocol):
 class CountedTime:
     """A TimeFollower for a guest whose instructions are counted.
 
-    Code of this guest sees no time except the TSC.
+    Guest code reads only the TSC, and no other time.
     """
 
     def __init__(self, khz: int) -> None:
@@ -112,7 +112,7 @@ class Board(ABC):
         return {name: getattr(self, name) for name in self.STATE}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Set the devices to a state that state() has returned.
+        """Restore the state `state` of the devices, a result of state().
 
         Raises: KeyError, TypeError, ValueError (state() cannot have returned `state`).
         """
@@ -131,7 +131,7 @@ class Board(ABC):
 
     @property
     def follower(self) -> TimeFollower | None:
-        """The object that shows the time to guest code; None without such an object.
+        """The object that keeps the time for guest code; None if there is no such object.
 
         If there is a follower, Python executes each rdtsc in place of the host's routine.
         """
@@ -170,7 +170,10 @@ class Board(ABC):
         return self._wall is not None
 
     def follow_wall(self, wall: Callable[[], int] = monotonic_ns) -> None:
-        """Make each rdtsc advance the time to the host's. `wall` returns the host's time in nanoseconds."""
+        """Make each rdtsc advance the machine's time to the host's time.
+
+        `wall` returns the host's time in nanoseconds.
+        """
         self._wall = wall
         self._wall_base = wall() - self.tsc * _MILLION // self.khz
         # The host's routine for rdtsc does not know the host's time.
@@ -232,7 +235,7 @@ class Board(ABC):
     def is_due(self) -> bool:
         """Whether the timer's interrupt is due, and the timer is neither off nor masked.
 
-        The property compares with the TSC value that was read or set last. It does not advance the TSC.
+        The property uses the TSC value that was read or set last. It does not advance the TSC.
         """
         return self.due is not None and self._cells[_TSC] >= self.due and self.timer_vector is not None
 

@@ -34,14 +34,17 @@ def state_words(state: int, code: str = "Q") -> tuple[int, ...]:
 
 
 def only(found: Set[int], what: str) -> int:
-    """Return the only offset in `found`; `what` names its word. Raises: HardwareError (none, or several)."""
+    """Return the only offset in `found`.
+
+    Raises: HardwareError (none or several offsets; `what` names the word).
+    """
     if len(found) != 1:
         raise HardwareError(f"the emulator's CPU state: {len(found)} words may be {what}")
     return next(iter(found))
 
 
 class WordSearch:
-    """Search for the offset of one word in the CPU state.
+    """Search for the offset of one word in the CPU state, by values that the word has in turn.
 
     The words are compared in place, not in a copy. Hazard: Unicorn's structure is shorter than STATE_SIZE, so
     the search includes memory after it. A copy of the structure in this memory would have the same values as
@@ -59,9 +62,9 @@ class WordSearch:
         self._left = set(range(0, STATE_SIZE, self._size))
 
     def keep(self, value: int) -> None:
-        """Keep only the words that have `value` now."""
+        """Keep only those candidates whose word has the value `value` now."""
         self._left = {at for at in self._left if self._words[at // self._size] == value}
 
     def offset(self, what: str) -> int:
-        """Return the offset of the word that is left. Raises: as only()."""
+        """Return the offset of the only candidate that is left. Raises: as only()."""
         return only(self._left, what)

@@ -77,7 +77,7 @@ class Pc(Board):
     # Ports
 
     def read_port(self, port: int, size: int) -> int:
-        """Execute the instruction `in`: return the value of a port, which has `size` bytes."""
+        """Execute the instruction `in`: return the value of `port`, of `size` bytes."""
         if port in _PIC_DATA:
             return self._pic_mask[_PIC_DATA.index(port)]
         if port in _UART:

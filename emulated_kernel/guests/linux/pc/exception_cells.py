@@ -1,7 +1,7 @@
 """Finds two words of Unicorn's x86 CPU state: the error code, and the exception that is being delivered.
 
-Unicorn's API does not give access to these words. A separate engine raises faults with known error codes.
-Words that contain these codes are then searched for.
+Unicorn's API does not give access to these words. So a separate engine raises faults with known error codes,
+and the module searches for the words that contain these codes.
 """
 
 from __future__ import annotations

@@ -71,12 +71,15 @@ class GicBoard(Board):
         return bool(self.pending & self.enabled)
 
     def timer_fires(self) -> None:
-        """Advance the time to the timer's interrupt, and make it pending; see Board."""
+        """Advance the time to the timer's interrupt, and make this interrupt pending; see Board."""
         super().timer_fires()
         self.pending |= 1 << TIMER_INTERRUPT
 
     def set_timer(self, control: int, compare: int) -> None:
-        """Set the virtual timer's registers cntv_ctl_el0 and cntv_cval_el0; clear its pending interrupt."""
+        """Set the virtual timer's registers cntv_ctl_el0 and cntv_cval_el0.
+
+        Clear the timer's pending interrupt.
+        """
         self.control = control & (TIMER_ON | TIMER_MASKED)
         self.compare = compare & _MASK
         self.due = self.compare if self.control == TIMER_ON else None
@@ -84,7 +87,7 @@ class GicBoard(Board):
 
     @property
     def timer_status(self) -> int:
-        """Value of cntv_ctl_el0, with TIMER_FIRED if the time of the timer has come."""
+        """Value of cntv_ctl_el0, with TIMER_FIRED if the counter has reached the timer's value."""
         return self.control | (TIMER_FIRED if self.tsc >= self.compare else 0)
 
     def read_distributor(self, offset: int) -> int:

@@ -62,8 +62,8 @@ class LinuxClock(GuestClock):
     def go_on(self, tsc: int, cycles: int) -> int:
         """Return the counter's new value: `tsc`, plus `cycles`, plus the time that guest code has used.
 
-        Guest code adds this time, in nanoseconds, to the word with the time. If the counter advances, write
-        its new time to the word.
+        Guest code has added this time, in nanoseconds, to the word with the time. If the counter advances,
+        write the new time to the word.
         """
         nanoseconds = self._now[0] - self._shown
         if nanoseconds:
@@ -86,11 +86,11 @@ class LinuxClock(GuestClock):
         self._shown = cell[0]
 
     def pass_to(self, nanoseconds: int) -> None:
-        """Advance the counter until the time is at least `nanoseconds`.
+        """Advance the counter until the guest's time is at least `nanoseconds`.
 
-        Change nothing if the time is later already, or if the kernel's conversion factors are invalid. In a
-        dump, the counter's time can be any time, because the TSC may be unstable or belong to another
-        machine.
+        Change nothing if the guest's time is later already, or if the kernel's conversion factors are
+        invalid. In a dump, the counter can have any value, because the TSC may be unstable or belong to
+        another machine.
         """
         if _signed(self._ns(self._pc.tsc)) >= nanoseconds:
             return

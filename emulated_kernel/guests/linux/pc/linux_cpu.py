@@ -1,8 +1,8 @@
-"""PcCpu: the CPU's privilege levels, descriptor tables, system calls, and exceptions through the IDT.
+"""PcCpu: privilege levels, descriptor tables, system calls and exceptions of the PC's x86-64 CPU.
 
 Unicorn 2.1 executes sysret, iret, swapgs, lidt, ltr, wrmsr and mov to control registers as a CPU does. It
 leaves `syscall` and all exceptions to its hooks, and its API cannot set a privilege level. The hooks need to
-set it, so they write to Unicorn's own CPU state. The layout of this state is checked for each machine.
+set the level, so they write to Unicorn's own CPU state. The layout of this state is checked for each machine.
 """
 
 from __future__ import annotations
@@ -146,7 +146,10 @@ def _bytes_at(address: int, size: int) -> memoryview:
 
 
 class LinuxCpu(ABC):
-    """The live CPU of a machine. It may be used only while the guest is stopped, or in a hook."""
+    """Interface of the live CPU of a machine.
+
+    It may be used only while the guest is stopped, or in a hook.
+    """
 
     regs: Regs
     exception_return: ClassVar[bytes] = b""
@@ -179,7 +182,7 @@ class LinuxCpu(ABC):
 
     @abstractmethod
     def as_kernel(self) -> AbstractContextManager[None]:
-        """Give the host's accesses the kernel's memory and rights during the block.
+        """Give the host's accesses the kernel's memory and rights during the `with` block.
 
         The CPU must not run in the block.
         """
@@ -272,11 +275,11 @@ class PcCpu(LinuxCpu):
 
     @contextmanager
     def as_kernel(self) -> Iterator[None]:
-        """Give the host's accesses the kernel's memory and rights during the block.
+        """Give the host's accesses the kernel's memory and rights during the `with` block.
 
-        The CPU must not run in the block. With page table isolation, the tables of user mode lack the
-        host's pages. An access through these tables would leave a page fault pending in Unicorn, which
-        turns the next exception into a double fault.
+        The CPU must not run in the block. With page table isolation, the tables of user mode lack the host's
+        pages. An access through these tables would leave a page fault pending in Unicorn, which turns the
+        next exception into a double fault.
         """
         state = self._state
         kept = state.hflags
@@ -420,7 +423,7 @@ class PcCpu(LinuxCpu):
     def raise_exception(self, trap: Trap) -> None:
         """Deliver an exception to the guest through its IDT.
 
-        Raises: GuestFault (the IDT has no gate for it, or the stack is not mapped).
+        Raises: GuestFault (the IDT has no gate for the exception, or the stack is not mapped).
         """
         error = None
         if trap.vector in _HAS_ERROR_CODE:
@@ -437,8 +440,8 @@ class PcCpu(LinuxCpu):
     def interrupt(self, vector: int, error_code: int | None = None) -> None:
         """Take an interrupt or exception: switch the stack, push the frame, enter the gate.
 
-        Source: Intel SDM vol. 3, 6.14.
-        Raises: GuestFault (the IDT has no gate for it, or the stack is not mapped).
+        Source: Intel SDM vol. 3, 6.14. Raises: GuestFault (the IDT has no gate for `vector`, or the stack is
+        not mapped).
         """
         regs = self.regs
         state = self._state
@@ -471,7 +474,7 @@ class PcCpu(LinuxCpu):
         regs.flags = flags & ~cleared
 
     def gate(self, vector: int) -> Gate:
-        """Return the gate of a vector in the guest's IDT. Raises: GuestFault (there is no gate)."""
+        """Return the gate of `vector` in the guest's IDT. Raises: GuestFault (there is no gate)."""
         try:
             low, high = _GATE.unpack(
                 self._memory.read(self.root, self._state.idt.base + _GATE_SIZE * vector, _GATE_SIZE)
@@ -487,7 +490,7 @@ class PcCpu(LinuxCpu):
         return Gate(entry, low >> 32 & 7, (low >> 40 & 15) == _INTERRUPT_GATE)
 
     def watch_gate(self, words: TrapWords, vector: int, ram: int) -> None:
-        """Fill in `words`, by which the host's routine for traps checks that it may deliver `vector` itself.
+        """Fill in `words`, by which the host's routine for traps decides if it may deliver `vector` itself.
 
         The words are host addresses of CPU state, and the present content of the IDT's gate for `vector`.
         `ram`: address of RAM in this process.

@@ -115,7 +115,7 @@ class LinuxMachine(ABC):
         pc.counts_instructions = True
 
     def call_at(self, address: int, function: Callable[[], object]) -> None:
-        """Call `function` from now on whenever the guest reaches an address.
+        """Call `function` from now on whenever the guest reaches `address`.
 
         The function may change memory and registers, but not the instruction pointer. If the function raises
         MemoryFault or GuestFault, report the fault as damage of the guest's data, and let the guest continue.
@@ -146,9 +146,9 @@ class LinuxMachine(ABC):
 
     @contextmanager
     def wanted_until(self, is_unwanted: Callable[[], bool]) -> Iterator[None]:
-        """During the block, end a run when `is_unwanted` returns True.
+        """End a run in the `with` block when `is_unwanted` returns True.
 
-        This means that no client waits for the run's result any more. The watchdog's thread calls
+        In that case, no client waits for the run's result any more. The watchdog's thread calls
         `is_unwanted`. An ended run leaves the machine dead, so the caller must be able to roll the run back.
         """
         self._watchdog.ask(is_unwanted)
@@ -159,12 +159,12 @@ class LinuxMachine(ABC):
 
     @contextmanager
     def ticking_in(self, code: range) -> Iterator[None]:
-        """Deliver timer interrupts in the code of a range during the `with` statement.
+        """Deliver timer interrupts while the guest runs the code in `code`, during the `with` block.
 
         The code may busy-wait for jiffies. A hook at each basic block of the code counts the blocks, and
-        stops the run for an interrupt after _TICK_BLOCKS of them or more.
-        Invariant: the hook stops a run before the first instruction of a basic block.
-        The hook calls Python for each basic block, so it is off outside of the `with` statement.
+        stops the run for an interrupt after _TICK_BLOCKS of them or more. Invariant: the hook stops a run
+        before the first instruction of a basic block. The hook calls Python for each basic block, so it is
+        off outside of the `with` block.
         """
         hook = self._counted.get(code)
         if hook is None:
@@ -204,7 +204,7 @@ class LinuxMachine(ABC):
 
     @property
     def delivers_breakpoints(self) -> bool:
-        """Whether breakpoints of kernel mode reach the guest's handler without Python."""
+        """Whether breakpoints in kernel mode reach the guest's handler without Python."""
         return False
 
     def watch_reset(self, emergency_restart: int) -> None:
@@ -311,7 +311,10 @@ class LinuxMachine(ABC):
 
     @abstractmethod
     def regs_end(self, facts: KernelOffsets) -> int:
-        """Return the address of the end of the running task's struct pt_regs, while it is in user mode."""
+        """Return the address of the end of the running task's struct pt_regs.
+
+        The task must be in user mode.
+        """
 
     @abstractmethod
     def direct_map(self, facts: KernelOffsets) -> int:
@@ -322,11 +325,11 @@ class LinuxMachine(ABC):
         """Return the return address of the function whose first instruction the CPU has reached."""
 
     def argument(self, number: int) -> int:
-        """Return an argument of the function whose first instruction the CPU has reached."""
+        """Return argument `number` of the function whose first instruction the CPU has reached."""
         return self.regs.get(self.model.arguments[number])
 
     def set_argument(self, number: int, value: int) -> None:
-        """Replace an argument of the function whose first instruction the CPU has reached."""
+        """Set argument `number` of the function whose first instruction the CPU has reached."""
         self.regs.set(self.model.arguments[number], value)
 
     def _per_cpu(self, facts: KernelOffsets) -> int:
@@ -335,7 +338,7 @@ class LinuxMachine(ABC):
 
     @abstractmethod
     def _is_idle(self) -> bool:
-        """Return True if an interrupt can wake the CPU, which has halted."""
+        """Return True if the CPU has halted and an interrupt can wake it."""
 
     @abstractmethod
     def timer(self) -> None:
@@ -357,9 +360,9 @@ class LinuxMachine(ABC):
 
     @abstractmethod
     def follow_text(self, symbols: Mapping[str, int], offsets: Mapping[str, int]) -> None:
-        """Drop translated code whenever the guest has changed its text.
+        """Drop translated code whenever the guest has changed its text, from now on.
 
-        `symbols` and `offsets`: as in KernelOffsets.
+        `symbols` and `offsets`: the fields of KernelOffsets.
         """
 
     def execute(self, sites: Mapping[str, int]) -> None:  # noqa: B027 - only arm64 has such instructions
@@ -369,9 +372,9 @@ class LinuxMachine(ABC):
         """
 
     def ease_user_access(self, sites: Mapping[str, int]) -> None:  # noqa: B027 - only riscv64 needs it
-        """Make accesses to user memory cheap; the memory of `sites` must be mapped.
+        """Make the guest's accesses to user memory take less time. The memory of `sites` must be mapped.
 
-        `sites`: a map as KernelOffsets.user_access.
+        `sites`: the map KernelOffsets.user_access.
         """
 
     def run_to_stub(self) -> None:

@@ -1,4 +1,4 @@
-"""Functions that make the machine for a processor.
+"""Functions that create the machine for a processor.
 
 The modules of a processor are imported only when a machine of that processor is used.
 """

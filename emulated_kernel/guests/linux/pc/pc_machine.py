@@ -64,7 +64,7 @@ _RDTSCP = 609
 
 
 class PcMachine(LinuxMachine):
-    """One emulated PC.
+    """An emulated PC with one x86-64 CPU.
 
     Raises: HardwareError (Unicorn's CPU state cannot be found or has an unknown layout).
     """
@@ -171,7 +171,7 @@ class PcMachine(LinuxMachine):
         )
 
     def _see_entry(self) -> None:
-        """Let the host's routine execute the next system calls, if the kernel's entry point is known."""
+        """Make the host's routine execute the next system calls, if the kernel's entry point is known."""
         self._entry = self.cpu.entry()
         if self._entry is not None:
             self._entry.show(self._syscalls)
@@ -306,7 +306,7 @@ class PcMachine(LinuxMachine):
             self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(free), at=frees)
 
     def _are_text(self, ranges: Iterable[tuple[int, int]]) -> bool:
-        """Return True if the CPU can execute the code in all ranges (address, size).
+        """Return True if the CPU can execute the code in each of `ranges`, pairs (address, size).
 
         A range of more than a page's size is not text. Most ranges of a call share few pages.
         """
@@ -321,7 +321,7 @@ class PcMachine(LinuxMachine):
         return all(walk is not None and self.memory.is_executable(walk[1]) for walk in walks)
 
     def deliver_breakpoints(self, stub: range, cells: int) -> None:
-        """Make the guest continue at `stub` after a breakpoint of kernel mode; the stub delivers it.
+        """Make the guest continue at `stub`, which delivers the exception, after a breakpoint in kernel mode.
 
         `cells`: physical address of the words that the stub pushes.
         """
@@ -339,7 +339,7 @@ class PcMachine(LinuxMachine):
 
     @property
     def delivers_breakpoints(self) -> bool:
-        """Whether breakpoints of kernel mode reach the guest's handler without Python."""
+        """Whether breakpoints in kernel mode reach the guest's handler without Python."""
         return bool(self.hooks.words.stub)
 
     def _exception(self, trap: Trap) -> None:

@@ -81,11 +81,11 @@ class LinuxMemory:
         return root
 
     def is_writable(self, entry: int) -> bool:
-        """Return True if the page of a page table entry can be written."""
+        """Return True if the page that the page table entry `entry` maps can be written."""
         return bool(entry & WRITABLE)
 
     def is_executable(self, entry: int) -> bool:
-        """Return True if the code in the page of a page table entry can be executed."""
+        """Return True if the code in the page that the page table entry `entry` maps can be executed."""
         return not entry & _NO_EXECUTE
 
     def forbid_execution(self, root: int, data: range) -> None:
@@ -104,7 +104,7 @@ class LinuxMemory:
         return sum(map(bool, self.words[root >> 3 :][_KERNEL_DATA])) > 1
 
     def last(self, root: int, va: int) -> tuple[int, int]:
-        """Return the index in `words` of the last entry of a walk, and the size that the entry maps."""
+        """Return the index in `words` of the last entry of a walk for `va`, and the size that it maps."""
         table = self.top_table(root, va)
         slot = 0
         size = 0
@@ -124,11 +124,11 @@ class LinuxMemory:
         return root & FRAME
 
     def maps_page(self, entry: int, shift: int) -> bool:
-        """Return True if a present entry that covers 2**shift bytes maps a page, not a further table."""
+        """Return True if a present entry that covers 2**shift bytes maps a page and not another table."""
         return shift < _SHIFTS[0] and bool(entry & _LARGE)
 
     def translate(self, root: int, va: int) -> int:
-        """Return the physical address of a virtual address."""
+        """Return the physical address of the virtual address `va`."""
         found = self.walk(root, va)
         if found is None:
             raise MemoryFault(va)
@@ -146,7 +146,7 @@ class LinuxMemory:
         return b"".join(parts)
 
     def write(self, root: int, va: int, data: bytes) -> None:
-        """Write bytes to virtual memory. Pages that are read-only are written, too."""
+        """Write bytes to virtual memory, even to read-only pages."""
         while data:
             here = min(len(data), PAGE - va % PAGE)
             at = self.translate(root, va)
@@ -155,7 +155,7 @@ class LinuxMemory:
             data = data[here:]
 
     def read_word(self, root: int, va: int) -> int:
-        """Return the u64 at a virtual address, which need not be aligned."""
+        """Return the u64 at the virtual address `va`, which need not be aligned."""
         return int(struct.unpack("<Q", self.read(root, va, 8))[0])
 
     def close(self) -> None:

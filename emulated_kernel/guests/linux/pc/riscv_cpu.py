@@ -1,7 +1,7 @@
 """RiscvLinuxCpu: privilege levels and exceptions of a RISC-V CPU that runs a distribution's kernel.
 
-Unicorn executes sret, sfence.vma, satp and interrupts as a CPU does. It leaves exceptions to its hooks.
-Source: The RISC-V Instruction Set Manual, Volume II, "Supervisor-Level ISA".
+Unicorn executes sret, sfence.vma, interrupts, and writes of satp as a CPU does. It leaves exceptions to its
+hooks. Source: The RISC-V Instruction Set Manual, Volume II, "Supervisor-Level ISA".
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RiscvLinuxCpu(LinuxCpu):
 
     @contextmanager
     def as_kernel(self) -> Iterator[None]:
-        """Give the CPU the kernel's rights during the block; see LinuxCpu."""
+        """Give the CPU the kernel's rights during the `with` block; see LinuxCpu."""
         kept = self.mode[0]
         self.mode[0] = _SUPERVISOR
         try:
@@ -98,7 +98,7 @@ class RiscvLinuxCpu(LinuxCpu):
         self.regs.ip = entry
 
     def set_pending(self, interrupts: int, *, cleared: int = 0) -> None:
-        """Make the interrupts in the mask `interrupts` pending, and those in `cleared` not pending.
+        """Make the interrupts in the mask `interrupts` pending, and the interrupts in `cleared` not pending.
 
         Unicorn delivers a pending interrupt when the guest has enabled it. Unicorn: a write of the word mip
         in the CPU state would not interrupt the CPU.

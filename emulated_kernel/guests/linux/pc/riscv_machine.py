@@ -101,7 +101,7 @@ class RiscvMachine(LinuxMachine):
             self.engine.stop()
 
     def _has_read_time(self, ip: int) -> bool:
-        """Execute an rdtime instruction at `ip`; return False if another instruction is there."""
+        """Execute the rdtime instruction at `ip`, and return True; return False for any other instruction."""
         try:
             code = int.from_bytes(self.memory.read(self.cpu.root, ip, _SIZE), "little")
         except MemoryFault:
@@ -158,7 +158,7 @@ class RiscvMachine(LinuxMachine):
         return self.memory.read_word(self.cpu.root, mapping)
 
     def direct_map_of(self, kernel: LinuxKernel) -> int:
-        """Return the start of the direct map of a kernel that runs."""
+        """Return the virtual address of the start of the direct map of `kernel`, which is running."""
         mapping = kernel.required("kernel_map") + kernel.btf.offset("kernel_mapping.va_pa_offset")
         return self.memory.read_word(self.cpu.root, mapping)
 

@@ -70,9 +70,9 @@ class UserAccess:
         return sum(int(words.spared) for words in self._all)
 
     def take_over(self, sites: Mapping[str, int], memory: LinuxMemory, root: int, ram: int) -> None:
-        """Change SUM at `sites` from now on, unless this is already done. The guest must not run.
+        """Make the host change SUM at `sites` from now on, unless it does so already. The guest must not run.
 
-        `sites`: a map as KernelOffsets.user_access. `root`: physical address of the kernel's page tables.
+        `sites`: the map KernelOffsets.user_access. `root`: physical address of the kernel's page tables.
         `ram`: address in this process of the physical address 0.
         """
         routines = routine_address("set_sum"), routine_address("clear_sum")
@@ -115,7 +115,10 @@ class UserAccess:
 
 
 def _has_empty_tlb(state: int) -> bool:
-    """Return True if Unicorn's TLB is where UserAccess expects it. No translation may be cached."""
+    """Return True if Unicorn's TLB has the layout that UserAccess expects.
+
+    Precondition: no translation is cached.
+    """
     tables = own_memory(state + _TABLES_AT, _TABLES.size)
     kernel = own_memory(state + _KERNEL_AT, _HEAD.size + VICTIMS * ENTRY_SIZE)
     if len(tables) != _TABLES.size or len(kernel) != _HEAD.size + VICTIMS * ENTRY_SIZE:

@@ -23,15 +23,15 @@ class Sv39Memory(LinuxMemory):
     frame_shift = 2
 
     def is_writable(self, entry: int) -> bool:
-        """Return True if the page of a page table entry can be written."""
+        """Return True if the page that the page table entry `entry` maps can be written."""
         return bool(entry & _WRITE)
 
     def is_executable(self, entry: int) -> bool:
-        """Return True if the code in the page of a page table entry can be executed."""
+        """Return True if the code in the page that the page table entry `entry` maps can be executed."""
         return bool(entry & _EXECUTE)
 
     def walk(self, root: int, va: int) -> tuple[int, int, int] | None:
-        """Return (physical address, last page table entry, page size) of an address; see LinuxMemory."""
+        """Return (physical address, last page table entry, page size) of address `va`; see LinuxMemory."""
         if _HALF <= va < _WORD - _HALF or not 0 <= va < _WORD:
             return None
         table = root

@@ -1,4 +1,4 @@
-"""Assembly code by which KernelCalls calls functions of an arm64 kernel; kernel_calls.py has x86's."""
+"""Assembly code by which KernelCalls calls functions of an arm64 kernel; kernel_calls.py has x86's code."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ def interface_with(kernel: LinuxKernel, profile: Profile) -> Interface:
 def detect_interface(kernel: LinuxKernel) -> Interface:
     """Return the tracefs interface of a kernel.
 
-    Its rules are found by the texts of the kernel's error table and README, and by its functions. A rule
-    without such a sign follows from the kernel's version.
+    The features of the interface are found by the texts of the kernel's error table and README, and by its
+    functions. A feature that they do not show follows from the kernel's version.
     """
     texts = _error_table(kernel)
     series = series_of(kernel.release)
@@ -80,7 +80,7 @@ def detect_interface(kernel: LinuxKernel) -> Interface:
 
 
 def _functions(kernel: LinuxKernel) -> list[str]:
-    """Return the functions of a kernel that are signs of interface rules, such as `fprobe_return()`."""
+    """Return those functions of a kernel that show features of its interface, such as `fprobe_return()`."""
     signs = {rule.sign for rule in InterfaceRule if rule.sign.endswith("()")}
     return [sign for sign in signs if kernel.kallsyms.lookup_name(sign.removesuffix("()")) is not None]
 

@@ -1,4 +1,4 @@
-"""KernelCalls: calls functions of a running distribution's kernel, each in a kernel thread of its own.
+"""KernelCalls: calls functions of a running distribution's kernel, each in a separate kernel thread.
 
 An interrupt queues work, as a device's interrupt does. The work creates the thread, which may sleep.
 """
@@ -198,7 +198,7 @@ class KernelCalls(TaskObserver):
         tasks.events.watch(self)
 
     def call_function(self, function: str, *arguments: int | str) -> int:
-        """Call a kernel function by name and return its result; copy string arguments to guest memory.
+        """Call the kernel function `function` and return its result; copy string arguments to guest memory.
 
         Raises: the errors of CallArguments.placed(), KernelError EFAULT (the thread was killed), ETIMEDOUT
         (the function has not returned), ENOMEM (the thread cannot be made), GuestFault.
@@ -261,7 +261,7 @@ class KernelCalls(TaskObserver):
         return _HEAD.unpack(self._machine.memory.read(mailbox, _HEAD.size))
 
     def exiting(self, task: int) -> None:
-        """If an ending thread makes a call that has not returned, mark the call as killed."""
+        """Mark a call as killed, if the thread `task` exits before its call has returned."""
         for mailbox in self._mailboxes:
             head = self._head(mailbox)
             if head[_TASK // 8] == task and not head[_STATE // 8]:

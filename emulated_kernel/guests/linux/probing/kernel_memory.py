@@ -125,7 +125,7 @@ class KernelMemory(GuestMemory):
         self._on_remap()
 
     def _entry(self, va: int) -> tuple[int, int, int] | None:
-        """Return (physical address, page table entry, page size) of an address; None if it is not mapped."""
+        """Return (physical address, page table entry, page size) of `va`; None if `va` is not mapped."""
         return self._memory.walk(self._cpu.root, va)
 
     def mapped_ranges(self) -> Iterator[MappedRange]:
@@ -146,8 +146,8 @@ class KernelMemory(GuestMemory):
     def _pages(self, va: int, size: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield (virtual address, physical address, length, page table entry) for each page of a range.
 
-        The first three describe the part of the range that is in the page. Raises: MemoryFault (a page is
-        not mapped).
+        The addresses and the length describe the part of the range that is in the page. Raises: MemoryFault
+        (a page is not mapped).
         """
         end = va + size
         while va < end:
@@ -177,8 +177,8 @@ class KernelMemory(GuestMemory):
     def _contiguous(self, va: int, size: int, fits: Callable[[int], bool]) -> int | None:
         """Return the physical address of a virtual range; None if the range is not contiguous.
 
-        Also return None if `fits` is false for the page table entry of one of the pages.
-        Raises: MemoryFault.
+        Also return None if `fits` returns False for the page table entry of one of the pages. Raises:
+        MemoryFault.
         """
         start = None
         expected = None
@@ -211,7 +211,7 @@ class KernelMemory(GuestMemory):
     def give_back(self, pages: Iterable[int]) -> None:
         """Give the memory of pages back to the host, if they equal the file from which RAM is mapped.
 
-        `pages`: virtual addresses.
+        `pages`: virtual addresses of the pages.
 
         Hazard: giving back a page that differs from the file would lose its content, so the page is restored.
         """

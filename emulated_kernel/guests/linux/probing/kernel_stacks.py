@@ -22,11 +22,11 @@ _MEMBERS = (
 
 
 class KernelStacks(TaskStacks):
-    """Searches the CPU's registers and the live stacks of all tasks for addresses.
+    """Searches the CPU's registers and the live stacks of all tasks for addresses in given ranges.
 
-    A word that only looks like an address counts too. The guest must be stopped.
-    Mirrors: synchronize_rcu_tasks (v6.1).
-    Raises: KernelError ENOEXEC, ENOENT, ENODATA (the kernel's structures are unknown).
+    A word that only looks like an address counts too. The guest must be stopped. Mirrors:
+    synchronize_rcu_tasks (v6.1). Raises: KernelError ENOEXEC, ENOENT, ENODATA (the kernel's structures are
+    unknown).
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class KernelStacks(TaskStacks):
     def task_structs(self) -> Iterator[int]:
         """Yield the addresses of all task_structs: of each process and its threads, then of the idle task.
 
-        If the guest's task list is damaged, log this, and leave out the tasks after the damaged entry.
+        If the guest's task list is damaged, log the damage, and leave out the tasks after the damaged entry.
         """
         with self._machine.damage.left_out("task list"):
             yield from self._tasks(self._reader())
@@ -96,7 +96,7 @@ class KernelStacks(TaskStacks):
         return tuple(self._machine.regs.snapshot())
 
     def _stacks(self, reader: GuestReader) -> Iterator[tuple[int, int, bool]]:
-        """Yield (start, end, whether the CPU uses the stack) for the live part of each stack."""
+        """Yield (start, end, is_used) for the live part of each stack; is_used: the CPU uses the stack."""
         word = reader.word
         offset = self._offsets
         sp = self._machine.regs.sp

@@ -102,9 +102,9 @@ class EventBatch:
         self._funcs = 0
 
     def hold(self) -> None:
-        """Take a reference to the module of the events. Raises: KernelError EBUSY (it is being unloaded).
+        """Take a reference to the module of the events.
 
-        Mirrors: try_module_get (v6.1).
+        Raises: KernelError EBUSY (the module is being unloaded). Mirrors: try_module_get (v6.1).
         """
         if self._references:
             count = self._count(0)
@@ -161,16 +161,16 @@ class EventBatch:
         return files
 
     def stub(self, number: int) -> str:
-        """Return the name of the stub of the tracepoint with this index."""
+        """Return the name of the stub of tracepoint `number`."""
         stub = self.points[number].stub
         return "" if stub is None else stub.symbol
 
     def array(self, number: int) -> int:
-        """Return the address of the array of struct tracepoint_func of the tracepoint with this index."""
+        """Return the address of the array of struct tracepoint_func of tracepoint `number`."""
         return self._funcs + number * _FUNCS
 
     def file(self, number: int) -> int:
-        """Return the address that serves as the trace_event_file of the tracepoint with this index."""
+        """Return the address that serves as the trace_event_file of tracepoint `number`."""
         return self.array(len(self.points)) + number * _FILE
 
 
@@ -285,14 +285,14 @@ class KernelTracepoints:
 
     @cached_property
     def _hands_over(self) -> bool:
-        """Whether the kernel has all REPLACED_FUNCTIONS, with which it reserves and commits records."""
+        """Whether the kernel has all REPLACED_FUNCTIONS, by which it reserves and commits records."""
         lookup = self._kernel.kallsyms.lookup_name
         return lookup(_RESERVE) is not None and lookup(_COMMIT) is not None
 
     def _event(
         self, event: KernelEvent, batch: EventBatch, register: Switch | None
     ) -> KernelStaticEvent | None:
-        """Return the trace event for a kernel event, or None if it cannot be switched.
+        """Return the trace event for a kernel event, or None if the event cannot be enabled and disabled.
 
         `register`: function that is called in addition to switching the event's key.
         """
@@ -338,7 +338,7 @@ class KernelTracepoints:
         return KernelNames(variables, btf.constants, {"page": btf.size("page")}, functions)
 
     def _milliseconds(self, tick: int, jiffies: int) -> int:
-        """Return the milliseconds of `jiffies`. Mirrors: kernel/time/time.c:jiffies_to_msecs (v6.1)."""
+        """Convert `jiffies` to milliseconds. Mirrors: kernel/time/time.c:jiffies_to_msecs (v6.1)."""
         # A guest can set its variable to any number.
         per_second = round(10**9 / max(self._word_at(tick), 1))
         return jiffies * 1000 // max(per_second, 1) & 0xFFFFFFFF
@@ -366,11 +366,10 @@ class KernelTracepoints:
             raise
 
     def _register(self, event: KernelEvent, batch: EventBatch, on: bool) -> None:
-        """Call an event's regfunc if `on` is True, otherwise its unregfunc; do nothing if it has none.
+        """Call an event's regfunc if `on` is True, otherwise its unregfunc, provided that the event has it.
 
         Deviates: the unregfunc of a module in the state GOING is not called, because the kernel is in the
-        middle of the unload.
-        Raises: KernelError (with regfunc's errno), as `call`.
+        middle of the unload. Raises: KernelError (with regfunc's errno), as `call`.
         """
         if batch.is_going:
             return
@@ -448,8 +447,8 @@ class KernelTracepoints:
         """Replace trace_event_buffer_reserve(): make it return the address of memory for a record, or 0.
 
         The function's arguments are a trace_event_buffer, a trace_event_file and a size. It returns 0 in
-        three cases: the file belongs to the kernel's own tracefs, which no client can see; _DEPTH records
-        are under construction; or the size is not that of a record.
+        three cases: the file belongs to the kernel's own tracefs, which no client can see; _DEPTH records are
+        under construction; or no record has this size.
         """
         buffer, file, size = self._replaced.arguments(regs)
         place = self._places + len(self._pending) * PAGE_SIZE
@@ -461,9 +460,9 @@ class KernelTracepoints:
             self._replaced.end(regs, 0)
 
     def _commit(self, regs: Any) -> None:
-        """Replace trace_event_buffer_commit(): give a finished record to its event.
+        """Replace trace_event_buffer_commit(): pass a finished record to its event.
 
-        Its argument is a trace_event_buffer.
+        The function's argument is a trace_event_buffer.
         """
         buffer, *_ = self._replaced.arguments(regs)
         self._replaced.end(regs, 0)
@@ -510,7 +509,7 @@ class KernelStaticEvent(StaticEvent):
 
     @cached_property
     def fields(self) -> tuple[EventField, ...]:
-        """The event's own fields, computed at the first use: a start needs those of a few events only."""
+        """The event's own fields. They are computed at the first use, because most events are never used."""
         return tuple(layout_fields(self._definitions, self._common_size))
 
     @property

@@ -62,7 +62,7 @@ class LoadedModules:
         self._kernel = kernel
 
     def _begin(self, what: str) -> GuestReader:
-        """Return a new reader for one list or one module, with limits of its own.
+        """Return a new reader for one list or one module, whose limits of steps and bytes start afresh.
 
         `what`: name of the data in reports of damage.
         """
@@ -71,7 +71,7 @@ class LoadedModules:
         return reader
 
     def addresses(self) -> list[int]:
-        """Return the addresses of struct modules, the oldest first, except of modules that are being loaded.
+        """Return the addresses of struct modules, the oldest first, without modules that are being loaded.
 
         Damaged modules are left out.
         """
@@ -91,7 +91,7 @@ class LoadedModules:
         return [module for module, is_formed in formed if is_formed][::-1]
 
     def name(self, module: int) -> str:
-        """Return the name of the module whose struct module is at `module`."""
+        """Return the name of the module whose struct module is at the address `module`."""
         self._begin("module")
         return self._name(module)
 
@@ -182,7 +182,7 @@ class LoadedModules:
         return _text(text, places), _text(init_text, places), (data,), (init_data,)
 
     def _layout(self, module: int, name: str) -> tuple[Range, Range]:
-        """Return the ranges of text and data of one of the module's two pieces of memory, `core` or `init`.
+        """Return the ranges of text and data in the module's piece of memory called `name`: `core` or `init`.
 
         Mirrors: include/linux/module.h:struct module_layout (v6.1).
         """
@@ -240,9 +240,9 @@ class LoadedModules:
             yield Symbol(name, address, shown, min(following.get(address, end), end) - address)
 
     def _names(self, strings: int, places: list[int]) -> Callable[[int], str]:
-        """Read a string table up to the string at the last offset in `places`.
+        """Return a function that maps the offset of a string in a string table to the string.
 
-        Return a function from the offset of a string to the string. `strings`: address of the table.
+        The table is read up to the string at the last offset in `places`. `strings`: address of the table.
         """
         last = max(places, default=0)
         text = self._memory.read(strings, last) + self._memory.string(strings + last, _NAME).encode() + b"\0"

@@ -54,7 +54,7 @@ class ModuleWatch:
         keys.add(self._labels)
 
     def there(self) -> list[Module]:
-        """Return the modules that are loaded now, the oldest first; log modules that cannot be read."""
+        """Return the modules that are loaded now, the oldest first. Log modules that cannot be read."""
         found: list[Module] = []
         with self._logged():
             for module in self.loaded.addresses():
@@ -64,7 +64,10 @@ class ModuleWatch:
 
     @contextmanager
     def _logged(self) -> Iterator[None]:
-        """During the block, log an error of reading a module, and suppress it; the module stays unknown."""
+        """Log and suppress an error of reading a module in the `with` block.
+
+        The module then stays unknown.
+        """
         try:
             yield
         except (KernelError, MemoryFault, HardwareError, ValueError, StructError) as error:

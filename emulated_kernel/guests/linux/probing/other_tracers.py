@@ -22,9 +22,9 @@ def other_tracers(
 ) -> Mapping[str, Mapping[str, bool]]:
     """Return tracer -> option -> whether the option is on, for registered tracers that are not in `known`.
 
-    If a tracer is unreadable, because the guest may have damaged the list of tracers, this tracer and the
-    later ones are left out.
-    Mirrors: kernel/trace/trace.c:trace_types, create_trace_option_files (v6.1).
+    If a tracer is unreadable, because the guest may have damaged the list of tracers, this tracer and all
+    tracers after it are left out. Mirrors: kernel/trace/trace.c:trace_types, create_trace_option_files
+    (v6.1).
     """
     found: dict[str, Mapping[str, bool]] = {}
     with suppress(GuestFault, MemoryFault, KernelError):
@@ -60,6 +60,6 @@ def _options(kernel: LinuxKernel, memory: GuestMemory, flags: int) -> Mapping[st
 
 
 def _string(memory: GuestMemory, at: int) -> str:
-    """Return the string at an address, or "" if it can't be a file name."""
+    """Return the string at the address `at`, or "" if it can't be a file name."""
     name = memory.read_cstring(at, _NAME_SIZE).decode("latin-1") if at else ""
     return name if name.isascii() and name.isprintable() and "/" not in name else ""

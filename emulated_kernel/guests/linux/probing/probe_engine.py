@@ -48,9 +48,9 @@ _TURN = 10_000
 class KernelEngine:
     """The probe engine and tracing over one guest; breakpoints, slots and detours are in the guest's memory.
 
-    If a breakpoint has no handler of the engine, it is the guest's own, and is delivered to the guest.
-    Raises: KernelError ENOEXEC (the kernel is for an unsupported processor), ENOENT, ENODATA (the kernel's
-    structures are unknown).
+    If the engine has no handler for a breakpoint, the breakpoint belongs to the guest, and is delivered to
+    it. Raises: KernelError ENOEXEC (the kernel is for an unsupported processor), ENOENT, ENODATA (the
+    kernel's structures are unknown).
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class KernelEngine:
         return events
 
     def _caller(self) -> Callable[[int], int] | None:
-        """Return a function that calls a kernel function which may sleep, by its address.
+        """Return a function that calls a kernel function, given by its address, which may sleep.
 
         Return None if no such function can be called.
         """
@@ -207,7 +207,10 @@ class KernelEngine:
             notify()
 
     def request_begins(self) -> None:
-        """Notify the observers that a request of a host process begins; they do delayed work that is due."""
+        """Notify the observers that a request of a host process begins.
+
+        They do the delayed work that is due.
+        """
         events = self.guest.events
         for notify in events.call_begins:
             notify()
@@ -276,7 +279,7 @@ class LinuxEngine(KernelEngine):
         return self._call
 
     def _call(self, function: int) -> int:
-        """Call a kernel function that may sleep, by its address.
+        """Call the kernel function at the address `function`, which may sleep; return its result.
 
         Raises: KernelError, as `KernelCalls`, EIO (the guest has died).
         """

@@ -1,4 +1,4 @@
-"""ProbedLinux: gives the probe engine its interface to the machine of a distribution's kernel."""
+"""ProbedLinux: the machine of a distribution's kernel, with the interface that the probe engine needs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _model(tasks: RunningLinux, kernel: LinuxKernel) -> CpuModel:
 class ProbedLinux(ProbedMachine):
     """The CPU and memory of a distribution's kernel, as the probe engine uses them.
 
-    `tasks`: the running kernel. `kernel`: the kernel's tables; their text is that in the guest's memory.
+    `tasks`: the running kernel. `kernel`: the kernel's tables. Their text is the text in the guest's memory.
     Raises: MemoryFault (the text is not mapped), and the errors of LinuxClock.
     """
 
@@ -138,8 +138,8 @@ class ProbedLinux(ProbedMachine):
     def _map_cells(self) -> int:
         """Allocate memory for the variables of handlers (cells); return its virtual address.
 
-        x86, arm64: the address is in the direct map. On x86, a 32-bit offset from the per-CPU area must reach
-        it. RISC-V: the address is RISCV_CELLS, which all code can reach.
+        x86, arm64: the address is in the direct map. On x86, a 32-bit offset from the per-CPU area must be
+        able to reach this address. RISC-V: the address is RISCV_CELLS, which all code can reach.
         """
         cells = self.alloc_pages(_CELLS_SIZE)
         if self._abi is not RISCV64:

@@ -10,7 +10,7 @@ from emulated_kernel.machine.memory.guest_memory import GuestMemory
 
 
 class ReplacedCalls:
-    """The calling convention of a kernel, at the first instruction of a function."""
+    """Access to arguments and result of a kernel function, at the function's first instruction."""
 
     def __init__(self, arch: Arch, memory: GuestMemory) -> None:
         self._memory = memory

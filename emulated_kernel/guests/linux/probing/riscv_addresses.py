@@ -21,5 +21,5 @@ def riscv_addresses_in(text: bytes, start: int) -> Iterator[int]:
 
 
 def _addi(register: int) -> int:
-    """Return the low 20 bits of an addi that adds a constant to `register`."""
+    """Return the low 20 bits of an addi instruction that adds a constant to `register`."""
     return int.from_bytes(addi(register, register, 0), "little")

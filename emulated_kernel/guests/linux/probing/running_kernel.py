@@ -35,10 +35,10 @@ class RunningMemory(LinkedMemory):
     """The memory of a kernel: its image, and all other memory that its page tables map."""
 
     def __init__(self, image: LoadSegment | None, read: Callable[[int, int], bytes]) -> None:
-        """Store the image, and the function `read`, which returns the bytes at a virtual address.
+        """Store the kernel's image, and the function `read`, which returns the bytes at a virtual address.
 
-        `image`: the kernel's image; None if `read` is to read all memory. Otherwise `read` reads only
-        addresses outside of the image. It raises MemoryFault if the memory is not mapped.
+        If `image` is None, `read` is called for all memory. Otherwise `read` is called only for addresses
+        outside of the image. It raises MemoryFault if the memory is not mapped.
         """
         super().__init__(0, () if image is None else (image,), {})
         self._read = read
@@ -93,7 +93,7 @@ class RunningKernel(LinuxKernel):
         self._image = range(memory.segments[0].va, end)
 
     def word(self, va: int) -> int:
-        """Return the u64 at a virtual address. Raises: KernelError ENOEXEC (the memory there is unknown)."""
+        """Return the u64 at the virtual address `va`. Raises: KernelError ENOEXEC (the memory is unknown)."""
         return int.from_bytes(self.vmlinux.read(va, _WORD), "little")
 
     def _list(self, head: str, member: str) -> Iterator[int]:

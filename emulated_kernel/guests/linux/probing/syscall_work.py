@@ -51,10 +51,10 @@ class SyscallWork:
         return btf.offset(SYSCALL_WORK), 1 << btf.enumerators(btf.find(Kind.ENUM, _BITS))[_BIT]
 
     def switch(self, on: bool) -> None:
-        """Count one more user of the flag if `on` is True, otherwise one less; set or clear the flag.
+        """Add a user of the flag if `on` is True, otherwise remove a user; set or clear the flag.
 
-        The first user sets the flag in all tasks, and the last user clears it. While the count is not 0,
-        the kernel sets the flag in each task that is forked. Raises: MemoryFault (the task list is
+        The first user sets the flag in all tasks, and the last user clears it. While the count of users is
+        not 0, the kernel sets the flag in each task that is forked. Raises: MemoryFault (the task list is
         damaged).
         """
         offset, flag = self._place()

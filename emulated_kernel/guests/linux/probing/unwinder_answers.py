@@ -1,4 +1,4 @@
-"""UnwinderAnswers: tells the unwinder of a distribution's kernel the callers of hooked calls."""
+"""UnwinderAnswers: passes the callers of hooked calls to the unwinder of a distribution's kernel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ANSWERED_FUNCTIONS = (_FIND,)
 
 
 def return_place(kernel: LinuxKernel, arch: Arch) -> dict[str, int]:
-    """Return RETURN_PLACE -> address after the code of one of the kernel's own trampolines.
+    """Return RETURN_PLACE -> the address after the code of one of the kernel's own trampolines.
 
     Return {} if there is not enough room, or if the unwinders need no such address.
     """
@@ -47,9 +47,9 @@ def return_place(kernel: LinuxKernel, arch: Arch) -> dict[str, int]:
 
 
 class UnwinderAnswers:
-    """Answers the kernel function by which unwinders ask for the real return address of a hooked call.
+    """Replaces the kernel function from which unwinders get the real return address of a hooked call.
 
-    The kernel's own function runs on if the address is not a trampoline of kprobefs.
+    If the address that an unwinder has found is no trampoline of kprobefs, the kernel's own function runs.
     """
 
     def __init__(self, machine: ProbedMachine, kernel: LinuxKernel, arch: Arch, hook_sets: HookSets) -> None:

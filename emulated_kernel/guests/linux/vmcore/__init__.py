@@ -1,1 +1,4 @@
-"""Mounts of vmcores: a dump's memory as a guest, calls of its functions, and its files."""
+"""Mounts of vmcores: a dump's memory becomes a guest, whose functions can be called.
+
+The mount also shows the files of the dump.
+"""

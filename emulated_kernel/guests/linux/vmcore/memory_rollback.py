@@ -1,6 +1,6 @@
 """MemoryRollback: undoes a call's writes to guest memory.
 
-It finds the written pages by /proc/self/pagemap.
+It finds the pages that the call has written by /proc/self/pagemap.
 """
 
 from __future__ import annotations

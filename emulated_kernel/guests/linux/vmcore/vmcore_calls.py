@@ -114,7 +114,7 @@ class VmcoreCalls:
 
     @contextmanager
     def bounded(self) -> Iterator[None]:
-        """Limit the total time of all calls in the block to the maximum time of one run.
+        """Limit the total time of all calls in the `with` block to the maximum time of one run.
 
         The last call may exceed the limit by the time of a run.
         """
@@ -125,7 +125,7 @@ class VmcoreCalls:
             self._deadline = inf
 
     def add_code(self, code: bytes) -> int:
-        """Copy host code to guest memory and return its address, for functions to call.
+        """Copy `code`, which called functions can use, to guest memory; return its address.
 
         Raises: HardwareError (the page for host code is full).
         """
@@ -138,7 +138,7 @@ class VmcoreCalls:
         return _TEXT + at
 
     def call_function(self, function: str, *arguments: int | str) -> int:
-        """Call a kernel function by name and return its result; copy string arguments to guest memory.
+        """Call the kernel function `function` and return its result; copy string arguments to guest memory.
 
         Raises: the errors of CallArguments.placed(), and those that the class describes.
         """
@@ -160,7 +160,7 @@ class VmcoreCalls:
                 raise
 
     def _returned(self, address: int, values: list[int]) -> int:
-        """Run the function at an address and return its result.
+        """Run the function at `address` with the argument registers `values`; return its result.
 
         Raises: KernelError (the function cannot continue), MemoryFault, HardwareError.
         """
@@ -212,7 +212,7 @@ class VmcoreCalls:
         regs.sp += 8
 
     def _where(self) -> str:
-        """Return the end of an error message: the place where a call failed; "" if the place is unknown.
+        """Return the end of an error message: where a call failed. Return "" if this is unknown.
 
         The text names the exception, the panic message or the callers.
         """
@@ -236,7 +236,7 @@ class VmcoreCalls:
         return ""
 
     def _text(self, va: int) -> str:
-        """Return at most _MESSAGE bytes of the string at a virtual address."""
+        """Return the string at the virtual address `va`, at most _MESSAGE bytes of it."""
         data = self._machine.memory.read(va, min(_MESSAGE, PAGE_SIZE - va % PAGE_SIZE))
         return data.partition(b"\0")[0].decode("utf-8", "replace").strip()
 

@@ -93,7 +93,7 @@ class VmcoreFiles:
 
     @contextmanager
     def _open(self, path: str, flags: int) -> Iterator[int]:
-        """Open a file in the guest during the block; yield the address of its struct file.
+        """Open a file in the guest during the `with` block; yield the address of its struct file.
 
         Raises: KernelError.
         """
@@ -129,11 +129,11 @@ class VmcoreFiles:
             return self._memory.read(buffer + _POSITION, checked_count(count, size))
 
     def readlink(self, path: str) -> str:
-        """Return the target of a symbolic link, changed so that it stays within the dump's files.
+        """Return the target of a symbolic link, changed so that the target stays within the dump's files.
 
-        Raises: KernelError EINVAL (not a symbolic link).
-        Deviates: `..` after the name of another link leads to the directory of that name, not to the parent
-        of the link's target.
+        Raises: KernelError EINVAL (not a symbolic link). Deviates: `..` after the name of another link leads
+        to the directory that contains this other link. On Linux, it leads to the parent of the other link's
+        target.
         """
         with self._open(path, _O_PATH | _O_NOFOLLOW) as file:
             if not stat.S_ISLNK(self._stat(file).mode):

@@ -1,7 +1,7 @@
 """VmcoreGuest: the kernel in a dump of a running machine, with a CPU that calls the kernel's functions.
 
-The tasks of the dump never run. Each may have been anywhere, on a CPU with features that the emulated CPU
-lacks.
+The tasks of the dump never run. A task may have been stopped at any instruction, on a CPU with features that
+the emulated CPU lacks.
 """
 
 from __future__ import annotations
@@ -114,7 +114,10 @@ def kernel_in_core(source: str) -> LinuxKernel:
 
 
 def _opened(source: str, made: Callable[[snapshot.SnapshotContents], T]) -> T:
-    """Return the result of `made`, which is called with a dump's snapshot. Raises: as started_core()."""
+    """Return the result of `made`, which is called with the contents of the snapshot of the dump `source`.
+
+    Raises: as started_core().
+    """
     path = Path(source)
     found = snapshot.load_as(snapshot.core_place(path), made, with_parts=True)
     if found is not None:
@@ -235,7 +238,7 @@ class VmcoreGuest(RunningLinux):
         self.machine.memory.write(self.root, self._preempt_count, _NO_RESCHED.to_bytes(_COUNT, "little"))
 
     def ask_for_nothing(self) -> None:
-        """Clear the pending reschedule in the preemption count."""
+        """Clear the request to reschedule that is in the preempt count."""
         memory = self.machine.memory
         at = self._preempt_count
         count = int.from_bytes(memory.read(self.root, at, _COUNT), "little") | _NO_RESCHED

@@ -153,7 +153,7 @@ def _kernel_in(ram: mmap.mmap, image: LoadSegment, root: int) -> tuple[RunningKe
 
 
 def _tables(kernel: RunningKernel) -> dict[str, bytes | memoryview]:
-    """Return name of a part -> content, for the tables of a dump's kernel in its snapshot.
+    """Return name of a table -> content, for the tables of a dump's kernel that its snapshot keeps.
 
     Raises: KernelError ENOEXEC (the tables are damaged).
     """
@@ -167,7 +167,10 @@ def _tables(kernel: RunningKernel) -> dict[str, bytes | memoryview]:
 
 @contextmanager
 def _read_as_dump(prefix: str = "") -> Iterator[None]:
-    """Make errors of a kernel's tables name the dump. `prefix` is put before the error's reason."""
+    """Make errors about a kernel's tables in the `with` block name the dump.
+
+    `prefix` is put before the error's reason.
+    """
     try:
         yield
     except KernelError as error:
@@ -208,7 +211,7 @@ def _facts(kernel: RunningKernel, root: int) -> VmcoreOffsets:
 
 
 def _optional(kernel: RunningKernel) -> dict[str, int]:
-    """Return name -> address for symbols that some kernels lack, and for members with readings of the TSC."""
+    """Return name -> address for symbols that some kernels lack, and for fields with readings of the TSC."""
     names = *ONLINE, "do_sync_core", "clocksource_tsc", RESCHEDULE
     found = {name: at for name in names if (at := kernel.kallsyms.lookup_name(name)) is not None}
     keeper = timekeeper_address(kernel)
