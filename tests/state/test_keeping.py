@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -402,6 +404,51 @@ def test_records_of_instances_with_the_longest_names(place: Path) -> None:
     assert all(len(os.fsencode(name)) <= 255 for name in last)
     told = {again.records(f"/tracing/instances/{name}")[0].rpartition(": ")[2] for name in last}
     assert told == {f"of {number}" for number in range(len(names))}
+    again.end()
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_counts_are_saved_without_a_later_request(
+    place: Path, monkeypatch: pytest.MonkeyPatch, pending: bool
+) -> None:
+    """Counts are saved by time, and no timer runs afterwards.
+
+    `pending`: when the time comes, the file system does not answer, and a change is in the queue.
+    """
+    timers: list[Callable[[], None]] = []
+
+    class Timer:
+        daemon = False
+
+        def __init__(self, seconds: float, function: Callable[[], None]) -> None:
+            assert seconds <= saved_state.COUNTS_AGE == 1
+            self.function = function
+
+        def start(self) -> None:
+            timers.append(self.function)
+
+        def cancel(self) -> None:
+            """Ignore the end of the daemon."""
+
+    monkeypatch.setattr(threading, "Timer", Timer)
+    run = Run(place)
+    state = run.living._state
+    assert state is not None
+    # The file is closed after the last change, and no request waits for that entry.
+    run.write("/kprobe_events", "p:far gcd+5\n")
+    run.write("/tracing/events/kprobes/far/enable", "1")
+    for _ in range(4):
+        run.kernel.call("gcd", 12, 18)
+    assert len(timers) == 1
+    if pending:
+        with state._writing:
+            timers.pop()()
+        assert len(timers) == 1
+    timers.pop()()
+    assert timers == []
+    run.die()
+    again = Run(place)
+    assert again.read("/kprobe_profile").split() == ["far", "4", "0"]
     again.end()
 
 

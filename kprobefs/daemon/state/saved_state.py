@@ -478,10 +478,14 @@ class SavedState(ChangeWatcher, TaskObserver):
             self._timer.start()
 
     def _save_later(self) -> None:
+        # No request waits for entries such as "release", so they may still be in the queue.
+        self._write_if_nobody_does()
         with self._kernel.lock:
             self._timer = None
-            # If the host's file system does not answer, do not append to the queue.
-            if not self._queue:
+            if self._queue:
+                # The host's file system does not answer, so do not append to the queue now.
+                self.call_ended()
+            else:
                 self._save_counts(is_awaited=False)
         self._write_if_nobody_does()
 
