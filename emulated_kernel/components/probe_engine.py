@@ -16,7 +16,6 @@ from emulated_kernel.kprobes.quiescence import GracePeriod
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.hook_sets import HookSets, never_returning
 from emulated_kernel.machine.probed_machine import ProbedMachine
-from emulated_kernel.trace.tracers.fgraph import traceable_functions
 from emulated_kernel.util.control_lock import ControlLock
 from emulated_kernel.util.fast_dataclass import dataclass
 
@@ -101,6 +100,5 @@ def _build_jprobes(kernel: ProbedKernel, kprobes: Kprobes) -> Jprobes | None:
 
 
 def _build_fprobes(kernel: ProbedKernel, kprobes: Kprobes, kretprobes: Kretprobes) -> Fprobes:
-    """Build the registry of fprobes, which looks for traceable functions at its first use."""
-    functions = partial(traceable_functions, kernel.image, kprobes.probe_checker)
-    return Fprobes(kprobes, kretprobes.hooks, kernel.arch, functions, cpus=kernel.cpus)
+    """Build the registry of fprobes, which gets the traceable functions from build_trace()."""
+    return Fprobes(kprobes, kretprobes.hooks, kernel.arch, cpus=kernel.cpus)

@@ -10,6 +10,7 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.program.cpu_words import CpuWords
 from emulated_kernel.components.records import ProbeRegistries, TracingComponents
 from emulated_kernel.image.live_image import LiveImage
+from emulated_kernel.kprobes.kinds.fprobe import Fprobes
 from emulated_kernel.kprobes.profile import TrampolineForm
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.trace.array.services import TracingServices
@@ -46,6 +47,7 @@ from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.synth.synthetic_events import SyntheticEvents
 from emulated_kernel.trace.text.cmdlines import SavedCmdlines
 from emulated_kernel.trace.trace_arrays import TraceArrays
+from emulated_kernel.trace.tracers.available_functions import FunctionWatcher
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
 from emulated_kernel.trace.tracers.function_profiler import FunctionProfiler
 from emulated_kernel.trace.tracers.graph_tracer import GraphTracer
@@ -271,9 +273,22 @@ def _build_functions(
     addresses: GuestAddresses,
     interface: Interface,
 ) -> KernelFunctions:
-    """Build the list of traceable functions; tracers use it to attach to fentry sites."""
+    """Build the list of traceable functions; tracers and fprobes use it to attach to fentry sites."""
     called = ProbeHit(kernel.machine.memory, kernel.tasks, kernel.context.trace_ctx)
-    return KernelFunctions(engine.kprobes, kernel.fentry, kernel.symbols, called, arch, addresses, interface)
+    found = KernelFunctions(engine.kprobes, kernel.fentry, kernel.symbols, called, arch, addresses, interface)
+    engine.fprobes.functions = found.functions
+    found.functions.watch(_FprobeWatcher(engine.fprobes))
+    return found
+
+
+class _FprobeWatcher(FunctionWatcher):
+    """Detaches fprobes from functions that are removed."""
+
+    def __init__(self, fprobes: Fprobes) -> None:
+        self._fprobes = fprobes
+
+    def functions_removed(self, sites: frozenset[int]) -> None:
+        self._fprobes.functions_removed(sites)
 
 
 def _build_arrays(

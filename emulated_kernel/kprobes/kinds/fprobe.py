@@ -6,11 +6,11 @@ It uses their fentry sites, and one return hook for all of them.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from enum import Enum, auto
 from fnmatch import fnmatchcase
-from functools import cached_property
-from typing import Any, Generic, TypeAlias
+from typing import Any, Generic, Protocol, TypeAlias
 
 from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.arch.program.ir import Move
@@ -179,6 +179,13 @@ class _FprobeOps(AssemblyOwner):
             self.fp._missed += 1
 
 
+class TraceableNames(Protocol):
+    """The traceable functions of a kernel and of its loaded modules, by name."""
+
+    def sites_by_name(self, name: str | None) -> Iterable[tuple[str, int]]:
+        """Return (name, fentry site) of the functions with this name, or of all functions if it is None."""
+
+
 class Fprobes:
     """All fprobes of one kernel.
 
@@ -190,29 +197,26 @@ class Fprobes:
         kprobes: Kprobes,
         hooks: ReturnHooks,
         arch: Arch,
-        functions: Callable[[], Mapping[str, int]],
         *,
         cpus: int,
     ) -> None:
         """Create the registry without fprobes.
 
-        `functions` returns name -> address of all traceable functions; it is called once, at first use.
         `hooks`: the return hooks for exits. `cpus`: number of CPUs.
         """
         self._kprobes = kprobes
         self._hooks = hooks
         self._arch = arch
-        self._traceable = functions
         self._cpus = cpus
         self._registered: dict[Fprobe, _FprobeOps] = {}
-
-    @cached_property
-    def functions(self) -> Mapping[str, int]:
-        """Name -> address of all traceable functions, determined at first use."""
-        return self._traceable()
+        self.functions: TraceableNames
+        """The functions that filters can match. The builder of the kernel's tracing sets it."""
 
     def register_fprobe(self, fp: Fprobe[Any]) -> None:
         """Register an fprobe, and hook all functions that match its filters.
+
+        The filter matches functions of loaded modules, too, and an fprobe has all functions of a name. When a
+        module is unloaded, the fprobe is removed from the module's functions.
 
         Raises: KernelError EINVAL (no function matches, registered already, code that cannot be assembled),
         EOPNOTSUPP (no fentry sites, or a register that is not saved), ENOMEM.
@@ -324,17 +328,29 @@ class Fprobes:
 
         Raises: KernelError EINVAL (no function matches).
         """
-        functions = self.functions
         # Thousands of fprobes may name one function each.
-        names = functions if _WILDCARDS.search(fp.filter) else {fp.filter} & functions.keys()
+        is_glob = _WILDCARDS.search(fp.filter) is not None
+        named = self.functions.sites_by_name(None if is_glob else fp.filter)
         found = tuple(
-            functions[name]
-            for name in names
+            site
+            for name, site in named
             if fnmatchcase(name, fp.filter) and not (fp.notfilter and fnmatchcase(name, fp.notfilter))
         )
         if not found:
             raise KernelError(errno.EINVAL, f"no function {fp.filter} can be traced")
         return found
+
+    def functions_removed(self, gone: AbstractSet[int]) -> None:
+        """Detach all fprobes from functions whose text is about to be freed.
+
+        `gone`: fentry sites of the functions.
+        """
+        self._kprobes.lock.assert_held()
+        for fp, registered in self._registered.items():
+            if not gone.isdisjoint(fp.functions):
+                fp.functions = tuple(site for site in fp.functions if site not in gone)
+                assert self._kprobes.sites is not None
+                self._kprobes.sites.attach(registered.ops, fp.functions)
 
     def replaced_address(self, fp: Fprobe) -> int:
         """Return the address that the function graph replaces in the stack slot of the call that returns.

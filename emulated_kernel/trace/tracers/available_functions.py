@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
@@ -144,6 +145,15 @@ class Functions(Collection[TraceableFunction]):
         """Return the functions with a name, as (fentry site, entry of `_functions`)."""
         sites = self._by_name.get(name.decode("utf-8", "surrogateescape"), ())
         return [(site, self._functions[site]) for site in (sites if isinstance(sites, tuple) else (sites,))]
+
+    def sites_by_name(self, name: str | None) -> Iterable[tuple[str, int]]:
+        """Return (name, fentry site) of the functions with this name, or of all functions if it is None.
+
+        Disabled functions are left out.
+        """
+        entries = self._functions.items() if name is None else self._named(os.fsencode(name))
+        dropped = self.dropped
+        return ((_name(entry), site) for site, entry in entries if site not in dropped)
 
     def watch(self, watcher: FunctionWatcher) -> None:
         """Call the methods of `watcher` when functions are added or removed from now on."""

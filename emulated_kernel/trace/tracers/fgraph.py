@@ -7,9 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from emulated_kernel.arch.probe_checks import ProbeChecker
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
-from emulated_kernel.image.text_tables import ProbedTables
 from emulated_kernel.kprobes.hit.entry_code import EntryCode
 from emulated_kernel.kprobes.hit.ftrace_ops import FtraceOps
 from emulated_kernel.kprobes.registry import Kprobes
@@ -250,13 +248,3 @@ class FunctionGraph:
         native = running.hooks.native
         assert native is not None
         return GraphEmitter(builder, compiled, native, running.hook, self._places, self._arch)
-
-
-def traceable_functions(image: ProbedTables, verdict: ProbeChecker[Any]) -> dict[str, int]:
-    """Return a map name -> fentry site of the traceable functions, in the order of their addresses."""
-    found: dict[str, int] = {}
-    sites = sorted(image.mcount)
-    for site, where in zip(sites, image.kallsyms.locate_each(sites), strict=True):
-        if where is not None and verdict.is_entry_site(where[1]):
-            found[where[0]] = site
-    return found

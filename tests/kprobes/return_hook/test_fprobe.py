@@ -102,6 +102,48 @@ def test_entry_handler_decides_and_instances_run_out(boot: Boot) -> None:
     assert (exits, fp.nmissed) == ([30], 1)
 
 
+@pytest.mark.parametrize("pattern", ["twin", "t[wx]in"])
+def test_functions_of_modules(boot: Boot, pattern: str) -> None:
+    """A filter matches functions of loaded modules, all that have the name, until the module is unloaded."""
+    kernel = boot()
+    fp = Fprobe(pattern)
+    assert errno_of(lambda: kernel.register_fprobe(fp)) == errno.EINVAL
+    kernel.load_module("twins")
+    entries: list[int] = []
+    fp.entry_handler = lambda _fp, address, *_: entries.append(address)
+    fp.exit_handler = lambda _fp, address, *_: entries.append(-address)
+    kernel.register_fprobe(fp)
+    results = [kernel.call(function, 5) for function in ("first_twin", "second_twin")]
+    first, second = fp.functions
+    assert [name(kernel, site) for site in fp.functions] == ["twin", "twin"]
+    assert entries == [first, -first, second, -second]
+    kernel.unload_module("twins")
+    assert fp.functions == ()
+    kernel.load_module("twins")
+    assert [kernel.call(function, 5) for function in ("first_twin", "second_twin")] == results
+    assert len(entries) == 4
+    kernel.unregister_fprobe(fp)
+    assert kernel.machine.text.ledger == {}
+
+
+def test_a_removed_function_is_one_of_several(boot: Boot) -> None:
+    """When a module is unloaded, an fprobe stays on the kernel's functions."""
+    kernel = boot()
+    kernel.load_module("twins")
+    entries: list[str] = []
+    fp = Fprobe("*[ct]*", notfilter="[!gt]*")
+    fp.entry_handler = lambda _fp, address, *_: entries.append(name(kernel, address))
+    kernel.register_fprobe(fp)
+    before = fp.functions
+    kernel.call("first_twin", 5)
+    assert "twin" in entries
+    entries.clear()
+    kernel.unload_module("twins")
+    assert set(fp.functions) < set(before)
+    kernel.call("gcd", 12, 18)
+    assert entries.count("gcd") == 1
+
+
 @pytest.mark.parametrize("exits", [False, True])
 def test_a_handler_unregisters_its_own_fprobe(kernel: Kernel, exits: bool) -> None:
     hits: list[int] = []

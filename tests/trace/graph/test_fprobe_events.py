@@ -63,6 +63,38 @@ def test_shown_in_dynamic_events_alone(kernel: Kernel, command: str, shown: str)
 
 
 @pytest.mark.parametrize(
+    ("profile", "rounds"), [("linux-6.1-fprobe", 2), ("linux-6.12", 1), ("linux-7.2", 2)]
+)
+def test_functions_of_modules(profile: str, rounds: int) -> None:
+    """After the module is unloaded, events on its functions stay, but have no hits.
+
+    In 6.12, the fprobe is registered once, when the event is defined. In the other versions, enabling the
+    event registers the fprobe again.
+    """
+    with Kernel(MachineConfig(profile=profile)) as kernel:
+        kernel.load_module("ktgt")
+        write(kernel, "f:in ktgt_add")
+        write(kernel, "f:out ktgt_a*%return")
+        events = [_events(kernel).find("fprobes", name) for name in ("in", "out")]
+        for _ in range(2):
+            for event in events:
+                assert event is not None
+                event.enable(kernel.trace)
+            kernel.call("ktgt_add", 3, 4)
+            kernel.unload_module("ktgt")
+            assert kernel.machine.text.ledger == {}
+            kernel.load_module("ktgt")
+            kernel.call("ktgt_add", 3, 4)
+            for event in events:
+                assert event is not None
+                event.disable(kernel.trace)
+        found = re.findall(r" (in|out): \((.*?)\)", kernel.trace.trace_text())
+        kernel.tracing.dynamic_events.clear()
+        assert [name for name, _ in found] == ["in", "out"] * rounds
+        assert all("ktgt_add" in place for _, place in found)
+
+
+@pytest.mark.parametrize(
     ("command", "error", "message"),
     [
         ("f:x no_such_function", errno.EINVAL, "Failed to register probe event"),
