@@ -46,6 +46,7 @@ WRITTEN = {
         ),
         "again: dec ecx; jnz again": "dec ecx; jne 0",
         "mov ecx, [4096]": "mov ecx, dword ptr [0x1000]",
+        "mov rcx, [4096]; mov r15, [a]": "mov rcx, qword ptr [0x1000]; mov r15, qword ptr gs:[0x1c48]",
         "mov ecx, [rdi - 8 + rbp*4 + 24]": "mov ecx, dword ptr [rdi + rbp*4 + 0x10]",
         "lea rax, [rdi*8 - 129]": "lea rax, [rdi*8 - 0x81]",
     },

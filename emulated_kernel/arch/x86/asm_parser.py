@@ -103,6 +103,11 @@ class X86Assembler(Assembler):
         elif branch is not None and leads:
             text = f"{branch[1]} {_BASE + source.labels[branch[2]] * _STRIDE:#x}"
         insn = self._assembled(statement, text, at)
+        if memory is not None and insn.is_ip_rel_memory_operand:
+            # Keystone: `mov r64, [ADDRESS]` has the address in the place of the distance to it.
+            address = _displacement(text)
+            if insn.memory_displacement - insn.next_ip == address:
+                insn.memory_displacement = address
         if bool(insn.near_branch_target) is not leads or _IP.search(text):
             raise statement.refused(
                 "jumps lead to labels of the text, and addresses don't depend on the handler's"
@@ -169,9 +174,7 @@ class X86Assembler(Assembler):
 
         Keystone truncates a number that doesn't fit.
         """
-        written = "".join(_MEMORY.findall(text))
-        terms = _TERM.findall("".join(written.split()))
-        number = sum(int(sign + term, 16) for sign, term in terms if _HEXADECIMAL.fullmatch(term))
+        number = _displacement(text)
         if (insn.memory_displacement - number) % (1 << self._bits):
             raise statement.refused(f"{number:#x} doesn't fit")
 
@@ -221,6 +224,13 @@ def _cell(statement: Statement, inner: str) -> tuple[str, int] | None:
     except ValueError:
         raise statement.refused(f"{cell[3]} is no number") from None
     return unknown[0], -offset if cell[2] == "-" else offset
+
+
+def _displacement(text: str) -> int:
+    """Return the sum of the numbers in the memory operand of a statement, whose numbers are hexadecimal."""
+    written = "".join(_MEMORY.findall(text))
+    terms = _TERM.findall("".join(written.split()))
+    return sum(int(sign + term, 16) for sign, term in terms if _HEXADECIMAL.fullmatch(term))
 
 
 def _set_address(insn: Any, address: int) -> None:
