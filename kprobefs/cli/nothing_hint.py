@@ -154,22 +154,26 @@ def _with_hex_offset(place: str) -> str:
     return re.sub(r"\+([0-9]+)$", lambda found: f"+{int(found[1]):#x}", place)
 
 
-def why_no_hit(ended: EndedCommand, places: Sequence[str], unarmed: str = "") -> str:
+def why_no_hit(
+    ended: EndedCommand, places: Sequence[str], unarmed: str = "", *, has_used_scratch: bool = False
+) -> str:
     """Return the likely reason why a command has hit none of the probes at `places`.
 
-    `unarmed`: why the probes were not armed for a time; "" if they always were.
+    `unarmed`: why the probes were not armed for a time; "" if they always were. `has_used_scratch`: whether
+    the command has used files in scratch/, so that the other files that it names are not the likely reason.
     """
     if ended.status:
         return ENDED_EARLY.format(status=ended.status)
     if not Path(ended.directory, "scratch").is_dir():
         return "this mount has no scratch/; only files there belong to its kernel"
-    if outside := _why_not_outside(ended):
+    if not has_used_scratch and (outside := _why_not_outside(ended)):
         return outside
     named = escape_for_terminal(", ".join(map(_with_hex_offset, places[:NAMES])))
     if unarmed:
         reason = escape_for_terminal(unarmed)
         return f"the command never came to {named} while the probes were armed ({reason} for a time)"
-    why = f"the command never came to {named}; files outside of the mount hit no probe"
+    came = "used scratch/, but never came" if has_used_scratch else "never came"
+    why = f"the command {came} to {named}; files outside of the mount hit no probe"
     return why + _other_ways(ended.directory)
 
 
@@ -219,7 +223,7 @@ def nothing_hints(ended: EndedCommand, past: Past) -> Iterator[str]:
     """
     unhit = [event for event in past.events if not event.hits]
     if unhit and len(unhit) == len(past.events) and not past.forgotten_hits:
-        yield from _without_hits(ended, unhit)
+        yield from _without_hits(ended, unhit, has_used_scratch="/scratch" in (past.used or ()))
     elif not past.recorded:
         for event in past.events:
             if event.hits and event.recording and (why := _why_no_record(event)):
@@ -248,8 +252,10 @@ def _has_other_work(directory: str) -> bool:
     return any(file.exists() and file.read_text().strip() for file in files)
 
 
-def _without_hits(ended: EndedCommand, events: Sequence[PastEvent]) -> Iterator[str]:
-    """Yield hints about events without hits.
+def _without_hits(
+    ended: EndedCommand, events: Sequence[PastEvent], *, has_used_scratch: bool
+) -> Iterator[str]:
+    """Yield hints about events without hits. `has_used_scratch`: as for why_no_hit().
 
     There is one for each reason why events were never armed, one for each event whose hits were missed, and
     one for all other events.
@@ -266,7 +272,8 @@ def _without_hits(ended: EndedCommand, events: Sequence[PastEvent]) -> Iterator[
     if armed:
         places = [place for event in armed for place in event.places]
         unarmed = next((event.unarmed for event in armed if event.unarmed), "")
-        yield NO_HIT.format(names=_names(armed), why=why_no_hit(ended, list(dict.fromkeys(places)), unarmed))
+        why = why_no_hit(ended, list(dict.fromkeys(places)), unarmed, has_used_scratch=has_used_scratch)
+        yield NO_HIT.format(names=_names(armed), why=why)
 
 
 def _names(events: Iterable[PastEvent]) -> str:

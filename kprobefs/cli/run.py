@@ -131,7 +131,7 @@ def _hints(options: MountOptions, ended: EndedCommand, past: Past) -> list[str]:
     directory = ended.directory
     requests = past
     if past.is_partial:
-        past = present_events(directory)
+        past = replace(present_events(directory), used=requests.used)
     disarm(directory)
     hints: list[str] = []
     if ended.status:

@@ -305,6 +305,21 @@ def test_a_histogram_has_only_hits_of_control_files(directory: Path, use: str) -
 
 @needs_fuse
 @pytest.mark.mounted
+@pytest.mark.parametrize("is_native", [False, True])
+def test_who_uses_scratch_is_not_told_of_other_files(tmp_path: Path, is_native: bool) -> None:
+    """A script is a file outside of the mount, but not the reason if its files are in scratch/."""
+    script = tmp_path / "script"
+    script.write_text(f'cd "$KPROBEFS/tracing"\n{SHELL_SENT}echo a > ../scratch/a\n')
+    image = str(package("linux-image-cloud-amd64")) if is_native else ""
+    options = ("--image", image, "--kprobes", "kernel") if is_native else ()
+    done = kprobefs("run", *options, "--", "sh", str(script), program=REAL_PROGRAM)
+    assert done.returncode == 0
+    assert done.stderr.startswith("kprobefs: no hit of sent: the command used scratch/, ")
+    assert str(script) not in done.stderr
+
+
+@needs_fuse
+@pytest.mark.mounted
 def test_the_history_is_read_unseen(directory: Path) -> None:
     with (
         daemon(directory, program=REAL_PROGRAM) as running,

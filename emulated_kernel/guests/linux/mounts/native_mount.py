@@ -218,12 +218,17 @@ class MachineFs(FileSystem):
         """Number of open files of machine/vmcore."""
 
     def history(self) -> bytes:
-        """Return the content of machine/history: the refused requests.
+        """Return the content of machine/history: the used file systems and the refused requests.
 
         It has no events, because the guest's own tracefs keeps these.
         """
         past = self.past()
-        first = {"is_partial": True, "missing": past.missing, "refused": past.refused}
+        first = {
+            "is_partial": True,
+            "used": sorted(past.used),
+            "missing": past.missing,
+            "refused": past.refused,
+        }
         return f"{json.dumps(first)}\n".encode()
 
     def _log(self) -> bytes:
