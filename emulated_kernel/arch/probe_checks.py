@@ -550,7 +550,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return count(self._function(symbol).analysis) if count else None
 
     def _is_forbidden(self, symbol: Symbol) -> bool:
-        """Return True if the blacklist contains the whole function, or the one that it was split off from."""
+        """Return True if the blacklist contains all of `symbol`, or the function it was split off from."""
         whole = self._split_from(symbol)
         if whole is not None and _span(self._blacklist, whole) is not None:
             return True

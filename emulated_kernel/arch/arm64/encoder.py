@@ -182,7 +182,7 @@ def write_flags(rn: int) -> bytes:
 
 
 def fits_access(offset: int, size: int) -> bool:
-    """Return True if an access of `size` bytes can have this offset from its base register."""
+    """Return True if an access of `size` bytes can encode the offset `offset` from its base register."""
     return -0x100 <= offset < 0x100 or (offset % size == 0 and 0 <= offset < size << 12)
 
 
