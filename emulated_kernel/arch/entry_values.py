@@ -98,9 +98,9 @@ class EntryValues:
 
         An entry value is named by the register or stack word that held it at the function's entry. Stack
         words are counted from the one above the return address. The result is empty if no path to the address
-        is known, or if the function has a jump table. Hazard: the result has stack words that are not
-        parameters. These belong to the function's caller. Callers of at() must not use them: code that got a
-        pointer to such a word may have changed the word.
+        is known, or if the function has a jump table.
+        Hazard: the result has stack words that are not parameters. These belong to the function's caller.
+        Callers of at() must not use them: code that got a pointer to such a word may have changed the word.
         """
         search = self._search
         if search is None or addr not in search.frames or addr in search.guessed or self._has_jump_table:

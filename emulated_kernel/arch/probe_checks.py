@@ -263,8 +263,8 @@ class ProbeChecker(ABC, Generic[Analysis]):
         """Refuse probes at `sites`, the addresses that ftrace changes, from now on: ftrace calls no probes.
 
         `insn_size`: size in bytes of the instructions that boot writes to fentry sites. Other instructions in
-        the sites can be probed. Mirrors: kernel/kprobes.c:check_ftrace_location, without
-        CONFIG_KPROBES_ON_FTRACE (v6.12).
+        the sites can be probed.
+        Mirrors: kernel/kprobes.c:check_ftrace_location, without CONFIG_KPROBES_ON_FTRACE (v6.12).
         """
         self._refused_sites = sites
         self._site_insn_size = insn_size
@@ -302,8 +302,8 @@ class ProbeChecker(ABC, Generic[Analysis]):
     def moved_place(self, where: Location) -> tuple[Location, bool]:
         """Return where a probe that was requested for `where` is put, and whether this is a function's entry.
 
-        A probe on a function's landing pad is moved to the instruction after the pad. Mirrors:
-        kernel/kprobes.c:_kprobe_addr (v6.1).
+        A probe on a function's landing pad is moved to the instruction after the pad.
+        Mirrors: kernel/kprobes.c:_kprobe_addr (v6.1).
         """
         addr = where.symbol.address + where.offset
         entry = self.function_entry(where, addr)
@@ -314,8 +314,8 @@ class ProbeChecker(ABC, Generic[Analysis]):
     def is_entry_site(self, offset: int) -> bool:
         """Return True if an fentry site at `offset` in a function is at its start, or after its landing pad.
 
-        Linux: the fentry site of a discarded weak function lies in the function before it. Mirrors:
-        kernel/trace/ftrace.c:test_for_valid_rec (v6.1).
+        Linux: the fentry site of a discarded weak function lies in the function before it.
+        Mirrors: kernel/trace/ftrace.c:test_for_valid_rec (v6.1).
         """
         return not offset or (offset <= len(self.landing_pad) and self._has_pads)
 

@@ -46,7 +46,8 @@ def alternatives(base: int, table: bytes) -> Iterator[Alternative]:
 def replaced(entry: Alternative, code: bytes) -> bytes:
     """Return the bytes that replace the code at the site of `entry`. They have the length of this code.
 
-    `code` is the code at the replacement's address. Mirrors: apply_alternatives() (v6.1).
+    `code` is the code at the replacement's address.
+    Mirrors: apply_alternatives() (v6.1).
     """
     if code[:1] and code[0] in _RELATIVE:
         (offset,) = struct.unpack_from("<i", code, 1)

@@ -366,7 +366,8 @@ def build(arch: str, *, has_lines: bool = False) -> Built:
 def _build_types(target: BuildTarget, objects: list[Path], work: Path) -> bytes:
     """Return the BTF of the linked image. Its `objects` must have debugging information.
 
-    `work` is the directory of the build. Raises: BuildError.
+    `work` is the directory of the build.
+    Raises: BuildError.
     """
     output = work / types_file.FILE_NAME
     described = _link(target, [*objects, work / _SYMBOLS], work, keeps_debug=True)

@@ -84,8 +84,8 @@ def find_debug_file(elf: Any, path: Path) -> Path:
 def find_build(identity: str, path: Path) -> Path | None:
     """Return the path of the installed debug file with the build id `identity`; None if there is none.
 
-    `path` is the path of the kernel or of its package, whose directory and name are searched, too. Raises:
-    OSError.
+    `path` is the path of the kernel or of its package, whose directory and name are searched, too.
+    Raises: OSError.
     """
     return _first_of(path.absolute(), identity, None)[0]
 

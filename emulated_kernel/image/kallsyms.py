@@ -69,8 +69,8 @@ class Symbol:
 def is_mapping_symbol(name: str) -> bool:
     """Return True if a symbol called `name` only marks an address in a function, and names no function.
 
-    Assemblers for RISC-V and ARM create symbols of this kind, and some linkers keep them. Mirrors:
-    include/linux/module_symbol.h:is_mapping_symbol (v6.12).
+    Assemblers for RISC-V and ARM create symbols of this kind, and some linkers keep them.
+    Mirrors: include/linux/module_symbol.h:is_mapping_symbol (v6.12).
     """
     return name.startswith((".L", "L0", "$"))
 

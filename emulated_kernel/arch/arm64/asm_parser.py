@@ -166,8 +166,8 @@ class _Line:
     def own_code(self, cells: Mapping[str, int]) -> bytes | None:
         """Return the code of a statement that refers to a cell or loads a number.
 
-        Return None for any other statement. `cells`: name of a cell -> its address. Raises: KernelError
-        EINVAL.
+        Return None for any other statement. `cells`: name of a cell -> its address.
+        Raises: KernelError EINVAL.
         """
         if self.cell is None:
             number = _IMMEDIATE.fullmatch(self.operands[1]) if len(self.operands) == 2 else None

@@ -119,8 +119,9 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
 
         Linux rejects an address that is not aligned, an instruction with a fixup in the exception table, and
         one that can be neither copied nor simulated. It also rejects instructions between an exclusive load
-        and its store. Mirrors: arch/arm64/kernel/probes/kprobes.c:arch_prepare_kprobe,
-        decode-insn.c:arm_kprobe_decode_insn (v6.12).
+        and its store.
+        Mirrors: arch/arm64/kernel/probes/kprobes.c:arch_prepare_kprobe, decode-insn.c:arm_kprobe_decode_insn
+        (v6.12).
         """
         if addr not in analysis.insns:
             return Rejection(RejectReason.NOT_ALIGNED, addr)

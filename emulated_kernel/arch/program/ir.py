@@ -135,8 +135,8 @@ class UserAccessBegin(Op):
     """Allow loads from user memory, for architectures without Arch.reads_user.
 
     Up to the UserAccessEnd, ops only compute, branch, and access memory at virtual registers. Each path,
-    including that of a fault, leads to a UserAccessEnd. Mirrors: arch/x86/include/asm/smap.h:smap_save
-    (v6.1).
+    including that of a fault, leads to a UserAccessEnd.
+    Mirrors: arch/x86/include/asm/smap.h:smap_save (v6.1).
     """
 
 

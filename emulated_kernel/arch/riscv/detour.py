@@ -71,8 +71,8 @@ def detour_jump(region: Region, target: int) -> bytes:
 def relocated(region: Region, to: int, *, compressed: bool) -> bytes:
     """Return the region's instructions, relocated to `to`, and a jump back (auipc and jalr); see Arch.
 
-    Linux: the detour loads the address of the region's end from a word next to the code. Deviates: an auipc
-    computes the address.
+    Linux: the detour loads the address of the region's end from a word next to the code.
+    Deviates: an auipc computes the address.
     """
     code = b"".join(code for _, _, code in _relocated_insns(region, to, compressed=compressed))
     return code + long_jump(ZERO, _NUMBERS[_scratch(region).exit], to + len(code), region.end)
@@ -186,8 +186,8 @@ def ftrace_trampoline(breakpoint_: bytes) -> HandlerStub:
 def return_trampoline(breakpoint_: bytes) -> HandlerStub:
     """Return the return trampoline, to which hooked functions return. Its code is position-independent.
 
-    `breakpoint_`: breakpoint instruction that calls the handler. Mirrors:
-    arch/riscv/kernel/probes/kprobes_trampoline.S:__kretprobe_trampoline (v6.1).
+    `breakpoint_`: breakpoint instruction that calls the handler.
+    Mirrors: arch/riscv/kernel/probes/kprobes_trampoline.S:__kretprobe_trampoline (v6.1).
     """
     save = save_general(RETURN_ROOM)
     save += complete(set_to_address(T0, len(save), 0), RETURN_ROOM)

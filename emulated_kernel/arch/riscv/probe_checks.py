@@ -170,10 +170,10 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
 
         The results equal those of optimized_region(); tests/arch/riscv/test_reasons.py compares the results
         of both. A kernel has millions of instructions, so a table decides first, by the kinds of four
-        consecutive instructions. The few addresses that need other checks follow. Invariant: the steps below
-        come in the order in which detoured_region() checks its rules. Each step adds a reason only for
-        addresses that have none yet. Reserved bytes and fentry sites come last, because their reason replaces
-        any other one.
+        consecutive instructions. The few addresses that need other checks follow.
+        Invariant: the steps below come in the order in which detoured_region() checks its rules. Each step
+        adds a reason only for addresses that have none yet. Reserved bytes and fentry sites come last,
+        because their reason replaces any other one.
         """
         analysis = known.analysis
         function = known.function

@@ -35,9 +35,9 @@ MAX_COPIED = MAX_DETOURED + _MAX_GROWTH + JMP32_SIZE
 def ftrace_trampoline(frame: RegsFrame) -> HandlerStub:
     """Return the trampoline that fentry sites call; it continues at the saved ip with the saved sp.
 
-    Linux: a changed sp is ignored, and a handler that skips the function sets ip to a `ret`. Deviates: sp is
-    obeyed, so one handler works for both a call and a breakpoint. Mirrors: arch/x86/kernel/ftrace_64.S,
-    ftrace_32.S:ftrace_regs_caller (v6.1); orig_ax is 0 there too.
+    Linux: a changed sp is ignored, and a handler that skips the function sets ip to a `ret`.
+    Deviates: sp is obeyed, so one handler works for both a call and a breakpoint.
+    Mirrors: arch/x86/kernel/ftrace_64.S, ftrace_32.S:ftrace_regs_caller (v6.1); orig_ax is 0 there too.
     """
     encoder = frame.encoder
     at = frame.offsets
@@ -62,8 +62,8 @@ def return_trampoline(frame: RegsFrame, address: int) -> HandlerStub:
     """Return the return trampoline for `address`. Hooked functions return to it.
 
     The trampoline pushes its own address into the word that held the return address. An unwinder then sees a
-    hooked function until the handler stores the real return address in this word. Mirrors:
-    arch/x86/kernel/rethook.c:arch_rethook_trampoline (v6.1).
+    hooked function until the handler stores the real return address in this word.
+    Mirrors: arch/x86/kernel/rethook.c:arch_rethook_trampoline (v6.1).
     """
     own = push_address(address)
     save = own + frame.save_whole(own, -1, words=1)

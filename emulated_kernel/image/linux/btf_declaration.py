@@ -64,8 +64,8 @@ def prototype(btf: Btf, function: str) -> Prototype:
 def declaration(btf: Btf, number: int, name: str = "", limit: StepLimit | None = None) -> str:
     """Return the C declaration of `name`, whose type has the id `number`.
 
-    `limit`: number of types that the declaration may still have; None for _MAX_TYPES. Raises: KernelError
-    ENOEXEC (the types contain each other).
+    `limit`: number of types that the declaration may still have; None for _MAX_TYPES.
+    Raises: KernelError ENOEXEC (the types contain each other).
     """
     limit = limit or StepLimit(_MAX_TYPES)
     limit.take()

@@ -43,8 +43,8 @@ class _Alternative(NamedTuple):
 def feature_numbers(kernel: LinuxKernel) -> Mapping[str, int]:
     """Return name of a CPU feature in /proc/cpuinfo -> its number in the kernel.
 
-    The map is empty if the kernel's symbols lack the table of names. Raises: KernelError ENODATA (no BTF).
-    Mirrors: arch/x86/kernel/cpu/capflags.c:x86_cap_flags (v6.1).
+    The map is empty if the kernel's symbols lack the table of names.
+    Raises: KernelError ENODATA (no BTF). Mirrors: arch/x86/kernel/cpu/capflags.c:x86_cap_flags (v6.1).
     """
     start = kernel.kallsyms.lookup_name(_FLAGS)
     if start is None:

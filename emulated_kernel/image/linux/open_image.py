@@ -82,7 +82,8 @@ def is_linux(path: Path) -> bool:
     """Return True if a file seems to be a distribution's kernel, and not an image built from image/src.
 
     An image built from image/src is an ELF file, so each other file counts as a distribution's kernel. Only
-    headers and symbol names are examined; other errors are found when the kernel is loaded. Raises: OSError.
+    headers and symbol names are examined; other errors are found when the kernel is loaded.
+    Raises: OSError.
     """
     with open_regular(path) as file:
         if file.read(_START)[: len(ELF_MAGIC)] != ELF_MAGIC:
