@@ -1,4 +1,4 @@
-"""The hooks of an instruction set: everything that differs between architectures.
+"""The hooks of an instruction set: all operations that differ between architectures.
 
 Most hooks work on bytes and need no machine.
 """
@@ -24,7 +24,10 @@ from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 
 class ByteMemory(Protocol):
-    """Guest memory as seen by an emulation. Both methods raise the machine's fault error on a bad address."""
+    """Guest memory as an emulation accesses it.
+
+    Both methods raise the machine's fault error on a bad address.
+    """
 
     def read(self, va: int, size: int, /) -> bytes:
         """Return `size` bytes at `va`."""
@@ -163,7 +166,7 @@ class Registers:
 
 
 class TextReturns(ABC):
-    """Code in unused bytes of the kernel's text, by which hooked calls enter a return trampoline."""
+    """Generator of code in unused bytes of the kernel's text, by which hooked calls enter a trampoline."""
 
     @abstractmethod
     def filler_size(self, code: bytes) -> int:
@@ -194,10 +197,10 @@ class ReturnCode(ABC):
     def dispatch(
         self, program: Program, buffer: int, own: int | None = None, *, saves_all: bool
     ) -> ReturnDispatch:
-        """Return the return trampoline, made for placement at the address `buffer`.
+        """Return the return trampoline for the address `buffer`.
 
-        `program` looks for a compiled handler. If it finds one, it continues there by the op JumpTo. `own`
-        is the address that hooked functions return to; None means this trampoline's entry. `saves_all`: the
+        `program` looks for a compiled handler. If it finds one, it continues there by the op JumpTo. `own` is
+        the address to which hooked functions return; None means this trampoline's entry. `saves_all`: the
         trampoline saves all registers; see the class.
         """
 
@@ -301,12 +304,12 @@ class Arch(ABC):
 
     @property
     def valid_at_return(self) -> frozenset[str]:
-        """Registers that a return handler sees with the values that they have when the function returns."""
+        """Registers that keep their values from a function's return until a return handler reads them."""
         returns = self.returns
         return frozenset() if returns is None else returns.live.registers | {self.registers.sp, "ip"}
 
     def share_user_access(self, address: int) -> None:  # noqa: B027 - most architectures have none
-        """Make the code of handlers that are compiled from now on call `user_access` at `address`."""
+        """Make all handlers that are compiled from now on call the code of `user_access` at `address`."""
 
     def load_decoder(self) -> None:  # noqa: B027 - not every instruction set has a library for it
         """Import the library that decodes instructions, so that no later call opens files.
@@ -350,7 +353,10 @@ class Arch(ABC):
 
     @abstractmethod
     def relative_call(self, source: int, target: int) -> bytes:
-        """Encode a call of `target` for the fentry site at `source`. Raises: KernelError ERANGE (too far)."""
+        """Encode a call from the fentry site at `source` to `target`.
+
+        Raises: KernelError ERANGE (too far).
+        """
 
     def relative_calls(self, targets: Mapping[int, int]) -> Iterator[tuple[int, bytes]]:
         """Yield (fentry site, encoded call) for a map fentry site -> target of the call.
@@ -369,7 +375,7 @@ class Arch(ABC):
 
     @abstractmethod
     def ftrace_trampoline(self) -> HandlerStub:
-        """Return the trampoline that armed fentry sites call.
+        """Return the trampoline to which armed fentry sites make a call.
 
         The saved ip is the address after the call. The trampoline returns to the saved ip, which handlers may
         change.
@@ -456,10 +462,10 @@ class Arch(ABC):
 
     @abstractmethod
     def return_trampoline(self, address: int) -> HandlerStub:
-        """Return the return trampoline for placement at `address`, which hooked functions return to.
+        """Return the return trampoline for the address `address`. Hooked functions return to it.
 
-        The saved sp is the caller's, and the saved ip is the trampoline's address. The handler must store
-        the real return address in the word above the saved registers.
+        The saved sp is the caller's, and the saved ip is the trampoline's address. The handler must store the
+        real return address in the word above the saved registers.
         """
 
     text_returns: TextReturns | None = None
@@ -476,7 +482,7 @@ class Arch(ABC):
         """
 
     def called_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:
-        """Compile a handler that fentry sites call; see handler_code()."""
+        """Compile the handler `program` for calls from the fentry site at `addr`; see handler_code()."""
         return self.handler_code(program, addr, live)
 
     def detour(self, region: Region, buffer: int) -> Detour:
@@ -495,7 +501,7 @@ class Arch(ABC):
         return Detour(code, len(save), len(template))
 
     def detour_parts(self, start: int, trap: int, copied: int, end: int) -> tuple[CodePart, ...]:
-        """Return the parts of a detour from `start` to `end`. `trap` and `copied` are as in Detour.
+        """Return the parts of a detour from `start` to `end`. `trap` and `copied`: see Detour.
 
         All arguments are addresses, or all are offsets in bytes from the start of the detour.
         """
@@ -529,7 +535,7 @@ class Arch(ABC):
     def emulated_region(self, code: bytes, addr: int) -> Region | None:
         """Return the region that consists only of the emulated instruction `code` at `addr`.
 
-        Return None if stub_end() would not have the effect of the instruction in all cases.
+        Return None if stub_end() cannot reproduce the effect of the instruction in all cases.
         """
 
     def stub_end(self, region: Region, to: int) -> StubEnd:

@@ -1,4 +1,4 @@
-"""The supported architectures. The modules of an architecture are imported only when they are needed."""
+"""Look-up of the supported architectures by name. An architecture's modules are imported when needed."""
 
 from __future__ import annotations
 

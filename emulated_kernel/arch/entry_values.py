@@ -1,6 +1,7 @@
-"""EntryValues: finds the registers and stack words that still hold the values of a function's entry.
+"""EntryValues: finds registers and stack words that still hold values from a function's entry.
 
-A fetch argument can read a function's parameter from such a place in the middle of the function.
+In the middle of the function, a fetch argument can then read a parameter of the function from such a
+location.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _ALL_PRIVATE = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class ValuePlace:
-    """A place that holds a value which the function was called with."""
+    """A register or stack word that holds a value with which the function was called."""
 
     where: str
     """The place as a fetch argument: `%bx` or `$stack2`."""
@@ -48,11 +49,11 @@ class ValuePlace:
 
 
 class EntryValues:
-    """Finds the places of a function's entry values before each of its instructions.
+    """Finds the locations of a function's entry values before each of its instructions.
 
-    The analysis is forward copy propagation. A place counts only if it holds the value on all paths from the
-    entry. A stack slot counts only until a called function may know its address, because that function may
-    write to the slot.
+    A location is a register or a stack word. The analysis is forward copy propagation. A location counts only
+    if it holds the value on all paths from the entry. A stack slot counts only until a called function may
+    know its address, because that function may write to the slot.
     """
 
     def __init__(
@@ -71,8 +72,7 @@ class EntryValues:
         `cold`: addresses and unpatched code of the parts that the compiler split off. They usually jump back.
         `ways`: address of an instruction -> further targets, by jump labels or exception fixups.
         `is_function`: True if a caller enters at the start with arguments; False for a part that the compiler
-        split off.
-        `has_jump_table`: an indirect jump may lead to any instruction of the function.
+        split off. `has_jump_table`: an indirect jump may lead to any instruction of the function.
         """
         self._has_jump_table = has_jump_table
         self._arch = arch
@@ -94,13 +94,13 @@ class EntryValues:
             self._search = search_frames(self._insns, entries, ways, arch.registers.sp)
 
     def at(self, addr: int) -> dict[str, list[ValuePlace]]:
-        """Return register or stack word -> places that hold its entry value before the instruction at `addr`.
+        """Return entry value -> locations that hold it before the instruction at `addr`.
 
-        Stack words are counted from the one above the return address. The result is empty if no path to the
-        address is known, or if the function has a jump table.
+        An entry value is named by the register or stack word that held it at the function's entry. Stack
+        words are counted from the one above the return address. The result is empty if no path to the address
+        is known, or if the function has a jump table.
         Hazard: the result has stack words that are not parameters. These belong to the function's caller.
-        Callers must not use them: code that got a pointer to such a word from the caller may have changed the
-        word.
+        Callers of at() must not use them: code that got a pointer to such a word may have changed the word.
         """
         search = self._search
         if search is None or addr not in search.frames or addr in search.guessed or self._has_jump_table:

@@ -1,4 +1,4 @@
-"""Probe checks: whether an address can be probed, and whether a jump can replace the breakpoint there.
+"""Probe checks: whether an address can be probed, and whether a jump can replace the breakpoint at it.
 
 The checks need only bytes and tables, not a machine; the tables may come from a file.
 """
@@ -76,7 +76,7 @@ class OptimizationPolicy(Generic[Analysis]):
 
 
 class AnalyzedFunction(Generic[Analysis]):
-    """A function of the kernel with its analysis.
+    """A function of the kernel, and the results of its analysis.
 
     The function is decoded when one of its instructions is first checked.
     """
@@ -92,7 +92,7 @@ class AnalyzedFunction(Generic[Analysis]):
 
     @cached_property
     def reserved(self) -> dict[int, RejectReason]:
-        """Address -> reason why it can't be probed, for bytes that another subsystem patches or traps on.
+        """Address of a byte that another subsystem patches or traps on -> reason why it can't be probed.
 
         If there are several reasons, the one that Linux checks first counts.
 
@@ -203,7 +203,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
     @abstractmethod
     def has_jump_table(self, symbol: Symbol) -> bool:
-        """Return True if an indirect jump of a function may lead to another place in the function."""
+        """Return True if an indirect jump of a function may lead to another address in the function."""
 
     @abstractmethod
     def possible_branches(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
@@ -260,7 +260,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
             del self._known[start]
 
     def refuse_sites(self, sites: Set[int], insn_size: int) -> None:
-        """Refuse probes at `sites`, the addresses that ftrace changes; ftrace calls no probes any more.
+        """Refuse probes at `sites`, the addresses that ftrace changes, from now on: ftrace calls no probes.
 
         `insn_size`: size in bytes of the instructions that boot writes to fentry sites. Other instructions in
         the sites can be probed.
@@ -300,7 +300,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return body if addr in (start, body) else None
 
     def moved_place(self, where: Location) -> tuple[Location, bool]:
-        """Return the place at which a probe for `where` is put, and whether it is a function's entry.
+        """Return where a probe that was requested for `where` is put, and whether this is a function's entry.
 
         A probe on a function's landing pad is moved to the instruction after the pad.
         Mirrors: kernel/kprobes.c:_kprobe_addr (v6.1).
@@ -312,7 +312,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return replace(where, offset=where.offset + entry - addr), True
 
     def is_entry_site(self, offset: int) -> bool:
-        """Return True if an fentry site at this offset in a function is its start, or after its landing pad.
+        """Return True if an fentry site at `offset` in a function is at its start, or after its landing pad.
 
         Linux: the fentry site of a discarded weak function lies in the function before it.
         Mirrors: kernel/trace/ftrace.c:test_for_valid_rec (v6.1).
@@ -371,7 +371,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return self._named(Rejection(RejectReason.NOTRACE, where.symbol.address))
 
     def is_traced(self, symbol: Symbol) -> bool:
-        """Return True if ftrace can trace the function, or the function that it was split off from."""
+        """Return True if ftrace can trace `symbol`, or the function from which `symbol` was split off."""
         if self._has_fentry_site(symbol):
             return True
         whole = self._split_from(symbol)
@@ -402,12 +402,12 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return None if entry is None else Rejection(RejectReason.BLACKLISTED, entry)
 
     def _split_from(self, symbol: Symbol) -> int | None:
-        """Return the address of the function that the compiler split `symbol` off from; None if unknown."""
+        """Return the address of the function from which the compiler split `symbol` off; None if unknown."""
         base, dot, _ = symbol.name.partition(".")
         return self._symbols.lookup_name(base) if dot else None
 
     def has_whole(self, symbol: Symbol) -> bool:
-        """Return True unless the compiler split `symbol` off from a function that is unknown."""
+        """Return False if the compiler split `symbol` off from a function that is unknown; otherwise True."""
         return "." not in symbol.name or self._split_from(symbol) is not None
 
     # Optimizing
@@ -444,10 +444,10 @@ class ProbeChecker(ABC, Generic[Analysis]):
     ) -> Region | Rejection:
         """Return the region of a jump at `addr` by the first policy that allows the jump, or a rejection.
 
-        The policies are `policy`, the policy beyond it, and so on. The rejection is that of the first
-        policy. The exception is a later policy that rejects the jump only because no address for the detour
-        is free (NO_PUN): then the rejection of the later policy is returned. `linux`: rejection of the jump
-        by Linux's rule.
+        The policies are `policy`, the policy in its field `beyond`, and so on. The rejection is that of the
+        first policy. The exception is a later policy that rejects the jump only because no address for the
+        detour is free (NO_PUN): then the rejection of the later policy is returned. `linux`: rejection of the
+        jump by Linux's rule.
         """
         refused: Rejection | None = None
         while policy is not None:
@@ -517,10 +517,9 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return self.insns(self._function(symbol).analysis)
 
     def reasons(self, symbol: Symbol) -> Mapping[int, RejectReason | Tactics | None]:
-        """Return instruction address -> first reason against a jump there, or None if Linux allows the jump.
+        """Return instruction address -> first reason against a jump at it; None if Linux allows the jump.
 
-        If Linux's rule refuses a jump and the policy allows it, the value is the tuple of the jump's
-        tactics.
+        If Linux's rule refuses a jump and the policy allows it, the value is the tuple of the jump's tactics.
         """
         at_once = self.strategy and self.strategy.reasons
         if at_once and not self._has_forbidden(symbol):
@@ -543,15 +542,15 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return bytes(code)
 
     def pairs(self, symbol: Symbol) -> int | None:
-        """Return the policy's count of optimizable instructions in a function (`OptimizationPolicy.pairs`).
+        """Return the number of optimizable instructions in a function as the policy counts them.
 
-        Return None if the policy has no count of its own.
+        See OptimizationPolicy.pairs. Return None if the policy does not count them.
         """
         count = self.strategy and self.strategy.pairs
         return count(self._function(symbol).analysis) if count else None
 
     def _is_forbidden(self, symbol: Symbol) -> bool:
-        """Return True if the blacklist contains the whole function, or the one that it was split off from."""
+        """Return True if the blacklist contains all of `symbol`, or the function it was split off from."""
         whole = self._split_from(symbol)
         if whole is not None and _span(self._blacklist, whole) is not None:
             return True
@@ -625,9 +624,9 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return self.name(addr) or f"{addr:#x}"
 
     def rejection_text(self, finding: Rejection) -> str:
-        """Return a text with the place and the rule of `finding`.
+        """Return a text with the location and the rule of `finding`.
 
-        The text also has the instruction or the register that the rule is about, if the rule is about one.
+        If the rule is about an instruction or a register, the text names it, too.
         """
         told = f"{self.place_text(finding.addr)}: {finding.reason.value}"
         if finding.reason.about is RejectSubject.INSN:
@@ -637,7 +636,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return told
 
     def register_text(self, addr: int) -> str:
-        """Return a text that names the register that isn't free at `addr`, and the reason.
+        """Return a text that names the register that is not free at `addr`, and the reason why it is needed.
 
         Only jumps on RISC-V need a register.
         """
@@ -654,7 +653,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
 
 def _inside(addresses: Sequence[int], symbol: Symbol) -> Sequence[int]:
-    """Return the addresses inside a function from `addresses`, a sorted sequence that may be very long."""
+    """Return the members of `addresses` inside a function. `addresses` is sorted, and may be very long."""
     first = bisect_left(addresses, symbol.address)
     return addresses[first : bisect_left(addresses, symbol.address + symbol.size)]
 

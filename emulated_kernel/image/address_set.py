@@ -1,4 +1,4 @@
-"""Tables of addresses in arrays that can be mapped from a file, and take a tenth of a set's memory.
+"""Tables of addresses in arrays, which can be mapped from a file and take a tenth of a set's memory.
 
 AddressSet is an immutable set of addresses, and EntryTable a table whose entries consist of addresses.
 """
@@ -57,7 +57,7 @@ class AddressSet(Set[int]):
 
 
 class EntryTable(Sequence[Entry]):
-    """A table whose entries consist of the same number of addresses, sorted by the first one.
+    """A table whose entries all consist of the same number of addresses, sorted by their first address.
 
     An entry is created at each access.
     """
@@ -103,5 +103,5 @@ def firsts_in_order(entries: Iterable[tuple[int, *tuple[object, ...]]]) -> Seque
 
 
 def in_order(addresses: Iterable[int]) -> Sequence[int]:
-    """Return addresses in ascending order; those of an AddressSet are not copied."""
+    """Return `addresses` in ascending order. The addresses of an AddressSet are not copied."""
     return addresses.in_order if isinstance(addresses, AddressSet) else sorted(addresses)

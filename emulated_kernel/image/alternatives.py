@@ -1,4 +1,4 @@
-"""Alternatives: instructions that a kernel replaces at boot, depending on the features of its CPU."""
+"""Alternatives of kprobefs's own x86 kernel: instructions that boot replaces, depending on CPU features."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def alternatives(base: int, table: bytes) -> Iterator[Alternative]:
 
 
 def replaced(entry: Alternative, code: bytes) -> bytes:
-    """Return the bytes that replace the code at the site of `entry`, as many as the code has.
+    """Return the bytes that replace the code at the site of `entry`. They have the length of this code.
 
     `code` is the code at the replacement's address.
     Mirrors: apply_alternatives() (v6.1).

@@ -163,7 +163,7 @@ TARGETS["x86_64-ibt"] = replace(
 
 @dataclass(frozen=True)
 class Built:
-    """The result of a build: an image, its manifest entry, and its modules."""
+    """Result of a build: an image, its manifest entry, and its modules."""
 
     data: bytes
     manifest: dict[str, Any]
@@ -321,7 +321,7 @@ def read_manifest() -> dict[str, Any]:
 
 
 def tool_version(tool: str) -> str:
-    """Return the first line that a tool prints for --version; "" if the tool isn't installed."""
+    """Return the first line of the output of `tool --version`; "" if the tool isn't installed."""
     try:
         output = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -364,7 +364,7 @@ def build(arch: str, *, has_lines: bool = False) -> Built:
 
 
 def _build_types(target: BuildTarget, objects: list[Path], work: Path) -> bytes:
-    """Return the BTF of the linked image, whose objects have debugging information.
+    """Return the BTF of the linked image. Its `objects` must have debugging information.
 
     `work` is the directory of the build.
     Raises: BuildError.

@@ -35,7 +35,10 @@ PREBUILT = Path(__file__).parent / "prebuilt"
 
 
 class Segment(NamedTuple):
-    """Guest memory to map: address, initial bytes, size in memory (the rest is zero), access rights."""
+    """Guest memory to map: address, initial bytes, size in memory, access rights.
+
+    The bytes after the initial ones are zero.
+    """
 
     va: int
     data: bytes
@@ -100,7 +103,7 @@ class KernelImage:
         return self._bytes.read(va, size)
 
     def string(self, va: int, limit: int = 512) -> str:
-        """Return the zero-terminated string at an address, of at most `limit` bytes.
+        """Return the zero-terminated string at the address `va`, of at most `limit` bytes.
 
         Raises: KernelError ENOEXEC (the address is below all segments).
         """
@@ -205,7 +208,10 @@ class _Loader:
         )
 
     def _apply_alternatives(self) -> None:
-        """Apply the alternatives to the segments: the built-in kernel can't write to its text at boot."""
+        """Apply the alternatives to the segments.
+
+        The built-in kernel itself can't write to its text at boot.
+        """
         table = self._between("__alt_instructions", "__alt_instructions_end")
         changes = {
             entry.site: replaced(entry, self._bytes.read(entry.replacement, entry.replacement_size))

@@ -1,10 +1,10 @@
-"""Functions of a prebuilt image that its system calls can execute, found in the image's machine code.
+"""Call graph of a prebuilt image: which functions its system calls can execute, by the image's machine code.
 
 `python -m emulated_kernel.image.call_graph` writes prebuilt/ARCH/FILE_NAME for each architecture of
-ARCHITECTURES. `--check` compares these files with the images.
-A function's calls and jumps lead to functions. An indirect call may lead to any function whose address the
-image uses in text or in data. Tables through which no code calls do not count. Only the dispatch of system
-calls uses an address in `sys_call_table`. The result has more functions than are ever executed.
+ARCHITECTURES. `--check` compares these files with the images. A function's calls and jumps lead to functions.
+An indirect call may lead to any function whose address the image uses in text or in data. Tables through
+which no code calls do not count. Only the dispatch of system calls uses an address in `sys_call_table`. The
+result has more functions than are ever executed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ENTRIES = ("asm_host_interrupt",)
 
 
 class Calls:
-    """Kinds of system calls of clients, as a mask. An IntFlag would take 0.5 us for each `&`."""
+    """Kinds of system calls of clients, as bits of a mask. An IntFlag would take 0.5 us for each `&`."""
 
     NAMES = 1
     """System calls of clients that are of no other kind, such as open(2), close(2) and rename(2)."""
@@ -66,9 +66,9 @@ class FunctionCalls:
     """Finds the kinds of system calls that can execute a function of an image."""
 
     def __init__(self, image: KernelImage) -> None:
-        """Read the file FILE_NAME next to an image.
+        """Read the file FILE_NAME of an image.
 
-        Without a file for this image, every call counts as able to execute every function.
+        If the image has no such file, each system call counts as able to execute each function.
         """
         self._image = image
         self._file = b""
@@ -88,7 +88,7 @@ class FunctionCalls:
         return (starts, masks) if (checksum, len(masks)) == (self._image.checksum, len(starts)) else None
 
     def of(self, address: int) -> int:
-        """Return the kinds of system calls that can execute the function at an address, as a mask of Calls.
+        """Return the kinds of system calls that can execute the function at `address`, as a mask of Calls.
 
         Return Calls.ALL for text outside the image's functions, such as a module's, or if the image has no
         file FILE_NAME.
@@ -223,7 +223,7 @@ class _Graph:
         return found
 
     def executed(self, kind: int) -> set[int]:
-        """Return the functions that the system calls of a kind can execute."""
+        """Return the addresses of the functions that system calls of the kind `kind` can execute."""
         calls = self._system_calls()
         names = set(calls) - _OF_PROGRAMS - {name for names in _OF_KIND.values() for name in names}
         own = [calls[name] for name in _OF_KIND.get(kind, tuple(names))]
@@ -231,7 +231,7 @@ class _Graph:
         return self._closure([*own, *self._around_calls(), *(each for each in entries if each is not None)])
 
     def _around_calls(self) -> Iterable[int]:
-        """Return the functions that dispatch system calls, and their direct and indirect callers."""
+        """Return the functions that dispatch system calls, their callers, the callers of these, and so on."""
         found = set(self._dispatchers)
         while more := {f for f, to in self._leads_to.items() if not to.isdisjoint(found)} - found:
             found |= more

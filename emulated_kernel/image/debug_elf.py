@@ -114,7 +114,7 @@ def debug_elf(
 
 
 def _with_rest(section: MemorySection) -> Iterator[MemorySection]:
-    """Yield the section, and another one for the rest of its memory if its contents are shorter.
+    """Yield `section`; if its contents are shorter than its memory, split it in two at their end.
 
     The split is needed because gdb warns of a section with contents that extends beyond its segment's
     contents.
@@ -153,7 +153,7 @@ def _symbols(
 
 
 def _file(machine: int, bits: int, sections: list[_Section]) -> bytes:
-    """Return the contents of the ELF file. Each section of memory has a program header of its own."""
+    """Return the contents of the ELF file. Each section of memory has a separate program header."""
     is_64 = bits == 64
     header_size, program_size, section_size = (64, 56, 64) if is_64 else (52, 32, 40)
     names = bytearray()

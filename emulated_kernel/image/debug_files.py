@@ -82,7 +82,7 @@ def find_debug_file(elf: Any, path: Path) -> Path:
 
 
 def find_build(identity: str, path: Path) -> Path | None:
-    """Return the path of the debug file for a build id; None if no such file is installed.
+    """Return the path of the installed debug file with the build id `identity`; None if there is none.
 
     `path` is the path of the kernel or of its package, whose directory and name are searched, too.
     Raises: OSError.
@@ -149,7 +149,8 @@ def _places(path: Path, identity: str, link: tuple[str, int] | None) -> Iterator
 def _is_of(place: Path, identity: str, link: tuple[str, int] | None) -> bool:
     """Return True if the file `place` contains the debug information of a build.
 
-    The build is the one with the build id `identity` or, if that is "", with the CRC of `link`.
+    The build is the one with the build id `identity`. If `identity` is "", it is the one with the CRC in
+    `link`.
     """
     from elftools.common.exceptions import ELFError
     from elftools.elf.elffile import ELFFile

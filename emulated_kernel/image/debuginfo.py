@@ -18,7 +18,7 @@ _BITS = {"EM_386": 32, "EM_X86_64": 64}
 
 @dataclass(frozen=True, slots=True)
 class DescribedFunction:
-    """A function of the debug information (DW_TAG_subprogram) that has code of its own."""
+    """A function of the debug information (DW_TAG_subprogram) that has machine code."""
 
     name: str
     parts: tuple[range, ...]
@@ -33,7 +33,7 @@ class DebugInfo:
     """Debug information about an ELF file for x86. A compile unit is parsed when it is first needed."""
 
     def __init__(self, code: Any, debug: Any) -> None:
-        """Use two open ELF files, which may be the same file: `code` contains the text, `debug` the DWARF."""
+        """Use two open ELF files, which may be the same: `code` contains the text, and `debug` the DWARF."""
         self._code = code
         self._debug = debug
         machine = code["e_machine"]
@@ -52,7 +52,7 @@ class DebugInfo:
             raise KernelError(errno.EINVAL, "the debug information is of another build: the build ids differ")
 
     def containing(self, addr: int) -> DescribedFunction:
-        """Return the function that contains an address. Raises: KernelError ENOENT."""
+        """Return the function that contains the address `addr`. Raises: KernelError ENOENT (no function)."""
         for unit in self._units(addr):
             for function in self._functions(unit):
                 if function.part_at(addr) is not None:
@@ -103,7 +103,10 @@ class DebugInfo:
         )
 
     def _units(self, addr: int) -> Iterator[Any]:
-        """Yield the compile unit that .debug_aranges names for an address, or else all possible units."""
+        """Yield the compile unit that .debug_aranges names for `addr`.
+
+        If there is none, yield all possible units.
+        """
         index = self._dwarf.get_aranges()
         offset = index.cu_offset_at_addr(addr) if index is not None else None
         if offset is not None:
@@ -172,7 +175,10 @@ def open_debuginfo(file: BinaryIO, path: Path, debug_path: Path | None = None) -
 
 
 def _name(die: Any) -> str:
-    """Return the name of a DIE, or of the declaration or inlined function to which the DIE refers."""
+    """Return the name of a DIE. If it has none, return that of the DIE to which it refers.
+
+    Such a DIE describes a declaration or an inlined function.
+    """
     for link in (None, "DW_AT_abstract_origin", "DW_AT_specification"):
         if link is None:
             at = die

@@ -111,7 +111,7 @@ class ElfFile:
 
     @cached_property
     def symbols(self) -> list[ElfSymbol]:
-        """All symbols of the file, in its order; empty if the file is stripped."""
+        """All symbols of the file, in the file's order; empty if the file is stripped."""
         for section in self.sections.values():
             if section.type == SHT_SYMTAB:
                 return self._read_symbols(section)
@@ -222,7 +222,7 @@ def _bad(message: str) -> NoReturn:
 
 
 def elf_notes(data: bytes) -> Iterator[tuple[bytes, int, bytes]]:
-    """Yield the owner, the type and the contents of each note in a segment or section of notes."""
+    """Yield the owner, the type and the contents of each note in `data`, a segment or section of notes."""
     at = 0
     while at + _NOTE.size <= len(data):
         name_size, size, kind = _NOTE.unpack_from(data, at)
@@ -234,6 +234,6 @@ def elf_notes(data: bytes) -> Iterator[tuple[bytes, int, bytes]]:
 
 
 def gnu_build_id(notes: bytes) -> str:
-    """Return the GNU build id among notes, in hexadecimal; "" if there is none."""
+    """Return the GNU build id in `notes`, in hexadecimal; "" if there is none."""
     found = (text for name, kind, text in elf_notes(notes) if (name, kind) == (b"GNU", NT_GNU_BUILD_ID))
     return next(found, b"").hex()

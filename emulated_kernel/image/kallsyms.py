@@ -1,4 +1,4 @@
-"""Kallsyms: look-up of a kernel's symbols by name and address, with the rules of /proc/kallsyms and %pS."""
+"""Kallsyms: look-up of a kernel's symbols by name and by address, as /proc/kallsyms and %pS do."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Symbol:
 
 
 def is_mapping_symbol(name: str) -> bool:
-    """Return True if a symbol named `name` only marks a place in a function, and is not a function's name.
+    """Return True if a symbol called `name` only marks an address in a function, and names no function.
 
     Assemblers for RISC-V and ARM create symbols of this kind, and some linkers keep them.
     Mirrors: include/linux/module_symbol.h:is_mapping_symbol (v6.12).
@@ -147,11 +147,11 @@ class SymbolTable:
         return {field.name: bytes(memoryview(getattr(self, field.name))) for field in fields(self)}
 
     def name(self, index: int) -> bytes:
-        """Return the name of the symbol at this index in the table."""
+        """Return the name of the symbol with the index `index` in the table."""
         return bytes(self.names[self.starts[index] : self.starts[index + 1] - 1])
 
     def named(self, name: str) -> Sequence[int]:
-        """Return the indices in the table of all symbols with this name, sorted by address."""
+        """Return the table's indices of all symbols called `name`, sorted by address."""
         wanted = name.encode("utf-8", "replace")
         last = bisect_left(self.by_name, wanted, key=self.name)
         first = last
@@ -160,7 +160,7 @@ class SymbolTable:
         return self.by_name[first:last]
 
     def ending(self, pattern: str) -> Iterator[int]:
-        """Yield the table's indices of symbols whose names end with a match of `pattern`, in order."""
+        """Yield, in ascending order, the indices of symbols whose names end with a match of `pattern`."""
         for match in re.finditer(pattern.encode() + b"(?=\\0)", self.names):
             yield bisect_right(self.starts, match.start()) - 1
 
@@ -215,7 +215,7 @@ class Kallsyms:
             yield Symbol(name, address, chr(letter), max(end - address, 0))
 
     def _names_of(self, part: slice) -> list[str]:
-        """Return the names of the symbols with the indices of `part`."""
+        """Return the names of the symbols whose indices are in the slice `part`."""
         table = self._table
         names = table.names[table.starts[part.start] : table.starts[part.stop]]
         return bytes(names).decode("utf-8", "replace").split("\0")[:-1]
@@ -264,7 +264,7 @@ class Kallsyms:
         return len(self._table.addresses)
 
     def lookup_name(self, name: str) -> int | None:
-        """Return the address of the first symbol with this name, or None if there is none.
+        """Return the address of the first symbol called `name`, or None if there is none.
 
         Mirrors: kernel/kallsyms.c:kallsyms_lookup_name (v6.1).
         """
@@ -279,31 +279,31 @@ class Kallsyms:
         return (self._table.addresses[index] for index in self._table.ending(pattern))
 
     def has_module(self, name: str) -> bool:  # noqa: ARG002 - this class has no modules
-        """Return True if a module with this name is loaded."""
+        """Return True if a module called `name` is loaded."""
         return False
 
     def count_name(self, name: str) -> int:
-        """Return the number of symbols with this name, in the kernel and its modules."""
+        """Return the number of symbols called `name`, in the kernel and its modules."""
         return len(self._named(name)) + len(self._of_modules(name))
 
     def count_in_kernel(self, name: str) -> int:
-        """Return the number of symbols with this name in the kernel itself."""
+        """Return the number of symbols called `name` in the kernel itself, without modules."""
         return len(self._named(name))
 
     def by_name(self, name: str) -> tuple[Symbol, ...]:
-        """Return all symbols with this name: the kernel's, sorted by address, and then those of modules."""
+        """Return all symbols called `name`: the kernel's, sorted by address, and then those of modules."""
         own = [self._symbol(index) for index in self._named(name)]
         return (*own, *self._of_modules(name))
 
     def names_at(self, address: int) -> list[str]:
-        """Return the names of the kernel's symbols at an address, in the order of the table."""
+        """Return the names of the kernel's symbols at `address`, in the order of the table."""
         addresses = self._table.addresses
         first = bisect_left(addresses, address)
         found = range(first, bisect_right(addresses, address, first))
         return [self._table.name(index).decode("utf-8", "replace") for index in found]
 
     def lookup(self, address: int) -> Location | None:
-        """Return the symbol that contains an address, and the offset in it; None if no symbol does.
+        """Return the symbol that contains `address`, and the offset in this symbol; None if there is none.
 
         If several symbols have one address, return the first in the table.
 
@@ -425,7 +425,7 @@ def _order(symbol: Symbol) -> tuple[int, bool, bool, int, str]:
 
 
 def _is_linker_made(name: str) -> bool:
-    """Return True if the linker script may define a name.
+    """Return True if the linker script may define the symbol `name`.
 
     Mirrors: scripts/kallsyms.c:may_be_linker_script_provide_symbol (v6.1).
     """
@@ -435,7 +435,7 @@ def _is_linker_made(name: str) -> bool:
 
 
 def address_of(symbols: Kallsyms, name: str) -> int:
-    """Return the address of a symbol that must exist. Raises: KernelError ENOEXEC (no such symbol)."""
+    """Return the address of the symbol `name`. Raises: KernelError ENOEXEC (no such symbol)."""
     address = symbols.lookup_name(name)
     if address is None:
         raise KernelError(errno.ENOEXEC, f"the kernel image has no symbol {name}")

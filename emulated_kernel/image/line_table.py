@@ -25,7 +25,10 @@ Lines = dict[int, list[int]]
 
 
 class Declarations:
-    """A unit's table in .debug_abbrev. A declaration is parsed when it is needed."""
+    """The abbreviation declarations of a unit, from .debug_abbrev.
+
+    A declaration is parsed when it is needed.
+    """
 
     def __init__(self, data: bytes, start: int, structs: Any) -> None:
         """Use the table that begins at offset `start` of the section's content `data`."""
@@ -69,9 +72,9 @@ class LineTables:
     ) -> Mapping[str, Lines]:
         """Return path -> lines, for each source file with code that `file` names.
 
-        `file` is a path, or the end of a path. If units were compiled from a file that `file` names, only
-        the tables of these units are read. Otherwise all tables are read, because units that include the
-        file have its lines. `counted`: iterates over the units whose tables are read, and shows the progress.
+        `file` is a path, or the end of a path. If units were compiled from a file that `file` names, only the
+        tables of these units are read. Otherwise all tables are read, because units that include the file
+        contain its lines. `counted`: iterates over the units whose tables are read, and shows the progress.
         """
         units = [(unit, self._top(unit)) for unit in self._dwarf.iter_CUs()]
         own = [(unit, top) for unit, top in units if _is_named(_source(top), file)]
@@ -85,7 +88,7 @@ class LineTables:
         }
 
     def _top(self, unit: Any) -> Any:
-        """Return the top DIE of a unit.
+        """Return the top DIE of `unit`.
 
         Of the unit's abbreviation declarations, only that of the top DIE is parsed. pyelftools would parse
         all of them, which would take most of the time for a kernel.
@@ -95,7 +98,7 @@ class LineTables:
         return unit.get_top_DIE()
 
     def _rows(self, unit: Any, top: Any, file: str) -> Iterator[tuple[str, int, int]]:
-        """Yield (path, line, address) for each start of a statement of `file` in one unit."""
+        """Yield (path, line, address) for each statement of `file` that begins in `unit`."""
         program = self._dwarf.line_program_for_CU(unit)
         if program is None:
             return
@@ -151,7 +154,7 @@ def _decoded(name: Any) -> str:
 
 
 def nearest_lines(lines: Mapping[int, object], line: int) -> Sequence[int]:
-    """Return the last line with code before `line`, and the first line with code after `line`.
+    """Return the nearest lines with code before and after `line`.
 
     A line that doesn't exist is left out, so the result has two items, one or none.
     """

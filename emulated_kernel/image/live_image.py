@@ -1,4 +1,4 @@
-"""LiveImage: symbols and tables of a kernel and of its loaded modules."""
+"""LiveImage: the symbols and tables of a kernel and its loaded modules, which change with the modules."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Module:
         return tuple(part for part in (self.text, self.init_text) if part.end > part.start)
 
     def contains(self, address: int) -> bool:
-        """Return True if an address is in the text or data of this module. Mirrors: within_module (v6.1)."""
+        """Return True if `address` is in the text or data of this module. Mirrors: within_module (v6.1)."""
         parts = self.text, self.init_text, *self.data, *self.init_data
         return any(part.start <= address < part.end for part in parts)
 
@@ -98,7 +98,7 @@ class ModuleSymbols:
         return self._by_name.get(name, ())
 
     def lookup(self, address: int) -> Location | None:
-        """Return the module's symbol that contains an address, and the offset in it; None if none does.
+        """Return the module's symbol that contains `address`, and the offset in it; None if there is none.
 
         Mirrors: find_kallsyms_symbol (v6.1).
         """
@@ -141,14 +141,14 @@ class LiveKallsyms(Kallsyms):
         self._modules = [ModuleSymbols(module) for module in modules]
 
     def has_module(self, name: str) -> bool:
-        """Return True if a module with this name is loaded.
+        """Return True if a module called `name` is loaded.
 
         Mirrors: kernel/module/main.c:find_module (v6.1).
         """
         return any(symbols.module.name == name for symbols in self._modules)
 
     def _of_modules(self, name: str) -> tuple[Symbol, ...]:
-        """Return the symbols with this name in modules, the newest module first.
+        """Return the symbols of modules that are called `name`, the newest module's first.
 
         Mirrors: module_kallsyms_lookup_name (v6.1).
         """
@@ -215,7 +215,7 @@ class LiveImage(Generic[Core]):
         self.kallsyms.set_modules(reversed(self._modules.values()))
 
     def find(self, name: str) -> Module | None:
-        """Return the loaded module with this name, or None if there is none."""
+        """Return the loaded module called `name`, or None if there is none."""
         return self._modules.get(name)
 
     @property
@@ -251,11 +251,11 @@ class LiveImage(Generic[Core]):
 
     @property
     def data(self) -> Iterator[tuple[int, bytes]]:
-        """Address and contents of each range of data of kernel and modules, as they were loaded."""
+        """Address and contents of each range of data, as it was loaded, of the kernel and of its modules."""
         return chain(self.core.data, *(module.contents.items() for module in self._modules.values()))
 
     def read(self, va: int, size: int) -> bytes:
-        """Return `size` bytes at an address as they are without probes.
+        """Return `size` bytes at the address `va` as they are without probes.
 
         Raises: KernelError ENOEXEC (neither the image nor a module's text contains the bytes).
         """
@@ -267,5 +267,8 @@ class LiveImage(Generic[Core]):
 
 
 def _joined(of_kernel: Iterable[T], of_modules: Sequence[Iterable[T]]) -> Iterable[T]:
-    """Return a kernel's table with those of its modules; without modules, the kernel's is not copied."""
+    """Return a kernel's table followed by the tables of its modules.
+
+    Without modules, return the kernel's table without a copy.
+    """
     return (*of_kernel, *chain.from_iterable(of_modules)) if of_modules else of_kernel

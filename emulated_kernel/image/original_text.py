@@ -1,4 +1,4 @@
-"""The note of an ELF core with the original text at the places that kprobefs's probes have patched."""
+"""Format of a note in an ELF core: the original text at the addresses that kprobefs's probes have patched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Argument counts of an image's functions: from the compiler's notes, stored in a file next to the image."""
+"""Argument counts of an image's functions, from the compiler's output.
+
+They are in a file next to the image.
+"""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class BlacklistEntry(NamedTuple):
 class JumpLabel(NamedTuple):
     """Branch of a static key: an instruction at `code` that is a nop or a jump to `target`.
 
-    The static key at `key` decides which.
+    The value of the static key at `key` decides which of them it is.
     """
 
     code: int
@@ -69,7 +69,7 @@ class StaticCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BugEntry:
-    """Entry of the bug table: the trap instruction of a BUG() or WARN(), and its place in the source."""
+    """Entry of the bug table: the trap instruction of a BUG() or WARN(), and its source file and line."""
 
     address: int
     file: str
@@ -85,7 +85,7 @@ class ProbedTables(Protocol):
 
     @property
     def text_ranges(self) -> Iterable[Range]:
-        """Ranges of text that can be probed; the first one is that of the core kernel."""
+        """Ranges of text that can be probed. The first range is the text of the core kernel."""
 
     @property
     def blacklist(self) -> Iterable[BlacklistEntry]:
@@ -116,7 +116,7 @@ class ProbedTables(Protocol):
         """Address and contents of each range of the kernel's data."""
 
     def read(self, va: int, size: int, /) -> bytes:
-        """Return `size` bytes at an address as they are without probes."""
+        """Return `size` bytes at the address `va` as they are without probes."""
 
 
 def words(data: bytes, size: int = 8) -> tuple[int, ...]:
@@ -157,7 +157,7 @@ def static_calls(address: int, data: bytes) -> Iterator[StaticCall]:
 def bugs(
     address: int, data: bytes, string: Callable[[int, int], str], *, has_format: bool = False
 ) -> dict[int, BugEntry]:
-    """Decode a bug table: return address of the trap instruction -> entry.
+    """Decode a bug table; return address of the trap instruction -> entry.
 
     `string(address, limit)` reads a string of at most `limit` bytes. `has_format`: a format string precedes
     the file's name.
@@ -205,7 +205,7 @@ def blacklist(symbols: Kallsyms, listed: Iterable[int], areas: Iterable[Range]) 
 
 
 def blacklisted(symbols: Kallsyms, address: int) -> BlacklistEntry | None:
-    """Return a blacklist entry from an address to the end of its function; None if there is no function."""
+    """Return a blacklist entry from `address` to the end of its function; None if there is no function."""
     found = symbols.lookup(address)
     if found is None:
         return None

@@ -52,7 +52,7 @@ class SyscallDefinition:
 
 
 def event_definitions(image: KernelImage) -> Iterator[EventDefinition]:
-    """Yield the events of the image's table `ftrace_events`; yield none if the image has no such table."""
+    """Yield the events of the image's table `ftrace_events`. Yield nothing if the image has no such table."""
     reader = _ImageReader(image)
     for address in reader.pointers("ftrace_events"):
         system, name, print_fmt, fields, count, key = reader.words(address, 6)
@@ -86,7 +86,7 @@ def syscall_definitions(image: KernelImage) -> Iterator[SyscallDefinition]:
 
 
 class _ImageReader:
-    """Reader of words and strings in an image's memory as it is before boot."""
+    """Reader of words and strings in an image's memory, as the memory is before boot."""
 
     def __init__(self, image: KernelImage) -> None:
         self._image = image

@@ -176,8 +176,9 @@ class MachineClock(GuestClock):
         """Switch to "real", "virtual" or "model" time; the guest's time continues from its current value.
 
         `seed` selects the earliest time of a virtual or model clock, and the duration of a reading in virtual
-        time. Raises: ValueError (`kind` is no kind of clock), KernelError EOPNOTSUPP (there is no model clock
-        on this machine).
+        time.
+        Raises: ValueError (`kind` is no kind of clock), KernelError EOPNOTSUPP (there is no model clock on
+        this machine).
         """
         if kind not in KINDS:
             raise ValueError(f"unknown clock {kind!r}")

@@ -47,7 +47,8 @@ class Machine(ProbedMachine):
     """An emulated computer with a booted kernel; after the constructor it is stopped at Hypercall.BOOTED.
 
     Only one thread at a time may run or inspect the machine. Other Python threads can work while the guest
-    runs. Raises: HardwareError (the image does not fit, the architecture is unknown, or Unicorn is broken),
+    runs.
+    Raises: HardwareError (the image does not fit, the architecture is unknown, or Unicorn is broken),
     GuestFault (the kernel stopped before it had booted).
     """
 

@@ -14,7 +14,7 @@ _LOWER = (1 << _HALF) - 1
 
 
 def positions(data: bytes, pattern: bytes, start: int, stop: int) -> Iterator[int]:
-    """Iterate over the offsets in `data` at which `pattern` lies within `data[start:stop]`.
+    """Yield the offsets of all occurrences of `pattern` that lie completely within `data[start:stop]`.
 
     Occurrences of the pattern may overlap.
     """
@@ -26,13 +26,13 @@ def positions(data: bytes, pattern: bytes, start: int, stop: int) -> Iterator[in
 
 
 def displacements_into(code: bytes, window: range) -> Iterator[tuple[int, int]]:
-    """Iterate over the 32-bit words of `code` whose value plus their own offset is in `window`.
+    """Yield (offset, sum) for each 32-bit word of `code` that may be a displacement into `window`.
 
-    A word may start at any byte. `window` contains offsets in `code`, which may be negative or after the
-    end of `code`. Yields the offset of the word, and the sum of offset and value.
-    The search is done once for each value of a word's upper 16 bits. If a word has these upper bits and its
-    sum is in the window, its offset is in a known part of `code`. This part is 64 KiB longer than the
-    window, and only this part is searched.
+    The sum is the word's value plus its own offset, and is in `window`. A word may start at any byte.
+    `window` contains offsets in `code`, which may be negative or after the end of `code`. The search is done
+    once for each value of a word's upper 16 bits. If a word has these upper bits and its sum is in the
+    window, its offset is in a known part of `code`. This part is 64 KiB longer than the window, and only this
+    part is searched.
     """
     from_bytes = int.from_bytes
     first = window.start

@@ -6,7 +6,7 @@ from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 
 class Control(NamedTuple):
-    """Successors of an instruction that jumps, calls, returns or ends the flow of control."""
+    """How control continues after an instruction that jumps, calls, returns or ends the flow of control."""
 
     falls_through: bool
     targets: tuple[int, ...] = ()
@@ -19,7 +19,7 @@ LEAVES = Control(falls_through=False, leaves=True)
 
 
 class Effect(NamedTuple):
-    """Data flow of one instruction: bit masks of registers and flags, and the control flow."""
+    """Data flow of one instruction: the registers and flags that it reads and keeps, and its control flow."""
 
     reads: int
     keeps: int

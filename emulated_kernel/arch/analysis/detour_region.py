@@ -1,4 +1,4 @@
-"""Detour regions: the instructions that a jump replaces, and the registers that are live or free there."""
+"""Detour regions: the instructions that a jump replaces, and the registers that are live or free at them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class LiveRegisters:
-    """Registers that the code at an address, or code that runs after it, may still read."""
+    """Registers that the instruction at an address, or code that runs after it, may still read."""
 
     registers: frozenset[str]
     """pt_regs names of the live registers."""
@@ -51,10 +51,10 @@ class Region:
 
     @property
     def length(self) -> int:
-        """Number of bytes from `addr` on that no other probe may patch while the jump is there."""
+        """Number of bytes from `addr` on that no other probe may patch while the jump is in place."""
         return len(self.code)
 
     @property
     def end(self) -> int:
-        """The address after the replaced instructions, which the detour buffer jumps back to."""
+        """The address after the replaced instructions, to which the detour buffer jumps back."""
         return self.addr + len(self.code) - self.kept

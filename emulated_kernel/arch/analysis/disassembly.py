@@ -48,11 +48,11 @@ def address_names(lookup: Callable[[int], Location | None]) -> AddressName:
 
 
 def unnamed(_addr: int) -> None:
-    """Return None for each address: a listing with this function shows only numbers."""
+    """Return None for each address, so that a listing with this function shows only numbers."""
 
 
 def data_text(code: bytes) -> str:
-    """Return the text of a listing for bytes that are not shown as an instruction: their values."""
+    """Return the text that a listing shows for bytes that are no instruction: the values of the bytes."""
     return f"{_UNKNOWN} {', '.join(f'{byte:#04x}' for byte in code)}"
 
 
@@ -133,7 +133,7 @@ class Disassembler:
                 return
 
     def _named(self, text: str, addr: int, size: int, name: AddressName) -> str:
-        """Return the text of an x86 instruction with names and hexadecimal numbers.
+        """Return the text of an x86 instruction, with hexadecimal numbers and the names of addresses.
 
         `size`: size in bytes of the instruction at `addr`. A displacement from ip is relative to the end of
         the instruction.
@@ -200,7 +200,7 @@ def _riscv_named(insns: list[tuple[int, int, str]], name: AddressName) -> Iterat
 
 
 def _with_target(text: str, addr: int, name: AddressName) -> str:
-    """Return the text of a RISC-V instruction at `addr`, with a branch's target instead of the distance."""
+    """Return the text of a RISC-V instruction at `addr`, with a branch's target in place of its distance."""
     found = _DISTANCE.fullmatch(text)
     if found is None:
         return text

@@ -64,7 +64,7 @@ class TextLayout:
 
 
 def reserved_range(function: Function, first: int, last: int) -> Rejection | None:
-    """Return the rejection if a patch site of the function overlaps first..last, both inclusive; else None.
+    """Return a rejection if a patch site of `function` overlaps first..last, both inclusive; else None.
 
     Mirrors: arch/x86/kernel/kprobes/opt.c:copy_optimized_instructions (v6.1), the end of that function.
     """

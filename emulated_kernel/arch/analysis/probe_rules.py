@@ -1,4 +1,4 @@
-"""Rules of the probe checks that not all versions of Linux have, and the sets of rules that profiles name."""
+"""Rules of the probe checks that only some versions of Linux have, and the named sets of these rules."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PROBE_RULES: Mapping[str, ProbeRules] = MappingProxyType(
 
 
 def probe_rules_named(name: str) -> ProbeRules:
-    """Return the set of rules that PROBE_RULES has for `name`. Raises: KernelError EINVAL (unknown name)."""
+    """Return the set of rules called `name` in PROBE_RULES. Raises: KernelError EINVAL (unknown name)."""
     try:
         return PROBE_RULES[name]
     except KeyError:

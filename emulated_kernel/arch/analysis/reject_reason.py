@@ -1,4 +1,4 @@
-"""Rejections: the rule by which a probe can't be registered or optimized, and the address that breaks it."""
+"""Rejections: which rule forbids to register or optimize a probe, and which address breaks the rule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 
 class RejectSubject(Enum):
-    """Kind of object that the text of a rejection shows: the instruction at the address, or a register."""
+    """Object that the text of a rejection also shows: the instruction at the address, or a register."""
 
     INSN = auto()
     REGISTER = auto()

@@ -1,4 +1,4 @@
-"""Stack frames of a function before each instruction, which an unwinder needs to find the caller."""
+"""Stack frames before each instruction of a function, from which an unwinder finds the caller."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Slots = tuple[tuple[Value, Value], ...]
 
 
 class Flow(Enum):
-    """Successors of an instruction in the flow of control."""
+    """How control continues after an instruction."""
 
     NEXT = auto()
     BRANCH = auto()
@@ -53,7 +53,7 @@ class Frame:
         return Frame(self.regs, self.slots)
 
     def meet(self, other: Frame) -> bool:
-        """Keep only the contents that `other` has, too; return True if this frame lost anything."""
+        """Keep only the contents that `other` has as well; return True if this frame has lost contents."""
         regs = dict(self.regs.items() & other.regs.items())
         slots = dict(self.slots.items() & other.slots.items())
         changed = len(regs) != len(self.regs) or len(slots) != len(self.slots)
@@ -62,7 +62,7 @@ class Frame:
         return changed
 
     def at(self, register: str, offset: int = 0) -> Value | None:
-        """Return the stack address `offset` bytes above a register's value.
+        """Return the stack address `offset` bytes above the value of `register`.
 
         Return None if the register isn't known to hold a stack address.
         """
@@ -98,7 +98,7 @@ class Frame:
     def store(self, place: Value | None, value: Value | None, size: int, word: int) -> None:
         """Store `size` bytes to the stack slot `place`.
 
-        A store whose `place` is None isn't to the stack and is ignored. `word`: the machine's word size in
+        If `place` is None, the store is not to the stack and is ignored. `word`: the machine's word size in
         bytes. Only a `value` of one word is remembered.
         """
         if place is None:
@@ -131,7 +131,7 @@ def unchanged(_frame: Frame) -> None:
 
 
 def add_to_register(to: str, source: str, offset: int = 0) -> Effect:
-    """Return the effect of `to = source + offset`.
+    """Return the effect of an instruction that sets the register `to` to `source` + `offset`.
 
     With an offset other than 0, the result is known only if `source` holds a stack address.
     """
@@ -153,7 +153,10 @@ def copy_low_half(to: str, source: str) -> Effect:
 
 
 def take_address(to: str, base: str, offset: int) -> Effect:
-    """Return the effect of `to = base + offset`. The sum is known only if `base` holds a stack address."""
+    """Return the effect of an instruction that sets the register `to` to the address `base` + `offset`.
+
+    The sum is known only if `base` holds a stack address.
+    """
     return lambda frame: frame.set(to, frame.at(base, offset))
 
 
@@ -188,7 +191,7 @@ class FrameInsn:
 
 
 class FunctionFrames:
-    """Stack frames of a function, by instruction address.
+    """Stack frames of a function: address of an instruction -> frame before the instruction.
 
     The frames are stored as shared tuples, because a kernel has thousands of functions.
     """
@@ -196,10 +199,9 @@ class FunctionFrames:
     def __init__(self, frames: Mapping[int, Frame], by_interrupt: bool, exits: Mapping[int, Frame]) -> None:
         """Store the frames of a function.
 
-        `by_interrupt`: an interrupt entered the function, so the ip that it goes back to is no return
-        address.
-        `exits`: address outside the function -> frame there. The addresses are the targets of jumps that
-        are taken while the stack isn't empty, such as jumps to the function's cold part.
+        `by_interrupt`: an interrupt entered the function, so the interrupted ip takes the place of a return
+        address. `exits`: address outside the function -> frame at this address. The addresses are the targets
+        of jumps that are taken while the stack isn't empty, such as jumps to the function's cold part.
         """
         self.by_interrupt = by_interrupt
         self.exits = exits
@@ -242,13 +244,12 @@ def find_frames(
 ) -> FunctionFrames:
     """Compute the stack frames before all instructions of a function.
 
-    `insns`: address -> instruction. `entries`: address at which the function is entered -> known frame
-    there. `ways`: instruction address -> further targets of the instruction, such as a fixup or a jump
-    label. `stack_pointer`: name of the stack pointer.
-    A call or trap may never return. So its frame is used for the next instruction only if no other path
-    leads to this instruction. If another path arrives with a different stack pointer, the call is recorded
-    as a dead end and the search restarts.
-    `by_interrupt`: an interrupt enters the function, so the ip that it goes back to is no return address.
+    `insns`: address -> instruction. `entries`: address at which the function is entered -> known frame at
+    this address. `ways`: instruction address -> further targets of the instruction, such as a fixup or a jump
+    label. `stack_pointer`: name of the stack pointer. A call or trap may never return. So its frame is used
+    for the next instruction only if no other path leads to this instruction. If another path arrives with a
+    different stack pointer, the call is recorded as a dead end and the search restarts. `by_interrupt`: an
+    interrupt enters the function, so the interrupted ip takes the place of a return address.
     """
     found = search_frames(insns, entries, ways, stack_pointer)
     return FunctionFrames(found.frames, by_interrupt, found.exits)
@@ -260,7 +261,10 @@ def search_frames(
     ways: Mapping[int, Iterable[int]],
     stack_pointer: str,
 ) -> FrameSearch:
-    """Return a completed search for a function's stack frames. The parameters are those of find_frames()."""
+    """Run a search for a function's stack frames, and return it.
+
+    The parameters are those of find_frames().
+    """
     dead_ends: set[int] = set()
     while True:
         found = FrameSearch(insns, entries, ways, stack_pointer, dead_ends)
@@ -302,7 +306,10 @@ class FrameSearch:
         """Frame before the latest indirect jump that the search has reached; None before the first one."""
 
     def run(self) -> bool:
-        """Run the search; return False if a call or trap turned out to be a dead end."""
+        """Run the search.
+
+        Return False if it has found a call or trap that never returns, so that it must restart.
+        """
         while True:
             while self._pending:
                 at = self._pending.pop()

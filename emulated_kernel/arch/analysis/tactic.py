@@ -1,4 +1,4 @@
-"""Tactics: the ways in which the extended strategy makes room for a jump where Linux's rule refuses it."""
+"""Tactics: how the extended strategy can place a jump that Linux's rule refuses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Tactic(Enum):
-    """A relaxation of one of Linux's rules.
+    """A way to place a jump although one of Linux's rules refuses it.
 
     The values are texts in the file `reason`, and in the output of the commands `explain` and `coverage`.
     """

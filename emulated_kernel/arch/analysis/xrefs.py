@@ -1,4 +1,4 @@
-"""References from outside a function into a region of it: branches, pointers, fixups, jump labels."""
+"""References from outside a function into a region of its code: branches, pointers, fixups, jump labels."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _NONE: Ways = array("H"), array("q")
 
 
 class XrefIndex:
-    """References, ordered by target.
+    """Index of references, ordered by target.
 
     A kernel can have a million references. So each of the first requests, up to a limit, only searches for
     the references into one window of 16 KiB. The request for a further window indexes all references. The
@@ -197,8 +197,8 @@ class CodeXrefs:
     def branch(self, region: range, symbol: Symbol, is_insn: IsInsn) -> Rejection | None:
         """Return a rejection if a function other than `symbol` branches into the region; otherwise None.
 
-        The cold part of `symbol` counts as another function. `is_insn` excludes bit patterns within
-        instructions.
+        The cold part of `symbol` counts as another function. `is_insn` returns False for bit patterns within
+        other instructions.
         """
 
         def is_foreign(source: int) -> bool:

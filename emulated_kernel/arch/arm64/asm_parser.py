@@ -164,9 +164,9 @@ class _Line:
         return cls(statement, text, name, operands, label, cell)
 
     def own_code(self, cells: Mapping[str, int]) -> bytes | None:
-        """Return the code of a statement that refers to a cell or loads a number; None for any other.
+        """Return the code of a statement that refers to a cell or loads a number.
 
-        `cells`: name of a cell -> its address.
+        Return None for any other statement. `cells`: name of a cell -> its address.
         Raises: KernelError EINVAL.
         """
         if self.cell is None:
@@ -196,7 +196,7 @@ class _Line:
             raise self.statement.refused(f"{self.name} of a cell has {count} operands")
 
     def _register(self, index: int) -> tuple[int, int]:
-        """Return the number of the register that is an operand, and its size in bytes."""
+        """Return the number and the size in bytes of the register that is operand `index`."""
         found = _REGISTER.fullmatch(self.operands[index].lower())
         if found is None or not (found[1] or "").isdigit():
             raise self.statement.refused(f"{self.operands[index]!r} is no general register")
@@ -220,7 +220,10 @@ class _Effect:
 
     @classmethod
     def of(cls, line: _Line, insn: Any) -> _Effect:
-        """Return the effect of a decoded instruction. Raises: KernelError EINVAL (it isn't allowed)."""
+        """Return the effect of a decoded instruction.
+
+        Raises: KernelError EINVAL (a forbidden instruction).
+        """
         from capstone import arm64
 
         refused = line.statement.refused
@@ -252,7 +255,10 @@ class _Effect:
 
     @staticmethod
     def _check_numbers(line: _Line, insn: Any) -> None:
-        """Refuse a number of more than 32 bits in an instruction on w registers; keystone truncates it."""
+        """Refuse a number of more than 32 bits in an instruction on w registers.
+
+        Keystone would truncate it.
+        """
         if line.cell is None and insn.op_str.startswith("w"):
             for number in NUMBER.findall(line.text):
                 if int(number, 16) >= 1 << 32:
@@ -260,7 +266,7 @@ class _Effect:
 
 
 def _mask(line: _Line, name: str) -> int:
-    """Return the mask of a register with capstone's name `name`. Raises: KernelError EINVAL."""
+    """Return the mask of the register that capstone calls `name`. Raises: KernelError EINVAL."""
     if name in ("xzr", "wzr"):
         return 0
     if name in ("sp", "wsp"):

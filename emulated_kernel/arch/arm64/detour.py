@@ -35,16 +35,16 @@ _COUNT = 17
 
 
 def around_handler(region: Region) -> tuple[bytes, bytes]:
-    """Implement Arch.around_handler: save a struct user_pt_regs on the stack, and restore it.
+    """Return code that saves a struct user_pt_regs on the stack, and code that restores it; see Arch.
 
-    The code restores the condition flags from the saved processor state, and no other bit of it.
+    The code restores the condition flags from the saved processor state, and no other bit of this state.
     """
     save = pt_regs.save_general() + pt_regs.complete(set_register(pt_regs.SCRATCH, region.addr))
     return save, pt_regs.load_general() + move_stack_pointer(pt_regs.SIZE)
 
 
 def repetition(at: int, entry: int, turns: int) -> bytes:
-    """Implement Arch.repetition: a loop that calls `entry`; the u64 at `turns` is the number of calls."""
+    """Return a loop that calls `entry`; the u64 at `turns` is the number of calls; see Arch."""
     place = pt_regs.SCRATCH
     head = move_stack_pointer(-_LINK_ROOM) + store(SP, 0, LINK, WORD)
     turn = branch(at + len(head), entry, links=True) + set_register(place, turns)
@@ -58,13 +58,13 @@ def _word(region: Region) -> int:
 
 
 def relocated(region: Region, to: int) -> bytes:
-    """Implement Arch.relocated: relocate the region's only instruction, and append a jump back."""
+    """Return the region's only instruction, relocated to `to`, and a jump back; see Arch."""
     code = relocate(_word(region), region.addr, to)
     return code + branch(to + len(code), region.end)
 
 
 def stub_end(region: Region, to: int) -> StubEnd:
-    """Implement Arch.stub_end: as relocated(), but a breakpoint takes the place of a blr.
+    """Return the end of a stub: as relocated(), but with a breakpoint in place of a blr; see Arch.
 
     A br cannot replace the blr, because with branch target identification it does not reach landing pads for
     calls.
@@ -77,7 +77,7 @@ def stub_end(region: Region, to: int) -> StubEnd:
 
 
 def original_place(region: Region, copied: int, address: int) -> OriginalPlace:
-    """Implement Arch.original_place: map an address in the relocated instruction to the original one.
+    """Map an address in the relocated instruction to the original instruction; see Arch.
 
     No relocated instruction pushes, so `pushed` of the result is 0.
     """

@@ -169,7 +169,7 @@ def set_to_address(rd: int, target: int) -> bytes:
 
 
 def read_system_register(rd: int, name: str) -> bytes:
-    """Encode mrs: set rd to the system register `name`, which is nzcv, daif or sp_el0."""
+    """Encode mrs: set rd to the system register called `name`, which is nzcv, daif or sp_el0."""
     return _bytes(_SYSTEM_REGISTERS[name] | rd)
 
 
@@ -182,7 +182,7 @@ def write_flags(rn: int) -> bytes:
 
 
 def fits_access(offset: int, size: int) -> bool:
-    """Return True if an access of `size` bytes can have this offset from its base register."""
+    """Return True if an access of `size` bytes can encode the offset `offset` from its base register."""
     return -0x100 <= offset < 0x100 or (offset % size == 0 and 0 <= offset < size << 12)
 
 
@@ -242,8 +242,8 @@ def load_all(base: int, places: Mapping[int, int]) -> bytes:
 def _pairs(places: Mapping[int, int]) -> Iterator[tuple[int, int, int | None]]:
     """Yield (offset, register, second register) for each access that stores or loads `places`.
 
-    The place of the second register is 8 bytes after the place of the first register. If no register has this
-    place, the third item is None.
+    If another register of `places` is 8 bytes after the first one, it is the second register. Otherwise the
+    third item is None.
     """
     by_offset = {at: number for number, at in places.items()}
     done = set[int]()
@@ -302,15 +302,15 @@ def branch(source: int, target: int, *, links: bool = False) -> bytes:
 
 
 def branch_register(register: int) -> bytes:
-    """Encode a branch to the address in a register."""
+    """Encode a branch to the address in `register`."""
     return _bytes(0xD61F0000 | register << 5)
 
 
 def call_register(register: int) -> bytes:
-    """Encode a call of the address in a register, which sets x30."""
+    """Encode a call of the address in `register`, which sets x30."""
     return _bytes(0xD63F0000 | register << 5)
 
 
 def return_to(register: int) -> bytes:
-    """Encode `ret`: a branch to the address in a register, which the CPU predicts as a return."""
+    """Encode `ret`: a branch to the address in `register`, which the CPU predicts as a return."""
     return _bytes(0xD65F0000 | register << 5)

@@ -85,7 +85,7 @@ def _frame_slots(body: Arm64Lowering, room: int) -> dict[int, int]:
 
 
 def _save_all(program: Program, constants: Mapping[str, int], before: bytes) -> HandlerCode:
-    """Return `before` and a program's code, within code that saves all registers in a frame.
+    """Return a program's code with code around it that saves all registers in a frame, after `before`.
 
     At each host call of the program, sp points at the complete frame (struct user_pt_regs). `constants`:
     pt_regs name -> known value.
@@ -146,7 +146,7 @@ _NO_CONSTANTS: Mapping[str, int] = {}
 
 
 def return_trampoline(address: int) -> HandlerStub:
-    """Return the return trampoline for the address `address`, which hooked functions return to.
+    """Return the return trampoline for the address `address`. Hooked functions return to it.
 
     Mirrors: arch/arm64/kernel/probes/kprobes_trampoline.S:__kretprobe_trampoline (v6.1).
     """
@@ -169,7 +169,7 @@ def ftrace_trampoline() -> HandlerStub:
 
 
 class Arm64ReturnCode(ReturnCode):
-    """Generator of return trampolines that are entered through x30, and of handlers that return through it.
+    """Generator of return trampolines that are entered through x30, and of handlers that return through x30.
 
     GCC lets a caller rely on registers that the called function does not change. So a caller may read any
     register except x30, which the return itself reads.

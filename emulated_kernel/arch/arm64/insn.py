@@ -1,4 +1,4 @@
-"""Instructions of AArch64 as kprobes distinguish them: copied, simulated, or rejected.
+"""Instructions of AArch64, classified by how kprobes execute them: copied, simulated, or rejected.
 
 Mirrors: arch/arm64/kernel/probes/decode-insn.c, arch/arm64/include/asm/insn.h (v6.12).
 """
@@ -22,7 +22,7 @@ LINK: Final = 30
 
 
 class Pattern(NamedTuple):
-    """A set of instructions: those that are equal to `value` in the bits of `mask`."""
+    """A set of instructions: all instructions that equal `value` in the bits of `mask`."""
 
     mask: int
     value: int
@@ -82,7 +82,7 @@ The hints are nop, xpaclri, the paci* instructions and bti.
 
 
 class Handling(Enum):
-    """Way in which a probed instruction is executed."""
+    """How a probed instruction is executed."""
 
     COPIED = auto()
     """A copy of the instruction is executed in an instruction slot."""
@@ -93,7 +93,7 @@ class Handling(Enum):
 
 @lru_cache(1 << 14)
 def handling_of(word: int) -> Handling:
-    """Return the way in which the instruction `word` is executed if it is probed.
+    """Return how the instruction `word` is executed if it is probed.
 
     Deviates: loads of SIMD registers from literals are rejected. Linux copies them, although the copy loads
     from another address, because the address is relative to the instruction.
@@ -115,7 +115,7 @@ def _is_stepped(word: int) -> bool:
 
 
 def words_of(code: bytes) -> Iterator[int]:
-    """Iterate over the instructions in `code` as 32-bit numbers; omit an incomplete one at the end."""
+    """Yield the instructions in `code` as 32-bit numbers; leave out an incomplete instruction at the end."""
     return (word for (word,) in struct.iter_unpack("<I", code[: len(code) & -SIZE]))
 
 
@@ -128,7 +128,7 @@ def signed(value: int, bits: int) -> int:
 def branch_offset(word: int) -> int | None:
     """Return the distance in bytes from a direct branch or call to its target.
 
-    Return None if the instruction `word` is neither.
+    Return None if the instruction `word` is no direct branch or call.
     """
     if B.fits(word) or BL.fits(word):
         return signed(word, 26) * SIZE
@@ -147,14 +147,14 @@ def called_register(word: int) -> int | None:
 
 
 def literal_offset(word: int) -> int:
-    """Return the distance in bytes from a load of a literal to its data; `word` is the instruction."""
+    """Return the distance in bytes from `word`, a load of a literal, to the literal."""
     return signed(word >> 5, 19) * SIZE
 
 
 def taken_address(word: int, address: int) -> int | None:
     """Return the address that an adr or adrp at `address` writes to its register.
 
-    Return None if the instruction `word` is neither.
+    Return None if the instruction `word` is no adr or adrp.
     """
     value = signed(word >> 5, 19) << 2 | word >> 29 & 3
     if ADR.fits(word):

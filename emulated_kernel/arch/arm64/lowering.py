@@ -133,9 +133,9 @@ class Arm64Lowering(Lowering):
         self._code += code
 
     def _branch_if_zero(self, condition: Condition, register: int, label: ir.Label) -> None:
-        """Emit a branch to `label`, taken if `condition` holds for the result of a test or comparison.
+        """Emit a branch to `label`, taken if the result of a test or comparison is 0 or not 0.
 
-        `register` contains the result. The condition is whether the result is 0.
+        `register` contains the result. `condition` selects whether 0 or another value takes the branch.
         """
         self._branch_on(asm.branch_if_zero(register, 0, inverted=condition not in _IS_ZERO), label)
 
@@ -150,7 +150,7 @@ class Arm64Lowering(Lowering):
     def _read_slot(self, dst: int, number: int) -> None:
         """Emit a placeholder for the instruction that reads the saved value `number` into `dst`.
 
-        The place of the saved value is not known before all registers are assigned.
+        The location of the saved value is not known before all registers are assigned.
         """
         self.slots.add(number)
         self._block.slots.append((len(self._code), number))
@@ -206,7 +206,7 @@ class Arm64Lowering(Lowering):
     # Memory
 
     def _operand(self, base: int, offset: int, size: int) -> tuple[int, int]:
-        """Return a base register and an offset that an access of `size` bytes can have.
+        """Return a base register and an offset from it that an access of `size` bytes can encode.
 
         If no access can have `offset`, emit code that adds it and `base` into a spare register.
         """

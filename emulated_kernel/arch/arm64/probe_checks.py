@@ -38,7 +38,7 @@ _PAIR_REACH = 8
 
 @dataclass(frozen=True, slots=True)
 class Arm64FunctionAnalysis:
-    """A function, and its instructions as 32-bit numbers."""
+    """A function, and its instructions as 32-bit numbers, for the probe checks."""
 
     function: Function
     words: tuple[int, ...]
@@ -86,9 +86,9 @@ def _jump_reason(word: int, is_guarded: bool) -> RejectReason | None:
 
 @lru_cache(1 << 16)
 def _reason(word: int, is_guarded: bool) -> RejectReason | None:
-    """Return the reason why no probe, or at least no jump, may be placed on the instruction `word`.
+    """Return the reason why no probe, or only one without a jump, may be placed on the instruction `word`.
 
-    The result is None if both may be placed. `is_guarded`: see Arm64FunctionAnalysis.
+    Return None if both a probe and a jump may be placed. `is_guarded`: see Arm64FunctionAnalysis.
     """
     if handling_of(word) is Handling.REJECTED:
         return RejectReason.NOT_COPYABLE
@@ -115,7 +115,7 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
         return analysis.insns
 
     def check_insn(self, analysis: Arm64FunctionAnalysis, addr: int) -> Rejection | None:
-        """Return the reason why Linux rejects a probe on the instruction at `addr`, or None if it does not.
+        """Return the reason why Linux rejects a probe on the instruction at `addr`, or None.
 
         Linux rejects an address that is not aligned, an instruction with a fixup in the exception table, and
         one that can be neither copied nor simulated. It also rejects instructions between an exclusive load
@@ -151,7 +151,7 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
         return found
 
     def is_entry_site(self, offset: int) -> bool:
-        """Return True if an fentry site at this offset in a function is the second nop at its entry."""
+        """Return True if an fentry site at `offset` in a function is the second nop at its entry."""
         return SIZE <= offset <= 2 * SIZE
 
     def _forbidden(self, symbol: Symbol, addr: int) -> Rejection | None:
@@ -165,18 +165,18 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
         return super()._forbidden(symbol, addr)
 
     def _has_forbidden(self, symbol: Symbol) -> bool:  # noqa: ARG002 - it overrides
-        """Implement ProbeChecker._has_forbidden: return True, because _forbidden() rejects each fentry site.
+        """Return True, because nearly each function has an fentry site, which _forbidden() rejects.
 
-        Nearly each function has an fentry site.
+        See ProbeChecker._has_forbidden.
         """
         return True
 
     def reasons(self, symbol: Symbol) -> Mapping[int, RejectReason | Tactics | None]:
-        """Implement ProbeChecker.reasons for all instructions of a function at once.
+        """Return the first reason against a jump at each instruction of a function; see ProbeChecker.
 
-        A check of each instruction would take too long, because a kernel has millions of instructions. The
-        results equal those of check_each_insn(). Only a function with blacklisted addresses is checked
-        instruction by instruction.
+        The function decides about all instructions at once. A check of each instruction would take too long,
+        because a kernel has millions of instructions. The results equal those of check_each_insn(). Only a
+        function with blacklisted addresses is checked instruction by instruction.
         """
         if self.strategy is None or super()._has_forbidden(symbol):
             return super().reasons(symbol)
@@ -207,7 +207,7 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
                 yield at + offset, at
 
     def possible_addresses(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:  # noqa: ARG002
-        """Implement ProbeChecker.possible_addresses: find each adr, and each adrp with an add after it.
+        """Yield (target, source) for each adr, and for each adrp with an add after it; see ProbeChecker.
 
         The add must be one of the next _PAIR_REACH instructions.
         """
@@ -241,9 +241,10 @@ def _ends_in_exclusive(words: tuple[int, ...]) -> bool:
 
 
 def _in_exclusives(words: Sequence[int]) -> Iterator[int]:
-    """Yield the indices in `words` of the instructions before which _ends_in_exclusive() finds a load.
+    """Yield the indices in `words` of the instructions between an exclusive load and its store.
 
-    check_insn() rejects these instructions. An index may be yielded repeatedly.
+    These are the instructions before which _ends_in_exclusive() finds a load. check_insn() rejects them. An
+    index may be yielded repeatedly.
     """
     loads = [index for index, word in enumerate(words) if word & _LOAD_MASK == _LOAD_VALUE]
     for index in loads:

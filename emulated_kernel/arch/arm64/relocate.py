@@ -1,4 +1,4 @@
-"""Relocation of AArch64 instructions into a detour, where each has the same effect as at its own address.
+"""Relocation of AArch64 instructions into a detour, with the effect that each has at its own address.
 
 Linux has no jump optimization on arm64. A jump replaces one instruction, so no code leads into the replaced
 bytes. Addresses that an instruction computes from its own address become constants.
@@ -104,7 +104,7 @@ def relocate(word: int, address: int, to: int) -> bytes:
 
 
 def _load(word: int) -> bytes:
-    """Encode a load like the literal load `word`, with the address in the register that it overwrites."""
+    """Encode a load like the literal load `word`, but from the address in the register that it overwrites."""
     register = word & 31
     is_signed = insn.LDRSW_LITERAL.fits(word)
     size = 8 if word >> 30 & 1 and not is_signed else 4

@@ -49,7 +49,7 @@ _WITH_REGISTER = 1 << 21
 
 
 def frame_insns(code: bytes, addr: int, *, switches_stack: bool) -> Iterator[tuple[int, FrameInsn]]:
-    """Iterate over a function's instructions: address, and effect on the stack frame.
+    """Yield each instruction of a function: address, and effect on the stack frame.
 
     `switches_stack`: the function switches to a stack that the same code left earlier.
     """
@@ -105,9 +105,9 @@ def _names(*numbers: int) -> list[str]:
 
 
 def _access(word: int, register: int, offset: int, size: int) -> Effect:
-    """Return the effect of the access `word` to `register`: a load or store of `size` bytes.
+    """Return the effect of the part of a load or store `word` that concerns the register `register`.
 
-    The access is at the base register plus `offset`.
+    This part loads or stores `size` bytes at the base register plus `offset`.
     """
     base = _NAMES[word >> 5 & 31]
     if word & _IS_SIMD:
@@ -153,7 +153,7 @@ def _single(word: int) -> Effect:
 
 
 def _moved(word: int, change: int) -> Effect:
-    """Return the effect of adding `change` to the base register of the access `word`."""
+    """Return the effect of adding `change` to the base register of `word`, a load or store."""
     base = _NAMES[word >> 5 & 31]
     return add_to_register(base, base, change) if change else unchanged
 

@@ -37,7 +37,7 @@ class Assembly:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """One instruction as written in a handler's text. Lines and columns count from 1."""
+    """One instruction in the text of a handler. Lines and columns count from 1."""
 
     text: str
     line: int
@@ -46,7 +46,7 @@ class Statement:
     """Name of the handler's text in error messages."""
 
     def refused(self, why: str) -> KernelError:
-        """Return the error to raise if the statement can't be assembled because of `why`."""
+        """Return the error to raise if the statement can't be assembled for the reason `why`."""
         return KernelError(
             EINVAL, f"{self.source}, line {self.line}, column {self.column}: {self.text!r}: {why}"
         )

@@ -1,4 +1,4 @@
-"""Lowering of a handler program's ops to machine instructions: the part that all architectures share."""
+"""Lowering of a handler program's ops to machine instructions: the code that all architectures share."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def overwritten_by_assembly(program: Program) -> frozenset[str]:
 
 
 def cost(name: str, live: Collection[str], reads: Collection[str]) -> int:
-    """Return the rank by which registers are chosen for a program; a lower rank is cheaper.
+    """Return a rank by which a register called `name` is chosen for a program; a lower rank is cheaper.
 
-    The rank is 0 if the register is dead and the program doesn't read its value at the hit.
-    `live`: registers that the probed code may still read. `reads`: registers that the program reads.
+    The rank is 0 if the register is dead and the program doesn't read its value at the hit. `live`: registers
+    that the probed code may still read. `reads`: registers that the program reads.
     """
     return 4 * (name in reads) + 2 * (name in live)
 
@@ -56,7 +56,10 @@ def by_cost(
 
 
 class Assignment(dict[int, int]):
-    """Virtual register -> real register. A real register is assigned on first use, in order of preference."""
+    """Map from virtual to real registers.
+
+    A real register is assigned on first use, in order of preference.
+    """
 
     def __init__(self, order: Sequence[int], overwritten: set[int]) -> None:
         self._order = order

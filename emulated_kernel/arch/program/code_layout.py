@@ -15,7 +15,7 @@ Patch = Callable[[bytearray, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Encodings that Layout needs of an instruction set. Offsets are in bytes."""
+    """Encodings of an instruction set that Layout needs. Offsets are in bytes."""
 
     jump: bytes
     """Machine code of a jump without its target."""
@@ -58,7 +58,7 @@ class Block:
 class Layout:
     """Code under construction, to which blocks are appended.
 
-    Blocks are identified by their index. The number of blocks means the end of the code.
+    A block is identified by its index. The index that equals the number of blocks means the end of the code.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class Layout:
         """Jumps between chains: offset of the missing target, and index of the block to jump to."""
 
     def chain(self, index: int) -> tuple[list[int], int]:
-        """Return the chain of blocks that starts with `index`, and the block after which it continues.
+        """Return the chain of blocks that starts with `index`, and the index of the block after the chain.
 
-        A chain follows fall-throughs and unconditional jumps. The second value is the index of the block at
-        which control continues after the chain; _NOWHERE if the last block leaves the program.
+        A chain follows fall-throughs and unconditional jumps. The second value is _NOWHERE if the last block
+        leaves the program.
         """
         chain = []
         while index != self.end and index not in self._chained:

@@ -26,10 +26,10 @@ _OF_TASK = "task_struct.thread_info"
 
 @dataclass(frozen=True)
 class CpuWords:
-    """Places of the running task, of the CPU's number and of the preempt count, as offsets in bytes.
+    """Locations of the running task, of the CPU's number and of the preempt count, as offsets in bytes.
 
-    If a register holds the address of the running task_struct, the offsets are in task_struct. Otherwise
-    they are in the CPU's per-CPU data.
+    If a register holds the address of the running task_struct, the offsets are in task_struct. Otherwise they
+    are in the CPU's per-CPU data.
     """
 
     word: int
@@ -85,7 +85,7 @@ class CpuWords:
         return self.load_task(dst), Load(dst, dst, offset, _SIZE)
 
     def branch_if_count(self, condition: Condition, value: int, label: Label, spare: int) -> tuple[Op, ...]:
-        """Return ops that go to a label if `condition` holds for the preempt count and `value`.
+        """Return ops that go to `label` if `condition` holds for the preempt count and `value`.
 
         The ops may overwrite `spare`.
         """

@@ -62,7 +62,7 @@ def _shift(
     spare: int,
     count: int,
 ) -> None:
-    """Emit a shift of 8 bytes: bits move from the half `source` to the half `sink`.
+    """Emit a shift of a 64-bit value by `count` bits, 0 to 63: from the half `source` to the half `sink`.
 
     `away` is the direction of the shift, and `back` is the opposite direction.
     """

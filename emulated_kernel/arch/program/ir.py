@@ -135,7 +135,7 @@ class UserAccessBegin(Op):
     """Allow loads from user memory, for architectures without Arch.reads_user.
 
     Up to the UserAccessEnd, ops only compute, branch, and access memory at virtual registers. Each path,
-    also that of a fault, leads to a UserAccessEnd.
+    including that of a fault, leads to a UserAccessEnd.
     Mirrors: arch/x86/include/asm/smap.h:smap_save (v6.1).
     """
 
@@ -245,7 +245,7 @@ class Multiply(Op):
 
 
 class CompareExchange(Op):
-    """If the word at base + offset equals `expected`, replace it by `new` atomically; the access can't fault.
+    """Replace the word at base + offset by `new` atomically if it equals `expected`. The access can't fault.
 
     Otherwise set `expected` to the word in memory and go to the label.
     """
@@ -296,9 +296,9 @@ class BranchImmediate(Op):
 
 
 class BranchPerCpu(Op):
-    """Go to a label if `condition` holds for `size` bytes of per-CPU data and a value's low `size` bytes.
+    """Go to a label if `condition` holds for `size` bytes of per-CPU data and the same part of a value.
 
-    The value fits in 32 signed bits; `size` is at most a word.
+    The value fits in 32 signed bits, and only its low `size` bytes are compared; `size` is at most a word.
     """
 
     condition: Condition
@@ -333,8 +333,8 @@ class CallPerCpu(Op):
 class RunAssembly(Op):
     """Run an assembly handler on the registers of the probed code, with their values at the hit.
 
-    If the code faults, control goes to the label. All virtual registers are undefined after the op and at the
-    label.
+    If the code faults, control goes to `on_fault`. All virtual registers are undefined after the op and at
+    this label.
     """
 
     assembly: Assembly
@@ -342,7 +342,7 @@ class RunAssembly(Op):
 
 
 class JumpTo(Op):
-    """Leave the program for the code whose address a virtual register holds.
+    """Leave the program, and continue at the address in a virtual register.
 
     The registers are restored first. If the program runs in a register frame, the frame stays on the stack.
     The code at the address must expect the frame.

@@ -1,4 +1,4 @@
-"""Builder of handler programs: the common path is straight-line code, rare paths are placed after it."""
+"""Builder of handler programs: the common path is straight-line code, and rare paths are placed after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ If it returns True, control continues after the op, else at the op's label.
 
 
 class EntryKind(Enum):
-    """Way in which control enters a handler program."""
+    """How control enters a handler program."""
 
     BREAKPOINT = auto()
     """By a breakpoint, whose trap handler redirected control."""

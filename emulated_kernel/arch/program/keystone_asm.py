@@ -24,7 +24,10 @@ def _hexadecimal(number: re.Match[str]) -> str:
 
 
 def keystone_engine(architecture: str, mode: str) -> Any:
-    """Return an assembler that refuses symbols. The names are keystone's, without KS_ARCH_ and KS_MODE_."""
+    """Return an assembler that refuses symbols.
+
+    `architecture` and `mode` are keystone's names, without KS_ARCH_ and KS_MODE_.
+    """
     import keystone
 
     values = getattr(keystone, f"KS_ARCH_{architecture}"), getattr(keystone, f"KS_MODE_{mode}")

@@ -88,7 +88,7 @@ class RiscvFunctionAnalysis:
 
     @cached_property
     def rejections(self) -> dict[int, Rejection | None]:
-        """Address -> rejection of the first instruction, from the address on, that a detour can't execute.
+        """Address -> rejection of the next instruction, at or after the address, that a detour can't execute.
 
         The value is None if there is no such instruction up to the end of the function.
         """
@@ -101,7 +101,7 @@ class RiscvFunctionAnalysis:
         return found
 
     def insn_at(self, addr: int) -> RiscvInsn:
-        """Return the instruction at an address, with its immediates."""
+        """Return the instruction at `addr`, with its immediates."""
         at = addr - self.function.addr
         return decode_insn(self.function.code[at : at + RVI_SIZE], compressed=self._compressed)
 
@@ -118,7 +118,7 @@ class RiscvFunctionAnalysis:
 
     @property
     def has_jump_table(self) -> bool:
-        """Whether an indirect jump of the function may lead to another place in the function."""
+        """Whether an indirect jump of the function may lead to another address in the function."""
         return any(not self._is_tail_call(addr) for addr in self._indirect_jumps)
 
     def _look_at_indirect(self, addr: int, insn: RiscvInsnAttributes) -> None:
@@ -168,10 +168,10 @@ class RiscvFunctionAnalysis:
         )
 
     def _definitions(self, addr: int, register: int) -> set[int | None] | None:
-        """Return the addresses of the instructions that may define a register's value at `addr`.
+        """Return the addresses of the instructions that may define the value of `register` at `addr`.
 
         None as an element means that the caller defines the value. If a call may have overwritten the
-        register, return None instead of a set.
+        register, return None in place of a set.
         """
         found: set[int | None] = set()
         seen = {addr}
@@ -206,20 +206,21 @@ class RiscvFunctionAnalysis:
     def live_mask(self, addr: int) -> int:
         """Return the mask of the registers that may still be read from `addr` on.
 
-        All registers are live where control leaves the function, because kernel assembly follows no
-        reliable calling convention. All registers also count as live if no instruction begins at `addr`.
-        But a temporary register that no instruction of the function names is always free.
-        Mirrors: opt.c:find_register, update_free_reg (optprobes v6, 2023). Deviates: all paths are
-        followed, not only the straight one. Arguments that the function doesn't name count as live,
-        because the function may pass them on.
+        All registers are live where control leaves the function, because kernel assembly follows no reliable
+        calling convention. All registers also count as live if no instruction begins at `addr`. But a
+        temporary register that no instruction of the function names is always free.
+        Mirrors: opt.c:find_register, update_free_reg (optprobes v6, 2023). Deviates: all paths are followed,
+        not only the straight path. Arguments that the function doesn't name count as live, because the
+        function may pass them on.
         """
         live = self.live.get(addr)
         return ALL_REGISTERS & self._relevant | _NEVER_DEAD if live is None else live
 
     def first_need(self, addr: int, register: int) -> int | None:
-        """Return the address of the nearest instruction that may need a register's value at `addr`, or None.
+        """Return the address of the nearest instruction that may need the value of `register` at `addr`.
 
-        The instruction reads the register, or control leaves the function at the instruction.
+        The instruction reads the register, or control leaves the function at the instruction. Return None if
+        there is no such instruction.
         """
         ways = deque([(addr, addr)])
         seen = set[int]()
@@ -249,7 +250,7 @@ class RiscvFunctionAnalysis:
 
     @property
     def has_idle_register(self) -> bool:
-        """Whether some temporary register is not named in the function, and so is free everywhere in it."""
+        """Whether the function never names some temporary register, which is then free everywhere in it."""
         return self._relevant & TEMPORARIES != TEMPORARIES
 
     @cached_property

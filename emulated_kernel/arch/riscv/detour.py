@@ -69,7 +69,7 @@ def detour_jump(region: Region, target: int) -> bytes:
 
 
 def relocated(region: Region, to: int, *, compressed: bool) -> bytes:
-    """Implement Arch.relocated: relocate the instructions, and append a jump back (auipc and jalr).
+    """Return the region's instructions, relocated to `to`, and a jump back (auipc and jalr); see Arch.
 
     Linux: the detour loads the address of the region's end from a word next to the code.
     Deviates: an auipc computes the address.
@@ -94,13 +94,13 @@ def _relocated_insns(region: Region, to: int, *, compressed: bool) -> Iterator[t
 
 
 def _linked_call(scratch: int, source: int, register: int, offset: int, following: int) -> bytes:
-    """Encode a jalr through its own link register for a detour; it overwrites the register `scratch`."""
+    """Encode, for a detour, a jalr whose base is its own link register; overwrite the register `scratch`."""
     target = addi(scratch, register, offset)
     return target + set_to_address(register, source + len(target), following) + jump_register(scratch)
 
 
 def stub_end(region: Region, to: int, breakpoint_: bytes, *, compressed: bool) -> StubEnd:
-    """Implement Arch.stub_end: relocate the region's only instruction without a free register.
+    """Return the end of a stub: the region's only instruction, relocated without a free register; see Arch.
 
     A breakpoint takes the place of each jump that would need a register.
     """
@@ -136,7 +136,7 @@ def _stub_insn(
 def original_place(
     region: Region, copied: int, address: int, breakpoint_: bytes, *, compressed: bool
 ) -> OriginalPlace:
-    """Implement Arch.original_place: map an address in the relocated instructions to the original one.
+    """Map an address in the relocated instructions to the original instruction; see Arch.
 
     `breakpoint_`: as in stub_end(). No relocated RISC-V instruction pushes, so `pushed` of the result is 0.
     """
@@ -162,7 +162,7 @@ def _scratch(region: Region) -> ScratchRegisters:
 
 
 def around_handler(region: Region) -> tuple[bytes, bytes]:
-    """Implement Arch.around_handler: save a struct pt_regs on the stack, and restore it.
+    """Return code that saves a struct pt_regs on the stack, and code that restores it; see Arch.
 
     Mirrors: opt_trampoline.S:optprobe_template_entry, opt.c:prepare_detour_buffer (optprobes v6, 2023).
     """
@@ -184,7 +184,7 @@ def ftrace_trampoline(breakpoint_: bytes) -> HandlerStub:
 
 
 def return_trampoline(breakpoint_: bytes) -> HandlerStub:
-    """Return the return trampoline, which hooked functions return to. Its code is position-independent.
+    """Return the return trampoline, to which hooked functions return. Its code is position-independent.
 
     `breakpoint_`: breakpoint instruction that calls the handler.
     Mirrors: arch/riscv/kernel/probes/kprobes_trampoline.S:__kretprobe_trampoline (v6.1).
@@ -201,7 +201,7 @@ RETURN_FROM_FRAME = (
 
 
 def repetition(at: int, entry: int, turns: int) -> bytes:
-    """Implement Arch.repetition: a loop that calls `entry`; the u64 at `turns` is the number of calls."""
+    """Return a loop that calls `entry`; the u64 at `turns` is the number of calls; see Arch."""
     head = move_stack_pointer(-2 * WORD) + store(SP, 0, RA, WORD)
     turn = long_jump(RA, RA, at + len(head), entry) + set_register(T0, turns)
     turn += load(T1, T0, 0, WORD) + addi(T1, T1, -1) + store(T0, 0, T1, WORD)

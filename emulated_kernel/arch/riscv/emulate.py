@@ -18,7 +18,7 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class RiscvEmulation(Emulation):
-    """A RISC-V instruction to emulate, with its address."""
+    """Emulation of a RISC-V instruction at its address."""
 
     address: int
     insn: RiscvInsn

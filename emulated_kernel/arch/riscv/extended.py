@@ -33,7 +33,7 @@ _COPIES = frozenset((Relocation.COPY, Relocation.BEYOND_TABLE))
 
 
 class _Replaced:
-    """The instructions that a jump replaces, with the state of their relocation."""
+    """The instructions that a jump replaces, and what is known so far about their relocation."""
 
     def __init__(self) -> None:
         self.relocations: list[Relocation] = []
@@ -44,7 +44,7 @@ class _Replaced:
 
     @property
     def leaves(self) -> bool:
-        """Whether control never continues after the last copied instruction. No jump back is needed then."""
+        """Whether control never continues after the last copied instruction. Then no jump back is needed."""
         return self.relocations[-1] in (*LEAVES, *RELOCATED_CALLS)
 
 
@@ -118,8 +118,8 @@ def _leads_on(
 ) -> Rejection | None:
     """Restrict `found.free` to the registers that are free at the target of a relocated jump, call or branch.
 
-    `insn`: the instruction at `at`, which is relocated as `kind` says. Return a rejection if the jump leads
-    to the probed instruction at `addr`; otherwise None.
+    `insn`: the instruction at `at`, which is relocated in the way `kind`. Return a rejection if the jump
+    leads to the probed instruction at `addr`; otherwise None.
     """
     target: int | None
     if kind in (Relocation.BRANCH, Relocation.JUMP):

@@ -86,7 +86,7 @@ def _save_all(
     per_cpu: int | None,
     user_access: int | None,
 ) -> HandlerCode:
-    """Return a program's code within code that saves all registers in a frame (struct pt_regs).
+    """Return a program's code, and code around it that saves all registers in a frame (struct pt_regs).
 
     At each host call of the program, sp points at the complete frame. `breakpoint_`: breakpoint for host
     calls. `constants`: pt_regs name -> known value. `far`: branches may lead farther than 4 KiB. `per_cpu`,

@@ -92,7 +92,7 @@ EMULATED = frozenset((RiscvOpcode.AUIPC, RiscvOpcode.JAL, RiscvOpcode.JALR, Risc
 
 
 class Handling(Enum):
-    """Way in which a probed instruction is executed. Mirrors: decode-insn.h:enum probe_insn (v6.1)."""
+    """How a probed instruction is executed. Mirrors: decode-insn.h:enum probe_insn (v6.1)."""
 
     REJECTED = auto()
     SIMULATED = auto()
@@ -240,7 +240,7 @@ class RiscvInsnAttributes:
 
 
 class RiscvInsn(RiscvInsnAttributes):
-    """An instruction with all of its operands. `insn_of` returns one object for equal instructions."""
+    """An instruction with all of its operands. `insn_of` returns the same object for equal instructions."""
 
     __slots__ = ()
 
@@ -310,7 +310,7 @@ _FACTS = _DecodeCache()
 
 @lru_cache(1 << 12)
 def insn_of(bits: int) -> RiscvInsn:
-    """Return the instruction that 16 or 32 bits encode."""
+    """Return the instruction whose 16 or 32 bits are `bits`."""
     if bits & 3 == 3:
         return RiscvInsn(RVI_SIZE, bits)
     return RiscvInsn(RVC_SIZE, expand(bits) or 0)
@@ -354,7 +354,7 @@ def decode_insn(code: bytes, *, compressed: bool) -> RiscvInsn:
 
 
 def decode_all(code: bytes, addr: int, *, compressed: bool) -> Iterator[tuple[int, RiscvInsn]]:
-    """Iterate over address and instruction, up to the first undecodable instruction.
+    """Yield the address of each instruction and the instruction, up to the first undecodable one.
 
     `compressed`: the kernel uses RVC.
     """

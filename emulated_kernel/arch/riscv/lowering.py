@@ -230,7 +230,7 @@ class RiscvLowering(Lowering):
     # Memory
 
     def _operand(self, base: int, offset: int) -> tuple[int, int]:
-        """Return a base register and an offset that fit in one instruction.
+        """Return a base register and an offset from it that fits in one instruction.
 
         If `offset` has more than 12 bits, emit code that adds its upper part and `base` into a spare
         register.
@@ -282,9 +282,9 @@ class RiscvLowering(Lowering):
             self._code += set_register(link, self._user_access + offset) + asm.jalr(link, link, 0)
 
     def _cell(self, address: int, register: int) -> tuple[int, int]:
-        """Return base register and offset for an absolute address, and emit code that loads its upper part.
+        """Return a base register and an offset from it for an absolute address; emit code that sets the base.
 
-        `register` receives the upper part.
+        The base is `register`, or x0 if the offset alone is the address. Then no code is emitted.
         """
         address = sign_extend(address, 64)
         low = sign_extend(address, 12)

@@ -166,14 +166,14 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
     def reasons_at_once(
         self, known: AnalyzedFunction[RiscvFunctionAnalysis]
     ) -> dict[int, RejectReason | None]:
-        """Return the address of each instruction of a function -> first reason against a jump there, or None.
+        """Return address of each instruction of a function -> first reason against a jump there, or None.
 
         The results equal those of optimized_region(); tests/arch/riscv/test_reasons.py compares the results
         of both. A kernel has millions of instructions, so a table decides first, by the kinds of four
         consecutive instructions. The few addresses that need other checks follow.
         Invariant: the steps below come in the order in which detoured_region() checks its rules. Each step
-        gives a reason only to addresses that have none yet. Reserved bytes and fentry sites come last,
-        because they replace any other reason.
+        adds a reason only for addresses that have none yet. Reserved bytes and fentry sites come last,
+        because their reason replaces any other one.
         """
         analysis = known.analysis
         function = known.function
@@ -244,7 +244,7 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
         return analysis.at(addr)
 
     def register_text(self, addr: int) -> str:
-        """Return a text that says which instruction may need the first register of REGISTER_PREFERENCE.
+        """Return a text that names the instruction that may need the first register of REGISTER_PREFERENCE.
 
         `addr`: address of a probe for whose jump no register is free.
         """
@@ -258,9 +258,10 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
         return self._function(symbol).analysis.has_jump_table
 
     def possible_branches(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
-        """Implement ProbeChecker.possible_branches by regular expressions.
+        """Yield (target, source) of all bit patterns that look like branches; see ProbeChecker.
 
-        If there is a window, search only the code from which a branch can reach it.
+        The search uses regular expressions. If there is a window, it covers only the code from which a branch
+        can reach the window.
         """
         if window is None:
             yield from self._branches(_BRANCH, addr, code, 0, len(code))
@@ -288,7 +289,7 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
                 yield addr + at + target, addr + at
 
     def possible_addresses(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
-        """Implement ProbeChecker.possible_addresses: find each auipc, and an addi or jalr after it.
+        """Yield (target, source) for each auipc that an addi or jalr follows; see ProbeChecker.
 
         The second instruction must add to the result of the auipc, and end at most _PAIR_REACH bytes after
         the start of the auipc.
@@ -312,10 +313,10 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
 
 
 def pairs(analysis: RiscvFunctionAnalysis) -> int:
-    """Count the instructions of a function that the authors of optprobes v6 regard as optimizable.
+    """Return how many instructions of a function the authors of optprobes v6 regard as optimizable.
 
-    Such an instruction and its successor are movable, whatever their lengths, and one register is free both
-    before and after the two. No jump leads to the second, and the function has no hazard.
+    Such an instruction and its successor are movable, whatever their lengths. One register is free both
+    before and after the two. No jump leads to the second instruction, and the function has no hazard.
     """
     if analysis.hazard is not None:
         return 0

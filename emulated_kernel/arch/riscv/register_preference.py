@@ -15,5 +15,5 @@ REGISTER_PREFERENCE = (
 
 @lru_cache(4096)
 def preferred_register(mask: int) -> int:
-    """Return the number of the best register in `mask`, or 0 if it has none."""
+    """Return the number of the best register in `mask`, or 0 if `mask` has no suitable register."""
     return next((number for number in REGISTER_PREFERENCE if mask >> number & 1), 0)

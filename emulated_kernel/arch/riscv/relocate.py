@@ -27,7 +27,7 @@ The bits are 0 unless the instruction accesses a control register.
 
 
 class Relocation(Enum):
-    """Treatment of an instruction in a detour by the extended strategy."""
+    """How the extended strategy relocates an instruction into a detour."""
 
     COPY = auto()
     BEYOND_TABLE = auto()
@@ -53,7 +53,7 @@ RELOCATED_CALLS = (Relocation.CALL, Relocation.REGISTER_CALL)
 
 @lru_cache(4096)
 def relocation_of(insn: RiscvInsn) -> Relocation:
-    """Return the way in which the extended strategy relocates an instruction."""
+    """Return how the extended strategy relocates the instruction `insn`."""
     if insn.opcode == RiscvOpcode.JAL:
         return Relocation.JUMP if insn.rd == ZERO else Relocation.CALL
     if insn.opcode == RiscvOpcode.JALR:

@@ -43,10 +43,10 @@ _SCRATCH = (EXCEPTION_PC, "ra", *(f"t{n}" for n in range(7)), *(f"a{n}" for n in
 def frame_insns(
     code: bytes, addr: int, *, compressed: bool, switches_stack: bool
 ) -> Iterator[tuple[int, FrameInsn]]:
-    """Iterate over a function's instructions: address, and effect on the stack frame.
+    """Yield each instruction of a function: address, and effect on the stack frame.
 
-    `switches_stack`: the function switches to a stack that the same code left earlier.
-    `compressed`: the kernel uses RVC.
+    `switches_stack`: the function switches to a stack that the same code left earlier. `compressed`: the
+    kernel uses RVC.
     """
     upper: tuple[int, int] | None = None
     for at, insn in decode_all(code, addr, compressed=compressed):
@@ -103,7 +103,7 @@ def _store_offset(insn: RiscvInsn) -> int:
 
 
 def _exception_pc(to: str | None, source: str | None, frame: Frame) -> None:
-    """Apply a csrr or csrw of sepc to a frame: move values between sepc and registers."""
+    """Apply a csrr or csrw of sepc to a frame: copy the known value from or to sepc."""
     was = frame.regs.get(EXCEPTION_PC)
     if source is not None:
         frame.set(EXCEPTION_PC, frame.regs.get(source))

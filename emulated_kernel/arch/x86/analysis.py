@@ -21,7 +21,7 @@ _NOWHERE = TextLayout()
 
 
 class RelativeBranch(NamedTuple):
-    """A relative jump or call: its target address, and its own address."""
+    """A relative jump or call: the address of its target, and its own address."""
 
     target: int
     source: int
@@ -32,7 +32,7 @@ class X86FunctionAnalysis:
 
     `known`: cache of instruction attributes. `bug_size`: size in bytes of a BUG(). Kernels of 2007 stored
     line and file after the ud2 (i386: 8 bytes); later kernels store them in a table (2 bytes).
-    `has_jump_tables`: whether an indirect jump may lead to any place of its function.
+    `has_jump_tables`: whether an indirect jump may lead to any instruction of its function.
     """
 
     def __init__(
@@ -59,7 +59,10 @@ class X86FunctionAnalysis:
 
     @cached_property
     def flow(self) -> FunctionFlow:
-        """Instructions and jumps of the function. Probe registration needs them; liveness doesn't."""
+        """Instructions and jumps of the function.
+
+        Probe registration needs them; liveness doesn't need them.
+        """
         layout = self.layout if self._has_jump_tables else None
         return FunctionFlow(self.function, layout, self._code, self._known, self._bug_size)
 

@@ -137,7 +137,7 @@ def prepare(
 def _prepare_anywhere(code: bytes, bits: int, rules: ProbeRules, may_fault: bool) -> ArchSpecificInsn | None:
     """Prepare an instruction whose copy works at any address; return None for all other instructions.
 
-    Cached: equal instructions share one object.
+    The results are cached, so equal instructions share one object.
     Raises: as prepare().
     """
     insn = decode_insn(code, bits)

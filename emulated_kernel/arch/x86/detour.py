@@ -33,7 +33,7 @@ MAX_COPIED = MAX_DETOURED + _MAX_GROWTH + JMP32_SIZE
 
 
 def ftrace_trampoline(frame: RegsFrame) -> HandlerStub:
-    """Return the trampoline that fentry sites call; it continues at the saved ip and sp.
+    """Return the trampoline that fentry sites call; it continues at the saved ip with the saved sp.
 
     Linux: a changed sp is ignored, and a handler that skips the function sets ip to a `ret`.
     Deviates: sp is obeyed, so one handler works for both a call and a breakpoint.
@@ -59,10 +59,10 @@ def ftrace_trampoline(frame: RegsFrame) -> HandlerStub:
 
 
 def return_trampoline(frame: RegsFrame, address: int) -> HandlerStub:
-    """Return the return trampoline for `address`, which hooked functions return to.
+    """Return the return trampoline for `address`. Hooked functions return to it.
 
     The trampoline pushes its own address into the word that held the return address. An unwinder then sees a
-    hooked function until the handler stores the real return address there.
+    hooked function until the handler stores the real return address in this word.
     Mirrors: arch/x86/kernel/rethook.c:arch_rethook_trampoline (v6.1).
     """
     own = push_address(address)
@@ -97,7 +97,7 @@ class X86TextReturns(TextReturns):
 
 
 def around_handler(frame: RegsFrame, region: Region) -> tuple[bytes, bytes]:
-    """Implement Arch.around_handler: return code that saves a struct pt_regs, and code that restores it.
+    """Return code that saves a struct pt_regs, and code that restores it; see Arch.
 
     Mirrors: arch/x86/kernel/kprobes/opt.c:optprobe_template_entry, arch_prepare_optimized_kprobe (v6.1).
     """
@@ -105,7 +105,7 @@ def around_handler(frame: RegsFrame, region: Region) -> tuple[bytes, bytes]:
 
 
 def relocated(region: Region, to: int, bits: int) -> bytes:
-    """Implement Arch.relocated: relocate each instruction except padding, and append a jmp."""
+    """Return the region's instructions without padding, relocated to `to`, and a jmp back; see Arch."""
     result = b"".join(code for _, code in _relocated_insns(region, to, bits))
     return result + relative_jump(to + len(result), region.end)
 
@@ -121,7 +121,10 @@ def _relocated_insns(region: Region, to: int, bits: int) -> Iterator[tuple[int, 
 
 
 def stub_end(region: Region, to: int, bits: int) -> StubEnd:
-    """Implement Arch.stub_end: as relocated(), but Python executes a popf that sets the trap flag."""
+    """Return the end of a stub: as relocated(), but Python executes a popf that sets the trap flag.
+
+    See Arch.
+    """
     if not is_popf(region.code, bits):
         return StubEnd(relocated(region, to, bits))
     code = guarded_popf(region.code, bits)
@@ -130,10 +133,10 @@ def stub_end(region: Region, to: int, bits: int) -> StubEnd:
 
 
 def original_place(region: Region, copied: int, address: int, bits: int) -> OriginalPlace:
-    """Implement Arch.original_place: map an address in the relocated instructions to the original one.
+    """Map an address in the relocated instructions to the original instruction; see Arch.
 
-    A relocated call is a push and a jump. At the jump, the place is still that of the call, and `pushed` is
-    the size of the return address that was pushed.
+    A relocated call is a push and a jump. An address of either is mapped to the call. At the jump, `pushed`
+    is the size of the return address that was pushed.
     """
     at = copied
     if is_popf(region.code, bits):
@@ -153,9 +156,9 @@ def relative_call(source: int, target: int) -> bytes:
 
 
 def relative_calls(targets: Mapping[int, int]) -> Iterator[tuple[int, bytes]]:
-    """Yield (source, encoded `call rel32`) for a map source -> target, which may have tens of thousands.
+    """Yield (source, encoded `call rel32`) for each item of `targets`, a map source -> target.
 
-    Raises: KernelError ERANGE (32 bits don't reach).
+    The map may have tens of thousands of items. Raises: KernelError ERANGE (32 bits don't reach).
     """
     size = DISP32_SIZE
     end = JMP32_SIZE

@@ -62,7 +62,7 @@ _NEEDS_REX = range(4, 8)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class X86Opcode:
-    """The parts of an instruction around ModRM.
+    """The bytes and flags of an instruction apart from ModRM and operands.
 
     `wide` is REX.W; `byte` means that the register operand is a byte register. Instances compare by identity,
     which makes them cheap dictionary keys.
@@ -258,7 +258,7 @@ class Encoder:
     # is ABSOLUTE.
 
     def reaches(self, address: int) -> bool:
-        """Return True if the displacement of an instruction can hold an absolute address."""
+        """Return True if the displacement of an instruction can hold the absolute address `address`."""
         return not address + 0x8000_0000 >> 32 & self._beyond
 
     def load(self, dst: int, base: int, offset: int, size: int, *, sign: bool = False) -> bytes:
@@ -336,14 +336,14 @@ class Encoder:
     def load_stack(self, dst: int) -> bytes:
         """Encode a load of the word at an offset from sp into dst.
 
-        The offset is to be filled in, as the last 4 bytes.
+        The caller must fill in the offset, which is the last 4 bytes.
         """
         return _stack_operand(self._loads[self.word, False], dst)
 
     def lea_stack(self, dst: int) -> bytes:
         """Encode an instruction that sets dst to sp + an offset.
 
-        The offset is to be filled in, as the last 4 bytes.
+        The caller must fill in the offset, which is the last 4 bytes.
         """
         return _stack_operand(self._lea, dst)
 

@@ -1,11 +1,11 @@
-"""The extended strategy on x86: jumps where Linux's rule refuses them, without less safety.
+"""The extended strategy on x86: safe jumps at addresses where Linux's rule refuses them.
 
 Linux forbids jumps in whole functions, and by the opcode of a replaced instruction. The tactics look at the
-replaced bytes instead: no code, table or data may lead into these bytes.
-A detour can have a relocated branch or call. A relocated call pushes the original return address and jumps.
-So no stack holds an address in the detour, and call chains do not show the detour. Only the last replaced
-instruction may be a call, because the called function returns to the address after the call.
-The probe checker looks for entrances from outside the function (OptimizationPolicy.by_data, by_code).
+replaced bytes instead: no code, table or data may lead into these bytes. A detour can have a relocated branch
+or call. A relocated call pushes the original return address and jumps. So no stack holds an address in the
+detour, and call chains do not show the detour. Only the last replaced instruction may be a call, because the
+called function returns to the address after the call. The probe checker looks for entrances from outside the
+function (OptimizationPolicy.by_data, by_code).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from emulated_kernel.arch.x86.pt_regs import PUSHF, RegsFrame, push_address
 
 
 def save_all(program: Program, frame: RegsFrame, constants: Mapping[str, int]) -> HandlerCode:
-    """Wrap a program in code that saves all registers in a frame (struct pt_regs) and restores them.
+    """Return code that saves all registers in a frame (struct pt_regs), runs a program, and restores them.
 
     At each host call of the program, sp points at the complete frame. `constants`: pt_regs name -> known
     value.
@@ -33,9 +33,9 @@ def save_all(program: Program, frame: RegsFrame, constants: Mapping[str, int]) -
 
 
 def slots_of(frame: RegsFrame) -> dict[int, int]:
-    """Return a map for programs within a frame: slot number (see SLOT_FLAGS) -> offset in bytes from sp.
+    """Return slot number (see SLOT_FLAGS) -> offset in bytes from sp, for programs that run within a frame.
 
-    The value that the probed code had in a register is at the offset. SLOT_SP has the offset at which the
+    At the offset is the value that the probed code had in a register. SLOT_SP has the offset at which the
     probed code's stack begins.
     """
     offsets = {NUMBERS[name]: offset for name, offset in frame.offsets.items() if name in NUMBERS}
@@ -47,7 +47,7 @@ def slots_of(frame: RegsFrame) -> dict[int, int]:
 def save_live(
     program: Program, encoder: Encoder, live: LiveRegisters, constants: Mapping[str, int]
 ) -> HandlerCode:
-    """Wrap a program in code that saves and restores the live registers that the program changes.
+    """Return code that saves the live registers that a program changes, runs the program, and restores them.
 
     `live`: registers that the probed code may still read. `constants`: pt_regs name -> known value.
     """

@@ -113,7 +113,7 @@ def load_decoder() -> None:
 def iced_decoder(code: bytes, addr: int, bits: int) -> Any:
     """Return an iced-x86 decoder that, like Linux, accepts encodings that the processor would refuse.
 
-    The import is local because loading iced-x86 costs 25 ms, and listing a mount doesn't need it.
+    The import is in this function because loading iced-x86 takes 25 ms, and listing a mount doesn't need it.
     """
     from iced_x86 import Decoder, DecoderOptions
 
@@ -126,7 +126,7 @@ def is_valid(code: bytes, bits: int = 64) -> bool:
 
 
 def decode_all(code: bytes, addr: int, bits: int = 64) -> Iterator[tuple[int, int, Any]]:
-    """Iterate over address, length and iced's instruction, until Linux can't decode an instruction.
+    """Yield address, length and iced's instruction for each instruction, until Linux can't decode one.
 
     The third item is None if only Linux's decoder knows a length. An instruction that extends beyond the end
     of `code` is read as if zeros followed.
@@ -380,10 +380,10 @@ class _Decoder:
 
 
 def _immediate_of_group(opcode: bytes, modrm: int | None, kind: Imm) -> Imm:
-    """Return the kind of an instruction's immediate, where `kind` is the kind for its opcode.
+    """Return the kind of an instruction's immediate. `kind` is the kind that its opcode usually has.
 
-    `modrm`: the ModRM byte, or None. In group 3, only `test` has an immediate, and it has two encodings
-    there.
+    `modrm`: the ModRM byte, or None. In group 3, only `test` has an immediate, and it has two encodings in
+    this group.
     """
     if opcode in (b"\xf6", b"\xf7") and modrm is not None and modrm >> 3 & 7 < 2:
         return Imm.BYTE if opcode == b"\xf6" else Imm.VWORD32

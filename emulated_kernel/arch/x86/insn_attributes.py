@@ -54,7 +54,7 @@ class ControlTransfer(Enum):
 
 
 class Relocation(Enum):
-    """Treatment of an instruction in a detour by the extended strategy."""
+    """How the extended strategy relocates an instruction into a detour."""
 
     COPY = auto()
     """The instruction is copied, as in Linux."""
@@ -183,9 +183,10 @@ def _facts(insn: X86Insn, code: bytes, bits: int, rules: ProbeRules) -> InsnAttr
 
 
 def _relocation(insn: X86Insn, code: bytes, bits: int, rejection: RejectReason | None) -> Relocation:
-    """Return the way in which the extended strategy relocates an instruction, as iced-x86 decodes it.
+    """Return how the extended strategy relocates the instruction `insn`.
 
-    `rejection` is the reason why Linux cannot probe the instruction or execute it in a detour, or None.
+    The instruction is decoded by iced-x86. `rejection` is the reason why Linux cannot probe the instruction
+    or execute it in a detour, or None.
     """
     from iced_x86 import Code, Decoder, EncodingKind, FlowControl, Mnemonic
 
@@ -221,10 +222,10 @@ def _relocation(insn: X86Insn, code: bytes, bits: int, rejection: RejectReason |
 
 
 def _indirect_relocation(insn: X86Insn, decoded: Any) -> Relocation:
-    """Return the way in which the extended strategy relocates the indirect jump or call `insn`.
+    """Return how the extended strategy relocates the indirect jump or call `insn`.
 
-    `decoded` is the same instruction, decoded by iced-x86. The operand of a relocated call is read after
-    the push, so it must not depend on the stack pointer.
+    `decoded` is the same instruction, decoded by iced-x86. The operand of a relocated call is read after the
+    push, so it must not depend on the stack pointer.
     """
     from iced_x86 import OpKind, Register
 

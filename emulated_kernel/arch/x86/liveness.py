@@ -41,7 +41,7 @@ class Liveness:
     def at(self, addr: int) -> LiveRegisters:
         """Return the live registers and flags before the instruction at `addr`.
 
-        Everything is live if no instruction is known at this address.
+        All registers and flags are live if no instruction is known at this address.
         """
         return _as_names(self._live.get(addr, _ALL) | _STACK_POINTER)
 
@@ -92,7 +92,7 @@ def _control(insn: Any, addr: int) -> Control | None:
 
 
 def _registers(info: Any) -> tuple[int, int]:
-    """Return the masks of the general registers that an instruction reads, and of those that it overwrites.
+    """Return two masks of general registers: those that an instruction reads, and those that it overwrites.
 
     A register that the instruction overwrites only in part is not in the second mask.
     """

@@ -261,7 +261,7 @@ class X86Lowering(Lowering):
     def _holds_original(self, number: int) -> bool:
         """Return True if register `number` contains the probed code's value at the current op on every path.
 
-        If this can be ensured by pinning the register, pin it.
+        If pinning the register ensures this, pin it.
         """
         if number in self._real.overwritten:
             return False
@@ -434,7 +434,7 @@ class X86Lowering(Lowering):
         self._code += self._encoder.multiply(self._real[op.dst], self._real[op.src])
 
     def _compare_exchange(self, op: ir.CompareExchange) -> None:
-        """Emit a compare and exchange, around which the expected value is swapped into ax."""
+        """Emit a compare and exchange. The expected value is swapped into ax before it, and back after it."""
         encoder = self._encoder
         real = self._real
         base = real[op.base]

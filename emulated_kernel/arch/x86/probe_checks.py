@@ -36,17 +36,16 @@ def detoured_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Reject
 
 
 def reasons(_checker: object, known: AnalyzedFunction[X86FunctionAnalysis]) -> dict[int, RejectReason | None]:
-    """Return the address of each instruction of a function -> first reason against a jump there, or None.
+    """Return address of each instruction of a function -> first reason against a jump there, or None.
 
-    The results equal those of detoured_region(); tests/arch/test_x86_reasons.py compares the results of
-    both for random functions. But detoured_region() makes an object for each address, and a kernel has
-    millions of instructions. This function makes one pass backwards over the instructions. It calls
-    detoured_region() only for the addresses of _places_to_ask().
-    Invariant, when the pass is at `addr`: `nearest_target_after` is the lowest jump target above `addr`,
-    and `targets` contains the jump targets up to `addr`. `first_unsafe_addr` is the lowest address from
-    `addr` on of an instruction that cannot be copied, for `unsafe_reason`. So a jump at `addr` is entered
-    in its middle if `nearest_target_after <= addr + JMP32_SIZE`. It replaces an unsafe instruction if
-    `first_unsafe_addr < addr + JMP32_SIZE`.
+    The results equal those of detoured_region(); tests/arch/test_x86_reasons.py compares the results of both
+    for random functions. But detoured_region() makes an object for each address, and a kernel has millions of
+    instructions. This function makes one pass backwards over the instructions. It calls detoured_region()
+    only for the addresses of _places_to_ask(). Invariant, when the pass is at `addr`: `nearest_target_after`
+    is the lowest jump target above `addr`, and `targets` contains the jump targets up to `addr`.
+    `first_unsafe_addr` is the lowest address from `addr` on of an instruction that cannot be copied, for
+    `unsafe_reason`. So a jump at `addr` is entered in its middle if `nearest_target_after <= addr +
+    JMP32_SIZE`. It replaces an unsafe instruction if `first_unsafe_addr < addr + JMP32_SIZE`.
     """
     analysis = known.analysis
     function = analysis.function
@@ -118,9 +117,8 @@ def _asked(
 def _function_hazard(analysis: X86FunctionAnalysis, addr: int) -> Rejection | None:
     """Return the rejection of a jump at `addr`, or None if no instruction of the function makes it unsafe.
 
-    The rejection names the first of these instructions in address order.
-    As in Linux, a jump of the function to the byte after the five replaced bytes makes the jump unsafe,
-    too.
+    The rejection names the first unsafe instruction in address order. As in Linux, a jump of the function to
+    the byte after the five replaced bytes makes the jump at `addr` unsafe, too.
     """
     hazard = analysis.flow.hazard
     jump = analysis.flow.jump_into(addr + INT3_SIZE, addr + JMP32_SIZE)
@@ -279,7 +277,7 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
         return None if reason is None else Rejection(reason, addr)
 
     def insn_size(self, where: Location) -> int:
-        """Return the exact size of the instruction, not an upper limit as in the base class.
+        """Return the exact size of the instruction, and not an upper limit as the base class does.
 
         Instructions with equal bytes are prepared once (copy_insn._prepare_anywhere). With an upper limit,
         the bytes after an instruction would make equal instructions different.
@@ -291,9 +289,10 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
         return analysis.liveness.at(addr)
 
     def has_jump_table(self, symbol: Symbol) -> bool:
-        """Implement ProbeChecker.has_jump_table: a table contains the addresses of its targets.
+        """Return True if an indirect jump of the function may use a jump table; see ProbeChecker.
 
-        Return True if the function has an indirect jump, and data has a pointer into the function's body.
+        The result is True if the function has an indirect jump, and data has a pointer into the function's
+        body.
         """
         facts = self._function(symbol).analysis.flow.facts.values()
         if not any(fact.branch is ControlTransfer.INDIRECT_JUMP for fact in facts):
@@ -307,7 +306,7 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
         return references.branches_into(window, addr, code)
 
     def possible_addresses(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
-        """Implement ProbeChecker.possible_addresses: immediates of 32 bits, and RIP-relative lea."""
+        """Yield (target, source) for immediates of 32 bits, and for RIP-relative lea; see ProbeChecker."""
         sign = self._address_sign
         if window is None:
             yield from references.immediates(sign, self._text_ranges, addr, code)

@@ -20,8 +20,8 @@ class RegsFrame:
     """Generates code that saves all registers in a struct pt_regs on the stack, and restores some of them.
 
     `save` leaves out sp and the fields with known values; completed() fills them in before a host call.
-    `restore` restores the general registers and the flags. It uses five instructions in place of popf. popf
-    would end Unicorn's translated block, which costs more time.
+    `restore` restores the general registers and the flags. It uses five instructions in place of popf,
+    because popf would end Unicorn's translated block, which costs more time.
     """
 
     def __init__(

@@ -81,11 +81,11 @@ def is_popf(code: bytes, bits: int) -> bool:
 
 
 def guarded_popf(code: bytes, bits: int) -> bytes:
-    """Return the popf `code` and a branch before it, which skips the popf and a jump after it.
+    """Return a branch and the popf `code`; if the popf would set the trap flag, the branch skips it.
 
-    The branch is taken if the popf would set the trap flag, because the trap would occur at the jump after
-    the popf, one instruction too early. The guard reads what the popf reads, so that it faults in its place,
-    and changes only flags that the popf overwrites.
+    A jump follows the popf, and the branch skips this jump, too. Otherwise the trap would occur at the jump
+    after the popf, one instruction too early. The branch's condition is computed from what the popf reads, so
+    that the read faults in place of the popf. It changes only flags that the popf overwrites.
     """
     wide = b"\x48" if bits == 64 else b""
     return wide + _TEST_TOP + bytes((_JNZ, len(code) + JMP32_SIZE)) + code
@@ -110,7 +110,7 @@ def _indirect_jump(code: bytes, insn: X86Insn, addr: int, to: int, bits: int) ->
 
 
 def _loop(insn: X86Insn, to: int, target: int) -> bytes:
-    """Return code at `to` for a loop or jcxz, which only has a short form, with the target `target`.
+    """Return code at `to` with the effect of a loop or jcxz, which only has a short form, to `target`.
 
     The short jump leads to a long jump to the target. If the short jump isn't taken, another jump skips the
     long jump.

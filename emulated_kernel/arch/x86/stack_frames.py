@@ -33,7 +33,7 @@ _SCRATCH = {64: ("ax", "cx", "dx", "si", "di", "r8", "r9", "r10", "r11"), 32: ("
 def frame_insns(
     code: bytes, addr: int, bits: int, *, switches_stack: bool
 ) -> Iterator[tuple[int, FrameInsn]]:
-    """Iterate over a function's instructions: address, and effect on the stack frame.
+    """Yield each instruction of a function: address, and effect on the stack frame.
 
     `switches_stack`: the function switches to a stack that the same code left earlier.
     """
@@ -250,7 +250,7 @@ class _FrameReader:
         return _align if self._register(insn, 0) == "sp" else None
 
     def _other(self, insn: Any) -> Effect:
-        """Return the effect of an instruction without a special method: the values it writes are unknown."""
+        """Return the effect of an instruction without a special method: it writes unknown values."""
         from iced_x86 import MemorySizeExt, OpAccess, RegisterExt
 
         info = self._factory.info(insn)

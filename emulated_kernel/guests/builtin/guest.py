@@ -273,8 +273,8 @@ class Guest:
     def frozen(self) -> Iterator[bool]:
         """Freeze all tasks except the worker during the `with` block, and yield True.
 
-        If the tasks cannot be frozen, yield False, with no task frozen. Raises: KernelError (as
-        `call_function`). Mirrors: kernel/power/process.c:freeze_processes (v6.1).
+        If the tasks cannot be frozen, yield False, with no task frozen.
+        Raises: KernelError (as `call_function`). Mirrors: kernel/power/process.c:freeze_processes (v6.1).
         """
         try:
             yield not self._call_named("freeze_processes", ())

@@ -144,7 +144,8 @@ class Modules:
         """Yield the address of `size` bytes of user memory that the `with` block may use.
 
         If `size` is larger than a buffer, the pages stay mapped after the block, for later use. `name`: name
-        of the module for an error message in the kernel log. Raises: KernelError ENOMEM.
+        of the module for an error message in the kernel log.
+        Raises: KernelError ENOMEM.
         """
         if size <= BUFFER_SIZE:
             with self._guest.buffers.borrowed() as buffer:
@@ -197,8 +198,8 @@ class Modules:
     def _serve(self, op: int, first: int, second: int) -> int:
         """Execute the operation `op`, which the loader requests by Hypercall.MODULE; return its result.
 
-        `first` and `second`: arguments of the operation. Raises: KernelError EINVAL (an operation that the
-        loader never requests).
+        `first` and `second`: arguments of the operation.
+        Raises: KernelError EINVAL (an operation that the loader never requests).
         """
         match op:
             case ModuleOp.ALLOC:

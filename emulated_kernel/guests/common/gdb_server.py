@@ -355,8 +355,8 @@ class GdbSession:
 
         The next packet to continue is then executed as a step. gdb steps by breakpoints on RISC-V, and on any
         processor after it has skipped a breakpoint in memory by a write of ip. gdb puts its breakpoint at the
-        next instruction, which is wrong if the probed instruction is a branch. GDB: c.ebreak is decoded as a
-        jump to the address in register 0, so the breakpoint is at 0.
+        next instruction, which is wrong if the probed instruction is a branch.
+        GDB: c.ebreak is decoded as a jump to the address in register 0, so the breakpoint is at 0.
         """
         size = self._debugger.breakpoint_size
         is_next = address == self._machine.regs.ip + size and (self._is_passed or self._steps_by_breakpoints)

@@ -225,9 +225,9 @@ class ProcessMemory:
     def read(self, path: str, pieces: Sequence[tuple[int, int]]) -> list[bytes] | None:
         """Return the contents of each of `pieces`, (offset, size), of a file; None if the file is unreadable.
 
-        A negative size means a C string of at most that many bytes, without its NUL. Hazard: a read can take
-        the whole timeout, so no caller may hold the control lock. Raises: TimeoutError (the read was given up
-        or not tried; `failures` counts it).
+        A negative size means a C string of at most that many bytes, without its NUL.
+        Hazard: a read can take the whole timeout, so no caller may hold the control lock.
+        Raises: TimeoutError (the read was given up or not tried; `failures` counts it).
         """
         helper = None
         try:

@@ -4,5 +4,5 @@ linux_kernel.open_kernel() returns a LinuxKernel. open_image finds and opens ker
 files of modules, and vmcore reads dumps. No module here uses a running kernel.
 
 The subpackage has one lock, which module_files.py holds while it reads a package. No other lock is taken
-meanwhile. Callers read module files before they take the control lock.
+while this lock is held. Callers read module files before they take the control lock.
 """

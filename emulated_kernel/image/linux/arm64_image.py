@@ -68,13 +68,13 @@ class Arm64Image(FlatImage):
 
 
 def check_linked(address: int) -> None:
-    """Check that kernels linked at `address` are supported. Raises: KernelError ENOEXEC (they are not)."""
+    """Check that kernels linked at `address` are supported. Raises: KernelError ENOEXEC (not supported)."""
     if address != _LINKED:
         raise unusable(f"it is linked at {address:#x}; use Linux 6.5 or later for addresses of 48 or 52 bits")
 
 
 def _lowest(relocations: memoryview) -> int:
-    """Return the lowest address in a table of relocations. This address is near the start of the kernel.
+    """Return the lowest address in a table of relocations, which is near the start of the kernel.
 
     The table has the address of each relocated word, and the address to store in the word.
     """

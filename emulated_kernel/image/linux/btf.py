@@ -103,7 +103,7 @@ class StepLimit:
         self._left = limit
 
     def take(self) -> None:
-        """Count a visit. Raises: KernelError ENOEXEC (there were too many)."""
+        """Count a visit of a type. Raises: KernelError ENOEXEC (there were too many visits)."""
         self._left -= 1
         if self._left < 0:
             raise unusable("types of its BTF contain each other")
@@ -171,7 +171,7 @@ class Btf:
         return NameIndex(array("I", [names[at] for at in order]), array("I", [types[at] for at in order]))
 
     def _with_name(self, name: str) -> Iterator[tuple[int, int]]:
-        """Yield (offset of the name, type id) of the types and enumerators that have the name, by type id."""
+        """Yield (offset of the name, type id) of each type and enumerator called `name`, by ascending id."""
         names, types = self._index
         wanted = name.encode()
         at = bisect_left(names, wanted, key=self._name)
@@ -183,7 +183,7 @@ class Btf:
         return len(self._starts) + 1
 
     def find(self, kind: Kind, name: str) -> int:
-        """Return the id of the first type with this kind and name. Raises: KernelError ENOENT."""
+        """Return the id of the first type of the kind `kind` called `name`. Raises: KernelError ENOENT."""
         number = self._found.get((kind, name))
         if number is None:
             number = next((each for at, each in self._with_name(name) if self._is(each, kind, at)), 0)
@@ -193,12 +193,12 @@ class Btf:
         return number
 
     def _is(self, number: int, kind: Kind, name: int) -> bool:
-        """Return True if a type has this kind, and its own name is at the offset `name`."""
+        """Return True if the type `number` has the kind `kind`, and its name is at string offset `name`."""
         found = self.type(number)
         return found.kind is kind and found.name == name
 
     def size(self, structure: str) -> int:
-        """Return the size of the structure with this name in bytes. Raises: KernelError ENOENT."""
+        """Return the size in bytes of the structure called `structure`. Raises: KernelError ENOENT."""
         return self.type(self.find(Kind.STRUCT, structure)).size_or_type
 
     def offset(self, path: str) -> int:
@@ -241,7 +241,7 @@ class Btf:
         return offset, member
 
     def length(self, path: str) -> int:
-        """Return the number of elements of the array that is the member `path`."""
+        """Return the number of elements of the array member `path`."""
         array_type = self.type(self.resolve(self.locate(path)[1].type))
         if array_type.kind is not Kind.ARRAY:
             raise KernelError(ENOENT, f"{path} is no array")
@@ -267,7 +267,7 @@ class Btf:
             yield Member(self.text(name), member, offset & 0xFFFFFF if kind.flag else offset, width)
 
     def resolve(self, number: int) -> int:
-        """Follow typedefs and qualifiers, and return the id of the type below them."""
+        """Return the id of the type that is left when typedefs and qualifiers of `number` are followed."""
         for _ in range(_DEPTH):
             kind = self.type(number)
             if kind.kind not in _MODIFIERS:
@@ -291,7 +291,7 @@ class Btf:
         return found
 
     def constant(self, name: str) -> int:
-        """Return the value of the first enumerator with this name. Raises: KernelError ENOENT."""
+        """Return the value of the first enumerator called `name`. Raises: KernelError ENOENT."""
         for _, number in self._with_name(name):
             if self.type(number).kind in _ENUMS:
                 value = self.enumerators(number).get(name)
@@ -301,7 +301,7 @@ class Btf:
 
     @cached_property
     def constants(self) -> dict[str, int]:
-        """Name -> value of the enumerators of all enums; the first of several with one name counts."""
+        """Name -> value of the enumerators of all enums. If several have one name, the first counts."""
         return self._enumerated(range(len(self)))
 
     def constants_of_module(self, data: bytes) -> dict[str, int]:
@@ -353,12 +353,12 @@ class Btf:
         return element, count
 
     def int_encoding(self, number: int) -> tuple[bool, int]:
-        """Return whether the integer type with the id `number` is signed, and its width in bits."""
+        """Return (is_signed, width in bits) of the integer type with the id `number`."""
         word = int.from_bytes(self._types[self.type(number).tail :][:4], "little")
         return bool(word >> 24 & 1), word & 0xFF
 
     def is_bool(self, number: int) -> bool:
-        """Return whether an integer type is `_Bool`."""
+        """Return True if the integer type with the id `number` is `_Bool`."""
         word = int.from_bytes(self._types[self.type(number).tail :][:4], "little")
         return bool(word >> 24 & 4)
 
@@ -381,7 +381,7 @@ class Btf:
         return self.resolve(kind.size_or_type)
 
     def text(self, offset: int) -> str:
-        """Return the string at an offset of the string table."""
+        """Return the string at the offset `offset` of the string table."""
         return self._name(offset).decode("utf-8", "replace")
 
     def _name(self, offset: int) -> bytes:

@@ -62,7 +62,7 @@ def prototype(btf: Btf, function: str) -> Prototype:
 
 
 def declaration(btf: Btf, number: int, name: str = "", limit: StepLimit | None = None) -> str:
-    """Return the C declaration of `name` with the type id `number`.
+    """Return the C declaration of `name`, whose type has the id `number`.
 
     `limit`: number of types that the declaration may still have; None for _MAX_TYPES.
     Raises: KernelError ENOEXEC (the types contain each other).
@@ -95,9 +95,10 @@ def declaration(btf: Btf, number: int, name: str = "", limit: StepLimit | None =
 
 
 def type_kind(btf: Btf, number: int) -> str:
-    """Return a text that is the same for equal types of several kernels: without typedefs and qualifiers.
+    """Return a text that is equal for equal types of several kernels: without typedefs and qualifiers.
 
-    `char` is signed in the BTF of Linux before 6.2, and unsigned in later ones; it has its own text.
+    `char` has a separate text, because it is signed in the BTF of Linux before 6.2, and unsigned in later
+    BTF.
     """
     stars = ""
     for _ in range(_MAX_TYPES):

@@ -1,6 +1,6 @@
 """DWARF made from BTF: the types of a kernel, and the types of its functions and variables.
 
-BTF has no lines, no local variables and no places of arguments, so the DWARF has none either.
+BTF has no lines, no local variables and no locations of arguments, so the DWARF lacks them, too.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class DwarfSections:
         self._info += bytes(11)
 
     def begin(self, tag: int, attributes: Iterable[Attribute], *, children: bool, number: int = 0) -> None:
-        """Append an entry with the tag `tag` and with those `attributes` whose value is not None.
+        """Append an entry with the tag `tag` and those `attributes` whose value is not None.
 
-        If `children` is True, the entries that are appended until end() are children of this entry.
-        `number`: id of the type that the entry describes; 0 if the entry describes no type.
+        If `children` is True, the entries that are appended until end() are children of this entry. `number`:
+        id of the type that the entry describes; 0 if the entry describes no type.
         """
         values = [each for each in attributes if each[2] is not None]
         key = tag, children, tuple([each[:2] for each in values])
@@ -351,7 +351,7 @@ def empty_sections(word_size: int) -> dict[str, bytes]:
 
 
 def _find(btf: Btf, text: str) -> int | None:
-    """Return the id of the type whose name in C is `text`, without "*" and "[]"; None if BTF has none."""
+    """Return the id of the type whose C name is `text` without "*" and "[]"; None if BTF lacks the type."""
     words = text.rstrip("*[] ")
     for kind in (Kind.STRUCT,) if words.startswith("struct ") else (Kind.INT, Kind.TYPEDEF):
         try:

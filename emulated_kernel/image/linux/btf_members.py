@@ -1,4 +1,4 @@
-"""Members of structures by their offset, from BTF. They describe the data that a dereference reads."""
+"""Members of structures by their offset, from BTF: the data that a dereference reads."""
 
 from __future__ import annotations
 
@@ -46,13 +46,16 @@ class ScalarMember:
 
 
 def pointed_to(btf: Btf, number: int) -> int | None:
-    """Return the type id to which a pointer type points, without qualifiers; None for other types."""
+    """Return the type id to which the pointer type `number` points, without qualifiers.
+
+    Return None if `number` is no pointer type.
+    """
     pointer = btf.type(btf.resolve(number))
     return unqualified(btf, pointer.size_or_type) if pointer.kind is Kind.PTR else None
 
 
 def unqualified(btf: Btf, number: int) -> int:
-    """Return the id of a type without the qualifiers in front of it. A typedef is kept."""
+    """Return the id of the type `number` without the qualifiers in front of it. A typedef is kept."""
     for _ in range(_DEPTH):
         kind = btf.type(number)
         if kind.kind not in _QUALIFIERS:
@@ -62,21 +65,22 @@ def unqualified(btf: Btf, number: int) -> int:
 
 
 def is_structure(btf: Btf, number: int) -> bool:
-    """Return whether a type is a structure or a union."""
+    """Return True if the type `number` is a structure or a union."""
     return btf.kind(btf.resolve(number)) in (Kind.STRUCT, Kind.UNION)
 
 
 def is_address(btf: Btf, number: int) -> bool:
-    """Return whether a value of a type can be an address.
+    """Return True if a value of the type `number` can be an address.
 
-    Linux keeps addresses in pointers, and in some integers: `unsigned long` and `u64`, `long` in calls of the
-    system, and `s64` in atomic_long_t. Other names, such as size_t and loff_t, are those of numbers.
+    Linux keeps addresses in pointers, and in integers of some types: `unsigned long` and `u64`, `long` in
+    system calls, and `s64` in atomic_long_t. Integers of other types, such as size_t and loff_t, are no
+    addresses.
     """
     return btf.kind(btf.resolve(number)) is Kind.PTR or btf.name(unqualified(btf, number)) in _ADDRESSES
 
 
 def members_at(btf: Btf, number: int, offset: int) -> list[ScalarMember]:
-    """Return the members that have the byte at an offset of the structure with the type id `number`.
+    """Return the members that contain the byte at `offset` of the structure with the type id `number`.
 
     The list has several members if the offset is in a union, or if bit fields share the byte. The elements of
     an array without length at the end of the structure are members, too.
@@ -85,7 +89,7 @@ def members_at(btf: Btf, number: int, offset: int) -> list[ScalarMember]:
 
 
 def beginning_with(btf: Btf) -> Mapping[int, Sequence[int]]:
-    """Return type id of a structure -> type ids of the structures whose first member it is."""
+    """Return type id of a structure -> type ids of the structures that have it as their first member."""
     found: dict[int, list[int]] = {}
     for number in range(1, len(btf)):
         if btf.kind(number) is Kind.STRUCT and (first := next(btf.members(number), None)) is not None:
@@ -142,7 +146,7 @@ def _members_at(
 
 
 def _is_flexible(btf: Btf, number: int, depth: int, limit: StepLimit) -> bool:
-    """Return whether a type is an array without length, or ends with one."""
+    """Return True if the type `number` is an array without length, or ends with one."""
     limit.take()
     resolved = btf.resolve(number)
     kind = btf.type(resolved)

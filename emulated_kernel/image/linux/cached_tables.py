@@ -32,7 +32,7 @@ _WORDS = ("ex_table", "jump_labels", "static_calls")
 def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
     """Return the data of a kernel that `CachedKernelTables` needs: name of the part -> contents.
 
-    If events or system calls cannot be read, the data has the error, which `CachedKernelTables` raises when
+    If events or system calls cannot be read, the data contains the error. `CachedKernelTables` raises it when
     they are used. If the types cannot be read, the data has no index of the types.
     """
     memory = kernel.vmlinux
@@ -90,7 +90,7 @@ The pages of so long a read aren't soon needed again.
 
 
 class CachedKernelTables(LinuxKernel):
-    """A kernel restored from the result of cached_parts(), which is neither copied nor decoded again.
+    """A kernel restored from the result of cached_parts(). The tables are neither copied nor decoded again.
 
     Raises: KernelError ENOEXEC, KeyError, TypeError, ValueError (parts that don't fit).
     """
@@ -154,5 +154,5 @@ class CachedKernelTables(LinuxKernel):
 
 
 def _of(parts: Mapping[str, memoryview], prefix: str) -> dict[str, memoryview]:
-    """Return the parts whose names start with `prefix`, under their names without it."""
+    """Return the items of `parts` whose names start with `prefix`, with the prefix removed from the names."""
     return {name.removeprefix(prefix): part for name, part in parts.items() if name.startswith(prefix)}

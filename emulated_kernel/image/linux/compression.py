@@ -41,7 +41,7 @@ def unpack(packed: Readable, limit: int) -> Iterator[bytes]:
 
 
 class _Rest:
-    """A file whose first bytes were already read: it reads as `start`, followed by the rest of `file`."""
+    """A file whose first bytes were already read. Reads return `start`, followed by the rest of `file`."""
 
     def __init__(self, start: bytes, file: Readable) -> None:
         self._start = start

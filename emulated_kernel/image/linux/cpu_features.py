@@ -41,8 +41,9 @@ class _Alternative(NamedTuple):
 
 
 def feature_numbers(kernel: LinuxKernel) -> Mapping[str, int]:
-    """Return name of a CPU feature in /proc/cpuinfo -> its number; empty if the kernel's symbols lack them.
+    """Return name of a CPU feature in /proc/cpuinfo -> its number in the kernel.
 
+    The map is empty if the kernel's symbols lack the table of names.
     Raises: KernelError ENODATA (no BTF). Mirrors: arch/x86/kernel/cpu/capflags.c:x86_cap_flags (v6.1).
     """
     start = kernel.kallsyms.lookup_name(_FLAGS)
@@ -69,7 +70,7 @@ def capability_words(kernel: LinuxKernel) -> int:
 def with_features(
     kernel: LinuxKernel, unpatched: LinuxKernel, had: Collection[int], named: Collection[str]
 ) -> LinuxKernel:
-    """Return a booted kernel with the alternatives that its boot would have chosen with more CPU features.
+    """Return a booted kernel with the alternatives that boot would have chosen on a CPU with more features.
 
     `unpatched`: the kernel in its file. `had`: numbers of the features with which the kernel has booted.
     `named`: names of further features. Mirrors: arch/x86/kernel/alternative.c:apply_alternatives (v6.1).
@@ -119,9 +120,9 @@ def _alternatives(kernel: LinuxKernel) -> Iterator[_Alternative]:
 
 
 def _chosen(entries: Collection[_Alternative], has: Collection[int]) -> _Alternative | None:
-    """Return the last of an instruction's alternatives `entries` whose condition is fulfilled.
+    """Return the last of `entries`, the alternatives of one instruction, whose condition is fulfilled.
 
-    `has`: numbers of the CPU's features. Return None if no condition is fulfilled: the original code stays.
+    `has`: numbers of the CPU's features. If no condition is fulfilled, return None: the original code stays.
     """
     found = None
     for entry in entries:
@@ -143,6 +144,6 @@ def _replacement(kernel: LinuxKernel, entry: _Alternative) -> bytes:
 
 
 def _with_long_nops(code: bytes) -> bytes:
-    """Return `code`, and replace the one-byte nops at its end by the longest ones."""
+    """Return `code` with the one-byte nops at its end replaced by the longest possible nops."""
     kept = code.rstrip(bytes((_NOP,)))
     return kept + nops(len(code) - len(kept))

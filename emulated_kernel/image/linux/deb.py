@@ -1,4 +1,4 @@
-"""Packages of distributions that contain a compressed tar: Debian's, which are ar archives, and Arch's."""
+"""Packages that contain a compressed tar: Debian's packages, which are ar archives, and Arch's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _AR_END = b"`\n"
 
 
 class _Part:
-    """Part of a file, which reads like a file: the bytes `front`, then a range of the file."""
+    """Part of a file that is read like a file: the bytes `front`, then the range from `start` to `end`."""
 
     def __init__(self, file: BinaryIO, start: int, end: int, front: bytes = b"") -> None:
         self._file = file
@@ -70,7 +70,7 @@ class PackageTar:
         self._at = 0
 
     def seek(self, offset: int) -> None:
-        """Set the position in the unpacked tar, by unpacking from the closest block before it."""
+        """Set the position in the unpacked tar to `offset`, by unpacking from the closest block before it."""
         if offset > _UNPACKED_LIMIT:
             raise unusable(f"more than {_UNPACKED_LIMIT >> 20} MiB come out of it")
         index = bisect_right(self._blocks, offset, key=lambda block: block[1]) - 1

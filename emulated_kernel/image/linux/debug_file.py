@@ -1,6 +1,7 @@
-"""Files with debug information for debuggers: of kprobefs's own kernels and of distributions' kernels.
+"""Makes files with debug information of kprobefs's own kernels and of distributions' kernels.
 
-The types come from BTF. Distributions ship DWARF only in packages of several hundred megabytes.
+The files are for debuggers. The types come from BTF. Distributions ship DWARF only in packages of several
+hundred megabytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Search for the kallsyms tables in a kernel image, by pattern, since no symbol gives their address.
+"""Search for the kallsyms tables in a kernel image, by pattern, because no symbol names their address.
 
 scripts/kallsyms.c writes the tables in one of two orders. The tables are num_syms; names, each a sequence of
 token numbers; markers, the offset of each 256th name; a token table and its index; and addresses. Addresses
@@ -42,7 +42,7 @@ _LONGEST = 1 << 9
 
 @dataclass(slots=True)
 class _Budget:
-    """Number of symbol names that may still be decoded: a hostile image can contain many false tables."""
+    """Limit on the number of symbol names to decode: a hostile image can contain many false tables."""
 
     names: int
 
@@ -190,7 +190,7 @@ def _find_names(data: bytes, tokens: _Tokens, budget: _Budget) -> _Names | None:
 
 
 def _before_zeros(words: memoryview) -> Iterator[int]:
-    """Yield the even indices of words that are followed by a zero word, in descending order."""
+    """Yield the even indices of `words` after which a zero word follows, in descending order."""
     following = words[1::2].tobytes()
     at = len(following)
     while (at := following.rfind(bytes(4), 0, at)) >= 0:
@@ -203,7 +203,7 @@ def _before_zeros(words: memoryview) -> Iterator[int]:
 def _names_at(
     data: bytes, start: int, count: int, tokens: _Tokens, budget: _Budget, alignment: int
 ) -> list[bytes] | None:
-    """Return `count` names that begin at offset `start` if matching markers follow them, else None.
+    """Return the `count` names that begin at offset `start`; None if no matching markers follow them.
 
     `tokens`: the token table. `budget` is reduced by the number of decoded names. `alignment`: alignment of
     the markers in bytes.
@@ -241,8 +241,8 @@ def _names_at(
 def _find_addresses(vmlinux: LinkedMemory, data: bytes, tokens: _Tokens, names: _Names) -> list[int] | None:
     """Return the symbols' addresses, which are before num_syms (up to v6.3) or after the token index.
 
-    Return None if neither place contains addresses. The right layout is the one that gives ascending
-    addresses.
+    Return None if there are no addresses at either location. The right layout is the one that results in
+    ascending addresses.
     """
     count = len(names.names)
     offsets_size = _aligned(4 * count)
@@ -268,7 +268,7 @@ def _find_addresses(vmlinux: LinkedMemory, data: bytes, tokens: _Tokens, names: 
 def _find_relative_to_entries(
     vmlinux: LinkedMemory, segment: LoadSegment, data: bytes, tokens: _Tokens, names: _Names
 ) -> list[int] | None:
-    """Return the symbols' addresses if each of them is stored as an offset from its own entry, else None.
+    """Return the symbols' addresses if each is stored as an offset from its own entry; otherwise None.
 
     `data`: contents of `segment`, in which `tokens` and `names` were found.
     """
@@ -283,9 +283,9 @@ def _find_relative_to_entries(
 
 
 def _relative(data: bytes, offsets: int, count: int, base: int) -> list[int] | None:
-    """Decode `count` addresses that are stored as offsets; None if they don't ascend.
+    """Decode `count` addresses that are stored as offsets; return None if the addresses don't ascend.
 
-    Either all offsets are relative to `base`, or only the negative ones.
+    Either all offsets are relative to `base`, or only the negative offsets are.
     """
     signed = struct.unpack_from(f"<{count}i", data, offsets)
     for addresses in (

@@ -1,4 +1,4 @@
-"""Decoder of a kernel's trace events and system calls from its structures, whose layouts are from BTF."""
+"""Decoder of a kernel's trace events and system calls from its structures, whose layouts are in its BTF."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Structures:
         return self.string(pointer) if pointer else ""
 
     def string(self, va: int) -> str:
-        """Return the string at an address.
+        """Return the string at the address `va`.
 
         Raises: KernelError ENOEXEC (not in the kernel, or too many strings since begin()).
         """
@@ -112,7 +112,7 @@ def kernel_events(
 
 
 def _constant(btf: Btf, name: str) -> int:
-    """Return the value of an enumerator, or 0 if the BTF doesn't have it."""
+    """Return the value of the enumerator `name`, or 0 if the BTF lacks it."""
     try:
         return btf.constant(name)
     except KernelError as error:

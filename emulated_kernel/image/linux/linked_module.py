@@ -51,15 +51,15 @@ _UNPROBED = (".kprobes.text", ".noinstr.text")
 
 @dataclass(frozen=True)
 class LinkedModule:
-    """A module, and the addresses of its jumps to the return thunk."""
+    """A linked module, and the addresses of its jumps to the return thunk."""
 
     module: Module
     return_sites: tuple[int, ...]
 
     def booted(self, returns: ReturnThunks) -> Module:
-        """Return the module with its returns rewritten in the way `returns`.
+        """Return the module with its return instructions rewritten in the way `returns`.
 
-        The kernel rewrites them when it loads the module.
+        The kernel rewrites return instructions when it loads the module.
         """
         code = {start: bytearray(text) for start, text in self.module.code.items()}
         for site in self.return_sites:
@@ -125,7 +125,7 @@ class _Linker:
                 self._write(address, self._contents(section))
 
     def _place(self, sections: list[SectionHeader]) -> Range:
-        """Give sections addresses, one after the other, from the next page on.
+        """Assign addresses to `sections`, one after the other, from the next page on; return their range.
 
         Mirrors: kernel/module/main.c:layout_sections (v6.1).
         """

@@ -61,7 +61,7 @@ _SECOND_HALF = 0x20
 
 
 class ReturnThunks(Enum):
-    """Way in which boot rewrites a kernel's return instructions for CPU mitigations.
+    """How boot rewrites a kernel's return instructions for CPU mitigations.
 
     The values are user-visible texts.
     """
@@ -80,7 +80,7 @@ class ReturnThunks(Enum):
 
 
 class _TablePlace(NamedTuple):
-    """Place of a table: between two symbols or, if the kernel doesn't have them, in a section."""
+    """Location of a table: between two symbols or, if the kernel doesn't have these, in a section."""
 
     start: str
     stop: str
@@ -256,7 +256,7 @@ class LinuxKernel:
 
     @property
     def returns(self) -> tuple[ReturnThunks, ...]:
-        """Ways in which boot may rewrite this kernel's returns; empty if the kernel has no return thunks."""
+        """The ways in which boot may rewrite this kernel's returns; empty if it has no return thunks."""
         if not self.return_sites:
             return ()
         return tuple(
@@ -267,7 +267,7 @@ class LinuxKernel:
 
     @property
     def booted_returns(self) -> ReturnThunks | None:
-        """Way in which boot has rewritten the returns of this kernel's text; None without return sites."""
+        """The way in which boot has rewritten the returns in this kernel's text; None without returns."""
         sites = self.return_sites.between(*self.text)
         code = self.read(self.text.start, self.text.end - self.text.start)
         thunks = {site: code[site - self.text.start] == _JUMP for site in sites}
@@ -310,14 +310,17 @@ class LinuxKernel:
         return Range(first, last) if first < last else Range(0, 0)
 
     def required(self, name: str) -> int:
-        """Return a symbol's address. Raises: KernelError ENOEXEC (there is no such symbol)."""
+        """Return the address of the symbol `name`. Raises: KernelError ENOEXEC (there is no such symbol)."""
         address = self.kallsyms.lookup_name(name)
         if address is None:
             raise self._lacks(name)
         return address
 
     def _lacks(self, name: str) -> KernelError:
-        """Return the error of a missing symbol, which names the build option that provides the symbol."""
+        """Return the error for the missing symbol `name`.
+
+        It names the build option that provides the symbol.
+        """
         option = self._missing_option(name)
         remedy = f"; a kernel needs {option}" if option else ""
         return unusable(f"its symbols lack {name}{remedy}")
@@ -330,11 +333,11 @@ class LinuxKernel:
 
     @property
     def is_preemptible(self) -> bool:
-        """Whether the kernel was built with CONFIG_PREEMPTION. Then preempt_disable() has a count."""
+        """Whether the kernel was built with CONFIG_PREEMPTION, so that preempt_disable() counts."""
         return self.kallsyms.lookup_name("preempt_schedule") is not None
 
     def per_cpu(self, name: str) -> int | None:
-        """Return the per-CPU offset of a variable, or None if the kernel doesn't have it.
+        """Return the per-CPU offset of the variable `name`, or None if the kernel doesn't have it.
 
         The variable has its own symbol or, from v6.2 to v6.14, is a member of pcpu_hot. Since v6.15, the
         variables are linked at addresses of the kernel, and the offset is negative: base + offset wraps.
@@ -355,7 +358,7 @@ class LinuxKernel:
         return found
 
     def _address(self, name: str) -> int:
-        """Return a symbol's address, or 0 if there is no such symbol."""
+        """Return the address of the symbol `name`, or 0 if there is no such symbol."""
         return self.kallsyms.lookup_name(name) or 0
 
     # Memory

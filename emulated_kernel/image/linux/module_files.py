@@ -36,18 +36,18 @@ _PACKAGES = "linux-modules-{}_*.deb", "linux-modules-extra-{}_*.deb", "kernel-mo
 
 
 class ModuleFiles:
-    """Module files of a kernel: finds a module and its dependencies, and reads their files.
+    """Finds the files of a kernel's module and of its dependencies, and reads them.
 
     A read can take seconds, because it unpacks a package up to the module.
     """
 
     def __init__(self, image: Path, release: str, given: Sequence[Path] | None = None) -> None:
-        """Search the packages and directories `given`, then the sources that belong to the kernel.
+        """Use the packages and directories `given`, and then the sources that belong to the kernel.
 
         `given` is None if the user cannot give packages or directories. Error messages then do not advise to
         give one.
 
-        The sources of the kernel are the package `image`, and the packages next to it with modules of
+        The kernel's own sources are the package `image`, and the packages next to it with modules of
         `release`. If `image` is no package, the directory of `release` in /lib/modules is a source too.
         """
         self._release = release
@@ -113,7 +113,7 @@ class ModuleFiles:
     def _missing(self, name: str) -> str:
         """Return the error text for a module that no source has: similar names, or the packages to add.
 
-        Debian's linux-image has all modules of its build, so that no other package adds one.
+        Debian's linux-image has all modules of its build, so the text then names no package.
         """
         known = sorted({each for source in self._sources() for each in source.names})
         if near := similar_names(name, known):
@@ -149,7 +149,7 @@ def _source(path: Path) -> _Package | _Directory:
 
 
 class _Package:
-    """A package: index of its modules, as far as it was searched, and cache of recently read module files."""
+    """A package: index of its modules, as far as the package was searched, and recently read module files."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

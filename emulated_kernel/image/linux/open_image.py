@@ -79,10 +79,10 @@ def _elf(file: BinaryIO) -> Vmlinux:
 
 
 def is_linux(path: Path) -> bool:
-    """Return True if a file seems to be a distribution's kernel instead of an image built from image/src.
+    """Return True if a file seems to be a distribution's kernel, and not an image built from image/src.
 
-    Such an image is an ELF file, so each other file counts as a distribution's kernel. Only headers and
-    symbol names are examined; other errors are found when the kernel is loaded.
+    An image built from image/src is an ELF file, so each other file counts as a distribution's kernel. Only
+    headers and symbol names are examined; other errors are found when the kernel is loaded.
     Raises: OSError.
     """
     with open_regular(path) as file:
@@ -114,7 +114,7 @@ def is_image(start: bytes) -> bool:
 def _contents(file: BinaryIO, start: bytes) -> bytes:
     """Return the kernel in a file that begins with `start` and is no ELF file: a vmlinux, vmlinuz or Image.
 
-    Raises: KernelError ENOEXEC (it contains no kernel).
+    Raises: KernelError ENOEXEC (the file contains no kernel).
     """
     if is_package(start):
         data = _compressed_image(file, start) or read_kernel(file)
@@ -138,7 +138,7 @@ def _compressed_image(file: BinaryIO, start: bytes) -> bytes | None:
 def _unpacked(data: bytes) -> BinaryIO:
     """Return a file object for a vmlinux in memory, or for the vmlinux inside a vmlinuz in memory.
 
-    Raises: KernelError ENOEXEC (it is neither, for example a kernel for another machine).
+    Raises: KernelError ENOEXEC (`data` is neither, for example a kernel for another machine).
     """
     import io
 
@@ -168,7 +168,7 @@ def _bounded(file: BinaryIO) -> bytes:
 
 
 def _foreign_machine(start: bytes) -> str | None:
-    """Return the name of the machine in _FOREIGN for which a kernel that begins with `start` is made.
+    """Return the machine's name in _FOREIGN if a file that begins with `start` is a kernel for it.
 
     Return None if no item of _FOREIGN matches.
     """

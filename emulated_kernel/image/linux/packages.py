@@ -23,7 +23,7 @@ def is_package(start: bytes) -> bool:
 
 
 def open_package(package: BinaryIO) -> PackageTar:
-    """Return the archive of a package's files. Raises: KernelError ENOEXEC (it is damaged)."""
+    """Return the archive of a package's files. Raises: KernelError ENOEXEC (the package is damaged)."""
     package.seek(0)
     start = package.read(MAGIC_SIZE)
     if start.startswith(AR_MAGIC):
@@ -43,7 +43,7 @@ def read_kernel(package: BinaryIO) -> bytes:
 
 
 def _instead(package: BinaryIO) -> str:
-    """Return the end of an error message: the kernel packages on which a Debian package depends."""
+    """Return the end of an error message: the kernel packages on which a Debian package depends, or ""."""
     package.seek(0)
     if package.read(len(AR_MAGIC)) != AR_MAGIC:
         return ""

@@ -1,4 +1,4 @@
-"""Exceptions that this subpackage raises if a file isn't a readable kernel, and their texts."""
+"""Exceptions and error texts of this subpackage for a file that isn't a readable kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def unusable(message: str) -> UnusableFile:
 def unmapped(va: int) -> str:
     """Return an error text about a kernel's pointer to `va`, which is not in the kernel's memory.
 
-    Only a canonical address is named: any other value comes from damage or is poison of freed memory.
+    The text contains `va` only if it is canonical. Any other value comes from damage or is poison of freed
+    memory.
     """
     if va >> 47 in (0, _UPPER_HALF):
         return f"{va:#x} is not in its memory"
@@ -28,7 +29,7 @@ def unmapped(va: int) -> str:
 
 @contextmanager
 def read_as(what: str) -> Iterator[None]:
-    """Make UnusableFile errors of the `with` block name `what`, such as "module (x)", instead of "kernel"."""
+    """Make UnusableFile errors in the `with` block name `what`, such as "module (x)", instead of "kernel"."""
     try:
         yield
     except UnusableFile as error:

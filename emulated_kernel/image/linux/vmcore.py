@@ -59,7 +59,7 @@ class CoreSegment(NamedTuple):
 
 
 def _merged(loads: Iterable[CoreSegment]) -> Iterator[CoreSegment]:
-    """Yield segments, and merge overlapping segments whose common pages are in the file only once.
+    """Yield `loads` with overlapping segments merged, whose common pages are in the file only once.
 
     `loads`: segments sorted by physical address. A core for gdb has a segment for each range of virtual
     addresses. Memory that is mapped twice is therefore in two segments.
@@ -85,7 +85,7 @@ class CoreFile:
 
     `segments` are sorted by address and exclude device memory. The file isn't mapped.
 
-    Raises: UnusableFile (not a complete dump of an x86_64 machine; all methods that read raise it too).
+    Raises: UnusableFile (not a complete dump of an x86_64 machine). All methods that read can raise it, too.
     """
 
     def __init__(self, file: int) -> None:
@@ -187,7 +187,7 @@ class CoreFile:
                 at += len(block)
 
     def _seek(self, at: int, whence: int) -> int:
-        """Return the offset of the next data or hole from `at` on; the file's end if there is no more.
+        """Return the offset of the next data or hole at or after `at`; the file's end if there is no more.
 
         `whence`: os.SEEK_DATA for data, os.SEEK_HOLE for a hole.
         """
@@ -213,7 +213,7 @@ class CoreFile:
                 yield text
 
     def _scanned(self) -> Iterator[str]:
-        """Search RAM for the page in which the kernel keeps VMCOREINFO, and yield its text."""
+        """Search RAM for the page in which the kernel keeps VMCOREINFO; yield the text in it."""
         for _, offset, size in self.segments:
             for _, block in self.data(offset, size):
                 for page in range(0, len(block), PAGE_SIZE):

@@ -105,7 +105,7 @@ class LinkedMemory:
         return bytes(self.view(va, size))
 
     def string(self, va: int, limit: int = 1 << 16) -> str:
-        """Return the zero-terminated string at an address, of at most `limit` bytes.
+        """Return the zero-terminated string at the address `va`, of at most `limit` bytes.
 
         Raises: KernelError ENOEXEC (the address is not in the file data of a segment).
         """
@@ -120,12 +120,12 @@ class LinkedMemory:
         return text.decode("utf-8", "replace")
 
     def has(self, va: int) -> bool:
-        """Return True if a segment contains an address."""
+        """Return True if a segment contains the address `va`."""
         segment = self._segment_at(va)
         return segment is not None and va < segment.va + segment.mem_size
 
     def with_bytes(self, va: int, data: bytes) -> Self:
-        """Return a copy with the bytes at `va` replaced by `data`.
+        """Return a copy of this memory in which `data` replaces the bytes at `va`.
 
         All replaced bytes must be in the file data of one segment.
         """
@@ -198,15 +198,15 @@ class ElfReader:
         return [_SECTION.unpack_from(raw, index * size) for index in range(count)]
 
     def names_symbol(self, name: str) -> bool:
-        """Return True if a symbol table of the file contains a name. Raises: KernelError ENOEXEC."""
+        """Return True if a symbol table of the file contains the name `name`. Raises: KernelError ENOEXEC."""
         word = f"\0{name}\0".encode()
         tables = _symbol_tables(self.section_headers())
         return any(word in self.read(strings[4], strings[5]) for _, strings in tables)
 
     def slice(self, offset: int, size: int, what: str) -> bytes:
-        """Return `size` bytes of the file at `offset`; `what` names them in error messages.
+        """Return `size` bytes of the file at `offset`; `what` names these bytes in error messages.
 
-        Raises: KernelError ENOEXEC (the file ends before).
+        Raises: KernelError ENOEXEC (the file ends earlier).
         """
         data = self.read(offset, size)
         if len(data) < size:

@@ -19,8 +19,8 @@ def xz_blocks(file: BinaryIO, start: int, end: int) -> tuple[list[tuple[int, int
     """Return the blocks of the xz stream between two offsets, and the offset of the stream's index.
 
     Each block is a pair: its offset in the stream, which is 0 for the first block, and its offset in the
-    unpacked data. If the range isn't a single stream with a valid index, return None: unpacking from the
-    beginning reports the error.
+    unpacked data. If the range isn't a single stream with a valid index, return None. Unpacking from the
+    beginning then reports the error.
     """
     file.seek(start)
     header = file.read(XZ_HEADER)
@@ -44,7 +44,7 @@ def xz_blocks(file: BinaryIO, start: int, end: int) -> tuple[list[tuple[int, int
 
 
 def _blocks(index: bytes) -> tuple[list[tuple[int, int]], int]:
-    """Decode an index, and return the blocks and the total size of header and packed blocks.
+    """Decode the index of an xz stream; return its blocks, and the total size of header and packed blocks.
 
     Raises: IndexError (a truncated index).
     """

@@ -120,5 +120,6 @@ class CpuModel(ABC):
         """Return the registers that a call of a function sets, starting from the registers `start`.
 
         The called function returns to `return_address`. On x86, also write `return_address` to the stack at
-        `start.sp`. Raises: MemoryFault (the stack isn't writable).
+        `start.sp`.
+        Raises: MemoryFault (the stack isn't writable).
         """

@@ -29,7 +29,8 @@ class VCpu:
     def saved(self, name: str) -> int:
         """Return the saved value of the register called `name` in pt_regs.
 
-        The value is only valid while another CPU is current. Raises: KeyError (no such register).
+        The value is only valid while another CPU is current.
+        Raises: KeyError (no such register).
         """
         return self._engine.context_read(self._context, self._model.registers[name])
 

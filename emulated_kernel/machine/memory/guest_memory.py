@@ -55,8 +55,8 @@ class GuestMemory(ABC):
         """Ensure that later calls of map() in [va, va + size) change no memory that the guest owns.
 
         Then a rollback of the guest's memory does not remove a later mapping. The default does nothing,
-        because only a guest with its own page tables needs this preparation. Raises: HardwareError (no host
-        page is left).
+        because only a guest with its own page tables needs this preparation.
+        Raises: HardwareError (no host page is left).
         """
 
     @abstractmethod

@@ -70,7 +70,8 @@ def map_over(ram: mmap.mmap, start: int, size: int, descriptor: int, offset: int
     """Replace a range of `ram` by a mapping of a file; all numbers are multiples of the page size.
 
     `descriptor`: descriptor of the open file. `offset`: offset in the file at which the mapping begins.
-    Hazard: a store to a page without disk space kills the process. Raises: OSError (with nothing changed).
+    Hazard: a store to a page without disk space kills the process.
+    Raises: OSError (with nothing changed).
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(ram)) + start
     # Hazard: mmap() with MAP_FIXED removes the old mapping before it calls the file system, which can refuse.

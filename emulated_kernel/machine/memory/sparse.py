@@ -35,7 +35,8 @@ def data_ranges(descriptor: int, start: int, size: int) -> Iterator[tuple[int, i
 def copy_data(memory: memoryview, ranges: Iterable[tuple[int, int]], file: IO[bytes], offset: int) -> None:
     """Copy the ranges (start, size) of `memory` to a new file. Zeros become holes of the file.
 
-    The file's offset `offset` corresponds to the start of `memory`. Raises: OSError.
+    The file's offset `offset` corresponds to the start of `memory`.
+    Raises: OSError.
     """
     zeros = bytes(_BLOCK)
     descriptor = file.fileno()

@@ -65,8 +65,8 @@ class ModuleSpace:
     def place(self, va: int, code: bytes) -> None:
         """Write the text of a module to the allocation at `va`, which must not have text yet.
 
-        The ledger takes this text as original text. Raises: KeyError (no text of that size was allocated at
-        `va`, or the text was already written).
+        The ledger takes this text as original text.
+        Raises: KeyError (no text of that size was allocated at `va`, or the text was already written).
         """
         piece = self._pieces[va]
         if not piece.is_text or piece.is_placed or len(code) != piece.size:

@@ -222,8 +222,8 @@ class Text:
     def poke(self, va: int, data: bytes) -> None:
         """Write text and drop the code translated from it. All CPUs see the change at once.
 
-        Mirrors: text_poke() (v6.1). Raises: MemoryFault (a part isn't mapped executable; nothing was
-        written).
+        Mirrors: text_poke() (v6.1).
+        Raises: MemoryFault (a part isn't mapped executable; nothing was written).
         """
         has_original = self.is_original(va) or self.is_original(va + len(data) - 1)
         if self._is_recorded or has_original or not self.is_generated(va):
@@ -389,8 +389,8 @@ class Text:
     def recorded(self) -> Iterator[list[tuple[int, bytes]]]:
         """Record the pokes in the `with` block, oldest first; yield the list of the records.
 
-        This is for a caller that then restores older guest memory. Invariant: the caller passes the records
-        to substitute() afterwards, so that ledger and text agree.
+        This is for a caller that then restores older guest memory.
+        Invariant: the caller passes the records to substitute() afterwards, so that ledger and text agree.
         """
         written: list[tuple[int, bytes]] = []
         self._written = written

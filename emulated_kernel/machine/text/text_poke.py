@@ -27,8 +27,8 @@ class PokeStep(Enum):
 class TextPoker:
     """Replaces an instruction under the protection of a breakpoint at the instruction's first byte.
 
-    The caller must handle hits of that breakpoint. Mirrors: arch/x86/kernel/alternative.c:text_poke_bp_batch
-    (v6.1).
+    The caller must handle hits of that breakpoint.
+    Mirrors: arch/x86/kernel/alternative.c:text_poke_bp_batch (v6.1).
     """
 
     def __init__(self, text: Text, breakpoint_: bytes, lock: ControlLock) -> None:

@@ -31,7 +31,8 @@ def unless_deadlock(error: KernelError) -> None:
     """Raise `error` again if it is EDEADLK; otherwise ignore it.
 
     An error of the guest's call must not affect the request to a control file. The exception is EDEADLK,
-    which means that a probe's handler has made the request. Raises: KernelError EDEADLK.
+    which means that a probe's handler has made the request.
+    Raises: KernelError EDEADLK.
     """
     if error.errno == errno.EDEADLK:
         raise error
@@ -106,7 +107,8 @@ class ClientCalls:
     def on_descriptor(self, client: Client, call: ClientCall, fd: int) -> None:
         """Make the client's task repeat `call`, a call on a descriptor, with the guest's descriptor `fd`.
 
-        `fd` must belong to the same file as the client's descriptor. Raises: KernelError, as as_called().
+        `fd` must belong to the same file as the client's descriptor.
+        Raises: KernelError, as as_called().
         """
         task = self.task(client)
         with self._syscalls.numbered(task, call.fd, fd):

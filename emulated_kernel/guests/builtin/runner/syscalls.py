@@ -83,7 +83,8 @@ class HostLookup(IntEnum):
     """Result of the host's lookup of a name in a directory of control files.
 
     The result is passed to the guest for one system call. DEFAULT: the name exists, unless the call is about
-    to create it. Mirrors: HOST_LOOKUP_* of the guest's host_abi.h.
+    to create it.
+    Mirrors: HOST_LOOKUP_* of the guest's host_abi.h.
     """
 
     DEFAULT = 0
@@ -217,8 +218,8 @@ class Syscalls:
         Return the result in the guest. The call has the arguments that the process passed. `walks`: paths
         from the guest's root, which the guest walks in place of the call's paths. `lookup`: result of the
         host's lookup of the last name. `hostfs`: serves the control file that the call works on. If the call
-        takes or returns a descriptor, the caller must use a numbered() block. Raises: KernelError (the errno
-        of the guest's call), WouldBlock (see GuestRunner.syscall).
+        takes or returns a descriptor, the caller must use a numbered() block.
+        Raises: KernelError (the errno of the guest's call), WouldBlock (see GuestRunner.syscall).
         """
         if call.is_hidden:
             return self._of_hidden(task, call, walks, lookup, hostfs)

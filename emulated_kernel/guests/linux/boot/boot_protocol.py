@@ -144,8 +144,8 @@ def boot(machine: LinuxMachine, kernel: LinuxKernel, progress: Callable[[int, in
     """Run the kernel from its first instruction until init waits for requests in its stub.
 
     `progress` is called at each initcall. Its arguments are the number of initcalls that have begun, and the
-    number of all initcalls. Raises: GuestFault (the guest has died; the message ends with the last line on
-    the kernel's console).
+    number of all initcalls.
+    Raises: GuestFault (the guest has died; the message ends with the last line on the kernel's console).
     """
     calls = kernel.between("__initcall_start", "__initcall_end")
     total = (calls.end - calls.start) // 4

@@ -110,7 +110,8 @@ def place(source: Path, seed: int, cpu: ProductionCpu | None = None) -> Path:
 
     `source`: the kernel's file. `seed`: seed of the kernel's random numbers. `cpu`: production CPU that the
     kernel sees; None for the emulated CPU. The path depends on the hash of the kernel's file, `seed`, the
-    boot parameters, `cpu` with its registers, and Unicorn's version. Raises: OSError.
+    boot parameters, `cpu` with its registers, and Unicorn's version.
+    Raises: OSError.
     """
     reading, whole = _digest(source, *identity(source))
     digest = hashlib.sha256(whole.encode())
@@ -144,8 +145,9 @@ def _digest(source: Path, *_unchanged: int) -> tuple[Reading, str]:
 
     If `reading.stored` is empty, the caller can pass the reading to remember(), which stores the digest for
     later processes. This process caches the last result. `_unchanged`: the identity of the file, which is a
-    part of the cache's key, so that a changed file is read again. Raises: OSError (also if the file is not
-    regular), KernelError ENOEXEC (the file is too large for a kernel).
+    part of the cache's key, so that a changed file is read again.
+    Raises: OSError (also if the file is not regular), KernelError ENOEXEC (the file is too large for a
+    kernel).
     """
     with open_regular(source) as file:
         if os.fstat(file.fileno()).st_size > _SOURCE_LIMIT:
@@ -263,8 +265,8 @@ def finish(
     """Complete a snapshot file that already has `size` bytes of RAM from the offset HEADER on.
 
     `about`: data about the machine in a form that JSON can represent; `parts`: name -> further data to keep;
-    `is_checksummed`: other processes will read and check the file, so write a checksum of RAM. Raises:
-    OSError.
+    `is_checksummed`: other processes will read and check the file, so write a checksum of RAM.
+    Raises: OSError.
     """
     end = HEADER + size
     file.truncate(end)
@@ -386,8 +388,8 @@ def read(file: int, *, with_parts: bool, is_checked: bool = True) -> SnapshotCon
     """Read the snapshot in the open file `file`; return None if it is damaged or lacks wanted data.
 
     `is_checked`: compare the checksums, because the file may have been damaged since it was written.
-    `with_parts`: also read the snapshot's further data. Raises: OSError, KeyError, TypeError, ValueError
-    (all: the header is damaged).
+    `with_parts`: also read the snapshot's further data.
+    Raises: OSError, KeyError, TypeError, ValueError (all: the header is damaged).
     """
     about = _header(file)
     if about is None or os.fstat(file).st_size != about["end"]:

@@ -349,7 +349,8 @@ class ClientScheduler:
         """Run the service for which the task's call waits, and pass the service's result to the call.
 
         The guest may run during the service. If the task sleeps at the end of the service, wake it; it gets
-        the result when it runs. Raises: WouldBlock (the service must wait).
+        the result when it runs.
+        Raises: WouldBlock (the service must wait).
         """
         assert task.service is not None
         answer = task.service()

@@ -191,9 +191,10 @@ class DcacheReader:
         """Return (address of the dentry, address of the inode) of the file called `name` in a directory.
 
         `parent`: address of the directory's dentry. The inode's address is 0 if the file does not exist.
-        Return None if the dentry is not cached. Invariant: if a dentry leaves the table, is renamed or freed,
-        bytes of the dentry change. Among them are its link in the hash chain and its sequence count. Mirrors:
-        fs/dcache.c:__d_lookup (v6.1).
+        Return None if the dentry is not cached.
+        Invariant: if a dentry leaves the table, is renamed or freed, bytes of the dentry change. Among them
+        are its link in the hash chain and its sequence count.
+        Mirrors: fs/dcache.c:__d_lookup (v6.1).
         """
         key = self._name_hash(parent, name)
         table, shift = self._hash_table

@@ -79,7 +79,8 @@ class FileTimes:
 
         If the clock source is not the TSC, change nothing, and return the time of the latest tick. The kernel
         computes the same time again at its next tick. Invariant: other clocks of the kernel return the same
-        values as without this method. Mirrors: kernel/time/timekeeping.c:timekeeping_forward_now (v6.1).
+        values as without this method.
+        Mirrors: kernel/time/timekeeping.c:timekeeping_forward_now (v6.1).
         """
         words = self._words
         if words[self._clock] != self._known_clock:

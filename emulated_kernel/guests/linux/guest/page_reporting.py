@@ -29,8 +29,9 @@ class PageReporting:
     """Gives the memory of free pages back to the host, for a kernel with one NUMA node.
 
     It gives back nothing if this is unsafe for the kernel. In this case `high` keeps a value that no number
-    of free pages reaches, so that look() is never called. Precondition: no CPU is allocating memory; all
-    tasks are in user mode or sleep. Mirrors: mm/page_reporting.c:page_reporting_process (v6.1).
+    of free pages reaches, so that look() is never called.
+    Precondition: no CPU is allocating memory; all tasks are in user mode or sleep.
+    Mirrors: mm/page_reporting.c:page_reporting_process (v6.1).
     """
 
     def __init__(self, memory: LinuxMemory, root: int, facts: KernelOffsets) -> None:

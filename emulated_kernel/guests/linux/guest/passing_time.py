@@ -104,7 +104,8 @@ class PassingTime:
     def request_begins(self) -> None:
         """Advance the time by a tick. Give the guest a turn if a timer has expired, or after many requests.
 
-        Lock: needs. Raises: GuestFault. Mirrors: kernel/time/tick-sched.c:tick_do_update_jiffies64 (v6.1).
+        Lock: needs. Raises: GuestFault.
+        Mirrors: kernel/time/tick-sched.c:tick_do_update_jiffies64 (v6.1).
         """
         pc = self._pc
         words = self._words

@@ -24,8 +24,9 @@ def with_thread_flags(machine: LinuxMachine, facts: KernelOffsets) -> KernelOffs
 
     The kernel itself sets the bits, which shows their positions. Init must be at its stub. An interrupt makes
     the kernel set init's flags. The return to user mode clears TIF_NEED_RESCHED. The code that wakes tasks is
-    installed for the interrupt, and stays installed. Mirrors: kernel/sched/core.c:resched_curr (v6.1, v7.2),
-    kernel/tracepoint.c:syscall_regfunc (v5.10). Raises: GuestFault (the kernel set no flag, or several).
+    installed for the interrupt, and stays installed.
+    Mirrors: kernel/sched/core.c:resched_curr (v6.1, v7.2), kernel/tracepoint.c:syscall_regfunc (v5.10).
+    Raises: GuestFault (the kernel set no flag, or several).
     """
     interrupt = _Interrupt(machine, facts)
     reschedule, trace = interrupt.flag_codes
@@ -54,8 +55,8 @@ class _Interrupt:
     def flag_set_by(self, flag_code: FlagCode) -> int:
         """Run `flag_code` in an interrupt of init, and return the flag that this code sets.
 
-        The flag must be set before the last instruction of the code. Raises: GuestFault (the code set no
-        flag, or several).
+        The flag must be set before the last instruction of the code.
+        Raises: GuestFault (the code set no flag, or several).
         """
         machine = self._machine
         physical, entry = (start + self._used for start in self._thunk.stub_text)

@@ -76,8 +76,8 @@ class NativeCore:
 
         See DebuggedMachine.passed_in_step. On x86-64, the handling consists of exception handlers, in which
         the stack pointer is lower, and of the copied instruction, which is outside of the kernel's text.
-        Branches are not copied, because Linux emulates them. Mirrors:
-        arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v6.1).
+        Branches are not copied, because Linux emulates them.
+        Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v6.1).
         """
         if self._machine.cpu.exception_return:
             return self._passed_with_exceptions()
@@ -104,8 +104,9 @@ class NativeCore:
 
         A step does not stop in exception handlers or at the copied instruction. The copy is outside of the
         kernel's image, and a breakpoint after it causes another exception. The step ends at the first
-        instruction in the image after the return from an exception. Mirrors:
-        arch/riscv/kernel/probes/kprobes.c:kprobe_breakpoint_handler, kprobe_single_step_handler (v6.12).
+        instruction in the image after the return from an exception.
+        Mirrors: arch/riscv/kernel/probes/kprobes.c:kprobe_breakpoint_handler, kprobe_single_step_handler
+        (v6.12).
         """
         cpu = self._machine.cpu
         distance = self._distance(self.regs.ip)

@@ -440,8 +440,8 @@ class PcCpu(LinuxCpu):
     def interrupt(self, vector: int, error_code: int | None = None) -> None:
         """Take an interrupt or exception: switch the stack, push the frame, enter the gate.
 
-        Source: Intel SDM vol. 3, 6.14. Raises: GuestFault (the IDT has no gate for `vector`, or the stack is
-        not mapped).
+        Source: Intel SDM vol. 3, 6.14.
+        Raises: GuestFault (the IDT has no gate for `vector`, or the stack is not mapped).
         """
         regs = self.regs
         state = self._state

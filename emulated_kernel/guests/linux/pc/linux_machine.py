@@ -162,9 +162,9 @@ class LinuxMachine(ABC):
         """Deliver timer interrupts while the guest runs the code in `code`, during the `with` block.
 
         The code may busy-wait for jiffies. A hook at each basic block of the code counts the blocks, and
-        stops the run for an interrupt after _TICK_BLOCKS of them or more. Invariant: the hook stops a run
-        before the first instruction of a basic block. The hook calls Python for each basic block, so it is
-        off outside of the `with` block.
+        stops the run for an interrupt after _TICK_BLOCKS of them or more.
+        Invariant: the hook stops a run before the first instruction of a basic block. The hook calls Python
+        for each basic block, so it is off outside of the `with` block.
         """
         hook = self._counted.get(code)
         if hook is None:

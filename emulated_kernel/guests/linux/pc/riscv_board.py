@@ -1,7 +1,7 @@
 """SbiBoard: the time of a RISC-V machine, and the firmware that answers the kernel's SBI calls.
 
-The machine has one hart, RAM and a timer. Its console belongs to the firmware. Source: RISC-V Supervisor
-Binary Interface Specification 2.0.
+The machine has one hart, RAM and a timer. Its console belongs to the firmware.
+Source: RISC-V Supervisor Binary Interface Specification 2.0.
 """
 
 from __future__ import annotations

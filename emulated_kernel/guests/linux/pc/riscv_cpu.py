@@ -1,7 +1,8 @@
 """RiscvLinuxCpu: privilege levels and exceptions of a RISC-V CPU that runs a distribution's kernel.
 
 Unicorn executes sret, sfence.vma, interrupts, and writes of satp as a CPU does. It leaves exceptions to its
-hooks. Source: The RISC-V Instruction Set Manual, Volume II, "Supervisor-Level ISA".
+hooks.
+Source: The RISC-V Instruction Set Manual, Volume II, "Supervisor-Level ISA".
 """
 
 from __future__ import annotations

@@ -131,7 +131,10 @@ class RiscvMachine(LinuxMachine):
         """
 
     def ease_user_access(self, sites: Mapping[str, int]) -> None:
-        """Change SUM without dropping cached address translations; see LinuxMachine."""
+        """Keep cached address translations when the guest changes SUM at `sites` from now on.
+
+        See LinuxMachine.
+        """
         self.user_access.take_over(sites, self.memory, self.cpu.root, self._ram_address)
 
     def running_task(self, facts: KernelOffsets) -> Callable[[], int]:  # noqa: ARG002 - x86 needs it

@@ -177,8 +177,8 @@ class KernelMemory(GuestMemory):
     def _contiguous(self, va: int, size: int, fits: Callable[[int], bool]) -> int | None:
         """Return the physical address of a virtual range; None if the range is not contiguous.
 
-        Also return None if `fits` returns False for the page table entry of one of the pages. Raises:
-        MemoryFault.
+        Also return None if `fits` returns False for the page table entry of one of the pages.
+        Raises: MemoryFault.
         """
         start = None
         expected = None

@@ -24,9 +24,9 @@ _MEMBERS = (
 class KernelStacks(TaskStacks):
     """Searches the CPU's registers and the live stacks of all tasks for addresses in given ranges.
 
-    A word that only looks like an address counts too. The guest must be stopped. Mirrors:
-    synchronize_rcu_tasks (v6.1). Raises: KernelError ENOEXEC, ENOENT, ENODATA (the kernel's structures are
-    unknown).
+    A word that only looks like an address counts too. The guest must be stopped.
+    Mirrors: synchronize_rcu_tasks (v6.1).
+    Raises: KernelError ENOEXEC, ENOENT, ENODATA (the kernel's structures are unknown).
     """
 
     def __init__(

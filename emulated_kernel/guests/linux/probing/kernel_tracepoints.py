@@ -369,7 +369,8 @@ class KernelTracepoints:
         """Call an event's regfunc if `on` is True, otherwise its unregfunc, provided that the event has it.
 
         Deviates: the unregfunc of a module in the state GOING is not called, because the kernel is in the
-        middle of the unload. Raises: KernelError (with regfunc's errno), as `call`.
+        middle of the unload.
+        Raises: KernelError (with regfunc's errno), as `call`.
         """
         if batch.is_going:
             return

@@ -49,8 +49,9 @@ class KernelEngine:
     """The probe engine and tracing over one guest; breakpoints, slots and detours are in the guest's memory.
 
     If the engine has no handler for a breakpoint, the breakpoint belongs to the guest, and is delivered to
-    it. Raises: KernelError ENOEXEC (the kernel is for an unsupported processor), ENOENT, ENODATA (the
-    kernel's structures are unknown).
+    it.
+    Raises: KernelError ENOEXEC (the kernel is for an unsupported processor), ENOENT, ENODATA (the kernel's
+    structures are unknown).
     """
 
     def __init__(

@@ -120,8 +120,8 @@ def _marker_ip(kernel: LinuxKernel) -> int | None:
 
     The function loads this address by a `lea` relative to the instruction pointer, or as a 32-bit constant.
     On RISC-V, it loads the address by an auipc and an addi. Return None if the kernel has no such function,
-    and the start of the function if no address is found. Mirrors:
-    include/linux/instruction_pointer.h:_THIS_IP_ (v6.1).
+    and the start of the function if no address is found.
+    Mirrors: include/linux/instruction_pointer.h:_THIS_IP_ (v6.1).
     """
     start = kernel.kallsyms.lookup_name(MARKER_SYMBOL)
     found = None if start is None else kernel.kallsyms.lookup(start)

@@ -131,9 +131,9 @@ class VmcoreFiles:
     def readlink(self, path: str) -> str:
         """Return the target of a symbolic link, changed so that the target stays within the dump's files.
 
-        Raises: KernelError EINVAL (not a symbolic link). Deviates: `..` after the name of another link leads
-        to the directory that contains this other link. On Linux, it leads to the parent of the other link's
-        target.
+        Raises: KernelError EINVAL (not a symbolic link).
+        Deviates: `..` after the name of another link leads to the directory that contains this other link. On
+        Linux, it leads to the parent of the other link's target.
         """
         with self._open(path, _O_PATH | _O_NOFOLLOW) as file:
             if not stat.S_ISLNK(self._stat(file).mode):
