@@ -60,12 +60,12 @@ class HitCost:
         return self.latest
 
     def forget(self) -> None:
-        """Forget the costs, because the next hits will be handled in another way."""
+        """Delete the costs, because the next hits will be handled in another way."""
         if self.latest:
             self.latest.clear()
 
     def text(self, hits: int) -> str:
-        """Return a text: the number `hits`, and the median cost of the latest hits in nanoseconds.
+        """Return the number `hits`, followed by the median cost of the latest hits in nanoseconds.
 
         The text has no median before the first hit.
         """
@@ -173,7 +173,7 @@ class AggrKprobe(AssemblyOwner):
 
     @property
     def cost(self) -> HitCost:
-        """Host time for the handling of the latest hits."""
+        """Time that the host takes to handle the latest hits."""
         if self._cost is None:
             self._cost = HitCost()
         return self._cost
@@ -208,9 +208,9 @@ class AggrKprobe(AssemblyOwner):
 
     @property
     def needs_breakpoint(self) -> bool:
-        """Whether the handlers cannot be called from a detour, so that hits must come by the breakpoint.
+        """Whether hits must come by the breakpoint, because the handlers cannot be called from a detour.
 
-        True if a handler runs after the instruction or instead of it.
+        This is the case if a handler runs after the instruction or instead of it.
         """
         return self.has_post_handler or self.jprobe is not None
 
@@ -222,7 +222,7 @@ class AggrKprobe(AssemblyOwner):
     def codes(self) -> Iterator[tuple[int, CompiledCode | DetourBuffer, Region | None]]:
         """Iterate over the guest code that hits run: stub, detour and compiled detour.
 
-        Each item is the entry address, the code, and the region that the code copies, or None.
+        Each item has the entry address, the code, and the region of which the code contains a copy, or None.
         """
         if self.stub is not None:
             yield self.stub.entry, self.stub, self.stub.region
@@ -340,7 +340,7 @@ class AggrKprobe(AssemblyOwner):
                 self.report(kprobe, error)
 
     def run_break_handler(self, regs: Regs) -> int | None:
-        """Call the break_handler of the member that has left the hit open; return the handler's result."""
+        """Call the break_handler of the member whose pre_handler left the hit open; return the result."""
         kprobe = self._stopped_by
         assert kprobe is not None
         assert kprobe.break_handler is not None

@@ -1,6 +1,6 @@
 """Arming: writes a probe's breakpoint, call or jump into the text, and removes it.
 
-It also handles probes whose text is freed.
+The module also marks the probes in text that is freed as gone.
 """
 
 from __future__ import annotations

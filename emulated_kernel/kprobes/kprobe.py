@@ -77,8 +77,8 @@ class Kprobe(FailureCount, Generic[RegsT]):
     """A probe on one instruction: give `symbol_name` (and `offset`, in bytes) or `addr`, never both.
 
     `pre_handler(kprobe, regs)` runs before the instruction. If it returns a true value, it has set regs.ip
-    itself, and the instruction does not run. `post_handler(kprobe, regs)` runs after the instruction. If it
-    takes a third argument, it gets Linux's flags, which are always 0.
+    itself, and the instruction does not run. `post_handler(kprobe, regs)` runs after the instruction. If
+    post_handler has a third parameter, its argument is Linux's flags, which are always 0.
 
     The type of `regs` is the type parameter: `Kprobe[RiscvRegs]` for riscv64. The default is X86Regs.
 

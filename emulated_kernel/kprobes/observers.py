@@ -32,7 +32,7 @@ class Observers:
     ) -> None:
         """Observe the patches that `originals` records.
 
-        `breakpoint_size` is in bytes. `loops` has the address ranges of functions in which the number of hits
+        `breakpoint_size` is in bytes. `loops`: address ranges of functions in which the number of hits
         depends on the characters of a path.
         """
         self._originals = originals
@@ -52,8 +52,8 @@ class Observers:
     def sight(self) -> Sight:
         """Return the highest Sight of all probes that have patched the text.
 
-        A patch that belongs to no probe counts as Sight.MEMORY. Lock: takes if the text or the probes have
-        changed since the last call.
+        A patch that belongs to no probe counts as Sight.MEMORY. If the text or the probes have changed since
+        the last call, the result is computed again under the control lock.
         """
         if self._sites is not None and self._sites.has_tracers:
             return Sight.MEMORY

@@ -53,8 +53,8 @@ class ProbeText:
     def replaced_text(self, kprobe: Kprobe) -> str:
         """Return a line with the original bytes that a probe may replace, and one with the current bytes.
 
-        Each line also has the instructions in the bytes. Bytes after a breakpoint, a jump or a call are not
-        executed, so they have no instruction.
+        Each line also shows the instructions in the bytes. Bytes after a breakpoint, a jump or a call are not
+        executed, so no instruction is shown for them.
         """
         if kprobe.is_gone:
             return GONE
@@ -83,7 +83,7 @@ class ProbeText:
         return [text for _, _, text in self._arch.disassembler.insns(code, addr, name)]
 
     def out_of_line(self, kprobe: Kprobe) -> str:
-        """Return the disassembly of the code that hits run out of line, below the titles of its parts.
+        """Return the disassembly of the code that hits run out of line. Each part has a title line.
 
         If an instruction is emulated, it has no copy, and the original instruction is shown.
         """

@@ -1,4 +1,4 @@
-"""Profiles: named presets of the switches that say which kernel's probing is emulated."""
+"""Profiles: named presets of build options, each of which selects the kernel whose probing is emulated."""
 
 from __future__ import annotations
 
@@ -129,11 +129,11 @@ _OLD: dict[str, Any] = {
 
 
 def arm64_profile(version: str, probe_rules: str) -> Profile:
-    """Return the profile for an arm64 kernel of a version, with the interface that the kernel itself has.
+    """Return the profile for an arm64 kernel of the given version, with that kernel's own interface.
 
-    `probe_rules`: name of the rules about places of probes, a key of PROBE_RULES.
-    Linux has no jump optimization for arm64. The jumps follow rules of kprobefs. The return trampoline of
-    hooked functions begins with a breakpoint, as in v6.12.
+    `probe_rules`: key of PROBE_RULES; it selects the rules that decide where probes may be. Linux has no jump
+    optimization for arm64. The jumps follow rules of kprobefs. The return trampoline of hooked functions
+    begins with a breakpoint, as in v6.12.
     """
     return Profile(
         f"linux-{version}",
@@ -153,7 +153,7 @@ def _of_version(
     *,
     fault_handlers: bool = False,
 ) -> Profile:
-    """Return the profile of a version of Linux, with the build options of Debian's kernels for x86_64.
+    """Return the profile of Linux `version`, with the build options of Debian's kernels for x86_64.
 
     The other parameters are fields of the profile in which versions differ.
     """
@@ -227,7 +227,7 @@ def with_strategy(profile: Profile, strategy: str | None) -> Profile:
 
 
 def profile_named(name: str) -> Profile:
-    """Return the preset with this name. Raises: KernelError EINVAL (unknown name)."""
+    """Return the preset called `name`. Raises: KernelError EINVAL (unknown name)."""
     try:
         return PROFILES[name]
     except KeyError:

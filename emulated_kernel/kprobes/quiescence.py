@@ -37,7 +37,7 @@ class GracePeriod:
 
 
 class DelayedWork:
-    """A function that is to be called at a jiffy, while it is pending.
+    """A function that is called at a scheduled jiffy.
 
     The function does not run by itself: the host calls `run_if_due` between requests.
     Mirrors: struct delayed_work.

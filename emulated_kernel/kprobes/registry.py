@@ -228,7 +228,7 @@ class Kprobes:
         return AssembledHandlers(texts, self._assembler, self._records, cells)
 
     def forget(self, assembled: AssembledHandlers) -> None:
-        """Free assembled handlers whose code was dropped, once no CPU can be in the dropped code any more."""
+        """Free assembled handlers whose code was dropped, when no CPU can be in the dropped code any more."""
         self.lock.assert_held()
         assembled.detach()
         self.garbage.add((0, 0), assembled.free)
@@ -244,7 +244,7 @@ class Kprobes:
         """Check that this kernel's struct kprobe has the fields that the user has set.
 
         The fields are fault_handler, break_handler and a djprobe's length.
-        Raises: KernelError EOPNOTSUPP (it lacks one of them).
+        Raises: KernelError EOPNOTSUPP (the struct lacks a field that the user has set).
         """
         profile = self.profile
         if kprobe.fault_handler is not None and not profile.fault_handlers:
@@ -476,7 +476,7 @@ class Kprobes:
         self._refresh(head)
 
     def resolve_probed_address(self, address: int) -> ProbedPlace | None:
-        """Map an address in a slot, detour or stub to the probed instruction; return None for any other."""
+        """Map an address in a slot, detour or stub to the probed instruction; None for other addresses."""
         for head in self.table:
             insn = head.insn
             slot = None if insn is None else insn.slot
@@ -494,7 +494,10 @@ class Kprobes:
         return None
 
     def detour(self, kprobe: Kprobe) -> DetourBuffer | None:
-        """Return the detour of the probe's address, even if no jump leads to it; None if there is none."""
+        """Return the detour of the probe's address, or None.
+
+        The detour may exist although no jump leads to it.
+        """
         head = self.table.valid(kprobe)
         if head is None:
             return None
@@ -506,7 +509,7 @@ class Kprobes:
         return report.mode(self.table, kprobe)
 
     def reason(self, kprobe: Kprobe) -> str:
-        """Return the address and the rule that keep the probe from a better mode; empty in the best mode."""
+        """Return the rule that keeps the probe from a better mode, with its address; "" in the best mode."""
         return report.reason(self.table, self.optimizer, kprobe, self.probe_checker.place_text)
 
     def why_unarmed(self, kprobe: Kprobe) -> str:
@@ -596,7 +599,7 @@ class Kprobes:
         self._notify_switched()
 
     def list_records(self, start: int) -> Iterator[str]:
-        """Iterate over the lines of kprobes/list: one text for each hash bucket from number `start` on."""
+        """Iterate over the lines of kprobes/list: one text for each hash bucket, from bucket `start` on."""
         for probes in self.table.buckets(start):
             yield report.bucket_text(probes, self.symbols, self._bits)
 

@@ -59,8 +59,8 @@ def reason(
 ) -> str:
     """Return the first rule that keeps the probe from a better mode; empty if there is no better mode.
 
-    For a jump that Linux's rule refuses, return the tactics that allow it, and Linux's rule. `place`: returns
-    the text of an address.
+    If the text has a jump that Linux's rule refuses, return the tactics that make the jump possible, and
+    Linux's rule. `place` maps an address to its text.
     """
     if kprobe.is_gone:
         rule = "the probed code is gone"
@@ -80,7 +80,7 @@ def reason(
 
 
 def _tactics(head: AggrKprobe, place: Callable[[int], str]) -> str:
-    """Return the tactics that a probe's jump needs, and Linux's rule against the jump; "" without tactics."""
+    """Return the tactics that a probe's jump needs, and Linux's rule against the jump; "" if none."""
     detour = head.detour
     if detour is None or detour.region.linux is None:
         return ""
@@ -91,7 +91,7 @@ def _tactics(head: AggrKprobe, place: Callable[[int], str]) -> str:
 def _passing_rule(optimizer: Optimizer | None, head: AggrKprobe, place: Callable[[int], str]) -> str:
     """Return the rule that prevents the jump now; most of these rules may cease to apply later.
 
-    `place`: function that returns the text of an address.
+    `place` maps an address to its text.
     """
     if optimizer is None:
         return str(RejectReason.NOT_BUILT.value)
@@ -151,7 +151,7 @@ def bucket_text(heads: Iterable[AggrKprobe], symbols: Kallsyms, bits: int = 64) 
 
 
 def _list_text(head: AggrKprobe, symbols: Kallsyms) -> str:
-    """Return symbol and offset of an address as kprobes/list shows them, or the address without a symbol."""
+    """Return symbol and offset of `head` as kprobes/list shows them; only the address if it has no symbol."""
     where = symbols.lookup(head.address)
     if where is None:
         return f"0x{head.address:x} "

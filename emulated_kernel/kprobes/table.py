@@ -1,4 +1,4 @@
-"""ProbeTable: maps probed addresses to AggrKprobe objects, and keeps the state "all disarmed"."""
+"""ProbeTable: maps probed addresses to AggrKprobe objects, and stores whether all probes are disarmed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ProbeTable:
         """Number of changes of entries, of their members, and of the members' handlers."""
 
     def get(self, address: int) -> AggrKprobe | None:
-        """Return the entry of an address, or None."""
+        """Return the entry of `address`, or None if no probe is there."""
         return self._heads.get(address)
 
     def __iter__(self) -> Iterator[AggrKprobe]:

@@ -78,7 +78,7 @@ class PerCpuVars(MutableMapping[str, int]):
 
 
 class HandlerPoint(Enum):
-    """Time at which a handler in assembly runs; the value names the probe's attribute that has its text."""
+    """Time at which a handler in assembly runs. The value is the attribute of the probe with its text."""
 
     PRE = "code"
     POST = "post_code"
@@ -100,8 +100,8 @@ class AssembledHandlers:
     ) -> None:
         """Assemble the texts. Texts that name the same cell share the cell.
 
-        `records` allocates the guest memory of the cells. `cells` has the cells' initial values, and gives
-        access to the cells afterwards.
+        `records` allocates the guest memory of the cells. `cells` holds the cells' initial values, and reads
+        and writes the cells afterwards.
         Raises: KernelError EINVAL (an error in a text, with its position), ENOMEM (no room for cells).
         """
         sources = {
@@ -169,7 +169,7 @@ class AssembledHandlers:
 class FailureCount:
     """Base class of Kprobe and Fprobe that counts the failures of their handlers.
 
-    A handler in Python fails if it raises an exception, and a handler in assembly if it faults.
+    A handler in Python fails if it raises an exception. A handler in assembly fails if it faults.
     """
 
     __slots__ = ()

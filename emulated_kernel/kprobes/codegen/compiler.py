@@ -120,8 +120,8 @@ class Compiler:
     def log_failure(self, error: Exception) -> None:
         """Log that guest code can't be compiled because of `error`, one of SHORTAGES.
 
-        A MemoryError is not logged, nor an error with the same text as the one that was logged last. Until
-        compilation succeeds, Python handles the hits.
+        A MemoryError is not logged. An error with the text of the last logged error is not logged either.
+        Until compilation succeeds, Python handles the hits.
         """
         text = str(error)
         if isinstance(error, (ImportError, OSError)) and text != self._last_warning:
@@ -169,9 +169,9 @@ class Compiler:
 
         `target`: address at which the guest continues after the handler, or None. `region`: an emulated
         instruction, or None. The relocated form of the instruction follows the handler if it can be compiled.
-        If there is neither a target nor a relocated form, or if the form leaves a case to Python, the guest
-        continues at a breakpoint at `CompiledCode.tail`. The caller sets the handler of this breakpoint.
-        If no jump reaches the target, a breakpoint leads there.
+        If there is neither a target nor a relocated form, or if Python must handle some cases of the form,
+        the guest continues at a breakpoint at `CompiledCode.tail`. The caller sets the handler of this
+        breakpoint. If no jump reaches the target, a breakpoint leads there.
         """
         arch = self._arch
         ends: list[StubEnd] = []
@@ -363,9 +363,9 @@ class Compiler:
     def trampoline(self, builder: ProgramBuilder, own: int | None) -> tuple[CompiledCode, int | None] | None:
         """Compile a return trampoline that looks for compiled handlers, and traps to Python if it finds none.
 
-        `own` is the address that functions return to; None: they return to the trampoline itself.
-        Return the code, and the address at which handlers that use the trampoline's frame continue. The
-        address is None if the trampoline has no frame. If there is no room for the code, return None.
+        `own` is the address that hooked functions return to. If it is None, they return to the trampoline
+        itself. Return the code, and the address at which handlers that use the trampoline's frame continue.
+        The address is None if the trampoline has no frame. If there is no room for the code, return None.
         """
         program = builder.program()
         saves_all = self.saves_all

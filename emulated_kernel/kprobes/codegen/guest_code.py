@@ -85,12 +85,12 @@ class OutOfLine:
 
     @property
     def entry(self) -> int | None:
-        """Address at which guest code must continue to run the copy; None for an emulated instruction."""
+        """Address at which guest code continues to run the copy; None for an emulated instruction."""
         return self.slot if self.slot is None or self.boosted else self.slot - self.lead
 
     @property
     def step_end(self) -> int | None:
-        """Address after the copy, where the breakpoint that ends the step or the jump back is."""
+        """Address after the copy, at which there is the jump back or the breakpoint that ends the step."""
         return None if self.slot is None else self.slot + self.prepared.length
 
 

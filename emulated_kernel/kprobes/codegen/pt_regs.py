@@ -28,7 +28,7 @@ class PtRegsFrames(dict[int, Any]):
         self._size = ctypes.sizeof(self._class)
 
     def __missing__(self, address: int) -> Any:
-        """Make the view of an address.
+        """Make the view of the struct pt_regs at `address`.
 
         Raises: MemoryFault (the address isn't in one piece of writable memory).
         """

@@ -20,7 +20,7 @@ from emulated_kernel.machine.text.text_poke import TextPoker
 
 
 class BreakpointDispatch:
-    """Enters a handler in the machine's table for each trap of a probe.
+    """Stores a handler in the machine's table of traps for each trap of a probe.
 
     Only few of many probes are ever hit. Handlers are therefore compiled at the first hit after they have
     changed.
@@ -170,7 +170,7 @@ class BreakpointDispatch:
             self._install_step_end(head, head.insn)
 
     def compile_stub(self, head: AggrKprobe) -> bool:
-        """Compile the handlers for hits by the breakpoint before the first hit; return True if there is code.
+        """Compile the handlers for breakpoint hits before the first hit; return True if there is guest code.
 
         Without a hit there is no sample of registers, so that the cost cannot be measured.
         """

@@ -18,8 +18,8 @@ class KprobeCtlblk:
     """The current CPU's probe state: the probe whose hit is being handled, and the probes it interrupted.
 
     There is one object for all CPUs, so that handlers of hits can keep a reference to it. When the current
-    CPU changes, switch_to() exchanges the contents of the object. A hit whose handlers and step are guest
-    code has no state here.
+    CPU changes, switch_to() exchanges the contents of the object. If the handlers and the step of a hit are
+    guest code, this object holds no state of the hit.
     Mirrors: struct kprobe_ctlblk, current_kprobe.
     """
 
@@ -52,7 +52,7 @@ class KprobeCtlblk:
         return self.running is not None or any(state[0] is not None for state in self._others.values())
 
     def set_running(self, head: AggrKprobe | None, *, by_breakpoint: bool = False) -> None:
-        """Begin a hit of `head`, within which the guest runs. If `head` is None, end the current hit.
+        """Begin a hit of `head`, during which the guest runs. If `head` is None, end the current hit.
 
         `by_breakpoint`: whether the hit came by a breakpoint.
         Mirrors: set_current_kprobe (v6.1).

@@ -130,7 +130,7 @@ class FtraceSites:
             self._route({head.address})
 
     def _route(self, sites: set[int]) -> SiteGroups:
-        """Let the calls from `sites` find their handlers again. Return the sites by their users."""
+        """Look up the handlers of the calls from `sites` again. Return the sites, grouped by their users."""
         groups = self._ops.groups(sites)
         self._lists.clear()
         for site in self._calls.keys() & sites:
@@ -142,7 +142,7 @@ class FtraceSites:
         return groups
 
     def _drop_codes(self, sites: set[int]) -> None:
-        """Drop compiled handlers that sites call directly, which would hide the calls from other users."""
+        """Drop compiled handlers that `sites` call directly, so that other users see the calls too."""
         for site in self._callers.keys() & sites:
             self.drop_code(self._callers[site])
 
@@ -230,7 +230,7 @@ class FtraceSites:
             older(site, frame)
 
     def _first_by_call(self, head: AggrKprobe, site: int, frame: Any) -> None:
-        """Handle a call from an fentry site, the first one after a change of the probe's handlers.
+        """Handle the first call from an fentry site after a change of the probe's handlers.
 
         Afterwards, compile the handlers if possible. `site`: address of the fentry site. `frame`: the saved
         registers.
@@ -488,8 +488,8 @@ class FtraceSites:
     def _call(self, targets: Mapping[int, int]) -> Callable[[Any], None]:
         """Return a handler of breakpoints at sites that are being patched.
 
-        The handler performs the call that is being written. `targets`: address of a site -> target of its
-        call. One handler serves all sites, because a kernel has tens of thousands of sites.
+        The handler performs the call that is being written. `targets`: address of a site -> target of the
+        site's call. One handler serves all sites, because a kernel has tens of thousands of sites.
         """
         word = self._arch.word_size
         call_size = self._arch.call_size
@@ -536,7 +536,7 @@ class _CallInsns(Mapping[int, bytes]):
 
 
 class _CallItems(ItemsView[int, bytes]):
-    """The items of a _CallInsns, which an architecture encodes together."""
+    """The items of a _CallInsns, whose instructions the architecture encodes all at once."""
 
     def __init__(self, insns: _CallInsns, encoded: Iterable[tuple[int, bytes]]) -> None:
         super().__init__(insns)

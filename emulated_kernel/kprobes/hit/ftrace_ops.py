@@ -26,7 +26,7 @@ A tracer hooks tens of thousands of sites, and an index of them would take megab
 
 
 def no_code(sites: AbstractSet[int]) -> Iterable[tuple[int | None, AbstractSet[int]]]:
-    """Let Python handle the calls from all sites. It is a CodesOf."""
+    """Return the grouping of `sites` by which Python handles all calls; this function is a CodesOf."""
     return ((None, sites),)
 
 
@@ -158,7 +158,7 @@ class FtraceOpsList:
         return sorted(self.any_order(site), key=self._numbers.__getitem__, reverse=True)
 
     def groups(self, sites: set[int]) -> SiteGroups:
-        """Divide sites by their users. For speed, only whole sets of most sites are computed."""
+        """Divide sites by their users. For speed, most sites are handled by operations on whole sets."""
         found = SiteGroups(sites, {}, set())
         few = sites & self._few.keys()
         for site in few:

@@ -211,9 +211,10 @@ class HitHandling:
         self._post_process(head, regs)
 
     def emulate_apart(self, insn: OutOfLine, regs: Regs) -> None:
-        """Emulate the probed instruction after a hit that was guest code so far, and thus has no state.
+        """Emulate the probed instruction after a hit of which guest code did all other steps.
 
-        The guest has read the memory that the instruction reads, so that the emulation does not fault.
+        KprobeCtlblk has no state of such a hit. The guest has already read the memory that the instruction
+        reads, so that the emulation does not fault.
         """
         emulation = insn.prepared.emulate
         assert emulation is not None
@@ -267,8 +268,8 @@ class HitHandling:
     def compile_post_code(self, head: AggrKprobe, next_ip: int) -> CompiledCode | None:
         """Return guest code that runs the probe's post_code and then jumps to `next_ip`.
 
-        Return None if the guest cannot continue there without Python. If there is no room for the code, count
-        a missed hit and return None.
+        Return None if the guest cannot continue at `next_ip` without Python. If there is no room for the
+        code, count a missed hit and return None.
         """
         if not self._continues_without_python(head):
             return None

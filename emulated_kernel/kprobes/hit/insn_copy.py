@@ -1,4 +1,4 @@
-"""Replacement of a probed instruction: the breakpoint that overwrites it, and its out-of-line copy."""
+"""How a probed instruction is replaced: the breakpoint that overwrites it, and its out-of-line copy."""
 
 from __future__ import annotations
 

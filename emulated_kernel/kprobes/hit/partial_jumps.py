@@ -50,7 +50,7 @@ class PartialJumpDetector:
         """Return True if a hit may retarget a jump or call.
 
         No text may be in the middle of a change. No CPU may be in the middle of a jump or call, because a hit
-        can't run another CPU to the end of it.
+        can't make another CPU finish the jump or call.
         """
         if self._poker.is_busy:
             return False

@@ -40,9 +40,9 @@ class Steps:
             self._at.pop(unit, None)
 
     def at(self, ip: int) -> Step | None:
-        """Return the step that a CPU at `ip` is in, or None.
+        """Return the step that contains the address `ip`, or None.
 
-        A step includes the lead before the copy, and the trap after it. Boosted copies are no steps.
+        A step includes the lead before the copy, and the trap after it. A boosted copy is not a step.
         """
         step = self._at.get(ip >> _UNIT)
         return step if step is not None and not step.insn.boosted and ip in _addresses(step.insn) else None

@@ -1,4 +1,4 @@
-"""Arrays of probes of any kind: registers all of them or none."""
+"""Registers a sequence of probes of any kind: all of them or none."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Fprobe: a probe on the entries and exits of a set of functions.
 
-It uses their fentry sites, and one return hook for all of them.
+The fprobe uses the functions' fentry sites, and one return hook for all functions.
 """
 
 from __future__ import annotations
@@ -324,7 +324,7 @@ class Fprobes:
             registered.code = None
 
     def matching(self, fp: Fprobe) -> tuple[int, ...]:
-        """Return the addresses of the functions whose names match an fprobe's filters.
+        """Return the addresses of the functions whose names match the filters of `fp`.
 
         Raises: KernelError EINVAL (no function matches).
         """
@@ -353,9 +353,9 @@ class Fprobes:
                 self._kprobes.sites.attach(registered.ops, fp.functions)
 
     def replaced_address(self, fp: Fprobe) -> int:
-        """Return the address that the function graph replaces in the stack slot of the call that returns.
+        """Return the address that the function graph has replaced in the stack slot of the returning call.
 
-        A return probe that hooked the call before has put its trampoline's address there. Only an exit
+        It is a trampoline's address if a return probe hooked the call before the function graph. Only an exit
         handler of `fp` may call this method.
         Mirrors: kernel/trace/fprobe.c:fprobe_return (v7.2).
         """
@@ -502,7 +502,7 @@ class Fprobes:
 def _exits(fp: Fprobe, builder: ProgramBuilder, way: EntryKind) -> bool:
     """Emit the exit handler as guest code; return False if Python must handle exits.
 
-    The return hook has put the function's address into the virtual register SLOT.
+    Precondition: the return hook has stored the function's address in the virtual register SLOT.
     """
     if fp.is_disabled:
         return False

@@ -55,9 +55,9 @@ class RingEntry:
 class HitRing:
     """For each CPU, a ring with the latest hits of the ring's probes; Kernel.hit_ring() creates the object.
 
-    `registers` are names as in pt_regs, and `capacity` is the number of entries for each CPU. An entry has
-    a word for each register, and two other words. The handlers are a few loads and stores in guest code, so
-    that no other kind of handler takes less time.
+    `registers` are names as in pt_regs, and `capacity` is the number of entries for each CPU. An entry has a
+    word for each register, and two other words. The handlers take less time than any other kind, because they
+    are a few loads and stores in guest code.
     """
 
     def __init__(self, machine: ProbedMachine, arch: Arch, registers: Sequence[str], capacity: int) -> None:
@@ -143,7 +143,7 @@ class HitRing:
         return sum(cell[0] for cell in self._cells)
 
     def entries(self) -> list[RingEntry]:
-        """Return the hits that are not overwritten, sorted by CPU, and for each CPU from the oldest on."""
+        """Return the hits that are not overwritten, sorted by CPU and then by age, the oldest first."""
         return [entry for cpu in range(len(self._cells)) for entry in self._entries(cpu)]
 
     def _entries(self, cpu: int) -> Iterator[RingEntry]:

@@ -81,7 +81,7 @@ class Kretprobe(Kprobe[RegsT]):
     def instances_missed(self) -> int:
         """Number of calls missed because no instance or no room for `return_code` was left.
 
-        `nmissed` includes them.
+        `nmissed` includes these calls.
         """
         return self._ended[0] if self.hook is None else self.hook.missed
 
@@ -205,7 +205,7 @@ class Kretprobes:
             self._kprobes.handler_changed(rp)
 
     def _release(self, rp: Kretprobe) -> None:
-        """Remove the return hook, and keep its counts of missed calls and returns in the probe."""
+        """Remove the return hook, and store its counts of missed calls and of returns in the probe."""
         hook = rp.hook
         if hook is not None:
             rp._ended = (hook.missed, hook.returned)

@@ -60,7 +60,7 @@ class Djprobes(Optimizer):
         return f"{place(kprobe.address)}: a probe at {place(inner)} was in its region before"
 
     def resolve_region(self, kprobe: Kprobe) -> Region | None:
-        """Return the region that a probe's jump would replace; None if the user gave no `length` for it.
+        """Return the region that a probe's jump would replace; None if the probe has no `length`.
 
         Deviates: the paper's kernel has no disassembler, so it does not check the length.
         Source: section 3.3.1.
@@ -116,8 +116,9 @@ class Djprobes(Optimizer):
     def _all_at_known_places(self) -> AbstractContextManager[bool]:
         """Return a context manager that brings all tasks to safe points.
 
-        The context manager yields False if a task does not reach a safe point. Source: section 2.2. Without
-        preemption, one pass of each CPU through the scheduler is enough.
+        The context manager yields False if a task does not reach a safe point. Without preemption, one pass
+        of each CPU through the scheduler is enough.
+        Source: section 2.2.
         """
         if self._profile.djprobe is QuiesceMethod.FREEZE_PROCESSES:
             return self._scheduler.frozen()

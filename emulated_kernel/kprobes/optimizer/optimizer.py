@@ -190,7 +190,7 @@ class Optimizer:
     # Queries
 
     def wants(self, kprobe: Kprobe) -> bool:  # noqa: ARG002 - djprobe's answer depends on it
-        """Return True if the probe must get a detour, provided that its address can have a detour."""
+        """Return True if the probe requires a detour, provided that a detour is possible at its address."""
         return True
 
     def ask(self, kprobe: Kprobe) -> str:  # noqa: ARG002 - a djprobe gets its length
@@ -402,8 +402,8 @@ class Optimizer:
     def _leading_to(self, head: AggrKprobe) -> Iterator[Span]:
         """Iterate over address ranges of code that can enter the middle of a probe's region without a hit.
 
-        Such code is the probe's own slot, and the slots, detours and handlers of other probes whose
-        instructions may end in the region.
+        Such code is the probe's own slot. It is also the slots, detours and handlers of other probes that may
+        continue in the region.
         """
         assert head.detour is not None
         for distance in range(1 - self._arch.max_detoured, head.detour.length):
@@ -479,7 +479,7 @@ class Optimizer:
                 del self.optimizing[head]
 
     def _finish_stages_of(self, head: AggrKprobe) -> None:
-        """Complete the optimization or unoptimization of `head`, whose last step of patching is done."""
+        """Complete the optimization or unoptimization of `head`; called after the last step of patching."""
         if head in self.optimizing:
             del self.optimizing[head]
             self._is_written(head)
@@ -537,7 +537,7 @@ class Optimizer:
 
 
 def _where(region: Region) -> str:
-    """Return the end of a message about missing memory, which says where a region's detour must be.
+    """Return the end of a message about missing memory: the addresses at which a region's detour may be.
 
     Return "" if the jump of the region keeps no bytes of the original text.
     """

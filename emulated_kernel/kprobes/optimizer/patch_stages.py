@@ -26,7 +26,7 @@ class _Stop:
 
 
 class PatchStages:
-    """The changes of jumps that have stopped, and the rule that says when they continue."""
+    """The changes of jumps that have stopped after a step, and the delay after which they continue."""
 
     def __init__(
         self, poker: TextPoker, scheduler: GracePeriod, finished: Callable[[AggrKprobe], None]

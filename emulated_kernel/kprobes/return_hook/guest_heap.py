@@ -34,7 +34,7 @@ class PageSource(Protocol):
 
 
 class GuestHeap:
-    """Allocates small pieces of zeroed memory; `words[address]` is the word at an address.
+    """Allocates small pieces of zeroed memory; `words[address]` is the word at `address`.
 
     Raises: MemoryFault (by `words[address]`: the address, which the guest can change, is not in a piece).
     """

@@ -90,10 +90,10 @@ class HookSets(TaskObserver):
             found = before
 
     def caller_near(self, pointer: int, address: int) -> int:
-        """Return the real return address of a call, as the kernel's own unwinder asks for it.
+        """Return the real return address of a call, for the kernel's own unwinder.
 
-        `pointer`: see Arch.hooked_slot(). `address`: the address to which the call returns. It is also the
-        result if no pending call has replaced it.
+        `pointer`: see Arch.hooked_slot(). `address`: the address to which the call returns. If no hook has
+        replaced it, return `address`.
         Mirrors: kernel/trace/fgraph.c:ftrace_graph_ret_addr (v6.1).
         """
         if not any(hooks.trampoline.is_one(address) for hooks in self._sets):

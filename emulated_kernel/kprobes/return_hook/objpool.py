@@ -1,4 +1,4 @@
-"""Objpool as in Linux 6.7: each CPU has a ring of free nodes, and takes from other rings if it is empty."""
+"""Objpool as in Linux 6.7: each CPU has a ring of free nodes. If it is empty, the CPU uses other rings."""
 
 from __future__ import annotations
 

@@ -135,7 +135,10 @@ class RetStack(ShadowStack):
         self.words.free(self._stacks.pop(task))
 
     def _array(self, task: int) -> int:
-        """Return the address of a task's array, or 0. Raises: MemoryFault (the guest has changed it)."""
+        """Return the address of a task's array, or 0.
+
+        Raises: MemoryFault (the guest has changed the address).
+        """
         array = int(self._head(task)[0])
         if array and array != self._stacks.get(task):
             raise MemoryFault(array, "no shadow stack of the task")
@@ -333,7 +336,7 @@ class RetStackCode(StackCode[RetStack]):
         count_one_less(builder, hook, word)
 
     def put_back(self, builder: ProgramBuilder, hook: int, data: int) -> None:
-        """Emit code that pops the running task's newest call, because it is not to be hooked after all.
+        """Emit code that pops the running task's newest call, because the call must not be hooked.
 
         `hook`: address of the hook for which enter() has pushed the call. The call's return address in the
         guest must not have been replaced yet.

@@ -74,9 +74,9 @@ class RethookListStack(ShadowStack):
         return range(first, first + size, size // self.hooks[hook])
 
     def _known_node(self, hook: int, node: int) -> int:
-        """Check that `node`, an address from guest memory, is a node of the hook, and return it.
+        """Return `node`, an address read from guest memory, after checking that it is a node of the hook.
 
-        Raises: MemoryFault (it is no node of the hook).
+        Raises: MemoryFault (it is not).
         """
         if node not in self._nodes(hook):
             raise MemoryFault(node, "no node of the return hook")
@@ -202,7 +202,7 @@ class RethookListCode(StackCode[RethookListStackT]):
 
     @abstractmethod
     def _take(self, builder: ProgramBuilder, hook: int, missed: Label) -> None:
-        """Emit code that sets NODE to a free node, or goes to `missed`. It preserves RET and SLOT."""
+        """Emit code that sets NODE to a free node, or goes to `missed`. The code preserves RET and SLOT."""
 
     @abstractmethod
     def _put(self, builder: ProgramBuilder, hook: int) -> None:

@@ -92,7 +92,7 @@ class ReturnHook(AssemblyOwner):
 
     @property
     def high_water(self) -> int:
-        """Highest number of instances that were in use at a time."""
+        """Highest number of instances that were in use at the same time."""
         return self.stack.high_water(self.address)
 
     @property

@@ -109,7 +109,7 @@ class ReturnHooks:
     def select_return_hook(self, name: str) -> None:
         """Use the shadow stack called `name`, a key of SHADOW_STACKS, from now on.
 
-        Raises: KernelError EINVAL (unknown), EBUSY (see `is_used`).
+        Raises: KernelError EINVAL (unknown name), EBUSY (the present shadow stack is in use; see `is_used`).
         """
         self._lock.assert_held()
         stack = self._make_stack(name)
@@ -123,7 +123,7 @@ class ReturnHooks:
         self.native = self._make_native()
 
     def _make_native(self) -> NativeReturns | None:
-        """Return the emitter of guest code for the shadow stack; None if Python does everything."""
+        """Return the emitter of guest code for the shadow stack; None if Python must hook all calls."""
         arch = self._arch
         offsets = TaskOffsets.of(self._abi, arch)
         kind = _CODES[type(self.stack)]
@@ -293,11 +293,11 @@ class ReturnHooks:
 
     @property
     def _shows_caller(self) -> bool:
-        """Whether the instances of a returning call all have the real return address.
+        """Whether all instances of a returning call hold the real return address.
 
         If False, only the instance of the oldest hook of the call has the real address; the other instances
-        have the trampoline's address. The value is True with the shadow stack KretprobeInstTable, except in
-        a distribution's kernel with rethooks. It is False with all other shadow stacks.
+        have the trampoline's address. The value is True with the shadow stack KretprobeInstTable, except in a
+        distribution's kernel with rethooks. It is False with all other shadow stacks.
         Mirrors: kernel/kprobes.c:__kretprobe_trampoline_handler, kernel/trace/rethook.c (v6.12).
         """
         has_rethooks = "task_struct.rethooks" in self._abi and "rethook_flush_trap" not in self._abi
@@ -324,9 +324,10 @@ class ReturnHooks:
         )
 
     def _returning(self, task: int) -> tuple[list[Pending], int]:
-        """Return the task's newest calls up to the first one with a real return address, and this address.
+        """Return the task's newest calls up to the first call with a real return address, and this address.
 
-        A return address is real if it is not a trampoline's. If no call has a real one, the address is 0.
+        A return address is real if it is not a trampoline's. If no call has a real return address, the
+        returned address is 0.
 
         Mirrors: kernel/trace/rethook.c:__rethook_find_ret_addr (v6.1).
         """
@@ -436,7 +437,7 @@ class ReturnHooks:
         )
 
     def look_from(self, cpu: int) -> None:
-        """Make `cpu` the current CPU, whose running task's calls are hooked."""
+        """Make `cpu` the current CPU: calls are hooked for the task that runs there."""
         self._tasks.look_from(cpu, self._machine.per_cpu_bases[cpu])
 
     def abandon(self) -> None:

@@ -48,8 +48,8 @@ class ShadowStack(ABC):
 
     A node is taken by `try_get`, and then pushed or put back. `pop` removes calls and puts their nodes back.
     Nodes of a removed hook stay valid until they are popped. All state is words of guest memory, which guest
-    code changes too (stack_code.py), so the host must not cache it. The guest may damage this memory. Calls
-    that can't be found any more then never return, and their nodes stay in use. A damaged pool has no free
+    code changes too (stack_code.py), so the host must not cache it. The guest may damage this memory. If a
+    call can't be found any more, it never returns, and its node stays in use. A damaged pool has no free
     node.
     """
 
@@ -102,7 +102,7 @@ class ShadowStack(ABC):
         return int(self.counters[hook][ACTIVE])
 
     def high_water(self, hook: int) -> int:
-        """Return the highest number of a hook's instances that were in use at a time."""
+        """Return the highest number of a hook's instances that were in use at the same time."""
         return int(self.counters[hook][HIGH_WATER])
 
     def remove_hook(self, hook: int) -> None:
@@ -139,7 +139,10 @@ class ShadowStack(ABC):
         """Take a node and return its address, or 0 if none is left. Raises: MemoryFault (a damaged pool)."""
 
     def put_back(self, hook: int, node: int) -> None:
-        """Return a node, which was taken but not pushed, to the hook's pool."""
+        """Return `node`, which was taken but not pushed, to the hook's pool.
+
+        Report the pool if it is damaged.
+        """
         try:
             self._put_back(hook, node)
             self._release_if_unused(hook)
@@ -228,7 +231,7 @@ class ShadowStack(ABC):
         """Return the size in bytes of the memory that was allocated for one hook."""
 
     def lock_words(self) -> list[int]:
-        """Return the addresses of words that are not 0 while a lock is held."""
+        """Return the addresses of the lock words. A lock word is not 0 while its lock is held."""
         return []
 
     @property

@@ -108,16 +108,16 @@ class StackCode(ABC, Generic[Stack]):
     def enter(self, builder: ProgramBuilder, hook: int, missed: Label, data: int = 0) -> None:
         """Emit code that pushes a call on the running task's shadow stack, and sets NODE to the call's node.
 
-        `hook`: address of the hook that owns the node. Before the code, RET contains the return address and
-        SLOT the address of its stack slot; both are preserved. If no node is left, the code goes to `missed`
-        with nothing pushed.
+        `hook`: address of the hook that owns the node. Before the code runs, RET contains the return address
+        and SLOT the address of its stack slot; both are preserved. If no node is left, the code goes to
+        `missed` with nothing pushed.
         """
 
     @abstractmethod
     def leave(self, builder: ProgramBuilder, hook: int, data: int = 0) -> None:
         """Emit code that pops the running task's newest call, and makes the trampoline return from this call.
 
-        `hook`: address of the hook that owns the call's node. Before the code, SLOT contains the stack
+        `hook`: address of the hook that owns the call's node. Before the code runs, SLOT contains the stack
         pointer. If `data` is not 0, the code sets SLOT to the first word of the node's data.
         """
 
@@ -157,7 +157,7 @@ def set_to(dst: int, value: int) -> Op:
 
 
 def unless(register: int, label: Label) -> Op:
-    """Return an op that jumps to the label if a register is 0."""
+    """Return an op that jumps to `label` if `register` is 0."""
     return BranchImmediate(Condition.EQ, register, 0, label)
 
 

@@ -110,7 +110,7 @@ class Trampoline:
             notify()
 
     def notify_guest(self) -> None:
-        """Tell the guest the trampoline's address, so that its unwinder asks the host for the caller.
+        """Pass the trampoline's address to the guest, whose unwinder then asks the host for the caller.
 
         See kernel/rethook.c.
         """
@@ -124,7 +124,7 @@ class Trampoline:
             self._write(at, self.native)
 
     def is_one(self, address: int) -> bool:
-        """Return True if `address` is a trampoline's address, with which hooks replace return addresses."""
+        """Return True if `address` is that of a trampoline with which hooks replace return addresses."""
         return address != 0 and address in (self.address, self.native)
 
     def locate(self, address: int) -> tuple[int, int] | None:

@@ -177,7 +177,7 @@ class ArrayRings(ABC):
 
     @abstractmethod
     def notify_rewired(self) -> None:
-        """Handle the replacement of the buffers by other ones, for which guest code must be compiled again.
+        """Compile guest code again, because the buffers were replaced by others.
 
         Until this method is called, guest code writes to the old buffers.
         """
@@ -190,7 +190,7 @@ class ArrayRings(ABC):
         return self._tracing_on
 
     def off_since(self) -> int | None:
-        """Implement Recorder.off_since: return None while recording is on, else the number of switches."""
+        """Return None while recording is on, else the number of switches so far; see Recorder.off_since()."""
         return None if self._tracing_on else self._switches
 
     @property
@@ -217,7 +217,7 @@ class ArrayRings(ABC):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a reader has stopped recording, so that the trace it reads does not change."""
+        """Whether a reader has stopped recording, so that the trace that is being read does not change."""
         return self._stopped > 0
 
     def stop(self) -> None:
@@ -252,15 +252,16 @@ class ArrayRings(ABC):
 
     @property
     def is_expanded(self) -> bool:
-        """Whether the buffers have got their full size or a size that was written to buffer_size_kb.
+        """Whether the buffers were resized, to their full size or to one that was written to buffer_size_kb.
 
         Mirrors: kernel/trace/trace.h:struct trace_array.ring_buffer_expanded (v6.12).
         """
         return self._expands_alone or self.system.is_expanded
 
     def expand(self) -> None:
-        """Give the buffers their full size, unless they have it. Callers do this before an event is enabled.
+        """Resize the buffers to their full size, unless they are expanded already.
 
+        Callers do this before an event is enabled.
         Mirrors: kernel/trace/trace.c:tracing_update_buffers (v6.1).
         """
         if not self.is_expanded:
@@ -279,7 +280,7 @@ class ArrayRings(ABC):
     def _resize(self, size: int, cpu: int | None, while_read: int) -> None:
         """Resize the buffer of one CPU, or of all if `cpu` is None, to at least `size` bytes per CPU.
 
-        `while_read`: errno of the error if an open trace file reads one of the buffers.
+        `while_read`: errno to raise if an open trace file reads one of the buffers.
         """
         self.system.lock.assert_held()
         order = self.order

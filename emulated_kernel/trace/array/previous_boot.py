@@ -1,4 +1,4 @@
-"""Records of an earlier kernel of the mount, with the events and task names needed to print the records."""
+"""Records of the kernel that ran before the last reboot, with the events and task names to print them."""
 
 from __future__ import annotations
 

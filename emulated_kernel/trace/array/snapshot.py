@@ -1,4 +1,4 @@
-"""snapshot: a second set of buffers, which a trace array can swap with its own to keep its events."""
+"""snapshot: a second set of buffers, which a trace array can swap with its own buffers to keep the events."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ _CPU_HELP = """\
 
 
 class Snapshot:
-    """The snapshot of one trace array. While no snapshot is allocated, its buffers have the smallest size.
+    """The snapshot of one trace array.
 
-    The snapshot file behaves as in a kernel built without CONFIG_RING_BUFFER_ALLOW_SWAP.
+    While no snapshot is allocated, the snapshot's buffers have the smallest size. The snapshot file behaves
+    as in a kernel built without CONFIG_RING_BUFFER_ALLOW_SWAP.
     Mirrors: kernel/trace/trace.c:struct trace_array.max_buffer (v6.1).
     """
 

@@ -138,14 +138,14 @@ class TraceArray(ArrayRings, Recorder):
     def record(
         self, event: TraceEvent, payload: bytes, hit: ProbeHit, place: RingBuffer | None = None, /
     ) -> None:
-        """Implement Recorder.record: write an event's entry, unless the lists of pids exclude the task."""
+        """Write an event's entry, unless the lists of pids exclude the task; see Recorder.record()."""
         if self._ignores(event, payload):
             return
         if self.record_at(event.id, payload, hit, place) and self.options.flags & _STACKS:
             self._record_stacks(hit, place)
 
     def triggers_ignore(self, event: TraceEvent, payload: bytes, /) -> bool:
-        """Implement Recorder.triggers_ignore: whether triggers are not run, because of the lists of pids."""
+        """Return True if the lists of pids exclude the task, so that triggers do not run; see Recorder."""
         is_asked = event.is_tracepoint or InterfaceRule.PIDS_BEFORE_TRIGGERS in self.system.interface
         return is_asked and self._ignores(event, payload)
 
@@ -247,7 +247,7 @@ class TraceArray(ArrayRings, Recorder):
         self._tracers[self.current_tracer].rewired()
 
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> RawEntry:
-        """Implement Recorder.entry: return the entry that record() would write, for filters and triggers."""
+        """Return the entry that record() would write, for filters and triggers; see Recorder.entry()."""
         cpu, pid, comm, flags, preempt_count = hit.origin()
         header = TRACE_ENTRY.pack(event.id, flags, preempt_count, pid)
         return RawEntry(header + payload, cpu, comm, partial(self._string_at, hit))
@@ -262,12 +262,12 @@ class TraceArray(ArrayRings, Recorder):
         return read_string(hit.read, address, POINTED_STRING_MAX)
 
     def reserve(self) -> RingBuffer | None:
-        """Implement Recorder.reserve: return the current CPU's buffer, or None while it is disabled."""
+        """Return the current CPU's buffer, or None while recording is disabled; see Recorder.reserve()."""
         buffer = self.buffers[self.system.tasks.cpu()]
         return None if buffer.disabled else buffer
 
     def target(self) -> RecordTarget | None:
-        """Implement Recorder.target: return the buffers to which guest code may record an event.
+        """Return the buffers to which guest code may record an event; see Recorder.target().
 
         Return None if the host must write the record. This is the case if ring_target() returns None, if an
         option adds call chains, or if there are lists of pids.
@@ -306,7 +306,7 @@ class TraceArray(ArrayRings, Recorder):
         self.record_at(EntryType.STACK, entry, hit, place)
 
     def event_switched(self, event: TraceEvent, /, *, enabled: bool) -> None:
-        """Implement Recorder.event_switched: note that this trace array has enabled or disabled an event."""
+        """Note that this trace array has enabled or disabled an event; see Recorder.event_switched()."""
         self.system.cmdlines.recorders += 1 if enabled else -1
         if enabled:
             self._recorded[event] = None
@@ -314,7 +314,7 @@ class TraceArray(ArrayRings, Recorder):
             self._recorded.pop(event, None)
 
     def event_removed(self, event: TraceEvent, /) -> None:
-        """Implement Recorder.event_removed: empty the buffers, as the event's entries cannot be printed."""
+        """Empty the buffers, because the entries of a removed event cannot be printed; see Recorder."""
         self._recorded.pop(event, None)
         self.snapshot.clear()
         self.clear_trace()
@@ -485,7 +485,7 @@ class TraceArray(ArrayRings, Recorder):
         *,
         is_followed: bool = False,
     ) -> Iterator[str]:
-        """Yield the header and then the lines of the trace file of one CPU, or of all in the order of time.
+        """Yield the header and then the lines of the trace file of one CPU, or of all CPUs, sorted by time.
 
         No event is consumed. The lines show the events that the buffers hold at the beginning. A note
         replaces events that are overwritten before they are shown. The lines end if a buffer is emptied. The
@@ -529,9 +529,9 @@ class TraceArray(ArrayRings, Recorder):
             yield line
 
     def snapshot_records(self, cpu: int | None = None) -> Iterator[str]:
-        """Yield the parts of the snapshot file: the snapshot's events, or commands if there are no events.
+        """Yield the snapshot file's text in parts: the snapshot's events, or a help text if there are none.
 
-        The commands are those that the file accepts when they are written to it.
+        The help text lists the commands that may be written to the file.
         """
         buffers = self.snapshot.buffers
         if any(len(buffers[number]) for number in self._cpus(cpu)):
@@ -626,7 +626,7 @@ class TraceArray(ArrayRings, Recorder):
         self._tracers[self.current_tracer].option_changed(name)
 
     def write_tracing_on(self, number: int) -> None:
-        """Execute a write to tracing_on: switch recording on or off, and tell the tracer if it is now on.
+        """Execute a write to tracing_on: switch recording on or off. If it is now on, notify the tracer.
 
         Mirrors: kernel/trace/trace.c:rb_simple_write (v6.1).
         """

@@ -30,14 +30,14 @@ class SelectedTasks:
 
     @classmethod
     def of(cls, traced: Collection[int], untraced: Collection[int]) -> SelectedTasks | None:
-        """Return the tasks of two lists of pids; None if the lists are too long for guest code."""
+        """Return the tasks that two lists of pids select; None if the lists are too long for guest code."""
         # The length is checked first, so that lists that are too long are not copied.
         if len(traced) + len(untraced) > MAX_PIDS:
             return None
         return cls(frozenset(traced), frozenset(untraced))
 
     def emit_check(self, builder: ProgramBuilder, places: GuestAddresses, unwanted: Label) -> None:
-        """Emit code that jumps to `unwanted` if the current task is not selected. It overwrites TEMP.
+        """Emit code that jumps to `unwanted` if the current task is not selected. The code overwrites TEMP.
 
         Mirrors: ftrace_trace_task (v6.1).
         """
@@ -55,7 +55,7 @@ class SelectedTasks:
 
 @dataclass(frozen=True)
 class CompiledCalls:
-    """The settings of a function tracer on which its guest code depends."""
+    """The settings of the function tracer on which its guest code depends."""
 
     target: RecordTarget
     tasks: SelectedTasks

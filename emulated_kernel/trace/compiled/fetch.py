@@ -66,7 +66,10 @@ def fits_displacement(value: int) -> bool:
 
 
 def can_fetch(args: Sequence[ProbeArg], registers: frozenset[str]) -> bool:
-    """Return True if guest code can fetch the arguments. `registers` are the registers that it can read."""
+    """Return True if guest code can fetch the arguments.
+
+    `registers`: names of the registers that guest code can read.
+    """
     if sum(arg.count or 1 for arg in args) > MAX_ELEMENTS:
         return False
     return all(
@@ -182,8 +185,8 @@ class FetchEmitter:
 
         `load` emits the loads; its argument is the label to which they jump at a fault. `fault`: label at
         which a fault continues. If the architecture requires it, the emitted code allows access to user
-        memory during the loads. If `user` is not set, it does this only for addresses in the lower half of
-        the address space.
+        memory during the loads. If `user` is not set, the code allows access only for addresses in the lower
+        half of the address space.
         """
         if self._arch.reads_user:
             load(fault)
@@ -362,7 +365,8 @@ class FetchEmitter:
     def _copy_bytes(self, fault: Label) -> None:
         """Emit code that copies bytes from VALUE to OTHER, up to a NUL or to LIMIT, and advances OTHER.
 
-        If it reaches LIMIT, it appends a NUL. It overwrites VALUE and TEMP, and jumps to `fault` at a fault.
+        If the code reaches LIMIT, it appends a NUL. It overwrites VALUE and TEMP. If a byte cannot be read,
+        it jumps to `fault`.
         """
         builder = self._builder
         again = builder.label()

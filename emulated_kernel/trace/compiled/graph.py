@@ -102,7 +102,8 @@ class CompiledGraph:
     def by_kind(self, sites: AbstractSet[int]) -> Mapping[CallKind, AbstractSet[int]]:
         """Divide fentry sites by the kind of their functions.
 
-        Return a map kind -> sites, without kinds that have no site. For speed, only whole sets are computed.
+        Return a map kind -> sites, without kinds that have no site. For speed, the method uses operations on
+        whole sets only.
         """
         hidden = sites & self.hidden
         chosen = sites & self.chosen - hidden

@@ -43,8 +43,8 @@ class HitCounter:
 class NeedResched:
     """The way in which a kernel indicates that the current task has to be rescheduled.
 
-    A kernel has a u32 in the per-CPU data for this, a flag of the task, or both. If it has both, the u32
-    gives the entry flag PREEMPT_RESCHED, and the task's flag gives the entry flag NEED_RESCHED.
+    A kernel uses a u32 in the per-CPU data, a flag of the task, or both. If it uses both, the u32 sets the
+    entry flag PREEMPT_RESCHED, and the task's flag sets the entry flag NEED_RESCHED.
     """
 
     not_needed: int = 0

@@ -160,8 +160,8 @@ class GuestRecords(TaskObserver):
 
         `abi`: name of a variable, member or mask of the guest kernel -> address, offset or value.
         `interrupts`: the values of GuestAddresses.interrupt_flag and has_interrupt_mask.
-        `breakpoint_context`, `resched`: see the attributes of GuestAddresses. `words`: place of the CPU's
-        number.
+        `breakpoint_context`, `resched`: see the attributes of GuestAddresses. `words`: where the guest stores
+        the number of the current CPU.
         """
         register, bit, has_mask = interrupts
         return GuestAddresses(
@@ -186,7 +186,7 @@ class GuestRecords(TaskObserver):
         )
 
     def call_begins(self, *, keeps_names: bool = False) -> None:
-        """Implement TaskObserver.call_begins: make the next record on each CPU save its task's name again.
+        """Make the next record on each CPU save its task's name again; see TaskObserver.call_begins().
 
         This is necessary because the task's name may have changed, or tracefs may have dropped the saved
         name. If `keeps_names` is set and both names are unchanged, the task whose name was saved last is
@@ -200,7 +200,7 @@ class GuestRecords(TaskObserver):
                 cell[0] = _NO_PID
 
     def renamed(self, pid: int, comm: str) -> None:
-        """Implement TaskObserver.renamed: save a task's new name, if the task's name was saved last on a CPU.
+        """Save the new name of task `pid` if a CPU saved this task's name last; see TaskObserver.renamed().
 
         Linux: the name is saved when the CPU switches to another task, so the records get the new name.
         """

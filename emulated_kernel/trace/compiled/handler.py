@@ -62,7 +62,10 @@ def compiled_event(
 
 
 class EventEmitter:
-    """Emits code that records an event when its probe at `address` is hit. It does not count the hit."""
+    """Emits code that records an event when its probe at `address` is hit.
+
+    The code does not count the hit.
+    """
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""The tail's step to the next sub-buffer of a ring as guest code, which a kernel's recording handlers call.
+"""The tail's step to the next sub-buffer of a ring as guest code, which recording handlers call.
 
 If the tail page has no room for an event, the code stores the same words in the same order as
-RingWriter.make_room(). In all other cases the code changes nothing that readers see, and the handler asks the
-host.
+RingWriter.make_room(). In all other cases, the code changes nothing that readers see, and the handler calls
+the host.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _TEMP = 6
 def compile_next_page(compiler: Compiler, word_size: int, request: int) -> int | None:
     """Compile the step to the next sub-buffer; return its address, or None if there is no room for the code.
 
-    `request`: per-CPU offset of the words of a request for room.
+    `request`: per-CPU offset of the memory in which a handler stores its request for room.
     """
     if not compiler.may_compile:
         return None
@@ -99,7 +99,7 @@ class NextPageEmitter:
     """
 
     def __init__(self, builder: ProgramBuilder, word_size: int, request: int) -> None:
-        """Store the guest's word size, and the per-CPU offset of the words of a request for room."""
+        """Store the guest's word size, and the per-CPU offset of the memory of a request for room."""
         self._word = word_size
         self._builder = builder
         self._emit = builder.emit

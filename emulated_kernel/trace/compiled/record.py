@@ -276,9 +276,9 @@ class RecordEmitter:
     def reserve(self, pointer: int, length: int | None, target: RecordTarget, dropped: Label) -> None:
         """Emit code that reads the clock and reserves `length` bytes for an event in the CPU's ring buffer.
 
-        The code sets `pointer` to the address of the event, and VALUE to its time delta. The code overwrites
-        TEMP. If `length` is None, the length is in _LENGTH. If the event is dropped, the code jumps to
-        `dropped`.
+        The code sets `pointer` to the address of the event, and VALUE to the event's time delta. The code
+        overwrites TEMP. If `length` is None, the length is in _LENGTH. If the event is dropped, the code
+        jumps to `dropped`.
         """
         self.read_clock()
         self.reserve_then(pointer, length, target, dropped)
@@ -289,7 +289,7 @@ class RecordEmitter:
         If a word has 4 bytes, the code sets HIGH to the time's upper half.
         Hazard: the model clock's counter of instructions changes the word with the time before each
         instruction. A loop of exclusive loads and stores of arm64 on this word would never end. So a reading
-        that takes no time is a load.
+        that does not advance the clock is a plain load.
         """
         places = self._places
         step = places.time.step_ns

@@ -59,7 +59,10 @@ class _Left(NamedTuple):
 
 
 class CallStack:
-    """Unwinder: finds the callers of a function on its stack. FrameTables has the layouts of stack frames."""
+    """Unwinder: finds the callers of a function on its stack.
+
+    FrameTables provides the layouts of stack frames.
+    """
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class CallStack:
         self._registers = tuple(arch.entry_frame(by_interrupt=True).regs)
 
     def caller(self, regs: Any) -> int:
-        """Return the return address of a function from the registers before its first instruction."""
+        """Return the return address of a function. `regs`: registers before its first instruction."""
         link = self._arch.registers.link
         if link is not None:
             return int(getattr(regs, link))
@@ -116,7 +119,7 @@ class CallStack:
         return [ip] if 0 < ip < arch.task_size else []
 
     def returns(self, ip: int, regs: Any) -> Iterator[Caller]:
-        """Yield the callers of the code at `ip`, innermost first; `regs` has the other registers.
+        """Yield the callers of the code at `ip`, innermost first; `regs`: values of the other registers.
 
         Hazard: the guest's stack may have any contents, so the frames may form a circle. The unwinder stops
         after MAX_FRAMES.

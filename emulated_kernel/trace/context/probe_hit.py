@@ -95,9 +95,9 @@ class ProbeHit:
     ) -> None:
         """Store the sources of a hit's data.
 
-        `context` returns common_flags and common_preempt_count. The arguments of `context` are registers, and
-        an amount to add to preempt_count. `regs` are the registers for records that no hit makes. For hits,
-        the caller sets `regs` at each hit.
+        `context` returns common_flags and common_preempt_count. The arguments of `context` are the registers,
+        and an amount to add to preempt_count. `regs`: registers for records that are not made at a hit. For
+        hits, the caller sets `regs` at each hit.
         """
         self.return_address = 0
         """Address that the function returns to, at a hit of a return probe."""
@@ -186,9 +186,9 @@ Mirrors: kernel/trace/ring_buffer.c:trace_recursive_lock, ring_buffer_nest_start
 
 @contextmanager
 def nested_in(hit: ProbeHit) -> Iterator[bool]:
-    """Return a context in which an entry is written while the entry of the hit is still open.
+    """Return a context manager in which a further entry is written while the hit's entry is still open.
 
-    The context yields False if the nesting is too deep, so that the entry must not be written.
+    The context manager yields False if the nesting is too deep, so that the entry must not be written.
 
     Mirrors: kernel/trace/ring_buffer.c:ring_buffer_nest_start, ring_buffer_nest_end (v6.1).
     """

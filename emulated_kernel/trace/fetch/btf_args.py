@@ -34,7 +34,7 @@ class ProbedFunction:
 
 
 def find_function(btf: Btf | None, name: str | None, hidden: int = 0) -> ProbedFunction | None:
-    """Return a function's prototype without its first `hidden` parameters.
+    """Return the prototype of the function called `name`, without its first `hidden` parameters.
 
     Return None if `btf` or `name` is None, or if the BTF lacks the function.
     Mirrors: kernel/trace/trace_btf.c:btf_find_func_proto (v6.12).
@@ -89,7 +89,7 @@ class TypedValue:
         return bool(self.bit_size % _CHAR_BITS or self.bit_offset)
 
     def fetch_type(self, word_bits: int) -> str | None:
-        """Return the name of the fetch type by which the value is shown, or None for the default type.
+        """Return the name of the fetch type that fits the value, or None for the default type.
 
         Mirrors: kernel/trace/trace_probe.c:fetch_type_from_btf_type (v6.12).
         """
@@ -109,7 +109,7 @@ class TypedValue:
 
 
 class FieldError(Exception):
-    """An error in a chain of fields, with its errno and its column, counted from the chain's start."""
+    """An error in a chain of fields: the message, its column from the start of the chain, and the errno."""
 
     def __init__(self, error: ProbeError, column: int, code: int) -> None:
         super().__init__(error)
@@ -186,9 +186,10 @@ def follow_fields(
 
 
 def _find_member(btf: Btf, structure: int, name: str, column: int) -> tuple[int, Member]:
-    """Find the member `name`. Return the offset in bits of the structure that contains it, and the member.
+    """Find the member called `name`.
 
-    The containing structure is `structure` (a type id) itself or an anonymous member of `structure`.
+    Return the offset in bits of the structure that contains it, and the member. The containing structure is
+    `structure` (a type id) itself or an anonymous member of `structure`.
     Raises: FieldError BAD_BTF_TID (no structure), NO_BTF_FIELD; both with `column`.
     Mirrors: kernel/trace/trace_btf.c:btf_find_struct_member (v6.12).
     """

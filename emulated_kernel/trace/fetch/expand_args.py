@@ -45,7 +45,7 @@ class ExpansionContext(Protocol):
 
 
 def expand_meta_args(words: Sequence[str], context: ExpansionContext) -> Sequence[str]:
-    """Replace `$arg*` by the names of all parameters, and `$argN` at the start of a word by one name.
+    """Replace `$arg*` by the names of all parameters, and a leading `$argN` by one parameter's name.
 
     Return the new words. Without BTF for the function, `$argN` stays.
     Raises: KernelError EINVAL or ENOENT (a wrong word, or no such parameter), EOPNOTSUPP (`$arg*` without
@@ -99,7 +99,7 @@ def _star(words: Sequence[str], context: ExpansionContext) -> int | None:
 
 
 class _Names:
-    """The names of a function's parameters, and the room that is left in Linux's buffer for them."""
+    """The names of a function's parameters, and the number of bytes left for them in Linux's buffer."""
 
     def __init__(self, function: ProbedFunction, log: TraceProbeLog) -> None:
         self._function = function
@@ -107,8 +107,9 @@ class _Names:
         self._room = MAX_BTF_ARGS_LEN
 
     def take(self, index: int, type_name: str) -> str:
-        """Return the name of parameter `index`, followed by `type_name` (`:TYPE`).
+        """Return the name of parameter `index`, followed by `type_name` (`:TYPE` or "").
 
+        The length of the result is subtracted from the number of bytes left.
         Raises: KernelError ENOENT (no such parameter), E2BIG (no room); both are logged.
         """
         parameters = self._function.parameters
@@ -123,10 +124,10 @@ class _Names:
 
 
 def _one(word: str, names: _Names, log: TraceProbeLog) -> str:
-    """Return the replacement of a word `$argN[:TYPE]`, which is a parameter's name with the type.
+    """Return the replacement of `word`, which is `$argN[:TYPE]`: the name of parameter N with `:TYPE`.
 
-    Raises: KernelError EINVAL (N is 0), ENOENT (a wrong word, or no such parameter), E2BIG (the names are
-    too long); all are logged.
+    Raises: KernelError EINVAL (N is 0), ENOENT (a wrong word, or no such parameter), E2BIG (the names are too
+    long); all are logged.
     """
     digits = re.match("[0-9]*", word[len(_META) :])
     assert digits is not None, "it may match nothing"

@@ -70,8 +70,9 @@ class ExpressionParser:
         """Column of the last field, or of the operand of the outermost dereference; 0 if there is neither."""
 
     def compile(self, text: str, at: int) -> list[FetchInsn]:
-        """Compile `text`, an expression without its type. Set `named` and `end`.
+        """Compile `text`, an expression without its type.
 
+        Set `named`, and `end`, the column for later errors.
         Raises: KernelError EINVAL, ERANGE, E2BIG, EOPNOTSUPP (logged).
         """
         if InterfaceRule.TYPECASTS in self._rules:
@@ -87,8 +88,9 @@ class ExpressionParser:
         return self._context.log.error(self._offset + column, error, code)
 
     def _nested(self, text: str, at: int) -> list[FetchInsn]:
-        """Compile `text`, an expression at column `at`, if the interface has InterfaceRule.TYPECASTS.
+        """Compile `text`, an expression at column `at`, which may contain further expressions.
 
+        Precondition: the interface has InterfaceRule.TYPECASTS.
         Mirrors: kernel/trace/trace_probe.c:parse_probe_arg_nested (v7.3).
         """
         per_cpu = next((begin for begin in _PER_CPU if text.startswith(begin)), None)
@@ -195,7 +197,7 @@ class ExpressionParser:
         raise self.error(at, ProbeError.BAD_FETCH_ARG)
 
     def _names(self) -> NamedArgs:
-        """Return a new compiler of names. Store it, because it has the BTF type of the compiled value."""
+        """Return a new compiler of names. Store it as `named`, because it holds the BTF type of the value."""
         from emulated_kernel.trace.fetch.named_args import NamedArgs
 
         context = self._context
@@ -225,7 +227,10 @@ class ExpressionParser:
         return self._names().cast(context.btf, structure, inner, at, context.has_field)
 
     def _return_value(self, text: str, at: int) -> list[FetchInsn]:
-        """Compile `$retval`, with its type and fields if the interface has them. `text` begins with `$`."""
+        """Compile `$retval`, with its BTF type and fields if this version of Linux supports them.
+
+        `text` begins with `$`.
+        """
         if not self._context.on_return:
             raise self.error(at, ProbeError.RETVAL_ON_PROBE)
         load = FetchInsn(FetchOp.RETVAL, name=self._arch.registers.return_value)

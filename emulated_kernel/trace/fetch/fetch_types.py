@@ -39,7 +39,7 @@ Elements = Sequence[bytes | None]
 
 
 class StringArea:
-    """The strings of an entry, which follow its fixed part."""
+    """The part of an entry that holds its strings. It follows the fixed part."""
 
     def __init__(self, position: int, room: int) -> None:
         """Reserve `room` bytes that begin at byte `position` of the entry."""
@@ -232,7 +232,7 @@ class String(FetchType):
         )
 
     def _string_at(self, address: int, user: bool, environment: FetchEnvironment) -> bytes | None:
-        """Return the string at an address, or None if it cannot be read.
+        """Return the string at `address`, or None if it cannot be read.
 
         Linux: an empty string in user memory has length 0, which means a fault.
         Mirrors: mm/maccess.c:strncpy_from_user_nofault, trace_probe_kernel.h:fetch_store_string (v6.1).
@@ -312,9 +312,10 @@ def fetch_types(word_size: int, interface: Interface) -> dict[str, FetchType]:
 
 
 def find_fetch_type(name: str | None, word_size: int, interface: Interface) -> FetchType | None:
-    """Return the type called `name`, or None if it is unknown. If `name` is None, return the default type.
+    """Return the type called `name`, or None if it is unknown.
 
-    A bitfield type `bN@O/SIZE` is stored as uSIZE.
+    If `name` is None, return the default type, a hexadecimal word (x32, x64). A bitfield type `bN@O/SIZE` is
+    stored as uSIZE.
     Mirrors: kernel/trace/trace_probe.c:find_fetch_type (v6.1).
     """
     if name is None:

@@ -33,7 +33,7 @@ class EntryAddress(int):
 
 
 def read_string(read: Callable[[int, int], bytes | None], address: int, limit: int) -> bytes | None:
-    """Return the string at an address with its NUL, or None if it cannot be read.
+    """Return the string at `address` including its NUL, or None if it cannot be read.
 
     `read` takes an address and a size. The result has at most `limit` bytes, of which the last is a NUL. No
     read crosses a page boundary, so that a string before an unmapped page can be read.
@@ -67,8 +67,8 @@ class FetchEnvironment:
     ) -> None:
         """Create the environment of a hit.
 
-        `field` and `entry` are for event probes. `entry` is the received entry. `field` returns the value of
-        the entry's field with a name, or the EntryAddress of a string.
+        `field` and `entry` are for event probes. `entry` is the received entry. `field` maps the name of a
+        field to its value in the entry. For a string, the value is an EntryAddress.
         """
         self._arch = arch
         self._hit = hit
@@ -129,7 +129,7 @@ class FetchEnvironment:
         return address & self.mask < self._arch.task_size
 
     def read(self, address: int, size: int, user: bool) -> bytes | None:
-        """Return `size` bytes at an address of kernel or user memory, or None if they cannot be read.
+        """Return `size` bytes at `address`, in kernel or user memory, or None if they cannot be read.
 
         If `user` is set, an address in kernel space cannot be read. An EntryAddress reads the entry that the
         event probe has received, and zeros after the entry's end.

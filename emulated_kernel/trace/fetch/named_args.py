@@ -40,7 +40,7 @@ class NamedArgs:
     ) -> None:
         """Start without compiled names. `function`: the probed function, or None if the BTF lacks it.
 
-        `parameter` returns the operation that loads the parameter with an index. `limit` is the maximum
+        `parameter` maps the index of a parameter to the operation that loads it. `limit` is the maximum
         number of operations.
         """
         self._function = function
@@ -92,7 +92,8 @@ class NamedArgs:
     ) -> list[FetchInsn]:
         """Return the operations for `(STRUCTURE)text`, in which `text` at column `at` is `NAME->FIELD.FIELD`.
 
-        NAME is a field of the event of an event probe. `has_field` returns whether the event has a field.
+        NAME is a field of the event of an event probe. `has_field` returns whether the event has a field of
+        the given name.
         Raises: KernelError (logged). Mirrors: kernel/trace/trace_probe.c:handle_typecast (v7.2).
         """
         typed = find_structure(btf, structure)

@@ -36,7 +36,7 @@ class ProbeArg:
 
 
 def sight_of(arg: ProbeArg) -> Sight:
-    """Return the kind of data that an argument reads about the system call in which its probe is hit."""
+    """Return the kind of data about the current system call that a hit reveals through this argument."""
     stages = arg.stages
     source = stages.load.op
     if source in (FetchOp.COMM, FetchOp.DATA):

@@ -90,14 +90,14 @@ class ProbeDefinition:
 
 
 def locate(place: ProbePoint, symbols: KernelSymbols) -> Location | None:
-    """Return the location of a place as symbol and offset, or None if it does not exist (yet)."""
+    """Return the location of a place as symbol and offset, or None if the place does not exist (yet)."""
     address = place.address if place.symbol is None else symbols.lookup_name(place.symbol)
     return symbols.lookup(address + place.offset) if address else None
 
 
 @dataclass(frozen=True, eq=False)
 class ProbedSymbols:
-    """Facts about the kernel for the parser of definitions: symbols, types, and entries of functions."""
+    """The kernel's symbols, types and entries of functions, for the parser of definitions."""
 
     arch: Arch
     symbols: KernelSymbols
@@ -243,7 +243,7 @@ def split_symbol_offset(text: str, bits: int) -> tuple[str, int]:
 
 
 def resolve_symbols(args: tuple[ProbeArg, ...], symbols: KernelSymbols, bits: int) -> tuple[ProbeArg, ...]:
-    """Return arguments with each `@symbol` replaced by an address.
+    """Return the arguments `args` with each `@symbol` replaced by an address.
 
     If no argument has a symbol, return `args` itself, which many events may share. Raises: as
     resolve_symbol().
@@ -255,7 +255,7 @@ def resolve_symbols(args: tuple[ProbeArg, ...], symbols: KernelSymbols, bits: in
 
 
 def resolve_symbol(arg: ProbeArg, symbols: KernelSymbols, bits: int) -> ProbeArg:
-    """Return an argument with its `@symbol` replaced by an address, or unchanged if it has no symbol.
+    """Return `arg` with its `@symbol` replaced by an address, or unchanged if it has no symbol.
 
     Raises: KernelError ENOENT (no such symbol). Mirrors: kernel/trace/trace_probe.c:traceprobe_update_arg
     (v6.1).

@@ -26,7 +26,7 @@ WRITE_BUFSIZE = 4096
 
 
 def run_commands(data: bytes, execute: Callable[[str], None], printk: Callable[[str], None]) -> int:
-    """Execute each line of one write(2), and return the number of bytes taken, which is all of them.
+    """Execute each line of one write(2), and return the number of bytes of `data`.
 
     A line with its newline has at most 4,095 bytes. A line with a NUL is refused as too long.
     Raises: KernelError EINVAL (a line is too long), or the error of `execute`. The lines before a line that
@@ -127,7 +127,7 @@ class DynEventList:
         del self._named[name]
 
     def named(self, event: str) -> Iterable[DynEvent]:
-        """Return the events with the name `event`, or all events if `event` is "".
+        """Return the events called `event`, or all events if `event` is "".
 
         `event` is the name as written in a command, with one character per byte.
         """

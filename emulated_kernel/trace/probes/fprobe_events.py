@@ -40,8 +40,8 @@ _RETURN_VALUE = lazy_pattern(rf"\$retval(?![_{ALNUM}])")
 class TraceFprobe(TraceKprobe):
     """A probe of an fprobe event.
 
-    Its fprobe is registered while the event is enabled; in some versions of Linux, as long as the event
-    exists.
+    The fprobe is registered while the event is enabled. In some versions of Linux, it is registered as long
+    as the event exists.
 
     Mirrors: kernel/trace/trace_fprobe.c:struct trace_fprobe (v6.12).
     """
@@ -222,7 +222,7 @@ class TraceTprobe(TraceKprobe):
     def register(self) -> None:
         """Attach the probe if its event is enabled.
 
-        The tracepoint may be missing, because a module that is loaded later may have it.
+        The tracepoint may be missing, because a module that is loaded later may define it.
         Raises: KernelError ENOENT (an argument has an unknown symbol), errors of register_kprobe().
         """
         symbols = self.engine.symbols
@@ -326,7 +326,7 @@ class FprobeEvents(KprobeEvents):
         self.called = called
 
     def tracepoint(self, name: str) -> Tracepoint | None:
-        """Return the tracepoint with a name, or None if the kernel has none."""
+        """Return the kernel's tracepoint called `name`, without its group, or None if there is none."""
         return next((point for key, point in self._points.items() if key.partition(":")[2] == name), None)
 
     def _probe(self, definition: ProbeDefinition) -> TraceKprobe:

@@ -59,18 +59,18 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
         return list(dict.fromkeys(probe.event for probe in self._own))
 
     def find(self, group: str, name: str) -> KprobeTraceEvent | None:
-        """Return the kprobe event with a name, or None if there is none or the event is of another kind."""
+        """Return the kprobe event called `name` in `group`, or None if no such event exists."""
         return self.own(self.registry.find(group, name))
 
     def own(self, event: TraceEvent | None) -> KprobeTraceEvent | None:
-        """Return an event if it is a kprobe event, else None."""
+        """Return `event` if it is a kprobe event, else None."""
         if not isinstance(event, KprobeTraceEvent):
             return None
         kind = event.kind
         return event if kind is self or kind is None else None
 
     def create(self, command: str) -> bool:
-        """Implement EventKind.create: create a probe from a `p`, `r` or `j` command."""
+        """Create a probe from a `p`, `r` or `j` command; see EventKind.create()."""
         argv = argv_split(command)
         if not argv:
             return True
@@ -87,13 +87,14 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
         return True
 
     def _probe(self, definition: ProbeDefinition) -> TraceKprobe:
-        """Return a new probe for a definition."""
+        """Return a new probe for `definition`."""
         return self.probe_class(self, definition, self._engine)
 
     def _refuse(self, failure: KernelError) -> None:
-        """Raise the error with which the command fails; by default, do nothing, so that `failure` is raised.
+        """Raise the error with which the command fails, if it is not `failure`.
 
-        `failure`: the error of registering the command's probe.
+        `failure`: the error of registering the command's probe. If this method returns, as it does by
+        default, the caller raises `failure`.
         """
 
     def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> ProbeDefinition | None:

@@ -18,7 +18,7 @@ Of older ones, only the hits are kept.
 
 
 class PastEvent(TypedDict):
-    """An event that was enabled at some time."""
+    """An entry of the history: an event that was enabled at some time since the kernel's start."""
 
     event: str
     """The event as GROUP/EVENT."""
@@ -42,7 +42,7 @@ class PastEvent(TypedDict):
 
 @dataclass(eq=False, slots=True)
 class _Enabled:
-    """State of an event since it was first enabled; most fields have the meaning of those in PastEvent."""
+    """What is known of an event since it was first enabled. Most fields mean the same as in PastEvent."""
 
     armed: bool = False
     unarmed: str = ""
@@ -93,7 +93,8 @@ class ProbeHistory:
     def removed(self, probe: TraceKprobe, event: KprobeTraceEvent, filters: list[str], missed: int) -> None:
         """Record the removal of a probe of `event`.
 
-        `filters`: texts of the event's filters before the removal. `missed`: the probe's missed hits then.
+        `filters`: texts of the event's filters before the removal. `missed`: number of the probe's missed
+        hits.
         """
         known = self._present.get(event)
         if known is None:
@@ -114,7 +115,8 @@ class ProbeHistory:
     def events(self) -> Iterator[PastEvent]:
         """Yield the events: first the removed ones, in order of their removal.
 
-        Events may be enabled and removed between two items; each event of the first moment is yielded once.
+        Events may be enabled and removed while the caller iterates. Each event that was known at the first
+        item is yielded once.
         """
         removed, present = [*self._removed], [*self._present.items()]
         yield from removed

@@ -241,7 +241,7 @@ class TraceKprobe(TraceProbe):
 
     @property
     def hits(self) -> int:
-        """Number of hits since the probe was created or the count was set."""
+        """Number of hits since the probe was created or the count was last set."""
         return self._hits + (0 if self._counter is None else self._counter.value)
 
     @hits.setter
@@ -252,7 +252,7 @@ class TraceKprobe(TraceProbe):
 
     @property
     def nmissed(self) -> int:
-        """Number of missed hits since the probe was registered or the number was set."""
+        """Number of missed hits since the probe was registered or the number was last set."""
         return 0 if self.handle is None else self.handle.nmissed
 
     @nmissed.setter
@@ -320,7 +320,7 @@ class TraceKprobe(TraceProbe):
         self.maxactive = rp.maxactive
 
     def unregister(self) -> None:
-        """Unregister the probe from the engine, and keep its number of hits.
+        """Unregister the probe from the engine, but keep the number of hits.
 
         Mirrors: kernel/trace/trace_kprobe.c:__unregister_trace_kprobe (v6.1).
         """
@@ -340,7 +340,10 @@ class TraceKprobe(TraceProbe):
 
     @property
     def symbol(self) -> str:
-        """The symbol of the place, for messages and comparisons. As in Linux, a raw address has "unknown"."""
+        """The symbol of the place, for messages and comparisons.
+
+        As in Linux, it is "unknown" for a raw address.
+        """
         return self.place.symbol or "unknown"
 
     def is_in_module(self, module: str) -> bool:
@@ -348,8 +351,9 @@ class TraceKprobe(TraceProbe):
         return self.symbol.startswith(f"{module}:")
 
     def awaits_module(self) -> bool:
-        """Return True if the place may exist after a module is loaded. As in Linux, any raw address may.
+        """Return True if the place may exist after a module is loaded.
 
+        As in Linux, any raw address may exist later.
         Mirrors: kernel/trace/trace_kprobe.c:trace_kprobe_module_exist (v6.1), negated.
         """
         if self.place.symbol is None:
@@ -368,7 +372,10 @@ class TraceKprobe(TraceProbe):
     # kprobes are disarmed.
 
     def enable(self) -> None:
-        """Enable the probe in the engine, unless it is gone. Raises: errors of enable_kprobe()."""
+        """Enable the probe in the engine, unless the probed code is gone.
+
+        Raises: errors of enable_kprobe().
+        """
         if self.handle is not None and not self.handle.is_gone:
             if isinstance(self.handle, EventKprobe):
                 # Not set before, because a bound method takes memory, and many events are never enabled.
@@ -376,7 +383,10 @@ class TraceKprobe(TraceProbe):
             self.engine.kprobes.enable_kprobe(self.handle)
 
     def disable(self) -> None:
-        """Disable the probe in the engine, unless it is gone. Raises: errors of disable_kprobe()."""
+        """Disable the probe in the engine, unless the probed code is gone.
+
+        Raises: errors of disable_kprobe().
+        """
         if self.handle is not None and not self.handle.is_gone:
             self.engine.kprobes.disable_kprobe(self.handle)
 
@@ -498,8 +508,8 @@ class TraceKprobe(TraceProbe):
     def more_count(self) -> int:
         """Amount by which Linux's own code has increased the preempt count in records of the probe.
 
-        Linux subtracts one preempt_disable(). A return in the exception of a breakpoint has two: those of the
-        exception and of the trampoline's handler.
+        Linux subtracts one preempt_disable(), so the result is the number of further ones. A return in the
+        exception of a breakpoint has two: those of the exception and of the trampoline's handler.
         Mirrors: arch/arm64/kernel/debug-monitors.c:brk_handler, kernel/trace/rethook.c (v7.2).
         """
         return self.engine.disabled_once if self.place.is_return and self._returns_by_breakpoint else 0

@@ -61,7 +61,7 @@ class ProbeTraceEvent(TraceEvent):
 
     @property
     def first_probe(self) -> TraceProbe:
-        """The oldest probe of the event, which must have a probe."""
+        """The oldest probe of the event. Precondition: the event has a probe."""
         return next(iter(self.probes))
 
     @property
@@ -244,7 +244,7 @@ P = TypeVar("P", bound=TraceProbe)
 
 
 class ProbeKind(EventKind[P]):
-    """A kind of dynamic events each of which is a probe of an event, such as a kprobe."""
+    """A kind of dynamic events of which each is a probe of an event, such as a kprobe."""
 
     def probes(self) -> list[P]:
         """Return all probes of this kind, in order of creation."""
@@ -257,7 +257,7 @@ class ProbeKind(EventKind[P]):
 
     @property
     def newest(self) -> P:
-        """The newest probe of this kind, of which at least one exists."""
+        """The newest probe of this kind. Precondition: at least one exists."""
         return next(reversed(self._own))
 
     def _shared_event(self, probe: P) -> ProbeTraceEvent | None:
