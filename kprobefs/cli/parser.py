@@ -229,7 +229,10 @@ def _add_trace(command: argparse.ArgumentParser) -> None:
     command.add_argument("--graph", metavar="FUNCTION", help="record the calls within this function")
     command.add_argument("--stack", action="store_true", help="record the stack at each hit")
     command.add_argument(
-        "-f", "--filter", default="", help="record only the hits that this event filter accepts"
+        "-f",
+        "--filter",
+        default="",
+        help="record only the hits that this event filter accepts (for one probe: PROBE if FILTER)",
     )
     command.add_argument(
         "-m", "--mount", metavar="DIR", help="trace on this mount (default: a temporary mount)"

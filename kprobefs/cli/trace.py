@@ -62,6 +62,10 @@ The exit status is the sum of the two numbers.
 """
 
 
+ONE_FILTER = "-f filters all probes; a filter of one probe is at its end: 'r:PLACE ret=$retval if ret > 0'"
+"""Advice if not all events have the fields of a filter for all of them."""
+
+
 @dataclass(frozen=True)
 class TraceRequest:
     """The trace that the command line requests."""
@@ -95,6 +99,14 @@ class TraceSession:
         """Exit status of the command, or None before its end."""
         if not self.probes and request.graph is None:
             raise CliError("trace: no probe given; add PROBE or --graph FUNCTION", ExitStatus.USAGE)
+
+    def filters(self) -> dict[str, str]:
+        """Return event as group/name -> its filter; "" if it has none.
+
+        A probe's own filter takes the place of the filter for all probes.
+        """
+        own = {probe.event: probe.filter for probe in self.probes if probe.filter}
+        return {event: own.get(event, self.request.filter) for event in self.events}
 
     @property
     def takes_output(self) -> bool:
@@ -290,20 +302,29 @@ class AttachedProbes:
         return [*(probe.event for probe in self._hidden.values()), *self._session.events]
 
     def _set_filters(self) -> None:
-        text = self._session.request.filter
-        if text:
+        filters = self._session.filters()
+        named = [(event, name) for event, name in self._named() if filters[event]]
+        try:
             self._apply(
                 [
-                    (f"filter of {name}", self._setting(event, "filter", text), text)
-                    for event, name in self._named()
+                    (
+                        f"filter of {name}",
+                        self._setting(event, "filter", filters[event]),
+                        filters[event],
+                    )
+                    for event, name in named
                 ]
             )
-            for event, _ in self._named():
-                # The histogram also counts the hits that the filter does not accept, for the final message.
-                with suppress(OSError):
-                    (self._tracefs / self._array / "events" / event / "trigger").write_text(
-                        "hist:keys=common_pid"
-                    )
+        except CliError:
+            if self._session.request.filter and len(self._session.events) > 1:
+                print(f"    {ONE_FILTER}", file=sys.stderr)
+            raise
+        for event, _ in named:
+            # The histogram also counts the hits that the filter does not accept, for the final message.
+            with suppress(OSError):
+                (self._tracefs / self._array / "events" / event / "trigger").write_text(
+                    "hist:keys=common_pid"
+                )
 
     def _prepare_graph(self, graph: GraphTracer) -> None:
         """Prepare the tracer `graph` for the function that the command line names.
@@ -459,7 +480,7 @@ class AttachedProbes:
         session = self._session
         if not was_on:
             return "tracing_on was 0"
-        if session.request.filter and (hits := self._unfiltered({*self._own_pids})):
+        if any(session.filters().values()) and (hits := self._unfiltered({*self._own_pids})):
             return f"the filter accepted none of {counted(hits)}"
         prefix = f"{session.name}/"
         own = [event for event in self._history.read().events if event.event.startswith(prefix)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, replace
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 
 EVENT = re.compile(r"t:(?P<group>\w+)[:/](?P<event>\w+)$")
@@ -16,9 +16,12 @@ DEFINITION = re.compile(
 """Matches a line of kprobe_events whose second word is a place to probe, and not an argument."""
 SHORT = re.compile(r"(?P<kind>[pr]\d*|f\d*):(?P<place>\S+)(?P<arguments>(?:\s.*)?)$")
 USAGE = (
-    "p:PLACE [NAME=ARGUMENT...], r:PLACE [...], a line of kprobe_events (p:EVENT PLACE ...), or t:GROUP:EVENT"
+    "p:PLACE [NAME=ARGUMENT...], r:PLACE [...], a line of kprobe_events (p:EVENT PLACE ...), or "
+    "t:GROUP:EVENT; `if FILTER` may follow"
 )
 """Forms of a probe on the command line, for messages."""
+IF = " if "
+"""Text before the filter of a probe, as before that of a trigger. No argument of a probe contains a blank."""
 MAX_NAME = 40
 """Maximum length of an event name that is derived from the place of a probe, before a number is added."""
 
@@ -28,7 +31,7 @@ class AskedProbe:
     """A probe that the command line requests."""
 
     typed: str
-    """The probe as the user has typed it."""
+    """The probe as the user has typed it, without its filter."""
     event: str
     """The event that records the probe's hits, as group/name."""
     definition: str = ""
@@ -40,6 +43,8 @@ class AskedProbe:
     """The meaning that was chosen, for error messages; "" if the text has only one possible meaning."""
     names_event: bool = False
     """Whether the first word was taken as the event's name, and not as the place."""
+    filter: str = ""
+    """Filter at the end of the probe, after IF; "" if it has none."""
 
 
 def parse_probes(texts: Sequence[str], group: str) -> list[AskedProbe]:
@@ -49,7 +54,14 @@ def parse_probes(texts: Sequence[str], group: str) -> list[AskedProbe]:
     """
     found: list[AskedProbe] = []
     for text in texts:
-        found.append(_parse(text.strip(), group, {probe.event for probe in found}))
+        typed, _, condition = text.strip().partition(IF)
+        probe = _parse(typed.rstrip(), group, {probe.event for probe in found})
+        found.append(replace(probe, filter=condition.strip()))
+    filters: dict[str, str] = {}
+    for probe in found:
+        if probe.filter and filters.setdefault(probe.event, probe.filter) != probe.filter:
+            name = escape_for_terminal(probe.typed)
+            raise CliError(f"trace: {name}: its event has a filter already; use one", ExitStatus.USAGE)
     return found
 
 

@@ -75,6 +75,15 @@ def test_no_probes_of_a_one_liner(wrong: str) -> None:
         parse_probes([wrong], "g")
 
 
+def test_a_probe_ends_with_its_filter() -> None:
+    found = parse_probes(["p:a vfs_read c=$arg3 if c > 3 && comm != ' if '", "t:g:e if x == 1"], "g")
+    assert [probe.filter for probe in found] == ["c > 3 && comm != ' if '", "x == 1"]
+    assert [probe.typed for probe in found] == ["p:a vfs_read c=$arg3", "t:g:e"]
+    assert found[0].definition == "p:g/a vfs_read c=$arg3"
+    with pytest.raises(CliError, match="its event has a filter already"):
+        parse_probes(["p:a vfs_read if x", "p:a vfs_write", "p:a vfs_open if y"], "g")
+
+
 @pytest.mark.parametrize("words", ["p:vfs_read", "p:vfs_read --", "nonsense -- true"])
 def test_wrong_one_liners(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", *words.split()]) == ExitStatus.USAGE
@@ -230,6 +239,7 @@ class TestTrace:
         [
             (("p:tcp_sendmsg", "--", "cat", "f"), "the command never came to tcp_sendmsg; "),
             (("p:vfs_read", "-f", "common_pid == 1", "--", "cat", "f"), "the filter accepted none of 2 hits"),
+            (("p:vfs_read if common_pid == 1", "--", "cat", "f"), "the filter accepted none of 2 hits"),
             (
                 ("p:tcp_sendmsg", "--", "cat", "none"),
                 "the command ended with status 1 before",
@@ -460,8 +470,29 @@ class TestTrace:
                 "    foo > 1",
                 "        ^",
             ]
+            assert "'r:PLACE ret=$retval if ret > 0'" in wrong.stderr
             assert Path(running.path("tracing/dynamic_events")).read_text() == "p:kprobes/mine vfs_write\n"
             assert os.listdir(running.path("tracing/instances")) == []
+
+    def test_a_filter_of_one_probe(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A probe's own filter takes the place of that for all probes, and the other probes have that one."""
+        (tmp_path / "f").write_text("hello\n")
+        monkeypatch.chdir(tmp_path)
+        probes = (
+            "p:vfs_read count=$arg3 pos=+0($arg4):s64",
+            'r:vfs_read ret=$retval:s64 if ret > 0 && comm == "cat"',
+            "t:syscalls:sys_exit_read if ret == 0",
+        )
+        result = kprobefs("trace", *probes, "--", "cat", "f", program=REAL_PROGRAM)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert result.stdout.count(": vfs_read: ") == 2
+        assert re.findall(r"ret=(-?\d+)", result.stdout) == ["6"]
+        assert result.stdout.count(": sys_read -> 0x") == 1
+        assert ": sys_read -> 0x0\n" in result.stdout
+        both = ("trace", "-f", "pos == 6", probes[0], probes[1], "--", "cat", "f")
+        result = kprobefs(*both, program=REAL_PROGRAM)
+        assert result.stdout.count(": vfs_read: ") == 1
+        assert re.findall(r"ret=(-?\d+)", result.stdout) == ["6"]
 
     def test_what_a_killed_one_has_left_goes(self, directory: Path) -> None:
         """`trace` removes the events and instances of a killed `trace`. Those of a living process or of
