@@ -16,6 +16,7 @@ from emulated_kernel.trace.array.previous_boot import (
 from emulated_kernel.trace.array.services import NOP_TRACER, Tracer, TracingServices
 from emulated_kernel.trace.array.snapshot import Snapshot
 from emulated_kernel.trace.context.probe_hit import ProbeHit
+from emulated_kernel.trace.context.task_check import TaskCheck
 from emulated_kernel.trace.events.event import Recorder, TraceEvent
 from emulated_kernel.trace.events.event_pids import EventPids
 from emulated_kernel.trace.fetch.memory import read_string
@@ -119,6 +120,8 @@ class TraceArray(ArrayRings, Recorder):
         """The events that are enabled in this trace array: keys in the order in which they were enabled."""
         self.pids = EventPids(self._pids_changed, memory=system.filter_words.memory)
         self._has_pids = False
+        self._task_check: TaskCheck | None = None
+        """Check of `pids` in guest code; None before it is needed, or if there is no memory for it."""
         self.max_latency_ns = 0
         """Value of tracing_max_latency in nanoseconds, as it was last written to the file."""
         self._stamp = system.clocks.converter(LOCAL)
@@ -236,8 +239,10 @@ class TraceArray(ArrayRings, Recorder):
     def _pids_changed(self) -> None:
         """Recompile guest code if the lists of pids became empty or non-empty.
 
-        Guest code does not know the lists' members.
+        Guest code does not depend on the lists' members.
         """
+        if self._task_check is not None:
+            self._task_check.forget()
         if self.pids.is_active is not self._has_pids:
             self._has_pids = self.pids.is_active
             self.notify_rewired()
@@ -270,9 +275,24 @@ class TraceArray(ArrayRings, Recorder):
         """Return the buffers to which guest code may record an event; see Recorder.target().
 
         Return None if the host must write the record. This is the case if ring_target() returns None, if an
-        option adds call chains, or if there are lists of pids.
+        option adds call chains, or if there is no memory for the check of the lists of pids.
         """
-        return None if self.options.flags & _STACKS or self.pids.is_active else self.ring_target()
+        if self.options.flags & _STACKS or (self.pids.is_active and self.task_check() is None):
+            return None
+        return self.ring_target()
+
+    def task_check(self) -> TaskCheck | None:
+        """Implement Recorder.task_check: return the check of the lists of pids, if one of them has a pid."""
+        if not self.pids.is_active:
+            return None
+        if self._task_check is None:
+            self._task_check = self.system.memory.task_check(self.pids.ignores)
+        return self._task_check
+
+    def release(self) -> None:
+        super().release()
+        if self._task_check is not None:
+            self._task_check.release()
 
     def ring_target(self) -> RecordTarget | None:
         """Return the buffers to which guest code may append records, as append() does on the host.

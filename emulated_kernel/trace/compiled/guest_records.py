@@ -20,6 +20,7 @@ from emulated_kernel.trace.compiled.guest_addresses import (
 )
 from emulated_kernel.trace.compiled.next_page import LENGTH, NEXT_PAGE, REQUEST_SIZE, TIME
 from emulated_kernel.trace.context.probe_hit import Tasks
+from emulated_kernel.trace.context.task_check import TaskCheck
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.ring_layout import CONTROL_SIZE, RingControls, RingMemory
 from emulated_kernel.trace.text.cmdlines import SavedCmdlines
@@ -147,6 +148,16 @@ class GuestRecords(TaskObserver):
         except HardwareError:
             return None
         return HitCounter(offset, cells.words, cells.word_index(offset), lambda: cells.free_percpu(offset))
+
+    def task_check(self, ignores: Callable[[int], bool]) -> TaskCheck | None:
+        """Return a TaskCheck, or None if the per-CPU memory is used up.
+
+        `ignores`: returns True for the pid of a task whose events are not recorded.
+        """
+        try:
+            return TaskCheck(self._cells, self.tasks, ignores)
+        except HardwareError:
+            return None
 
     def places(
         self,

@@ -11,6 +11,7 @@ from emulated_kernel.trace.compiled.fetch import BASE, POSITION, FetchEmitter, c
 from emulated_kernel.trace.compiled.filter import can_filter, emit_filter
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
 from emulated_kernel.trace.compiled.record import ENTRY_HEADER_SIZE, EventSpace, RecordEmitter
+from emulated_kernel.trace.context.task_check import TaskCheck
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.fetch.probe_arg import ProbeArg
 from emulated_kernel.trace.filter.predicates import FilterProgram
@@ -20,10 +21,13 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 @dataclass(frozen=True)
 class Recording:
-    """A trace array that records an event: its ring buffers, and its filter for the event."""
+    """A trace array that records an event: its ring buffers, and the conditions for a record."""
 
     target: RecordTarget
     filter: FilterProgram | None
+    """The filter for the event, or None."""
+    tasks: TaskCheck | None
+    """The check of the lists of pids; None if there are no lists."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ def compiled_event(
         program = None if event_filter is None else event_filter.program
         if target is None or (program is not None and not can_filter(program)):
             return None
-        recordings.append(Recording(target, program))
+        recordings.append(Recording(target, program, recorder.task_check()))
     return CompiledEvent(event.id, args, tuple(recordings))
 
 
@@ -102,19 +106,22 @@ class EventEmitter:
         """Emit code that writes an entry to each recording whose filter accepts it."""
         recordings = self._compiled.recordings
         if len(recordings) == 1 and not recordings[0].filter and not self._is_dynamic:
-            self._record_in_place(recordings[0].target)
+            self._record_in_place(recordings[0])
         elif recordings:
             self._record_copies(recordings)
 
-    def _record_in_place(self, target: RecordTarget) -> None:
+    def _record_in_place(self, recording: Recording) -> None:
         """Emit code that writes an entry directly to the buffer.
 
         The size of the entry is known before the hit, and the event has no filter.
         """
         builder = self._builder
         record = self._record
+        target = recording.target
         space = EventSpace(self._fixed)
         done = builder.label()
+        if recording.tasks is not None:
+            record.check_task(recording.tasks, done)
         record.reserve(BASE, space.length, target, done)
         record.header(BASE, space)
         record.common_fields(space.header, self._compiled.event_id, target, self._more_count)
@@ -139,6 +146,8 @@ class EventEmitter:
             following = builder.label()
             if recording.filter is not None:
                 emit_filter(builder, recording.filter, self._places.cpu, self._word, following)
+            if recording.tasks is not None:
+                record.check_task(recording.tasks, following)
             record.copy(self._fixed, dynamic=self._is_dynamic, target=recording.target, dropped=following)
             builder.place(following)
         builder.place(done)

@@ -35,6 +35,7 @@ from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.trace.compiled.fetch import BASE, HIGH, LIMIT, OTHER, POSITION, TEMP, VALUE, chunks
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses
 from emulated_kernel.trace.compiled.next_page import CONTROL, LENGTH, NEXT_PAGE, TIME
+from emulated_kernel.trace.context.task_check import PID_SIZE, TaskCheck
 from emulated_kernel.trace.ring.buffer_page import DELTA_BITS, MAX_SMALL_DATA, event_size
 from emulated_kernel.trace.ring.ring_layout import (
     FLAGS,
@@ -99,6 +100,31 @@ class RecordEmitter:
         self._emit(
             *load_base(BASE, self._places.this_cpu_off, self._places.scratch, self._word),
         )
+
+    # Lists of pids
+
+    def check_task(self, check: TaskCheck, excluded: Label) -> None:
+        """Emit code that jumps to `excluded` if the lists of pids exclude the current task.
+
+        The code overwrites TEMP and OTHER.
+        """
+        builder = self._builder
+        emit = self._emit
+        known = builder.label()
+        with builder.out_of_line() as other:
+            emit(
+                LoadPerCpu(OTHER, check.excluded, PID_SIZE),
+                Branch(Condition.EQ, TEMP, OTHER, excluded),
+            )
+            builder.call_host(check.is_recorded, excluded)
+            emit(Jump(known))
+        emit(
+            self._places.cpu.load_task(TEMP),
+            Load(TEMP, TEMP, self._places.pid, PID_SIZE),
+            LoadPerCpu(OTHER, check.recorded, PID_SIZE),
+            Branch(Condition.NE, TEMP, OTHER, other),
+        )
+        builder.place(known)
 
     # Common fields
 

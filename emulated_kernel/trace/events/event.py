@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from emulated_kernel.trace.context.probe_hit import ProbeHit
+from emulated_kernel.trace.context.task_check import TaskCheck
 from emulated_kernel.trace.events.trigger import Trigger, TriggerKind
 from emulated_kernel.trace.filter.predicates import EventFilter
 from emulated_kernel.trace.ring.buffer import RingBuffer
@@ -59,6 +60,13 @@ class Recorder(ABC):
     @abstractmethod
     def target(self) -> RecordTarget | None:
         """Return the ring buffers that guest code may write to, or None if the host has to call record()."""
+
+    def task_check(self) -> TaskCheck | None:
+        """Return the check that guest code must make before it records, or None if all tasks are recorded.
+
+        The method is called only if target() returns buffers.
+        """
+        return None
 
     def off_since(self) -> int | None:
         """Return None if recording is on, else a number that identifies the period without recording."""

@@ -61,6 +61,7 @@ class HandlerCosts:
             places, clock=self._at + _CLOCK, last_pid=self._offset + _PID, save_comm=self._save_comm
         )
         self._target = RecordTarget(controls.offset, True, records.room_maker(self._rings))
+        self._check = records.task_check(lambda _pid: False)
 
     def _save_comm(self) -> bool:
         self._cells[self._tasks.cpu()][_PID >> 3] = self._tasks.pid()
@@ -78,7 +79,9 @@ class HandlerCosts:
         if head.sample is None or self._machine.is_running:
             return None
         builder = ProgramBuilder()
-        if not probe.emit_apart(builder, way, self._places, self._target, self._offset + _COUNTER):
+        if not probe.emit_apart(
+            builder, way, self._places, self._target, self._check, self._offset + _COUNTER
+        ):
             return None
         text = self._machine.text
         size = self._arch.max_repetition

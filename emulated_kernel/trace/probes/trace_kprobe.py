@@ -19,6 +19,7 @@ from emulated_kernel.kprobes.sight import LimitedSight, Sight
 from emulated_kernel.trace.compiled.guest_addresses import GuestAddresses, HitCounter
 from emulated_kernel.trace.compiled.handler import EventEmitter, compiled_event
 from emulated_kernel.trace.context.probe_hit import ProbeHit, within_another
+from emulated_kernel.trace.context.task_check import TaskCheck
 from emulated_kernel.trace.events.event import Recorder
 from emulated_kernel.trace.fetch.fetch_context import no_types
 from emulated_kernel.trace.fetch.fetch_expression import argument_insn
@@ -525,10 +526,12 @@ class TraceKprobe(TraceProbe):
         way: EntryKind,
         places: GuestAddresses,
         target: RecordTarget,
+        check: TaskCheck | None,
         counter: int,
     ) -> bool:
         """Emit a copy of emit()'s code that uses `places` and `counter`, and writes all records to `target`.
 
+        `check` takes the place of each check of the lists of pids.
         HandlerCosts measures the copy. Return False if emit() would return False. Return False also for
         return probes, because the handler is the smaller part of their cost.
         """
@@ -536,7 +539,10 @@ class TraceKprobe(TraceProbe):
         compiled = compiled_event(self.event, self.place.is_return, self.args, arch)
         if compiled is None or not self.address or self.place.is_return:
             return False
-        recordings = tuple(replace(recording, target=target) for recording in compiled.recordings)
+        recordings = tuple(
+            replace(recording, target=target, tasks=recording.tasks and check)
+            for recording in compiled.recordings
+        )
         builder.emit(AddToPerCpu(counter, 1))
         apart = replace(compiled, recordings=recordings)
         EventEmitter(builder, apart, way, self.address, arch, places).emit()

@@ -1,0 +1,53 @@
+"""TaskCheck: per-CPU memory in which guest code finds whether the lists of pids exclude a task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from emulated_kernel.machine.memory.record_memory import CELL_UNIT, RecordMemory
+from emulated_kernel.trace.context.probe_hit import Tasks
+
+PID_SIZE = 4
+"""Size of a pid in bytes."""
+_NO_PID = 0xFFFFFFFF
+
+
+class TaskCheck:
+    """Two pids for each CPU: the last task whose events are recorded, and the last one that is excluded.
+
+    The host answers for all other tasks, so that guest code does not depend on the members of the lists.
+    Linux asks when a CPU switches to another task, and keeps only the answer for this task.
+    Mirrors: struct trace_array_cpu, ignore_pid, kernel/trace/trace_events.c:ignore_task_cpu (v6.1).
+    """
+
+    def __init__(self, cells: RecordMemory, tasks: Tasks, ignores: Callable[[int], bool]) -> None:
+        """Allocate the pids. `ignores`: returns True for the pid of a task whose events are not recorded.
+
+        Raises: HardwareError (the per-CPU memory is used up).
+        """
+        self._tasks = tasks
+        self._ignores = ignores
+        self._cells = cells
+        offset = cells.alloc_percpu(CELL_UNIT)
+        self.recorded = offset
+        """Per-CPU offset of the pid of the last task whose events are recorded."""
+        self.excluded = offset + PID_SIZE
+        """Per-CPU offset of the pid of the last task that is excluded."""
+        self._pids = [cell.cast("I") for cell in cells.cells(offset, CELL_UNIT)]
+        self.forget()
+
+    def forget(self) -> None:
+        """Ask the host again for each task, because the lists have changed."""
+        for pids in self._pids:
+            pids[0] = pids[1] = _NO_PID
+
+    def release(self) -> None:
+        """Free the pids. No guest code may use them any more."""
+        self._cells.free_percpu(self.recorded)
+
+    def is_recorded(self) -> bool:
+        """Return True if the current task's events are recorded, and keep the answer for guest code."""
+        pid = self._tasks.pid()
+        is_excluded = self._ignores(pid)
+        self._pids[self._tasks.cpu()][is_excluded] = pid
+        return not is_excluded
