@@ -1,4 +1,4 @@
-"""Alternatives of kprobefs's own x86 kernel: instructions that boot replaces, depending on CPU features."""
+"""Alternatives on x86: instructions that a kernel replaces at boot, depending on the features of its CPU."""
 
 from __future__ import annotations
 

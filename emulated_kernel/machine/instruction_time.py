@@ -1,4 +1,4 @@
-"""InstructionTime: each instruction, trap and handler of the host adds nanoseconds to a time in memory."""
+"""InstructionTime: a time in memory that each guest instruction, trap and host handler advances."""
 
 from __future__ import annotations
 

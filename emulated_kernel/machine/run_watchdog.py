@@ -79,7 +79,7 @@ class HandlerTime:
         return self.seconds + (now - since if since else 0.0)
 
     def is_within(self, thread: int) -> bool:
-        """Return True if the thread with this identifier is in a callback."""
+        """Return True if the thread with the identifier `thread` is in a callback."""
         frame = sys._current_frames().get(thread)
         while frame is not None and frame.f_code not in self.callbacks:
             frame = frame.f_back

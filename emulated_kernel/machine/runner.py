@@ -40,9 +40,10 @@ class Runner:
         """
 
     def run(self, tick: bool = True, budget: float | None = None) -> Trap:
-        """Run until the guest stops; without `tick`, the guest's time continues from the last reading.
+        """Run until the guest stops, and return the trap with the reason.
 
-        `budget` is the run's budget in seconds; None means the machine's budget.
+        `tick`: first set the guest's clock to the present; otherwise, its time continues from the last
+        reading. `budget` is the run's budget in seconds; None means the machine's budget.
 
         Raises: HardwareError (called from within a run; the emulator failed), KeyboardInterrupt (by a second
         SIGINT), Exception (raised by a Python hook).

@@ -123,7 +123,7 @@ class CodeCache(ABC):
 
 
 class Engine(CodeCache):
-    """A uc_engine; most methods are a single library call.
+    """A uc_engine, an instance of the emulator. Most methods are a single call of the library.
 
     Short calls keep the GIL (PyDLL). `start` releases the GIL, so that other threads run while the guest
     runs.

@@ -130,7 +130,7 @@ def _in_order(ways: Ways) -> Ways:
 
 
 class CodeXrefs:
-    """All references of an image: from code and from data.
+    """All references in an image, from code and from data.
 
     Each kind of reference is collected on first use.
     """

@@ -1,4 +1,4 @@
-"""Probe checks of arm64: decides whether Linux would register a probe at an address, and why not."""
+"""Probe checks of arm64: decides whether Linux would register a probe at an address, or why it would not."""
 
 from __future__ import annotations
 

@@ -272,13 +272,13 @@ class Place(Op):
 
 
 class Jump(Op):
-    """Go to a label, forwards or backwards."""
+    """Go to `label`, forwards or backwards."""
 
     label: Label
 
 
 class Branch(Op):
-    """Go to a label if `left condition right` holds for two virtual registers."""
+    """Go to `label` if `left condition right` holds for two virtual registers."""
 
     condition: Condition
     left: int

@@ -204,7 +204,7 @@ def branch(condition: BranchFunct3, left: int, right: int, offset: int) -> bytes
 
 
 def jal(rd: int, source: int, target: int) -> bytes:
-    """Encode a jump from `source` to `target`, with the return address in rd.
+    """Encode a jump from `source` to `target` that stores the return address in rd.
 
     Raises: KernelError ERANGE (farther than 1 MiB).
     """
@@ -215,7 +215,7 @@ def jal(rd: int, source: int, target: int) -> bytes:
 
 
 def jalr(rd: int, base: int, offset: int) -> bytes:
-    """Encode a jump to base + a 12-bit offset, with the return address in rd."""
+    """Encode a jump to base + a 12-bit offset that stores the return address in rd."""
     return _bytes(i_type(RiscvOpcode.JALR, rd, 0, base, offset))
 
 

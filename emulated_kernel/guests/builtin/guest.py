@@ -180,9 +180,9 @@ class Guest:
             self.syscalls.call(task, "getpid")
 
     def open_file(self, path: str, flags: int, writer: HostfsWriter = HostfsWriter.GENERAL) -> int:
-        """Open the control file `path`, which the host has opened already, in the guest, too.
+        """Open a control file in the guest that the host has opened already; return the guest's descriptor.
 
-        Return the guest's descriptor. `writer`: selects the function of the guest's kernel that writes to the
+        `path`: path of the file. `writer`: selects the function of the guest's kernel that writes to the
         file.
         """
         flags &= ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)

@@ -86,7 +86,7 @@ class WatchedCalls:
             self._tell(names_end=bool(more & Calls.NAMES))
 
     def open_files(self) -> None:
-        """Open the files that clients have open in any mount in the guest, too. Lock: needs.
+        """Open in the guest each file that a client has open, and that the guest has not opened. Lock: needs.
 
         This precedes a change that patches more text.
         """

@@ -351,7 +351,7 @@ class GdbSession:
         return None
 
     def _note_step(self, address: int) -> None:
-        """Record that gdb inserts a breakpoint at `address` in order to step over a probe, if it does so.
+        """If gdb inserts a breakpoint at `address` in order to step over a probe, record this.
 
         The next packet to continue is then executed as a step. gdb steps by breakpoints on RISC-V, and on any
         processor after it has skipped a breakpoint in memory by a write of ip. gdb puts its breakpoint at the

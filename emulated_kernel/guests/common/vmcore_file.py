@@ -1,4 +1,4 @@
-"""machine/vmcore: an ELF core with the state of the guest at the open of the file."""
+"""machine/vmcore: an ELF core with the guest's memory and registers at the time of the open."""
 
 from __future__ import annotations
 

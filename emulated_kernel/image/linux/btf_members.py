@@ -1,4 +1,4 @@
-"""Members of structures by their offset, from BTF: the data that a dereference reads."""
+"""Finds the members of structures at an offset, from BTF: the data that a dereference reads."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _KINDS = 0o170000
 
 
 class RpmPackage(PackageTar):
-    """The cpio archive of an RPM package, read like a tar."""
+    """The cpio archive of an RPM package, with the methods of PackageTar."""
 
     def __init__(self, package: BinaryIO) -> None:
         end = package.seek(0, SEEK_END)

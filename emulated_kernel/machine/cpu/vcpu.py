@@ -19,11 +19,11 @@ class VCpu:
         self._context = engine.context_alloc()
 
     def save(self) -> None:
-        """Save the engine's CPU state as the state of this CPU."""
+        """Save the engine's CPU state in the context of this CPU."""
         self._engine.context_save(self._context)
 
     def restore(self) -> None:
-        """Load this CPU's state into the engine."""
+        """Load the CPU state in this CPU's context into the engine."""
         self._engine.context_restore(self._context)
 
     def saved(self, name: str) -> int:

@@ -15,7 +15,7 @@ NONE_IN_FLIGHT = -1
 
 
 class ExceptionState(Protocol):
-    """Interface of an object that reads the state of the exception for which Unicorn calls a hook."""
+    """Interface of an object that reads data about the exception for which Unicorn calls a hook."""
 
     def take(self) -> int:
         """Return the error code and acknowledge the exception, so that the next one isn't a double fault."""

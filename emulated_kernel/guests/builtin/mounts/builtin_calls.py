@@ -322,7 +322,7 @@ class BuiltinCalls(GuestCalls):
         return consume.finish()
 
     def _enter(self, client: Client) -> None:
-        """Make the client's task the guest's current task. If the guest fails to do so, do nothing.
+        """Make the client's task the guest's current task. If this fails, ignore the error.
 
         Raises: KernelError EDEADLK (see unless_deadlock).
         """

@@ -451,7 +451,7 @@ class ScratchFs(FileSystem):
         return replace(call, args=args, data={**call.data, 2: struct.pack("<4q", *words)})
 
     def truncate(self, client: Client, path: str, size: int) -> None:
-        """Set the size of the file at a path; see FileSystem."""
+        """Set the size in bytes of the file at `path`; see FileSystem."""
         with self.lock:
             if not self._as_called(client, ("truncate",), path):
                 self._sys.truncate(self._task(client), path, size)
@@ -566,8 +566,8 @@ class ScratchFs(FileSystem):
 
 
 def _shown_kind(kind: int) -> int:
-    """Return the S_IFMT bits to show for a file of type `kind`: those of a regular file for a device.
+    """Return the S_IFMT bits to show for a file of the type `kind`. A device is shown as a regular file.
 
-    Hazard: the host would open a device by its own driver instead of the guest's.
+    Hazard: the host would open a device by the host's driver instead of the guest's driver.
     """
     return stat.S_IFREG if kind == stat.S_IFCHR else kind

@@ -220,7 +220,7 @@ class ProcessTracker(TaskObserver):
         """Replay at most MAX_EXITS queued exits in the guest, oldest first.
 
         `client`: the guest's pid of the process that makes the request. If an earlier process had this pid,
-        replay its exit first, in addition.
+        first replay the exit of that process, too.
         """
         for pid in [client, *list(self._ended)[:MAX_EXITS]]:
             if pid in self._ended:

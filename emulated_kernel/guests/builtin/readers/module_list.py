@@ -51,7 +51,7 @@ class ModuleReader:
         self._word_size = reader.word_size
 
     def modules(self) -> Iterator[ModuleInfo]:
-        """Yield the modules, newest first, except unformed and damaged ones."""
+        """Yield the modules, newest first, except damaged ones and those in the state UNFORMED."""
         link = self._abi["module.list"]
         found = self._reader.each(self._reader.nodes(self._head), lambda node: self._listed(node - link))
         return (module for module in found if module is not None)
@@ -72,7 +72,7 @@ class ModuleReader:
 
         `module`: address of its struct module.
 
-        Raises: MemoryFault (the guest has damaged the data, or the address is not that of a module).
+        Raises: MemoryFault (the guest has damaged the data, or no module is at the address).
         """
         parts = [self._part(module, kind) for kind in (TEXT, DATA, INIT_TEXT, INIT_DATA)]
         symbols = tuple(self._symbols(module, parts))

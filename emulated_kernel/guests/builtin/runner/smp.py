@@ -156,7 +156,7 @@ class SmpGuestRunner(GuestRunner):
     def _run_before_interrupt(self, numbers: Iterable[int]) -> None:
         """Run each of the CPUs `numbers` for a turn, before it takes an interrupt that was sent to it.
 
-        This is the time that a real interrupt takes to arrive.
+        The turn simulates the time that a real interrupt takes to arrive.
         """
         for number in numbers:
             if self._seat(number)[0] is CpuPosition.UNDERWAY and number not in self._unserved:

@@ -336,7 +336,7 @@ class Syscalls:
                     self._kernel.set_field(task.addr, field, 0)
 
     def set_umask(self, task: GuestTask, umask: int) -> None:
-        """Set the task's umask to that of its process, before a call that creates a file."""
+        """Set the task's umask to `umask`, that of its process, before a call that creates a file."""
         self._kernel.set_field(task.addr, "umask", umask)
 
     def _put_path(self, buffer: int, path: str) -> None:

@@ -372,7 +372,10 @@ class ClientScheduler:
     # Time for the guest itself
 
     def idle(self, microseconds: int) -> None:
-        """Advance guest time, and run the guest's own work, such as timers and kernel threads, meanwhile."""
+        """Advance guest time by `microseconds`, and run the guest's own work that is due in this time.
+
+        Such work is timers and kernel threads.
+        """
         end = self._tsc_in(microseconds)
         self.work(microseconds)
         self._machine.pc.jump_to(end)

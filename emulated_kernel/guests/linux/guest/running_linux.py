@@ -38,4 +38,4 @@ class RunningLinux(ABC):
 
     @abstractmethod
     def idle(self, microseconds: int) -> None:
-        """Advance guest time by `microseconds`, during which the guest's own work runs, such as timers."""
+        """Advance guest time by `microseconds`, and run the guest's own work that is due, such as timers."""

@@ -358,7 +358,7 @@ class LinuxSyscalls:
         self._call(task, self._number["symlinkat"], _SECOND_PATH, _AT_FDCWD, BUFFER)
 
     def statfs(self, path: str) -> StatFs:
-        """Return the capacity of the file system at a path; init makes the call."""
+        """Return the capacity of the file system at `path`; init makes the call."""
         init = self._tasks.init
         self._path(init, path)
         self._call(init, self._number["statfs"], BUFFER, _DATA)

@@ -134,7 +134,7 @@ class TaskLife:
             self._others_next = None
 
     def _forked(self) -> None:
-        """Report a fork to the observers before the child executes anything."""
+        """Report a fork to the observers before the child executes an instruction."""
         child = self._machine.argument(0)
         parent = self._table.running()
         self._number_others()

@@ -1,1 +1,5 @@
-"""Mounts of a distribution's kernel: its own files, and kprobefs's control files over it."""
+"""Mounts of a distribution's kernel.
+
+native_mount shows the kernel's own files. probed_mount shows kprobefs's control files, through which the
+kernel is probed.
+"""

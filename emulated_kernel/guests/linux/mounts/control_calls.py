@@ -1,8 +1,8 @@
 """LinuxControlCalls: repeats clients' calls on control files in a distribution's kernel.
 
-The host puts directories and files of its own into the guest's root and replaces their operations by code
-stubs. A lookup in one of these directories follows kprobefs's tree, and finds one of the host's directories
-or files. Operations on a file return to the host in the middle of the guest's call.
+The host creates directories and files in the guest's root, and replaces their operations by code stubs. A
+lookup in one of these directories follows kprobefs's tree, and finds one of the host's directories or files.
+Operations on a file return to the host in the middle of the guest's call.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class GuestFile(FileDescription):
             return data
 
     def _follow_flags(self, task: LinuxTask) -> None:
-        """Set the status flags of the guest's file to those of the client's open file."""
+        """Set the status flags of the guest's open file to the flags of the client's open file."""
         self.fs.guest.syscalls.set_status_flags(task, self.fd, self.status)
         self.flags = self.flags & ~STATUS_FLAGS | self.status
 
@@ -298,7 +298,7 @@ class GuestFs(FileSystem):
 
         The mounting user owns the files that root owns in the guest. Devices are shown as regular files.
         Times are converted to the host's time.
-        Hazard: the host would open a device by its own driver instead of the guest's.
+        Hazard: the host would open a device by the host's driver instead of the guest's driver.
         """
         kind = stat.S_IFMT(found.mode)
         shown = self.guest.times.shown
@@ -422,7 +422,7 @@ class GuestFs(FileSystem):
         self._change(client, "mknodat", path, mode, 0)
 
     def truncate(self, client: Client, path: str, size: int) -> None:
-        """Set the size of the file at a path; see FileSystem."""
+        """Set the size in bytes of the file at `path`; see FileSystem."""
         with self.request(client) as task:
             self.guest.syscalls.truncate(task, self._place(path), size)
 

@@ -405,7 +405,7 @@ class LinuxGuest:
     def log_text(self) -> bytes:
         """Return the content of the kernel log. Lock: needs.
 
-        If the guest is dead, return the end of its serial console and the cause of death.
+        If the guest is dead, return the end of the output on its serial console, and the cause of death.
         """
         machine = self.tasks.machine
         if not machine.death:

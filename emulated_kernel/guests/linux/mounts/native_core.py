@@ -50,8 +50,8 @@ class NativeCore:
     def _root_of(self, va: int) -> int:
         """Return the physical address of the page tables that map `va`.
 
-        For an address in the kernel's half, these are the kernel's page tables; otherwise, those of the
-        current task.
+        For an address in the kernel's half, these are the kernel's page tables. For other addresses, they are
+        the page tables of the current task.
         """
         return self._root if va >> 63 else self._machine.cpu.root
 

@@ -124,7 +124,7 @@ class _TextFile(FileDescription):
 
 
 class _HistoryFile(FileDescription):
-    """An open file of machine/history. Each read makes the content anew from the record of requests."""
+    """An open file of machine/history. Each read creates the content again from the record of requests."""
 
     __slots__ = ()
 

@@ -164,7 +164,7 @@ class Arm64LinuxCpu(LinuxCpu):
         )
 
     def is_exception_entry(self, address: int) -> bool:
-        """Return True if `address` is that of an exception vector; see LinuxCpu."""
+        """Return True if an exception vector is at `address`; see LinuxCpu."""
         return address - self._vbar[0] in _VECTORS
 
     def raise_exception(self, trap: Trap) -> None:

@@ -112,7 +112,10 @@ class Arm64Machine(LinuxMachine):
         return function
 
     def update_interrupt(self) -> None:
-        """Set whether the CPU has a pending interrupt, from the state of the interrupt controller."""
+        """Make an interrupt pending in the CPU if the interrupt controller has a pending interrupt.
+
+        Otherwise, make no interrupt pending.
+        """
         self.cpu.see_interrupt(self.pc.has_interrupt)
 
     # Instructions that the host executes

@@ -108,11 +108,11 @@ class Board(ABC):
         del self.console[:-_LOG_LIMIT]
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the devices, for a snapshot."""
+        """Return the values of the devices' attributes that STATE names, for a snapshot."""
         return {name: getattr(self, name) for name in self.STATE}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore the state `state` of the devices, a result of state().
+        """Set the devices to `state`, a result of state().
 
         Raises: KeyError, TypeError, ValueError (state() cannot have returned `state`).
         """

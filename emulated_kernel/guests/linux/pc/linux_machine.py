@@ -65,8 +65,8 @@ class LinuxMachine(ABC):
     ) -> None:
         """Create a machine with the RAM `memory`, which is mapped at the physical address 0.
 
-        `abi` and `model`: the architecture, for the host and for the probe engine. `budget`: seconds that
-        one run may take.
+        `abi`: the architecture's data for the host. `model`: the CPU model for the probe engine. `budget`:
+        seconds that one run may take.
         Raises: HardwareError (Unicorn's CPU state cannot be found).
         """
         self.abi = abi

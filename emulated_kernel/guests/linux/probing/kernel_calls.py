@@ -242,7 +242,7 @@ class KernelCalls(TaskObserver):
         raise KernelError(EFAULT, "its thread was killed; see machine/dmesg")
 
     def _free_ended(self) -> None:
-        """Free the mailboxes of calls that have ended, including those that timed out before."""
+        """Free the mailboxes of calls that have ended, including calls that had timed out."""
         for mailbox in [found for found in self._mailboxes if self._head(found)[_STATE // 8]]:
             self._mailboxes.discard(mailbox)
             self._machine.free_pages(mailbox)

@@ -47,8 +47,8 @@ def _has_per_cpu_count(kernel: LinuxKernel) -> bool:
 def linux_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
     """Return the kernel's struct offsets, per-CPU offsets, sizes and masks, for the probe engine.
 
-    Their names are those of the ABI table of kprobefs's own kernel. If the running task and the preempt count
-    are no per-CPU variables, the values are their offsets in task_struct.
+    The keys are the names in the ABI table of kprobefs's own kernel. If the running task and the preempt
+    count are no per-CPU variables, the values are their offsets in task_struct.
 
     Raises: KernelError ENOEXEC, ENOENT, ENODATA.
     """
@@ -124,7 +124,8 @@ def linux_context(
 class FoldedContext(PerCpuContext):
     """Context of hits in an x86 kernel, which keeps the need to reschedule in two flags.
 
-    The flags are a bit of the preempt count, which is 0 if there is a need, and TIF_NEED_RESCHED of the task.
+    One flag is a bit in the preempt count; this bit is 0 if there is a need. The other flag is
+    TIF_NEED_RESCHED of the task.
     """
 
     def __init__(

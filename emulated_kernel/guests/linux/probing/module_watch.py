@@ -48,7 +48,7 @@ class ModuleWatch:
     def follow(self, keys: StaticKeys) -> None:
         """Add the branches of all modules to the static keys `keys`.
 
-        Branches of modules that are loaded later are added, too.
+        This includes the branches of modules that are loaded later.
         """
         self._keys = keys
         keys.add(self._labels)

@@ -162,7 +162,7 @@ class KernelEngine:
         return nullcontext(True)
 
     def _build_tracing(self, engine: ProbeRegistries) -> tuple[TracingComponents, KernelTracepoints]:
-        """Build tracing and the tracepoints of the kernel itself, without those of modules."""
+        """Build tracing, and the tracepoints of the kernel itself. Tracepoints of modules are left out."""
         return linux_tracing(
             self.machine,
             self.live,

@@ -53,7 +53,10 @@ class VmcoreFs(FileSystem):
     def __init__(
         self, files: VmcoreFiles, request: Request, look_up: Request, owner: Owner, lock: ControlLock
     ) -> None:
-        """Show `files`. `request` returns the context of a request, and `look_up` that of a lookup."""
+        """Show `files`.
+
+        `request` returns the context of a request; `look_up` returns the context of a lookup.
+        """
         super().__init__(lock)
         self.files = files
         self._request = request

@@ -69,7 +69,7 @@ _NO_RESCHED = 1 << 31
 def ensure_core_cached(source: str) -> None:
     """Convert a dump to a snapshot in the cache, unless the snapshot exists already or would be too large.
 
-    Do nothing except log a warning if the cache directory has no space, or cannot be written.
+    If the cache directory has no space, or cannot be written, only log a warning.
     Raises: KernelError ENOEXEC (not a usable dump), OSError (the dump cannot be read).
     """
     path = Path(source)
