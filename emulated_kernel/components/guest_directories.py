@@ -20,7 +20,7 @@ _ERRORS = (1 << 64) - 4095
 
 
 class DirectoryFunctions(NamedTuple):
-    """The functions with which a kernel creates and removes directories of events, and their arguments."""
+    """The functions by which a kernel creates and removes directories of events, and their arguments."""
 
     makes: str
     removes: str

@@ -221,7 +221,7 @@ class Kernel:
             self.kprobes.set_enabled(True)
 
     def disarm_all_kprobes(self) -> None:
-        """Disarm all kprobes, as writing 0 to kprobes/enabled does; they stay registered.
+        """Disarm all kprobes, as writing 0 to kprobes/enabled does. The kprobes stay registered.
 
         Raises: KernelError EDEADLK (in a handler).
 
@@ -247,7 +247,7 @@ class Kernel:
     def unregister_kretprobe(self, rp: Kretprobe[Any]) -> None:
         """Unregister a return probe.
 
-        The probe's handler is not called at the return of calls that are still running.
+        The probe's handler is not called for calls that are still running.
         Raises: KernelError EDEADLK (in a handler).
         Mirrors: kernel/kprobes.c:unregister_kretprobe (v6.1).
         """
@@ -307,7 +307,7 @@ class Kernel:
             self.fprobes.register_fprobe(fp)
 
     def unregister_fprobe(self, fp: Fprobe[Any]) -> None:
-        """Unregister an fprobe. Its exit handler is not called at the exit of calls that are still running.
+        """Unregister an fprobe. The exit handler is not called for calls that are still running.
 
         Raises: KernelError EINVAL (not registered).
         Mirrors: kernel/trace/fprobe.c:unregister_fprobe (v6.1).
@@ -427,8 +427,8 @@ class Kernel:
         """Optimize and unoptimize all queued kprobes now, instead of some jiffies later.
 
         Deviates: a kprobe stays queued if a task's stack or instruction pointer is in the bytes to be
-        replaced, because the guest is stopped. probe_mode() then still shows a breakpoint. Without an
-        optimizer nothing happens.
+        replaced, because the guest is stopped and the task cannot leave them. probe_mode() then still shows a
+        breakpoint. Without an optimizer nothing happens.
 
         Raises: KernelError EDEADLK (in a handler).
 
@@ -441,7 +441,7 @@ class Kernel:
     def allow_optimization(self, allowed: bool) -> None:
         """Allow or forbid optimization for all kprobes, as sysctl debug.kprobes-optimization does.
 
-        If it is allowed, optimize the kprobes that can be optimized. If not, unoptimize all kprobes.
+        If `allowed` is True, optimize the kprobes that can be optimized, otherwise unoptimize all kprobes.
 
         Raises: KernelError EOPNOTSUPP (the profile's kernel has no optimizer).
 
@@ -470,7 +470,7 @@ class Kernel:
             return self.kprobes.mode(kprobe)
 
     def probe_reason(self, kprobe: Kprobe[Any]) -> str:
-        """Return the address and the rule that keep a registered probe from a better mode.
+        """Return the rule that keeps a registered probe from a better mode, with the instruction's address.
 
         The string is empty in the best mode.
 
@@ -822,7 +822,7 @@ class Kernel:
             self.machine.close()
 
     def __enter__(self) -> Self:
-        """Return the kernel itself."""
+        """Return this kernel, which the end of the `with` block closes."""
         return self
 
     def __exit__(self, *_exception: object) -> None:

@@ -123,7 +123,7 @@ def _build_on_machine(
 
 
 def _ranges(symbols: Kallsyms, *names: str) -> list[range]:
-    """Return the address ranges of the functions `names`. The names that no symbol has are ignored."""
+    """Return the address ranges of the functions `names`. Ignore names of which there is no symbol."""
     found = [symbol for name in names for symbol in symbols.by_name(name)]
     return [range(each.address, each.address + each.size) for each in found]
 

@@ -6,7 +6,7 @@ A line is `BYTES | INSTRUCTION`. The bytes are hexadecimal numbers and these fie
 - `imm32:NAME` and `imm64:NAME`: the low 4 or 8 bytes of the symbol's value;
 - `org:OFFSET`, without an instruction: the code continues at this offset, and INT3 fills the gap.
 
-The instruction is for the reader. A test assembles it and compares the bytes.
+The instruction is for the reader. A test assembles the instruction and compares the bytes.
 """
 
 from __future__ import annotations

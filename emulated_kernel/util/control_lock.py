@@ -32,7 +32,10 @@ END = "\0end\0"
 
 
 class _Observation:
-    """Context manager of ControlLock.observing(). One object serves all threads, as it has no state."""
+    """Context manager of ControlLock.observing().
+
+    One object serves all threads, because it holds no state.
+    """
 
     __slots__ = ("_lock",)
 

@@ -127,7 +127,7 @@ else:
         return Field(default, default_factory, init, repr, hash, compare, metadata, kw_only)
 
     def fields(made):
-        """Return the fields of a dataclass or of its object."""
+        """Return the fields of `made`, a dataclass or an object of a dataclass."""
         return made.__fields__
 
     def replace(made, /, **changes):

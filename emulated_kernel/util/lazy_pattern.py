@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     def lazy_pattern(pattern: AnyStr, flags: int = 0) -> re.Pattern[AnyStr]:
         """Return an object that compiles `pattern` when one of its attributes is first used.
 
-        It has the attributes of a compiled pattern, but the functions of the module re do not accept it.
+        The object has the attributes of a compiled pattern, but the functions of the module re do not accept
+        it.
         """
 
 else:

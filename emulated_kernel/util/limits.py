@@ -95,7 +95,7 @@ _RUN_BUDGETS_MS = range(10, 600_001)
 
 
 def parse_limit(name: str, text: str, offered: Sequence[Limit] = tuple(Limit)) -> tuple[Limit, int | None]:
-    """Parse the name of one of the `offered` limits and its value, which is None for `max`.
+    """Parse `name`, one of the `offered` limits, and `text`, its value. Return both; the value `max` is None.
 
     Raises: KernelError EINVAL, ERANGE.
     """
@@ -290,8 +290,8 @@ class MemoryBudget:
 class Charge:
     """Memory that is charged to a user for as long as this object exists.
 
-    The garbage collector may end the object in any thread. So the end only adds the size and user to the
-    queue of ended charges, which MemoryBudget subtracts later.
+    The garbage collector may end the object in any thread. Therefore, only the size and the user are added to
+    the queue of ended charges, and MemoryBudget subtracts them later.
     """
 
     __slots__ = ("_ended", "_size", "_user")

@@ -13,8 +13,8 @@ _OLDEST = "5.10"
 class LinuxRule(Enum):
     """Base class of enumerations of rules. Each member is a rule that kernels have from some version on.
 
-    The code asks whether a kernel has a rule; only this file compares versions. A backport therefore
-    changes only the set of a kernel's rules, and no code.
+    Code tests whether a kernel has a rule, and never its version; only this file compares versions. A
+    backport therefore changes only the set of a kernel's rules, and no code.
     """
 
     def __init__(self, since: str, what: str, source: str, sign: str = "", until: str = "") -> None:

@@ -63,7 +63,7 @@ def is_word(value: object) -> bool:
 def identity(file: os.PathLike[str] | int) -> tuple[int, ...]:
     """Return (device, inode, size, mtime) of a file.
 
-    If no item changes, the contents are taken to be unchanged.
+    Callers assume that the contents are unchanged while this tuple is unchanged.
     Raises: OSError.
     """
     found = os.stat(file)

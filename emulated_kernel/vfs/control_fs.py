@@ -1,4 +1,4 @@
-"""ControlFs: the file system of control files, and GuestCalls: repetition of clients' calls in the guest.
+"""ControlFs: the file system of control files. GuestCalls: repeats clients' system calls in the guest.
 
 The host serves clients' system calls on control files. If a probe could notice a call, the client's task in
 the guest *repeats* the call. Each kind of guest implements this in a subclass of GuestCalls.
@@ -86,7 +86,7 @@ class ControlFile(FileDescription):
 
     @property
     def stream(self) -> bool:
-        """Implement FileDescription.stream: whether lseek(2) fails with ESPIPE."""
+        """Whether lseek(2) fails with ESPIPE; see FileDescription."""
         return not self.inner.node.has_position
 
     @property
@@ -96,12 +96,12 @@ class ControlFile(FileDescription):
 
     @property
     def reads_host(self) -> bool:
-        """Implement FileDescription.reads_host: whether a write to this open file may name host files."""
+        """Whether a write to this open file may name host files, which are then read; see FileDescription."""
         return self.inner.node.reads_host and self.inner.writable
 
     @property
     def writes_at_once(self) -> bool:
-        """Implement FileDescription.writes_at_once: whether writes to this file never name host files."""
+        """Whether writes to this file never name host files; see FileDescription."""
         return not self.inner.node.reads_host
 
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
@@ -116,7 +116,7 @@ class ControlFile(FileDescription):
             return fs.tree.stat(self.inner.node)
 
     def informed(self, client: Client) -> Client:
-        """Return the client with facts, by GuestCalls.informed_of_file(); see FileDescription."""
+        """Return `client` with facts by GuestCalls.informed_of_file(); see FileDescription."""
         return self.fs.calls.informed_of_file(client)
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
@@ -184,7 +184,7 @@ class ControlFile(FileDescription):
         self.inner.wait(timeout)
 
     def give_up(self, client: Client, error: int) -> None:
-        """Implement FileDescription.give_up: end the guest's system call in which the client's task waits."""
+        """End the guest's system call in which the client's task waits; see FileDescription."""
         with self.fs.lock:
             self.check()
             self.fs.calls.give_up(client, self, error)
@@ -198,11 +198,11 @@ class ControlFile(FileDescription):
                 self.fs.calls.on_file(client, self.path, self, ("ftruncate",))
 
     def set_status_flags(self, flags: int) -> None:
-        """Implement FileDescription.set_status_flags: set O_NONBLOCK as in `flags`, ignore other flags."""
+        """Set or clear O_NONBLOCK as in `flags`, and ignore other flags; see FileDescription."""
         self.inner.set_status_flags(flags)
 
     def release(self) -> None:
-        """Implement FileDescription.release: release the node's open file, and close the guest's descriptor.
+        """Release the node's open file, and close the guest's descriptor; see FileDescription.
 
         Lock: takes.
         """
@@ -324,7 +324,7 @@ class PendingWrite:
         return self._kept
 
     def by_piece(self) -> int:
-        """Do the next step of the write without the guest.
+        """Do the next step of the write, without a call of the guest.
 
         After the last step, return the number of bytes written.
         Raises: YieldLock (more steps follow), KernelError.
@@ -421,11 +421,14 @@ class GuestCalls:
 
     @property
     def sees_lookups(self) -> bool:
-        """Whether looked_up() and on_file() have work to do if a client requests attributes. Lock: leaves."""
+        """Whether looked_up() and on_file() may repeat a request for attributes in the guest.
+
+        Lock: leaves.
+        """
         return False
 
     def informed(self, client: Client, opened: str | None = None) -> Client:
-        """Return the client with the facts about its process that the guest needs; see FileSystem.informed().
+        """Return `client` with the facts about its process that the guest needs; see FileSystem.informed().
 
         `opened`: the path of the file that an open(2) opens; "" if the request is the lookup of a path that
         exists; None for any other request.
@@ -435,7 +438,7 @@ class GuestCalls:
         return client
 
     def informed_of_file(self, client: Client) -> Client:
-        """Return the client with the facts that a read or write of an open file needs. Lock: leaves."""
+        """Return `client` with the facts that a read or write of an open file needs. Lock: leaves."""
         return self.informed(client)
 
     def request(self, client: Client) -> AbstractContextManager[object]:
@@ -602,7 +605,7 @@ class ControlFs(FileSystem):
         return [opened for opened in self.opened if isinstance(opened, ControlFile)]
 
     def informed(self, client: Client, opened: str | None = None) -> Client:
-        """Return the client with facts about its process, by GuestCalls.informed(); see FileSystem."""
+        """Return `client` with facts about its process, by GuestCalls.informed(); see FileSystem."""
         return self.calls.informed(client, opened)
 
     # Names
@@ -801,7 +804,7 @@ class ControlFs(FileSystem):
     is_control = True
 
     def name_lasts(self, path: str) -> bool:
-        """Implement FileSystem.name_lasts: return True if only the kernel can remove the name.
+        """Return True if only the kernel can remove the name at `path`; see FileSystem.
 
         Return False for all names while probes could notice lookups.
         """
@@ -811,7 +814,7 @@ class ControlFs(FileSystem):
             return self.tree.is_kernels_name(path)
 
     def has_many_nodes(self, path: str) -> bool:
-        """Implement FileSystem.has_many_nodes: return True for a directory in instances/."""
+        """Return True for a directory in instances/, which has thousands of nodes; see FileSystem."""
         with self.lock.observing():
             try:
                 above = self.tree.lookup(path.rpartition("/")[0])
@@ -820,13 +823,13 @@ class ControlFs(FileSystem):
             return isinstance(above, Directory) and above.is_kept_by_open_files
 
     def is_always_open(self, path: str) -> bool:
-        """Implement FileSystem.is_always_open: return True for files of machine/, which set the limits."""
+        """Return True if `path` is in machine/, whose files set the limits; see FileSystem."""
         return any(path == each or path.startswith(f"{each}/") for each in _ALWAYS_OPEN)
 
     # For the daemon
 
     def follow_processes(self) -> None:
-        """Implement FileSystem.follow_processes by GuestCalls.follow_processes().
+        """Repeat forks and exits of clients' processes, by GuestCalls.follow_processes(); see FileSystem.
 
         Do nothing if a debugger holds the guest or the guest is dead.
         """
@@ -842,7 +845,7 @@ class ControlFs(FileSystem):
         self.calls.open_unseen(self.files())
 
     def become(self, new: FileSystem) -> None:
-        """Implement FileSystem.become: open each file again by its path in the tree of the new kernel.
+        """Open each file again by its path in the tree of the new kernel; see FileSystem.
 
         The old kernel's objects of the open files are not released, because they end with the old kernel.
         """
@@ -869,11 +872,11 @@ class ControlFs(FileSystem):
         file.number = None
 
     def watch(self, watcher: ChangeWatcher | None) -> None:
-        """Implement FileSystem.watch: report changes to `watcher`. None ends the reports."""
+        """Report clients' changes of control files to `watcher`; None ends the reports. See FileSystem."""
         self.watcher = watcher
 
     def is_between_parts(self) -> bool:
-        """Implement FileSystem.is_between_parts: return True if an open file keeps written data for later."""
+        """Return True if an open file keeps written data that is executed later; see FileSystem."""
         return any(file.inner.is_between_parts for file in self.files())
 
     def is_dead(self) -> bool:
@@ -882,7 +885,7 @@ class ControlFs(FileSystem):
             return self.calls.is_dead
 
     def settled(self) -> AbstractContextManager[object]:
-        """Return a context manager that waits, after the `with` block, until the changes in it are saved.
+        """Return a context manager that waits, after the `with` block, until the block's changes are saved.
 
         If there is no watcher, the context manager does not wait. Lock: leaves.
         """

@@ -38,9 +38,9 @@ class FileSystem(ABC):
     switches it to the new kernel. A request that waits for the lock meanwhile is served by the new kernel.
     Paths are absolute and start at the mount's root.
 
-    A method *begins a request* if it advances the guest's virtual clock. The host kernel decides how often it
-    looks names up. Therefore `getattr`, `readdir` and `readlink` must not begin a request: traces would
-    depend on the host.
+    A method *begins a request* if it advances the guest's virtual clock. `getattr`, `readdir` and `readlink`
+    must not begin a request. The host kernel decides how often it calls these methods, so traces would depend
+    on the host.
     """
 
     guest: object | None = None
@@ -93,7 +93,10 @@ class FileSystem(ABC):
 
     @property
     def sees_lookups(self) -> bool:
-        """Whether getattr() needs its client now, for the guest to repeat the client's call. Lock: leaves."""
+        """Whether getattr() needs its client now, so that the guest can repeat the client's call.
+
+        Lock: leaves.
+        """
         return False
 
     def informed(self, client: Client, opened: str | None = None) -> Client:
@@ -422,7 +425,7 @@ class FileDescription:
         raise KernelError(errno.EINVAL, self.path)
 
     def set_status_flags(self, flags: int) -> None:
-        """Set the status flags of the open file to `flags`, which fcntl(F_SETFL) has set. Lock: leaves."""
+        """Set the open file's status flags to `flags`, the new flags of fcntl(F_SETFL). Lock: leaves."""
 
     def release(self) -> None:
         """Release the description, because its last descriptor was closed. Lock: either.

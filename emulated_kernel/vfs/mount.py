@@ -33,8 +33,8 @@ _CACHE_SIZE = 500
 class Mount:
     """All requests that a front end can make on one mounted tree of files, from any thread.
 
-    Paths are absolute and start at the mount's root. All methods raise KernelError with Linux's errno.
-    FileSystem and FileDescription document the methods of the same names.
+    Paths are absolute and start at the mount's root. All methods raise KernelError with Linux's errno. The
+    methods with names of methods of FileSystem and FileDescription are documented there.
 
     A program opens a file with open(client, path, flags) or create(client, path, mode, flags), which return a
     handle for read(client, handle, size, offset) and write(client, handle, data, offset). release(handle)
@@ -55,8 +55,8 @@ class Mount:
 
         The prefix "/" is required. A prefix may be the path of a single file.
 
-        `limits` has the maximum number of open files. Two simultaneous opens may exceed the number by one.
-        `lasting` has directories of the root that exist as long as the mount, whichever kernel it shows.
+        `limits` contains the maximum number of open files. Two simultaneous opens may exceed the number by
+        one. `lasting`: directories in the root that exist as long as the mount, whichever kernel it shows.
         """
         self.has_native_traps = False
         """Whether hits whose handlers are guest code run without Python; the builder sets it, for reports."""
@@ -549,10 +549,10 @@ class Mount:
 
 
 def _informed(fs: FileSystem, client: Callable[[], Client]) -> Callable[[], Client]:
-    """Return `client`, or a function that also returns the facts about the client's process.
+    """Return a replacement of `client` that adds facts about the client's process, if `fs` needs them.
 
-    Only file systems that see lookups need these facts. They are read now, while the control lock is free,
-    because the read can take 0.2 s.
+    Only file systems that see lookups (sees_lookups) need these facts. For any other `fs`, return `client`.
+    The facts are read now, while the control lock is free, because that can take 0.2 s.
     """
     if not fs.sees_lookups:
         return client

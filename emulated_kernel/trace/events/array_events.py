@@ -29,7 +29,7 @@ class _Wanted:
     module: str | None
 
     def means(self, event: TraceEvent) -> bool:
-        """Return True if the word names an event."""
+        """Return True if the word names the event `event`."""
         if self.module is not None and event.module != self.module.replace("-", "_"):
             return False
         return (
@@ -81,7 +81,8 @@ class ArrayEvents:
     ) -> None:
         """Create the switches of a trace array.
 
-        `has_module` returns whether a module is loaded. `has_module` is None if set_event takes no modules.
+        `has_module` returns whether the module called by its argument is loaded. It is None if set_event does
+        not accept `:mod:MODULE`.
         """
         self._has_module = has_module
         self._awaited: list[_Wanted] = []
@@ -92,7 +93,7 @@ class ArrayEvents:
         self._older = registry.registered
 
     def is_enabled(self, event: TraceEvent) -> bool:
-        """Return True if the event is enabled in this trace array; True also in soft mode."""
+        """Return True if the event is enabled in this trace array, also if it is only in soft mode."""
         return self.recorder in event.recorders
 
     def enabled_text(self, event: TraceEvent) -> str:
@@ -179,7 +180,7 @@ class ArrayEvents:
         return file is not None and bool(file.triggers)
 
     def write(self, data: bytes) -> int:
-        """Handle one write to set_event in one step, and return the number of bytes taken.
+        """Handle one write to set_event in one step, and return the number of bytes of `data` taken.
 
         Raises: errors of write_steps().
         """
@@ -194,7 +195,8 @@ class ArrayEvents:
     def write_steps(self, data: bytes) -> Generator[None, None, int]:
         """Handle one write to set_event in steps, and return the number of bytes taken.
 
-        Only the first word is taken. The word names events to enable, or after a "!" events to disable.
+        Only the first word of `data` is taken. The word names events to enable, or, after a "!", events to
+        disable.
         Raises: KernelError EINVAL (no such event), or an error of set_all().
         Mirrors: kernel/trace/trace_events.c:ftrace_event_write (v6.1).
         """
@@ -206,7 +208,7 @@ class ArrayEvents:
         return size
 
     def _choose(self, word: str, enabled: bool) -> Iterator[None]:
-        """Enable or disable, in steps, the events that a word names: `GROUP:EVENT`, or a name.
+        """Enable or disable, in steps, the events that `word` names: `GROUP:EVENT`, or a name.
 
         A name may be that of a group or of events. In `GROUP:EVENT`, a part that is `*` or empty matches any
         name. With `:mod:MODULE` at its end, the word names only events of that module. If the module is not
@@ -236,7 +238,7 @@ class ArrayEvents:
         self._awaited = left
 
     def module_added(self, module: str) -> None:
-        """Enable the events for which set_event has waited until their module was loaded.
+        """Enable the events of `module` that were written to set_event before the module was loaded.
 
         Errors of events are ignored. Mirrors: kernel/trace/trace_events.c:update_mod_cache (v7.2).
         """

@@ -69,7 +69,7 @@ class Recorder(ABC):
         return None
 
     def off_since(self) -> int | None:
-        """Return None if recording is on, else a number that identifies the period without recording."""
+        """Return None if recording is on, else a number that identifies the present period without it."""
         return None
 
     @abstractmethod
@@ -159,7 +159,7 @@ class TraceEvent(ABC):
     def changed(self) -> None:  # noqa: B027 - most events read their state at each hit
         """Recompile guest code for the event after a change of recorders, target(), filters or triggers.
 
-        Events without guest code do nothing.
+        If the event has no guest code, do nothing.
         """
 
     @property
@@ -248,7 +248,7 @@ class TraceEvent(ABC):
             self.stop()
 
     def check_alive(self) -> None:
-        """Check that the event was not removed. Raises: KernelError ENODEV (it was removed)."""
+        """Check that the event still exists. Raises: KernelError ENODEV (the event was removed)."""
         if self.is_removed:
             raise KernelError(errno.ENODEV, f"{self.group}/{self.name} was removed")
 
@@ -280,7 +280,10 @@ class TraceEvent(ABC):
             hit.keep_origin(outer)
 
     def other_task(self, payload: bytes) -> int | None:  # noqa: ARG002
-        """Return the pid of a second task to which the lists of pids apply, or None if there is none."""
+        """Return the pid of a second task that the event concerns, or None.
+
+        The lists of pids apply to it too.
+        """
         return None
 
     def passes_filter(self, recorder: Recorder, payload: bytes, hit: ProbeHit) -> bool:
@@ -348,7 +351,7 @@ class EventFile:
 
     @property
     def enabled(self) -> bool:
-        """Whether the event is enabled in this trace array; True also in soft mode.
+        """Whether the event is enabled in this trace array, also if it is only in soft mode.
 
         The hits are recorded unless the event is soft-disabled or its filter rejects them.
         """
@@ -423,7 +426,7 @@ class EventFile:
     # Triggers
 
     def trigger_with(self, key: Hashable) -> Trigger | None:
-        """Return the trigger whose `key` is `key`, or None."""
+        """Return the trigger whose attribute `key` equals the parameter `key`, or None."""
         return self._keyed.get(key)
 
     def add(self, trigger: Trigger, *, last: bool = False) -> None:
@@ -467,7 +470,8 @@ class EventFile:
         Usually, entries that triggers write follow the entry of the hit. They precede it in two cases: if the
         hit may still be rejected, because Linux then keeps the hit's entry in trace_buffered_event, and if a
         trigger enables or disables events. Nothing happens if a trigger needs the entry, and either no page
-        can hold it or the lists of pids exclude the task. Otherwise, these lists only prevent the record.
+        can hold it or the lists of pids exclude the task. If no trigger needs the entry, the triggers run
+        also for tasks that the lists exclude, but the hit is not recorded.
         Mirrors: trace_event_buffer_reserve, trace_event_buffer_lock_reserve, __trace_trigger_soft_disabled,
         __event_trigger_test_discard (v6.1).
         """
@@ -512,7 +516,7 @@ class EventFile:
         return not self.soft_disabled and self.event.passes_filter(self.recorder, payload, hit)
 
     def _may_wait(self) -> bool:
-        """Return True if soft mode or a filter may reject an entry, so that it is not written at once."""
+        """Return True if entries are not written at once, because soft mode or a filter may reject them."""
         event_filter = self.event.filters.get(self.recorder)
         return self.soft_disabled or (event_filter is not None and event_filter.program is not None)
 

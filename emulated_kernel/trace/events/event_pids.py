@@ -76,7 +76,7 @@ class PidList:
         return [*self.records_from(0)]
 
     def records_from(self, start: int) -> Iterator[str]:
-        """Return the lines of the file from line `start` on; the first line is 0."""
+        """Return the lines of the file from line `start` on; the first line has the number 0."""
         if self._sorted is None:
             self._sorted = sorted(self.pids)
         return (f"{pid}\n" for pid in islice(self._sorted, start, None))
@@ -105,7 +105,7 @@ class EventPids:
     ) -> None:
         """Create two empty lists of class `kind`, whose memory counts in the budget `memory`.
 
-        `changed` is called when answers of ignores() may have changed.
+        `changed` is called when the results of ignores() may have changed.
         """
         self.traced = kind(changed, memory)
         """The list set_event_pid. If it is not empty, only events of its tasks are recorded."""
@@ -123,7 +123,7 @@ class EventPids:
         return (bool(traced) and pid not in traced) or pid in self.untraced.pids
 
     def ignores_switch(self, before: int, after: int) -> bool:
-        """Return True if a single list excludes both tasks of a switch, so that the switch is not recorded.
+        """Return True if one of the lists excludes both tasks of a switch, which is then not recorded.
 
         `before`, `after`: pids of the tasks.
         Mirrors: kernel/trace/trace_events.c:event_filter_pid_sched_switch_probe_pre (v6.1).

@@ -32,7 +32,7 @@ class FtraceEntryEvent(TraceEvent):
         self._word_size = word_size
 
     def start(self) -> None:
-        """Do nothing: tracing writes the entries without the event."""
+        """Do nothing: tracing writes its own entries whether or not the event is started."""
 
     def stop(self) -> None:
         """Do nothing: the event is never started."""

@@ -1,6 +1,7 @@
-"""Compiler for print formats: the C expressions in a static event's `format` file, run on a record.
+"""Compiler for print formats: the C expressions in a static event's `format` file, evaluated for a record.
 
-Numbers are Python's, without a width. A cast, a comparison or a conversion wraps a number to C's width.
+Numbers are Python's ints, which have no width. A cast, a comparison or a conversion wraps a number to C's
+width.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class PrintContext:
         return int.from_bytes(self.payload[at : at + size], "little", signed=signed)
 
     def text(self, offset: int, size: int) -> str:
-        """Return the string of at most `size` bytes at an offset of the entry."""
+        """Return the string of at most `size` bytes at byte `offset` of the entry."""
         at = offset - COMMON_SIZE
         return bytes_to_text(self.payload[at : at + size].partition(b"\0")[0])
 
@@ -179,7 +180,7 @@ class _FmtParser:
         return re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), token.text[1:-1])
 
     def expression(self) -> Expression:
-        """Parse an expression up to a comma or a closing bracket."""
+        """Parse an expression that ends before a comma or a closing bracket."""
         condition = self._binary(0)
         if not self._accept("?"):
             return condition
@@ -414,7 +415,7 @@ def _apply(
 
 
 def _location(context: PrintContext, field: EventField) -> tuple[int, int]:
-    """Return offset in the entry and size of the dynamic array that a __data_loc field describes."""
+    """Return the offset in the entry and the size of the dynamic array that a __data_loc field describes."""
     location = context.number(field.offset, 4, signed=False)
     return location & 0xFFFF, location >> 16
 

@@ -38,7 +38,7 @@ class EventWatcher(ABC):
 
 @dataclass(frozen=True)
 class EventIds:
-    """The ids of events in a former kernel, for a new kernel that gives equal events the same ids."""
+    """The ids of a former kernel's events, so that events of a new kernel can get the same ids."""
 
     next_id: int
     """The lowest id that no event of the former kernel has had."""
@@ -77,7 +77,7 @@ class EventRegistry:
         return iter(self._numbers)
 
     def find(self, group: str, name: str) -> TraceEvent | None:
-        """Return the event with this group and name, or None if no such event is registered."""
+        """Return the event called `name` in `group`, or None if no such event is registered."""
         return self.in_group(group).get(name)
 
     def by_id(self, event_id: int) -> TraceEvent | None:
@@ -126,12 +126,12 @@ class EventRegistry:
         self.add_own(event)
 
     def ids(self) -> EventIds:
-        """Return the ids of all events, as the argument of keeping() of another kernel's registry."""
+        """Return the ids of all events. Pass them to keeping() of another kernel's registry."""
         return EventIds(self._next_id, {event_id: (e.group, e.name) for event_id, e in self._by_id.items()})
 
     @contextmanager
     def keeping(self, former: EventIds) -> Iterator[None]:
-        """Give events that are added in the `with` block the ids that their names had in `former`."""
+        """Give each event that is added in the `with` block the id that its name had in `former`."""
         self._next_id = max(self._next_id, former.next_id)
         self._saved_ids = {name: event_id for event_id, name in former.names.items()}
         try:

@@ -28,7 +28,7 @@ _NO_USER_ARGUMENTS = UserArguments(())
 
 
 def event_names(syscall: str) -> tuple[str, str]:
-    """Return the names of the events of a system call's entry and exit; `syscall`: such as `sys_read`."""
+    """Return the names of the entry and exit events of the system call `syscall`, such as `sys_read`."""
     return syscall.replace("sys_", "sys_enter_", 1), syscall.replace("sys_", "sys_exit_", 1)
 
 
@@ -76,7 +76,10 @@ class SyscallTracepoint:
 
 
 class SyscallEvent(TraceEvent):
-    """Base class of entry and exit events. A record is `int __syscall_nr` and a word for each other field."""
+    """Base class of entry and exit events.
+
+    A record has `int __syscall_nr`, and a word for each other field.
+    """
 
     def __init__(
         self, name: str, syscall: SyscallDefinition, calls: SyscallTracepoint, print_fmt: str = ""
@@ -94,7 +97,7 @@ class SyscallEvent(TraceEvent):
     def fields(self) -> tuple[EventField, ...]:
         """The event's own fields.
 
-        They are computed at each use, because programs ask for the fields of few of the hundreds of events.
+        The fields are computed at each use, because programs read those of few of the hundreds of events.
         """
         word = self._word
         words = (
@@ -113,9 +116,9 @@ class SyscallEvent(TraceEvent):
 
     @abstractmethod
     def words(self, raw: bytes, hit: ProbeHit) -> bytes:
-        """Return the event's payload after the call's number.
+        """Return the event's payload after the number of the system call.
 
-        `raw`: the part of a raw_syscalls record that follows the call's number.
+        `raw`: the part of a raw_syscalls record that follows this number.
         """
 
     def print_line(

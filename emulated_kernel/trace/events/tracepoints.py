@@ -65,7 +65,7 @@ class Tracepoints:
     def _commit(self, regs: Any) -> None:
         """Pass a record that the guest has filled in to the handlers of its tracepoint.
 
-        This handles the breakpoint at host_trace_commit(). The IP is already after the breakpoint.
+        This method handles the breakpoint at host_trace_commit(). The IP is already after the breakpoint.
         Hazard: any guest code may call the function with any arguments, so invalid arguments are ignored.
         """
         call, entry, size = self._arguments(regs)

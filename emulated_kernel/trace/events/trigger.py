@@ -13,8 +13,9 @@ from emulated_kernel.trace.ring.trace_entry import RawEntry
 
 
 class TriggerKind(Enum):
-    """Kind of a trigger. An event has at most one trigger each of TRACE_ONOFF, SNAPSHOT and STACKTRACE.
+    """Kind of a trigger.
 
+    An event has at most one trigger of kind TRACE_ONOFF, one of SNAPSHOT and one of STACKTRACE.
     Mirrors: include/linux/trace_events.h:event_trigger_type (v6.1).
     """
 
@@ -49,7 +50,7 @@ class Trigger(ABC):
 
     @property
     def key(self) -> Hashable:
-        """A value that no other trigger of the event may have; None if the trigger may have equals."""
+        """A value that no other trigger of the event may have; None if equal triggers are allowed."""
         return None
 
     @property

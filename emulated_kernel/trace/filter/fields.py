@@ -12,7 +12,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 class FilterType(Enum):
     """The way in which filters compare a field.
 
-    Mirrors: include/linux/trace_events.h:FILTER_OTHER and its likes (v6.1).
+    Mirrors: include/linux/trace_events.h:FILTER_OTHER and others (v6.1).
     """
 
     OTHER = auto()
@@ -54,7 +54,7 @@ Mirrors: kernel/trace/trace_events.c:trace_define_generic_fields (v6.1).
 
 
 def find_event_field(fields: Sequence[EventField], name: str) -> FilterField | None:
-    """Return the field with this name, or None if the event has no such field.
+    """Return the field called `name`, or None if the event has no such field.
 
     The event's own `fields` hide generic and common fields with the same names.
     Mirrors: kernel/trace/trace_events.c:trace_find_event_field (v6.1).

@@ -51,7 +51,7 @@ _CPUS = "CPUS"
 def parse_event_filter(text: str, fields: Sequence[EventField], words: FilterWords = NO_WORDS) -> EventFilter:
     """Parse the filter `text` of an event whose own fields are `fields`.
 
-    `words`: the features of filters that the kernel's version has.
+    `words`: the features of filters that the kernel's version supports.
     Raises: errors of parse_filter(), KernelError ENOMEM (the limit definition_bytes, or the limit for one
     user, is reached).
     """
@@ -63,7 +63,7 @@ def parse_filter(text: str, find_field: FindField, words: FilterWords = NO_WORDS
     """Parse a filter, and return its program.
 
     `text` has one character per byte, and no trailing blanks. `words`: the features of filters that the
-    kernel's version has.
+    kernel's version supports.
 
     Raises: FilterParseError EPERM, ENOENT, ESRCH, EINVAL.
     Mirrors: kernel/trace/trace_events_filter.c:process_preds (v6.1).
@@ -187,7 +187,7 @@ class _FilterParser:
         level.wants_operand = True
 
     def _close(self, level: _Level) -> Fragment | None:
-        """Return the expression that was parsed at this level, or None if it is empty."""
+        """Return the expression that was parsed at `level`, or None if the expression is empty."""
         if level.any_of is None or level.all_of is None:
             return level.any_of or level.all_of
         return self._builder.either(level.any_of, level.all_of)

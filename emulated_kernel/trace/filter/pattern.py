@@ -31,12 +31,12 @@ class StringPattern:
     def matches(self, data: bytes, length: int) -> bool:
         """Return True if the string at the start of `data` matches the pattern.
 
-        `length` is the size of the string's field, including the NUL. If `length` is 0, only the NUL ends
-        the string. FRONT_ONLY, MIDDLE_ONLY and END_ONLY are also compared with the bytes of the field after
-        the NUL.
+        `length` is the size of the string's field, including the NUL. If `length` is 0, only the NUL ends the
+        string. FRONT_ONLY, MIDDLE_ONLY and END_ONLY are also compared with the bytes of the field after the
+        NUL.
         Linux: END_ONLY assumes that the string fills its field, so it does not match the end of a short
         `comm`.
-        Mirrors: kernel/trace/trace_events_filter.c:regex_match_full and its likes (v6.1).
+        Mirrors: kernel/trace/trace_events_filter.c:regex_match_full and others (v6.1).
         """
         match self.type:
             case MatchType.FULL:

@@ -15,7 +15,7 @@ Exit = tuple[int, bool]
 class Fragment:
     """A part of a filter: the index of its first step, and the branches that leave it.
 
-    Some branches leave it if the part is true, and the others if the part is false.
+    Some branches are taken if the part is true, the others if the part is false.
     """
 
     start: int

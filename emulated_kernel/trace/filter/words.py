@@ -1,4 +1,4 @@
-"""FilterWords: the words of event filters that not all kernels have, `FIELD.function` and `CPUS{LIST}`."""
+"""FilterWords: the syntax of event filters that only some kernels support: `FIELD.function`, `CPUS{LIST}`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _no_function(_place: str | int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class FilterWords:
-    """Features of event filters that later kernels have and Linux 6.1 does not, and the memory of filters."""
+    """Features of event filters that later kernels have and Linux 6.1 lacks, and filters' memory budget."""
 
     interface: Interface = LINUX_6_1
     cpus: int = 1
@@ -38,7 +38,7 @@ class FilterWords:
 
     @property
     def has_functions(self) -> bool:
-        """Whether `FIELD.function` compares a field with a function."""
+        """Whether filters accept `FIELD.function`, which compares a field with a function."""
         return InterfaceRule.FILTER_FUNCTIONS in self.interface
 
     @property

@@ -79,7 +79,7 @@ class Action:
     # Hits
 
     def track_value(self, element: Element) -> int:
-        """Return the maximal or latest value of the tracked variable in an element; 0 if it has no value."""
+        """Return the greatest or latest value of the tracked variable in `element`; 0 if it was never set."""
         return as_number(element.variables.get(self.track_index, 0))
 
     def passes(self, before: int, value: int) -> bool:
@@ -89,7 +89,8 @@ class Action:
     def _is_news(self, element: Element, value: Value) -> bool:
         """Return True if the condition of onmax() or onchange() holds for a value of the tracked variable.
 
-        Linux compares the address of a string or call chain. Each element has its copy at a fixed place.
+        Linux compares the address of a string or call chain. Each element has a copy of its own, whose
+        address does not change.
         """
         if isinstance(value, bytes):
             return self.track_index not in element.variables
@@ -113,11 +114,12 @@ class Action:
             self._snapshot(element, key)
 
     def _snapshot(self, element: Element, key: bytes) -> None:
-        """Take a snapshot if the tracked variable has got a new maximum or another value since the last one.
+        """Take a snapshot if the tracked variable has a new maximum or another value since the last snapshot.
 
-        The value of the variable in `element` must be greater than the value at the last snapshot (onmax),
-        or different from it (onchange). `key`: key of the element.
-        Deviates: a string or call chain always passes. Linux compares its address with the last one.
+        The value of the variable in `element` must be greater than the value at the last snapshot (onmax), or
+        different from it (onchange). `key`: key of the element.
+        Deviates: a string or call chain always passes. Linux compares the addresses of the present and the
+        last value.
         Mirrors: cond_snapshot_update (v6.1).
         """
         snapshot = self.owner.triggers.array.snapshot
@@ -191,8 +193,9 @@ def _parse_match(subject: str, closed: bool, data: Histogram) -> tuple[str, str]
 
 
 def _parse_body(action: Action, text: str, data: Histogram) -> None:
-    """Parse `.ACTION(PARAMS)` into `action`. A name that only begins like an action is accepted too.
+    """Parse `.ACTION(PARAMS)` into `action`.
 
+    As in Linux, a name that only begins like an action's name is accepted too.
     Mirrors: action_parse (v6.1).
     """
     action.name, opened, rest = text.partition(".")[2].partition("(")

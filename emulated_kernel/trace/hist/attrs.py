@@ -43,7 +43,7 @@ class HistAttrs:
 
     @property
     def changes(self) -> bool:
-        """Whether the command changes an existing histogram."""
+        """Whether the command pauses, continues or clears an existing histogram."""
         return self.pause or self.resume or self.clear
 
 

@@ -54,7 +54,7 @@ class ActionMaker:
                 self._snapshot(action)
 
     def _track(self, action: Action) -> None:
-        """Create the variable that keeps the maximal or latest value of onmax() or onchange().
+        """Create the variable that holds the greatest value (onmax) or the latest value (onchange).
 
         Mirrors: track_data_create (v6.1).
         """
@@ -178,7 +178,7 @@ class ActionMaker:
         return made.variable
 
     def _field_of_other(self, system: str, event_name: str, name: str) -> HistField:
-        """Return a variable that has the value of the field `name` of another event.
+        """Return a variable that holds the value of the field `name` of another event.
 
         If the variable does not exist, create a histogram on the other event, which sets the variable. The
         new histogram has the keys of an existing histogram of that event.
@@ -208,7 +208,7 @@ class ActionMaker:
 
 
 def _same_keys(one: Histogram, other: Histogram) -> bool:
-    """Return True if the keys of two histograms have equal types, in order.
+    """Return True if the keys of two histograms have the same types in the same order.
 
     Mirrors: compatible_keys (v6.1).
     """

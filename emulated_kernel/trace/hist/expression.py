@@ -202,10 +202,10 @@ class ExpressionParser:
         return source, flags, buckets
 
     def _source(self, name: str, flags: Flag, *, has_chains: bool) -> tuple[FilterField | None, Flag]:
-        """Return (field, flags) for the name of a value; the field is None if the value is in no field.
+        """Return (field, flags) for the value called `name`; the field is None if no field holds the value.
 
-        Such values are the time, the CPU, the task's name and the call chain.
-        `has_chains`: whether call chains can be values.
+        Such values are the time, the CPU, the task's name and the call chain. `has_chains`: whether call
+        chains can be values.
         """
         if name == "common_timestamp":
             self._owner.uses_time = True

@@ -115,7 +115,7 @@ class HistHit:
 
     @cached_property
     def time(self) -> int:
-        """Time of the hit; all fields use one value."""
+        """Return the time of the hit, which is the same for all fields of the histogram."""
         return self.clock()
 
     @property
@@ -290,7 +290,7 @@ class Histogram:
         return self.values + self.keys
 
     def variable(self, name: str) -> HistField | None:
-        """Return the variable with this name, or None if the histogram does not define it.
+        """Return the variable called `name`, or None if the histogram does not define it.
 
         Mirrors: find_var_field (v6.1).
         """
@@ -308,7 +308,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class FieldVariable:
-    """A variable that keeps the value of a field of the histogram's event; `value` is the field.
+    """A variable that holds the value of a field of the histogram's event; `value` is this field.
 
     Mirrors: struct field_var (v6.1).
     """

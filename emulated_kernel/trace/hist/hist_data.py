@@ -197,7 +197,10 @@ class HistData(Histogram):
     # Queries
 
     def has_variables(self) -> bool:
-        """Return True if the histogram defines or uses variables. Mirrors: has_hist_vars (v6.1)."""
+        """Return True if the histogram defines variables or refers to variables.
+
+        Mirrors: has_hist_vars (v6.1).
+        """
         return bool(self.references) or any(_has_variables(each) for each in self.fields)
 
     def is_referred_to(self) -> bool:
@@ -218,10 +221,9 @@ class HistData(Histogram):
         return [each for each in self.fields if not each.flags & Flag.VAR]
 
     def elements(self) -> Generator[None, None, list[Element]]:
-        """Return the elements of the map, in the order of the sort keys, by a generator.
+        """Return the map's elements, sorted by the sort keys, as the return value of a generator.
 
-        The generator yields after each step of the sort, and its return value is the list; see
-        TracingMap.sorted().
+        The generator yields after each step of the sort; see TracingMap.sorted().
         """
         return self.map.sorted(*(self._ranking(key) for key in self.sort_keys))
 

@@ -7,7 +7,7 @@ from emulated_kernel.trace.text.numbers import is_digit
 
 
 def find_operator(text: str) -> tuple[Operator, int] | None:
-    """Return the operator at which an expression is split, and its position; None without an operator.
+    """Return the operator at which an expression is split, and its position; None if it has no operator.
 
     An expression is split at its last operator of the lowest precedence.
 
@@ -61,5 +61,5 @@ def qualified(text: str) -> tuple[str | None, str | None, str]:
 
 
 def is_reference(text: str) -> bool:
-    """Return True if the text is `$` and a name."""
+    """Return True if the text is `$` followed by a name."""
     return len(text) >= 2 and text.startswith("$")

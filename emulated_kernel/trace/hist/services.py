@@ -40,7 +40,7 @@ def hists_of(file: EventFile) -> Iterator[Histogram]:
 
 
 class RemovedHists:
-    """Durations in histograms that were removed, for a hint about the clock. Linux keeps no such data."""
+    """Which removed histograms showed durations, for a hint about the clock. Linux keeps no such data."""
 
     def __init__(self) -> None:
         self.reads_clock = False
@@ -52,7 +52,10 @@ class RemovedHists:
         """
 
     def note(self, holder: HistHolder, event: SyntheticEvent | None) -> None:
-        """Record a histogram before its removal. `event`: its event if this is synthetic, or None."""
+        """Record a histogram before its removal.
+
+        `event`: the histogram's event if the event is synthetic, else None.
+        """
         data = holder.data
         if event is None:
             self.reads_clock = self.reads_clock or data.uses_time
@@ -84,7 +87,7 @@ class HistServices:
     _with_variables: dict[Recorder, list[Histogram]] = field(default_factory=dict)
 
     def find_synthetic(self, name: str) -> SyntheticEvent | None:
-        """Return the synthetic event with this name, or None if there is no such event.
+        """Return the synthetic event called `name`, or None if there is no such event.
 
         Mirrors: find_synth_event_call (v6.1).
         """

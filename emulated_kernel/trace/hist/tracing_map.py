@@ -153,7 +153,7 @@ class TracingMap:
         self._own_charge = HIST_SIZE
 
     def release(self) -> None:
-        """Return all bytes of the map to the budget. The map must not count any more hits."""
+        """Return all bytes of the map to the budget. No hit may be counted in the map afterwards."""
         self._memory.give_back(self._charged, self._user)
         self._charged = 0
         self._own_charge = 0

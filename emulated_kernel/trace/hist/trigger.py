@@ -173,7 +173,7 @@ class HistCommand(TriggerCommand):
         trigger.identity = hash(_identity(trigger))
 
     def _find_named(self, name: str | None) -> HistTrigger | None:
-        """Return the trigger that owns the data with this name, or None if no trigger owns such data.
+        """Return the trigger that owns the data called `name`, or None if no trigger owns such data.
 
         Mirrors: find_named_trigger (v6.1).
         """
@@ -221,7 +221,7 @@ class HistCommand(TriggerCommand):
     def _remove(self, trigger: HistTrigger, file: EventFile) -> None:
         """Remove the existing histogram that equals `trigger`, if there is one.
 
-        Raises: KernelError EBUSY (another histogram uses its variables).
+        Raises: KernelError EBUSY (another histogram uses the variables of the histogram).
         """
         existing = self._find_match(trigger, file, self._find_named(trigger.data.attrs.name))
         if existing is None:
@@ -233,7 +233,7 @@ class HistCommand(TriggerCommand):
     def remove_all(self, file: EventFile) -> None:
         """Remove all histograms of an event.
 
-        As in Linux, if another histogram uses a variable of any of them, none is removed.
+        As in Linux, if another histogram uses a variable of any of these histograms, none is removed.
 
         Mirrors: hist_unreg_all (v6.1).
         """

@@ -14,7 +14,7 @@ from emulated_kernel.util.errors import KernelError
 
 
 def find_file_variable(file: EventFile, name: str) -> HistField | None:
-    """Return the variable with this name in a histogram of the event, or None if no histogram has it.
+    """Return the variable called `name` in a histogram of the event, or None if no histogram has it.
 
     Mirrors: find_file_var (v6.1).
     """
@@ -37,7 +37,7 @@ class Variables:
         """Name and expression of each variable that the histogram defines."""
 
     def exists(self, name: str) -> bool:
-        """Return True if this histogram, or another histogram of its event, has the variable.
+        """Return True if this histogram, or another histogram of the same event, defines the variable `name`.
 
         Mirrors: find_var (v6.1).
         """

@@ -32,7 +32,7 @@ class _OpenAttribute(OpenFile):
 
 
 class AttributeFile(File):
-    """A file of one value. A read at 0 renders the value, and later reads return further parts of its text.
+    """A file of one value. A read at offset 0 renders the value as text; later reads return the rest of it.
 
     If `show` is None, read(2) returns EINVAL. If `store` is None, write(2) returns EINVAL.
     """
@@ -88,8 +88,8 @@ class _OpenOneRead(_OpenAttribute):
 class OneReadFile(AttributeFile):
     """A file of one value, of which only a read at position 0 returns text.
 
-    Text that does not fit into the buffer of this read is not returned by later reads. The files `filter`
-    of events behave so.
+    Text that does not fit into the buffer of this read is not returned by later reads. The file `filter` of
+    an event behaves like this.
     Mirrors: kernel/trace/trace_events.c:event_filter_read (v6.1).
     """
 

@@ -56,9 +56,9 @@ class RunOnce(Generic[T]):
         return self.answer
 
     def finish(self) -> T:
-        """Return the result of the action, as the last call of the request.
+        """Return the result of the action at the end of the request; run the action if it has not run yet.
 
-        Raises: as a call. After WouldBlock, the request calls this method again.
+        Raises: as __call__(). After WouldBlock, the request calls this method again.
         """
         try:
             return self()

@@ -1,4 +1,4 @@
-"""Files of commands: a write(2) executes its data, and a read(2) returns records, as that of a SeqFile."""
+"""Files of commands: a write(2) executes its data, and a read(2) returns records, as in a SeqFile."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ class EditedList(Protocol):
     def records_at_open(self) -> Callable[[int], Iterable[str]]:
         """Return the function that renders the lines for a file that is now opened for reading.
 
-        The function returns the lines from an index on, one for each entry, with its newline.
+        The function takes an index, and returns the lines from this index on: one for each entry, with a
+        newline.
         """
 
     def edit(self, *, truncate: bool) -> Edit:

@@ -180,7 +180,7 @@ class Directory(Node):
         return 2 + self._subdirectories
 
     def get(self, name: str) -> Node | None:
-        """Return the child called `name`, or None. The time does not depend on the number of children."""
+        """Return the child called `name`, or None."""
         return self._children.get(name)
 
     def names(self) -> list[str]:
@@ -314,7 +314,7 @@ class DynamicDirectory(Directory, Generic[T]):
     def _forget_removed(self) -> None:
         """Drop the members of removed objects.
 
-        A lookup of a removed object's name has dropped its member already.
+        If the name of a removed object was looked up since its removal, its member is already dropped.
         """
         alive = set(self._objects.names())
         self._members = {name: member for name, member in self._members.items() if name in alive}

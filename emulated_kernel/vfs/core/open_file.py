@@ -293,7 +293,7 @@ class OpenFile:
         raise KernelError(errno.EINVAL, "this file can't be read")
 
     def _write_steps(self, data: bytes) -> Steps:
-        """Return the steps of a write, which by default are one call of _write()."""
+        """Return the steps of a write. By default there is one step, a call of _write()."""
         return self._write(data)
         yield
 

@@ -12,7 +12,7 @@ from emulated_kernel.vfs.core.open_file import Steps
 
 
 class Calls:
-    """The state of machine/call. `result` is the text of the file: the results of the last write's calls."""
+    """The state of machine/call. `result` is the file's text: the results of the calls in the last write."""
 
     def __init__(self, call: Callable[..., int], word_size: int) -> None:
         """Create the state before the first write.

@@ -70,10 +70,10 @@ def _return_hook_file(hooks: ReturnHooks, log: Callable[[str], None]) -> File:
 def _stages_file(kprobes: Kprobes, log: Callable[[str], None] | None) -> File:
     """Return the file `stages`, with a switch that makes each change of a probe's jump stop after each step.
 
-    A change writes or removes the jump. The first line of the file shows the switch. A further line
-    describes each change that has stopped. Writing 0 or 1 sets the switch. After `1 MILLISECONDS`, a
-    stopped change continues by itself when this time has passed. Writing `next` makes all stopped changes
-    do their next step. Linux has no such file.
+    A change writes the jump or removes it. The first line of the file shows the switch. A further line
+    describes each change that has stopped. Writing 0 or 1 sets the switch. After `1 MILLISECONDS`, a stopped
+    change continues by itself when this time has passed. Writing `next` makes all stopped changes do their
+    next step. Linux has no such file.
     """
 
     def lines() -> Iterator[str]:

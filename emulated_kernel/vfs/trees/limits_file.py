@@ -32,7 +32,7 @@ def limits_file(
     log: Callable[[str], None],
     further: Mapping[Limit, GuestLimit] = MappingProxyType({}),
 ) -> Node:
-    """Return the file machine/limits. `further`: limits that only this kind of guest has.
+    """Return the file machine/limits. `further`: the limits that only the guest of this kernel has.
 
     `log` writes a line with the reason of a refused command to the kernel log.
     """

@@ -129,7 +129,7 @@ def _event_lists(tracing: Tracing) -> dict[str, Node]:
 
 
 def _padded(event: TraceEvent) -> str:
-    """Return `GROUP:EVENT` with blanks up to column _EVENT_COLUMN, and with at least one blank."""
+    """Return `GROUP:EVENT` followed by at least one blank, and by blanks up to column _EVENT_COLUMN."""
     return f"{event.group}:{event.name} ".ljust(_EVENT_COLUMN)
 
 

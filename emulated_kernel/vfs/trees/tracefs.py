@@ -69,7 +69,7 @@ def _top_files(trace: TracingComponents) -> dict[str, Node]:
 
 
 def _function_files(trace: TracingComponents) -> dict[str, Node]:
-    """Return name -> file, for the files about functions with fentry sites and of the stack tracer."""
+    """Return the files about functions with fentry sites and the files of the stack tracer: name -> file."""
     functions = trace.functions
     interface = trace.arrays.top.array.system.interface
     return {
