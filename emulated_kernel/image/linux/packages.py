@@ -14,6 +14,7 @@ from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 MAGIC_SIZE = max(len(magic) for magic in (AR_MAGIC, RPM_MAGIC, *MAGICS))
 _KERNEL = lazy_pattern(r"(\.?/)?(boot/vmlinu[xz]-[^/]+|(usr/)?lib/modules/[^/]+/vmlinuz)")
+_MODULE = lazy_pattern(r"(\.?/)?(usr/)?lib/modules/(?P<release>[^/]+)/.+\.ko(\.\w+)?")
 _PART_OF_KERNEL = lazy_pattern(r"linux-(binary|image|modules)-")
 
 
@@ -36,9 +37,15 @@ def open_package(package: BinaryIO) -> PackageTar:
 def read_kernel(package: BinaryIO) -> bytes:
     """Return the contents of a package's vmlinuz or vmlinux file. Raises: KernelError ENOEXEC."""
     archive = open_package(package)
+    release = ""
     for name, start, size, _ in archive.files():
         if _KERNEL.fullmatch(name):
             return archive.read_file(start, size)
+        if found := _MODULE.fullmatch(name):
+            release = found["release"]
+    if release:
+        why = f"a package of modules; give the kernel {release} itself, which finds this package next to it"
+        raise unusable(why)
     raise unusable(f"a package without a kernel in boot/ or lib/modules/{_instead(package)}")
 
 

@@ -165,6 +165,7 @@ DEPENDS = "kmod, linux-binary-7.2-x (= 7.2), linux-base (>= 4) | other, linux-mo
         (VMLINUZ[:0x240], "setup header"),
         (VMLINUZ[:-300], "truncated"),
         (made.deb({"./usr/share/doc/copyright": b"words"}), "without a kernel"),
+        (made.deb({"./usr/lib/modules/7.2.1/kernel/fs/f.ko.xz": b"words"}), "give the kernel 7.2.1 itself"),
         (made.deb({"./boot/vmlinuz-6.1": b"garbled"}), "neither a vmlinuz"),
         (b"!<arch>\n" + b"x" * 70, "damaged ar"),
         (b"!<arch>\n", "without data.tar"),
