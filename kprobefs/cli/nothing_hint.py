@@ -26,9 +26,9 @@ MISSED_RETURNS = (
 )
 UNARMED = "{reason}, so the probes were not armed"
 NO_RECORD = "{name} has {hits} and no record in the trace; {why}"
-NOT_BY_SCRATCH = "{name} has {hits}, none of them by a file in scratch/; {why}"
+NOT_BY_SCRATCH = "{names} {hits}, none of them by a file in scratch/; {why}"
 HINT_LINE = lazy_pattern(
-    r"kprobefs: (?:no hit of .*: |\w+ has \d+ hits?"
+    r"kprobefs: (?:no hit of .*: |[\w, ]+ ha(?:s|ve) \d+ hits?"
     r"(?: and no record in the trace|, none of them by a file in scratch/); ).*"
 )
 """Pattern for a line with a hint of this module in the output of `kprobefs run`."""
@@ -232,17 +232,18 @@ def nothing_hints(ended: EndedCommand, past: Past) -> Iterator[str]:
 
 
 def _not_by_scratch(ended: EndedCommand, past: Past) -> Iterator[str]:
-    """Yield a hint for each event that was hit but records nothing, because only its triggers use the hits.
+    """Yield a hint about the events that were hit but record nothing, because only triggers use the hits.
 
-    There are no such hints if the command has used a file in scratch/. Without such a use, the hits come from
+    There is no such hint if the command has used a file in scratch/. Without such a use, the hits come from
     control files or from the guest's own work.
     """
     if past.used is None or "/scratch" in past.used or _has_other_work(ended.directory):
         return
     why = _why_not_outside(ended)
-    for event in past.events:
-        if why and event.hits and not event.recording:
-            yield NOT_BY_SCRATCH.format(name=event.name, hits=counted(event.hits), why=why)
+    found = [event for event in past.events if event.hits and not event.recording]
+    if why and found:
+        hits = f"ha{'s' if len(found) == 1 else 've'} {counted(sum(event.hits for event in found))}"
+        yield NOT_BY_SCRATCH.format(names=_names(found), hits=hits, why=why)
 
 
 def _has_other_work(directory: str) -> bool:

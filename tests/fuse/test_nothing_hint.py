@@ -320,6 +320,22 @@ def test_who_uses_scratch_is_not_told_of_other_files(tmp_path: Path, is_native: 
 
 @needs_fuse
 @pytest.mark.mounted
+def test_histograms_of_several_events_have_one_hint(directory: Path) -> None:
+    more = SHELL_COUNTS.replace("reads", "more").replace(" > ", " >> ")
+    command = ("sh", "-c", f'cd "$KPROBEFS/tracing"\n{SHELL_COUNTS}{more}cat README /etc/passwd > /dev/null')
+    with (
+        daemon(directory, program=REAL_PROGRAM) as running,
+        closing(History(Path(running.path()))) as history,
+    ):
+        environment = {**os.environ, "KPROBEFS": running.path()}
+        subprocess.run(command, env=environment, check=True)
+        [hint] = nothing_hints(EndedCommand(command, 0, running.path(), "/"), history.read())
+    assert hint.startswith("reads, more have ")
+    assert HINT_LINE.fullmatch(f"kprobefs: {hint}")
+
+
+@needs_fuse
+@pytest.mark.mounted
 def test_the_history_is_read_unseen(directory: Path) -> None:
     with (
         daemon(directory, program=REAL_PROGRAM) as running,
