@@ -197,6 +197,29 @@ def test_a_hit_within_a_handler_in_c_is_missed(kernel: Kernel, outer: str, inner
     registered.unregister()
 
 
+@pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
+@pytest.mark.parametrize("inner", ["probe", "probe inside", "several"])
+def test_each_cpu_has_its_own_hits(arch: str, inner: str) -> None:
+    register, is_inside = INNER_KINDS[inner]
+    with Kernel(MachineConfig(arch=arch, cpus=2)) as kernel, kernel.lock:
+        kernel.load_module("probing")
+        registered = register(kernel, inside(kernel, INNER) if is_inside else 0)
+        OUTER_KINDS["pre_handler"](kernel)
+        settled(kernel, 4)
+        starts = [kernel.image.kallsyms.lookup_name(name) for name in (OUTER, INNER)]
+        hits = registered.hits()
+        turns = (1, 0, 1)
+        for cpu in turns:
+            kernel.machine.switch_to(cpu)
+            for start in starts:
+                assert start is not None
+                kernel.machine.calls.call(start, 81, 18)
+        assert registered.hits() - hits == len(turns) * registered.per_call
+        assert [probe.nmissed for probe in registered.probes] == [len(turns)] * len(registered.probes)
+        assert is_compiled(kernel, registered)
+        kernel.machine.switch_to(0)
+
+
 @pytest.mark.parametrize("booted", ["x86_64-optprobes-2009", "x86_64-kprobes-2010"], indirect=True)
 @pytest.mark.parametrize("inner", INNER_KINDS)
 def test_a_hit_within_a_jprobe_is_missed(kernel: Kernel, inner: str) -> None:
