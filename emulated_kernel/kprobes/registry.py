@@ -506,11 +506,12 @@ class Kprobes:
 
     def mode(self, kprobe: Kprobe) -> str:
         """Return the mode in which hits of a probe are handled now; see report.mode."""
-        return report.mode(self.table, kprobe)
+        return report.mode(self.table, self.sites, kprobe)
 
     def reason(self, kprobe: Kprobe) -> str:
         """Return the rule that keeps the probe from a better mode, with its address; "" in the best mode."""
-        return report.reason(self.table, self.optimizer, kprobe, self.probe_checker.place_text)
+        place = self.probe_checker.place_text
+        return report.reason(self.table, self.sites, self.optimizer, kprobe, place)
 
     def why_unarmed(self, kprobe: Kprobe) -> str:
         """Return the reason why a probe cannot be hit now, or "" if it can be hit; see report.why_unarmed."""

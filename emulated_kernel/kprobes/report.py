@@ -19,7 +19,7 @@ OPTIMIZATION_MESSAGES = {
 """Value of sysctl debug.kprobes-optimization -> message that Linux logs when the value changes."""
 
 
-def mode(table: ProbeTable, kprobe: Kprobe) -> str:
+def mode(table: ProbeTable, sites: FtraceSites | None, kprobe: Kprobe) -> str:
     """Return a probe's present mode: int3, boosted, optimized, ftrace, disarmed or gone."""
     if kprobe.is_gone:
         return "gone"
@@ -32,8 +32,12 @@ def mode(table: ProbeTable, kprobe: Kprobe) -> str:
     if head is None or head.is_disabled or table.all_disarmed:
         return "disarmed"
     if kprobe.is_ftrace:
-        return "ftrace"
+        return "disarmed" if _is_ftrace_off(sites) else "ftrace"
     return "boosted" if head.insn is not None and head.insn.boosted else "int3"
+
+
+def _is_ftrace_off(sites: FtraceSites | None) -> bool:
+    return sites is not None and not sites.enabled
 
 
 def why_unarmed(table: ProbeTable, sites: FtraceSites | None, kprobe: Kprobe) -> str:
@@ -49,13 +53,17 @@ def why_unarmed(table: ProbeTable, sites: FtraceSites | None, kprobe: Kprobe) ->
     if kprobe.is_disabled or head is None or head.is_disabled:
         # Linux: a kprobe that is enabled while all are disarmed stays disabled.
         return "the event was enabled while kprobes/enabled was 0, or disabled in kprobes/stats/"
-    if kprobe.is_ftrace and sites is not None and not sites.enabled:
+    if kprobe.is_ftrace and _is_ftrace_off(sites):
         return "sysctl/kernel/ftrace_enabled was 0"
     return ""
 
 
 def reason(
-    table: ProbeTable, optimizer: Optimizer | None, kprobe: Kprobe, place: Callable[[int], str]
+    table: ProbeTable,
+    sites: FtraceSites | None,
+    optimizer: Optimizer | None,
+    kprobe: Kprobe,
+    place: Callable[[int], str],
 ) -> str:
     """Return the first rule that keeps the probe from a better mode; empty if there is no better mode.
 
@@ -70,6 +78,8 @@ def reason(
         rule = "all probes are disarmed, see kprobes/enabled"
     elif (head := table.valid(kprobe)) is None or head.is_disabled:
         rule = "enabled while all probes were disarmed: disable and enable it again"
+    elif kprobe.is_ftrace and _is_ftrace_off(sites):
+        rule = "ftrace is off, see sysctl/kernel/ftrace_enabled"
     elif kprobe.is_ftrace:
         rule = RejectReason.FTRACE.value
     elif head.is_patched:

@@ -96,6 +96,18 @@ def test_without_root_and_sudo_one_line_names_the_packages(tmp_path: Path) -> No
     assert done.stderr.endswith("(no root and no sudo here): libfuse2 fuse3\n")
 
 
+@pytest.mark.parametrize("name", ["exhaustion", "differential"])
+def test_a_missing_package_of_the_tests_is_one_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / "pytest.py").write_text('raise ModuleNotFoundError("No module", name="pytest")\n')
+    command = [sys.executable, "-m", f"stress.{name}", "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "pytest is missing" in line
+    assert ".[test]" in line
+
+
 def test_an_old_python_is_one_line(tmp_path: Path) -> None:
     old = executable(tmp_path / "python3", "#!/bin/sh\ncase $2 in *print*) echo 3.9 ;; *) exit 1 ;; esac\n")
     done = lib("check_python", PYTHON=str(old))

@@ -142,6 +142,14 @@ def test_one_of_several_probes_goes_while_enabled(kernel: Kernel) -> None:
     assert _write(kernel, "-:a") == "EBUSY"
 
 
+def test_a_busy_event_keeps_its_last_place(kernel: Kernel) -> None:
+    """As in Linux, the refused removal of an enabled event has removed its other places."""
+    kernel.events.write(b"p:a vfs_read\np:a vfs_write\np:a vfs_write+5\np:b vfs_read\n")
+    _event(kernel).enable(kernel.recorder)
+    assert _write(kernel, "-:a") == "EBUSY"
+    assert "".join(kernel.events.records()) == "p:kprobes/a vfs_write+5\np:kprobes/b vfs_read\n"
+
+
 @pytest.mark.parametrize(
     ("command", "left"),
     [

@@ -60,6 +60,10 @@ def test_probes(kernel: Kernel, tree: NodeTree) -> None:
     write(tree, SWITCH, "0")
     assert records(kernel, tree) == 0
     assert read(tree, "/kprobes/list") == listed
+    for name in ("entry", "return"):
+        stats = f"/kprobes/stats/kprobes/{name}"
+        assert read(tree, f"{stats}/mode") == "disarmed\n"
+        assert "sysctl/kernel/ftrace_enabled" in read(tree, f"{stats}/reason")
     # A change of the handlers puts no call into the text.
     write(tree, ENABLE, "0")
     write(tree, ENABLE, "1")
@@ -67,6 +71,7 @@ def test_probes(kernel: Kernel, tree: NodeTree) -> None:
     assert not kernel.machine.text.ledger
     write(tree, SWITCH, "1")
     assert records(kernel, tree) == 2
+    assert read(tree, "/kprobes/stats/kprobes/entry/mode") == "ftrace\n"
 
 
 def test_what_comes_meanwhile_waits(kernel: Kernel, tree: NodeTree) -> None:
