@@ -403,7 +403,7 @@ class Arch(ABC):
 
     @abstractmethod
     def frame_insns(self, code: bytes, addr: int, *, switches_stack: bool) -> Iterator[tuple[int, FrameInsn]]:
-        """Iterate over a function's instructions: address, and effect on the function's stack frame.
+        """Yield the address of each instruction of a function, and its effect on the function's stack frame.
 
         `switches_stack`: the function is one of `stack_switches`. It loads the stack pointer from memory,
         and returns on another stack, which an earlier call of the function has left.

@@ -195,7 +195,7 @@ def check_changed_code_runs(bench: Bench, old: bytes, new: bytes, result: str) -
 
 
 def check_halt_ends_run(bench: Bench, nop: bytes) -> None:
-    """Check that a halt ends the run with ip after the halt, and that it ends a second run, too.
+    """Check that a halt ends the run with ip after the halt, and that a halt also ends a second run.
 
     `nop`: code to run before the halt.
     """

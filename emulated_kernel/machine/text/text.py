@@ -460,7 +460,7 @@ class Text:
         return va in self._slots or va in self._puns
 
     def free_text(self, va: int) -> None:
-        """Free memory from `alloc_text`, and fill it with breakpoints, so that late jumps to it trap.
+        """Free memory from alloc_text(). Fill the memory with breakpoints, so that late jumps to it trap.
 
         Raises: HardwareError (not allocated).
         """

@@ -188,12 +188,12 @@ def save(
     boot_seconds: float | None = None,
     seed: int = DEFAULT_SEED,
 ) -> None:
-    """Write a snapshot of a machine; it appears at `target` when it is complete. Raises: OSError.
+    """Write a snapshot of a machine. The file appears at `target` when it is complete. Raises: OSError.
 
     `facts`: offsets in the kernel's structures. `cells`: offsets of hidden words in Unicorn's CPU state.
     `source`: path of the kernel's file. `parts`: name -> further data to keep. `shown`: the production CPU
-    that the guest sees; None if it sees the emulated CPU. `boot_seconds`: CPU time of the boot.
-    `seed`: seed of the kernel's random numbers.
+    that the guest sees; None if it sees the emulated CPU. `boot_seconds`: CPU time of the boot. `seed`: seed
+    of the kernel's random numbers.
     """
     about = {
         "boot_seconds": boot_seconds,
