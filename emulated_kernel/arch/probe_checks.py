@@ -36,7 +36,7 @@ Analysis = TypeVar("Analysis")
 
 @dataclass(frozen=True)
 class OptimizationPolicy(Generic[Analysis]):
-    """The rules by which a jump may replace a breakpoint. Profiles refer to a policy by its name."""
+    """The rules that decide whether a jump may replace a breakpoint. Profiles refer to a policy by name."""
 
     name: str
     region: Callable[[Analysis, int], Region | Rejection]

@@ -115,7 +115,7 @@ class RunningWorkload:
 
     @property
     def due(self) -> float:
-        """Time of the next round, in seconds of the host's monotonic clock."""
+        """Time at which the next round begins, in seconds of the host's monotonic clock."""
         return self.started + (self.rounds + self.failed) / self.order.rate
 
     def line(self) -> str:

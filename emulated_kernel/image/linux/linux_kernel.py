@@ -80,7 +80,7 @@ class ReturnThunks(Enum):
 
 
 class _TablePlace(NamedTuple):
-    """Location of a table: between two symbols or, if the kernel doesn't have these, in a section."""
+    """Location of a table: between two symbols or, if the kernel lacks these symbols, in a section."""
 
     start: str
     stop: str

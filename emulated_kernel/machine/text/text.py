@@ -414,7 +414,7 @@ class Text:
 
     @property
     def is_fetched_meanwhile(self) -> bool:
-        """Whether the text between two pokes can be fetched by another CPU, or is seen by the watcher."""
+        """Whether another CPU or the watcher can see the text between two pokes."""
         return self._cpus > 1 or self.interrupt_cpus is not None or self.watcher is not None
 
     def current(self, va: int, size: int) -> bytes:

@@ -295,7 +295,7 @@ def write_at(file: IO[bytes], start: int, data: bytes | memoryview) -> None:
 
 
 class SnapshotContents(NamedTuple):
-    """The content of a snapshot, with its RAM mapped privately."""
+    """The content of a snapshot. Its RAM is a private mapping of the file."""
 
     about: dict[str, Any]
     ram: mmap.mmap
@@ -316,7 +316,7 @@ class ShownCpu(NamedTuple):
 
 
 class SavedMachine(NamedTuple):
-    """The content of a snapshot: a machine with its RAM and devices, and further data of the snapshot."""
+    """The content of a snapshot with a machine: the machine's RAM and devices, and further data."""
 
     machine: LinuxMachine
     facts: KernelOffsets

@@ -27,7 +27,7 @@ class Blocked(Exception):
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class LinuxTask:
-    """A client task. Its registers and flags live in guest memory; this object has their addresses."""
+    """A client task. Its registers and flags are in guest memory; this object has the addresses of these."""
 
     address: int
     """Virtual address of the task's task_struct."""

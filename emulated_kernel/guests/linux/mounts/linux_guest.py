@@ -195,7 +195,7 @@ class LinuxWorkloads:
         return LinuxWorkload(guest.tasks, guest.syscalls, guest.clients.execute, kind, pid)
 
     def slice_begins(self) -> None:
-        """Perform the deferred closes in the guest, as before a request. Raises: KernelError."""
+        """Perform the deferred closes in the guest, as a request does. Raises: KernelError."""
         guest = self._guest
         guest.check_open()
         try:
@@ -204,7 +204,7 @@ class LinuxWorkloads:
             raise KernelError(errno.EIO, f"the guest has died: {fault}") from fault
 
     def slice_ends(self) -> None:
-        """Notify pollers and the threads in wait(), as after a request; see WorkloadHost."""
+        """Notify pollers and the threads that are in wait(), as a request does; see WorkloadHost."""
         guest = self._guest
         if guest.is_closed:
             return
@@ -390,7 +390,7 @@ class LinuxGuest:
                 self.waiters -= 1
 
     def wake(self) -> None:
-        """Wake all threads in wait(). Lock: leaves."""
+        """Wake all threads that are in wait(). Lock: leaves."""
         with self._activity:
             self._activity.notify_all()
 
