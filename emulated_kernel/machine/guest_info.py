@@ -36,7 +36,7 @@ class CpuInfo:
 
     @property
     def is_idle(self) -> bool:
-        """True if the CPU runs its idle task."""
+        """Whether the CPU runs its idle task."""
         return self.task.pid == 0
 
 

@@ -252,7 +252,7 @@ class Machine(ProbedMachine):
 
     @property
     def stops_exactly(self) -> bool:
-        """True if a run that exceeds its budget ends between instructions.
+        """Whether a run that exceeds its budget ends between instructions.
 
         Otherwise the run can end inside an instruction, whose effects are then repeated.
         """

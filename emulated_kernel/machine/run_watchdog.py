@@ -200,7 +200,7 @@ class Watchdog:
 
     @property
     def has_expired(self) -> bool:
-        """True if the current run was stopped by the watchdog."""
+        """Whether the current run was stopped by the watchdog."""
         return self._expired == self._started
 
     def close(self) -> None:

@@ -65,7 +65,7 @@ class WorkloadHost(Protocol):
 
     @property
     def is_dead(self) -> bool:
-        """True if the guest can't run any more."""
+        """Whether the guest can't run any more."""
 
     def kinds(self) -> Collection[WorkloadKind]:
         """Return the kinds of workloads whose system calls the kernel has."""

@@ -51,7 +51,7 @@ class Polled(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """True if the file has not been released."""
+        """Whether the file has not been released."""
 
     def mask(self) -> int:
         """Return the poll mask of the events for which the file is ready. Lock: needs."""
@@ -182,7 +182,7 @@ class LinuxWorkloads:
 
     @property
     def is_dead(self) -> bool:
-        """True if the guest can't run any more; see WorkloadHost."""
+        """Whether the guest can't run any more; see WorkloadHost."""
         return self._guest.is_dead
 
     def kinds(self) -> Collection[WorkloadKind]:
@@ -449,7 +449,7 @@ class LinuxGuest:
 
     @property
     def is_dead(self) -> bool:
-        """True if the guest can't run any more."""
+        """Whether the guest can't run any more."""
         return bool(self.tasks.machine.death)
 
     def close(self) -> None:
