@@ -53,7 +53,7 @@ class Emulation(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ArchSpecificInsn:
-    """The prepared form of a probed instruction (struct arch_specific_insn)."""
+    """A probed instruction, prepared for execution at a hit (struct arch_specific_insn)."""
 
     length: int
     """Length of the probed instruction in bytes."""
@@ -108,7 +108,7 @@ class OriginalPlace(NamedTuple):
 
 
 class StubEnd(NamedTuple):
-    """Code at the end of a stub that has the effect of an emulated instruction."""
+    """Code at the end of a stub; it has the effect of an emulated instruction."""
 
     code: bytes
     leads: Mapping[int, int | LinkedJump] = MappingProxyType({})
@@ -403,7 +403,7 @@ class Arch(ABC):
 
     @abstractmethod
     def frame_insns(self, code: bytes, addr: int, *, switches_stack: bool) -> Iterator[tuple[int, FrameInsn]]:
-        """Iterate over a function's instructions: address, and effect on the function's stack frame.
+        """Yield the address of each instruction of a function, and its effect on the function's stack frame.
 
         `switches_stack`: the function is one of `stack_switches`. It loads the stack pointer from memory,
         and returns on another stack, which an earlier call of the function has left.

@@ -36,7 +36,7 @@ Analysis = TypeVar("Analysis")
 
 @dataclass(frozen=True)
 class OptimizationPolicy(Generic[Analysis]):
-    """The rules by which a jump may replace a breakpoint. Profiles refer to a policy by its name."""
+    """The rules that decide whether a jump may replace a breakpoint. Profiles refer to a policy by name."""
 
     name: str
     region: Callable[[Analysis, int], Region | Rejection]
@@ -207,7 +207,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
     @abstractmethod
     def possible_branches(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
-        """Iterate over (target, source) of all bit patterns in `code` that look like direct branches.
+        """Yield (target, source) for each bit pattern in `code` that looks like a direct branch.
 
         `addr`: address of `code`. Patterns may start in the middle of an instruction. `window`: range of
         addresses; branches to other addresses may be omitted. If the window is None, no branch may be
@@ -216,7 +216,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
     @abstractmethod
     def possible_addresses(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
-        """Iterate over (target, source) of all bit patterns in `code` that may take an address of text.
+        """Yield (target, source) for each bit pattern in `code` that may take an address of text.
 
         `addr`: address of `code`. `window`: range of targets; other targets may be omitted. If the window
         is None, no target may be omitted.

@@ -176,7 +176,7 @@ class Built:
 
 
 class BuildError(Exception):
-    """The compiler or the linker failed, or the symbol table didn't become stable."""
+    """Error of a build: the compiler or the linker failed, or the symbol table didn't become stable."""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -251,7 +251,7 @@ class LiveImage(Generic[Core]):
 
     @property
     def data(self) -> Iterator[tuple[int, bytes]]:
-        """Address and contents of each range of data, as it was loaded, of the kernel and of its modules."""
+        """Address and contents of each data range of the kernel and its modules, as it was loaded."""
         return chain(self.core.data, *(module.contents.items() for module in self._modules.values()))
 
     def read(self, va: int, size: int) -> bytes:

@@ -44,7 +44,7 @@ class DebuggedMachine(Protocol):
 
     @property
     def engine(self) -> Engine:
-        """The emulator."""
+        """The emulator's engine."""
 
     @property
     def memory(self) -> DebuggedMemory:
@@ -56,7 +56,7 @@ class DebuggedMachine(Protocol):
 
     @property
     def per_cpu_bases(self) -> Sequence[int]:
-        """Addresses of the per-CPU areas, one for each CPU. A debugger uses only how many there are."""
+        """Addresses of the per-CPU areas, one for each CPU. A debugger uses only their number."""
 
     def all_registers(self) -> list[dict[str, int]]:
         """Return the registers of all CPUs, indexed by number: name in pt_regs -> value."""
@@ -196,7 +196,7 @@ class Debugger:
 
     @property
     def breakpoint_size(self) -> int:
-        """Size in bytes of the breakpoint instruction in memory at ip; 0 if there is another instruction."""
+        """Size in bytes of the breakpoint instruction at ip; 0 if there is another instruction at ip."""
         for code in self.machine.model.breakpoints:
             with suppress(MemoryFault):
                 if self.machine.memory.read(self.machine.regs.ip, len(code)) == code:

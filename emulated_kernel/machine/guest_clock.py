@@ -44,7 +44,7 @@ class GuestClock(ABC):
     """The clock of a guest, which handlers and tracing read. The time is in nanoseconds since boot."""
 
     is_virtual: bool
-    """True if only runs of the guest advance the time."""
+    """Whether only runs of the guest advance the time."""
 
     def __init__(self) -> None:
         self._is_held = False

@@ -36,7 +36,7 @@ class CpuInfo:
 
     @property
     def is_idle(self) -> bool:
-        """True if the CPU runs its idle task."""
+        """Whether the CPU runs its idle task."""
         return self.task.pid == 0
 
 
@@ -62,7 +62,7 @@ class Message:
 
 @dataclass(frozen=True)
 class SlabCache:
-    """Memory use of one kmem_cache."""
+    """Memory use of one slab cache (struct kmem_cache)."""
 
     name: str
     objects: int
@@ -86,7 +86,7 @@ class MemoryInfo:
 
     @property
     def available(self) -> int:
-        """Number of pages that files can still use."""
+        """Number of pages that can still be allocated for files."""
         return max(self.free - self.reserve, 0)
 
     def text(self) -> Iterator[str]:

@@ -204,7 +204,7 @@ class Machine(ProbedMachine):
 
     @property
     def is_running(self) -> bool:
-        """True while the guest runs, also inside breakpoint handlers and fault hooks."""
+        """Whether the guest runs. The value is True also inside breakpoint handlers and fault hooks."""
         return self._runner.is_running
 
     def count_instructions(self) -> InstructionCount:
@@ -252,7 +252,7 @@ class Machine(ProbedMachine):
 
     @property
     def stops_exactly(self) -> bool:
-        """True if a run that exceeds its budget ends between instructions.
+        """Whether a run that exceeds its budget ends between instructions.
 
         Otherwise the run can end inside an instruction, whose effects are then repeated.
         """
@@ -404,7 +404,7 @@ class Machine(ProbedMachine):
 
     @property
     def interrupts_enabled(self) -> bool:
-        """True if interrupts are enabled (IF, SIE); exceptions and WATCHDOG can always be delivered."""
+        """Whether interrupts are enabled (IF, SIE). Exceptions and WATCHDOG can always be delivered."""
         return bool(self.regs.flags & self.model.interrupt_flag)
 
     def __enter__(self) -> Self:

@@ -70,7 +70,7 @@ class ProbedMachine(ABC):
     @property
     @abstractmethod
     def engine(self) -> Engine:
-        """The emulator."""
+        """The emulator's engine."""
 
     @abstractmethod
     def positions(self) -> list[tuple[int, int]]:

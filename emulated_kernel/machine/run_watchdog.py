@@ -46,7 +46,7 @@ class HandlerTime:
         """CPU time of the thread at the start of the measured callback in progress; 0.0 if there is none."""
 
     def keep_measuring(self) -> None:
-        """Measure the callbacks' time from now on, across runs, until `is_continued` is set to False."""
+        """Measure the callbacks' CPU time from now on, across runs, until `is_continued` is set to False."""
         self.is_continued = True
         self.is_measured = True
         self._start_seconds = self.seconds
@@ -200,7 +200,7 @@ class Watchdog:
 
     @property
     def has_expired(self) -> bool:
-        """True if the current run was stopped by the watchdog."""
+        """Whether the current run was stopped by the watchdog."""
         return self._expired == self._started
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ class Runner:
         self._clock = clock
         self.watchdog = Watchdog(stop, hooks.handler_time, budget, self._engine.is_interrupted_again)
         self.is_running = False
-        """True while the guest runs, also inside hooks."""
+        """Whether the guest runs, also inside hooks."""
         self._number = attrgetter(self.cpu.hypercall_register)
         self._halts: set[int] = set()
         """Cache of the addresses after each `hlt` at which the guest has stopped, to recognize hypercalls.

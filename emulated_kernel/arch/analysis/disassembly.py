@@ -91,7 +91,7 @@ class Disassembler:
         return engine
 
     def insns(self, code: bytes, addr: int, name: AddressName = unnamed) -> Iterator[tuple[int, int, str]]:
-        """Iterate over the instructions of `code` at `addr`: address, size in bytes, and text.
+        """Yield address, size in bytes and text of each instruction of `code` at `addr`.
 
         The text has names instead of the addresses that `name` knows; other numbers are hexadecimal.
         """

@@ -269,7 +269,7 @@ class CodeXrefs:
         return XrefIndex(search, windows=self._windows, distance="i")
 
     def _words(self, addr: int, data: bytes) -> Iterator[Reference]:
-        """Iterate over (value, address) of the aligned words of `data`.
+        """Yield (value, address) of each aligned word of `data`.
 
         `addr`: address of the start of `data`.
         """

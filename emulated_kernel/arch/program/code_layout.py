@@ -93,7 +93,7 @@ class Layout:
         return chain, index
 
     def others(self) -> Iterator[int]:
-        """Iterate over the indices of blocks that begin with a label and are in no chain yet."""
+        """Yield the index of each block that begins with a label and is in no chain yet."""
         for index, block in enumerate(self._blocks):
             if block.is_label and index not in self._chained:
                 yield index

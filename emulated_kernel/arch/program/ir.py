@@ -230,7 +230,7 @@ class Compute(Op):
 
 
 class ComputeImmediate(Op):
-    """Set dst to dst op value. Value fits in 32 signed bits; a shift count is less than the word's bits."""
+    """Set dst to dst op value. `value` fits in 32 signed bits; a shift count is less than the word's bits."""
 
     op: Arithmetic
     dst: int
@@ -258,7 +258,7 @@ class CompareExchange(Op):
 
 
 class FetchAdd(Op):
-    """Add a register atomically to the word at base + offset; the register receives the old word."""
+    """Add a register atomically to the word at base + offset. The register receives the old word."""
 
     base: int
     offset: int
@@ -266,7 +266,7 @@ class FetchAdd(Op):
 
 
 class Place(Op):
-    """Define the position of a label."""
+    """Make the current position that of `label`, so that jumps to the label lead to the next op."""
 
     label: Label
 
@@ -287,7 +287,7 @@ class Branch(Op):
 
 
 class BranchImmediate(Op):
-    """Go to a label if `left condition value` holds; value fits in 32 signed bits."""
+    """Go to `label` if `left condition value` holds; `value` fits in 32 signed bits."""
 
     condition: Condition
     left: int

@@ -53,7 +53,7 @@ TEMPORARIES: int = sum(1 << number for number in (T0, T1, T2, *range(T3, T6 + 1)
 
 
 class RiscvFunctionAnalysis:
-    """A function decoded once, with the branches and the data flow that probe checks need."""
+    """A function that is decoded once, with the branches and the data flow that probe checks need."""
 
     def __init__(self, function: Function, *, compressed: bool, fentry: Set[int] = frozenset()) -> None:
         """Decode a function. `fentry`: addresses of the kernel's fentry sites.

@@ -274,7 +274,7 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
     def _branches(
         self, pattern: re.Pattern[bytes], addr: int, code: bytes, first: int, last: int
     ) -> Iterator[Reference]:
-        """Iterate over (target, source) of the branches that `pattern` finds in `code[first:last]`.
+        """Yield (target, source) for each branch that `pattern` finds in `code[first:last]`.
 
         `addr`: address of the start of `code`.
         """
@@ -405,12 +405,12 @@ _PAIR_REACH = 32
 
 
 def _auipcs(code: bytes) -> Iterator[int]:
-    """Iterate over the offsets of all bit patterns in `code` that look like an auipc."""
+    """Yield the offset of each bit pattern in `code` that looks like an auipc."""
     return (match.start() for match in _AUIPC.finditer(code))
 
 
 def _auipcs_into(window: range, addr: int, code: bytes) -> Iterator[int]:
-    """Iterate over the offsets of the auipcs in the code at `addr` that may take an address in `window`.
+    """Yield the offset of each auipc in the code at `addr` that may take an address in `window`.
 
     The search reads an auipc as a 32-bit distance. Its lower 12 bits are not part of the distance, and a
     later instruction adds a signed 12-bit number. So the search covers some pages around the window, too.

@@ -181,7 +181,10 @@ class SmapX86_64(X86_64):
 
 
 class I386(X86):
-    """Hooks of i386. Arguments are in three registers (regparm=3), then above the return address."""
+    """Hooks of i386.
+
+    Arguments are in three registers (regparm=3), then on the stack above the return address.
+    """
 
     name = "i386"
     bits = 32

@@ -195,7 +195,7 @@ class X86Assembler(Assembler):
 
 
 def _operands(source: SourceText) -> Iterator[tuple[Statement, str]]:
-    """Iterate over the statements with a memory operand: statement, and the text in its brackets.
+    """Yield each statement with a memory operand, and the text in the operand's brackets.
 
     Raises: KernelError EINVAL (brackets don't match, or there is more than one pair).
     """

@@ -111,7 +111,7 @@ def relocated(region: Region, to: int, bits: int) -> bytes:
 
 
 def _relocated_insns(region: Region, to: int, bits: int) -> Iterator[tuple[int, bytes]]:
-    """Iterate over a region's instructions except padding: original address, and code for a copy at `to`."""
+    """Yield the original address and the code for a copy at `to` of each instruction except padding."""
     at = region.addr
     while at < region.end - region.padding:
         code, length = relocate(region.code[at - region.addr :], at, to, bits)

@@ -45,7 +45,7 @@ X86Operation = Callable[["X86Emulation", Any, ByteMemory], None]
 
 @dataclass(frozen=True, slots=True)
 class X86Emulation(Emulation):
-    """An x86 instruction to emulate, with its decoded operands."""
+    """Emulation of one x86 instruction, with the instruction's decoded operands."""
 
     op: X86Operation
     """Function of this module that executes the instruction."""

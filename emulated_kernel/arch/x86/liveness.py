@@ -115,7 +115,7 @@ def _registers(info: Any) -> tuple[int, int]:
 
 
 def _flags(insn: Any) -> tuple[int, int]:
-    """Return the masks of the status flags that an instruction reads, and that it overwrites.
+    """Return two masks of status flags: those that an instruction reads, and those that it overwrites.
 
     AF counts as overwritten if it becomes undefined, as by logic instructions. Shifts and rotates count as
     overwriting no flag, because with count 0 they preserve every flag.

@@ -434,7 +434,7 @@ class X86Lowering(Lowering):
         self._code += self._encoder.multiply(self._real[op.dst], self._real[op.src])
 
     def _compare_exchange(self, op: ir.CompareExchange) -> None:
-        """Emit a compare and exchange. The expected value is swapped into ax before it, and back after it."""
+        """Emit a compare and exchange. Before and after it, the expected value is exchanged with ax."""
         encoder = self._encoder
         real = self._real
         base = real[op.base]

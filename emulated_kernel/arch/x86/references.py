@@ -22,7 +22,7 @@ _DISPLACEMENT_SIZE = _DISPLACEMENT.size
 
 
 def branches(addr: int, code: bytes) -> Iterator[Reference]:
-    """Iterate over (target, source) of all bit patterns in the code at `addr` that look like direct branches.
+    """Yield (target, source) for each bit pattern in the code at `addr` that looks like a direct branch.
 
     Patterns may start in the middle of an instruction. Decoding all instructions of a kernel would take ten
     times as long, and few of the branches matter.
@@ -33,7 +33,7 @@ def branches(addr: int, code: bytes) -> Iterator[Reference]:
 
 
 def branches_into(window: range, addr: int, code: bytes) -> Iterator[Reference]:
-    """Iterate over the items of branches() whose target is in `window`.
+    """Yield those items of branches() whose target is in `window`.
 
     The search takes 7 % of the time that branches() takes.
     """
@@ -50,12 +50,12 @@ def branches_into(window: range, addr: int, code: bytes) -> Iterator[Reference]:
 
 
 def rip_relative(addr: int, code: bytes) -> Iterator[Reference]:
-    """Iterate over (target, source) of bit patterns in the code at `addr` that look like RIP-relative lea."""
+    """Yield (target, source) for bit patterns in the code at `addr` that look like a RIP-relative lea."""
     return _relative(addr, code, _LEA, 2)
 
 
 def rip_relative_into(window: range, addr: int, code: bytes) -> Iterator[Reference]:
-    """Iterate over the items of rip_relative() whose target is in `window`.
+    """Yield those items of rip_relative() whose target is in `window`.
 
     The function drops the other items of rip_relative(), because a kernel has few of them. A search for
     displacements into the window takes four times as long.
@@ -64,7 +64,7 @@ def rip_relative_into(window: range, addr: int, code: bytes) -> Iterator[Referen
 
 
 def immediates(sign: int, text: Iterable[tuple[int, int]], addr: int, code: bytes) -> Iterator[Reference]:
-    """Iterate over (value, address) of 32-bit words in the code at `addr` that may be addresses in `text`.
+    """Yield (value, address) of each 32-bit word in the code at `addr` that may be an address in `text`.
 
     A word may start at any byte. A word is yielded if its upper byte is that of the lower 32 bits of an
     address in one of the ranges `text`. `sign`: the upper 32 bits of each yielded value.
@@ -77,7 +77,7 @@ def immediates(sign: int, text: Iterable[tuple[int, int]], addr: int, code: byte
 
 
 def immediates_into(sign: int, window: range, addr: int, code: bytes) -> Iterator[Reference]:
-    """Iterate over the items of immediates() whose value is in `window`; `sign` as for immediates()."""
+    """Yield those items of immediates() whose value is in `window`; `sign`: as for immediates()."""
     for upper in range(window.start >> 16, (window.stop - 1 >> 16) + 1):
         for at in positions(code, (upper & 0xFFFF).to_bytes(2, "little"), 2, len(code)):
             value = sign | int.from_bytes(code[at - 2 : at + 2], "little")
@@ -86,7 +86,7 @@ def immediates_into(sign: int, window: range, addr: int, code: bytes) -> Iterato
 
 
 def _short_branches(addr: int, code: bytes, first: int, last: int) -> Iterator[Reference]:
-    """Iterate over (target, source) of the branches in `code[first:last]` whose displacement has one byte.
+    """Yield (target, source) for each branch in `code[first:last]` whose displacement has one byte.
 
     `addr`: address of the start of `code`.
     """
@@ -99,7 +99,7 @@ def _short_branches(addr: int, code: bytes, first: int, last: int) -> Iterator[R
 
 
 def _relative(addr: int, code: bytes, pattern: re.Pattern[bytes], opcode: int) -> Iterator[Reference]:
-    """Iterate over (target, source) of the instructions in `code` whose opcode `pattern` finds.
+    """Yield (target, source) for each instruction in `code` whose opcode `pattern` finds.
 
     `addr`: address of the start of `code`. `opcode`: size in bytes of the opcode, after which the
     displacement of four bytes is.

@@ -266,7 +266,7 @@ class BuiltinKernel(TaskStacks):
         return (task.addr for task in self.tasks())
 
     def cpus(self) -> list[CpuInfo]:
-        """Return the state of each CPU and the task that it runs."""
+        """Return a record for each CPU, which includes the task that the CPU runs."""
         return list(read_cpus(self._reader("per-CPU area"), self.image.abi, self.machine.per_cpu_bases))
 
     def memory(self) -> MemoryInfo:
@@ -278,7 +278,7 @@ class BuiltinKernel(TaskStacks):
         return list(read_slabs(self._reader("list of slab caches"), self.image.kallsyms, self.image.abi))
 
     def file_pages(self) -> int:
-        """Return the number of pages that the guest's files, which are in memory, use."""
+        """Return the number of memory pages that hold the guest's files."""
         return self._memory.read_u32(address_of(self.image.kallsyms, "nr_file_pages"))
 
     def limit_file_pages(self, most: int | None) -> None:

@@ -294,7 +294,7 @@ class Guest:
                 self.kernel.print(message)
 
     def messages(self) -> list[Message]:
-        """Return the readable messages of the kernel log, followed by the messages of the host."""
+        """Return the readable messages of the kernel log, followed by the host's own messages."""
         return self.kernel.messages() + self.runner.notes
 
 

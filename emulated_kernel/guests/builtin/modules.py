@@ -124,7 +124,7 @@ class Modules:
                 self._files[newest.name] = file
 
     def files(self) -> list[ModuleFile]:
-        """Return the files of the loaded modules in the order of loading, so another kernel can load them."""
+        """Return the files of the loaded modules in the order of loading, for loading into another kernel."""
         oldest_first = reversed(self.loaded())
         return [self._files[module.name] for module in oldest_first if module.name in self._files]
 

@@ -86,7 +86,7 @@ class WatchedCalls:
             self._tell(names_end=bool(more & Calls.NAMES))
 
     def open_files(self) -> None:
-        """Open in the guest each file that a client has open, and that the guest has not opened. Lock: needs.
+        """Open in the guest all files that clients have open but that are not open in the guest. Lock: needs.
 
         This precedes a change that patches more text.
         """

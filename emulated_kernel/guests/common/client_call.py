@@ -128,7 +128,7 @@ class ClientCall:
     data: Mapping[int, bytes]
     """Index of an argument -> the path or string without its NUL, or the bytes of the structure."""
     is_hidden: bool = False
-    """True if the process's memory could not be read in time, so that `data` lacks the paths of the call."""
+    """Whether the process's memory could not be read in time, so that `data` lacks the paths of the call."""
 
     @property
     def fd(self) -> int | None:
@@ -139,7 +139,7 @@ class ClientCall:
 
     @property
     def opens(self) -> bool:
-        """True if the call opens a file."""
+        """Whether the call opens a file."""
         return self.name in OPENS
 
     @property

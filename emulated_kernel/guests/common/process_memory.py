@@ -103,11 +103,11 @@ in memory. So a daemon whose package was upgraded meanwhile still starts the pro
 
 
 class _GivenUpError(Exception):
-    """Raised if a helper has not answered in time."""
+    """Error that means that a helper has not answered in time."""
 
 
 class _Helper:
-    """One helper process. Helpers inherit no descriptors, so that a sleeping helper keeps no mount alive."""
+    """A helper process. It inherits no descriptors, so that a sleeping helper keeps no mount alive."""
 
     def __init__(self) -> None:
         """Start the process and wait until it is ready. Raises: OSError, _GivenUpError."""
@@ -195,7 +195,7 @@ class _Helper:
         return True
 
     def end(self) -> None:
-        """Close the pipes and kill the process, which may end much later."""
+        """Close the pipes and kill the process, which may take a long time to end."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()

@@ -70,7 +70,10 @@ def write_core(machine: CoreSource, vmcoreinfo: bytes) -> IO[bytes]:
 
 
 class VmcoreFile(File):
-    """The node machine/vmcore. Its size is that of the guest's physical memory and the space for headers."""
+    """The node machine/vmcore.
+
+    Its size is the size of the guest's physical memory plus the headers' space.
+    """
 
     def __init__(self, machine: ProbedMachine, vmcoreinfo: Callable[[], bytes]) -> None:
         """Create the node. `vmcoreinfo` returns the text of the note VMCOREINFO; b"" means no such note."""

@@ -65,7 +65,7 @@ class WorkloadHost(Protocol):
 
     @property
     def is_dead(self) -> bool:
-        """True if the guest can't run any more."""
+        """Whether the guest can't run any more."""
 
     def kinds(self) -> Collection[WorkloadKind]:
         """Return the kinds of workloads whose system calls the kernel has."""
@@ -115,7 +115,7 @@ class RunningWorkload:
 
     @property
     def due(self) -> float:
-        """Time of the next round, in seconds of the host's monotonic clock."""
+        """Time at which the next round begins, in seconds of the host's monotonic clock."""
         return self.started + (self.rounds + self.failed) / self.order.rate
 
     def line(self) -> str:

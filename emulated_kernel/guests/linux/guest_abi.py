@@ -23,7 +23,7 @@ An arm64 kernel reads the variable at an exception or system call from user mode
 
 @dataclass(frozen=True)
 class GuestAbi:
-    """The system calls, registers and structures of one processor."""
+    """The system calls, registers and structures by which the host drives user mode of one processor."""
 
     name: str
     """Name of the architecture, which MachineConfig.arch also uses."""

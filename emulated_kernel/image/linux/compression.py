@@ -169,7 +169,7 @@ MAGICS = tuple(magic for magic, _, _ in _FORMATS if len(magic) > 3 or magic == G
 
 
 class Pieces(io.RawIOBase):
-    """A file object that reads an iterator of pieces, once and sequentially."""
+    """A file object with the bytes of an iterator of pieces, which can be read once and sequentially."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces

@@ -51,7 +51,7 @@ _UNPROBED = (".kprobes.text", ".noinstr.text")
 
 @dataclass(frozen=True)
 class LinkedModule:
-    """A linked module, and the addresses of its jumps to the return thunk."""
+    """A linked module, and the addresses of those jumps in it that lead to the return thunk."""
 
     module: Module
     return_sites: tuple[int, ...]

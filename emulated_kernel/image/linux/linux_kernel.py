@@ -80,7 +80,7 @@ class ReturnThunks(Enum):
 
 
 class _TablePlace(NamedTuple):
-    """Location of a table: between two symbols or, if the kernel doesn't have these, in a section."""
+    """Location of a table: between two symbols or, if the kernel lacks these symbols, in a section."""
 
     start: str
     stop: str
@@ -188,7 +188,7 @@ class LinuxKernel:
         )
 
     def fentry_sites(self, entries: Iterable[int], word_at: Callable[[int], int | None]) -> Iterator[int]:
-        """Yield the fentry sites for the entries of a table of this kernel or of one of its modules.
+        """Yield the fentry sites for `entries`, which are from the kernel's or a module's table of sites.
 
         `word_at` returns the instruction at an address, or None if it is unknown.
 

@@ -84,7 +84,7 @@ class CpuModel(ABC):
 
     @property
     def all_registers(self) -> dict[str, int]:
-        """Name of each register that debuggers show -> Unicorn's id of the register."""
+        """Name of a register that debuggers show -> Unicorn's id of the register."""
         flags = {"flags": self.flags_register}
         return {**self.registers, **self.special_registers, **self.segment_bases, **flags}
 

@@ -127,7 +127,7 @@ class ApiRegs(Regs):
 
 
 class FastRegs(Regs):
-    """Registers as ctypes fields at the address of Unicorn's CPU structure, without calls."""
+    """Registers as ctypes fields in Unicorn's CPU structure, so that an access needs no call of Unicorn."""
 
     __slots__ = (*_NO_SLOTS,)
     _packed: ClassVar[struct.Struct]
@@ -167,7 +167,7 @@ class FastRegs(Regs):
 
 
 class ClosedRegs(Regs, ctypes.Structure):
-    """Class of closed FastRegs objects: it has the layout of FastRegs, but no registers."""
+    """Class of FastRegs objects after close(): it has the layout of FastRegs, but no registers."""
 
     __slots__ = (*_SLOTS,)
 

@@ -66,7 +66,7 @@ class TableRegister(ctypes.Structure):
 
 
 class X86Cpu(CpuModel):
-    """Base class of the x86 CPU models."""
+    """Base class of the models of x86 CPUs."""
 
     register_set = RegisterSet
     flags_register = EFLAGS

@@ -44,7 +44,7 @@ class Delivery:
 
     @property
     def possible(self) -> bool:
-        """True if the guest has an interrupt handler."""
+        """Whether the guest has an interrupt handler."""
         return self._handler is not None
 
     def enter(self, vector: int, error_code: int, cr2: int) -> None:

@@ -52,11 +52,11 @@ def cause_of(vector: int, error_code: int) -> int:
 
 
 class RiscvDelivery(Delivery):
-    """Delivers interrupts: sets the trap registers and continues at stvec."""
+    """Delivers interrupts: sets the trap registers, and makes the guest continue at stvec."""
 
     @property
     def possible(self) -> bool:
-        """True if the guest has set a trap handler."""
+        """Whether the guest has set a trap handler."""
         return self._engine.reg_read(STVEC) != 0
 
     def enter(self, vector: int, error_code: int, cr2: int) -> None:

@@ -21,7 +21,7 @@ _log = logging.getLogger("kprobefs.guest")
 
 
 class ReadableMemory(Protocol):
-    """Memory that is read by virtual address."""
+    """Interface of memory that is read by virtual address."""
 
     @property
     def word_size(self) -> int: ...

@@ -79,7 +79,7 @@ class Memory(GuestMemory):
         self._index()
 
     def _index(self) -> None:
-        """Rebuild the lists that make look-ups fast: one list for each member of the `ranges`."""
+        """Rebuild the lists that make look-ups fast: a list for each field of the ranges."""
         if self.on_change is not None:
             self.on_change()
         self._starts = [r.start for r in self.ranges]

@@ -206,9 +206,9 @@ class PaePageTables(X86PageTables):
     shifts = (30, 21, 12)
 
     def branch(self, pa: int, shift: int) -> int:
-        """Return the entry that points to the next table. An entry of the root has no bits for rights.
+        """Return the entry that points to the next table. In the root, the bits for rights are 0.
 
-        In the root, these bits are reserved.
+        In the root table of PAE, these bits are reserved.
         """
         return pa | self._PRESENT if shift == self.shifts[0] else super().branch(pa, shift)
 

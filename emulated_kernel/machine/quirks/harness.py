@@ -32,7 +32,7 @@ in the next engine tries this place first, and uses it only if the registers are
 
 
 class Outcome(Enum):
-    """Outcome of the self-test that checks one deviation of Unicorn from the hardware."""
+    """Outcome of the self-test of one deviation of Unicorn: success, or use of a fallback."""
 
     OK = "ok"
     FALLBACK = "fallback"
@@ -41,7 +41,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Result of the self-test of one deviation."""
+    """Result of the self-test of one deviation of Unicorn from the hardware."""
 
     name: str
     outcome: Outcome
@@ -195,7 +195,7 @@ def check_changed_code_runs(bench: Bench, old: bytes, new: bytes, result: str) -
 
 
 def check_halt_ends_run(bench: Bench, nop: bytes) -> None:
-    """Check that a halt ends the run with ip after the halt, and that it ends a second run, too.
+    """Check that a halt ends the run with ip after the halt, and that a halt also ends a second run.
 
     `nop`: code to run before the halt.
     """

@@ -134,7 +134,7 @@ def check_breakpoint(bench: Bench) -> None:
 
 
 def check_trap_flag(bench: Bench) -> None:
-    """Check that TF traps after one instruction, and that it can be cleared.
+    """Check that TF traps after one instruction, and that TF can be cleared.
 
     If popf sets TF, the trap must come after the instruction that follows popf.
     """

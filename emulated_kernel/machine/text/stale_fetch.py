@@ -170,7 +170,7 @@ class StaleFetch:
         return range(ip, ip + 1)
 
     def hide(self) -> None:
-        """Restore the real text after `show`."""
+        """Restore the real text after show() has substituted prefetched bytes."""
         if self._shown is not None:
             shown = self._shown
             self._shown = None

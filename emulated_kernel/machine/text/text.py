@@ -414,7 +414,7 @@ class Text:
 
     @property
     def is_fetched_meanwhile(self) -> bool:
-        """Whether the text between two pokes can be fetched by another CPU, or is seen by the watcher."""
+        """Whether another CPU or the watcher can see the text between two pokes."""
         return self._cpus > 1 or self.interrupt_cpus is not None or self.watcher is not None
 
     def current(self, va: int, size: int) -> bytes:
@@ -460,7 +460,7 @@ class Text:
         return va in self._slots or va in self._puns
 
     def free_text(self, va: int) -> None:
-        """Free memory from `alloc_text`, and fill it with breakpoints, so that late jumps to it trap.
+        """Free memory from alloc_text(). Fill the memory with breakpoints, so that late jumps to it trap.
 
         Raises: HardwareError (not allocated).
         """

@@ -24,7 +24,7 @@ class TrapKind(Enum):
 
 @dataclass(frozen=True)
 class Trap:
-    """A stop or an exception of the guest."""
+    """A description of a stop or an exception of the guest."""
 
     kind: TrapKind
     address: int

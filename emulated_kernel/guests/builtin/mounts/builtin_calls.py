@@ -53,7 +53,7 @@ class BuiltinCalls(GuestCalls):
 
     @property
     def sees_lookups(self) -> bool:
-        """Whether looked_up() and on_file() have work to do at present; see GuestCalls."""
+        """Whether looked_up() and on_file() now repeat calls in the guest; see GuestCalls."""
         return self._watched.include(Calls.NAMES) and not self._runner.is_dead
 
     def informed(self, client: Client, opened: str | None = None) -> Client:

@@ -67,7 +67,7 @@ class Mounts:
         self._mounts[mount] = None
 
     def _open_in_guest(self, names_end: bool) -> None:
-        """Open in the guest each file that a client has open in a mount, and that the guest has not opened.
+        """Open in the guest all files that clients have open in any mount but that are not open in the guest.
 
         This precedes a change after which a probe can notice more calls. `names_end`: see
         FileSystem.open_in_guest.

@@ -213,7 +213,7 @@ class ScratchFs(FileSystem):
 
     @property
     def sees_lookups(self) -> bool:
-        """Whether getattr() repeats calls of its client in the guest at present; see FileSystem."""
+        """Whether getattr() now repeats its client's calls in the guest; see FileSystem."""
         return self.guest.is_watched(Calls.NAMES)
 
     def informed(self, client: Client, opened: str | None = None) -> Client:

@@ -114,7 +114,7 @@ class Request:
 
 
 class CpuPosition(Enum):
-    """State of a CPU between two runs of the guest."""
+    """Where a CPU is between two runs of the guest: in user mode, idle, in the kernel, or stopped."""
 
     USER = auto()
     """In user mode: its task waits for the next system call."""
@@ -359,7 +359,7 @@ class GuestRunner:
         return result
 
     def _tick(self) -> None:
-        """If a jiffy has passed since the last timer interrupt, deliver another one, and run its handler."""
+        """Deliver a timer interrupt and run its handler, if a jiffy has passed since the last one."""
         jiffy = self._machine.clock.now_ns() // NSEC_PER_JIFFY
         if jiffy != self._last_jiffy and self._at is not CpuPosition.DEAD:
             self._last_jiffy = jiffy
@@ -411,7 +411,7 @@ class GuestRunner:
             self._machine.answer(request.nr, *request.args)
 
     def _step(self) -> None:
-        """Run the guest until it is idle or in user mode, and serve its hypercalls."""
+        """Run the guest until it is idle or in user mode, and serve the guest's hypercalls."""
         budget: float | None = None
         overdue = 0.0
         while self._at is not CpuPosition.DEAD:

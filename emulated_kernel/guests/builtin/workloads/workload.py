@@ -51,7 +51,7 @@ class BuiltinWorkloads:
 
     @property
     def is_dead(self) -> bool:
-        """True if the guest can't run any more; see WorkloadHost."""
+        """Whether the guest can't run any more; see WorkloadHost."""
         return self._guest.is_dead
 
     def kinds(self) -> Collection[WorkloadKind]:
@@ -63,11 +63,11 @@ class BuiltinWorkloads:
         return BackgroundWorkload(self._guest, kind, pid)
 
     def slice_begins(self) -> None:
-        """Count a request, so that delayed work is done as before a client's request; see WorkloadHost."""
+        """Count a request, so that due delayed work is done; see WorkloadHost."""
         self._requests.request_begins()
 
     def slice_ends(self) -> None:
-        """Do nothing; see WorkloadHost."""
+        """Do nothing, because no work follows a client's request; see WorkloadHost."""
 
 
 class BackgroundWorkload:

@@ -188,12 +188,12 @@ def save(
     boot_seconds: float | None = None,
     seed: int = DEFAULT_SEED,
 ) -> None:
-    """Write a snapshot of a machine; it appears at `target` when it is complete. Raises: OSError.
+    """Write a snapshot of a machine. The file appears at `target` when it is complete. Raises: OSError.
 
     `facts`: offsets in the kernel's structures. `cells`: offsets of hidden words in Unicorn's CPU state.
     `source`: path of the kernel's file. `parts`: name -> further data to keep. `shown`: the production CPU
-    that the guest sees; None if it sees the emulated CPU. `boot_seconds`: CPU time of the boot.
-    `seed`: seed of the kernel's random numbers.
+    that the guest sees; None if it sees the emulated CPU. `boot_seconds`: CPU time of the boot. `seed`: seed
+    of the kernel's random numbers.
     """
     about = {
         "boot_seconds": boot_seconds,
@@ -295,7 +295,7 @@ def write_at(file: IO[bytes], start: int, data: bytes | memoryview) -> None:
 
 
 class SnapshotContents(NamedTuple):
-    """The content of a snapshot, with its RAM mapped privately."""
+    """The content of a snapshot. Its RAM is a private mapping of the file."""
 
     about: dict[str, Any]
     ram: mmap.mmap
@@ -316,7 +316,7 @@ class ShownCpu(NamedTuple):
 
 
 class SavedMachine(NamedTuple):
-    """The content of a snapshot: a machine with its RAM and devices, and further data of the snapshot."""
+    """The content of a snapshot with a machine: the machine's RAM and devices, and further data."""
 
     machine: LinuxMachine
     facts: KernelOffsets

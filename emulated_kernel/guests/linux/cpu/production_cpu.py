@@ -75,7 +75,7 @@ class ProductionCpu:
         )
 
     def as_text(self) -> str:
-        """Return the CPU as JSON, which from_text() reads. Equal CPUs have equal texts."""
+        """Return the CPU as JSON, from which from_text() restores it. Equal CPUs have equal texts."""
         return json.dumps({**asdict(self), "vulnerabilities": dict(sorted(self.vulnerabilities.items()))})
 
 

@@ -187,7 +187,10 @@ class ClientScheduler:
         return self._machine.pc.tsc + microseconds * self._machine.pc.khz // 1000
 
     def take_interrupts(self) -> None:
-        """While a task is at its stub, deliver all timer interrupts whose time has come."""
+        """Deliver all timer interrupts whose time has come, one after the other.
+
+        Stop if the CPU becomes idle, so that no task is at its stub.
+        """
         while self.current is not None and self._machine.pc.is_due:
             self._machine.timer()
             self.run()
@@ -334,7 +337,7 @@ class ClientScheduler:
         return True
 
     def _leave_call(self) -> None:
-        """Make the task that waits in its system call, if any, sleep in the call when the guest runs next."""
+        """Make the next run put the task to sleep that waits in its system call, if there is such a task."""
         task = self._in_call
         self._in_call = None
         if task is not None:

@@ -64,7 +64,7 @@ class CpuReport:
 
     @property
     def remarks(self) -> Sequence[str]:
-        """Sentences for the output of commands: differences from production, and derived facts."""
+        """Sentences for the output of commands: the differences from production, and the derived data."""
         cpu = self.cpu
         found = []
         if cpu.release and cpu.release != self.release:

@@ -27,7 +27,7 @@ _NAMES = 1000
 
 
 class DcacheReader:
-    """Finds files by path or descriptor. The guest must be stopped at the stub or idle."""
+    """Finds attributes of files by path or descriptor. The guest must be stopped at the stub or idle."""
 
     def __init__(self, machine: LinuxMachine, facts: KernelOffsets, task: int) -> None:
         """Find the dentry hash table.

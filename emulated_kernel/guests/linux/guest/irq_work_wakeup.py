@@ -177,7 +177,7 @@ class IrqWorkWakeup(Wakeup):
 
 
 class RiscvWakeup(IrqWorkWakeup):
-    """Wakes tasks of a RISC-V guest, whose IPIs are all delivered by the one software interrupt."""
+    """Wakes tasks of a RISC-V guest, in which one software interrupt delivers all IPIs."""
 
     flag_codes = FlagCode(_riscv_reschedule, _RISCV_RET_SIZE), None
 
@@ -213,7 +213,7 @@ class RiscvWakeup(IrqWorkWakeup):
 
 
 class Arm64Wakeup(IrqWorkWakeup):
-    """Wakes tasks of an arm64 guest, whose interprocessor interrupts are software interrupts of the GIC."""
+    """Wakes tasks of an arm64 guest, whose IPIs are software-generated interrupts of the GIC."""
 
     flag_codes = (
         FlagCode(partial(machine_code, ARM64_RESCHEDULE), _ARM64_TAIL),

@@ -27,7 +27,7 @@ class Blocked(Exception):
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class LinuxTask:
-    """A client task. Its registers and flags live in guest memory; this object has their addresses."""
+    """A client task. Its registers and flags are in guest memory; this object has the addresses of these."""
 
     address: int
     """Virtual address of the task's task_struct."""
@@ -49,16 +49,16 @@ class LinuxTask:
     """User id and group id of the task in the guest."""
     comm: str = ""
     has_executed: bool = False
-    """True if the process has probably called execve(2), which its next request repeats in the guest."""
+    """Whether the process has probably called execve(2), which its next request repeats in the guest."""
     pending: bool = False
-    """True while a system call of the task has not returned."""
+    """Whether a system call of the task has not returned."""
     result: int = 0
     """Return value of the task's latest system call."""
     alive: bool = True
     service: Service | None = None
     """Function that does the host's work in the task's system call (see Service); None without such work."""
     waits: bool = False
-    """True if the task's system call waits for `service`.
+    """Whether the task's system call waits for `service`.
 
     The task sleeps while the guest runs other tasks.
     """

@@ -146,7 +146,7 @@ class PassingTime:
             tasks.work(_TURN)
 
     def _is_busy(self) -> bool:
-        """Return True if tasks other than the task at its stub can run now or soon, or if this is unknown."""
+        """Return True if a task other than the one at its stub can run now or soon, or if this is unknown."""
         if not self._expiries:
             return True
         others = self._words[self._runnable >> 3] >> 8 * (self._runnable & 4) & 0xFFFFFFFF

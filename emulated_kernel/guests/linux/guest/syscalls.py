@@ -237,7 +237,7 @@ class LinuxSyscalls:
         offset: int | None,
         service: Service | None = None,
     ) -> int:
-        """Write data to a descriptor, at an offset if one is given; return the number of bytes written.
+        """Write `data` to a descriptor, at `offset` if it is given; return the number of bytes written.
 
         `service`: function that does the host's work in write(2); see Service.
         Raises: Blocked (the call sleeps for too long), WouldBlock (`service` must wait).

@@ -195,7 +195,7 @@ class LinuxControlCalls(GuestCalls):
 
     @property
     def is_watched(self) -> bool:
-        """True if a probe could notice a system call."""
+        """Whether a probe could notice a system call."""
         return bool(self._machine.text.ledger.words) and not self._tasks.machine.death
 
     def follow_processes(self) -> None:

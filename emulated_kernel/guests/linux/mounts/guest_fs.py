@@ -148,7 +148,7 @@ class GuestFile(FileDescription):
 
     @property
     def is_open(self) -> bool:
-        """True if the file has not been released."""
+        """Whether the file has not been released."""
         return self in self.fs.opened
 
     def mask(self) -> int:

@@ -51,7 +51,7 @@ class Polled(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """True if the file has not been released."""
+        """Whether the file has not been released."""
 
     def mask(self) -> int:
         """Return the poll mask of the events for which the file is ready. Lock: needs."""
@@ -182,7 +182,7 @@ class LinuxWorkloads:
 
     @property
     def is_dead(self) -> bool:
-        """True if the guest can't run any more; see WorkloadHost."""
+        """Whether the guest can't run any more; see WorkloadHost."""
         return self._guest.is_dead
 
     def kinds(self) -> Collection[WorkloadKind]:
@@ -195,7 +195,7 @@ class LinuxWorkloads:
         return LinuxWorkload(guest.tasks, guest.syscalls, guest.clients.execute, kind, pid)
 
     def slice_begins(self) -> None:
-        """Perform the deferred closes in the guest, as before a request. Raises: KernelError."""
+        """Perform the deferred closes in the guest, as a request does. Raises: KernelError."""
         guest = self._guest
         guest.check_open()
         try:
@@ -204,7 +204,7 @@ class LinuxWorkloads:
             raise KernelError(errno.EIO, f"the guest has died: {fault}") from fault
 
     def slice_ends(self) -> None:
-        """Notify pollers and the threads in wait(), as after a request; see WorkloadHost."""
+        """Notify pollers and the threads that are in wait(), as a request does; see WorkloadHost."""
         guest = self._guest
         if guest.is_closed:
             return
@@ -390,7 +390,7 @@ class LinuxGuest:
                 self.waiters -= 1
 
     def wake(self) -> None:
-        """Wake all threads in wait(). Lock: leaves."""
+        """Wake all threads that are in wait(). Lock: leaves."""
         with self._activity:
             self._activity.notify_all()
 
@@ -449,7 +449,7 @@ class LinuxGuest:
 
     @property
     def is_dead(self) -> bool:
-        """True if the guest can't run any more."""
+        """Whether the guest can't run any more."""
         return bool(self.tasks.machine.death)
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ class NativeCore:
 
     @property
     def memory(self) -> NativeCore:
-        """The object that reads and writes memory for a core dump or a debugger: this object itself."""
+        """The object itself, because it also reads and writes memory for a core dump or a debugger."""
         return self
 
     def _root_of(self, va: int) -> int:

@@ -101,7 +101,7 @@ class ModulesFs(GuestFs):
 
 
 class _TextFile(FileDescription):
-    """An open file of machine/ whose content is the text at the time of the open."""
+    """An open file of machine/. Its content was computed when it was opened."""
 
     __slots__ = ("_text",)
 
@@ -164,7 +164,7 @@ class _LoadFile(FileDescription):
 
 
 class _CoreFile(FileDescription):
-    """An open ELF core, which has the guest's state at the time of the open."""
+    """An open ELF core, which has the guest's memory and registers at the time of the open."""
 
     __slots__ = ("_core",)
 

@@ -32,7 +32,7 @@ _TABLE = 0x0000FFFFFFFFF000
 
 
 class Arm64LinuxCpu(LinuxCpu):
-    """The state of an arm64 machine's CPU. It may be used only while the guest is stopped, or in a hook."""
+    """The live CPU of an arm64 machine. It may be used only while the guest is stopped, or in a hook."""
 
     exception_return: ClassVar[bytes] = bytes.fromhex("e0039fd6")
     """Code of eret."""

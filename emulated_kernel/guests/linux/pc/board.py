@@ -144,7 +144,7 @@ class Board(ABC):
 
     @property
     def random(self) -> int:
-        """State of the random generator that computes the steps of rdtsc."""
+        """State of the random generator from which rdtsc gets the steps of the time."""
         return self._cells[_STEPS]
 
     @random.setter

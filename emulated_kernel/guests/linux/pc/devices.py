@@ -35,7 +35,7 @@ A boot must not depend on the date.
 
 
 class Pc(Board):
-    """Devices of the PC. The time is the TSC, which rdtsc reads."""
+    """Devices of the PC. The time of the board is the TSC, which rdtsc reads."""
 
     khz = TSC_KHZ
     STATE = (

@@ -302,7 +302,10 @@ class LinuxMachine(ABC):
 
     @property
     def has_smap(self) -> bool:
-        """Whether SMAP is on: a kernel's loads from user memory fault unless it has set the flag AC."""
+        """Whether SMAP is on.
+
+        Then a kernel's loads from user memory fault unless the kernel has set the flag AC.
+        """
         return False
 
     @abstractmethod

@@ -66,7 +66,7 @@ class UserAccess:
 
     @property
     def spared(self) -> int:
-        """Number of changes of SUM after which Unicorn has kept its cached translations."""
+        """Number of changes of SUM after which Unicorn still had its cached translations."""
         return sum(int(words.spared) for words in self._all)
 
     def take_over(self, sites: Mapping[str, int], memory: LinuxMemory, root: int, ram: int) -> None:

@@ -137,7 +137,7 @@ def work_queues(kernel: LinuxKernel) -> tuple[dict[str, int], tuple[int, ...], d
 
 
 def _code(abi: GuestAbi, symbols: Mapping[str, int]) -> tuple[tuple[int, bytes], ...]:
-    """Return (offset in the page, bytes) of the code of the interrupt, of the work and of the thread.
+    """Return (offset in the page, bytes) for three pieces of code: the interrupt, the work and the thread.
 
     The module of a processor is imported only when a kernel of that processor is used.
     """

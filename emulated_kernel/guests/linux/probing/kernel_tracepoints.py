@@ -484,7 +484,7 @@ class KernelTracepoints:
 
 
 class _ShortKeys(StaticKeys):
-    """Static keys of a kernel that uses two-byte jumps if they reach the target (since v5.14)."""
+    """Static keys of a kernel (since v5.14) that uses a two-byte jump if it reaches the target."""
 
     def jump(self, label: JumpLabel) -> bytes:
         size = label_size(self._text.original(label.code, JMP32_SIZE))

@@ -113,7 +113,7 @@ class KernelEngine:
         guest.events.watch(engine.hook_sets, tracing.guest_records, requests, tracing.arrays)
 
     def _place_user_access(self) -> None:
-        """Place the code by which handlers allow loads from user memory, if the architecture has it."""
+        """Write to guest memory the code by which handlers allow loads from user memory, if it is needed."""
         code = self._arch.user_access
         if not code:
             return
@@ -150,7 +150,7 @@ class KernelEngine:
         return build_probe_engine(kernel)
 
     def _run_tasks(self) -> None:
-        """Run each runnable task once, so that tasks leave text that is about to be patched."""
+        """Run each runnable task once, so that tasks leave text that will be patched."""
         self.guest.idle(_TURN)
 
     def _run_all_tasks(self) -> nullcontext[bool]:

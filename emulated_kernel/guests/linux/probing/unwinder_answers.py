@@ -62,7 +62,7 @@ class UnwinderAnswers:
         hook_sets.first.trampoline.on_install.append(self._install)
 
     def _install(self) -> None:
-        """Put a breakpoint on the function permanently, if the kernel has the function."""
+        """Put a permanent breakpoint on the function that this class replaces, if the kernel has it."""
         function = self._kernel.kallsyms.lookup_name(_FIND)
         if function is None:
             return

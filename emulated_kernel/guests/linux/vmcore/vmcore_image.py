@@ -48,7 +48,7 @@ ONLINE = ("__cpu_online_mask", "__cpu_active_mask", "__num_online_cpus")
 
 @dataclass(frozen=True)
 class VmcoreOffsets:
-    """Addresses and offsets in a dump's kernel that calls need."""
+    """Addresses and offsets in a dump's kernel that are needed to call its functions."""
 
     release: str
     root: int

@@ -82,7 +82,7 @@ class VmcoreControlCalls(GuestCalls):
         return bool(self.guest.machine.death)
 
     def log(self) -> bytes:
-        """Return the end of the kernel log, as much as fits into the buffer."""
+        """Return the newest part of the kernel log that fits into the buffer."""
         memory = self.engine.machine.memory
         buffer = self.calls.buffer
         call = self.calls.call_function
