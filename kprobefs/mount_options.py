@@ -95,10 +95,7 @@ class MountOptions:
 
     @property
     def kernel_words(self) -> list[str]:
-        """Words of a command line that select the kernel, the way of probing and the clock of this mount.
-
-        The options and their values alternate.
-        """
+        """Options of a command line, and their values, that select this mount's kernel, kprobes and clock."""
         machine = self.machine
         words = ["--arch", machine.arch]
         if self.vmcore is not None:

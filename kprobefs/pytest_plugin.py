@@ -96,7 +96,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def _own_frames_hidden(error: BaseException | None) -> Iterator[None]:
     """Hide the frames of kprobefs from the report of a refusal, during the `with` block.
 
-    Reports of other errors, which may be faults of kprobefs, and those with --full-trace have these frames.
+    The report keeps these frames if the error may be a fault of kprobefs, or with --full-trace.
     """
     hidden: list[dict[str, object]] = []
     seen: list[BaseException] = []
@@ -116,7 +116,7 @@ def _own_frames_hidden(error: BaseException | None) -> Iterator[None]:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Return True for a KernelError, and for the error of a mount that fails."""
+    """Return True if `error` is a KernelError or the error of a mount that failed."""
     # If the error is a KernelError, its module is loaded, so no import is needed.
     errors = sys.modules.get("emulated_kernel.util.errors")
     if errors is not None and isinstance(error, errors.KernelError):
@@ -223,7 +223,7 @@ def _is_marked(request: pytest.FixtureRequest) -> bool:
 def _options_of_run() -> dict[str, str]:
     """Return the options of the mount of `kprobefs run` or `kprobefs matrix`, if it runs pytest, or else {}.
 
-    The options select the kernel, the way of probing and the clock.
+    The options select the kernel, the kprobes and the clock.
     """
     if "KPROBEFS" not in os.environ:
         return {}
@@ -233,7 +233,7 @@ def _options_of_run() -> dict[str, str]:
 
 @pytest.fixture
 def kernel(kprobefs_arch: str, request: pytest.FixtureRequest) -> Iterator[Kernel]:
-    """Boot an emulated kernel in this process, for the Python API. It needs no FUSE.
+    """Boot an emulated kernel in this process, for the Python API; FUSE is not needed.
 
     In a command of `kprobefs run` or `kprobefs matrix`, the kernel has the architecture and the profile of
     that command's kernel. If that is a distribution's kernel, the test fails.
@@ -262,12 +262,12 @@ def kprobefs_mount(
     Keyword arguments: `arch` (the marker's, or x86_64), `image` (a distribution's kernel; default: the
     marker's, or kprobefs's own), `kprobes` ("kprobefs" or "kernel"), `cpus` (1), `seed` (1), `clock`
     ("virtual"), `profile`, `cpu` (that of the machine with a distribution's kernel), `return_hook`, and
-    `layout` ("full": kprobes/, tracing/, machine/, scratch/; "tracefs": tracefs itself). An argument that is
-    None has the default of `kprobefs mount`.
+    `layout` ("full": kprobes/, tracing/, machine/, scratch/; "tracefs": tracefs itself). For an argument that
+    is None, the default of `kprobefs mount` is used.
 
     In a command of `kprobefs run` or `kprobefs matrix`, the mount has the kernel of that command, unless a
-    marker, `arch`, `image` or `profile` chooses another one. It has the command's clock in each case, and its
-    way of probing with each distribution's kernel.
+    marker, `arch`, `image` or `profile` chooses another one. The mount always has the clock of that command.
+    A mount with a distribution's kernel also has the command's value of --kprobes.
     """
     with ExitStack() as stack:
 

@@ -114,7 +114,7 @@ class TraceArrays(TaskObserver):
         yield from self._instances.values()
 
     def module_added(self, module: str) -> None:
-        """Enable the events of a new module for which set_event of a trace array has waited."""
+        """Enable the events of a new module that were written to a set_event before the module was loaded."""
         for tracing in self:
             tracing.events.module_added(module)
 
@@ -123,12 +123,12 @@ class TraceArrays(TaskObserver):
         return self._instances.keys()
 
     def find(self, name: str) -> Tracing | None:
-        """Return the instance with the name `name`, or None if there is no such instance."""
+        """Return the instance called `name`, or None if there is no such instance."""
         return self._instances.get(name)
 
     @property
     def removed_hists(self) -> RemovedHists:
-        """Durations in histograms that were removed."""
+        """Which removed histograms showed durations; see RemovedHists."""
         return self._hists.system.removed
 
     @property
@@ -223,14 +223,14 @@ class TraceArrays(TaskObserver):
     # Events of the guest's tasks
 
     def call_ended(self) -> None:
-        """Implement TaskObserver.call_ended: wake waiting readers if guest code has written records."""
+        """Wake waiting readers if guest code has written records; see TaskObserver.call_ended()."""
         if self.top.array.listeners:
             self.top.array.notify_of_guest()
         for tracing in self._instances.values():
             tracing.array.notify_of_guest()
 
     def forked(self, parent: int, child: int) -> None:
-        """Implement TaskObserver.forked: add a new task to lists of pids that have its parent.
+        """Add a new task to the lists of pids that contain its parent; see TaskObserver.forked().
 
         Option event-fork selects the lists of events, and function-fork those of the function tracer.
         """
@@ -238,7 +238,7 @@ class TraceArrays(TaskObserver):
             pids.follow(parent, child)
 
     def exited(self, pid: int) -> None:
-        """Implement TaskObserver.exited: remove the pid of an ended task from lists of pids.
+        """Remove the pid of an ended task from the lists of pids; see TaskObserver.exited().
 
         Option event-fork selects the lists of events, and function-fork those of the function tracer.
         """

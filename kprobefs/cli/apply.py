@@ -46,7 +46,7 @@ def which_mount(named: str | None) -> str:
 
 
 def apply(directory: str, files: Sequence[str]) -> list[str]:
-    """Apply files of definitions to a mount, or the files in the probes.d directories if `files` is empty.
+    """Apply `files` of definitions to a mount; if `files` is empty, apply those in the probes.d directories.
 
     Return a message for each line and each file that failed, escaped for a terminal.
     """
@@ -120,7 +120,7 @@ def saved(directory: str) -> bytes:
 
 
 def _default_maxactive(machine: Path) -> int:
-    """Return the default maxactive of a distribution's kernel, which has one CPU.
+    """Return the maxactive that a distribution's kernel with one CPU chooses by default.
 
     `machine`: directory machine/ of the mount.
     """

@@ -106,7 +106,7 @@ def _calls(
     """Return a map system call number -> call, for one ABI.
 
     `numbers`: name of a system call -> its number. `layout`: layout of the struct statfs of statfs(2).
-    `statfs64`: that of statfs64(2), or None if the ABI has no statfs64(2).
+    `statfs64`: layout for statfs64(2), or None if the ABI has no statfs64(2).
     """
     known = {
         "statfs": Call(Kind.STATFS, layout=layout),

@@ -88,12 +88,12 @@ class Credentials:
 
     @cached_property
     def identity(self) -> tuple[str, bytes]:
-        """Pid namespace of the process, and the pid that the process has in it. Raises: OSError."""
+        """Return the pid namespace of the process, and its pid in that namespace. Raises: OSError."""
         return os.readlink("ns/pid", dir_fd=self._directory), self._number
 
     @cached_property
     def user_namespace(self) -> str:
-        """User namespace of the process, as /proc/PID/ns/user shows it. Raises: OSError."""
+        """Return the user namespace of the process, as /proc/PID/ns/user shows it. Raises: OSError."""
         return os.readlink("ns/user", dir_fd=self._directory)
 
     @property

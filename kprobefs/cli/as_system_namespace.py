@@ -1,8 +1,8 @@
 """The user namespace of a command under `--as-system`, and the helper process of the namespace.
 
 In a user namespace of its own, the command cannot reach the host's tracefs and debugfs. The kernel does not
-allow the command to mount a tracefs or debugfs, to unmount what covers one, or to reach one through other
-processes. The helper process stays outside of the user namespace, and maps the ids.
+allow the command to mount a tracefs or debugfs, to unmount a mount that covers one, or to reach one through
+other processes. The helper process stays outside of the user namespace, and maps the ids.
 """
 
 from __future__ import annotations

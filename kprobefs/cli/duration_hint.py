@@ -51,7 +51,7 @@ def virtual_durations(directory: str, past: Past) -> Iterator[str]:
     """Yield one hint if a histogram of the mount at `directory` has durations of the virtual clock.
 
     Only histograms of synthetic events are examined, and only if a trigger computes with `common_timestamp`.
-    `past` has removed histograms and triggers. The caller must have disarmed all probes, because
+    `past` contains the removed histograms and triggers. The caller must have disarmed all probes, because
     they would be hit by the requests of this function. So the mount must be about to end.
     """
     with suppress(OSError, CliError):

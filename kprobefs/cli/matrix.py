@@ -122,9 +122,9 @@ def cases(
 ) -> list[Case]:
     """Return the kernels of the matrix: each combination of the options that a kernel can have.
 
-    `images` has the file of each distribution's kernel, with a value of --cpu or None, and `kprobes` ways of
-    probing them. `archs` and `profiles` select kernels of kprobefs. If none is given, the matrix has
-    kprobefs's own kernel. `clock`: value of --clock for all kernels, or None.
+    `images`: file of each distribution's kernel, with a value of --cpu or None. `kprobes`: values of
+    --kprobes for these kernels. `archs` and `profiles` select kernels of kprobefs. If no kernel is selected,
+    the matrix contains kprobefs's own kernel. `clock`: value of --clock for all kernels, or None.
     """
     found = []
     for (image, cpu), way in product(images, kprobes or (None,)):
@@ -138,7 +138,7 @@ def cases(
 
 
 def _case(names: Iterable[str | None], options: Mapping[str, str | None]) -> Case:
-    """Return the kernel with the parts `names` of its name, and with those `options` that have a value."""
+    """Return the case whose name is `names` joined by blanks, with those `options` that have a value."""
     given = [(option, value) for option, value in options.items() if value is not None]
     return Case(" ".join(filter(None, names)), tuple(word for pair in given for word in pair))
 
@@ -162,7 +162,7 @@ def _short(image: str) -> str:
 
 
 def _distinct(found: Sequence[Case]) -> list[Case]:
-    """Return the cases, with a number appended to each name that an earlier case has too."""
+    """Return the cases. Append a number to the name of a case if an earlier case has the same name."""
     names: dict[str, int] = {}
     distinct = []
     for case in found:
@@ -220,9 +220,9 @@ def run_on_workers(
 ) -> list[Result]:
     """Run the command on each kernel, on the workers of a Dask cluster; return the results.
 
-    `scheduler`: address of the cluster's scheduler. `ended` is called after each run. The workers need the
-    files of the kernels and of the command at the same places, also the directory that is current here. If
-    a worker is lost, another one runs the command again.
+    `scheduler`: address of the cluster's scheduler. `ended` is called after each run. On the workers, the
+    kernels' and the command's files must have the same paths as here. The current directory must exist there
+    too. If a worker is lost, another worker runs the command again.
     Raises: CliError (the cluster fails), OSError (a log cannot be written).
     """
     from kprobefs.measure.cluster import run_on_cluster
@@ -382,7 +382,7 @@ def _blamed(text: str) -> str:
 
 
 def _first_failed_test(report: Sequence[str]) -> str:
-    """Return name, reason and the kernel's first refusal of the first test in the report of pytest.
+    """Return the name of the first failed test in pytest's report, the reason, and the kernel's refusal.
 
     Return "" if the report has no reason.
     """
@@ -402,8 +402,9 @@ def _first_failed_test(report: Sequence[str]) -> str:
 def table(results: Sequence[Result]) -> Iterator[str]:
     """Yield the lines of a table with kernel, result, time and the first line of the failure's output.
 
-    A line that has no room in its column is below its row. If a kernel has not passed, a line after the table
-    names the directory of the logs. A last line has each hint of `run`, with the kernels that gave it.
+    If a failure's line does not fit into its column, it follows the row. If a kernel has not passed, a line
+    after the table names the directory of the logs. Last comes each hint of `run`, with the names of the
+    kernels for which it was printed.
     """
     width = max(len("kernel"), *(len(escape_for_terminal(result.case.name)) for result in results))
     room = max(COLUMNS - width - len("  result   seconds  "), MIN_SHOWN)

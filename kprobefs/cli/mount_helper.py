@@ -68,7 +68,7 @@ def _options(text: str) -> list[str]:
 
 
 def _is_unknown(option: str) -> bool:
-    """Return True if `kprobefs mount` has no option of that name. The command itself checks the values."""
+    """Return True if `kprobefs mount` has no option called `option`. The command itself checks the values."""
     try:
         return bool(mount_parser().parse_known_args([option, "--", "/"])[1])
     except CliError:
@@ -85,7 +85,7 @@ def _without_defaults(words: Sequence[str]) -> list[str]:
 def main(of_mount_fuse: Sequence[str] | None = None) -> int:
     """Run the helper: mount, and return an exit status of mount(8) when the mount answers requests.
 
-    If mount.fuse(8) is the caller, `of_mount_fuse` has its arguments.
+    `of_mount_fuse`: the arguments of mount.fuse(8), if that program is the caller.
     """
     try:
         words = arguments(sys.argv[1:] if of_mount_fuse is None else _without_defaults(of_mount_fuse))

@@ -106,7 +106,7 @@ class History:
             self._file = os.open(root / "machine" / "history", os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self) -> Past:
-        """Return the history; it is partial if the mount's kernel keeps none.
+        """Return the history; if the mount's kernel keeps no history, one that is marked as partial.
 
         If the file cannot be read, because the daemon has ended, return an empty history.
         """
@@ -160,7 +160,8 @@ def why_no_hit(
     """Return the likely reason why a command has hit none of the probes at `places`.
 
     `unarmed`: why the probes were not armed for a time; "" if they always were. `has_used_scratch`: whether
-    the command has used files in scratch/, so that the other files that it names are not the likely reason.
+    the command has used files in scratch/, so that files outside of the mount, which the command names, are
+    not the likely reason.
     """
     if ended.status:
         return ENDED_EARLY.format(status=ended.status)
@@ -201,7 +202,7 @@ def _why_not_outside(ended: EndedCommand) -> str:
 
 
 def _other_ways(directory: str) -> str:
-    """Return the end of a hint: the files of a mount by which the kernel also runs code."""
+    """Return the end of a hint: the other files of the mount that make the kernel run code."""
     machine = control_root(directory) / "machine"
     found = [name for file, name in OTHER_WAYS.items() if (machine / file).exists()]
     return f"; other code of the kernel is run by {' and '.join(found)}" if found else ""
@@ -219,7 +220,7 @@ def _files_outside(ended: EndedCommand) -> Iterator[str]:
 def nothing_hints(ended: EndedCommand, past: Past) -> Iterator[str]:
     """Yield hints about the kprobe events that were enabled: no hit, or hits without a record.
 
-    `past` has also the events that the command has disabled or removed.
+    `past` also contains the events that the command has disabled or removed.
     """
     unhit = [event for event in past.events if not event.hits]
     if unhit and len(unhit) == len(past.events) and not past.forgotten_hits:
@@ -258,8 +259,8 @@ def _without_hits(
 ) -> Iterator[str]:
     """Yield hints about events without hits. `has_used_scratch`: as for why_no_hit().
 
-    There is one for each reason why events were never armed, one for each event whose hits were missed, and
-    one for all other events.
+    There is a hint for each reason why events were never armed, a hint for each event whose hits were missed,
+    and a hint for all other events.
     """
     for event in events:
         if event.missed:
@@ -365,7 +366,7 @@ def _switch(file: Path) -> bool:
 
 
 def _why_unarmed(probes: Sequence[str], *, has_calls: bool) -> str:
-    """Return the reason why the probes of an enabled event could not be hit; "" if they could.
+    """Return the reason why the probes of an enabled event could not be hit; "" if they could be hit.
 
     `probes`: lines of the probes in kprobes/list. `has_calls`: whether fentry sites may call probes.
     """

@@ -88,7 +88,7 @@ class RawFormat:
         }
 
     def field(self, name: str) -> RawField:
-        """Return the field `name`. Raises: StopIteration (the event has no such field)."""
+        """Return the field called `name`. Raises: StopIteration (the event has no such field)."""
         return next(field for field in self.fields if field.name == name)
 
 

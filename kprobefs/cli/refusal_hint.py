@@ -41,9 +41,10 @@ _WORD = lazy_pattern(r"[^\s,:()=]+")
 def refusals(directory: str, past: Past) -> Iterator[str]:
     """Yield hints about the last file and the last write that the mount at `directory` refused.
 
-    `past`: history of the mount. If error_log has an entry for the write, the hint has this entry. Linux logs
-    nothing, for example, about a kind of event that it does not have. A shell may report only that a write
-    failed: dash says "I/O error" for each errno, and each shell "Permission denied" if there is no such file.
+    `past`: history of the mount. If error_log has an entry for the write, the hint contains the entry. Linux
+    logs nothing, for example, about a kind of event that it does not have. A shell may report only that a
+    write failed: dash says "I/O error" for each errno, and each shell "Permission denied" if there is no such
+    file.
     """
     if past.missing is not None:
         yield MISSING.format(file=past.missing.lstrip("/"))
@@ -128,8 +129,8 @@ def no_such_kind(past: Past, definition: str, tracefs: Path) -> str:
 def _no_such_kind(text: str, reason: str, tracefs: Path) -> str:
     """Return the message that the kernel has no such kind of event; "" if this is not the reason.
 
-    `text`: the refused write. `reason`: the kernel's reason. A kernel that answers itself has only the errno,
-    and its README lists the kinds of events.
+    `text`: the refused write. `reason`: the kernel's reason. A kernel with its own kprobes reports only the
+    errno. Its README lists the kinds of events.
     """
     found = DEFINITION.match(text)
     if reason.startswith(NO_SUCH_KIND) or found is None:
@@ -145,7 +146,8 @@ def _no_such_kind(text: str, reason: str, tracefs: Path) -> str:
 def _no_such_trigger(directory: Path, file: str, text: str) -> str:
     """Return the message that the kernel has no such trigger; "" if this is not the reason.
 
-    `file`: path of the refused write from `directory` on. A trigger file without triggers lists their names.
+    `file`: path of the refused write from `directory` on. If no trigger is set, the trigger file lists the
+    names of all triggers.
     """
     name = re.match(r"\s*!?(\w+)", text)
     if not file.endswith("/trigger") or name is None:

@@ -101,7 +101,7 @@ def run(
 
 
 def _import_hints() -> None:
-    """Import the modules that this process needs after the start of the daemon."""
+    """Import the modules for the hints, which this process needs after the start of the daemon."""
     from kprobefs.cli import duration_hint, nothing_hint, panic_hint  # noqa: F401
 
 
@@ -250,15 +250,15 @@ class _Runner:
         """The mount at the system's own paths, for --as-system; None without this option."""
 
     def handle_signals(self) -> None:
-        """Install this object's handlers of the signals that end a program."""
+        """Install this object's handlers for the signals that end a program."""
         for number in SIGNALS:
             signal.signal(number, self.on_signal)
 
     def end_by_signals(self) -> None:
-        """Let the signals that end a program end this one, if its mount is a temporary one.
+        """If the mount is temporary, restore the default actions of the signals that end a program.
 
-        A signal that the command got before is an exception: timeout(1) sends its signal twice, and the
-        records of the command are still to be shown.
+        A signal that the command has received already is an exception: timeout(1) sends its signal twice, and
+        the records of the command are still to be shown.
         """
         if self.kernel_words is None or self.pending:
             return

@@ -16,13 +16,13 @@ NAMES = 5
 
 @contextmanager
 def copies_of_arguments(command: Sequence[str], scratch: Path, own: str = "") -> Iterator[str]:
-    """Copy the files and directories that a command's words name to scratch/, and yield the command's place.
+    """Copy the files and directories that a command's words name to scratch/, and yield its directory.
 
     Regular files and directories with relative paths without ".." are copied, and the command itself if it
     has such a path. Words may have the form NAME=PATH. `own`: name of a new directory in scratch/ for the
-    copies, if other users may use the mount; "": the copies are in scratch/ itself. The place is the
-    directory with the copies, or scratch/ if nothing is copied. At the end, report the copies that the
-    command has changed, and remove all copies and the directory.
+    copies, if other users may use the mount; "": the copies are in scratch/ itself. The yielded directory is
+    that of the copies, or scratch/ if nothing is copied. At the end, report the copies that the command has
+    changed, and remove all copies and the directory.
     Raises: OSError (scratch/ has no space).
     """
     place = scratch / own
@@ -52,7 +52,7 @@ def copies_of_arguments(command: Sequence[str], scratch: Path, own: str = "") ->
 
 
 def _named_paths(command: Sequence[str]) -> Iterator[str]:
-    """Yield the words of a command that may be paths, and the values in those of the form NAME=VALUE."""
+    """Yield the words of a command that may be paths, and the values in words of the form NAME=VALUE."""
     program, *arguments = command
     # A command without a slash is looked up in PATH.
     if "/" in program:
@@ -103,7 +103,7 @@ def _differ(one: Path, two: Path) -> bool:
 
 
 def _report(names: Sequence[str], what: str) -> None:
-    """Print a one-line message about the files `names`; print nothing if there are none.
+    """Print a one-line message about the files `names`, or nothing if `names` is empty.
 
     `what`: statement about the files, which follows their names in the message.
     """

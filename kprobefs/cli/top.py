@@ -196,7 +196,7 @@ class Probes:
 def _rate_since(before: int | None, hits: int, passed: float) -> float | None:
     """Return the hits per second, or None if there is no earlier count or if the count was reset.
 
-    `before`: the earlier count. `hits`: the current count. `passed`: seconds between the two.
+    `before`: the earlier count. `hits`: the current count. `passed`: seconds between the two counts.
     """
     return None if before is None or hits < before else (hits - before) / max(passed, 1e-3)
 
@@ -246,7 +246,7 @@ class View:
         return None
 
     def _move(self, rows: int) -> None:
-        """Move the selection by a number of rows, or scroll the code in the close-up."""
+        """Move the selection by `rows` rows, or scroll the code in the close-up by `rows` lines."""
         if self.opened:
             self.scrolled = max(0, self.scrolled + rows)
         else:

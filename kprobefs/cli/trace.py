@@ -125,14 +125,14 @@ class TraceSession:
         return returns or self.request.graph is not None
 
     def output(self) -> TextIO:
-        """Return the stream to which the records are written. From now on, the file has no old content."""
+        """Return the stream to which the records are written. The file's old content is deleted."""
         return sys.stdout if self._file is None else self._file.stream()
 
     def entries(self) -> dict[str, AskedProbe]:
         """Return the hidden probes that the output needs: name of an event -> probe.
 
-        There are two for each probed return: one at the function's entry, and one at its return. The probe at
-        the entry fetches the arguments of the user's first probe at this entry.
+        For each probed return, there are two hidden probes: one at the function's entry, and one at its
+        return. The probe at the entry fetches the arguments of the user's first probe at this entry.
         """
         if not self.kind.needs_entries:
             return {}
@@ -254,8 +254,8 @@ class AttachedProbes:
     def _advice(self, probe: AskedProbe, message: str) -> str:
         """Return advice about a probe that the kernel refused. `message`: the kernel's error.
 
-        The advice says that the kernel has no such kind of events, or names similar symbols, or the command
-        that explains the place, or says how the text of the probe was understood.
+        The advice is one of these: the kernel has no such kind of event, similar symbols, the command that
+        explains the place, or how the text of the probe was understood.
         """
         from kprobefs.cli.refusal_hint import no_such_kind, options_of_mount, place_advice
 
@@ -275,7 +275,7 @@ class AttachedProbes:
     def _output(self) -> TraceOutput:
         """Return the object that writes the records of the session's events.
 
-        The object gets the text of each event's `format` file, and each return event's entry event.
+        Pass to this object the text of each event's `format` file, and the entry event of each return event.
         """
         session = self._session
         places = {probe.place: name for name, probe in self._hidden.items() if not probe.is_return}
@@ -356,8 +356,8 @@ class AttachedProbes:
     def _guest_pids(self, reader: RecordReader) -> list[int]:
         """Return the pids in the guest of this process and of `reader`.
 
-        An isolated mount numbers its clients by itself. A process learns its number from the record of its
-        own marker.
+        An isolated mount numbers its clients by itself. A process finds its pid in the record of a marker
+        that it has written.
         """
         if not self._is_isolated:
             return [os.getpid(), reader.pid]

@@ -142,7 +142,7 @@ class RawOutput(TraceOutput):
                     self.pages[cpu].append(page)
 
     def records(self) -> Iterator[RawRecord]:
-        """Yield all records in the order of time."""
+        """Yield the records of all CPUs, sorted by time."""
         formats = map(parse_format, [*self.files.formats.values(), *self.ftrace])
         return records(self.pages, self.layout, formats)
 
@@ -191,7 +191,7 @@ class DatOutput(RawOutput):
 class FoldedOutput(RawOutput):
     """Writes folded stacks for flame graphs, each with its number of records.
 
-    If a call graph is recorded, each stack has its nanoseconds instead.
+    If a call graph is recorded, each stack is written with its nanoseconds instead.
     """
 
     needs_stacks = True
@@ -260,7 +260,7 @@ def _stack(record: RawRecord) -> list[int]:
 
 
 class ChromeOutput(RawOutput):
-    """Writes Chrome trace events: calls of functions are slices, other records marks, and tasks tracks."""
+    """Writes Chrome trace events: function calls are slices, other records are marks, tasks are tracks."""
 
     needs_entries = True
 

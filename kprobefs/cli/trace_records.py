@@ -56,7 +56,7 @@ class RecordParser:
         """The stack whose lines are being read; None outside of a stack."""
 
     def add_layout(self, event: str, format_file: str) -> None:
-        """Add the layout of an event with this name, from the text of its `format` file."""
+        """Add the layout of the event called `event`, from the text of its `format` file."""
         self._layouts.setdefault(event, []).append(layout(format_file))
 
     def feed(self, line: str) -> Iterator[dict[str, object]]:
@@ -153,7 +153,7 @@ def layout(text: str) -> Layout:
 
 
 def record(line: str, layouts: Layouts) -> dict[str, object]:
-    """Return a line of trace_pipe as an object for JSON, which has only `text` if the line is no record.
+    """Return a line of trace_pipe as an object for JSON, with only the key `text` if the line is no record.
 
     If no layout of the event matches, the fields are the words that are followed by a "=".
     """

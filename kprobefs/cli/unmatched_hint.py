@@ -62,7 +62,7 @@ def _why(tracefs: Path, first: tuple[str, str], last: Path, keys: str) -> str:
 
 
 def _hits(event: Path) -> int | None:
-    """Return the hits of all histograms of the event with this directory, or None if there is none.
+    """Return the hits of all histograms of the event with the directory `event`; None if it has none.
 
     Linux does not count hits that miss a variable.
     """

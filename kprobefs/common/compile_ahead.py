@@ -60,7 +60,7 @@ _MISSED_SIZE = 1 << 20
 
 
 class CompileAhead:
-    """A process that compiles modules, and their code, which the process that imports them takes.
+    """A process that compiles modules, and the compiled code, which the importing process reads.
 
     The code is in an anonymous file, so that nothing is written to the host's file systems. A process that
     this one forks can take code, too. Modules that are not compiled yet are compiled by their import.
@@ -150,7 +150,7 @@ class CompileAhead:
         return False
 
     def _forget_finders(self) -> None:
-        """Let Python ask sys.path_hooks again about the directories of the modules."""
+        """Delete Python's cached finders of the modules' directories, so that sys.path_hooks run again."""
         for directory in filter(self._is_ours, [*sys.path_importer_cache]):
             del sys.path_importer_cache[directory]
 
@@ -195,7 +195,7 @@ _running: list[CompileAhead] = []
 
 
 def begin() -> None:
-    """Start a process that compiles what a mount of a kernel imports, if this is useful."""
+    """If it saves time, start a process that compiles the modules that a mount imports."""
     if _PACKAGES[0] in sys.modules or not _is_useful(_directory(_PACKAGES[0])):
         return
     # The host may allow no further process or file. The start reports that, if it needs them, too.
@@ -204,7 +204,10 @@ def begin() -> None:
 
 
 def end() -> None:
-    """End what begin() has started. A process that was forked in the meantime calls this function, too."""
+    """End the process that begin() has started.
+
+    A process that was forked in the meantime calls this function, too.
+    """
     while _running:
         _running.pop().end()
 

@@ -85,18 +85,18 @@ class Daemon:
 
 
 def process_of(pid: int) -> Process:
-    """Return the identity of the process that has this pid now. Raises: OSError."""
+    """Return the identity of the process whose pid is `pid` now. Raises: OSError."""
     executable = os.stat(f"/proc/{pid}/exe")
     return Process(pid, start_time(pid), (executable.st_dev, executable.st_ino))
 
 
 def start_time(pid: int) -> int:
-    """Return the start time of a process in clock ticks since the host's boot. Raises: OSError."""
+    """Return the start time of process `pid` in clock ticks since the host's boot. Raises: OSError."""
     return int(_fields(pid)[START_TIME])
 
 
 def parent_of(pid: int) -> int:
-    """Return the pid of a process's parent. Raises: OSError."""
+    """Return the pid of the parent of process `pid`. Raises: OSError."""
     return int(_fields(pid)[PARENT])
 
 
@@ -191,7 +191,7 @@ def _lock(file: TextIO, directory: str) -> bool:
 
 
 def running(directory: str) -> Daemon | None:
-    """Return the live daemon that serves `directory` in this mount namespace; None if none is known."""
+    """Return the live daemon that serves `directory` in this mount namespace, or None if it is unknown."""
     with known(directory) as found:
         return found.daemon if found else None
 

@@ -129,7 +129,7 @@ class _Apt:
         self._run("apt-get", "update", "-qq", "--error-on=any")
 
     def has(self, package: str) -> bool:
-        """Return True if the suite has a package of this name."""
+        """Return True if the suite has a package called `package`."""
         return package in self._run("apt-cache", "pkgnames", package).split()
 
     def dependency(self, package: str, begin: str) -> str:
@@ -179,7 +179,7 @@ def _archive(name: str) -> str:
 
 
 def find(version: str, arch: str = "x86_64") -> Path | None:
-    """Return the file of a kernel whose release begins with `version`, or None if the host has none.
+    """Return the file of a kernel whose release begins with `version`, or None if there is no such kernel.
 
     Four sources are searched in this order: $KPROBEFS_KERNELS, the fetched packages, the kernels that were
     booted and cached, and /boot. The result is the newest such kernel of the first source that has one.
@@ -196,7 +196,7 @@ def find(version: str, arch: str = "x86_64") -> Path | None:
 def at_hand() -> Iterator[tuple[Path, str, str]]:
     """Yield (path, release, architecture) of each kernel that can be used without fetching it.
 
-    These are the kernels that $KPROBEFS_KERNELS names, the fetched kernels, and those in /boot.
+    The kernels are those that $KPROBEFS_KERNELS names, the fetched kernels, and those in /boot.
     Raises: CliError (a path in $KPROBEFS_KERNELS cannot be read).
     """
     for files in (_named(), _fetched(), _of_host()):

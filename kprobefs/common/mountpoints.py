@@ -89,7 +89,7 @@ class MountPoint:
 def check_proc() -> None:
     """Check that /proc shows this pid namespace and is not mounted with subset=pid.
 
-    Raises: CliError (one of these is not so, or nothing is mounted on /proc).
+    Raises: CliError (a check fails, or nothing is mounted on /proc).
     """
     if not os.path.lexists("/proc/self"):
         raise CliError("/proc: no file system of processes; run mount -t proc proc /proc")
@@ -123,7 +123,7 @@ def our_mounts() -> list[MountPoint]:
 
 
 def not_mounted(named: str) -> CliError:
-    """Return the error for a directory on which kprobefs is not mounted, with what to do.
+    """Return the error, with a remedy, for a directory on which kprobefs is not mounted.
 
     `named`: the directory as the user wrote it.
     """
@@ -140,7 +140,7 @@ def mounted_on(directory: str) -> MountPoint | None:
 
 
 def resolve(path: str) -> str:
-    """Return the absolute path without symbolic links, and send no request to a mount of kprobefs.
+    """Return `path` as an absolute path without symbolic links; send no request to a mount of kprobefs.
 
     realpath(3) would wait for the mount's daemon, which may hang.
     Raises: CliError (the path is empty, the working directory was removed, or links form a loop).
@@ -222,7 +222,7 @@ def unanswered(directory: str, found: MountState) -> CliError:
 
 
 class _Question:
-    """A child process that requests the state of a mount, which may block."""
+    """A child process that requests the state of a mount. The request may block."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -299,7 +299,7 @@ class _Question:
 
 
 def _names(directory: str) -> list[str]:
-    """Return the names in a directory, or no names if it is gone."""
+    """Return the names in a directory, or an empty list if the directory is gone."""
     with suppress(OSError):
         return os.listdir(directory)
     return []
@@ -498,7 +498,7 @@ def _check_device() -> None:
 
 
 def fusermount_advice() -> str:
-    """Return what to do after a refused mount if fusermount(1), a setuid program, cannot work here; else "".
+    """Return advice after a refused mount if fusermount(1), a setuid program, cannot work here, else "".
 
     fusermount needs a user with a name, and root's rights, which a container may withhold.
     """

@@ -67,7 +67,7 @@ def _functions(names: Iterable[str], kallsyms: Kallsyms) -> list[str]:
 
 
 def _rank(name: str) -> tuple[bool, int]:
-    """Return a sort key: names with two leading underscores come first, and then shorter names before longer.
+    """Return a sort key: names with two leading underscores come first, and short names before long ones.
 
     Entries of system calls have such names, for example `__x64_sys_read`.
     """

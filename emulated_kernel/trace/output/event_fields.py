@@ -1,4 +1,4 @@
-"""Text of a record with option `fields`: names and values of the fields instead of the event's own text."""
+"""Text of a record with option `fields`: the fields' names and values instead of the event's own text."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class FunctionArgs:
         self._word = word_size
 
     def text(self, func: int, payload: bytes) -> str:
-        """Return the arguments in parentheses. `payload`: the end of the record of a call of `func`.
+        """Return the arguments of `func` in parentheses. `payload`: the end of the record of the call.
 
         Return "()" for a function that is not in the BTF, and "" if the record has no arguments.
         """
@@ -68,7 +68,7 @@ class FunctionArgs:
     def _argument(self, btf: Btf, parameter: Member, words: Sequence[int]) -> Generator[str, None, int]:
         """Yield the text of one argument, whose value begins at the first of `words`.
 
-        Return the number of words that the value has.
+        Return the number of words of the value.
         """
         # Imported here, because most mounts show no arguments.
         from emulated_kernel.image.linux.btf import Kind

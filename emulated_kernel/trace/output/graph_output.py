@@ -111,14 +111,14 @@ class GraphPrinter:
         self.cpus = [_CpuState() for _ in range(cpus)]
 
     def prints(self, record: bytes) -> bool:
-        """Return True if a call graph shows the record: as a call, as a return, or as a comment."""
+        """Return True if a call graph shows the record as a call, as a return, or as a comment."""
         return TRACE_ENTRY.unpack_from(record)[0] not in (EntryType.STACK, EntryType.FN)
 
     def line(self, entry: TimedRecord, following: bytes | None, formatter: LineFormatter) -> str:
         """Return the lines of a record.
 
         Return "" for the return of a leaf function, because the line of its call shows it. `following` is the
-        data of the CPU's next record, or None. `formatter` has the trace options, and prints comments.
+        data of the CPU's next record, or None. `formatter` holds the trace options, and prints comments.
         """
         line = _GraphLine(entry, self, formatter)
         kind = TRACE_ENTRY.unpack_from(entry.record)[0]
@@ -160,7 +160,7 @@ class _GraphLine:
         return prologue + self._column(leaf) + " " * (depth * INDENT) + f"{self._call(func)};\n"
 
     def _leaf_duration(self, func: int, following: bytes | None) -> int | None:
-        """Return the duration of a call in nanoseconds if the following record is its return, else None."""
+        """Return a call's duration in nanoseconds if the following record is the call's return, else None."""
         if following is None:
             return None
         kind, _, _, their_pid = TRACE_ENTRY.unpack_from(following)
@@ -240,7 +240,7 @@ class _GraphLine:
         return " " * (spaces // 2) + text + " " * (spaces - spaces // 2)
 
     def _column(self, nanoseconds: int | None) -> str:
-        """Return the column with the overhead mark and the duration, which is blank without a duration.
+        """Return the column with the overhead mark and the duration; blank if `nanoseconds` is None.
 
         Mirrors: print_graph_duration (v6.1).
         """

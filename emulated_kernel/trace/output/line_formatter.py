@@ -142,7 +142,7 @@ class LineFormatter:
     ) -> None:
         """Prepare printing in the format that the trace options `flags` select.
 
-        `find_event` finds an event by an entry's type. `in_ns` means that the clock counts nanoseconds.
+        `find_event` maps the type of an entry to its event. `in_ns` means that the clock counts nanoseconds.
         `time_start` is the time from which times are counted with the option latency-format. `shows_symbols`
         means that option fields shows words of 64 bits as symbols; see fields_text(). `limit` is the maximum
         size of a line in bytes. `columns` describes the columns of common_flags.
@@ -179,7 +179,7 @@ class LineFormatter:
 
     @property
     def annotates(self) -> bool:
-        """Whether notes such as "CPU 1 buffer started" may appear between the lines."""
+        """Whether comments such as "CPU 1 buffer started" may appear between the lines."""
         return TraceOption.ANNOTATE in self.flags and not self.flags & _WORDLESS
 
     def _printer(self) -> Callable[[TimedRecord, int, int], str]:
@@ -294,7 +294,7 @@ class LineFormatter:
         context: Callable[[int, TimedRecord], str],
         end: str = "",
     ) -> Callable[[TimedRecord, int, int], str]:
-        """Return a function that prints records by `printers`, the printers of option bin, hex or raw.
+        """Return a function that prints records with `printers`, the printers of option bin, hex or raw.
 
         `context` returns the text before a record; its arguments are a pid and the record. `end` is appended
         to each record.

@@ -75,7 +75,7 @@ _RULES = {
 
 
 def option_names(interface: Interface) -> dict[str, TraceOption]:
-    """Return a map name in trace_options -> option, for the version of Linux that `interface` describes."""
+    """Return the options of the version of Linux in `interface`: name in trace_options -> option."""
     return {
         _OTHER_NAMES.get(option) or str(option.name).lower().replace("_", "-"): option
         for option in TraceOption
@@ -182,7 +182,7 @@ class TraceOptions:
     def _move_printk(self, *, here: bool) -> None:
         """Direct trace_printk() to this trace array if `here` is set, else to the top trace array.
 
-        Raises: KernelError EINVAL (no instance gets trace_printk(), so the top array cannot give it up).
+        Raises: KernelError EINVAL (the top array gets trace_printk(), and only an instance can take it over).
         Mirrors: kernel/trace/trace.c:set_tracer_flag (v6.12).
         """
         top, *others = self.printk_dest
@@ -195,7 +195,7 @@ class TraceOptions:
         self.printk_dest[1:] = [] if new is top else [new]
 
     def leave_printk(self) -> None:
-        """Direct trace_printk() to the top array if this array, which is being removed, gets it now."""
+        """Direct trace_printk() to the top array if it is directed to this array, which is being removed."""
         if self in self.printk_dest[1:]:
             self._move_printk(here=False)
 

@@ -78,7 +78,7 @@ class TraceHeader:
 
 
 def header_text(facts: TraceHeader, flags: TraceOption) -> str:
-    """Return the header of a trace file. The trace options `flags` select its lines and columns.
+    """Return the header of a trace file. The trace options `flags` select the lines and columns.
 
     Mirrors: kernel/trace/trace_functions_graph.c:print_graph_headers_flags (v6.1).
     """
@@ -155,10 +155,10 @@ def trace_lines(
     """Yield the text of each record. `graph` prints records as a call graph, or is None for plain lines.
 
     `later` returns the records that were written meanwhile. If it is given, the iterator has no end: it
-    yields END after the present records, and then continues with the later ones.
+    yields END after the present records, then the later records and END again, and so on.
 
     If `annotate` and the formatter's options allow it, the line "CPU N buffer started" precedes the first
-    record of each CPU. The CPU of the file's first record gets no such line.
+    record of each CPU. There is no such line for the CPU of the file's first record.
     """
     started: set[int] = set()
     annotate = annotate and formatter.annotates

@@ -386,11 +386,11 @@ class RingBuffer(RingWriter):
         control.changing = 0
 
     def retire(self) -> None:
-        """Mark all cursors on the buffer as stale, because its memory is about to get another use."""
+        """Mark all cursors on the buffer as stale, because its memory will be used for something else."""
         self.generation += 1
 
     def kept(self, nr_pages: int) -> list[bytes]:
-        """Return copies of the newest `nr_pages` unread sub-buffers and of the reader page."""
+        """Return copies of the newest `nr_pages` unread sub-buffers, and of the reader page."""
         self.check()
         pages = [*self._unread_pages()[-nr_pages:], self._control.reader_page]
         return [bytes(self._image(page)) for page in pages]

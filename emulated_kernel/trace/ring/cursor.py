@@ -49,7 +49,7 @@ class RingCursor:
         return self._buffer.generation != self._generation
 
     def extend(self) -> None:
-        """Let the next iteration yield the events that were written since the last one has begun."""
+        """Make the next iteration yield the events that were written since the last iteration began."""
         if not self.is_stale:
             self._end = self._buffer.written
 

@@ -82,7 +82,7 @@ class _RecoveredPage:
 
     @property
     def count(self) -> int:
-        """Number of all valid events of the page."""
+        """Number of valid events of the page, consumed or unread."""
         return self.consumed.count + self.unread.count
 
     @property
@@ -153,7 +153,7 @@ class _DamagedBuffer:
     def _repair_tail(self, slots: list[int]) -> None:
         """Correct the position of the tail, which the control block stores three times.
 
-        If the host was not changing the control block, at least two of the three are right.
+        If the host was not changing the control block, at least two of the three copies are right.
         """
         control = self.control
         # If the page is full, the pointer is after the page, so one is subtracted.
@@ -234,7 +234,7 @@ class _DamagedBuffer:
         return [self.table[SLOTS + (control.head_slot + i) % count] for i in range(used)]
 
     def is_count_wrong(self, page: _RecoveredPage) -> bool:
-        """Return True if a page has another number of valid events than the writer stored for it.
+        """Return True if the number of valid events on `page` differs from the number that the writer stored.
 
         The writer stores the number when the tail leaves the page. For the tail page, return False.
         """
@@ -322,7 +322,7 @@ class _DamagedBuffer:
 
 
 def recover_ring_buffer(block: bytes, read: Callable[[int, int], bytes]) -> RecoveredBuffer | None:
-    """Recover the ring buffer of a control block, or return None if the block is empty.
+    """Return the ring buffer with the control block `block`, repaired, or None if the block is empty.
 
     `read` takes an address and a size, and returns memory of the machine.
     Raises: UnreadableControlBlock, OSError (by `read`).

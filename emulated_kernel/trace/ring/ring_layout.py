@@ -44,7 +44,7 @@ _SIZE_MASK = (1 << 64) - 1
 
 
 class RingShape(NamedTuple):
-    """Number and size of a ring's sub-buffers."""
+    """Number of a ring's sub-buffers, and their size as an order."""
 
     pages: int
     """Number of sub-buffers, without the reader page."""
@@ -126,11 +126,11 @@ class RingFlag(IntFlag):
 
 
 def _keep() -> None:
-    """Do nothing: Python frees the memory when nothing refers to it any more."""
+    """Do nothing: default for memory that Python frees when nothing refers to it any more."""
 
 
 def _ignore(_what: str, _why: object) -> None:
-    """Do nothing: only the host writes to the memory."""
+    """Do nothing: default of a report of damage, for memory to which only the host writes."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class RingControls:
     """Frees the control blocks."""
 
     def place(self, cpu: int, pages: RingMemory) -> RingMemory:
-        """Return a copy of `pages` that has the control block of `cpu`."""
+        """Return a description of the memory `pages` with the control block of `cpu`; copy no bytes."""
         return replace(pages, control=self.blocks[cpu], control_at=self.offset)
 
 

@@ -72,7 +72,8 @@ class ClockSource:
     def _host_time(self, host_clock: int, ns: int) -> int:
         """Return the time of the host's clock `host_clock` at the guest's time `ns`, which was just read.
 
-        If the guest's clock is virtual, return `ns`, because no clock of the host runs with it.
+        If the guest's clock is virtual, return `ns`, because a virtual clock is independent of the host's
+        clocks.
         """
         if self._clock.is_virtual:
             return ns
@@ -93,7 +94,7 @@ def _uptime(ns: int) -> int:
 
 
 def ns_to_usecs(ns: int) -> int:
-    """Return nanoseconds as microseconds, rounded to the nearest.
+    """Convert nanoseconds to microseconds, rounded to the nearest integer.
 
     Mirrors: kernel/trace/trace.c:ns2usecs (v6.1).
     """
@@ -101,7 +102,7 @@ def ns_to_usecs(ns: int) -> int:
 
 
 def find_clock(name: str) -> TraceClock | None:
-    """Return the trace clock with a name, or None if there is no such clock."""
+    """Return the trace clock called `name`, or None if there is no such clock."""
     return next((clock for clock in TRACE_CLOCKS if clock.name == name), None)
 
 

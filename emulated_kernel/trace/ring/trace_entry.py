@@ -1,4 +1,4 @@
-"""Entries of ring buffers: common fields, descriptions of fields, and types that no trace event defines."""
+"""Entries of ring buffers: common fields, descriptions of fields, and entry types without a trace event."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class AddressStyle:
     """
 
     def place(self, ip: int) -> str:
-        """Return the text of an instruction address."""
+        """Return the text that shows the instruction address `ip`."""
         digits = 2 * self.word_size if self.sym_addr else 0
         return print_ip(self.symbols, ip, offset=self.sym_offset, digits=digits)
 
@@ -126,7 +126,7 @@ class AddressStyle:
 def print_entry(text: bytes, ip: int, word_size: int = 8, *, is_exact: bool = False) -> bytes:
     """Return the payload of a PRINT record for `text`, which the function at the address `ip` has written.
 
-    Unless `is_exact` is set, the record has space for the text "<faulted>" at least.
+    Unless `is_exact` is set, the record has at least space for the text "<faulted>".
     Mirrors: kernel/trace/trace.c:tracing_mark_write (v6.1).
     """
     size = max(len(text), 0 if is_exact else _FAULTED_SIZE) + 2
@@ -247,7 +247,7 @@ def repeats_entry(call: bytes, count: int, ago: int) -> bytes:
 
 
 def repeats(payload: bytes, style: AddressStyle) -> tuple[int, int]:
-    """Return the number of repetitions in a FUNC_REPEATS record, and the time since the latest one.
+    """Return the number of repetitions in a FUNC_REPEATS record, and the time since the latest repetition.
 
     The time is in units of the trace clock.
     """

@@ -156,7 +156,7 @@ class RingWriter:
     def is_aside(self) -> bool:
         """Whether the buffer belongs to a trace array's snapshot instead of the trace array itself.
 
-        The flag is stored in the control block, for recovery after the process has ended.
+        The flag is stored in the control block, so that it can be recovered after the process has ended.
         """
         return bool(self._control.aside)
 
@@ -238,7 +238,7 @@ class RingWriter:
         return True
 
     def make_room(self, length: int, time_stamp: int) -> bool:
-        """Make room for an event of `length` bytes at write_ptr, if necessary on the next page.
+        """Make room for an event of `length` bytes at write_ptr. If necessary, move to the next page.
 
         Set write_stamp so that the event's time delta fits into its header. Return False if recording is off.
         If the buffer is full, count a dropped event and return False.

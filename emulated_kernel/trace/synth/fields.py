@@ -95,7 +95,7 @@ class SyntheticField(ABC):
         return f"REC->{self.name}"
 
     def takes(self, given: ValueType) -> bool:
-        """Return True if a variable of the type `given` can be the field's value.
+        """Return True if the field can hold the value of a variable of the type `given`.
 
         Mirrors: check_synth_field (v6.1).
         """

@@ -39,13 +39,13 @@ class SyntheticEvent(TraceEvent):
         return self.is_gone
 
     def start(self) -> None:
-        """Do nothing: histograms call trace() even if the event is disabled."""
+        """Do nothing: histograms call trace() even if the event is not started."""
 
     def stop(self) -> None:
         """Do nothing: trace() records nothing while the event is disabled."""
 
     def takes(self, position: int, given: ValueType) -> bool:
-        """Return True if a variable of the type `given` can be the value of field `position`.
+        """Return True if field `position` can hold the value of a variable of the type `given`.
 
         Positions are counted from 0.
         """
@@ -53,13 +53,13 @@ class SyntheticEvent(TraceEvent):
         return position < len(fields) and fields[position].takes(given)
 
     def is_call_chain(self, name: str) -> bool:
-        """Return True if the event has a field of this name that is a call chain."""
+        """Return True if the event has a field called `name` that is a call chain."""
         return any(each.name == name and isinstance(each, StackField) for each in self.synthetic_fields)
 
     def trace(self, values: Sequence[int | bytes], hit: ProbeHit) -> None:
         """Trigger the event: record an entry with a value for each field, if the event is enabled.
 
-        If the entry would be nested too deep in entries of events that trigger each other, record nothing.
+        If events trigger one another so that their entries would be nested too deep, record nothing.
         Mirrors: kernel/trace/trace_events_synth.c:trace_event_raw_event_synth (v6.1).
         """
         if not self.recorders:

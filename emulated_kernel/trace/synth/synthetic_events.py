@@ -83,7 +83,7 @@ class SyntheticEvents(EventKind[_Entry]):
         self._word_size = word_size
 
     def find(self, name: str) -> SyntheticEvent | None:
-        """Return the synthetic event `name`, or None if there is no such event.
+        """Return the synthetic event called `name`, or None if there is no such event.
 
         Mirrors: find_synth_event (v6.1).
         """

@@ -50,7 +50,7 @@ def argv_split(command: str) -> list[str]:
 def split_at(text: str, chars: str = " \t") -> tuple[str, str | None]:
     """Split `text` at the first character that is in `chars`, and return the text before and after it.
 
-    The text after it is None if there is no such character.
+    The text after the character is None if `text` has no such character.
     """
     at = next((at for at, char in enumerate(text) if char in chars), None)
     return (text, None) if at is None else (text[:at], text[at + 1 :])

@@ -49,7 +49,8 @@ class ErrorLog:
     ) -> None:
         """Create an empty log. `clock` returns the time in nanoseconds.
 
-        `texts`: the texts of the errors whose text is not the first one of CommandError.texts.
+        `texts`: the texts of those errors for which this kernel does not use the first text in
+        CommandError.texts.
         """
         self._clock = clock
         self._texts = texts

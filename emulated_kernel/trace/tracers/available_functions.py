@@ -77,7 +77,7 @@ class Functions(Collection[TraceableFunction]):
 
     @cached_property
     def _functions(self) -> dict[int, _Entry]:
-        """Cached map: fentry site -> function.
+        """Return a cached map: fentry site -> function.
 
         The map is built when it is first used, because finding the names takes a tenth of a boot's time.
         """
@@ -89,8 +89,8 @@ class Functions(Collection[TraceableFunction]):
     def shown(self, index: int) -> Iterator[str]:
         """Yield the line (TraceableFunction.shown) of each function from index `index` on.
 
-        Kernel functions get no object here, because each read(2) of available_filter_functions calls this
-        method.
+        For speed, no TraceableFunction is created for a kernel function: each read(2) of
+        available_filter_functions calls this method.
         """
         entries = islice(self._functions.values(), index, None)
         return (entry if isinstance(entry, str) else entry.shown for entry in entries)
@@ -111,7 +111,7 @@ class Functions(Collection[TraceableFunction]):
 
     @cached_property
     def dropped(self) -> frozenset[int]:
-        """Cached set of the fentry sites of disabled functions."""
+        """Return the cached set of the fentry sites of disabled functions."""
         entries = self._functions.items()
         return frozenset(site for site, entry in entries if not isinstance(entry, str) and entry.is_dropped)
 
@@ -129,7 +129,7 @@ class Functions(Collection[TraceableFunction]):
 
     @cached_property
     def _by_name(self) -> dict[str, tuple[int, ...] | int]:
-        """Cached map: name -> the fentry site, or several, for patterns without a wildcard.
+        """Return a cached map for patterns without a wildcard: name -> one or more fentry sites.
 
         Clients write a name for each of thousands of functions, so a linear search would be too slow.
         """
@@ -142,7 +142,7 @@ class Functions(Collection[TraceableFunction]):
         return found
 
     def _named(self, name: bytes) -> Iterable[tuple[int, _Entry]]:
-        """Return the functions with a name, as (fentry site, entry of `_functions`)."""
+        """Return the functions called `name`, as (fentry site, entry of `_functions`)."""
         sites = self._by_name.get(name.decode("utf-8", "surrogateescape"), ())
         return [(site, self._functions[site]) for site in (sites if isinstance(sites, tuple) else (sites,))]
 
@@ -190,13 +190,13 @@ class Functions(Collection[TraceableFunction]):
             self.__dict__.pop(cached, None)
 
     def matching(self, pattern: bytes, module: bytes | None = None) -> frozenset[int]:
-        """Return the fentry sites of the functions whose names match a pattern.
+        """Return the fentry sites of the functions whose names match `pattern`.
 
-        `pattern` has no negation: `!` is an ordinary character of it, so that `!!NAME` removes nothing. A
-        number in the place of `pattern` is a position in the list of all functions, counted from 1.
-        `module` is a pattern for the name of a module; the result has only functions of matching modules.
-        If `module` begins with "!", the result has only the other functions. If the rest of `module` is
-        empty, it matches any module. If `module` is given and `pattern` is empty, all names match.
+        `pattern` has no negation: `!` is an ordinary character, so that `!!NAME` removes nothing. A number in
+        the place of `pattern` is a position in the list of all functions, counted from 1. `module` is a
+        pattern for the name of a module; the result has only functions of matching modules. If `module`
+        begins with "!", the result has only the other functions. If the rest of `module` is empty, it matches
+        any module. If `module` is given and `pattern` is empty, all names match.
         Mirrors: kernel/trace/ftrace.c:match_records, ftrace_match_record (v6.1).
         """
         if pattern[:1].isdigit():

@@ -164,7 +164,7 @@ class KernelFunctions:
         return f"{len(self.functions)} pages:{pages} groups: {len(groups)}\n"
 
     def available(self, index: int = 0) -> Iterator[str]:
-        """Yield the lines of available_filter_functions from the line with this index on."""
+        """Yield the lines of available_filter_functions from line `index` on, counted from 0."""
         return (f"{name}\n" for name in self.functions.shown(index))
 
     def addresses(self) -> Iterator[str]:
@@ -225,7 +225,7 @@ class KernelFunctions:
 
 @dataclass(slots=True)
 class _Repeated:
-    """The last recorded call on a CPU, and the number of its repetitions, which get one common record.
+    """The last recorded call on a CPU, and the number of its repetitions. One record shows all repetitions.
 
     Mirrors: struct trace_func_repeats (v6.1).
     """
@@ -253,10 +253,10 @@ class CallRecorder:
         self._arguments = attrgetter(*system.arch.registers.arguments[:COUNT])
 
     def select_options(self) -> None:
-        """From now on, record in the way that the tracer's options select.
+        """Adopt the present options of the tracer, which select how calls are recorded.
 
-        Linux: the options are those of all trace arrays. A trace array selects its handler when its tracer
-        starts, and when an option is switched in it.
+        Linux: all trace arrays share the options. A trace array selects its handler when its tracer starts,
+        and when an option is switched in it.
         Mirrors: kernel/trace/trace_functions.c:select_trace_function (v6.1).
         """
         self._options = frozenset(option for option in FunctionOption if self._is_on(option))
@@ -274,7 +274,7 @@ class CallRecorder:
         return CompiledCalls(target, tasks)
 
     def record(self, site: int, hit: ProbeHit) -> None:
-        """Record a call in the way that the selected options say, unless the pid lists exclude the task.
+        """Record a call as the selected options require, unless the pid lists exclude the task.
 
         Mirrors: kernel/trace/trace_functions.c:function_trace_call and its variants (v6.1).
         """
@@ -294,7 +294,7 @@ class CallRecorder:
         return b"".join(each.to_bytes(self._word, "little") for each in values)
 
     def _repeats(self, call: bytes, hit: ProbeHit) -> bool:
-        """Count a call that repeats the last recorded one. Return False if the call has to be recorded.
+        """Return True, and count the call, if it repeats the last recorded call. Otherwise return False.
 
         Mirrors: is_repeat_check, process_repeats (v6.1).
         """

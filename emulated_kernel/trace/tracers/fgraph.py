@@ -48,7 +48,7 @@ class GraphUser(ABC):
 
     @abstractmethod
     def returned(self, instance: RethookNode, regs: Any, /) -> None:
-        """Handle the return of a hooked call. `instance` has the data that entered() returned."""
+        """Handle the return of a hooked call. `instance` holds the data that entered() returned."""
 
     def compiled(self) -> CompiledGraph | None:
         """Return the settings of guest code for entered() and returned(), or None if Python must run them."""

@@ -1,7 +1,7 @@
 """Sets of functions selected by name patterns: set_ftrace_filter, set_graph_function and similar files.
 
-A file that is open for writing has a copy of the set. Written words change the copy. The last close of the
-file replaces the set by the copy.
+Each open file that can be written has its own copy of the set. Written words change the copy. The last close
+of the file replaces the set by the copy.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class FunctionSet(EditedSet):
     def is_empty(self) -> bool:
         """Whether no selection was made.
 
-        A set that has lost functions with their modules is not empty, nor one for which `waits` is True.
+        A set is not empty if it has lost functions with their modules, or if `waits` is True.
         Mirrors: kernel/trace/ftrace.c:ftrace_hash_empty (v6.1).
         """
         return not (self.sites or self.lost_functions or self.waits)
@@ -228,7 +228,7 @@ class FunctionSet(EditedSet):
     def choose(self, pattern: bytes, edit: FilterEdit) -> None:
         """Add the functions that match `pattern` to the copy `edit`.
 
-        If "!" precedes the pattern, remove them from the copy.
+        If "!" precedes the pattern, remove these functions from the copy.
         Raises: KernelError EINVAL (no function matches). Mirrors: ftrace_match_records (v6.1).
         """
         if not self._match(pattern, None, edit.sites):
@@ -285,7 +285,7 @@ class FunctionSet(EditedSet):
             self._changed()
 
     def module_added(self, name: str) -> None:
-        """Apply the selections that waited for a module, because the module was loaded.
+        """Apply the selections that waited for the module `name`, because it was loaded.
 
         Mirrors: kernel/trace/ftrace.c:process_mod_list (v6.1).
         """
@@ -401,7 +401,7 @@ class GraphSet(EditedSet):
             yield f"{self._functions.at(site).shown}\n"
 
     def execute(self, word: bytes, chosen: FtraceHash) -> None:
-        """Add the functions that match a word to `chosen`, or remove them if the word begins with "!".
+        """Add the functions that match `word` to `chosen`. If `word` begins with "!", remove them.
 
         Raises: KernelError EINVAL (no function matches).
         """

@@ -210,7 +210,7 @@ class FunctionProbes:
         return FunctionProbe(title, switch, count, file.let_go)
 
     def _switch(self, on: bool) -> bool:
-        """Switch recording on or off. Return False if that changes nothing.
+        """Switch recording on or off. Return False if recording was already in this state.
 
         Mirrors: kernel/trace/trace_functions.c:update_traceon_count (v6.1).
         """

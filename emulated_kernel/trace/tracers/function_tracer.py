@@ -114,7 +114,7 @@ class FunctionTracer(Tracer, FunctionWatcher):
         return chosen - self.notrace.sites if self.notrace.sites else chosen
 
     def _update(self) -> None:
-        """Attach to the selected functions if the tracer is current. Call the functions of `on_selection`.
+        """Attach to the selected functions if the tracer is current; call each function in `on_selection`.
 
         Mirrors: kernel/trace/ftrace.c:ftrace_ops_update_code (v6.1).
         """
@@ -191,9 +191,9 @@ class FunctionPids(PidList):
     """
 
     def records_from(self, start: int) -> Iterator[str]:
-        """Return the lines of the file from line `start` on; the first line is 0.
+        """Return the lines of the file from line `start` on; the first line has the number 0.
 
-        As in Linux, a line "no pid" replaces the line of the number PID_MAX_LIMIT.
+        As in Linux, the line of pid PID_MAX_LIMIT shows "no pid".
 
         Mirrors: kernel/trace/ftrace.c:fpid_show (v6.1).
         """

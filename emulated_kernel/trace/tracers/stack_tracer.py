@@ -114,7 +114,7 @@ class StackTracer(FunctionWatcher):
             self._hooks.detach(self._user)
 
     def _check(self, site: int, hit: ProbeHit) -> None:
-        """Handle a call: if the stack is deeper than stack_max_size, set that size, and keep the call chain.
+        """Handle a call. If the stack is deeper than stack_max_size, store the depth and the call chain.
 
         Mirrors: kernel/trace/trace_stack.c:check_stack (v6.1).
         """
@@ -126,7 +126,7 @@ class StackTracer(FunctionWatcher):
     def _depth(self, hit: ProbeHit) -> int:
         """Return the number of bytes in use on the task's stack, or 0 if the CPU uses another stack.
 
-        The return address that the call from the fentry site pushes counts as in use. `hit` has the
+        The return address that the call from the fentry site pushes counts as in use. `hit` holds the
         registers before this push.
         """
         used = self._top() - getattr(hit.regs, self._system.arch.registers.sp)

@@ -14,7 +14,7 @@ from emulated_kernel.trace.tracers.call_sites import CallRecorder, KernelFunctio
 class TracedCalls:
     """An ftrace_ops that has the calls from its fentry sites recorded.
 
-    A CallRecorder records a call, or guest code does, which is compiled for later calls.
+    A CallRecorder records the first call. If guest code can be compiled, it records later calls.
     """
 
     def __init__(self, functions: KernelFunctions, recorder: CallRecorder, symbol: Callable[[], str]) -> None:
@@ -66,5 +66,5 @@ class TracedCalls:
 
 
 def _of_one_kind(sites: AbstractSet[int]) -> dict[None, AbstractSet[int]]:
-    """Return a map kind -> sites, with the only kind of functions."""
+    """Return a map kind -> sites with one kind, None, because all functions share their guest code."""
     return {None: sites}

@@ -25,7 +25,10 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class CountedTrigger(Trigger):
-    """A trigger whose number of actions may be limited. A hit that changes nothing does not count."""
+    """A trigger whose number of actions may be limited.
+
+    A hit at which the action would change nothing does not count.
+    """
 
     def __init__(self, title: str, count: int, filter_: EventFilter | None) -> None:
         super().__init__(filter_)

@@ -88,12 +88,12 @@ class EventTriggers:
         return event.file(self.array)
 
     def find_file(self, group: str, name: str) -> EventFile | None:
-        """Return the state of the event with this name in this trace array; None if there is no event."""
+        """Return the state of the event `name` of `group` in this trace array; None if it does not exist."""
         event = self.registry.find(group, name)
         return None if event is None else self.file(event)
 
     def find_switchable(self, group: str, name: str) -> EventFile | None:
-        """Return the state of the event with this name; None if there is no event or it cannot be enabled.
+        """Return the state of the event `name` of `group`; None if none exists or it cannot be enabled.
 
         Mirrors: find_event_file (v6.1).
         """
@@ -116,7 +116,7 @@ class EventTriggers:
         return [trigger for trigger in self.file(event).triggers if not trigger.is_hidden]
 
     def write(self, event: TraceEvent, data: bytes) -> int:
-        """Execute one write to an event's trigger file, and return the number of bytes taken: all of them.
+        """Execute one write to an event's trigger file, and return the number of bytes of `data`.
 
         Raises: KernelError EINVAL (a page or more, no such command), errors of the command.
         """
