@@ -86,7 +86,10 @@ def _builtin_mount(options: MountOptions) -> Mount:
 
 
 def _state(options: MountOptions) -> SavedState | None:
-    """Return the saved state, if the options name one. Raises: CliError (another daemon uses it)."""
+    """Return the saved state if the options name one, else None.
+
+    Raises: CliError (another daemon uses it).
+    """
     if options.state is None:
         return None
     from kprobefs.daemon.state.saved_state import SavedState
@@ -199,8 +202,8 @@ def _cpu(options: MountOptions) -> ProductionCpu | None:
 def _linux_profile(options: MountOptions, kernel: LinuxKernel) -> Profile:
     """Return the profile that the options name, with the strategy that the options name.
 
-    If they name no profile, return the profile of the kernel's version. The profiles for RISC-V are for any
-    version. Raises: CliError (the profile is not for the kernel's processor).
+    If the options name no profile, return the profile of the kernel's version. The profiles for RISC-V apply
+    to any version. Raises: CliError (the profile is not for the kernel's processor).
     """
     from emulated_kernel.guests.linux.probing.detect_interface import profile_of
     from emulated_kernel.kprobes.profile import RISCV_PROFILES, profile_named, with_strategy

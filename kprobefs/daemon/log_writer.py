@@ -33,7 +33,7 @@ class LogWriter(logging.Handler):
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        """Discard all queued messages, and forget the thread, which a forked child does not have."""
+        """Discard all queued messages, and forget the writing thread, which a forked child does not have."""
         self._changed = threading.Condition()
         self._messages: deque[bytes] = deque()
         self._size = 0

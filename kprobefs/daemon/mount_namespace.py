@@ -39,7 +39,7 @@ class NamespaceMembers:
             return False
 
     def add(self, pid: int) -> None:
-        """Declare `pid` to be one of the daemon's own processes, which are ignored."""
+        """Ignore the process `pid` in scans, because it is one of the daemon's own."""
         self._own.add(pid)
 
     def all_exited(self) -> bool:
@@ -80,7 +80,7 @@ def _daemons() -> set[int]:
 def _may_look_at_all() -> bool:
     """Return True if this process may read the namespace links of all processes in its mount namespace.
 
-    The creator of a namespace has CAP_SYS_PTRACE in it.
+    The creator of a namespace may read the links, because it has CAP_SYS_PTRACE in the namespace.
     """
     with open("/proc/self/status", encoding="utf-8", errors="replace") as file:
         effective = next(line for line in file if line.startswith("CapEff:"))

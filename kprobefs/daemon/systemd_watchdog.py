@@ -121,7 +121,7 @@ class _Condition:
     def ask(self) -> str:
         """Read the state again, store it in `told`, and return it.
 
-        Wait at most CONTROL_TIMEOUT seconds for it.
+        Wait at most CONTROL_TIMEOUT seconds for the state.
         """
         if not self._asking.is_alive():
             self._asking = threading.Thread(target=self._read, daemon=True)

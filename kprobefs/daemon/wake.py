@@ -1,4 +1,4 @@
-"""Wake: an event for the daemon's main thread, which waits for the end or for output of child processes."""
+"""Wake: an event for which the daemon's main thread waits, together with output of child processes."""
 
 from __future__ import annotations
 

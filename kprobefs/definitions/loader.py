@@ -84,7 +84,7 @@ class Loader:
         """Path of a trigger file -> its triggers. A file is read once, not once for each line."""
 
     def apply(self, lines: Sequence[Line]) -> list[str]:
-        """Apply all lines; return a message for each that failed."""
+        """Apply all lines; return a message for each line that failed."""
         steps = self.steps(lines)
         while True:
             try:
@@ -390,7 +390,8 @@ class _ExistingDefinitions:
     def is_unsure(self, wanted: Definition) -> bool:
         """Return True if dynamic_events must be read again to know whether the definition `wanted` exists.
 
-        The kernel chooses a missing name or maxactive of a new definition. Its choice may be the wanted one.
+        The kernel chooses a missing name or maxactive of a new definition. The kernel may have chosen the
+        wanted one.
         """
         return (bool(wanted.event) and "" in self.events) or (
             bool(wanted.count) and "" in self._of(wanted, wanted.event)
@@ -401,7 +402,7 @@ class _ExistingDefinitions:
 
 
 def _last_error(log: str, value: str) -> tuple[str, int | None]:
-    """Return the message of the newest entry of an error_log, and the index in `value` that it marks."""
+    """Return the message of the newest entry of an error_log, and the marked index in `value`."""
     lines = log.splitlines()
     heads = [number for number, line in enumerate(lines) if line.startswith("[")]
     if not heads:
@@ -469,9 +470,10 @@ class _Trigger:
         return (self._condition, *sorted(part for part in self._parts if part.startswith(prefixes)))
 
     def covers(self, wanted: _Trigger) -> bool:
-        """Return True if this trigger, which the kernel shows, is the wanted one.
+        """Return True if this trigger, which the kernel shows, is the trigger `wanted`.
 
-        The kernel shows parameters that were not written, and the count that is left. Both are ignored.
+        The kernel shows parameters that were not written, and the count that is left. The comparison ignores
+        both.
         """
         if not wanted._is_hist:
             return (self._head, self._condition) == (wanted._head, wanted._condition)
@@ -479,7 +481,7 @@ class _Trigger:
 
 
 def _canonical(part: str) -> str:
-    """Return a part of a histogram's command with one spelling for all that mean the same."""
+    """Return a part of a histogram's command in the same spelling for all parts with the same meaning."""
     name, equals, value = part.partition("=")
     name = SPELLINGS.get(name, name)
     match name:

@@ -111,8 +111,8 @@ def saved_in_steps(
     """Yield the lines that give a new mount the definitions and settings of `files`, and PAUSE between them.
 
     Definitions and settings that a new mount has anyway are left out. Lines that switch something on come
-    last. `default_maxactive` returns the maxactive that the kernel chooses; it is called if a definition has
-    one. If the caller passes `probes`, sorted by name, the files in kprobes/stats are not
+    last. `default_maxactive` returns the maxactive that the kernel chooses; it is called only if a definition
+    contains a maxactive. If the caller passes `probes`, sorted by name, the files in kprobes/stats are not
     read; there may be thousands of them.
     Raises: CliError.
     """

@@ -146,7 +146,7 @@ def parse_definition(text: str) -> Definition | None:
 
 
 def is_definition(text: str) -> bool:
-    """Return True if a line has the form of one that dynamic_events takes: it defines or removes an event."""
+    """Return True if a line has the form of a command of dynamic_events: it defines or removes an event."""
     return text.startswith("-:") or DEFINITION.match(text) is not None
 
 
@@ -177,7 +177,7 @@ def _as_shown(kind: str, place: str) -> str:
 
 
 def refused_path(path: str) -> str:
-    """Return why no line may write to the file `path`, or "" if a line may write to it."""
+    """Return the reason why no line may write to the file `path`, or "" if lines may write to it."""
     parts = path.split("/")
     if path.startswith("/") or ".." in parts:
         return "not a file of the tracefs"

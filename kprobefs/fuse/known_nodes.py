@@ -65,7 +65,7 @@ _WITHOUT_DIRECTORY = frozenset({0, FUSE_OPEN, FUSE_READ, FUSE_WRITE, FUSE_RELEAS
 
 
 class Names(Protocol):
-    """Interface of the mount for KnownNodes: questions about paths."""
+    """Interface of the mount for KnownNodes, which checks properties of paths."""
 
     def is_control(self, path: str, /) -> bool:
         """Return True if `path` is in a file system of control files."""
@@ -112,11 +112,10 @@ def attr_bytes(attributes: Stat) -> bytes:
 class KnownNodes:
     """The nodes of control files that the host's kernel has looked up, by id, and by directory and name.
 
-    libfuse counts the LOOKUPs of a node to which libfuse has replied. A FORGET has the number of all
+    libfuse counts the LOOKUPs of a node to which libfuse has replied. A FORGET contains the number of all
     LOOKUPs of the node. So the LOOKUPs to which kprobefs has replied itself are subtracted before libfuse
-    gets the FORGET.
-    Replaces: libfuse's replies to LOOKUP, GETATTR and OPEN of control files.
-    Gains: two thirds of the time of an open, read and close by path.
+    gets the FORGET. Replaces: libfuse's replies to LOOKUP, GETATTR and OPEN of control files. Gains: two
+    thirds of the time of an open, read and close by path.
     """
 
     def __init__(self, names: Names, *, may_last: bool) -> None:

@@ -87,7 +87,7 @@ def _not_served() -> NoReturn:
 
 @dataclass(frozen=True)
 class FuseOptions:
-    """Options of the FUSE mount: its entry in /proc/mounts, and its users."""
+    """Options of the FUSE mount: its entry in /proc/mounts, and the users who may access it."""
 
     source: str
     """First field of the mount's line in /proc/mounts, where tools look for "tracefs" or "debugfs"."""

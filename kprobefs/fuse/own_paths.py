@@ -1,7 +1,8 @@
 """OwnPaths: paths of the files in directories where clients change names, so that OPEN needs no libfuse.
 
-While a request removes or changes a name, no path is recorded. Before such a request, its paths are dropped,
-and it waits until all opens in progress have ended. So no open uses a path that has changed.
+While a request removes or changes a name, no path is recorded. Before such a request, the paths that it
+changes are dropped, and the request waits until all opens in progress have ended. So no open uses a path that
+has changed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class OwnPaths:
     def learn(self, number: int, mode: int) -> None:
         """Record the node that libfuse has found for the name of the last expect().
 
-        Record no file if names have changed since then, nor if its directory has no path.
+        Record no file if names have changed since then, or if the path of its directory is not known.
         """
         above, name, changes = getattr(self._looked_up, "arguments", (None, b"", 0))
         if above is None or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
@@ -71,7 +72,7 @@ class OwnPaths:
     def begin_open(self, number: int) -> tuple[int, str] | None:
         """Return the number of a new open and the path of a node; None if the node has no path.
 
-        The path is right until end_open() is called with the number.
+        The path stays valid until end_open() is called with this number.
         """
         if number not in self._paths:
             return None

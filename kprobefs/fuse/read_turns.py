@@ -1,4 +1,4 @@
-"""ReadTurns: lets one thread read requests, and another one while the first thread is busy for long."""
+"""ReadTurns: lets one thread read requests. If it is busy for long, another thread reads in its place."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Reader:
 
 
 class ReadTurns:
-    """Lets one thread at a time read requests from /dev/fuse: the one that has the turn.
+    """Lets one thread at a time read requests from /dev/fuse: the thread that has the turn.
 
     The thread with the turn reads the next request when it has answered the last one. Most requests take less
     than BUSY seconds. With several readers, the host's kernel would wake another thread at each request. That
     thread would compete for Python's global lock with the thread that has just answered.
 
-    One of the threads without the turn is the successor. If the thread with the turn answers one request for
-    BUSY seconds, the successor takes the turn. While requests arrive, the successor wakes every BUSY seconds.
-    While none arrives, it sleeps until the next request, so that an idle daemon uses no CPU time.
+    One of the threads without the turn is the successor. If the thread with the turn is busy with one request
+    for BUSY seconds, the successor takes the turn. While requests arrive, the successor wakes every BUSY
+    seconds. While none arrives, it sleeps until the next request, so that an idle daemon uses no CPU time.
     Hazard: a thread that has lost the turn may still read one request. This has no effect on other threads.
 
     If the host has more runnable tasks than CPUs, all threads read. The host's scheduler gives each thread a
@@ -88,7 +88,7 @@ class ReadTurns:
             self._wake.set()
 
     def _is_vacant(self) -> bool:
-        """Return True if the successor takes the turn now.
+        """Return True if the successor takes the turn now, because it is free or its thread is busy.
 
         Otherwise, return False after BUSY seconds, or after the next request if none has arrived meanwhile.
         """

@@ -109,8 +109,8 @@ class ReplyChannels:
 
         If `walks` is None, only the reply to INIT is changed. Otherwise, `walks` is called before libfuse
         looks up one of `lasting`. `walks` must record that libfuse, and no client, requests the next
-        attributes. `lasting` and `clients_own` have names of directories in the root; see the class.
-        `nodes` records the nodes of control files. If `nodes` is None, no node is recorded.
+        attributes. `lasting` and `clients_own`: names of directories in the root; see the class. `nodes`
+        records the nodes of control files. If `nodes` is None, no node is recorded.
         """
         self.channel: int = library.fuse_session_next_chan(session, None)
         """The channel of the session itself, which sends replies unchanged."""
@@ -302,7 +302,7 @@ class ReplyChannels:
     def _let_name_last(self, reply: bytearray) -> None:
         """Give the name in a reply a validity, because only clients change the name.
 
-        The name of a file with several links gets none. If the reply is for a directory, record the
+        The name of a file with several links gets no validity. If the reply is for a directory, record the
         directory.
         """
         if len(reply) == ENTRY_REPLY_SIZE:

@@ -212,9 +212,9 @@ class SessionLoop:
     ) -> None:
         """Make a loop over the struct fuse_session at the address `session`.
 
-        `nodes` has the nodes of control files. If `nodes` is None, libfuse replies to the requests about
-        them. `acting` has the handle fh of each open file whose release has an effect that other files
-        show. A handle stays in `acting` until the release has returned.
+        `nodes`: the known nodes of control files. If `nodes` is None, libfuse replies to the requests about
+        them. `acting`: the handle fh of each open file whose release has an effect that other files show. A
+        handle stays in `acting` until the release has returned.
         """
         self._session = session
         self._replies = replies
@@ -381,7 +381,7 @@ class SessionLoop:
     def _look_up(self, nodes: KnownNodes, request: bytearray, size: int) -> bytes | int | None:
         """Answer the LOOKUP of a known control file. Results: see `_answers`.
 
-        If the name gets a validity, its attributes get none.
+        If the name gets a validity, the file's attributes get none.
         """
         _, unique, directory, uid, gid, pid = IN_HEADER.unpack_from(request)
         name = bytes(memoryview(request)[IN_HEADER.size : size - 1])

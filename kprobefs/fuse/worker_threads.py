@@ -67,7 +67,7 @@ class WorkerThreads:
     def _next(self) -> threading.Thread | None:
         """Return a live thread whose end run() must await.
 
-        If there is none, return None and prevent further starts.
+        If no thread is left, return None and prevent further starts.
         """
         with self._lock:
             alive = next(filter(threading.Thread.is_alive, self._threads), None)

@@ -1,6 +1,6 @@
 """`kprobefs bench hit`: the time that a probe hit takes, for each kind of handler and each mode.
 
-The module also has the functions that other benchmarks share.
+The module also contains functions that other benchmarks share.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ NOISE_NOTE = f"{NOISE}: rounds differ by more than what is measured; take more -
 def measured(net: Sequence[float]) -> float | None:
     """Return the median of the samples; return None if the samples differ too much.
 
-    They differ too much if their 10th percentile is 0 or negative.
+    The samples differ too much if their 10th percentile is 0 or negative.
     """
     return statistics.median(net) if quantile(net, 1) > 0 else None
 
@@ -173,7 +173,7 @@ def quantile(samples: Sequence[float], tenth: int) -> float:
 
 
 def modes(arch: str, profile: str | None = None) -> tuple[str, ...]:
-    """Return the modes that an architecture supports, or only the modes that a preset profile uses."""
+    """Return the modes that the architecture `arch` supports, or only the modes of the preset `profile`."""
     if profile is None:
         return tuple(mode for mode in MODES if arch not in _RISCV or mode not in _X86_MODES)
     preset = PROFILES[profile]
@@ -193,8 +193,8 @@ def modes(arch: str, profile: str | None = None) -> tuple[str, ...]:
 def built(mode: str, profile: str | None) -> Profile:
     """Return the profile for measuring a mode.
 
-    If `profile` is None, return the profile in MODES. Otherwise return the preset `profile` without the
-    modes that it would prefer to `mode`.
+    If `profile` is None, return the profile in MODES. Otherwise return the preset `profile` without the modes
+    that a kernel would prefer to `mode`.
     """
     if profile is None:
         return MODES[mode]
@@ -364,7 +364,7 @@ class MeasuredProbe:
 
 
 def place(kernel: Kernel, kind: str, offset: int) -> MeasuredProbe:
-    """Register a disabled probe with a handler of the kind `kind`, one of HANDLERS.
+    """Register a disabled probe whose handler is of the kind `kind`, one of HANDLERS.
 
     The probe is `offset` bytes after the entry of FUNCTION, or at the return of FUNCTION if the kind is
     RETURNING.
@@ -491,7 +491,7 @@ def subject(arch: str, profile: str | None, title: str) -> Iterator[str]:
 
 
 def detours(sizes: Mapping[str, int | None]) -> Iterator[str]:
-    """Yield lines with the sizes of the detour buffers, if there are any."""
+    """Yield lines with the sizes of the detour buffers, if any probe has a detour."""
     found = [f"{mode}\xa0{size}" for mode, size in sizes.items() if size is not None]
     if found:
         text = f"bytes of a detour buffer, with its handler: {', '.join(found)}"

@@ -136,8 +136,8 @@ def cases(
 ) -> list[ReturnCase]:
     """Return the cases: each mode with one task and CPU, and the fastest mode with more tasks or CPUs.
 
-    With a preset `profile`, only the shadow stack and the modes of the preset are measured. Otherwise
-    `backends` has the names of the shadow stacks that are measured.
+    With a preset `profile`, only the shadow stack and the modes of the preset are measured. Otherwise,
+    `backends` are the names of the shadow stacks that are measured.
     """
     found = []
     known = modes(arch, profile)
@@ -231,7 +231,7 @@ def _hooked(
 
 @contextmanager
 def _sleepers(kernel: Kernel, hook: ReturnHook, number: int) -> Iterator[None]:
-    """Give `number` other tasks one pending call of the hooked function each, during a `with` block."""
+    """Give each of `number` other tasks one pending call of the hooked function, during a `with` block."""
     stack = kernel.kretprobes.hooks.stack
     place = hook.address
     with kernel.lock:

@@ -79,7 +79,7 @@ class Coverage:
 
     @cached_property
     def tactics(self) -> Counter[Tactic]:
-        """Tactic -> number of instructions whose jump needs the tactic, perhaps together with others."""
+        """Return a map tactic -> number of instructions whose jump needs the tactic, perhaps with others."""
         found: Counter[Tactic] = Counter()
         for reason, number in self.total.items():
             if isinstance(reason, tuple):
@@ -140,7 +140,7 @@ class Source:
 
 
 class Counting(NamedTuple):
-    """Numbers of instructions of one function, in the kernel that is one subject."""
+    """Counts of the instructions of one function in the kernel `subject`."""
 
     reasons: Reasons
     pairs: int
@@ -264,7 +264,7 @@ class FunctionCounter:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of everything on which the counts depend: the kernels, the rules, and kprobefs's code."""
+        """Return a digest of everything on which the counts depend: kernels, rules, and kprobefs's code."""
         parts: list[object] = [code_digest()]
         for judge in self.judges:
             tables = judge.subject.tables
@@ -543,7 +543,7 @@ def _wrapped(text: str, indent: str) -> str:
 
 
 def share(number: int, of: int) -> str:
-    """Return the share of `number` in `of` as text, in per cent; return "-" if `of` is 0."""
+    """Return `number` as a percentage of `of`, as text; return "-" if `of` is 0."""
     return f"{100 * number / of:.1f} %" if of else "-"
 
 

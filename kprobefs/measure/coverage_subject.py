@@ -69,7 +69,7 @@ class Subject:
 
     @cached_property
     def symbols(self) -> tuple[Symbol, ...]:
-        """The functions, each as the first symbol of its address."""
+        """Return the functions. Each function is represented by the first symbol at its address."""
         if self.pattern:
             every = replace(self, pattern="").symbols
             return tuple(symbol for symbol in every if fnmatchcase(symbol.name, self.pattern))
@@ -88,12 +88,12 @@ class Subject:
 
     @property
     def complete(self) -> bool:
-        """Whether the subject has all functions of the kernel."""
+        """Whether the subject contains all functions of the kernel."""
         return self.recorded is None
 
     @cached_property
     def sections(self) -> tuple[tuple[range, str], ...]:
-        """(addresses, name) of each text section other than .text."""
+        """Return (addresses, name) of each text section other than .text."""
         return _sections(self.tables.kallsyms) if self.complete else ()
 
     @property
@@ -254,8 +254,8 @@ def _unpacked(path: Path) -> bytes:
 class RecordedTables:
     """Text and tables of a kernel that is known only by some functions in a file; implements ProbedTables.
 
-    The file is one like tests/oracle/functions-*.json.gz. The text between its functions is unknown: its
-    symbols have the name "?", and no bytes.
+    The file is one like tests/oracle/functions-*.json.gz. The text between its functions is unknown. Its
+    symbols have the name "?", and reading them returns no bytes.
     """
 
     def __init__(self, about: dict[str, Any], functions: dict[str, dict[str, Any]]) -> None:

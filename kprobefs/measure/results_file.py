@@ -23,7 +23,7 @@ _LIMIT = 1 << 30
 class ResultsFile:
     """A file of results. Each line has the key of an analysis, the number of a part, and the part's result.
 
-    A file can have results of several analyses. A line that was not written completely is dropped.
+    A file can contain the results of several analyses. A line that was not written completely is dropped.
     """
 
     def __init__(self, path: str) -> None:

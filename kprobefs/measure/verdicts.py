@@ -40,7 +40,10 @@ _INT3 = 0xCC
 
 
 class ProbeOutcome(Enum):
-    """Way in which a probe takes its hits, or its refusal. The values are the names in tables."""
+    """Outcome of a probe: the way in which it takes its hits, or its refusal.
+
+    The values are the names in tables.
+    """
 
     __hash__ = object.__hash__
 
@@ -79,7 +82,7 @@ class Verdict:
 
 
 def chosen_profile(name: str | None, arch: str, tables: ProbedTables) -> Profile:
-    """Return the profile `name`; if the user names none, the profile that applies to a kernel.
+    """Return the profile called `name`, or, if `name` is None, the profile that fits the kernel.
 
     A distribution's kernel has the profile that profile_of() returns. Raises: KernelError (no such profile,
     or it is for another architecture than the kernel).
@@ -97,7 +100,7 @@ def chosen_profile(name: str | None, arch: str, tables: ProbedTables) -> Profile
 def own_profile(profile: Profile, kernel: LinuxKernel) -> Profile:
     """Return the profile of the own kprobes of an arm64 or riscv64 kernel.
 
-    `profile`: that of kprobefs's kprobes in the kernel.
+    `profile`: the profile of kprobefs's kprobes in the kernel.
     """
     name = f"linux-{series_of(kernel.release)}"
     return replace(profile, name=name, optimizer=False, ftrace=bool(kernel.mcount))
@@ -134,7 +137,7 @@ class Judge:
 
     @cached_property
     def remarks(self) -> tuple[str, ...]:
-        """Sentences for the output about the CPUs and the kprobes for which the verdicts are valid."""
+        """Return sentences for the output: the CPUs and the kprobes for which the verdicts are valid."""
         if self.subject.has_own_kprobes:
             return self.subject.remarks
         own = self.subject.own_kprobes(has_jumps=self.strategy is not None)

@@ -56,7 +56,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a fetch argument reads, by the kernel's types, to compare it with other kernels."""
+    """What a fetch argument reads according to the kernel's types, for a comparison with other kernels."""
 
     arg: str
     """Name of the fetch argument."""

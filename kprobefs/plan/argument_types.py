@@ -73,7 +73,7 @@ def readings(
 
 
 def _known(kernel: PlannedKernel, probe: TraceKprobe, explained: Explanation) -> Mapping[str, Parameter]:
-    """Return base of a fetch argument -> the parameter or result of the probed function that it is."""
+    """Return a map base of a fetch argument -> the parameter or result of the function that it names."""
     prototype = explained.prototype
     if prototype is None:
         return {}
@@ -153,7 +153,7 @@ class _Walk:
         """For each dereference that was followed, the names of the members that begin at its offset."""
 
     def warning(self) -> tuple[str, str] | None:
-        """Return rule and message of the first dereference that differs from the types; None if none does.
+        """Return rule and message of the first dereference that differs from the types; None if all match.
 
         A dereference of an unknown type ends the walk, for example of `void *`.
         """
@@ -176,10 +176,10 @@ class _Walk:
     def _members(
         self, pointers: Sequence[int], offset: int
     ) -> tuple[Sequence[_Named], tuple[str, str] | None]:
-        """Return the members that begin at an offset from a pointer, or a warning that there is none.
+        """Return the members that begin at `offset` from a pointer, or a warning that no member begins there.
 
-        `pointers`: the types that the pointer may have, several if it is in a union. Return no members and no
-        warning if a type is unknown.
+        `pointers`: the types that the pointer may have, more than one if the pointer is in a union. Return no
+        members and no warning if a type is unknown.
         """
         found: list[_Named] = []
         targets = [pointed_to(self._btf, each) for each in pointers]
@@ -200,7 +200,7 @@ class _Walk:
         return (), ("no-member", self._no_member(targets[0] or 0, offset, found))
 
     def _element(self, target: int, offset: int) -> ScalarMember | None:
-        """Return the number or pointer at an offset from a pointer to such values; None if it is unknown.
+        """Return the number or pointer at an offset from a pointer to such values; None if unknown.
 
         Bytes are unknown: a pointer to characters or to a buffer leads to data of any kind.
         """
@@ -225,7 +225,7 @@ class _Walk:
         return f"{message}; right only if it is part of a larger structure or an array"
 
     def _of_larger(self, structure: int, offset: int) -> list[str]:
-        """Return members at an offset, of the structures that begin with `structure` and have them beyond it.
+        """Return the members at `offset` of larger structures that begin with the structure `structure`.
 
         The kernel casts pointers to such structures: a `struct sock *` often points to a tcp_sock.
         """

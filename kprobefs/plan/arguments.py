@@ -33,7 +33,7 @@ class Argument:
 
 
 def changed_parameters(function: str) -> str:
-    """Return why the parameters of a function may differ from those in the source; "" if they do not.
+    """Return the reason why a function's parameters may differ from the source, or "" if they do not.
 
     GCC names such a function NAME.isra.0, NAME.constprop.0 or NAME.part.0. Linux does not find its
     parameters, because BTF has the names of the source.
@@ -51,8 +51,8 @@ def arguments_at(
 ) -> tuple[Argument, ...]:
     """Return the parameters of a function with the fetch arguments that read them at the address `addr`.
 
-    `values` has the registers and stack words in which the function keeps them. `on_entry`: the probe is at
-    the function's symbol, so that $argN is allowed.
+    `values`: the registers and stack words in which the function keeps the parameters. `on_entry`: the probe
+    is at the function's symbol, so that $argN is allowed.
     """
     places = values.at(addr)
     registers = list(arch.registers.arguments)

@@ -58,7 +58,8 @@ def check_lines(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
     """Return a kernel's answers to lines, as if they were written to its kprobe_events in this order.
 
     The lines that write a value to another file (FILE = VALUE) are checked in part. The modules that places
-    name are loaded if they come with the kernel, and the answers say what differs while they are not.
+    name are loaded if they come with the kernel, and the answers say what differs while these modules are not
+    loaded.
     """
     known = list(lines)
     answers = _answers(kernel, known)
@@ -78,7 +79,7 @@ def check_lines(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
 
 
 def _is_accepted_at_entry(kernel: PlannedKernel, line: Line) -> bool:
-    """Return whether the kernel would accept a definition if its place were the entry of a loaded function.
+    """Return True if the kernel would accept a definition whose place is the entry of a loaded function.
 
     The line's place is a function of a module that cannot be read. Without the module, the kernel cannot know
     that the place is an entry, and refuses parameters.
@@ -129,7 +130,7 @@ def _compare(answer: Answer, unloaded: Answer, modules: str) -> None:
 
 
 def _refused_until_loaded(error: Finding, modules: str) -> Finding:
-    """Return the warning about an error that the kernel answers while modules are not loaded."""
+    """Return a warning that the kernel answers `error` as long as the modules `modules` are not loaded."""
     message = f"refused while the module is not loaded{modules}: {error.message}"
     return Finding("needs-module", False, message, error.column)
 

@@ -125,7 +125,7 @@ def _place(text: str, line: Line, finding: Finding) -> tuple[int, int | None]:
 def _results(checked: CheckedFile) -> Iterator[tuple[str, str, Finding, tuple[int, int | None]]]:
     """Yield the findings about a file for sarif_log().
 
-    A finding that holds for a kernel on each CPU is one result. Others name the CPUs.
+    A finding that holds for a kernel on each CPU is one result. Other findings name the CPUs.
     """
     cpus: dict[str, list[str]] = {}
     found: dict[tuple[str, str, Finding, tuple[int, int | None]], list[str]] = {}
@@ -209,7 +209,8 @@ def _missing(kernel: PlannedKernel) -> str:
 def _details(path: str, row: Sequence[Answer]) -> Iterator[str]:
     """Yield lines of output about the answers of all kernels to a line: findings, and reasons for no jump.
 
-    `path`: path of the file. What holds for several kernels is printed once, with their numbers.
+    `path`: path of the file. A finding that holds for several kernels is printed once, with the kernels'
+    numbers.
     """
     line = row[0].line
     kernels: dict[tuple[str, int | None], list[str]] = {}
@@ -229,7 +230,7 @@ def _details(path: str, row: Sequence[Answer]) -> Iterator[str]:
 
 
 def _around(text: str, column: int, width: int) -> tuple[str, int]:
-    """Return at most `width` characters of a line around a column, and the column in that part."""
+    """Return at most `width` characters of a line around a column, and the column within this part."""
     if len(text) <= width:
         return text, column
     size = width - 2 * len(_CUT)

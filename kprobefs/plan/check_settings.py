@@ -1,7 +1,7 @@
 """Checks of settings, which are lines of a definitions file that write a value to a file, without a mount.
 
-They check which events and functions a line names, the filters of events, and the names of triggers. The
-other values are not checked.
+The checks are about the events and functions that a line names, the filters of events, and the names of
+triggers. Other values are not checked.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SettingChecks:
     """Checks of the settings in one file of definitions, for one kernel."""
 
     def __init__(self, kernel: PlannedKernel, engine: OfflineEngine) -> None:
-        """Prepare checks for `kernel`. `engine` has the events that the lines before a setting define."""
+        """Prepare checks for `kernel`. `engine` holds the events that the lines before a setting define."""
         self._kernel = kernel
         self._engine = engine
         self._others: set[str] = set()
@@ -114,7 +114,7 @@ class SettingChecks:
     def _no_event(self, group: str, name: str, column: int) -> Iterator[Finding]:
         """Yield a warning if neither the kernel nor a line has the event.
 
-        It is no error, because a module or another file may define the event.
+        This is not an error, because a module or another file may define the event.
         """
         registry = self._engine.registry
         is_known = registry.find(group, name) is not None or not self._others.isdisjoint(
@@ -152,7 +152,7 @@ class SettingChecks:
 
     @cached_property
     def _traced(self) -> Set[int]:
-        """Addresses of the functions that ftrace can trace."""
+        """Return the addresses of the functions that ftrace can trace."""
         tables = self._kernel.tables
         places = (tables.kallsyms.lookup(site) for site in tables.mcount)
         return {place.symbol.address for place in places if place is not None}

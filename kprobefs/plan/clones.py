@@ -33,6 +33,6 @@ def clones_by_function(names: Iterable[str]) -> Mapping[str, Sequence[str]]:
 
 
 def calls_of_clones(function: str, clones: Sequence[str]) -> str:
-    """Return a sentence for the output: some calls of a function that has clones may not hit its probe."""
+    """Return a sentence for the output: some calls of a function with clones may not hit a probe on it."""
     called = f"callers may call {', '.join(clones)} instead"
     return f"{called}, which the compiler made from {function}, and do not hit this probe"

@@ -146,7 +146,7 @@ def _compared(found: Sequence[Coverage]) -> Iterator[str]:
 
 
 def _row(head: str, columns: Sequence[str]) -> str:
-    """Return a row of the table. Columns that do not fit on its line are on further lines."""
+    """Return a row of the table. Columns that do not fit on the line follow on further lines."""
     width = _COLUMN if _COLUMN * len(columns) <= _WIDTH - _HEAD_WIDTH else _NARROW_COLUMN
     most = (_WIDTH - _HEAD_WIDTH) // width
     room = _WIDTH - width * min(len(columns), most)

@@ -87,8 +87,9 @@ class PagesDirectory:
                 self._directory.rmdir()
 
     def write(self, found: Sequence[Coverage]) -> None:
-        """Write the pages of all kernels. If there are several, each has its own directory for its pages.
+        """Write the pages of all kernels.
 
+        If there are several kernels, the pages of each are in a directory of their own.
         Raises: CliError (a file can't be written).
         """
         try:

@@ -19,7 +19,8 @@ Row = Sequence[tuple[PlannedKernel, Answer]]
 def warn_of_differences(checked: Sequence[tuple[PlannedKernel, Sequence[Answer]]]) -> None:
     """Add warnings to the answers to each line that does not mean the same in several kernels.
 
-    `checked`: each kernel with its answers to the same lines. All kernels to which a warning belongs get it.
+    `checked`: each kernel with its answers to the same lines. A warning is added to the answers of all
+    kernels that it concerns.
     """
     kernels = [kernel for kernel, _ in checked]
     for answers in zip(*(answers for _, answers in checked), strict=True):
@@ -72,7 +73,7 @@ def _other_members(row: Row) -> Iterator[tuple[Sequence[Answer], Finding]]:
 
 
 def _by(row: Row, key: Callable[[Read], str]) -> dict[str, list[tuple[PlannedKernel, Answer, Read]]]:
-    """Return key -> kernels, with the answer and the first fetch argument of the line that has the key."""
+    """Return a map key -> kernels, each with its answer and the line's first fetch argument with this key."""
     found: dict[str, list[tuple[PlannedKernel, Answer, Read]]] = {}
     for kernel, answer in row:
         first = {key(read): read for read in reversed(answer.reads)}
@@ -84,7 +85,7 @@ def _by(row: Row, key: Callable[[Read], str]) -> dict[str, list[tuple[PlannedKer
 def _which(texts: Sequence[tuple[PlannedKernel, object, str]]) -> str:
     """Return the texts that differ, each with its kernels; "" if they do not differ.
 
-    Each item of `texts` is a kernel, what is compared, and the text that is shown for it.
+    Each item of `texts` is a kernel, the value to compare, and the text that shows the value.
     """
     titles: dict[object, dict[str, None]] = {}
     shown: dict[object, str] = {}

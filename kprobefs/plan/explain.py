@@ -39,8 +39,8 @@ def run(
 
     `whole` shows whole functions. `as_json` prints JSON instead of text. `outputs`: form of a document
     (`svg`, `html` or `stages`) -> path of the file to write. `debug_info` is the path of a file with the
-    kernel's debug information, for lines of source files. `kprobes` is the way of probing the kernel of
-    `image` or `vmcore`.
+    kernel's debug information, for lines of source files. `kprobes`: the kprobes of the kernel in `image` or
+    `vmcore`: kprobefs's, or the kernel's own.
     Raises: CliError (no such kernel; a file that can't be written).
     """
     if debug_info is not None and not any(map(is_source_line, places)):
@@ -100,7 +100,7 @@ def _print(found: Sequence[Explanation], *, whole: bool, as_json: bool) -> None:
 def _explanations(
     kernel: PlannedKernel, places: Sequence[str], debug_info: str | None
 ) -> Iterator[Explanation | CliError]:
-    """Yield the explanations of each place, or the error that refuses the place."""
+    """Yield the explanations of each place, or an error for a place that can't be explained."""
     with_modules: dict[str, PlannedKernel] = {}
     source = SourceLines(kernel, debug_info)
     for place in places:

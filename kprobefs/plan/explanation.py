@@ -112,7 +112,7 @@ class Explanation:
 
     @cached_property
     def probed(self) -> Location:
-        """The place at which Linux puts the probe: after the landing pad if the user names a function."""
+        """Return the location of the probe in Linux: after the landing pad if the user names a function."""
         return self.judge.place(self.place.where)
 
     @property
@@ -132,9 +132,9 @@ class Explanation:
 
     @cached_property
     def breakpoint_kind(self) -> BreakpointKind | None:
-        """How a breakpoint at the place executes the probed instruction; None if there is no breakpoint.
+        """Return how a breakpoint at the place executes the instruction; None if there is no breakpoint.
 
-        An optimized probe has one while its jump is not written.
+        An optimized probe has a breakpoint while its jump is not written.
         """
         return self.judge.breakpoint_kind(self.place.where)
 
@@ -227,7 +227,7 @@ class Explanation:
 
     @property
     def size(self) -> int:
-        """Size of the function in bytes, as kallsyms has it: filler at the end counts."""
+        """Size of the function in bytes according to kallsyms, including filler at its end."""
         return self.symbol.size
 
     @property
@@ -327,7 +327,7 @@ class Explanation:
 
     @cached_property
     def prototype(self) -> Prototype | None:
-        """The function's prototype; None if the kernel's types do not have it."""
+        """The function's prototype; None if the kernel's types do not include it."""
         btf = self.kernel.btf
         if btf is None or self.place.where.module is not None:
             return None

@@ -54,7 +54,7 @@ class Listing:
 def listing(explained: Explanation, *, whole: bool) -> Listing:
     """Return the rows for an explanation.
 
-    If `whole` is False, these are only the instructions around the explained address.
+    If `whole` is False, the rows are only those of the instructions around the explained address.
     """
     insns = explained.insns
     first = 0
@@ -94,7 +94,8 @@ def _blamed(insn: ListedInsn) -> int:
 def _notes(insns: Sequence[ListedInsn]) -> list[tuple[RejectReason | None, str, str]]:
     """Return the notes, each as a tuple of reason, letter and text.
 
-    Each note names the places that break its rule. If there are several, they follow as notes without letter.
+    A note names the place that breaks its rule. If several places break the rule, they follow as notes
+    without a letter.
     """
     by_reason: dict[RejectReason, list[ListedInsn]] = {}
     for insn in insns:

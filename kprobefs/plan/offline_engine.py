@@ -70,7 +70,7 @@ class OfflineKretprobes:
         self._blacklist = frozenset(never_returning(judge.subject.tables, judge.arch))
 
     def register_kretprobe(self, rp: Kretprobe[Any], /) -> None:
-        """Check a probe's place, and store its address.
+        """Check a probe's place, and store the probe's address.
 
         Raises: the errors of Kretprobes.register_kretprobe() about the probe's place.
         """

@@ -38,7 +38,7 @@ _STYLE = (
 
 
 def picture(found: Sequence[Explanation], *, whole: bool) -> str:
-    """Return an SVG document with the listings, one below another; `whole`: show whole functions."""
+    """Return an SVG document with all listings, one below the other; `whole`: show whole functions."""
     parts: list[str] = []
     top = _MARGIN
     width = 0.0

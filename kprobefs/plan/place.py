@@ -57,10 +57,10 @@ def find_place(text: str, tables: ProbedTables) -> Place:
 
 
 def place_in_any_boot(address: int, kallsyms: Kallsyms) -> str:
-    """Return a place for an address that the kernel takes in each boot, also if KASLR has moved the kernel.
+    """Return a text for `address` that is valid in each boot, even if KASLR moves the kernel.
 
-    It is SYMBOL+OFFSET if the symbol's name is unique. Otherwise the offset is that from the start of the
-    text. For an address that has neither, return the address itself.
+    The text is SYMBOL+OFFSET if the symbol's name is unique. Otherwise the offset is that from the start of
+    the text. If neither is possible, return the address itself.
     """
     where = kallsyms.lookup(address)
     if where is not None and kallsyms.count_name(where.name) == 1:

@@ -103,7 +103,7 @@ class PlannedKernel:
 
     @cached_property
     def interface(self) -> Interface:
-        """The interface of tracefs that a mount of the kernel has; it decides the syntax of definitions."""
+        """Return the interface of tracefs in a mount of the kernel. It decides the syntax of definitions."""
         if self.profile.interface != KERNEL_INTERFACE or not isinstance(self.core, LinuxKernel):
             return interface_named(self.profile.interface)
         from emulated_kernel.guests.linux.probing.detect_interface import interface_with
@@ -112,7 +112,7 @@ class PlannedKernel:
 
     @cached_property
     def tables(self) -> ProbedTables:
-        """The tables of the kernel and its modules, with the text as it is in the files."""
+        """Return the tables of the kernel and its modules, with the text as it is in the files."""
         return self._with_modules(self.core, None)
 
     def _with_modules(self, core: LinuxKernel | KernelImage, returns: ReturnThunks | None) -> ProbedTables:
@@ -172,7 +172,10 @@ class PlannedKernel:
 
     @cached_property
     def judge(self) -> Judge:
-        """Judge of probes in the kernel. The judge sees the kernel's text as it is in the kernel's file."""
+        """Return the judge of probes in the kernel.
+
+        The judge sees the kernel's text as it is in the kernel's file.
+        """
         subject = Subject(self.title, self.arch, self.tables, has_own_kprobes=self.has_own_kprobes)
         return Judge(subject, self.profile)
 
@@ -212,7 +215,7 @@ class PlannedKernel:
 
     @cached_property
     def whole(self) -> Variant:
-        """The whole kernel with its returns rewritten as boot does on the CPU of `cpu_description`."""
+        """Return the whole kernel with its returns rewritten as boot does on the CPU of `cpu_description`."""
         core = self.core
         if not isinstance(core, LinuxKernel) or not self._returns:
             return Variant("", self.judge)
@@ -248,7 +251,7 @@ class PlannedKernel:
 
     @cached_property
     def ways(self) -> Mapping[int, Sequence[int]]:
-        """Address of an instruction -> further addresses at which execution may continue after it.
+        """Return a map address of an instruction -> further addresses where execution may continue after it.
 
         The further addresses are the targets of jump labels that may be patched in, and the fixups of
         instructions that fault.
@@ -273,7 +276,7 @@ class PlannedKernel:
 
     @cached_property
     def btf(self) -> Btf | None:
-        """Descriptions of the kernel's types, or None if it has none."""
+        """Return the descriptions of the kernel's types, or None if the kernel has no BTF."""
         core = self.core
         if isinstance(core, KernelImage):
             return load_types(core.path)
@@ -281,7 +284,7 @@ class PlannedKernel:
 
     @cached_property
     def larger_structures(self) -> Mapping[int, Sequence[int]]:
-        """Type id of a structure -> type ids of the structures whose first member it is."""
+        """Return a map type id of a structure -> type ids of the structures whose first member it is."""
         return {} if self.btf is None else beginning_with(self.btf)
 
     @property
@@ -436,7 +439,10 @@ def _booted(image: str, profile_name: str | None, cpu: str) -> PlannedKernel:
 def _with_fields(
     events: Iterable[EventDefinition | KernelEvent],
 ) -> Iterator[tuple[str, str, tuple[EventField, ...]]]:
-    """Yield group, name and fields of events. The kernel makes the fields of system calls at boot."""
+    """Yield group, name and fields of events.
+
+    The fields of system calls are empty, because the kernel makes them at boot.
+    """
     for event in events:
         fields = () if event.system == syscall_events.GROUP else tuple(layout_fields(event.fields))
         yield event.system, event.name, fields

@@ -95,7 +95,7 @@ class SourceLines:
         raise CliError(f"{shown}: {why} (for a module, give MODULE:SYMBOL)", ExitStatus.USAGE)
 
     def _in_functions(self, text: str, line: str, addresses: Sequence[int]) -> list[Place]:
-        """Return the first address in each function, as a place that the user wrote as `text`.
+        """Return a Place with the text `text` for the first of `addresses` in each function.
 
         `line`: FILE:LINE of the place. `addresses`: guest addresses of the line's code. Raises: CliError (no
         probe is possible).
@@ -132,8 +132,8 @@ class SourceLines:
 def debug_file(kernel: PlannedKernel) -> Path:
     """Return the path of a file with a kernel's debug information.
 
-    That is the kernel's own file, a file that a package has installed, or a file of a debuginfod server.
-    Raises: CliError (there is none).
+    The file is the kernel's own, one that a package has installed, or one from a debuginfod server.
+    Raises: CliError (no such file is found).
     """
     core = kernel.core
     if isinstance(core, KernelImage):

@@ -87,7 +87,7 @@ class _Pictured:
         return "; ".join(text for _, _, text in insns)
 
     def flush(self) -> None:
-        """Run the optimizer now."""
+        """Run the optimizer at once."""
         assert self.kprobes.optimizer is not None
         self.kprobes.optimizer.flush()
 

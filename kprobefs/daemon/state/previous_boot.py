@@ -29,7 +29,7 @@ NAME_MAX = 255
 
 
 def is_last(instance: str) -> bool:
-    """Return True if the instance with this name shows the records of an earlier daemon."""
+    """Return True if the instance called `instance` shows the records of an earlier daemon."""
     return instance == LAST or instance.startswith(f"{LAST}.")
 
 
@@ -184,10 +184,10 @@ def _empty(order: int = 0) -> RingBuffer:
 
 
 def _same_order(buffers: list[RingBuffer], place: ArrayPlace, found: LastRecords) -> list[RingBuffer]:
-    """Return the buffers, with an empty one in place of each whose sub-buffers have the wrong size.
+    """Return `buffers`; replace each buffer whose sub-buffers have the wrong size by an empty buffer.
 
-    The right size is that of the buffer with the most records. `found` gets a message about lost records.
-    All sub-buffers of a trace array must have one size, because guest code relies on this.
+    The right size is that of the buffer with the most records. `found` gets a message about lost records. All
+    sub-buffers of a trace array must have one size, because guest code relies on this.
     """
     order = max(buffers, key=len).order
     lost = sum(len(buffer) for buffer in buffers if buffer.order != order)

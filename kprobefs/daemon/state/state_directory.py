@@ -42,8 +42,8 @@ _RECORDS = re.compile(r"records\.([0-9]{1,9})")
 def pending_warnings(directory: str) -> list[str]:
     """Return the warnings in machine/state of the new mount on `directory`.
 
-    They name the parts of the state that were not restored, and the reason why nothing is saved, if there
-    is one.
+    The warnings name the parts of the state that were not restored. If nothing is saved, they name the
+    reason.
     """
     from kprobefs.definitions.tracefs_files import control_root
 
