@@ -92,7 +92,7 @@ class Observers:
         return found
 
     def _head_at(self, address: int) -> AggrKprobe | None:
-        """Return the AggrKprobe for which the byte at an address is patched, or None."""
+        """Return the AggrKprobe for which the byte at `address` is patched, or None."""
         for start in range(address, address - _LONGEST, -1):
             head = self._table.get(start)
             if head is not None:

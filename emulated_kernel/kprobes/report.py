@@ -90,7 +90,7 @@ def reason(
 
 
 def _tactics(head: AggrKprobe, place: Callable[[int], str]) -> str:
-    """Return the tactics that a probe's jump needs, and Linux's rule against the jump; "" if none."""
+    """Return the tactics that a probe's jump needs, and Linux's rule against it; "" without tactics."""
     detour = head.detour
     if detour is None or detour.region.linux is None:
         return ""

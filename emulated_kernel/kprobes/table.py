@@ -42,7 +42,7 @@ class ProbeTable:
         return (reversed(bucket.values()) for bucket in self._buckets[start:])
 
     def add(self, head: AggrKprobe) -> None:
-        """Add the entry of an address that has none."""
+        """Add `head` as the entry of its address, which must not have an entry."""
         address = head.address
         self.changes += 1
         self._heads[address] = head

@@ -452,7 +452,7 @@ class GuestCalls:
     def looked_up(self, client: Client, path: str, found: Stat | None) -> None:
         """Repeat the client's system call in the guest, if the call ends with the lookup of `path`.
 
-        `found` has the attributes of the file, or is None if the file does not exist.
+        `found`: the attributes of the file, or None if the file does not exist.
         """
 
     def on_file(self, client: Client, path: str, file: ControlFile | None, names: Collection[str]) -> None:

@@ -254,7 +254,7 @@ class Lookup:
         return self._open(own, self._proc)
 
     def _is_magic(self, name: bytes, here: int, process: int) -> bool:
-        """Return True if a link in a directory of /proc leads to a file itself, and not to a path.
+        """Return True if a link in /proc is a magic link, which the kernel follows without looking up a path.
 
         `name`: name of the link in the open directory `here`. `process`: the open directory /proc/PID.
         """

@@ -340,7 +340,7 @@ def result(case: Case, status: int, seconds: float, log: Path) -> Result:
 
 
 def _printed(pattern: re.Pattern[str], text: str) -> str:
-    """Return the first hint of `run` that matches `pattern`, without its prefix; "" if there is none."""
+    """Return the first hint of `run` that matches `pattern`, without its prefix; "" if no hint matches."""
     found = map(pattern.fullmatch, text.splitlines())
     return next((hint[1] for hint in found if hint), "")
 
@@ -357,7 +357,7 @@ def _is_hint(line: str) -> bool:
 
 
 def _hint(text: str) -> str:
-    """Return the first advice that `run` has added to a log, without its prefix; "" if there is none."""
+    """Return the first advice that `run` has added to a log, without its prefix; "" without advice."""
     lines = (line.strip() for line in text.splitlines())
     advice = (line for line in lines if any(hint.fullmatch(line) for hint in ADVICE_LINES))
     return next((line.removeprefix("kprobefs: ") for line in advice), "")

@@ -294,7 +294,7 @@ def _why_no_record(event: PastEvent) -> str:
 
 
 def disarm(directory: str) -> None:
-    """Disarm all probes of a mount, so that later requests hit none."""
+    """Disarm all probes of a mount, so that later requests hit no probe."""
     with suppress(OSError):
         (control_root(directory) / "kprobes" / "enabled").write_text("0")
 

@@ -418,7 +418,7 @@ class AttachedProbes:
     ) -> None:
         """Apply lines to the mount's files.
 
-        An item of `lines` has the name that messages give to the line, the line, and the user's own text.
+        An item of `lines` is a tuple: the line's name in messages, the line, and the user's own text.
         `probes`: the user's text -> the probe. Raises: CliError.
         """
         from kprobefs.definitions.loader import Loader

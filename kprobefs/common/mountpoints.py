@@ -500,7 +500,8 @@ def _check_device() -> None:
 def fusermount_advice() -> str:
     """Return advice after a refused mount if fusermount(1), a setuid program, cannot work here, else "".
 
-    fusermount needs a user with a name, and root's rights, which a container may withhold.
+    fusermount needs root's rights, and an entry for the user in the user database. A container may withhold
+    both.
     """
     import pwd
 

@@ -183,7 +183,7 @@ def _probed_mount(options: MountOptions) -> Mount:
 
 
 def _start_clock(options: MountOptions, tasks: LinuxTasks) -> None:
-    """Make the guest's clock count its instructions, if the options select the model clock.
+    """Make the guest's clock count the guest's instructions, if the options select the model clock.
 
     Raises: CliError.
     """

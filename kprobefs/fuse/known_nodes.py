@@ -226,11 +226,10 @@ class KnownNodes:
         """Send the reply to the LOOKUP of the name of `node`, and return True.
 
         If a FORGET has removed the node meanwhile, send nothing and return False. `unique` is the id of the
-        request. `directory` is the node id of the directory in which `name` was looked up. `attributes` is
-        a struct fuse_attr, valid for `validity` nanoseconds.
-        `ends` is the value of the attribute `ends` when the request came. If names have ended since then,
-        the name gets no validity. If the file system allows a validity for the name, the attributes get
-        none.
+        request. `directory` is the node id of the directory in which `name` was looked up. `attributes` is a
+        struct fuse_attr, valid for `validity` nanoseconds. `ends` is the value of the attribute `ends` when
+        the request came. If names have ended since then, the name gets no validity. If the file system allows
+        a validity for the name, the attributes get no validity.
         """
         key = (directory, name)
         lasts = self._may_last(node.path)

@@ -91,9 +91,10 @@ class OwnPaths:
 
     @contextmanager
     def changing(self, opcode: int, directory: int, name: bytes) -> Iterator[None]:
-        """Drop the paths that a request may change, and record none in the block, which executes the request.
+        """Drop the paths that a request may change, and record no path during the `with` block.
 
-        `opcode` is that of the request. `name` is the name that it removes from `directory`.
+        The `with` block executes the request. `opcode`: opcode of the request. `name`: the name that the
+        request removes from `directory`.
         """
         with self._lock:
             self._changing += 1

@@ -38,7 +38,8 @@ class ReadTurns:
 
     One of the threads without the turn is the successor. If the thread with the turn is busy with one request
     for BUSY seconds, the successor takes the turn. While requests arrive, the successor wakes every BUSY
-    seconds. While none arrives, it sleeps until the next request, so that an idle daemon uses no CPU time.
+    seconds. While no request arrives, it sleeps until the next request, so that an idle daemon uses no CPU
+    time.
     Hazard: a thread that has lost the turn may still read one request. This has no effect on other threads.
 
     If the host has more runnable tasks than CPUs, all threads read. The host's scheduler gives each thread a

@@ -80,7 +80,7 @@ class _LoopState:
 
     @property
     def _opcode(self) -> int:
-        """Opcode of the request, or 0 if the thread has read none since clear()."""
+        """Opcode of the request, or 0 if the thread has read no request since clear()."""
         opcode: int = OPCODE.unpack_from(self._request, OPCODE_OFFSET)[0]
         return opcode
 
@@ -381,7 +381,7 @@ class SessionLoop:
     def _look_up(self, nodes: KnownNodes, request: bytearray, size: int) -> bytes | int | None:
         """Answer the LOOKUP of a known control file. Results: see `_answers`.
 
-        If the name gets a validity, the file's attributes get none.
+        If the name gets a validity, the file's attributes get no validity.
         """
         _, unique, directory, uid, gid, pid = IN_HEADER.unpack_from(request)
         name = bytes(memoryview(request)[IN_HEADER.size : size - 1])

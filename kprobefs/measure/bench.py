@@ -256,7 +256,7 @@ def _counts(kernel: Kernel, placed: MeasuredProbe) -> tuple[float, float]:
 
 
 def traps_of(kernel: Kernel, run: Callable[[], object]) -> int:
-    """Call `run`, and return the number of breakpoints and debug traps that it takes."""
+    """Call `run`, and return the number of breakpoints and debug traps during the call."""
     met = 0
     ways = kernel.machine.breakpoints, kernel.machine.debug_traps
 

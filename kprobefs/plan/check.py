@@ -216,7 +216,7 @@ def _refused(kernel: PlannedKernel, engine: OfflineEngine, line: Line, error: Ke
 
 
 def _hint(kernel: PlannedKernel, line: Line, rule: str, error: KernelError) -> str:
-    """Return a hint to append to an error's message, or "" if there is none.
+    """Return a hint to append to an error's message, or "" if there is no hint.
 
     `rule`: name of the rule that the line has violated. The hint is advice about a missing place, the reason
     why a place is refused, the addresses of an ambiguous symbol, or symbols similar to an unknown one.

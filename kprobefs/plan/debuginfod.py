@@ -34,7 +34,7 @@ def servers() -> list[str]:
 def fetch(build_id: str) -> Path:
     """Return the path of the debug information for a build id, from the cache or a server.
 
-    Raises: CliError (no server has the file, or none answers).
+    Raises: CliError (no server has the file, or no server answers).
     """
     place = _cache() / build_id / "debuginfo"
     if place.is_file() and place.stat().st_size:

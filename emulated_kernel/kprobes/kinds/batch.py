@@ -1,4 +1,4 @@
-"""Registers a sequence of probes of any kind: all of them or none."""
+"""Registers a sequence of probes of any kind. If one probe fails, none stays registered."""
 
 from __future__ import annotations
 

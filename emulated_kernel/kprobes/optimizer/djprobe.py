@@ -82,7 +82,7 @@ class Djprobes(Optimizer):
         return found
 
     def _probe_inside(self, region: Region) -> int | None:
-        """Return the last probed address in the region, or None if there is none.
+        """Return the last probed address in the region, or None if no probe is in the region.
 
         A probe at the region's first byte is not considered.
         """

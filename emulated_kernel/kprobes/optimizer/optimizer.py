@@ -97,7 +97,7 @@ class Optimizer:
     # Detours
 
     def prepare(self, head: AggrKprobe) -> None:
-        """Create the detour of a probe, or set its `rejection` to the reason why there can be none.
+        """Create the detour of a probe, or set its `rejection` to the reason why it cannot have a detour.
 
         Mirrors: arch/x86/kernel/kprobes/opt.c:arch_prepare_optimized_kprobe (v6.1).
         """
@@ -176,7 +176,7 @@ class Optimizer:
     def leave_text(self, spans: Sequence[Span]) -> None:
         """Mark as gone the unregistered probes that wait to be freed, if their text is about to be freed.
 
-        `spans` has the address ranges of this text.
+        `spans`: the address ranges of this text.
         """
         for head in self.freeing:
             if any(start <= head.address < end for start, end in spans):

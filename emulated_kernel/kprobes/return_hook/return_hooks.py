@@ -199,7 +199,7 @@ class ReturnHooks:
         return bool(self.stack.hooks)
 
     def newest(self, hook: ReturnHook, before: int | None = None) -> RethookNode | None:
-        """Return the current task's newest pending call that `hook` has hooked, or None if there is none.
+        """Return the current task's newest pending call that `hook` has hooked, or None without such a call.
 
         `before`: address of the node of a call; only calls that are older than that call are considered.
         """

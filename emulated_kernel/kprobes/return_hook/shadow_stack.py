@@ -121,7 +121,10 @@ class ShadowStack(ABC):
         """Free the memory of a removed hook without pending calls."""
 
     def try_get(self, hook: int, task: int) -> int:
-        """Take a node for a call and return its address; return 0 if none is free and the call is missed."""
+        """Take a node for a call and return its address.
+
+        Return 0 if no node is free: the call is then missed.
+        """
         try:
             # Without the task's field, the call could not be pushed.
             self._head(task)
@@ -221,7 +224,7 @@ class ShadowStack(ABC):
         return self.drop(task)
 
     def give_stacks(self, tasks: Iterable[int]) -> None:  # noqa: B027 - most have none
-        """Allocate memory that tasks need before their calls can be hooked. The default allocates none.
+        """Allocate memory that tasks need before their calls can be hooked. By default, nothing is allocated.
 
         Raises: KernelError ENOMEM.
         """

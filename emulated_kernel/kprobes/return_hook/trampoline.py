@@ -25,7 +25,7 @@ class RunAsmHandlers(Protocol):
     def __call__(
         self, regs: Any, frame: int, /, *, in_frame: bool, on_return: Callable[[Any], object]
     ) -> bool:
-        """Run the assembly handlers, and call `on_return` when they end. Return False if there are none.
+        """Run the assembly handlers, and call `on_return` when they end. Return False if no handler exists.
 
         `in_frame`: the registers are saved in a struct pt_regs at sp.
         """

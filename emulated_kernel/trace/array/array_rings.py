@@ -132,8 +132,8 @@ class ArrayRings(ABC):
     def reshape(self, buffers: Sequence[RingBuffer], shapes: Sequence[RingShape]) -> list[RingBuffer]:
         """Replace each buffer by an empty one of another shape, and return the new buffers.
 
-        `shapes` has the shape for each of `buffers`. A new buffer has the control block of the old buffer,
-        whose memory is freed.
+        `shapes`: the new shape of each of `buffers`. A new buffer takes over the control block of the old
+        buffer, whose pages are freed.
 
         Raises: KernelError ENOMEM (nothing is freed).
         """

@@ -282,7 +282,7 @@ class TraceArray(ArrayRings, Recorder):
         return self.ring_target()
 
     def task_check(self) -> TaskCheck | None:
-        """Implement Recorder.task_check: return the check of the lists of pids, if one of them has a pid."""
+        """Return the check of the lists of pids, or None if both lists are empty; see Recorder."""
         if not self.pids.is_active:
             return None
         if self._task_check is None:

@@ -236,7 +236,7 @@ class GuestRecords(TaskObserver):
     def room_maker(self, buffers: Sequence[RingBuffer]) -> Callable[[], bool]:
         """Return a host call for guest code that calls RingBuffer.make_room() for the current CPU's buffer.
 
-        `buffers` has one buffer for each CPU.
+        `buffers`: one buffer for each CPU.
         """
         requests = self._requests
         current = self.tasks.cpu

@@ -282,7 +282,7 @@ class TraceEvent(ABC):
     def other_task(self, payload: bytes) -> int | None:  # noqa: ARG002
         """Return the pid of a second task that the event concerns, or None.
 
-        The lists of pids apply to it too.
+        The lists of pids apply to this task too.
         """
         return None
 

@@ -216,7 +216,7 @@ class ExpressionParser:
         return self._names().named(text, at)
 
     def _cast(self, text: str, at: int) -> list[FetchInsn]:
-        """Compile `(STRUCTURE)NAME->FIELD`, in which NAME is a field of an event probe's event."""
+        """Compile `(STRUCTURE)NAME->FIELD`, in which NAME is a field of an event probe's target event."""
         context = self._context
         if context.has_field is None:
             raise self.error(at, ProbeError.TYPECAST_NOT_EVENT)

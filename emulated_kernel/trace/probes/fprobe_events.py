@@ -326,7 +326,7 @@ class FprobeEvents(KprobeEvents):
         self.called = called
 
     def tracepoint(self, name: str) -> Tracepoint | None:
-        """Return the kernel's tracepoint called `name`, without its group, or None if there is none."""
+        """Return the kernel's tracepoint called `name` (without its group), or None if it does not exist."""
         return next((point for key, point in self._points.items() if key.partition(":")[2] == name), None)
 
     def _probe(self, definition: ProbeDefinition) -> TraceKprobe:
@@ -390,7 +390,7 @@ class FprobeEvents(KprobeEvents):
             raise KernelError(errno.EINVAL, str(failure.strerror)) from failure
 
     def _maxactive(self, head: str, log: TraceProbeLog) -> int:
-        """Return the number after the letter `f` of a command, maxactive, or 0 if the command has none.
+        """Return maxactive, the number after the letter `f` of a command, or 0 if there is no number.
 
         Raises: KernelError EINVAL (logged).
         """

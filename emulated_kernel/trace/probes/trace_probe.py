@@ -122,7 +122,7 @@ class ProbeTraceEvent(TraceEvent):
         return not self._probes
 
     def start(self) -> None:
-        """Enable all probes of the event, or none if one cannot be enabled.
+        """Enable all probes of the event. If a probe cannot be enabled, leave all of them disabled.
 
         Raises: errors of TraceProbe.enable().
         Mirrors: kernel/trace/trace_kprobe.c:enable_trace_kprobe (v6.1).

@@ -203,7 +203,7 @@ def _parse_fields(text: str, word_size: int, log: LastCommandLog) -> list[Synthe
 
 
 def _parse_field(words: Sequence[str], word_size: int, log: LastCommandLog) -> tuple[SyntheticField, int]:
-    """Parse one field. Return the field, and the number of words that it takes.
+    """Parse one field. Return the field, and the number of words in its definition.
 
     Raises: KernelError EINVAL (logged). Mirrors: parse_synth_field (v6.1).
     """

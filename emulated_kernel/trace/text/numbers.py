@@ -85,7 +85,7 @@ def kstrtol(text: str, base: int = 0, bits: int = 64) -> int:
 
 
 def simple_strtoul(text: str, bits: int = 64) -> tuple[int, int]:
-    """Return the number at the start of `text`, modulo 2**bits, and its length; (0, 0) if there is none.
+    """Return the number at the start of `text`, modulo 2**bits, and its length; (0, 0) if there is no number.
 
     Mirrors: lib/vsprintf.c:simple_strtoul (v6.1).
     """

@@ -26,7 +26,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 class GraphUser(ABC):
     """Interface of an object that handles the entries and returns of functions, such as GraphTracer.
 
-    One object of this class at a time is registered with the FunctionGraph, as its user.
+    At any time, at most one object of this class is registered as the user of the FunctionGraph.
     Mirrors: struct fgraph_ops (v6.1).
     """
 
@@ -43,7 +43,7 @@ class GraphUser(ABC):
         """Handle the entry of `func`, and return the data to keep until the call's return is handled.
 
         Return None if the return need not be handled. `caller`: the innermost hooked call that the task has
-        not returned from, or None if it has none. `regs`: the registers at the entry.
+        not returned from, or None if there is no such call. `regs`: the registers at the entry.
         """
 
     @abstractmethod

@@ -310,7 +310,7 @@ class FunctionSet(EditedSet):
         return self._lines(self)
 
     def records_at_open(self) -> Callable[[int], Iterator[str]]:
-        """Return a function that yields the lines of an open file from an index on, for one read(2).
+        """Return a function that maps an index to the open file's lines from this index on, for one read(2).
 
         The lines show the functions that the set has now.
         Mirrors: kernel/trace/ftrace.c:ftrace_regex_open (v6.1).
@@ -382,7 +382,7 @@ class GraphSet(EditedSet):
         return GraphEdit(self, truncate=truncate)
 
     def records_at_open(self) -> Callable[[int], Iterator[str]]:
-        """Return a function that yields the lines of an open file from an index on, for one read(2).
+        """Return a function that maps an index to the open file's lines from this index on, for one read(2).
 
         The lines show the functions that the set has at the read.
         Mirrors: kernel/trace/ftrace.c:g_start (v6.1).

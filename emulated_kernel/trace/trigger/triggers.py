@@ -93,7 +93,7 @@ class EventTriggers:
         return None if event is None else self.file(event)
 
     def find_switchable(self, group: str, name: str) -> EventFile | None:
-        """Return the state of the event `name` of `group`; None if none exists or it cannot be enabled.
+        """Return the state of the event `name` of `group`; None if it does not exist or cannot be enabled.
 
         Mirrors: find_event_file (v6.1).
         """

@@ -29,9 +29,9 @@ def root_tree(
 ) -> NodeTree:
     """Return the tree of control files of a mount.
 
-    `machine` has the files of machine/. `mounted_on` has the directories of the root on which the guest's own
-    files are mounted. If `is_tracefs` is set, the root is tracefs, and listings omit the other directories.
-    `log` writes to the kernel log; see kprobes_directory().
+    `machine`: the files of machine/. `mounted_on`: the directories of the root on which the guest's own files
+    are mounted. If `is_tracefs` is set, the root is tracefs, and listings omit the other directories. `log`
+    writes to the kernel log; see kprobes_directory().
     """
     tracing = kernel.tracing
     control: dict[str, Node] = {

@@ -211,7 +211,8 @@ class _EventStats:
     def state(self) -> Mapping[str, str | int | bool]:
         """Return the event's name and the contents of the event's files as a map for JSON.
 
-        The key `event` has GROUP/EVENT. All other keys are names of files in the event's directory.
+        The value of the key `event` is GROUP/EVENT. All other keys are names of files in the event's
+        directory.
         """
         found = self._registered()
         return {

@@ -146,8 +146,8 @@ class SavedState(ChangeWatcher, TaskObserver):
     def restore(self, kernel: Kernel, tree: NodeTree) -> bool:
         """Restore the state in a new kernel, and return True. Return False if there is no state.
 
-        `tree` has all files of the kernel. Raises: DamagedState, or any exception that a damaged state
-        causes. After an exception, the kernel has only a part of the state.
+        `tree`: all files of the kernel. Raises: DamagedState, or any exception that a damaged state causes.
+        After an exception, the kernel has only a part of the state.
         """
         if not self._directory.attempts.begin():
             raise DamagedState("the daemon ended each time that it was brought back")
@@ -498,10 +498,7 @@ class SavedState(ChangeWatcher, TaskObserver):
 
 
 def fingerprint(kernel: Kernel) -> str:
-    """Return a text that identifies the kinds of kernels that can read the trace records of `kernel`.
-
-    Two kernels with equal texts can read each other's records.
-    """
+    """Return a text about `kernel`. Kernels with equal texts can read each other's trace records."""
     config = kernel.config
     profile = kernel.kprobes.profile.name
     return f"{config.arch} {config.cpus} {profile} {__version__} {kernel.image.checksum:08x}"
