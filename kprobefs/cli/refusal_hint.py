@@ -99,9 +99,9 @@ def place_advice(place: str, message: str, options: Sequence[str]) -> str:
 def logged_refusal(entry: re.Match[str], kallsyms: Callable[[], str], options: Sequence[str]) -> str:
     """Return the hint about an entry of error_log, which last_logged() returned.
 
-    If there is no such symbol, the hint names similar ones. If the place is refused, it names the command
-    that explains it. `kallsyms` returns the kernel's symbols. `options`: names and values that select the
-    kernel.
+    If the entry says that a symbol is unknown, the hint names similar symbols. If the place is refused, the
+    hint names the command that explains the place. `kallsyms` returns the kernel's symbols. `options`: names
+    and values that select the kernel.
     """
     from emulated_kernel.trace.text.probe_errors import ProbeError
 

@@ -199,9 +199,9 @@ class ReplyChannels:
     def _expect(self, node: int, name: bytes, *, may_last: bool) -> bool:
         """Return True if a LOOKUP of `name` in the directory with the node id `node` is for a control file.
 
-        If it is, also store the arguments with which _send() passes libfuse's reply to KnownNodes.learn().
-        `may_last`: the host's kernel may keep the name for NAME_VALIDITY seconds, if the file system allows
-        this.
+        If the result is True, also store the arguments with which _send() passes libfuse's reply to
+        KnownNodes.learn(). `may_last`: the host's kernel may keep the name for NAME_VALIDITY seconds, if the
+        file system allows this.
         """
         nodes = self._nodes
         path = nodes and nodes.path_of(node, name)

@@ -482,7 +482,7 @@ class SessionLoop:
         return False
 
     def _release_postponed(self, state: _LoopState) -> None:
-        """Release the handle of the WRITE that the calling thread has executed, if it was postponed."""
+        """Release the handle of the WRITE that the calling thread executed, if the release was postponed."""
         unique = state.unique
         state.clear()
         handle = self._postponed.pop(unique, None)

@@ -160,8 +160,8 @@ class TraceFprobe(TraceKprobe):
     def emit(self, builder: ProgramBuilder, way: EntryKind) -> bool:
         """Emit guest code for the handler, and return True; see TraceKprobe.emit().
 
-        Return False, with nothing emitted, if the probe is on several functions: the address is a constant in
-        the code.
+        Return False, with nothing emitted, if the probe is on several functions, because the code contains
+        the function's address as a constant.
         """
         return len(self._fprobe.functions) == 1 and super().emit(builder, way)
 

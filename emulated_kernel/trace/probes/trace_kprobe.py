@@ -509,8 +509,8 @@ class TraceKprobe(TraceProbe):
     def more_count(self) -> int:
         """Amount by which Linux's own code has increased the preempt count in records of the probe.
 
-        Linux subtracts one preempt_disable(), so the result is the number of further ones. A return in the
-        exception of a breakpoint has two: those of the exception and of the trampoline's handler.
+        Linux subtracts one preempt_disable() from the count. If a return is handled in the exception of a
+        breakpoint, there are two: that of the exception, and that of the trampoline's handler.
         Mirrors: arch/arm64/kernel/debug-monitors.c:brk_handler, kernel/trace/rethook.c (v7.2).
         """
         return self.engine.disabled_once if self.place.is_return and self._returns_by_breakpoint else 0

@@ -102,7 +102,7 @@ class FunctionTracer(Tracer, FunctionWatcher):
         self._update()
 
     def functions_removed(self, sites: frozenset[int]) -> None:
-        """Remove functions that no longer exist from the filters and the commands."""
+        """Remove from the filters and the commands the functions that no longer exist."""
         self.filter.functions_removed(sites)
         self.notrace.functions_removed(sites)
         self.probes.functions_removed(sites)

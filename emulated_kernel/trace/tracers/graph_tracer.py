@@ -125,7 +125,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         )
 
     def functions_removed(self, sites: frozenset[int]) -> None:
-        """Remove functions that no longer exist from the filters."""
+        """Remove from the filters the functions that no longer exist."""
         self.functions.functions_removed(sites)
         self.notrace.functions_removed(sites)
 

@@ -102,7 +102,7 @@ class StackTracer(FunctionWatcher):
         self._update()
 
     def functions_removed(self, sites: frozenset[int]) -> None:
-        """Remove functions that no longer exist from the filter."""
+        """Remove from the filter the functions that no longer exist."""
         self.filter.functions_removed(sites)
         self._update()
 

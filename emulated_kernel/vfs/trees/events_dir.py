@@ -119,7 +119,10 @@ def _enable(events: ArrayEvents, chosen: Callable[[], Iterable[TraceEvent]]) -> 
 
 
 def _event_directory(tracing: Tracing, event: TraceEvent) -> Directory:
-    """Return the directory of an event. After the event was removed, its open files fail with ENODEV."""
+    """Return the directory of an event.
+
+    After the event was removed, open files of the directory fail with ENODEV.
+    """
     events = tracing.events
     filters = tracing.filters
     triggers = tracing.triggers
