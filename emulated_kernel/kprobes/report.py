@@ -122,7 +122,7 @@ def _passing_rule(optimizer: Optimizer | None, head: AggrKprobe, place: Callable
     if other is not None:
         return f"the jump would cover the probe at {place(other.address)}"
     if head.is_optimized:
-        return optimizer.queued
+        return optimizer.why_queued()
     return "unoptimized for a probe that its jump covered"
 
 

@@ -89,6 +89,9 @@ class Optimizer:
     Mirrors: kernel/kprobes.c:freeing_list (v6.1).
     """
 
+    has_found_users: bool = field(default=False, init=False)
+    """Whether the latest run found a CPU or a task in the code that it was to change or free."""
+
     def __post_init__(self) -> None:
         self.work = DelayedWork(self._run, self._scheduler)
         self.stages = PatchStages(self._poker, self._scheduler, self._finish_stages_of)
@@ -339,6 +342,11 @@ class Optimizer:
 
     # The worker
 
+    def why_queued(self) -> str:
+        """Return the reason why the jump of a queued probe is not written yet."""
+        users = ", which waits until no CPU or task is in code that it changes or frees"
+        return self.queued + (users if self.has_found_users else "")
+
     def flush(self) -> None:
         """Execute the queued requests now. Mirrors: kernel/kprobes.c:wait_for_kprobe_optimizer (v6.1).
 
@@ -368,7 +376,8 @@ class Optimizer:
     def _run(self) -> None:
         """Execute queued requests. Mirrors: kernel/kprobes.c:kprobe_optimizer (v6.1)."""
         self._unoptimize_all()
-        if self._scheduler.is_quiescent(self._affected()):
+        self.has_found_users = not self._scheduler.is_quiescent(self._affected())
+        if not self.has_found_users:
             self._optimize_all()
             self._free_all()
         # Changes that have stopped do not need this worker to continue.

@@ -378,6 +378,7 @@ class TestQuiescence:
         assert slot is not None
         assert set(asked[-1]) == {(probe.address + 1, probe.address + 6), (slot, slot + size)}
         assert (probed.kernel.kprobes.mode(probe), probed.optimizer.work.due is not None) == ("int3", True)
+        assert "no CPU or task is in code" in probed.kernel.kprobes.reason(probe)
         clear[0] = True
         probed.settle()
         assert probed.kernel.kprobes.mode(probe) == "optimized"
