@@ -6,6 +6,8 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from heapq import merge
+from operator import attrgetter
 
 from emulated_kernel.guests.builtin.builtin_kernel import BUFFER_SIZE, BuiltinKernel
 from emulated_kernel.guests.builtin.processes.process_tracker import INIT_PID, ProcessTracker
@@ -294,8 +296,9 @@ class Guest:
                 self.kernel.print(message)
 
     def messages(self) -> list[Message]:
-        """Return the readable messages of the kernel log, followed by the host's own messages."""
-        return self.kernel.messages() + self.runner.notes
+        """Return the readable messages of the kernel log and the host's own messages, in order of time."""
+        by_time = attrgetter("time_ns")
+        return [*merge(self.kernel.messages(), self.runner.notes, key=by_time)]
 
 
 def boot_guest(kernel: BuiltinKernel, watch: ProcessWatch, events: TaskEvents, lock: ControlLock) -> Guest:

@@ -53,6 +53,19 @@ def test_null_pointer_is_an_oops_and_the_machine_goes_on(kernel: Kernel) -> None
     assert "RIP: 0010:strlen+0x5/0x" in log
 
 
+def test_messages_of_the_host_have_their_places_in_the_log(kernel: Kernel) -> None:
+    """Messages that the guest has not logged itself stand between its own messages, in order of time."""
+    kernel.guest.log("before the note")
+    kernel.call("gcd", 12, 18)
+    kernel.guest.runner.note("a note")
+    kernel.call("gcd", 12, 18)
+    kernel.guest.log("after the note")
+    *_, before, note, after = kernel.guest.messages()
+    assert before.text == "before the note"
+    assert note.text == "kprobefs: a note"
+    assert after.text == "after the note"
+
+
 def test_endless_loop_is_a_soft_lockup_and_the_machine_goes_on(kernel: Kernel) -> None:
     lock = kernel.machine.alloc_pages(16)
     kernel.machine.memory.write_u32(lock, 1)
