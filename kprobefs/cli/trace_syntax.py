@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import chain, count
 
 from emulated_kernel.util.fast_dataclass import dataclass, replace
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
@@ -101,7 +102,5 @@ def free_name(place: str, group: str, taken: set[str]) -> str:
     `taken`: GROUP/NAME of the existing events.
     """
     base = re.sub(r"\W", "_", place.rpartition(":")[2])[:MAX_NAME]
-    name = base
-    while f"{group}/{name}" in taken:
-        name = f"{base}_{len(taken)}"
-    return name
+    names = chain([base], (f"{base}_{number}" for number in count(len(taken))))
+    return next(name for name in names if f"{group}/{name}" not in taken)

@@ -69,6 +69,12 @@ def test_two_probes_of_a_place_have_two_events() -> None:
     ]
 
 
+def test_a_name_that_another_place_has_is_not_taken_again() -> None:
+    typed = ["p:f", "p:f+3", "p:g", "p:f"]
+    found = parse_probes(typed, "g")
+    assert len({probe.event for probe in found}) == len(typed)
+
+
 @pytest.mark.parametrize("wrong", ["vfs_read", "p:", "p", "t:sched", "x:y", "x:y vfs_read"])
 def test_no_probes_of_a_one_liner(wrong: str) -> None:
     with pytest.raises(CliError, match="not a probe"):
