@@ -188,6 +188,19 @@ class InterfaceRule(LinuxRule):
         "a wrong filter of a trigger is in error_log",
         "kernel/trace/trace_events_trigger.c:set_trigger_filter",
     )
+    HIST_BUCKETS = (
+        "5.15",
+        "fields of histograms may have the modifier `.buckets=SIZE`",
+        f"{_HIST}:parse_field",
+        ".buckets=size",
+    )
+    HIST_ARITHMETIC = (
+        "6.1",
+        "expressions of histograms may have numbers, products and quotients, and are split at the last "
+        "operator; values may have the modifiers `.percent` and `.graph`",
+        f"{_HIST}:contains_operator",
+        "numeric_literal",
+    )
     HIST_NOHITCOUNT = (
         "6.12",
         "histograms with `nohitcount` or `NOHC` do not show the number of hits",

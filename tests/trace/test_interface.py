@@ -136,6 +136,8 @@ def test_each_rule_that_5_10_lacks_changes_an_answer() -> None:
         InterfaceRule.MIGRATE_COLUMN,
         InterfaceRule.EVENT_PROBES,
         InterfaceRule.PIDS_BEFORE_TRIGGERS,
+        InterfaceRule.HIST_BUCKETS,
+        InterfaceRule.HIST_ARITHMETIC,
     }
     rules = InterfaceRule.of("6.1") - InterfaceRule.of("5.10") - others
     before = answers(LINUX_6_1)

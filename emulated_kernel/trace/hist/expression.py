@@ -60,7 +60,7 @@ class ExpressionParser:
         """
         if self._subexpressions > _SUBEXPRESSIONS_MAX:
             raise self._log.error(HistError.TOO_MANY_SUBEXPR, text)
-        found = find_operator(text)
+        found = find_operator(text, self._variables.interface)
         if found is None:
             return self.atom(text, flags, variable)
         operator, at = found
@@ -154,7 +154,7 @@ class ExpressionParser:
 
         Raises: KernelError EINVAL, ENOMEM.
         """
-        if is_digit(text):
+        if is_digit(text) and InterfaceRule.HIST_ARITHMETIC in self._variables.interface:
             try:
                 return self._constant(kstrtoul(text), flags, variable)
             except KernelError:
@@ -243,9 +243,10 @@ class ExpressionParser:
             return _PLAIN_MODIFIERS[modifier], 0
         if modifier == "execname" and name == "common_pid":
             return Flag.EXECNAME, 0
-        if modifier.startswith("bucket"):
+        interface = self._variables.interface
+        if modifier.startswith("bucket") and InterfaceRule.HIST_BUCKETS in interface:
             return Flag.BUCKET, self._buckets(modifier.removeprefix("bucket").removeprefix("s"))
-        if not flags & (Flag.VAR | Flag.KEY):
+        if not flags & (Flag.VAR | Flag.KEY) and InterfaceRule.HIST_ARITHMETIC in interface:
             if modifier.startswith("percent"):
                 return Flag.PERCENT, 0
             if modifier.startswith("graph"):

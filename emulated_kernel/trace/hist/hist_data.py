@@ -94,7 +94,7 @@ class HistData(Histogram):
         self._build_values()
         for number, (name, expression) in enumerate(self.variables.definitions):
             # Set before the expression is parsed, because operands after the first may use this variable.
-            self.variables.definitions[number] = name, leftmost_operand(expression)
+            self.variables.definitions[number] = name, leftmost_operand(expression, self.variables.interface)
             self._build_variable(name, expression)
         self._build_keys()
         self.variables.definitions = []
@@ -164,7 +164,7 @@ class HistData(Histogram):
             return make_field(self, None, Flag.KEY | Flag.STACKTRACE)
         made = ExpressionParser(self.variables).parse(text, Flag.KEY)
         if _has_variables(made):
-            raise self.log.error(HistError.INVALID_REF_KEY, leftmost_operand(text))
+            raise self.log.error(HistError.INVALID_REF_KEY, leftmost_operand(text, self.variables.interface))
         return made
 
     def _build_sort_keys(self) -> None:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from emulated_kernel.trace.hist.field import Operator
+from emulated_kernel.trace.interface import Interface, InterfaceRule
 from emulated_kernel.trace.text.numbers import is_digit
 
 
-def find_operator(text: str) -> tuple[Operator, int] | None:
+def find_operator(text: str, interface: Interface) -> tuple[Operator, int] | None:
     """Return the operator at which an expression is split, and its position; None if it has no operator.
 
-    An expression is split at its last operator of the lowest precedence.
+    An expression is split at its last operator of the lowest precedence. In versions without
+    InterfaceRule.HIST_ARITHMETIC, it is split at its first `+` or `-`.
 
     Mirrors: kernel/trace/trace_events_hist.c:contains_operator (v6.1).
     """
+    if InterfaceRule.HIST_ARITHMETIC not in interface:
+        at = next((at for at, char in enumerate(text) if char in "+-"), None)
+        if at is None:
+            return None
+        if text[at] == "+":
+            return Operator.PLUS, at
+        return (Operator.MINUS if at else Operator.UNARY_MINUS), at
     minus = text.rfind("-")
     plus = text.rfind("+")
     if minus == 0:
@@ -26,7 +35,7 @@ def find_operator(text: str) -> tuple[Operator, int] | None:
     return (Operator.DIV, div) if div >= 0 else None
 
 
-def leftmost_operand(text: str) -> str:
+def leftmost_operand(text: str, interface: Interface) -> str:
     """Return the part of a variable's expression that is inserted for `$NAME` later in the same command.
 
     As in Linux, parsing cuts the text at each operator, so with `a=x-y,b=$a` the value of b is x. Parsing
@@ -34,7 +43,7 @@ def leftmost_operand(text: str) -> str:
     Mirrors: kernel/trace/trace_events_hist.c:parse_expr, parse_atom (v6.1).
     """
     # Not recursive: a text may have thousands of operators.
-    while (found := find_operator(text)) is not None:
+    while (found := find_operator(text, interface)) is not None:
         operator, at = found
         if operator is Operator.UNARY_MINUS:
             return text

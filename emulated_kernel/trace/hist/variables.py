@@ -58,7 +58,11 @@ class Variables:
         if not is_reference(name):
             return None
         for defined, expression in self.definitions:
-            if defined == name[1:] and find_operator(expression) is None and not is_reference(expression):
+            if (
+                defined == name[1:]
+                and find_operator(expression, self.interface) is None
+                and not is_reference(expression)
+            ):
                 return expression
         return None
 

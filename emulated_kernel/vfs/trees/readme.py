@@ -114,6 +114,10 @@ def readme_text(interface: Interface, *, has_functions: bool = True) -> str:
     )
     events = lines[InterfaceRule.FPROBE_EVENTS] + lines[InterfaceRule.TRACEPOINT_EVENTS]
     nohitcount = "[:nohitcount]" if InterfaceRule.HIST_NOHITCOUNT in interface else ""
+    literal = "|numeric_literal" if InterfaceRule.HIST_ARITHMETIC in interface else ""
+    buckets = " .buckets=size" if InterfaceRule.HIST_BUCKETS in interface else ""
+    shares = " .percent .graph" if InterfaceRule.HIST_ARITHMETIC in interface else ""
+    operations = "sums, differences, products and quotients" if literal else "sums and differences"
     has_chains = InterfaceRule.HIST_COMMON_STACKTRACE in interface
     stack = "common_stacktrace" if has_chains else "stacktrace"
     chain = "; long[] stack" if has_chains else ""
@@ -202,12 +206,12 @@ place (kretprobe): [<module>:]<symbol>[+<offset>]%return|<memaddr>
 
  Histograms:
    hist:keys=<field1[,field2,...]>
-       [:<var1>=<field|var_ref|numeric_literal>[,<var2>=...]]
+       [:<var1>=<field|var_ref{literal}>[,<var2>=...]]
        [:values=<field1[,field2,...]>][:sort=<field1[,field2,...]>][:size=#entries]
        [:pause][:continue][:clear][:name=histname1]{nohitcount}[:<handler>.<action>][ if <filter>]
-   A field may have a modifier: .hex .sym .sym-offset .syscall .execname (of common_pid) .log2 .buckets=size
-   .usecs (of common_timestamp) .percent .graph. Variables and values may be sums, differences, products
-   and quotients. Further fields are common_timestamp and common_cpu.
+   A field may have a modifier: .hex .sym .sym-offset .syscall .execname (of common_pid) .log2{buckets}
+   .usecs (of common_timestamp){shares}. Further fields are common_timestamp and common_cpu.
+   Variables and values may be {operations}.
    A key can be any field, or the special string '{stack}'.
    Handlers:
       onmatch(matching.event) - the other event was hit before with the same key
