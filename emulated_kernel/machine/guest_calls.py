@@ -94,7 +94,9 @@ class HostCalls:
         values = dict(zip(cpu.arguments, args, strict=False))
         flags = saved.flags & ~(cpu.interrupt_flag | cpu.cleared_flags)
         start = cpu.as_called(
-            self._memory, saved._replace(sp=sp, ip=address, flags=flags, **values), self._return_pad
+            self._memory,
+            saved._replace(sp=sp - cpu.call_stack_gap, ip=address, flags=flags, **values),
+            self._return_pad,
         )
         hooks.dispatch = self._fixup
         try:

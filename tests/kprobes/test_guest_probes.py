@@ -11,6 +11,7 @@ from enum import IntEnum
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.kprobe import Kprobe, Regs
 from emulated_kernel.util.config import MachineConfig
 from tests.kprobes.listed import list_lines
 from tests.ledger import ledger_mismatches
@@ -242,3 +243,27 @@ def test_what_is_left_goes_with_the_module(probing: Probing) -> None:
     """
     assert probing.register(Which.NOTE) == probing.register(Which.RETURN) == 0
     assert len(probing.listed()) == 2
+
+
+def test_a_handler_keeps_the_registers(probing: Probing) -> None:
+    """A probe with handlers in C is hit between two probes in Python, which see the same registers."""
+    kernel = probing.kernel
+    names = kernel.arch.pt_regs
+    seen: list[dict[str, int]] = []
+
+    def see(_kprobe: Kprobe, regs: Regs) -> None:
+        seen.append({name: getattr(regs, name) for name in names if hasattr(regs, name)})
+
+    around = [Kprobe(symbol_name="gcd", pre_handler=see) for _ in range(2)]
+    kernel.register_kprobe(around[0])
+    assert probing.register(Which.CALL) == 0
+    kernel.register_kprobe(around[1])
+    for _ in range(3):
+        assert kernel.call("lcm", 4, 6) == 12
+        optimize(kernel)
+    assert probing.noted(Noted.ARGUMENT) == 9
+    assert seen[::2] == seen[1::2]
+    assert len(seen) == 6
+    for kprobe in around:
+        kernel.unregister_kprobe(kprobe)
+    assert probing.unregister(Which.CALL) == 0

@@ -235,7 +235,7 @@ def test_a_hit_within_a_jprobe_is_missed(kernel: Kernel, inner: str) -> None:
     registered.unregister()
 
 
-@pytest.mark.parametrize("outer", ["pre_handler", "post_handler inside", "return handler"])
+@pytest.mark.parametrize("outer", OUTER_KINDS)
 def test_an_fprobe_is_hit_within_a_handler(kernel: Kernel, outer: str) -> None:
     """Linux calls the handlers of an fprobe within the hit of a kprobe.
 

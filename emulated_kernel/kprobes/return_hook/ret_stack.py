@@ -20,6 +20,7 @@ from emulated_kernel.arch.program.ir_builder import ProgramBuilder
 from emulated_kernel.kprobes.return_hook.guest_heap import RET_STACK, GuestHeap, TaskFields
 from emulated_kernel.kprobes.return_hook.shadow_stack import (
     ACTIVE,
+    DAMAGED,
     Pending,
     ShadowStack,
     count,
@@ -145,9 +146,9 @@ class RetStack(ShadowStack):
         return array
 
     def _get(self, hook: int, task: int) -> int:
-        """Return the address of a node on the task's stack, or 0 if there is no space or memory for it.
+        """Reserve a node on the task's stack; return its address, or 0 if there is no space or memory.
 
-        The space is not reserved, because only this task uses the stack.
+        Calls that are hooked before the node is pushed get the space above it. They return before that.
         """
         if not self._array(task):
             try:
@@ -164,14 +165,19 @@ class RetStack(ShadowStack):
         count_instance(self.counters[hook])
         node = array + used * word
         self._fill(node, size, hook)
+        self._set_end(array, node + size * word)
         return node
+
+    def _set_end(self, array: int, end: int) -> None:
+        """Set the number of words in use so that `end` is the end of a task's newest entry."""
+        self.words[array + self.used_at] = (end - array) // self.words.word_size
 
     def _count_overrun(self, array: int) -> None:
         at = array + self.overruns_at
         self.words[at] = self.words[at] + 1 & (1 << 8 * self.words.word_size) - 1
 
     def _fill(self, node: int, size: int, hook: int) -> None:
-        """Initialize an entry, with zeros as its data, because another call may have used the words."""
+        """Initialize an entry, with zeros in its other words, because another call may have used them."""
         words = self.words
         word = self.words.word_size
         for at in range(node, node + size * word, word):
@@ -180,7 +186,12 @@ class RetStack(ShadowStack):
         words[end - (TRAILER - HOOK) * word] = hook
         words[end - (TRAILER - SIZE) * word] = size
 
-    def _put_back(self, hook: int, node: int) -> None:  # noqa: ARG002 - nothing lies above it
+    def put_back(self, hook: int, task: int, node: int) -> None:
+        with self.damage.left_out(DAMAGED):
+            self._set_end(self._array(task), node)
+        super().put_back(hook, task, node)
+
+    def _put_back(self, hook: int, node: int) -> None:  # noqa: ARG002 - the space is free already
         count(self.counters[hook], ACTIVE, -1)
 
     def push(self, hook: int, task: int, node: int, ret_addr: int, frame: int) -> None:
@@ -190,7 +201,7 @@ class RetStack(ShadowStack):
         end = node + self._entry_words[hook] * word
         words[end - (TRAILER - RET_ADDR) * word] = ret_addr
         words[end - (TRAILER - FRAME) * word] = frame
-        words[array + self.used_at] = (end - array) // word
+        self._set_end(array, end)
 
     def _calls(self, task: int) -> Iterator[Pending]:
         words = self.words
@@ -206,11 +217,12 @@ class RetStack(ShadowStack):
             if not TRAILER <= size <= used:
                 raise MemoryFault(end, f"an entry of {size} words")
             used -= size
-            yield Pending(array + used * word, hook, ret_addr, frame)
+            # An entry without both addresses is reserved; its call is not hooked yet.
+            if ret_addr or frame:
+                yield Pending(array + used * word, hook, ret_addr, frame)
 
     def _remove(self, task: int, call: Pending) -> None:
-        array = self._array(task)
-        self.words[array + self.used_at] = (call.node - array) // self.words.word_size
+        """Do nothing: put_back() takes the entry from the stack."""
 
     def _clear(self, task: int) -> None:
         array = self._array(task)

@@ -240,7 +240,8 @@ class ReturnHooks:
         `regs`: the registers at the entry. `wants(instance, regs)`: returns False if the call must not be
         hooked; None: every call is hooked. Return True, also if `wants` has returned False. If no instance is
         free, or the return address cannot be replaced, count a missed call and return False.
-        Mirrors: kernel/trace/rethook.c:rethook_try_get, rethook_hook (v6.1).
+        Mirrors: kernel/trace/rethook.c:rethook_try_get, rethook_hook, kernel/trace/fgraph.c:
+        function_graph_enter, which reserves the entry before it calls the entry functions (v6.1).
         """
         stack = self.stack
         task = self._tasks.current()
@@ -253,14 +254,14 @@ class ReturnHooks:
             if hook.data_size:
                 instance.data[:] = bytes(hook.data_size)
             if wants is not None and not wants(instance, regs):
-                stack.put_back(hook.address, node)
+                stack.put_back(hook.address, task, node)
                 return True
         try:
             ret_addr, frame = self.trampoline.replace_return_address(regs)
         except MemoryFault:
             # Linux: the write to the stack faults in the handler.
             # Deviates: if the stack cannot be written, the call only counts as missed.
-            stack.put_back(hook.address, node)
+            stack.put_back(hook.address, task, node)
             hook.miss()
             return False
         stack.push(hook.address, task, node, ret_addr, frame)

@@ -46,7 +46,8 @@ class Pending(NamedTuple):
 class ShadowStack(ABC):
     """Interface of a data structure that keeps the real return addresses of hooked calls.
 
-    A node is taken by `try_get`, and then pushed or put back. `pop` removes calls and puts their nodes back.
+    A node is taken by `try_get`, and then pushed or put back. Guest code that runs in between may hook other
+    calls of the task, which return before that. `pop` removes calls and puts their nodes back.
     Nodes of a removed hook stay valid until they are popped. All state is words of guest memory, which guest
     code changes too (stack_code.py), so the host must not cache it. The guest may damage this memory. If a
     call can't be found any more, it never returns, and its node stays in use. A damaged pool has no free
@@ -141,8 +142,8 @@ class ShadowStack(ABC):
     def _get(self, hook: int, task: int) -> int:
         """Take a node and return its address, or 0 if none is left. Raises: MemoryFault (a damaged pool)."""
 
-    def put_back(self, hook: int, node: int) -> None:
-        """Return `node`, which was taken but not pushed, to the hook's pool.
+    def put_back(self, hook: int, task: int, node: int) -> None:  # noqa: ARG002 - the pool is global
+        """Return `node`, which was taken for a call of `task` but not pushed, to the hook's pool.
 
         Report the pool if it is damaged.
         """
@@ -190,7 +191,7 @@ class ShadowStack(ABC):
                 self._remove(task, call)
             except MemoryFault as fault:
                 self.damage.report(DAMAGED, fault)
-            self.put_back(call.hook, call.node)
+            self.put_back(call.hook, task, call.node)
 
     @abstractmethod
     def _remove(self, task: int, call: Pending) -> None:

@@ -86,7 +86,7 @@ def test_what_is_pending_is_what_was_called(name: str, acts: list[Act], nodes: i
             if not isinstance(stack, RetStack):
                 assert bool(node) == (counts[hook] < nodes), "a node is free exactly while not all are used"
             if node and act == "refuse":
-                stack.put_back(hook, node)
+                stack.put_back(hook, task, node)
                 refused = True
             elif node:
                 mark = bytes([number % 250 + 1]) * size
