@@ -65,8 +65,10 @@ class ClientOfMount:
             del self._watch.calls[CLIENT.pid]
 
     def seen(self, action: Callable[[], object]) -> list[tuple[str, str]]:
-        """Run `action`, and return (name, arguments or result) for each event of a system call, without
-        addresses.
+        """Run `action`, and return (name, arguments or result) for each recorded entry to and exit from a
+        system call.
+
+        Addresses are left out.
         """
         self.kernel.trace.clear_trace()
         with suppress(KernelError):

@@ -30,7 +30,10 @@ def memory() -> Iterator[ProcessMemory]:
 
 @contextmanager
 def silent_file(tmp_path: os.PathLike[str]) -> Iterator[str]:
-    """Yield the path of a FIFO, which keeps every reader waiting as memory on a hung file system does."""
+    """Yield the path of a FIFO.
+
+    A reader of the FIFO sleeps forever, like a reader of memory on a hung file system.
+    """
     path = os.path.join(tmp_path, "fifo")
     os.mkfifo(path)
     yield path

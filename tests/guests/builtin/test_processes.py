@@ -23,7 +23,7 @@ LIMIT = 5.0
 
 @pytest.fixture
 def watch() -> Iterator[HostProcesses]:
-    """A watch of this process, as if this process were a client."""
+    """Yield a HostProcesses that follows this process, as if it were a client."""
     watch = HostProcesses()
     watch.follow(os.getpid())
     yield watch
@@ -41,7 +41,10 @@ def few_descriptors(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostProcesses]:
 
 @pytest.fixture
 def events(watch: HostProcesses) -> ForkEvents:
-    """Return the fork events of the watch. Skip the test if nobody may listen to the process connector."""
+    """Return the fork events of the watch.
+
+    Skip the test if this process may not listen to the process connector.
+    """
     if watch._fork_events is None:
         pytest.skip("nobody may listen to the process connector here")
     return watch._fork_events
@@ -272,7 +275,9 @@ def test_no_processes() -> None:
 
 @pytest.mark.usefixtures("own_descriptors")
 def test_ends_are_found_without_descriptors(few_descriptors: HostProcesses) -> None:
-    """Without descriptors of processes, the next look finds ended processes by their start times."""
+    """If the watch may keep no descriptors for processes, exited() finds ended processes by their start
+    times.
+    """
     watch = few_descriptors
     before = len(os.listdir("/proc/self/fd"))
     with child() as followed, child() as other:
@@ -288,8 +293,9 @@ def test_ends_are_found_without_descriptors(few_descriptors: HostProcesses) -> N
 
 
 def test_the_next_process_of_a_pid_is_another_one(few_descriptors: HostProcesses) -> None:
-    """has_ended reports at once that a pid belongs to a new process, although a look checks only some
-    processes.
+    """has_ended(pid) returns True, once, when the pid belongs to another process than the followed one.
+
+    It need not wait for exited(), which checks only some processes per call.
     """
     watch = few_descriptors
     with child() as pid:

@@ -121,7 +121,7 @@ class Machine:
         self.mount.release(handle)
 
     def waits(self, handle: int) -> bool:
-        """Return True if a read has nothing to read."""
+        """Return True if a read of the open file `handle` would block."""
         try:
             self.mount.read(CLIENT, handle, 65536, 0)
         except WouldBlock:
@@ -180,7 +180,10 @@ def outcome(actions: Callable[[Machine], None]) -> tuple[list[object], list[str]
 
 
 def same(actions: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Check that `actions` have the same outcome if all calls are made; return the hits."""
+    """Check that `actions` have the same outcome if the guest makes all calls.
+
+    Return the hits of all events.
+    """
     found = outcome(actions)
     monkeypatch.setattr(FunctionCalls, "of", lambda _self, _address: Calls.ALL)
     assert outcome(actions) == found
@@ -238,7 +241,7 @@ def test_files_stay_open_when_more_calls_are_watched(
 
 
 def opens(kernel: Kernel) -> bool:
-    """Return True if an open(2) of a control file is a call of the guest."""
+    """Return True if the guest executes an open(2) for a client's open of a control file."""
     mount = kernel.mount()
     before = kernel.machine.clock.now_ns()
     mount.release(mount.open(CLIENT, "/kprobes/list", os.O_RDONLY))
@@ -247,7 +250,7 @@ def opens(kernel: Kernel) -> bool:
 
 
 class CountedWords(dict[int, int]):
-    """The words of a ledger, with the number of words that `items` has returned."""
+    """A dict of words that counts in `read` how many of them items() has returned."""
 
     read = 0
 
@@ -340,9 +343,10 @@ def watching() -> Iterator[tuple[Kernel, Mount]]:
 
 
 def test_a_function_is_not_its_neighbour_in_a_word(watching: tuple[Kernel, Mount]) -> None:
-    """Reads of an open file still hit after dump_stack is probed, which no call executes.
+    """A probe of dump_stack, which no client's call executes, does not change the hits of reads.
 
-    A function that ends in the same 8 bytes as dump_stack begins is executed by all calls.
+    It must not be mistaken for a probe of the function before it, which all calls execute and whose last byte
+    is in the same 8-byte word.
     """
     kernel, mount = watching
     [probed] = kernel.image.kallsyms.by_name("dump_stack")
@@ -376,8 +380,8 @@ def test_files_stay_open_when_many_places_are_patched(watching: tuple[Kernel, Mo
 def test_files_are_opened_between_the_steps_of_a_write(
     watching: tuple[Kernel, Mount], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that a client opens while another client enables many events is open in the guest, so that reads
-    hit.
+    """A file that a client opens while another client's write enables many events is opened in the guest, so
+    reads hit.
     """
     kernel, mount = watching
     enable(kernel, "writes", "vfs_write")
@@ -404,8 +408,10 @@ def test_files_are_opened_between_the_steps_of_a_write(
 def test_a_question_during_a_change_is_asked_again(
     watching: tuple[Kernel, Mount], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An answer of execute_patches between the notice of a patch and the patch is not kept; requests ask
-    without the lock.
+    """If execute_patches() is called between the notice of a patch and the patch itself, its answer is not
+    cached.
+
+    Such calls can happen, because requests call execute_patches() without the control lock.
     """
     kernel, _ = watching
     watched = kernel.guest.watched

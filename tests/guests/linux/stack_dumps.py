@@ -35,7 +35,7 @@ def printed(mount: Mount, call: str) -> list[str]:
 
 
 def frames_of(lines: list[str]) -> list[str]:
-    """Return the frames of a dump, without the addresses that the unwinder does not trust."""
+    """Return the frames in the lines of a stack dump, except frames that the unwinder marks as unreliable."""
     return [found["place"] for line in lines if (found := _FRAME.match(line))]
 
 

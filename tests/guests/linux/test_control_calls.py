@@ -293,7 +293,7 @@ def test_nothing_is_called_while_nobody_can_see_it(ours: Mount) -> None:
 
 
 def open_files(mount: Mount) -> list[int]:
-    """Return the descriptors that the guest has of control files."""
+    """Return the guest's descriptors that stand for open control files."""
     with mount.lock:
         guest_of(mount).control_closes.flush()
     init = guest_of(mount).tasks.init.pid
@@ -406,8 +406,8 @@ def test_a_kernel_that_lacks_a_function_goes_without(monkeypatch: pytest.MonkeyP
 
 
 def test_limits(ours: Mount) -> None:
-    """machine/limits of a distribution's kernel has the limits of open files and tracing, not those of
-    scratch/ and runs.
+    """machine/limits of a distribution's kernel limits open files and tracing, and not scratch/ and the run
+    budget.
     """
     shell = Files(ours, SHELL)
 

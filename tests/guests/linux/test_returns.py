@@ -107,9 +107,10 @@ def test_stack_dumps_show_the_callers_of_hooked_calls() -> None:
 
 
 def test_a_return_by_the_kernels_text_takes_as_many_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A return takes the same number of instructions with and without the code in the kernel's text.
+    """A return takes the same number of instructions, whether its trampoline uses code in the kernel's text
+    or not.
 
-    The code there replaces one instruction of kprobefs's trampoline.
+    The code in the text replaces one instruction of kprobefs's trampoline.
     """
 
     def instructions() -> int:

@@ -84,7 +84,7 @@ def test_system_calls_that_have_events_are_its_own_tracefs_s(linux: Mount, ours:
 
 
 def test_sites_of_dropped_functions_are_nobody_s(linux: Mount, ours: Mount) -> None:
-    """As in Linux, sites of dropped functions can be selected by number, but not by name."""
+    """As in Linux, set_ftrace_filter selects ftrace sites of dropped functions by number, but not by name."""
     names = read(ours, "/tracing/available_filter_functions").splitlines()
     number = next(at for at, name in enumerate(names, 1) if name.startswith("__ftrace_invalid_address__"))
     found = []
@@ -369,8 +369,8 @@ def test_formats_are_those_of_its_own_tracefs(linux: Mount, ours: Mount) -> None
 
 
 def test_print_formats_are_understood(engine: LinuxEngine) -> None:
-    """All print formats are understood, except those that call unknown functions, of hardware that is
-    missing.
+    """All print formats are understood, except some that call unknown functions, of events of missing
+    hardware.
     """
     events = [event for event in engine.components.tracing.system.events if isinstance(event, StaticEvent)]
     names = engine.components.tracing.system.symbols
