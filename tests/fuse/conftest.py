@@ -16,7 +16,9 @@ from tests.fuse.harness import Daemon, daemon, is_mounted
 
 @pytest.fixture(autouse=True)
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the records of test daemons apart from those of the user."""
+    """Set the runtime directory to one of the test, so that records of test daemons are apart from those of
+    the user.
+    """
     monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path / "runtime"))
 
 

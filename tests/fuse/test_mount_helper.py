@@ -1,4 +1,4 @@
-"""mount.fuse.kprobefs: options in mount(8)'s words, and a real mount(8) with and without a line in fstab."""
+"""mount.fuse.kprobefs: options as mount(8) passes them, and a real mount(8) with and without an fstab line."""
 
 from __future__ import annotations
 

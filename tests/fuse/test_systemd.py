@@ -49,7 +49,11 @@ def program_path(directory: Path) -> Path:
 
 
 def install(unit: str, directory: Path, name: str | None = None, extra: str = "") -> Path:
-    """Write a unit to `directory` with the path of the program to test, and return the unit's path."""
+    """Write the unit `unit` to `directory` so that it starts the tested program, and return the written
+    file's path.
+
+    `name`: name of the file, by default that of the unit. `extra`: additional lines for the section [Unit].
+    """
     directory.mkdir(exist_ok=True)
     text = (UNITS / unit).read_text()
     text = re.sub(r"^(Exec\w+=)\S+", rf"\g<1>{program_path(directory)}", text, flags=re.M)
@@ -134,8 +138,8 @@ cat < tracing/trace
 
 
 def is_seen_as_it_is(trace: str) -> bool:
-    """Return True if `trace` shows the execve() of CLIENT's cat, and the file name that its failed open()
-    passed.
+    """Return True if `trace` shows the execve() of CLIENT's `cat`, and the file name in the failed open() of
+    `cat`.
     """
     lines = [line.split(": ", 1)[-1] for line in trace.splitlines() if line.lstrip().startswith("cat-")]
     program = any(line.startswith("sched_process_exec: filename=/") for line in lines)
@@ -270,7 +274,7 @@ def systemd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manager]:
 @pytest.mark.mounted
 @pytest.mark.slow
 class TestService:
-    """The system unit and its template, run by a real systemd."""
+    """The system unit and its template unit, run by a real systemd."""
 
     def test_start_and_stop(self, systemd: Manager) -> None:
         unit, directory = "kprobefs.service", "/run/kprobefs/mnt"

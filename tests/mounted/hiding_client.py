@@ -36,8 +36,9 @@ def hide(address: int, slow: int) -> None:
 
 
 def open_hidden(path: str, slow: int) -> str:
-    """Open `path` in a thread, print "waiting", and hide the path's page once a line arrives. Return the
-    result of open(2).
+    """Open `path` in a thread, and print "waiting". When a line arrives, hide the page that has the path.
+
+    Return the result of open(2).
     """
     page = libc.mmap(None, PAGE, mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATE | _ANONYMOUS, -1, 0)
     ctypes.memmove(page, os.fsencode(path) + b"\0", len(path) + 1)

@@ -1,6 +1,4 @@
-"""A mount that root makes for root alone: a change of a client's directory is also a system call of the
-guest.
-"""
+"""A mount that only root can use: each chdir(2) of a client into it is also a system call of the guest."""
 
 from __future__ import annotations
 
