@@ -136,7 +136,7 @@ def kprobefs(
 ) -> subprocess.CompletedProcess[str]:
     """Run the program until it has ended and all processes have closed its output.
 
-    `limit`: time limit in seconds. `cwd`: the program's directory in place of this process's. `more`:
+    `limit`: time limit in seconds. `cwd`: the program's directory, by default that of this process. `more`:
     additional environment variables. Raises: TimeoutExpired (the program had to be killed).
     """
     with ExitStack() as stack:

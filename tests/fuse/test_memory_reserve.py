@@ -236,7 +236,9 @@ def in_threads(action: Callable[[], None]) -> list[BaseException]:
 
 
 def test_all_loops_share_one_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If several threads fill or release the reserve at once, its number of pieces is as after one thread."""
+    """If several threads fill or release the reserve at once, it has the same number of pieces as after one
+    thread.
+    """
     monkeypatch.setattr("kprobefs.fuse.memory_reserve.LOOK", 0)
     reserve = MemoryReserve()
     interval = sys.getswitchinterval()

@@ -347,7 +347,7 @@ class TestService:
         assert reader.wait(PATIENCE) != 0
 
     def test_template(self, systemd: Manager) -> None:
-        """The template's unit makes the directory that it mounts on."""
+        """An instance of the template unit creates the directory that it mounts on."""
         unit, directory = "kprobefs@run-some-where.service", "/run/some/where"
         assert systemd.inside("systemctl", "start", unit).returncode == 0
         assert systemd.is_mounted(directory)

@@ -1,4 +1,4 @@
-"""The files that `kprobefs trace -o` writes, as the tools that use such files read them."""
+"""Output files of `kprobefs trace -o`: tools that use such files, such as Perfetto, can read them."""
 
 from __future__ import annotations
 

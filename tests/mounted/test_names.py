@@ -196,7 +196,7 @@ def test_the_guest_sees_calls_that_end_with_a_name_that_was_kept(files: Files) -
 
 
 def test_clients_that_look_up_while_names_end(shared: Files) -> None:
-    """Removed names are gone at once, even if other clients list the directories and make entries meanwhile."""
+    """Removed names are gone at once, even if other clients list the directories and make entries."""
     script = "while :; do ls -lR tracing/events/kprobes kprobes/stats; mkdir tracing/events/kprobes/x; done"
     others = [
         subprocess.Popen(

@@ -186,7 +186,8 @@ def test_components_and_links_on_the_way_are_nobodys_calls(client: ClientOfMount
 
 
 def test_a_file_from_open_to_close(client: ClientOfMount) -> None:
-    """From open to close, a request on a file becomes one system call with the client's descriptor.
+    """Each request on a file, from open to close, becomes one system call of the guest with the client's
+    descriptor.
 
     If a read(2) starts at another offset than the last one ended, the guest first calls lseek(2).
     """

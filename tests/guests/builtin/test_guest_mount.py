@@ -1,5 +1,5 @@
-"""The mount over the guest: which task makes a request, and what a failed or given-up request
-leaves behind.
+"""The mount over the guest: the task that makes a request, and what a failed or interrupted request leaves
+behind.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def test_tracefs_at_the_root_has_no_scratch(kernel: Kernel) -> None:
 
 
 def test_data_that_the_guest_has_corrupted(kernel: Kernel, mount: Mount) -> None:
-    """If the guest's log and task list are corrupt, intact data is shown, and the log reports both kinds of
-    damage once.
+    """If the guest's log and task list are damaged, intact data is shown, and each damage is reported once in
+    machine/dmesg.
     """
     log = mount.open(FIRST, "/machine/dmesg", os.O_RDONLY)
     before = mount.read(FIRST, log, 1 << 16, 0)

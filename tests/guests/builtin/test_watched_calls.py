@@ -1,6 +1,5 @@
-"""The guest does not make calls that no probe can notice.
-
-Hits and records are those of a guest that makes all calls.
+"""Calls that no probe can notice, which the guest does not make: hits and records are as if the guest made
+all calls.
 """
 
 from __future__ import annotations
@@ -165,7 +164,10 @@ class Machine:
 
 
 def outcome(actions: Callable[[Machine], None]) -> tuple[list[object], list[str], dict[str, str]]:
-    """Return what clients found, the records without times, and the hits of all events."""
+    """Run `actions` on a new Machine.
+
+    Return the results of its reads, the records without times, and the hits of all events.
+    """
     watch = ScriptedWatch(comms={FIRST_PID: "client", FIRST_PID + 1: "other"})
     with Kernel(MachineConfig(), watch) as kernel:
         machine = Machine(kernel)
@@ -209,7 +211,7 @@ def test_hits_are_those_of_a_guest_that_makes_all_calls(
 def test_files_stay_open_when_more_calls_are_watched(
     first: str, second: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files that were opened before a second probe is enabled give the results and hits of a guest that makes
+    """If a second probe is enabled while files are open, the results and hits are those of a guest that makes
     all calls.
     """
 

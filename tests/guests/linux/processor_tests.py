@@ -105,7 +105,7 @@ class KernelTests:
             assert memory.read(root, site, 8) == written.read(site, 8) != kernel.read(site, 8), hex(site)
 
     def test_the_memory_of_ended_tasks_is_freed(self, tasks: LinuxTasks) -> None:
-        """RCU frees the memory of many short processes, because time passes for the kernel."""
+        """RCU frees the memory of many short processes, which needs guest time to pass between requests."""
         calls = LinuxSyscalls(tasks)
 
         def free() -> int:

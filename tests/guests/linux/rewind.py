@@ -1,4 +1,4 @@
-"""Restoring of memory to an earlier state: the host's page tables name the pages that were written."""
+"""Restore memory to an earlier state. The host's page tables show which pages were written."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ class Rewind:
         return [page for page in pages if self._ram[page : page + PAGE] != self._before(page)]
 
     def _before(self, page: int) -> bytes:
-        """Return the contents that back() restores; the page may have been written with equal contents."""
+        """Return the contents of `page` that back() restores: those that keep() has stored, or else those of
+        the file.
+        """
         before = self._kept.get(page)
         if before is None:
             now = self._ram[page : page + PAGE]

@@ -40,7 +40,7 @@ def frames_of(lines: list[str]) -> list[str]:
 
 
 def _tasks(mount: Mount) -> dict[str, list[str]]:
-    """Return task -> frames, of all kernel threads that sleep or are idle."""
+    """Return "NAME-PID" -> frames of its stack, for each kernel thread that sleeps or is idle."""
     found: dict[str, list[str]] = {}
     frames: list[str] = []
     for line in printed(mount, "show_state_filter 0"):

@@ -204,7 +204,7 @@ def test_places_are_those_of_the_kernel(clean: Mount, native: Mount, engine: Lin
 
 
 class TestEngine(EngineTests):
-    """Tests of the engine over the kernel for arm64."""
+    """Tests of kprobefs's own kprobes in the arm64 kernel."""
 
 
 def test_events_of_the_kernel(clean: Mount) -> None:
@@ -278,8 +278,9 @@ def traced_calls(guest: LinuxEngine, tracer: str) -> tuple[list[str], int, int]:
 
 @pytest.mark.parametrize("tracer", ["function", "function_graph"])
 def test_tracers_are_guest_code(tracer: str) -> None:
-    """Only the first traced call enters Python, no call or return traps, and the records are those of tracing
-    in Python.
+    """Only the first traced call enters Python. Neither calls nor returns cause traps.
+
+    The records are those of tracing in Python.
     """
     expected, by_python, _ = traced_calls(new_engine(compiled=False), tracer)
     found, calls, traps = traced_calls(new_engine(), tracer)

@@ -74,13 +74,13 @@ def settle(engine: LinuxEngine) -> None:
 
 
 def listed(mount: Mount) -> list[str]:
-    """Return the place and the flags of each probe in kprobes/list."""
+    """Return "PLACE FLAGS" for each probe in kprobes/list."""
     lines = read(mount, CLIENT, "/kprobes/list").decode().splitlines()
     return [line.split(maxsplit=2)[2].rstrip() for line in lines]
 
 
 def enable(mount: Mount, engine: LinuxEngine, *lines: bytes) -> None:
-    """Define and enable events, and let the optimizer work."""
+    """Define the events `lines`, enable all events, and run the optimizer."""
     write(mount, CLIENT, "/kprobe_events", b"\n".join(lines))
     write(mount, CLIENT, "/tracing/events/kprobes/enable", b"1\n")
     settle(engine)
@@ -88,9 +88,9 @@ def enable(mount: Mount, engine: LinuxEngine, *lines: bytes) -> None:
 
 @pytest.mark.parametrize("traced", [b"1", b"0"])
 def test_both_kinds_of_hits_record_the_same(clean: Mount, engine: LinuxEngine, traced: bytes) -> None:
-    """Hits by a breakpoint and by a jump show equal registers, processor states and call chains.
+    """Hits by a breakpoint and by a jump record equal registers, processor states and call chains.
 
-    Python handles the first hit. Guest code handles later hits without a call chain.
+    With the option stacktrace off, guest code handles the hits by the jump after the first one.
     """
     registers = b" ".join(b"r%d=%%x%d" % (number, number) for number in range(31))
     line = b"p:kprobes/inside vfs_read+48 " + registers + b" sp=%sp pc=%pc state=%pstate $comm\n"

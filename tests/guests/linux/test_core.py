@@ -220,7 +220,9 @@ def test_a_dump_of_a_newer_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_who_asks(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each request that runs code of the dump passes the machine a check whether its client is dying."""
+    """For each request that runs code of the dump, the machine gets a function that returns whether the
+    client is dying.
+    """
     asked = list[bool]()
     wanted_until = core(mount).guest.machine.wanted_until
 
@@ -515,10 +517,10 @@ def test_a_lock_that_is_held(shell: Files) -> None:
 
 
 def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dump without a VMCOREINFO note is mounted without a cache. VMCOREINFO is found in memory; holes are
-    not read.
+    """A dump without a VMCOREINFO note is mounted without a cache. VMCOREINFO is found in memory, and holes
+    are not read.
 
-    The TSC of the dump does not fit its kernel's conversion of time, which gives a time before the boot.
+    The dump's conversion of the TSC would give a time before the boot, but the guest's time is positive.
     """
     tasks, booted = debian_kernel.with_kernel()
     scales = booted.kallsyms.lookup_name("cyc2ns")
@@ -611,7 +613,9 @@ def test_page_tables_that_lead_nowhere(dumped: Path, monkeypatch: pytest.MonkeyP
 def test_what_was_kept_of_a_dump_with_a_text_for_an_address(
     dumped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the cached form of a dump has a string in place of an address, it is removed and made again."""
+    """If the cached form of a dump has a string in place of an address, the cached form is removed and made
+    again.
+    """
     subprocess.run(["cp", "-a", "--sparse=always", dumped.parent / "kprobefs", tmp_path], check=True)
     read, damaged = snapshot.read, []
 
@@ -654,8 +658,9 @@ def test_a_damaged_list_is_a_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A dump with a damaged list is refused by one line of error, which does not name poison as an
-    address.
+    """A dump with a damaged list is refused by one line of error.
+
+    The line does not show a poison value as if it were an address.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     damaged = tmp_path / "core"

@@ -101,7 +101,7 @@ def calls(lines: list[str]) -> Counter[str]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[object]:
-    """Return the answers of the workload without a tracer."""
+    """Return the answers of the workload in a guest without a tracer."""
     return worked(engine(PROFILES[DEFAULT]))
 
 

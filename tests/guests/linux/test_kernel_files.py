@@ -1,5 +1,5 @@
-"""Attributes that the host reads from the kernel's memory are those that newfstatat(2) of the
-kernel returns.
+"""Attributes of files, read by the host from the kernel's memory: they equal those that newfstatat(2)
+returns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same requests on several kernels of Debian, which other tests do not use."""
+"""Tests with several of Debian's kernels that the other tests do not use."""
 
 from __future__ import annotations
 
@@ -151,7 +151,8 @@ def _placed(mount: Mount) -> tuple[list[str], list[str]]:
 
 
 def test_directories_of_events(ours: Mount, mount: Mount) -> None:
-    """The same calls of the kernel create directories of new events with both engines, as a probe shows.
+    """With either engine, the same kernel function creates the directories of a new event, as a probe on it
+    shows.
 
     The function is eventfs_create_dir or, in older kernels, tracefs_create_dir.
     """

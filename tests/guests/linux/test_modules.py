@@ -178,8 +178,8 @@ def test_functions_are_called_and_probed(shell: Files, engine: LinuxEngine) -> N
 
 @SOME
 def test_definitions_wait_and_probes_go(shell: Files) -> None:
-    """Probes wait for their module, hit from its init function on, go with it, and come back with the next
-    load.
+    """Probes on a module that is not loaded hit from its init function on, and vanish and return with the
+    module.
     """
     definitions = f"p:init {NLS}:init_nls_{NLS.removeprefix('nls_')}\np:body {NLS}:uni2char+11\n"
     shell.write("/kprobe_events", definitions)
@@ -307,7 +307,7 @@ def test_branches_of_the_kernels_keys(shell: Files, engine: LinuxEngine) -> None
 
 @pytest.fixture
 def linux(request: pytest.FixtureRequest) -> Iterator[Files]:
-    """Yield the files of a mount of the same kernel with its own tracefs."""
+    """Yield the files of a mount that shows the same kernel's own tracefs."""
     native = debian_kernel.mount(suite=request.node.callspec.params["mount"])
     yield Files(native, CLIENT)
     native.close()

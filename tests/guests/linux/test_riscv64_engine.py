@@ -173,7 +173,7 @@ def test_hits_that_read_user_memory_keep_address_translations() -> None:
 
 
 class TestEngine(EngineTests):
-    """Tests of the engine over the kernel for riscv64."""
+    """Tests of kprobefs's own kprobes in the riscv64 kernel."""
 
 
 def test_events_of_the_kernel(clean: Mount) -> None:

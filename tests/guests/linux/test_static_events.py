@@ -181,8 +181,8 @@ def faults(mount: Mount, tasks: LinuxTasks) -> list[str]:
 def test_page_faults_are_those_of_its_own_tracefs(linux: Mount, ours: Mount, engine: LinuxEngine) -> None:
     """Records of page faults are those of the kernel's own tracefs.
 
-    While events of page faults are on, their regfunc makes the kernel enter its handler of page faults in
-    another way.
+    While such an event is on, the kernel enters its page fault handler in another way, which the event's
+    regfunc switches on.
     """
     key = engine.kernel.kallsyms.lookup_name("trace_pagefault_key")
     assert key is not None
@@ -316,7 +316,7 @@ def followed(mount: Mount, tasks: LinuxTasks, listed: str, first: int) -> list[s
 
 
 def followed_once(mount: Mount, tasks: LinuxTasks, listed: str, first: int) -> list[str]:
-    """Return the lines that followed() returns, with those of kernel threads."""
+    """Return the lines of one try of followed(), including the lines of kernel threads."""
     pids = [str(first + number) for number in range(3)]
     parent = tasks.fork(tasks.init, first)
     write(mount, "/tracing/trace", "", os.O_TRUNC)

@@ -102,7 +102,7 @@ class UserReads:
 
     @property
     def size(self) -> int:
-        """Size of the function in bytes."""
+        """Return the size of the probed function in bytes."""
         found = self.engine.kernel.kallsyms.lookup(self.engine.kernel.required(FUNCTION))
         assert found is not None
         return found.symbol.size
@@ -176,7 +176,10 @@ class UserReads:
 
     @contextmanager
     def probed(self, place: str, events: Sequence[str]) -> Iterator[None]:
-        """Enable an event for each list of arguments. `place`: `p` or `r`, and the place."""
+        """During the block, enable one event for each of `events`, which are lists of fetch arguments.
+
+        `place`: `p` or `r` and the address, such as "p int_sqrt".
+        """
         kind, _, where = place.partition(" ")
         lines = [f"{kind}:u/e{at} {where} {args}" for at, args in enumerate(events)]
         argument = "$retval" if kind == "r" else "%si" if self._is_x86 else "%a1"
