@@ -61,7 +61,7 @@ class Forked:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the program.
+        """Send the signal `number` to the program.
 
         The pid cannot belong to another process, because it is not reused before the exit status is read.
         """

@@ -51,7 +51,7 @@ class Terminal:
         os.write(self._master, keys.encode())
 
     def until(self, pattern: str) -> None:
-        """Read the program's output until what it has written since this call matches `pattern`.
+        """Read the program's output until the output since the call of this method matches `pattern`.
 
         Fail after PATIENCE seconds.
         """

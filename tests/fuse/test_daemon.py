@@ -1,4 +1,4 @@
-"""Wake, the event that ends the daemon's wait: no signal is lost, even if another thread receives it."""
+"""Wake, the event that ends the daemon's wait: no signal is lost, even if another thread gets the signal."""
 
 from __future__ import annotations
 

@@ -390,7 +390,7 @@ def test_a_renamed_package_is_named_with_its_release(tmp_path: Path) -> None:
 def test_the_line_of_a_failure(output: str, line: str, tmp_path: Path) -> None:
     """Result.line is the line of the output that best explains the failure.
 
-    Lines with a hint of `run` are left out: they are in Result.hint.
+    Lines with a hint of `run` are in Result.hint, and not in Result.line.
     """
     log = tmp_path / "log"
     log.write_text(output)

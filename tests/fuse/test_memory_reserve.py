@@ -236,8 +236,8 @@ def in_threads(action: Callable[[], None]) -> list[BaseException]:
 
 
 def test_all_loops_share_one_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If several threads fill or release the reserve at once, it has the same number of pieces as after one
-    thread.
+    """If several threads fill or release the reserve at once, the number of its pieces is the same as with
+    one thread.
     """
     monkeypatch.setattr("kprobefs.fuse.memory_reserve.LOOK", 0)
     reserve = MemoryReserve()

@@ -189,7 +189,7 @@ def test_old_events_are_forgotten_but_for_their_hits(place: Path) -> None:
 
 
 def define(kernel: Kernel, lines: list[str]) -> None:
-    """Define events, and enable all kprobe events."""
+    """Define the events `lines`, and enable all kprobe events."""
     with kernel.lock:
         kernel.tracing.dynamic_events.write("".join(f"{line}\n" for line in lines).encode())
         for event in kernel.tracing.kprobe_events.events():

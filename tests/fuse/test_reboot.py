@@ -150,10 +150,10 @@ def test_filters_are_kept_or_were_none(living: RebootableKernel, written: str) -
 
 
 def test_a_string_with_a_newline_is_told_of(living: RebootableKernel) -> None:
-    """A filter whose string has a newline is only a comment in machine/definitions. A reboot reports it as
-    lost.
+    """A filter whose string has a newline is only a comment in machine/definitions.
 
-    Otherwise, the text after the newline would be read as a definition.
+    Otherwise, the text after the newline would be read as a definition. After a reboot, machine/power lists
+    the filter as lost.
     """
     user = User(living.mount)
     user.write("/kprobe_events", "p:reads vfs_read\n")

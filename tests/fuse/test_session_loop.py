@@ -495,9 +495,10 @@ def test_a_request_after_a_close_sees_its_effect(place: Path) -> None:
 
 
 def test_a_directory_is_removed_after_its_files_were_closed(place: Path) -> None:
-    """rmdir(2) of a directory right after the close of a file in it is answered after the file's RELEASE.
+    """If a client closes a file and removes its directory at once, the RELEASE of the file is handled before
+    the rmdir(2).
 
-    Otherwise, a trace instance with an open file could not be removed.
+    Otherwise, the rmdir(2) of a trace instance could fail, because a file of the instance is open.
     """
     with _served(place) as asked:
         os.close(os.open(place / "scratch/slow/file", os.O_RDONLY))

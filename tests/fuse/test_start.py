@@ -134,7 +134,7 @@ def test_a_null_device_that_is_closed(directory: Path) -> None:
 
 
 def test_what_the_starter_was_given_is_not_kept(directory: Path) -> None:
-    """The daemon closes the descriptors that it has inherited from the process that started it.
+    """The daemon closes all descriptors that it has inherited from the process that started the mount.
 
     Otherwise, the reader of an inherited pipe would wait for the pipe's end until the unmount.
     """

@@ -64,9 +64,10 @@ def install(unit: str, directory: Path, name: str | None = None, extra: str = ""
 
 @pytest.fixture
 def user_runtime(directory: Path) -> Path:
-    """Return a directory for $XDG_RUNTIME_DIR.
+    """Return the path of a directory for $XDG_RUNTIME_DIR.
 
-    Its path is short, because the host's units name sockets in it, and a socket's path has 108 bytes.
+    The path is short, because the host's units name sockets in this directory, and a socket's path has at
+    most 108 bytes.
     """
     return directory.parent
 

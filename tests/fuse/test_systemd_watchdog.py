@@ -145,9 +145,9 @@ class TestBusy:
         made.end()
 
     def works(self, beat: ServiceWatchdog, patience: float = 10) -> bool:
-        """Use the CPU until the watchdog has written a report, for at most `patience` seconds.
+        """Use the CPU until the watchdog writes a report or `patience` seconds are over.
 
-        Return True if it has.
+        Return True if there is a report.
         """
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:

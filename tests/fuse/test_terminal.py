@@ -124,10 +124,7 @@ NAMED = ("-c", r"import ctypes; ctypes.CDLL(None).prctl(15, b'\x1b[2J'); open('f
 @needs_fuse
 @pytest.mark.mounted
 def test_a_name_that_terminals_obey(directory: Path) -> None:
-    """`top` and `trace` escape control characters in the name of a process.
-
-    Files of tracefs show them unchanged.
-    """
+    """`top` and `trace` escape control characters in the name of a process. Files of tracefs do not."""
     with daemon(directory, program=REAL_PROGRAM) as running:
         Path(running.path("kprobe_events")).write_text("p:mine vfs_read\n")
         Path(running.path("scratch/f")).write_text("hello\n")

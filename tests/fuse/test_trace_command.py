@@ -510,7 +510,7 @@ class TestTrace:
     def test_what_a_killed_one_has_left_goes(self, directory: Path) -> None:
         """`trace` removes the events and instances that a killed `trace` has left.
 
-        It keeps those of a living process or of a process in another pid namespace.
+        Events and instances of a living process, or of a process in another pid namespace, stay.
         """
         command = ("trace", "p:vfs_read", "r:vfs_write", "-m", str(directory), "--")
         with daemon(directory, program=REAL_PROGRAM) as running:

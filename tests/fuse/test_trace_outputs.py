@@ -1,4 +1,4 @@
-"""Output files of `kprobefs trace -o`: tools that use such files, such as Perfetto, can read them."""
+"""Output files of `kprobefs trace -o`: tools for these files, such as Perfetto, can read the files."""
 
 from __future__ import annotations
 

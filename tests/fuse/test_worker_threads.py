@@ -145,7 +145,8 @@ def test_only_so_many_that_wait_are_replaced(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_thread_without_a_buffer_takes_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a new thread gets no buffer, it ends, and requests that would block the last loop are refused.
+    """If a new thread gets no buffer, the thread ends, and a request that would block the last loop is
+    refused.
 
     Another thread is started only after some time.
     """

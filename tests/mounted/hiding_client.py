@@ -30,7 +30,7 @@ libc.getauxval.restype = ctypes.c_ulong
 
 
 def hide(address: int, slow: int) -> None:
-    """Map the slow file over the page at `address`."""
+    """Map the file with the descriptor `slow` over the page at `address`."""
     found = libc.mmap(address, PAGE, mmap.PROT_READ, _PRIVATE | _FIXED, slow, 0)
     assert found == address, os.strerror(ctypes.get_errno())
 

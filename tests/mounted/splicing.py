@@ -101,9 +101,9 @@ def until_empty(take: Callable[[], bytes]) -> bytes:
 
 
 def the_pages_of_read() -> None:
-    """Splices give the same records as reads, except those in the page that is still being written.
+    """Splices return the same records as reads, except the records in the page that is still being written.
 
-    Two trace arrays have the same events: one is spliced and one is read.
+    Two trace arrays record the same events. One array is read with read(2), and the other with splice(2).
     """
     (TRACING / "kprobe_events").write_text("p:opened vfs_open path=$arg1\n")
     arrays = [TRACING / "instances" / name for name in ("a", "b")]

@@ -43,8 +43,8 @@ def beside(script: str, home: Path, *options: str) -> str:
 def while_sleeping(work: str, home: Path) -> str:
     """Return shell code that replaces `sleep` by a program that does `work` and then ends.
 
-    perf-tools trace while they sleep. On a busy host, work in another process may not be done when the sleep
-    ends. `work`: script for sh, which needs the absolute paths of files.
+    perf-tools trace during their sleep. On a busy host, work of another process could come after the sleep.
+    `work`: script for sh, which needs the absolute paths of files.
     """
     programs = home / "programs"
     programs.mkdir()

@@ -293,8 +293,8 @@ class TestHostOutOfReach:
 
     @as_root
     def test_without_standard_streams(self, tmp_path: Path) -> None:
-        """If the caller has closed its standard streams, `run --as-system` works, and uses none of their
-        numbers for files.
+        """If the caller has closed standard streams, `run --as-system` works, and opens no files under their
+        numbers.
         """
         done = beside_host(f"$RUN -- stat -f -c %t /sys/kernel/tracing <&- > {tmp_path}/out 2>&-", tmp_path)
         assert (done.returncode, (tmp_path / "out").read_text()) == (0, f"{TRACEFS}\n")
@@ -419,9 +419,9 @@ class TestType:
 
     @as_root
     def test_modes_are_asked_of_the_kernel(self, tmp_path: Path) -> None:
-        """If a user may not search a directory, statfs(2) of a file in it fails with EACCES.
+        """If a user may not search a directory, statfs(2) of a file in this directory fails with EACCES.
 
-        The process that answers statfs(2) could search it, but does not reveal the type.
+        The process that answers statfs(2) has more rights than the user, but does not reveal the type.
         """
         script = "setpriv --reuid=1234 --clear-groups stat -f -c %t /sys/kernel/tracing/events 2>&1 || true"
         assert "Permission denied" in as_system(script, tmp_path)

@@ -19,7 +19,7 @@ pytestmark = [needs_fuse, pytest.mark.mounted]
 
 @dataclass(frozen=True)
 class Bad:
-    """A definition that must be refused."""
+    """A definition that the kernel must refuse, with the expected error."""
 
     definition: str
     errno: int

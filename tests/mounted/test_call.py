@@ -1,4 +1,4 @@
-"""machine/call: calls of guest functions with numbers and strings, and records of probes on them."""
+"""machine/call: calls of guest functions with numbers and strings, errors, and records of probes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mount that only root can use: each chdir(2) of a client into it is also a system call of the guest."""
+"""A mount that only root can use: a client's chdir(2) into the mount is also a system call of the guest."""
 
 from __future__ import annotations
 

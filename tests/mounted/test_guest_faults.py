@@ -17,7 +17,7 @@ pytestmark = [needs_fuse, pytest.mark.mounted]
 
 
 def assert_all_works(files: Files) -> None:
-    """Assert that every part of the mount that needs the guest works."""
+    """Assert that each part of the mount that uses the guest works: calls, files in scratch/, and probes."""
     files.path("scratch/check").write_text("content")
     assert files.path("scratch/check").read_text() == "content"
     files.write("machine/call", 'strlen "seven b"')

@@ -78,7 +78,7 @@ def _reads(pid: int, name: str) -> bool:
 
 
 def test_closing_and_removing_in_one_breath(instance: Path) -> None:
-    """An instance can be removed right after a file of it was closed.
+    """An instance can be removed right after one of its files was closed.
 
     The FUSE front end may get the RELEASE of the file later than the next request.
     """

@@ -100,9 +100,8 @@ def test_returns_and_forks(files: Files) -> None:
 
 
 def test_each_hit_counts_whatever_way_it_goes(files: Files) -> None:
-    """All hits are counted, however they are handled.
-
-    The probes are on copied instructions, on simulated instructions, at a function's entry and at a return.
+    """All hits are counted for probes on copied and on simulated instructions, at a function's entry, and at
+    a return.
     """
     text = output(
         files,

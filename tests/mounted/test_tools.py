@@ -150,8 +150,8 @@ class TestTraceCmd:
     def test_record_and_report(self, tmp_path: Path) -> None:
         """trace-cmd records and reports a fork.
 
-        The mount has as many CPUs as the host, because trace-cmd asks the host for their number and needs a
-        buffer for each.
+        The mount has as many CPUs as the host, because trace-cmd reads the host's number of CPUs and needs a
+        buffer for each CPU.
         """
         script = """
             cd "$HOME"
@@ -212,8 +212,8 @@ END
     def test_profile_ends(self, tmp_path: Path) -> None:
         """`trace-cmd profile` ends, and reports system calls.
 
-        Its readers wake when half of a buffer is full. Records that they hand over after the end of the
-        command are lost, because trace-cmd then reads their pipes without waiting.
+        trace-cmd's readers wake when half of a buffer is full. Records that the readers pass on after the end
+        of the command are lost, because trace-cmd then reads the pipes without waiting.
         """
         script = f"""{self.PROBE}
             cat >command <<'END'

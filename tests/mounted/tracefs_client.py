@@ -120,7 +120,10 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def pointer(value: int | None) -> c_void_p:
-    """Return `value`, the address of an object of the library, as a pointer. Assert that it is not NULL."""
+    """Return a pointer with the value `value`, an address that the library has returned.
+
+    Assert that the address is not NULL.
+    """
     assert value
     return c_void_p(value)
 

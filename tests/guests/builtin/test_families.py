@@ -89,7 +89,7 @@ def watch(client: Forking, stranger: Forking, monkeypatch: pytest.MonkeyPatch) -
 def parents(watch: HostProcesses, *pids: int) -> list[int | None]:
     """Return the parent that the watch reports for each of `pids`, or None.
 
-    Check that it reports a bounded number of forks.
+    Check that the watch reports a bounded number of forks.
     """
     found = {fork.pid: fork.parent for fork in watch.forks()}
     assert len(found) <= MAX_FORKS_PER_LOOK

@@ -252,7 +252,7 @@ def opens(kernel: Kernel) -> bool:
 
 
 class CountedWords(dict[int, int]):
-    """A dict of words that counts in `read` how many of them items() has returned."""
+    """A dict of words. The attribute `read` counts the words that items() has returned."""
 
     read = 0
 
@@ -347,8 +347,8 @@ def watching() -> Iterator[tuple[Kernel, Mount]]:
 def test_a_function_is_not_its_neighbour_in_a_word(watching: tuple[Kernel, Mount]) -> None:
     """A probe of dump_stack, which no client's call executes, does not change the hits of reads.
 
-    It must not be mistaken for a probe of the function before it, which all calls execute and whose last byte
-    is in the same 8-byte word.
+    The last bytes of another function, which all calls execute, are in the 8-byte word in which dump_stack
+    begins.
     """
     kernel, mount = watching
     [probed] = kernel.image.kallsyms.by_name("dump_stack")

@@ -227,7 +227,7 @@ def test_events_of_the_kernel(clean: Mount) -> None:
 def test_tracers(clean: Mount) -> None:
     """The tracers function and function_graph show selected functions with their callers.
 
-    The function tracer can also trace all.
+    The tracer function can also trace all functions.
     """
     for function in (b"vfs_open", b"do_dentry_open", b"ksys_read"):
         write(clean, CLIENT, "/tracing/set_ftrace_filter", function + b"\n", os.O_APPEND)

@@ -432,8 +432,9 @@ def memory(mount: Mount) -> bytes:
     ],
 )
 def test_what_can_not_run_has_not_been(line: str, error: str, why: str, shell: Files, mount: Mount) -> None:
-    """A call that cannot run is refused with the reason, and memory is as before the call, including locks it
-    had taken.
+    """A call that cannot run is refused with the reason.
+
+    Memory is then as before the call. Locks that the call has taken are free again.
     """
     shell.call('strlen "hello"')
     before = memory(mount)

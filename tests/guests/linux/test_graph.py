@@ -1,5 +1,5 @@
-"""function_graph and the function profiler over Debian's kernel: complete trees, equal to those of its own
-tracer.
+"""function_graph and the function profiler over Debian's kernel: trees are complete, and equal to the
+kernel's own.
 """
 
 from __future__ import annotations

@@ -200,8 +200,9 @@ def test_modules_are_their_writers(
 def test_modules_that_probe(
     wanted: list[str], defined: list[str], used: str | None, mount: Mount, tmp_path: Path
 ) -> None:
-    """A module is refused if it needs a function that registers probes, not if it defines a function of such
-    a name.
+    """A module that needs a kernel function that registers probes is refused.
+
+    A module that defines a function of the same name is not refused.
     """
     path = tmp_path / "made.ko"
     path.write_bytes(made_module(wanted, defined))

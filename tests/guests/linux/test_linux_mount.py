@@ -134,7 +134,7 @@ def test_a_reader_of_trace_pipe_waits_for_records(shell: Files) -> None:
 def test_flags_of_a_file_whose_reader_sleeps(shell: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a reader sleeps, changed flags of the open file apply only to the next read.
 
-    The task cannot set flags in the guest during its read, because it sleeps in another call.
+    The task that sleeps in read(2) cannot make the fcntl(2) that sets the flags in the guest.
     """
     mount, changed = shell.mount, []
     pipe = mount.open(OTHER, "/tracing/trace_pipe", os.O_RDONLY)

@@ -1,5 +1,5 @@
-"""Files that are no dumps, are damaged, or change while they are read: an error of one line refuses such a
-file.
+"""Files that are no dumps, are damaged, or change during the read: such a file is refused by an error of one
+line.
 """
 
 from __future__ import annotations

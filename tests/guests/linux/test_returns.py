@@ -1,6 +1,4 @@
-"""Compiled return probes in Debian's kernel: hooked calls return to their callers, and all calls
-are counted.
-"""
+"""Compiled return probes in Debian's kernel: hooked calls return to their callers, and all are counted."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""SUM, the bit of a riscv64 guest that makes user pages accessible: they are inaccessible while it is clear,
-despite caches.
+"""The bit SUM of a riscv64 guest: user pages are inaccessible while SUM is clear, despite cached
+translations.
 """
 
 from __future__ import annotations

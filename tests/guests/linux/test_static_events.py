@@ -71,9 +71,9 @@ def test_lists_are_those_of_its_own_tracefs(name: str, linux: Mount, ours: Mount
 
 
 def test_system_calls_that_have_events_are_its_own_tracefs_s(linux: Mount, ours: Mount) -> None:
-    """The system calls with events are those that have events in the kernel's own tracefs.
+    """Exactly the system calls that have events in the kernel's own tracefs have events in kprobefs's.
 
-    sys_ni_syscall() has no events.
+    sys_ni_syscall(), the call of unused numbers, has no events.
     """
     calls = [
         {name for name in read(mount, "/tracing/available_events").split() if name.startswith("syscalls:")}
@@ -181,8 +181,8 @@ def faults(mount: Mount, tasks: LinuxTasks) -> list[str]:
 def test_page_faults_are_those_of_its_own_tracefs(linux: Mount, ours: Mount, engine: LinuxEngine) -> None:
     """Records of page faults are those of the kernel's own tracefs.
 
-    While such an event is on, the kernel enters its page fault handler in another way, which the event's
-    regfunc switches on.
+    While such an event is on, the kernel handles page faults by another entry, which the event's regfunc
+    switches on.
     """
     key = engine.kernel.kallsyms.lookup_name("trace_pagefault_key")
     assert key is not None
@@ -348,8 +348,8 @@ def followed_once(mount: Mount, tasks: LinuxTasks, listed: str, first: int) -> l
 def test_forks_are_followed_from_their_first_instruction_on(
     linux: Mount, ours: Mount, engine: LinuxEngine
 ) -> None:
-    """Forked tasks are on the list of their parent from the first instruction on, as in the kernel's own
-    tracefs.
+    """If pids of children are followed, a forked task is on its parent's list of pids from its first
+    instruction on.
 
     A task whose events are left out can still be seen when it wakes up another task.
     """

@@ -103,10 +103,10 @@ def test_a_mount_shows_the_kernel_of_a_core(
 def test_explain_finds_jumps_of_probes(
     guest: LinuxEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A core has the jumps of an enabled probe and of a disabled one, whose jump the optimizer has not
-    removed yet.
+    """A core has the jumps of an enabled probe and of a disabled one, because the optimizer has not removed
+    the second jump yet.
 
-    A core by kprobefs has a note with the original text, so the verdicts are those without probes. The core
+    A core by kprobefs has a note with the original text, so that verdicts are those without probes. The core
     of another program has no note.
     """
     mount = probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False)

@@ -1,4 +1,6 @@
-"""Tracers and events that may be on while functions of a real kernel are called, with counts of hits."""
+"""Tracers and events that are switched on while functions of a real kernel are called, with their counts of
+hits.
+"""
 
 from __future__ import annotations
 

@@ -224,7 +224,8 @@ class UserReads:
 
 
 def check_hits(in_guest: UserReads, in_python: UserReads) -> None:
-    """Check that hits record what Python records, without Python, and leave no state changed.
+    """Check that guest code handles the hits, records the same as Python, and preserves the registers of the
+    caller.
 
     The hits are those of probes at the function's entry and at its return.
     """
