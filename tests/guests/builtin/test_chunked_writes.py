@@ -126,8 +126,8 @@ def test_a_bad_line_ends_it(kernel: Kernel, between: Between, probed: bool) -> N
 def test_what_others_do_stays(kernel: Kernel, between: Between) -> None:
     """Changes that other clients make between the pieces of a long write stay.
 
-    The other clients enable and disable an event of this write, remove another event of it, define further
-    events, make and remove instances, and call a function.
+    The other clients enable and disable one event of this write, and remove another event of the write. They
+    also define further events, make and remove instances, and call a function.
     """
     mount = kernel.mount()
     turn = iter(range(NUMBER))

@@ -229,8 +229,8 @@ def test_a_path_that_nobody_sees_is_not_read(monkeypatch: pytest.MonkeyPatch) ->
     """If no probe can see the path in a client's call, the path is not read from the client: the path of the
     request is used.
 
-    The path is read all the same if the call may create the file or, because of O_DIRECTORY, may end at the
-    lookup of the file.
+    The path is read all the same if the call may create the file. It is also read for O_DIRECTORY, with which
+    the call may end at the lookup of the file.
     """
     memory = ProcessMemory()
     monkeypatch.setattr(memory, "read", lambda *_: [b"typed"])
