@@ -1,6 +1,8 @@
 """An automounter like systemd's: a process that looks at DIR waits until COMMAND has mounted on DIR.
 
-usage: automounter.py DIR COMMAND...   Prints COMMAND's exit status, and the names that `ls DIR` found.
+usage: automounter.py DIR COMMAND...
+
+Prints COMMAND's exit status, and the names that `ls DIR` found.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The program kprobefs without a process tracker: `python bare_program.py mount DIR`. Certain values of
-`--seed` make the program fail or wait.
+"""The program kprobefs without a process tracker: `python bare_program.py mount DIR`.
+
+Certain values of `--seed` make the kernel fail, wait or seem dead, for tests of failures.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ T = TypeVar("T")
 
 
 def build(options: MountOptions) -> Mount:
-    """Return a mount of the kernel's tree. Certain seeds make the kernel fail, wait or seem dead, for tests
-    of failures.
+    """Return a mount of the kernel's control files.
+
+    Certain values of `--seed` make the kernel fail, wait or seem dead.
     """
     from emulated_kernel.guests.builtin.trees.root_layout import RootLayout
     from emulated_kernel.kernel.api import Kernel

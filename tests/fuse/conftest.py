@@ -16,7 +16,7 @@ from tests.fuse.harness import Daemon, daemon, is_mounted
 
 @pytest.fixture(autouse=True)
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the records of test daemons apart from those of the user."""
+    """Give each test a separate runtime directory, so that its daemons' records are apart from the user's."""
     monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path / "runtime"))
 
 

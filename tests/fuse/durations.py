@@ -1,4 +1,4 @@
-"""A script that measures how long vfs_read takes, by a synthetic event with a histogram."""
+"""A shell script that measures the duration of vfs_read by a synthetic event with a histogram."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Start of the program in tests by fork(2) of a process that has imported all modules. This saves most of a
-start's time.
+"""Start the program in tests by a fork(2) of a process that has imported all modules.
+
+This saves most of the time that a start takes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class Forked:
         self._end.register(self._process, select.POLLIN)
 
     def poll(self) -> int | None:
-        """Return the exit status, or minus the number of the signal, or None while the program runs."""
+        """Return the exit status, or -N if signal N has ended the program.
+
+        Return None while the program runs.
+        """
         return self._status(0)
 
     def wait(self, timeout: float | None = None) -> int:
@@ -57,7 +61,10 @@ class Forked:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the program, whose pid is not reused before its exit status was read."""
+        """Send the signal `number` to the program.
+
+        The pid cannot belong to another process, because it is not reused before the exit status is read.
+        """
         if self.returncode is None:
             os.kill(self.pid, number)
 
@@ -171,8 +178,9 @@ def main() -> int:
 
 
 def _end(status: int) -> NoReturn:
-    """End this process as a returning program does, but keep the modules. Their end would copy all their
-    memory.
+    """End this process with an exit status, as a program does at its end, but without unloading modules.
+
+    To unload the modules would copy all of their memory, which is shared with the parent process.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -1,4 +1,4 @@
-"""Start and stop of the program in tests. Each daemon is stopped by its own pid, and within a time limit."""
+"""Start and stop the program in tests. Each daemon is stopped by its own pid, and within a time limit."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Daemon:
 
 
 def waits_for_mount(pid: int) -> bool:
-    """Return True if a process waits for the reply to a FUSE request."""
+    """Return True if the process or thread `pid` waits for the reply to a FUSE request."""
     return Path(f"/proc/{pid}/wchan").read_text() == "request_wait_answer"
 
 
@@ -97,7 +97,7 @@ def is_alive(pid: int) -> bool:
 
 
 def kill_with_children(pid: int) -> None:
-    """Kill a daemon and its child processes, one of which would unmount after the daemon's end."""
+    """Kill a daemon and its child processes. One of these would otherwise unmount after the daemon's end."""
     for each in (*Path(f"/proc/{pid}/task/{pid}/children").read_text().split(), pid):
         # A process that reads a client's memory may have ended meanwhile.
         with suppress(ProcessLookupError):
@@ -136,7 +136,7 @@ def kprobefs(
 ) -> subprocess.CompletedProcess[str]:
     """Run the program until it has ended and all processes have closed its output.
 
-    `limit`: time limit in seconds. `cwd`: the program's directory in place of this process's. `more`:
+    `limit`: time limit in seconds. `cwd`: the program's directory, by default that of this process. `more`:
     additional environment variables. Raises: TimeoutExpired (the program had to be killed).
     """
     with ExitStack() as stack:

@@ -1,6 +1,4 @@
-"""A program on a pseudoterminal of a given size, and the pictures that `kprobefs top` draws on a console of a
-given size.
-"""
+"""A program on a pseudoterminal of a given size, and what `kprobefs top` draws on such a console."""
 
 from __future__ import annotations
 
@@ -53,8 +51,9 @@ class Terminal:
         os.write(self._master, keys.encode())
 
     def until(self, pattern: str) -> None:
-        """Read the program's output until the text since this call matches `pattern`. Fail after PATIENCE
-        seconds.
+        """Read the program's output until the output since the call of this method matches `pattern`.
+
+        Fail after PATIENCE seconds.
         """
         start, deadline = len(self.said), time.monotonic() + PATIENCE
         while not re.search(pattern, self.said[start:]):

@@ -1,6 +1,4 @@
-"""Commands that an ordinary user runs in namespaces with a separate home directory, /dev and
-/etc/fuse.conf.
-"""
+"""An ordinary user's commands, in namespaces with a separate home directory, /dev and /etc/fuse.conf."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ class OrdinaryUser:
 
     @property
     def home(self) -> Path:
-        """The user's home directory."""
+        """Return the path of the user's home directory."""
         return self.base / "home"
 
     def configure(self, text: str) -> None:
@@ -71,12 +69,12 @@ class OrdinaryUser:
         return self._inside("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *command)
 
     def python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run Python as the user, with the checkout's packages."""
+        """Run Python as the user. Python can import the packages of the checkout."""
         return self.run(self.interpreter, *arguments)
 
     @property
     def interpreter(self) -> str:
-        """Path of Python as the namespaces show it."""
+        """Return the path of Python in the user's namespaces."""
         return str(self.base / "python" / os.path.relpath(os.path.realpath(sys.executable), sys.base_prefix))
 
     def kprobefs(self, *arguments: str) -> subprocess.CompletedProcess[str]:

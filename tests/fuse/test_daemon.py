@@ -1,4 +1,4 @@
-"""Wake, the event that ends the daemon's wait: no signal is lost, whichever thread receives the signal."""
+"""Wake, the event that ends the daemon's wait: no signal is lost, even if another thread gets the signal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_signal_before_the_wait(wake: Wake) -> None:
 
 
 def test_a_signal_that_another_thread_gets(wake: Wake) -> None:
-    """The main thread's wait ends although the signal interrupts only the other thread."""
+    """The main thread's wait ends even if the signal interrupts only another thread."""
 
     def get_one() -> None:
         time.sleep(0.05)

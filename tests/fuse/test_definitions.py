@@ -331,8 +331,8 @@ instances/slow/events/kprobes/done/enable = 1
 @needs_fuse
 @pytest.mark.mounted
 def test_a_saved_file_is_loaded_line_by_line(directory: Path, tmp_path: Path) -> None:
-    """The shell loop of docs/guide/plan-probes.md can load a saved file line by line, because each line needs
-    only earlier lines.
+    """The shell loop of docs/guide/plan-probes.md can load a saved file line by line: no line needs a later
+    line.
     """
     guide = (Path(__file__).parents[2] / "docs/guide/plan-probes.md").read_text()
     start = guide.index("    while IFS= read -r line")
@@ -547,8 +547,9 @@ def test_a_mount_begins_with_its_files(
 def test_lines_of_a_private_file_behind_a_link_are_not_shown(
     way: str, served: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Errors do not quote lines of a private file that is reached through a symbolic link. The link may
-    belong to another user than the one who runs `apply`.
+    """If `apply` follows a symbolic link to a private file, its errors do not quote lines of this file.
+
+    Another user may have made the link, to see the file in the errors.
     """
     secret = tmp_path / "secrets" / "shadow"
     secret.parent.mkdir()
@@ -712,8 +713,9 @@ def test_where_definitions_are_read_from(served: Daemon, tmp_path: Path) -> None
 @needs_fuse
 @pytest.mark.mounted
 def test_what_is_no_setting_is_neither_read_nor_written(mounted: Daemon, tmp_path: Path) -> None:
-    """`apply` neither reads nor writes files of records, whose readers may wait for ever, and files that
-    nobody can write.
+    """`apply` refuses, without reading or writing, files that are no settings.
+
+    Readers of files of records may wait for ever, and other files cannot be written by anybody.
     """
     names = (
         *("trace", "trace_pipe", "per_cpu/cpu0/trace_pipe", "per_cpu/cpu0/trace_pipe_raw", "trace_marker"),

@@ -57,8 +57,9 @@ def test_length_or_the_reason(
 
 
 def test_decoding_starts_afresh_behind_a_bug(kernel: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The line number and file name that follow a BUG's ud2 are skipped. Decoded as instructions, these bytes
-    would look like a jump.
+    """The decoder skips the line number and file name that follow the ud2 of a BUG.
+
+    Decoded as instructions, these bytes would look like a jump.
     """
     assert output(capsys, str(kernel), "bug_of_2007", "--bug-size", "8") == "5\n"
 
@@ -221,8 +222,9 @@ def test_relocations_that_the_linker_kept_are_not_applied_again(
 def test_a_name_is_found_by_its_symbol(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A function is found by its symbol, or by the symbol of a clone such as `plain.isra.0`, without a search
-    of all debug information.
+    """If a function has a symbol, it is found without a search of all debug information.
+
+    The symbol may be that of a clone, such as `plain.isra.0`.
     """
     code, whole = stripped(tmp_path), tmp_path / "whole"
     debug = ["--debug-info", str(whole)]
@@ -238,7 +240,9 @@ def test_a_name_is_found_by_its_symbol(
 
 @needs_compiler
 class TestWhereDebugInformationIs:
-    """Debug information is looked for where debuggers look, and is used only if it is of the same build."""
+    """Debug information is found in the places where debuggers look, and used only if its build id is that of
+    the file.
+    """
 
     @pytest.fixture(autouse=True)
     def no_other(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +254,7 @@ class TestWhereDebugInformationIs:
         return stripped(tmp_path / "boot", "-Wl,--build-id")
 
     def identity(self, code: Path, capsys: pytest.CaptureFixture[str]) -> str:
-        """Return the build id that the refusal names."""
+        """Return the build id of the file `code`, which the error for missing debug information names."""
         line = refused(capsys, "--image", str(code), "plain")
         assert "give its file by --debug-info" in line
         return line.partition("build id ")[2].split()[0]

@@ -1,6 +1,4 @@
-"""The hint at the end of `run` that a histogram's durations count readings of the virtual clock, and are no
-real times.
-"""
+"""The hint of `run` that durations in a histogram come from the virtual clock and are not real times."""
 
 from __future__ import annotations
 
@@ -58,8 +56,9 @@ def test_equal_durations(script: str, is_given: bool) -> None:
 @pytest.mark.mounted
 @pytest.mark.parametrize("clock", ["virtual", "real"])
 def test_durations_of_a_distributions_kernel(clock: str) -> None:
-    """On a distribution's kernel, the hint is given with the virtual clock only. Durations by that clock fall
-    into several buckets, but are meaningless.
+    """On a distribution's kernel, the hint is shown with the virtual clock, and not with the real clock.
+
+    Durations by the virtual clock fall into several buckets there, but still are not real times.
     """
     image = str(package("linux-image-cloud-amd64"))
     script = DURATION.replace("../dev/zero", "../scratch/file").replace("cd", "echo text > scratch/file; cd")

@@ -50,8 +50,9 @@ def test_messages_come_in_their_order(pipe: tuple[int, int]) -> None:
 
 
 def test_a_pipe_that_nobody_reads_keeps_nobody_waiting(pipe: tuple[int, int]) -> None:
-    """A thread that logs more than the pipe and the queue hold does not wait. The log's last line counts the
-    dropped messages.
+    """A thread does not wait when it logs more than the pipe and the queue can hold.
+
+    The last line of the log has the number of dropped messages.
     """
     reader, writer = pipe
     log, handler = logger(writer)

@@ -20,12 +20,12 @@ PAGES = ROOT / "docs" / "man"
 
 
 def text(page: str) -> str:
-    """Return the text of a page without the markup of fonts and dashes."""
+    """Return the text of a manual page without markup of fonts and dashes."""
     return re.sub(r"\\f[BIRP]", "", (PAGES / page).read_text()).replace("\\-", "-")
 
 
 def words(command: str) -> set[str]:
-    """Return the words in the line of the synopsis for `command`."""
+    """Return the words of the line in the synopsis that shows the command `command`."""
     synopsis = text("kprobefs.1").partition(".SH SYNOPSIS\n")[2].partition(".SH ")[0]
     [found] = [
         each for each in synopsis.split(".br\n") if re.match(rf"\.BR? kprobefs {re.escape(command)}\s", each)

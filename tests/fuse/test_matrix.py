@@ -150,8 +150,9 @@ def test_the_kernels_of_a_matrix(options: dict[str, object], expected: dict[str,
 @needs_fuse
 @pytest.mark.mounted
 def test_a_script_passes_on_some(tmp_path: Path) -> None:
-    """A script that needs `touched_functions`, a file of later versions of Linux, fails on 6.1 and passes on
-    7.2. The JSON, the logs and the report have the results.
+    """A script that needs touched_functions, which Linux 6.1 does not have, fails on 6.1 and passes on 7.2.
+
+    The JSON, the logs and the report show both results.
     """
     (tmp_path / "script").write_text(SCRIPT)
     command = ("matrix", "--arch", "x86_64", "--jobs", "2", "--junit", "report.xml", "--json")
@@ -236,7 +237,7 @@ def test_the_row_of_pytest_names_the_test_and_the_refusal(tmp_path: Path) -> Non
 @needs_fuse
 @pytest.mark.mounted
 def test_a_kernel_that_has_panicked_fails(tmp_path: Path) -> None:
-    """A row fails if its kernel has panicked, although the command has ended with 0."""
+    """If a kernel has panicked, its row fails, even if the command has ended with status 0."""
     script = (
         """test ! -e tracing/touched_functions || echo 'panic "disk %s on fire" "sda"' > machine/call; true"""
     )
@@ -387,8 +388,9 @@ def test_a_renamed_package_is_named_with_its_release(tmp_path: Path) -> None:
     ],
 )
 def test_the_line_of_a_failure(output: str, line: str, tmp_path: Path) -> None:
-    """Result.line is the line of the output that explains the failure. A hint of `run` is only in
-    Result.hint.
+    """Result.line is the line of the output that best explains the failure.
+
+    Lines with a hint of `run` are in Result.hint, and not in Result.line.
     """
     log = tmp_path / "log"
     log.write_text(output)

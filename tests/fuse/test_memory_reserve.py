@@ -1,4 +1,4 @@
-"""The daemon's memory reserve: released when the host has no memory left, and filled again later."""
+"""The daemon's memory reserve, which is released when the host has no memory left, and filled again later."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ except Built:
 
 
 class _Reached(Exception):
-    """Raised by any use of _Mount: an operation has reached the mount."""
+    """The exception that any use of _Mount raises, which shows that an operation has reached the mount."""
 
 
 class _Mount:
@@ -96,8 +96,9 @@ class _Mount:
 
 
 def is_answered(adapter: Any, name: str, **given: object) -> bool:
-    """Return False if the operation `name` fails with ENOMEM while the memory reserve is released, and True
-    if the operation is done.
+    """Return True if, while the memory reserve is released, the operation `name` is done.
+
+    Return False for ENOMEM.
     """
     operations = adapter._Operations(_Mount(), threading.Event())
     operations.ready, operations.blocking = lambda: None, lambda: nullcontext(1)
@@ -122,8 +123,8 @@ def is_answered(adapter: Any, name: str, **given: object) -> bool:
 
 
 def test_the_page_says_what_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/reference/reliability.md lists exactly the operations and the kinds of writes that are answered
-    without memory.
+    """docs/reference/reliability.md lists exactly the operations and writes that still work if the host has
+    no memory.
     """
     adapter = pytest.importorskip("kprobefs.fuse.operations")
     monkeypatch.setattr(adapter, "_client", lambda: Client(1, 0, 0))
@@ -170,8 +171,9 @@ def test_what_is_kept_is_there_when_nothing_else_is() -> None:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="the C library has one heap")
 @needs_fuse
 def test_threads_of_a_daemon_share_a_heap(when: str, heaps: int, directory: Path) -> None:
-    """Threads that the daemon starts share one heap of malloc(3). A second heap could hold the reserve, while
-    malloc(3) looks for memory in the first one.
+    """All threads of a daemon share one heap of malloc(3), if the heap was prepared before the first thread.
+
+    With a second heap, the released reserve could be in a heap where malloc(3) does not look.
     """
     done = subprocess.run(
         [sys.executable, "-c", _HEAPS, str(directory), when],
@@ -234,8 +236,8 @@ def in_threads(action: Callable[[], None]) -> list[BaseException]:
 
 
 def test_all_loops_share_one_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many threads check or release the reserve at once, the number of its pieces is the same as
-    after a call by one thread.
+    """If several threads fill or release the reserve at once, the number of its pieces is the same as with
+    one thread.
     """
     monkeypatch.setattr("kprobefs.fuse.memory_reserve.LOOK", 0)
     reserve = MemoryReserve()
@@ -253,8 +255,10 @@ def test_all_loops_share_one_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_reserve_that_is_not_whole_is_filled_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the reserve's memory cannot be allocated, `check` raises nothing and the reserve is scarce. A later
-    check fills the reserve.
+    """If no memory can be allocated for the reserve, check() raises nothing, and the reserve counts as
+    scarce.
+
+    A later check fills the reserve.
     """
     reserve, mapped = MemoryReserve(), reserve_module._map
 

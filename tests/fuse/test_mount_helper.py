@@ -1,4 +1,4 @@
-"""mount.fuse.kprobefs: options in mount(8)'s words, and a real mount(8) with and without a line in fstab."""
+"""mount.fuse.kprobefs: options that mount(8) passes, and a real mount(8) with and without an fstab line."""
 
 from __future__ import annotations
 
@@ -114,8 +114,9 @@ def test_an_option_is_told_in_the_words_of_mount(
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="no unshare")
 @pytest.mark.parametrize("way", ["command", "fstab"])
 def test_mount(way: str, directory: Path, tmp_path: Path) -> None:
-    """mount(8) finds the helper, with and without a line in fstab. The test's mount namespace has a /sbin
-    with only the helper.
+    """mount(8) finds the helper, with and without a line in fstab.
+
+    In the test's mount namespace, /sbin contains only the helper.
     """
     sbin, fstab = tmp_path / "sbin", tmp_path / "fstab"
     sbin.mkdir()

@@ -110,8 +110,9 @@ def test_errno_reaches_the_writer(mounted: Daemon) -> None:
 
 
 def test_split_writes_as_recorded(mounted: Daemon) -> None:
-    """Each write(2) to kprobe_events is parsed alone, as recorded on a real Linux: a command that is split in
-    two writes fails twice.
+    """Each write(2) to kprobe_events is parsed alone, so that a command split into two writes fails twice.
+
+    The errors are those that a real Linux has recorded.
     """
     descriptor = os.open(mounted.path("kprobe_events"), os.O_WRONLY | os.O_APPEND)
     with assert_errno(errno.ENOENT):
@@ -201,8 +202,9 @@ def test_files_of_a_removed_event(mounted: Daemon) -> None:
 
 
 def test_listings_tell_types_and_numbers(mounted: Daemon) -> None:
-    """Directory listings have the types and inode numbers of stat(2). Programs such as perf rely on the
-    types.
+    """Directory listings have the same types and inode numbers as stat(2).
+
+    Programs such as perf use the types of listings.
     """
     for directory in ("", "tracing", "tracing/events", "tracing/events/sched"):
         with os.scandir(mounted.path(directory)) as entries:
@@ -213,8 +215,9 @@ def test_listings_tell_types_and_numbers(mounted: Daemon) -> None:
 
 
 def test_no_file_is_taken_for_another(mounted: Daemon) -> None:
-    """No two files have the same inode number. find, grep and cp take files with the same number for one
-    file, and warn or skip a file.
+    """No two files have the same inode number.
+
+    find, grep and cp would take two such files for one file, and skip one of them or warn.
     """
     script = r"""
         find . -printf '%i\n' | sort | uniq -d
@@ -267,7 +270,7 @@ def test_big_directories_and_paths(mounted: Daemon) -> None:
 
 
 class TestPipe:
-    """trace_pipe: reads block, signals end blocked reads, and poll(2) reports records."""
+    """trace_pipe: reads wait for records, signals end waiting reads, and poll(2) reports records."""
 
     @pytest.fixture
     def pipe(self, mounted: Daemon) -> str:
@@ -340,8 +343,8 @@ class TestPipe:
         os.close(descriptor)
 
     def test_flags_set_later_count_at_the_end_too(self, mounted: Daemon, pipe: str, marker: str) -> None:
-        """After a record was read and tracing was turned off, a blocking read returns 0, and a read with
-        O_NONBLOCK fails with EAGAIN.
+        """After a record was read and tracing was turned off, a read fails with EAGAIN if O_NONBLOCK is set,
+        and else returns 0.
         """
         descriptor = os.open(pipe, os.O_RDONLY)
         write(marker, b"hello\n")
@@ -420,8 +423,9 @@ def _is_blocked(pid: int) -> bool:
 def test_a_killed_client_does_not_wait_for_the_end_of_its_write(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that SIGTERM kills during a write ends at once, and the write goes on. A client that handles
-    the signal continues to wait.
+    """If SIGTERM kills a client during a write, the client ends at once, while the write goes on.
+
+    A client that handles the signal waits for the end of the write.
     """
     holding = tmp_path / "holding"
     holding.touch()
@@ -451,8 +455,10 @@ def test_a_killed_client_does_not_wait_for_the_end_of_its_write(
 def test_a_write_stops_after_its_killed_client_has_ended(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the client is killed while the kernel enables the first of 300 events, the other events stay
-    disabled and the file is closed.
+    """If a client is killed while its write enables 300 events, events that are not enabled yet stay
+    disabled.
+
+    The file is closed.
     """
     holding = tmp_path / "holding"
     monkeypatch.setenv("KPROBEFS_TEST_HOLDING", str(holding))

@@ -1,4 +1,4 @@
-"""The hint at the end of `run` that a probe has no hit, or no record."""
+"""The hint of `run` that a probe has had no hit, or no hit that left a record."""
 
 from __future__ import annotations
 
@@ -103,8 +103,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("number", range(4))
 def test_what_the_history_tells(place: Path, number: int) -> None:
-    """The history of events and hits that a kernel keeps gives the hints of STATES. The test has four parts,
-    which can run in parallel.
+    """After the requests in each key of STATES, the kernel's history of events and hits leads to the expected
+    hint.
+
+    `number` selects one of four parts of STATES, which can run in parallel.
     """
     for lines, expected in [*STATES.items()][number::4]:
         with Kernel() as kernel:
@@ -187,7 +189,7 @@ def test_old_events_are_forgotten_but_for_their_hits(place: Path) -> None:
 
 
 def define(kernel: Kernel, lines: list[str]) -> None:
-    """Define events, and enable all kprobe events."""
+    """Define the events `lines`, and enable all kprobe events."""
     with kernel.lock:
         kernel.tracing.dynamic_events.write("".join(f"{line}\n" for line in lines).encode())
         for event in kernel.tracing.kprobe_events.events():
@@ -285,8 +287,9 @@ SHELL_COUNTS = (
 @pytest.mark.mounted
 @pytest.mark.parametrize("use", ["cat ../scratch/file", "echo gcd 12 18 > ../machine/call"])
 def test_a_histogram_has_only_hits_of_control_files(directory: Path, use: str) -> None:
-    """A histogram gets the hint if the mount's control files caused all hits. A request in scratch/ or a call
-    of kernel code prevents the hint.
+    """The hint is shown for a histogram if all its hits come from the mount's control files.
+
+    It is not shown after a request in scratch/ or a call of kernel code.
     """
     with daemon(directory, program=REAL_PROGRAM) as running:
         environment = {**os.environ, "KPROBEFS": running.path()}
@@ -307,7 +310,10 @@ def test_a_histogram_has_only_hits_of_control_files(directory: Path, use: str) -
 @pytest.mark.mounted
 @pytest.mark.parametrize("is_native", [False, True])
 def test_who_uses_scratch_is_not_told_of_other_files(tmp_path: Path, is_native: bool) -> None:
-    """A script is a file outside of the mount, but not the reason if its files are in scratch/."""
+    """If the command used files in scratch/, the hint does not give files outside of the mount as the reason.
+
+    The script that the command runs is such a file.
+    """
     script = tmp_path / "script"
     script.write_text(f'cd "$KPROBEFS/tracing"\n{SHELL_SENT}echo a > ../scratch/a\n')
     image = str(package("linux-image-cloud-amd64")) if is_native else ""

@@ -1,4 +1,4 @@
-"""FUSE operations and mount points: missing libraries, no memory, faults, mountinfo, and unmounting."""
+"""FUSE operations and mount points: missing libraries, no memory, faults, mountinfo and unmounting."""
 
 from __future__ import annotations
 
@@ -80,8 +80,9 @@ def test_no_memory_is_an_answer_and_no_fault(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_removed_instance_is_gone() -> None:
-    """rmdir(2) of a trace instance frees its trace array at once, although the files of an instance refer to
-    each other.
+    """rmdir(2) of a trace instance frees its trace array at once.
+
+    No collection of reference cycles is needed, although the instance's files refer to each other.
     """
     adapter = pytest.importorskip("kprobefs.fuse.operations")
     with Kernel() as kernel:
@@ -96,8 +97,9 @@ def test_a_removed_instance_is_gone() -> None:
 
 
 def test_more_than_was_asked_for_is_a_fault() -> None:
-    """An answer longer than the requested size becomes EIO and is counted as a fault, because libfuse's
-    buffer has only the requested size.
+    """If a read returns more bytes than requested, the client gets EIO, and a fault is counted.
+
+    libfuse's buffer has only the requested size.
     """
     adapter = pytest.importorskip("kprobefs.fuse.operations")
     mount = SimpleNamespace(lasting=(), clients_own=(), acting=(), read=lambda *_request: b"x" * 9)
@@ -136,8 +138,8 @@ def test_detaching_what_another_process_has_unmounted_is_done() -> None:
 
 
 def test_detaching_what_one_may_not_unmount_fails() -> None:
-    """In a new user namespace, a process is root without rights to the outer mounts. There, detaching /proc
-    fails with EPERM.
+    """In a new user namespace, where root has no rights to the outer mounts, detaching /proc fails with
+    EPERM.
     """
     if subprocess.run(["unshare", "-Ur", "true"], capture_output=True, check=False).returncode:
         pytest.skip("no user namespaces here")

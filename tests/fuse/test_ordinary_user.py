@@ -75,7 +75,10 @@ def test_others_get_in_where_they_are_let_in(user: OrdinaryUser) -> None:
 
 
 def test_containers_in_which_fusermount_has_no_rights(user: OrdinaryUser) -> None:
-    """Without setuid programs, and for a user without a name, the error names a way that works."""
+    """If fusermount may not mount, the error names a command that works.
+
+    The cases are no_new_privs, which ignores setuid, and a user without a name.
+    """
     program = ("-m", "kprobefs", "run", "--", "sh", "-c", "cat $KPROBEFS/kprobes/enabled")
     for words in (("--no-new-privs",), ("--reuid=54321", "--clear-groups")):
         user.as_root("chmod", "777", str(user.home))

@@ -1,6 +1,4 @@
-"""Attacks by other users on an owner's commands: open and locked files, paths taken in advance, and
-misleading names.
-"""
+"""Attacks by other users on an owner's commands: locked files, paths taken in advance, misleading names."""
 
 from __future__ import annotations
 
@@ -55,8 +53,9 @@ def as_nobody(action: Callable[[], object]) -> bytes:
 
 @contextmanager
 def attacker(path: Path) -> Iterator[str]:
-    """Start a process of the user nobody that opens and locks all accessible files below `path`. Yield the
-    number of opened files.
+    """Start a process of the user nobody that opens and locks all files below `path` that it can open.
+
+    Yield the number of opened files.
     """
     if os.geteuid() != 0:
         pytest.skip("becoming another user needs root")
@@ -102,8 +101,10 @@ def runtime_path() -> Iterator[Path]:
 @needs_fuse
 @pytest.mark.mounted
 def test_commands_beside_an_attacker(runtime_path: Path, directory: Path) -> None:
-    """The owner's commands succeed while another user has opened and locked all accessible files. Only the
-    runtime directory can be opened.
+    """The owner's commands succeed while another user has opened and locked all files that this user can
+    open.
+
+    The only such file is the runtime directory.
     """
     for commands in (_commands(directory), ()):
         with attacker(runtime_path):
@@ -221,7 +222,9 @@ def _only_line(ended: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_a_left_environment_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """If XDG_RUNTIME_DIR and HOME belong to another user, as after su, the runtime directory is in /tmp."""
+    """If XDG_RUNTIME_DIR and HOME belong to another user, as after su(1), the runtime directory is made in
+    /tmp.
+    """
     monkeypatch.delenv("KPROBEFS_RUNTIME_DIRECTORY")
     tmp_path.chmod(0o755)
     for name in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "HOME"):
@@ -233,8 +236,9 @@ def test_a_left_environment_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_records_of_a_user_who_is_root_in_a_namespace(
     monkeypatch: pytest.MonkeyPatch, runtime_path: Path
 ) -> None:
-    """A user who is root in a namespace, as under `run --as-system`, has a runtime directory that is named
-    after the outer user. There, /run belongs to another user.
+    """The runtime directory of a user who is root in a user namespace is named after the outer user.
+
+    `run --as-system` makes such a namespace. /run there belongs to another user.
     """
     monkeypatch.delenv("KPROBEFS_RUNTIME_DIRECTORY")
     for name in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "HOME"):

@@ -1,6 +1,4 @@
-"""OwnPaths, the paths of files that clients may rename or remove. An open of a node with a known path needs
-no libfuse.
-"""
+"""OwnPaths: paths of files that clients may rename or remove. With these paths, opens need no libfuse."""
 
 from __future__ import annotations
 
@@ -132,7 +130,9 @@ def test_a_change_waits_for_opens_that_have_begun(paths: OwnPaths) -> None:
 
 
 def test_opens_without_end_do_not_stop_a_change(paths: OwnPaths) -> None:
-    """A change of names waits only for the opens that began before the change."""
+    """A change of names waits only for opens that began earlier, so a stream of further opens cannot delay it
+    forever.
+    """
     is_over = threading.Event()
 
     def opens() -> None:

@@ -16,8 +16,9 @@ PATIENCE = 10.0
 
 
 class Clock(threading.Event):
-    """The event that ends the successor's sleep, with a simulated clock. Time passes only when the test calls
-    pass_time.
+    """The event that the successor waits for, with a simulated clock.
+
+    A wait with a time limit lasts until the test calls pass_time() or sets the event.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class Clock(threading.Event):
 
 
 def begin(turns: ReadTurns, reader: Reader) -> None:
-    """Record that the reader has read a request, as SessionLoop does."""
+    """Record that `reader` has read a request, and wake a parked successor, as SessionLoop does."""
     reader.requests += 1
     reader.is_busy = True
     if turns.is_parked:
@@ -123,8 +124,8 @@ def test_another_reads_while_one_is_busy(
 def test_the_first_request_after_a_pause_is_measured(
     turns: ReadTurns, reader: Reader, clock: Clock, has_turn: threading.Event
 ) -> None:
-    """During a pause without requests, the successor sleeps without a time limit. After the pause, a long
-    request still passes the turn to the successor.
+    """After a pause, during which the successor has slept without a time limit, a long request passes on the
+    turn.
     """
     clock.pass_time()
     while not turns.is_parked:

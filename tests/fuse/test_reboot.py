@@ -150,8 +150,10 @@ def test_filters_are_kept_or_were_none(living: RebootableKernel, written: str) -
 
 
 def test_a_string_with_a_newline_is_told_of(living: RebootableKernel) -> None:
-    """A filter whose string has a newline is left out of machine/definitions, because the text after the
-    newline would be read as a definition.
+    """A filter whose string has a newline is only a comment in machine/definitions.
+
+    Otherwise, the text after the newline would be read as a definition. After a reboot, machine/power lists
+    the filter as lost.
     """
     user = User(living.mount)
     user.write("/kprobe_events", "p:reads vfs_read\n")
@@ -448,8 +450,9 @@ HIDES = ("/tracing/events/enable", "/kprobes/enabled", "/kprobes/optimization")
 @pytest.mark.parametrize("profile", ["linux-6.1", "djprobe-2007"])
 @pytest.mark.parametrize("hidden_by", ["", *HIDES])
 def test_a_jump_that_was_asked_for_or_kept_out_still_is(profile: str, hidden_by: str) -> None:
-    """A user's request for a jump, or against a jump, survives a reboot. That also holds while a switch
-    disarms probes or forbids all jumps.
+    """If a user has requested or refused the jump of a probe, the request survives a reboot.
+
+    A switch that disarms probes or forbids all jumps may hide the request meanwhile.
     """
     config = MachineConfig(profile=profile)
     living = RebootableKernel(config, RootLayout.FULL, Owner(0, 0))

@@ -37,7 +37,7 @@ MISSING = "this kernel has no file tracing/nosuch, and no command can create it"
 def test_the_last_refused_definition(
     lines: tuple[str, ...], options: tuple[str, ...], hint: str | None
 ) -> None:
-    """The hint names the last refused definition, also of a kind of event for which Linux logs nothing."""
+    """The hint names the last refused definition, even if Linux logs no error for this kind of event."""
     script = "".join(f"echo '{line}' >> $KPROBEFS/tracing/dynamic_events\n" for line in lines)
     done = kprobefs("run", *options, "--", "sh", "-c", f"{script}exit 1", program=REAL_PROGRAM)
     hints = [found[1] for line in done.stderr.splitlines() if (found := HINT_LINE.fullmatch(line))]
@@ -55,7 +55,9 @@ def hints_of(script: str, *options: str) -> list[str]:
 @pytest.mark.mounted
 @pytest.mark.parametrize("kprobes", ["kprobefs", "kernel"])
 def test_a_distributions_kernel(kprobes: str) -> None:
-    """With the kernel's own kprobes, the hints are the same as with kprobefs's."""
+    """On a distribution's kernel, the hints are the same for kprobefs's kprobes and for the kernel's own
+    kprobes.
+    """
     options = ("--image", str(package("linux-image-cloud-amd64")), "--kprobes", kprobes)
     kind, word, missing = (f"kprobefs: {hint}" for hint in (UNLOGGED, LOGGED, MISSING))
     assert hints_of("echo 'f:reads vfs_read' >> dynamic_events", *options) == [kind]
@@ -69,8 +71,9 @@ def test_a_distributions_kernel(kprobes: str) -> None:
 @needs_fuse
 @pytest.mark.mounted
 def test_only_what_the_kernel_refused_is_named() -> None:
-    """After a refused request, the hint does not name probes without hits, nor files in scratch/. Those are
-    no refusals of the kernel.
+    """Only a request that the kernel has refused gets this hint.
+
+    A probe without hits and an error in scratch/ do not count as refusals.
     """
     enabled = "echo 'p:sent tcp_sendmsg' > kprobe_events; echo 1 > events/kprobes/sent/enable"
     assert hints_of(f"{enabled}; echo 'f:reads vfs_read' >> dynamic_events") == [f"kprobefs: {UNLOGGED}"]

@@ -56,7 +56,10 @@ def left() -> Path:
 
 
 def test_a_slow_removal_of_old_records_refuses_no_daemon(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that removes the record may wait for a CPU while it holds the record's lock."""
+    """A new daemon waits while another process, which removes the old record, holds the lock of this record.
+
+    The other process may have to wait for a CPU.
+    """
     pauses = []
     with left.open() as held:
         left.write_text("")
@@ -86,7 +89,10 @@ def test_a_lock_that_is_never_released_refuses_a_daemon(left: Path, monkeypatch:
 
 
 def test_two_removals_of_a_record_leave_the_next_one(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One removes it between the other's open and lock, and a daemon starts before the other's removal."""
+    """A process that removes an old record does not remove the record that a new daemon has made meanwhile.
+
+    In this test, another process removes the old record between the open and the lock of the first process.
+    """
     made: list[Registration] = []
     flock = fcntl.flock
 

@@ -1,6 +1,4 @@
-"""Screens of the program's commands in tmux: no information is cut off, and no line wraps unless the program
-breaks it.
-"""
+"""Screens of the program's commands in tmux: nothing is cut off, and the terminal wraps no line."""
 
 from __future__ import annotations
 
@@ -83,14 +81,16 @@ class Screen:
         return self._run("capture-pane", "-p", "-t", self._pane, *options).rstrip("\n").split("\n")
 
     def wraps(self, *options: str) -> bool:
-        """Return True if any line that the program wrote is wrapped on the screen."""
+        """Return True if the terminal has wrapped any line that the program wrote."""
         columns = int(self._run("display-message", "-p", "-t", self._pane, "#{pane_width}"))
         # Read the screen once: a program that redraws shows another picture at the next read.
         return any(len(line.rstrip()) > columns for line in self.lines(*options, "-J"))
 
     def fits(self, columns: int, rows: int, check: Callable[[list[str]], None]) -> None:
-        """Change the screen's size, and wait until the lines pass the check and no line is wrapped. `check`:
-        function that raises AssertionError for wrong lines.
+        """Change the screen's size. Wait until `check` accepts the lines, and the terminal wraps none of
+        them.
+
+        `check`: function that raises AssertionError for wrong lines.
         """
         self.resize(columns, rows)
         # Usually, the picture of the old size is gone by then.

@@ -1,5 +1,5 @@
-"""The requests that a FUSE session makes to its mount: one lookup for each name, except names that are known
-to last.
+"""The requests that reach the mount from a FUSE session: one lookup per name, and no further one for names
+that last.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ _COUNTS = (-600, -5000, (1 << 32) - 600, 1 << 63, 5)
 
 
 class _Recorded:
-    """A mount that writes each call of its methods to the descriptor `says`. Most names exist in each
-    directory: `file` as a file, and other names as directories.
+    """A mount that writes one line for each call of its methods to the descriptor `says`.
+
+    Most names exist in each directory: `file` as a file, and other names as directories.
     """
 
     def __init__(self, says: int, clients_own: Collection[str]) -> None:
@@ -192,7 +193,7 @@ class _Recorded:
     read_page = read
 
     def _starve(self, count: int) -> None:
-        """Make the allocation after the next `count` allocations fail, if this mount starves."""
+        """If this mount starves, let `count` allocations succeed and the next one fail."""
         if self._starves:
             _testcapi = __import__("_testcapi")
             _testcapi.remove_mem_hooks()
@@ -244,7 +245,10 @@ class _Recorded:
 def _served(
     place: Path, clients_own: Collection[str] = (), *, is_ordered: bool = False
 ) -> Iterator[Callable[[], list[str]]]:
-    """Serve a _Recorded mount on `place`. Yield a function that returns the calls since its last call."""
+    """Serve a _Recorded mount on `place`.
+
+    Yield a function that returns the mount's new lines since its last call.
+    """
     reads, says = os.pipe()
     daemon = os.fork()
     if not daemon:
@@ -330,8 +334,9 @@ def test_names_that_clients_alone_change_are_looked_up_once(place: Path) -> None
 
 
 def test_what_is_gone_all_the_same_is_looked_up_again(place: Path) -> None:
-    """If a remembered name no longer exists, open(2) looks the path up again, and fails or creates
-    the file.
+    """If an open(2) by a remembered name finds no file, the path is looked up again.
+
+    The open then fails with ENOENT, or creates the file.
     """
     with _served(place, ("scratch",)) as asked:
         path = place / "scratch/gone/file"
@@ -348,8 +353,9 @@ def test_what_is_gone_all_the_same_is_looked_up_again(place: Path) -> None:
 
 @pytest.mark.skipif(_RELEASE < (6, 2), reason="older kernels of the host can't look a kept name up again")
 def test_a_name_lasts_until_the_mount_ends_it(place: Path) -> None:
-    """The name of a control file is looked up once, until the mount ends its validity. Attributes are
-    requested each time.
+    """The host's kernel looks up a control file's name only once until the mount invalidates the name.
+
+    It still asks for the attributes each time.
     """
     known = place / "kprobes/known"
     file = known / "lasting/group/event/file"
@@ -422,8 +428,9 @@ def test_lookups_that_libfuse_has_not_answered_are_subtracted(tmp_path: Path) ->
 
 @pytest.mark.parametrize("top", ["scratch", "kprobes"])
 def test_who_asks_for_what_is_replaced_gets_the_new_file(place: Path, top: str) -> None:
-    """A request that arrives while rename(2) replaces its file gets the new file. Until then, the host's
-    kernel still asks for the old file.
+    """A request that arrives while rename(2) replaces its file gets the new file.
+
+    Until the end of rename(2), the host's kernel still sends the old file's node number.
     """
     calls: tuple[Callable[[Path], object], ...] = (
         lambda path: os.close(os.open(path, os.O_RDONLY)),
@@ -450,8 +457,9 @@ def test_where_order_counts_each_name_is_asked_for(place: Path) -> None:
 
 
 def test_reads_and_closes(place: Path) -> None:
-    """Reads and closes reach the mount with the client's identity. After an error or an exception of a read,
-    the mount still answers.
+    """Reads and closes reach the mount with the client's pid and uid.
+
+    The mount still answers after a read has failed or raised an exception.
     """
     with _served(place) as asked:
         fd = os.open(place / "scratch/file", os.O_RDONLY)
@@ -468,8 +476,9 @@ def test_reads_and_closes(place: Path) -> None:
 
 
 def test_a_request_after_a_close_sees_its_effect(place: Path) -> None:
-    """The effect of closing a file's last descriptor is visible to the next request, although no client waits
-    for a RELEASE.
+    """If the last descriptor of a file is closed, the next request sees the effect of the RELEASE.
+
+    The host's kernel lets no client wait for a RELEASE.
     """
     with _served(place):
         for count_ in range(1, 60):
@@ -486,7 +495,11 @@ def test_a_request_after_a_close_sees_its_effect(place: Path) -> None:
 
 
 def test_a_directory_is_removed_after_its_files_were_closed(place: Path) -> None:
-    """A trace instance with an open file can't be removed. Its release may wait for a CPU."""
+    """If a client closes a file and removes its directory at once, the RELEASE of the file is handled before
+    the rmdir(2).
+
+    Otherwise, the rmdir(2) of a trace instance could fail, because a file of the instance is open.
+    """
     with _served(place) as asked:
         os.close(os.open(place / "scratch/slow/file", os.O_RDONLY))
         (place / "scratch/slow").rmdir()
@@ -515,8 +528,9 @@ def _header(opcode: int, node: int, body: bytes) -> bytearray:
 def test_nothing_is_kept_of_directories_that_are_forgotten(
     request_: bytearray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A forgotten directory's node number may be used for another directory, so no reply channel is kept for
-    the number.
+    """After a FORGET of a directory, no reply channel is kept for its node number.
+
+    The number may be used for another directory.
     """
     fake = SimpleNamespace(
         fuse_session_next_chan=lambda *_: 1,
@@ -599,8 +613,9 @@ def _said(command: list[str], place: Path) -> str:
 
 @pytest.mark.parametrize("name", ["scratch/file", "scratch/at_once/file"])
 def test_whatever_a_file_answers_its_client_gets_an_answer(place: Path, name: str) -> None:
-    """FUSE refuses an errno above 511 and more data than requested. In these cases, too, clients of reads and
-    writes get an error.
+    """Clients get an error if the mount's answer to a read or write is one that FUSE refuses.
+
+    FUSE refuses an errno above 511 and more data than requested.
     """
     with _served(place):
         fd = os.open(place / name, os.O_RDWR)

@@ -1,4 +1,4 @@
-"""A start of a mount succeeds, or leaves nothing and prints one line that says why."""
+"""The start of a mount either succeeds, or leaves nothing behind and prints one line with the reason."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def refusal(*arguments: str) -> str:
 
 
 def logs() -> list[str]:
-    """Return the suffixes of the files that daemons have left in the runtime directory."""
+    """Return the suffixes of the files in the daemons' runtime directory."""
     directory = Path(os.environ["KPROBEFS_RUNTIME_DIRECTORY"], "daemons")
     return sorted(path.suffix for path in directory.iterdir()) if directory.exists() else []
 
@@ -134,8 +134,9 @@ def test_a_null_device_that_is_closed(directory: Path) -> None:
 
 
 def test_what_the_starter_was_given_is_not_kept(directory: Path) -> None:
-    """The daemon does not keep descriptors of the process that started it. Otherwise, a reader of such a pipe
-    would wait until the unmount.
+    """The daemon closes all descriptors that it has inherited from the process that started the mount.
+
+    Otherwise, the reader of an inherited pipe would wait for the pipe's end until the unmount.
     """
     reader, writer = os.pipe()
     command = [*PROGRAM, "mount", str(directory)]
@@ -221,8 +222,9 @@ def test_mkdir(directory: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_daemon_ends_with_its_starter(directory: Path, number: signal.Signals) -> None:
-    """If the starting process is killed while the daemon builds its kernel, the daemon ends. The kernel takes
-    a minute to build.
+    """If the process that starts a daemon is killed while the daemon builds its kernel, the daemon ends, too.
+
+    In this test, building the kernel takes a minute.
     """
     starter = subprocess.Popen([*PROGRAM, "mount", "--seed", "668", str(directory)], env=environment())
     records = Path(os.environ["KPROBEFS_RUNTIME_DIRECTORY"], "daemons")
@@ -244,8 +246,8 @@ def test_the_daemon_ends_with_its_starter(directory: Path, number: signal.Signal
 def test_an_interrupt_of_the_terminal_ends_a_start(
     command: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The terminal's SIGINT ends a start, because the daemon stays in the caller's process group until the
-    mount is there.
+    """SIGINT from the terminal ends a start: until the mount is there, the daemon is in the caller's process
+    group.
     """
     holding = tmp_path / "holding"
     holding.touch()
@@ -303,8 +305,9 @@ def test_killing_the_runner_ends_its_command_and_removes_its_directory() -> None
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_what_the_command_has_started_ends_with_it(number: signal.Signals) -> None:
-    """When `run` is killed, the processes of its command end. A process in another session or without
-    $KPROBEFS is not killed.
+    """When `run` is killed, the processes that its command has started are ended, too.
+
+    A process in another session or without $KPROBEFS in its environment is not killed.
     """
     started = "sleep 60 & c=$!; setsid sleep 61 & s=$!; env -u KPROBEFS sleep 62 & o=$!"
     # A job of an interactive shell has a process group of its own.
@@ -345,8 +348,10 @@ def test_what_the_command_has_started_ends_with_it(number: signal.Signals) -> No
     ],
 )
 def test_what_a_mount_needs(limit: str, needed: str, directory: Path) -> None:
-    """With less memory or fewer descriptors than a mount needs, `mount` fails with one line that names the
-    need. Otherwise, `mount` succeeds.
+    """If a resource limit is lower than a mount needs, `mount` fails with one line that names the needed
+    limit.
+
+    With exactly the needed limit, `mount` succeeds.
     """
     script = f'ulimit {limit}; exec "$@" mount "$D"'
     result = subprocess.run(
@@ -443,7 +448,7 @@ def test_a_runtime_directory_that_is_none(
 
 @pytest.mark.parametrize("command", ["debug-info -o", "matrix --arch i386 --junit"])
 def test_a_full_disk_for_a_file(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the output file on the full disk, and not standard output, which has room."""
+    """If the disk of an output file is full, the error names this file, and not standard output."""
     monkeypatch.chdir(tmp_path)
     words = [*command.split(), "/dev/full", *(["--", "true"] if "matrix" in command else [])]
     done = kprobefs(*words, program=REAL_PROGRAM)

@@ -56,7 +56,10 @@ def stopped(running: Daemon) -> Iterator[None]:
 
 
 def condition(directory: Path) -> str:
-    """Return the condition that `status --json` prints, and assert that the exit status agrees."""
+    """Return the condition of the mount `directory` that `status --json` prints.
+
+    Assert that the exit status agrees.
+    """
     result = kprobefs("status", "--json", str(directory))
     [state] = json.loads(result.stdout)
     found = MountState(state["condition"])
@@ -111,8 +114,8 @@ class Poll:
 
 
 def test_what_is_asked_in_time(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several mounts are asked at once, so that many hung mounts take no longer than a single hung mount:
-    less than two seconds.
+    """`status` queries all mounts at once, so that many hung mounts take no longer than one: less than two
+    seconds.
     """
     assert mountpoints.ANSWER_TIMEOUT + mountpoints.CONTROL_TIMEOUT < 2
     # The daemon that serves may have to wait for a CPU.
@@ -205,9 +208,7 @@ def test_a_stopped_daemon_that_nobody_knows(
 def test_a_kernel_that_is_at_something(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """During a write that holds the control lock, the mount is busy, and serving afterwards. A late answer on
-    a loaded host is waited for.
-    """
+    """While a write holds the control lock, the mount is busy. Afterwards, the mount is serving."""
     holding = tmp_path / "holding"
     holding.touch()
     monkeypatch.setenv("KPROBEFS_TEST_HOLDING", str(holding))
@@ -345,9 +346,7 @@ def test_links_and_missing_names_are_resolved_alike(mounted: Daemon, monkeypatch
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_daemons_whose_namespace_is_left_by_all_others_end(count: int, directory: Path) -> None:
-    """Daemons end when no other process is left in their mount namespace. Two daemons do not keep each other
-    alive.
-    """
+    """A daemon ends when its mount namespace has no other process except daemons."""
     if os.geteuid() != 0:
         pytest.skip("a mount namespace needs root")
     mounts = " && ".join(f'"$@" mount --mkdir "$D/{number}"' for number in range(count))

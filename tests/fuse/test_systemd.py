@@ -49,7 +49,11 @@ def program_path(directory: Path) -> Path:
 
 
 def install(unit: str, directory: Path, name: str | None = None, extra: str = "") -> Path:
-    """Write a unit to `directory` with the path of the program to test, and return the unit's path."""
+    """Write the unit `unit` to `directory` so that it starts the tested program, and return the written
+    file's path.
+
+    `name`: name of the file, by default that of the unit. `extra`: additional lines for the section [Unit].
+    """
     directory.mkdir(exist_ok=True)
     text = (UNITS / unit).read_text()
     text = re.sub(r"^(Exec\w+=)\S+", rf"\g<1>{program_path(directory)}", text, flags=re.M)
@@ -60,9 +64,10 @@ def install(unit: str, directory: Path, name: str | None = None, extra: str = ""
 
 @pytest.fixture
 def user_runtime(directory: Path) -> Path:
-    """Return a directory for $XDG_RUNTIME_DIR.
+    """Return the path of a directory for $XDG_RUNTIME_DIR.
 
-    Its path is short, because the host's units name sockets in it, and a socket's path has 108 bytes.
+    The path is short, because the host's units name sockets in this directory, and a socket's path has at
+    most 108 bytes.
     """
     return directory.parent
 
@@ -134,8 +139,8 @@ cat < tracing/trace
 
 
 def is_seen_as_it_is(trace: str) -> bool:
-    """Return True if `trace` shows the execve() of CLIENT's cat, and the file name that its failed open()
-    passed.
+    """Return True if `trace` shows the execve() of CLIENT's `cat`, and the file name in the failed open() of
+    `cat`.
     """
     lines = [line.split(": ", 1)[-1] for line in trace.splitlines() if line.lstrip().startswith("cat-")]
     program = any(line.startswith("sched_process_exec: filename=/") for line in lines)
@@ -270,7 +275,7 @@ def systemd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manager]:
 @pytest.mark.mounted
 @pytest.mark.slow
 class TestService:
-    """The system unit and its template, run by a real systemd."""
+    """The system unit and its template unit, run by a real systemd."""
 
     def test_start_and_stop(self, systemd: Manager) -> None:
         unit, directory = "kprobefs.service", "/run/kprobefs/mnt"
@@ -343,7 +348,7 @@ class TestService:
         assert reader.wait(PATIENCE) != 0
 
     def test_template(self, systemd: Manager) -> None:
-        """The template's unit makes the directory that it mounts on."""
+        """An instance of the template unit creates the directory that it mounts on."""
         unit, directory = "kprobefs@run-some-where.service", "/run/some/where"
         assert systemd.inside("systemctl", "start", unit).returncode == 0
         assert systemd.is_mounted(directory)

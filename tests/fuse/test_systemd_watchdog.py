@@ -1,5 +1,5 @@
-"""ServiceWatchdog, the process that asks a mount for its state, and the answers while the mount is serving,
-busy or hung.
+"""ServiceWatchdog, the process that queries a mount's state for systemd, with mounts that are serving, busy
+or hung.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def test_the_latest_of_several_answers(heartbeat: ServiceWatchdog, tmp_path: Pat
 
 
 class TestBusy:
-    """A mount that does not answer. The test's own process takes the place of the daemon."""
+    """ServiceWatchdog with a mount that does not answer.
+
+    The test's own process takes the place of the daemon.
+    """
 
     @pytest.fixture
     def gate(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -82,7 +85,9 @@ class TestBusy:
             eventually(lambda beat=beat: beat.answer() == "serving")
 
     def test_one_that_does_nothing(self, gate: Path, tmp_path: Path) -> None:
-        """If the daemon uses no CPU, the watchdog reports nothing until the mount answers again."""
+        """If the daemon neither answers nor uses the CPU, the watchdog reports nothing until the mount
+        answers again.
+        """
         for beat in self.beats(tmp_path):
             eventually(lambda beat=beat: not select([beat.descriptor], [], [], 0.5)[0] or not beat.answer())
             gate.unlink()
@@ -91,7 +96,10 @@ class TestBusy:
     def test_a_late_answer_is_reported_when_it_comes(
         self, gate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """On a busy host, an idle daemon may not answer in time. Without a report, it would be killed."""
+        """If an idle daemon answers late, the watchdog reports this answer as soon as it arrives.
+
+        On a busy host, systemd would otherwise kill the daemon.
+        """
         late, interval_is_over = tmp_path / "late", tmp_path / "over"
         ask = heartbeat_module._Condition.ask
 
@@ -137,8 +145,9 @@ class TestBusy:
         made.end()
 
     def works(self, beat: ServiceWatchdog, patience: float = 10) -> bool:
-        """Use the CPU until there is an answer or `patience` seconds have passed. Return True if there is an
-        answer.
+        """Use the CPU until the watchdog writes a report or `patience` seconds are over.
+
+        Return True if there is a report.
         """
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:

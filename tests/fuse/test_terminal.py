@@ -124,9 +124,7 @@ NAMED = ("-c", r"import ctypes; ctypes.CDLL(None).prctl(15, b'\x1b[2J'); open('f
 @needs_fuse
 @pytest.mark.mounted
 def test_a_name_that_terminals_obey(directory: Path) -> None:
-    """Control characters in a process's name are escaped by top and trace, but not in the files of
-    tracefs.
-    """
+    """`top` and `trace` escape control characters in the name of a process. Files of tracefs do not."""
     with daemon(directory, program=REAL_PROGRAM) as running:
         Path(running.path("kprobe_events")).write_text("p:mine vfs_read\n")
         Path(running.path("scratch/f")).write_text("hello\n")
@@ -195,8 +193,9 @@ def test_the_tour_of_the_optimizer_shows_each_stage() -> None:
 
 
 def _bytes_shown(place: Path) -> set[str]:
-    """Return the lines with which the tour shows a probe's bytes. Bytes that differ from the original are in
-    brackets.
+    """Return the lines of the tour with the bytes of a probed place.
+
+    Bytes that differ from the original are in brackets.
     """
     lines = [line[9:].split("  ", 1) for line in (place / "bytes").read_text().splitlines()]
     (original, was_text), (current, text) = [(code.split(), insns) for code, insns in lines]

@@ -1,4 +1,4 @@
-"""`kprobefs top`: rates, pictures that fit the screen, keys, opened probes, and text for pipes."""
+"""`kprobefs top`: rates, screens that fit the terminal, keys, details of a probe, and output to a pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kprobefs trace`: the probes on its command line, its records, and JSON for programs."""
+"""`kprobefs trace`: probes on the command line, records, and JSON output."""
 
 from __future__ import annotations
 
@@ -120,8 +120,10 @@ def test_records_as_objects() -> None:
     ],
 )  # fmt: skip
 def test_records_of_single_system_calls(shown: str, event: str, fields: dict[str, int]) -> None:
-    """A record of a single system call shows the call instead of the event's name. The event is found from
-    the text.
+    """From a record of a system call, such as `sys_read(fd: 3)`, record() finds the event sys_enter_read and
+    its fields.
+
+    The text shows the call in place of the event's name.
     """
     found = trace_records.record(f"    a b-77      [002] d..1.    12.000345: {shown}", {})
     assert found == {
@@ -261,8 +263,9 @@ class TestTrace:
         assert f"kprobefs: nothing was recorded: {why}" in result.stderr
 
     def test_hits_that_this_kernel_only_counts(self, tmp_path: Path) -> None:
-        """Linux 6.12 for RISC-V records no hit of its own kprobes. If the kernel has counted hits, `trace`
-        says so.
+        """If the kernel has counted hits but recorded none, `trace` says so.
+
+        Linux 6.12 for RISC-V records no hits of its own kprobes.
         """
         image = str(package("linux-image-riscv64", "trixie", "riscv64"))
         (tmp_path / "notes.txt").write_text("hello\n")
@@ -303,8 +306,8 @@ class TestTrace:
         assert "(sysctl/kernel/ftrace_enabled was 0 for a time)" in graph.stderr
 
     def test_what_is_copied(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A command given by a relative path, and directories among its arguments, are copied to scratch/, as
-        files are.
+        """`trace` copies a command with a relative path, and files and directories among its arguments, to
+        scratch/.
         """
         (tmp_path / "d/deep").mkdir(parents=True)
         (tmp_path / "d/deep/f").write_text("hello\n")
@@ -329,8 +332,9 @@ class TestTrace:
         assert not (tmp_path / "made").exists()
 
     def test_two_at_a_time(self, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Two `trace` commands on one mount have separate copies of a file. The first also records the
-        command of the second, but no other process of the second.
+        """If two `trace` commands use one mount, each has its own copy of a file.
+
+        The first `trace` also records the command of the second one, but no other process of the second one.
         """
         (tmp_path / "f").write_text("hello\n")
         started, ended = (tmp_path / name for name in ("started", "ended"))
@@ -481,7 +485,10 @@ class TestTrace:
             assert os.listdir(running.path("tracing/instances")) == []
 
     def test_a_filter_of_one_probe(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A probe's own filter takes the place of that for all probes, and the other probes have that one."""
+        """A probe's own filter replaces the filter of option -f for this probe.
+
+        The other probes use the filter of -f.
+        """
         (tmp_path / "f").write_text("hello\n")
         monkeypatch.chdir(tmp_path)
         probes = (
@@ -501,8 +508,9 @@ class TestTrace:
         assert re.findall(r"ret=(-?\d+)", result.stdout) == ["6"]
 
     def test_what_a_killed_one_has_left_goes(self, directory: Path) -> None:
-        """`trace` removes the events and instances of a killed `trace`. Those of a living process or of
-        another pid namespace stay.
+        """`trace` removes the events and instances that a killed `trace` has left.
+
+        Events and instances of a living process, or of a process in another pid namespace, stay.
         """
         command = ("trace", "p:vfs_read", "r:vfs_write", "-m", str(directory), "--")
         with daemon(directory, program=REAL_PROGRAM) as running:

@@ -1,4 +1,4 @@
-"""The files that `kprobefs trace -o` writes, read by the tools for these files."""
+"""Output files of `kprobefs trace -o`: tools for these files, such as Perfetto, can read the files."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ DATA = word(7, 4) + word(77) + word(24 | 4 << 16) + b"\xff\xff\x02\0" + b"a\0bcd
 
 
 def test_pages_are_decoded() -> None:
-    """Pages of the ring buffer are decoded, with time extensions, absolute times, padding and large
+    """Pages of the ring buffer are decoded if they have time extensions, absolute times, padding and large
     events.
     """
     extension = word(30 | 5 << 5) + word(1)
@@ -108,8 +108,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def traced(work: Path, name: str, *words: str) -> Path:
-    """Trace `cat f` into the file `name` and return its path. A hint about the virtual clock must appear
-    exactly if the file has durations.
+    """Trace `cat f` with the output file `name`, and return the path of this file.
+
+    Assert that the hint about the virtual clock is shown exactly if the file has durations.
     """
     done = subprocess.run(
         [*REAL_PROGRAM, "trace", "-o", name, *words, "--", "cat", "f"],
@@ -193,7 +194,7 @@ def test_a_filter_leaves_the_right_slices(work: Path) -> None:
 @needs_fuse
 @pytest.mark.mounted
 def test_durations_of_another_clock_have_no_hint(work: Path) -> None:
-    """If the clock of an existing mount was switched to `real`, `trace` prints no hint about durations."""
+    """If an existing mount uses the clock `real`, `trace` prints no hint about durations."""
     trace = f"{shlex.join(REAL_PROGRAM)} trace -m $KPROBEFS -o by.trace.json r:vfs_read -- cat f"
     script = f"{trace}; echo --; echo real > $KPROBEFS/machine/clock; {trace}"
     done = subprocess.run(
@@ -371,8 +372,9 @@ IN_USE = {
 @needs_fuse
 @pytest.mark.mounted
 def test_a_call_graph_on_a_mount(directory: Path) -> None:
-    """A call graph on an existing mount restores the tracer's files, and is refused while another user has
-    the tracer.
+    """After a call graph on an existing mount, the tracer's files are as before.
+
+    If the tracer is in use already, `trace --graph` is refused.
     """
     words = ("trace", "-m", str(directory), "--json", "--graph", "vfs_read", "--", "cat", "f")
     with daemon(directory, program=REAL_PROGRAM) as running:

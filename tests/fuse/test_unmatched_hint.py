@@ -1,4 +1,4 @@
-"""The hint at the end of `run` that says why the histogram of a synthetic event is empty."""
+"""The hint of `run` with the reason why the histogram of a synthetic event is empty."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_killing_the_whole_process_group_leaves_nothing(directory: Path) -> None
 
 
 class TestRunKilled:
-    """`run` and its daemon leave no process and no directory, whichever of the two is killed first."""
+    """If `run` and its daemon are killed, in any order, neither processes nor directories are left."""
 
     def test_both_at_once(self) -> None:
         with self._running() as (process, daemon_pid, directory):
@@ -196,7 +196,9 @@ def test_an_ordinary_users_daemon_leaves_nothing() -> None:
 
 
 class TestAutomount:
-    """An automounter lets only its own process group access the directory until the mount is there."""
+    """Mounts by an automounter, which lets only its own process group access the directory until the mount is
+    there.
+    """
 
     @pytest.mark.parametrize("options", [(), ("--mkdir",), ("--arch", "riscv64")], ids=str)
     def test_mount(self, options: tuple[str, ...], directory: Path) -> None:

@@ -1,4 +1,6 @@
-"""WorkerThreads, the threads with request loops: their number, and the replacement of a loop that blocks."""
+"""WorkerThreads, which run the loops that take requests: their number, and the replacement of a loop that
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,9 @@ def test_a_loop_that_blocks_is_replaced() -> None:
 
 
 def test_the_last_thread_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the host has no more threads, a request that would block the last loop fails with ENOMEM. Other
-    requests are answered.
+    """If the host can start no more threads, a request that would block the last loop fails with ENOMEM.
+
+    Other requests are answered.
     """
     threads = FREE_LOOPS
     start = threading.Thread.start
@@ -75,7 +78,7 @@ def test_the_last_thread_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_waits_long_for_the_kernels_lock_is_replaced() -> None:
-    """A loop that waits long for the control lock is replaced, so that a further request is still
+    """If a loop waits long for the control lock, a new loop is started, so that a further request is
     answered.
     """
     lock, begun, answered = ControlLock(), threading.Semaphore(0), threading.Event()
@@ -113,9 +116,7 @@ def test_the_lock_is_waited_for_without_threads_too(monkeypatch: pytest.MonkeyPa
 
 
 def test_only_loops_are_replaced_and_not_behind_their_end() -> None:
-    """Only a loop of a running session is replaced. After the session's end, no new thread may take requests
-    from it.
-    """
+    """A new loop is started only if the thread that blocks is a loop, and the session has not ended."""
     begun = []
     loops = WorkerThreads(lambda: begun.append(1))
     loops.run()
@@ -144,8 +145,10 @@ def test_only_so_many_that_wait_are_replaced(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_thread_without_a_buffer_takes_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new thread that gets no buffer ends. The last loop then refuses to block, and another thread is tried
-    only later.
+    """If a new thread gets no buffer, the thread ends, and a request that would block the last loop is
+    refused.
+
+    Another thread is started only after some time.
     """
     release, firsts = threading.Event(), [True]
 

@@ -39,7 +39,7 @@ class Client:
             os.close(descriptor)
 
     def probe(self) -> None:
-        """Define an event, use it and remove it."""
+        """Define an event, enable the event, check its files, and remove the event."""
         place = self.dice.choice(["vfs_read", "vfs_write+5", "do_sys_openat2", "kernel_clone", "strlen"])
         enable = f"{EVENTS}/{self.event}/enable"
         self.append("kprobe_events", f"p:{self.event} {place} di=%di comm=$comm\n")
@@ -70,12 +70,12 @@ class Client:
         assert (self.root / "machine/call").read_text().startswith("strlen = 0x")
 
     def look(self) -> None:
-        """Read files that others change at the same time."""
+        """Read and check files that other clients change at the same time."""
         for name in ("tracing/trace", "kprobes/list", "kprobe_profile", "machine/tasks", "tracing/README"):
             assert (self.root / name).read_text() or name in ("kprobes/list", "kprobe_profile")
 
     def fork(self) -> None:
-        """Fork a child that also makes requests."""
+        """Fork a child, which also makes requests, and wait for the child."""
         child = os.fork()
         if child == 0:
             os._exit((self.root / "machine/version").read_text().startswith("Linux") - 1)

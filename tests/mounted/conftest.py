@@ -25,7 +25,7 @@ def mounted(directory: Path) -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """Yield a daemon for all tests of a module; these tests only make writes that are refused."""
+    """Yield a daemon for all tests of a module. The tests may only make writes that are refused."""
     with pytest.MonkeyPatch.context() as patch, mount_point() as path:
         patch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path_factory.mktemp("runtime")))
         with daemon(path, program=REAL_PROGRAM, is_shared=True) as running:

@@ -1,6 +1,4 @@
-"""Access to files of a mount as by a process: an open(2) and a single read or write. Errors keep
-their errno.
-"""
+"""Access to files of a mount by single system calls, as a process accesses them. Errors keep their errno."""
 
 from __future__ import annotations
 
@@ -34,7 +32,10 @@ class Files:
         return self.read(name).splitlines()
 
     def write(self, name: str, data: str | bytes, flags: int = os.O_APPEND) -> int:
-        """Write with one write(2), and return the number of bytes taken. Raises: OSError."""
+        """Write `data` with one write(2), and return the number of bytes that the file took.
+
+        Raises: OSError.
+        """
         descriptor = os.open(self.path(name), os.O_WRONLY | flags)
         try:
             return os.write(descriptor, data.encode() if isinstance(data, str) else data)

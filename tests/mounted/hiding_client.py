@@ -30,14 +30,15 @@ libc.getauxval.restype = ctypes.c_ulong
 
 
 def hide(address: int, slow: int) -> None:
-    """Map the slow file over the page at `address`."""
+    """Map the file with the descriptor `slow` over the page at `address`."""
     found = libc.mmap(address, PAGE, mmap.PROT_READ, _PRIVATE | _FIXED, slow, 0)
     assert found == address, os.strerror(ctypes.get_errno())
 
 
 def open_hidden(path: str, slow: int) -> str:
-    """Open `path` in a thread, print "waiting", and hide the path's page once a line arrives. Return the
-    result of open(2).
+    """Open `path` in a thread, and print "waiting". When a line arrives, hide the page that has the path.
+
+    Return the result of open(2).
     """
     page = libc.mmap(None, PAGE, mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATE | _ANONYMOUS, -1, 0)
     ctypes.memmove(page, os.fsencode(path) + b"\0", len(path) + 1)

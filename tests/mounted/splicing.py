@@ -101,8 +101,9 @@ def until_empty(take: Callable[[], bytes]) -> bytes:
 
 
 def the_pages_of_read() -> None:
-    """Splices give the same records as reads, except the page that is still being written, which only a read
-    gives. Two trace arrays have recorded the same events.
+    """Splices return the same records as reads, except the records in the page that is still being written.
+
+    Two trace arrays record the same events. One array is read with read(2), and the other with splice(2).
     """
     (TRACING / "kprobe_events").write_text("p:opened vfs_open path=$arg1\n")
     arrays = [TRACING / "instances" / name for name in ("a", "b")]
@@ -147,9 +148,7 @@ def only_full_pages() -> None:
 
 
 def without_nonblock() -> None:
-    """Without O_NONBLOCK, too, a splice of an empty buffer fails with EAGAIN, although a read(2)
-    would wait.
-    """
+    """A splice of an empty buffer fails with EAGAIN even without O_NONBLOCK. A read(2) would wait."""
     with opened(RAW, 0) as source:
         assert refused(lambda: spliced(source, PAGE)) == errno.EAGAIN
 
@@ -187,8 +186,10 @@ def a_poller() -> None:
 
 
 def copies() -> None:
-    """Copying trace_pipe_raw to a file gets all records. Newer kernels of the host refuse sendfile(2) from
-    files without a position.
+    """If trace_pipe_raw is copied to a file, the copy has all records.
+
+    Newer kernels of the host refuse sendfile(2) from files without a position, so the rest is copied by
+    reads.
     """
     mark(0, 100)
     copy = Path("copy")
@@ -224,8 +225,9 @@ def pages_set_aside() -> None:
 
 
 def opened_again() -> None:
-    """A second open file gives only records that were made after the first file was closed. The second file
-    gives no pages that the host kept for the first one.
+    """If trace_pipe_raw is opened again, its pages have only records since the first file was closed.
+
+    Pages that the host's kernel cached for the first file are not used.
     """
     for first in (0, 100):
         mark(first, 100)
@@ -235,7 +237,9 @@ def opened_again() -> None:
 
 
 def files_of_scratch() -> None:
-    """Files in scratch/ have the right size: splice(2) and sendfile(2) give the same bytes as read(2)."""
+    """splice(2) and sendfile(2) give the same bytes of a file in scratch/ as read(2), because the file's size
+    is right.
+    """
     content = bytes(range(256)) * 256
     file = SCRATCH / "many"
     file.write_bytes(content)
@@ -247,7 +251,8 @@ def files_of_scratch() -> None:
 
 def texts() -> None:
     """sendfile(2) and copy_file_range(2) from text files of tracefs fail at once with EINVAL, as on Linux.
-    Copying programs then read the files.
+
+    Programs that copy files then fall back to read(2).
     """
     for name in ("trace", "kprobe_events", "README"):
         with open(TRACING / name, "rb") as source, open("copied", "wb") as target:
@@ -268,8 +273,9 @@ def failure(call: Callable[[], object]) -> int | None:
 
 
 def sizes() -> None:
-    """Only trace_pipe_raw and snapshot_raw have a size. trace_pipe_raw has blocks for its whole size, so
-    programs do not take the file for a sparse file.
+    """Only trace_pipe_raw and snapshot_raw have a size.
+
+    trace_pipe_raw also has blocks for its whole size. Otherwise, programs would treat the file as sparse.
     """
     sized = {path.name for path in TRACING.rglob("*") if path.is_file() and path.stat().st_size}
     assert sized == {"trace_pipe_raw", "snapshot_raw"}
@@ -294,17 +300,16 @@ def pages_by_tools() -> None:
 
 
 def readers_of_pages() -> None:
-    """Python's read() of trace_pipe_raw, which allocates memory by the size of the file, returns all
-    records.
-    """
+    """Python's read() of trace_pipe_raw returns all records. It allocates memory by the size of the file."""
     mark(0, 100)
     with opened(RAW) as descriptor, open(descriptor, "rb", 0, closefd=False) as source:
         assert numbers(source.read()) == [*range(100)]
 
 
 def texts_by_tools() -> None:
-    """Programs that read a text file get its whole content. A program that splices may get nothing, because
-    the host's kernel can end a splice by the size.
+    """Programs that read(2) a text file get its whole content.
+
+    A program that splices gets all or nothing, because the host's kernel may end a splice at the file's size.
     """
     mark(0, 100)
     (TRACING / "kprobe_events").write_text("p:made vfs_mkdir\n")

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 class _Answers(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
-        """Answer that a function returns an integer, and has no arguments."""
+        """Log the request, and reply that the requested function returns an int and has no arguments."""
         [asked] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with open(sys.argv[1], "a", encoding="utf-8") as log:
             print(self.path, asked["cmd"], asked["func"], file=log)
@@ -21,7 +21,7 @@ class _Answers(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
     def log_message(self, *_: object) -> None:
-        """Do nothing: the log has only the lines of do_POST."""
+        """Do nothing, because do_POST() writes all lines of the log."""
 
 
 if __name__ == "__main__":

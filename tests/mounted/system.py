@@ -1,5 +1,5 @@
-"""Helpers that run scripts in `kprobefs run`. The mount is in $KPROBEFS, or at the system's places of tracefs
-and debugfs.
+"""Run scripts in `kprobefs run`, with the mount in $KPROBEFS or at the system's places of tracefs and
+debugfs.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def beside(script: str, home: Path, *options: str) -> str:
 
 
 def while_sleeping(work: str, home: Path) -> str:
-    """Return shell code after which `sleep` does some work, and ends after it.
+    """Return shell code that replaces `sleep` by a program that does `work` and then ends.
 
-    perf-tools trace while they sleep. On a busy host, work at the same time may miss the end of the sleep.
+    perf-tools trace during their sleep. On a busy host, work of another process could come after the sleep.
     `work`: script for sh, which needs the absolute paths of files.
     """
     programs = home / "programs"
@@ -71,8 +71,10 @@ def built(name: str, to: Path, *options: str) -> Path:
 
 @cache
 def _compiled(name: str, options: tuple[str, ...]) -> bytes | str:
-    """Return the content of the compiled program, which several tests copy, or the reason to skip these
-    tests.
+    """Return the content of the program compiled from the C source `name`, or the reason why it cannot be
+    compiled.
+
+    Several tests copy the program. With a reason, they are skipped.
     """
     compiler = shutil.which("cc")
     if compiler is None:

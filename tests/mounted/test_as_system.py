@@ -1,5 +1,5 @@
-"""`run --as-system`: the host's tracefs is out of reach of the command, and the mount looks like a tracefs to
-all programs.
+"""`run --as-system`: the command cannot reach the host's tracefs, and the mount looks like a tracefs to all
+programs.
 """
 
 from __future__ import annotations
@@ -119,8 +119,9 @@ class TestHostOutOfReach:
 
     @as_root
     def test_the_ways_reach_it_outside(self, tmp_path: Path) -> None:
-        """Without `run --as-system`, the same ways do reach the host's tracefs. Otherwise
-        test_no_way_reaches_it would prove nothing.
+        """Without `run --as-system`, the ways of test_no_way_reaches_it do reach the host's tracefs.
+
+        Otherwise, test_no_way_reaches_it would prove nothing.
         """
         reach = built("reach", tmp_path, "-static")
         done = beside_host(f"{reach} {tmp_path} $PPID", tmp_path)
@@ -174,7 +175,11 @@ class TestHostOutOfReach:
 
     @as_root
     def test_one_that_is_covered_stays_covered(self, tmp_path: Path) -> None:
-        """A file system that covers the host's tracefs still covers it for the command."""
+        """If another file system is mounted over the host's tracefs, the command also sees the other file
+        system.
+
+        The tracefs below it does not become visible.
+        """
         script = f"mount -t tmpfs covering {tmp_path}/other; $RUN -- sh -c 'ls -A {tmp_path}/other | wc -l'"
         done = beside_host(script, tmp_path)
         assert (done.returncode, done.stdout.split()) == (0, ["0"]), done.stderr
@@ -243,8 +248,8 @@ class TestHostOutOfReach:
 
     @as_root
     def test_what_outlives_the_command_does_not_get_it(self, tmp_path: Path) -> None:
-        """When the command ends, the mount ends, too. A process that outlives the command then finds no
-        tracefs of the host in its place.
+        """A process that outlives the command does not find the host's tracefs when the mount ends with the
+        command.
         """
         told = tmp_path / "told"
         left = tmp_path / "left.sh"
@@ -264,8 +269,8 @@ class TestHostOutOfReach:
 
     @as_root
     def test_killed_while_entering(self) -> None:
-        """If a process is killed while it enters the namespace, the next process does not get the answer that
-        was meant for it.
+        """A process that enters the namespace gets its own answer, even if the process before it was killed
+        while entering.
         """
         namespace = CommandNamespace(None, own_user=True)
         try:
@@ -288,8 +293,8 @@ class TestHostOutOfReach:
 
     @as_root
     def test_without_standard_streams(self, tmp_path: Path) -> None:
-        """If the shell has closed standard streams, `run --as-system` does not open files of its own with
-        these descriptor numbers.
+        """If the caller has closed standard streams, `run --as-system` works, and opens no files under their
+        numbers.
         """
         done = beside_host(f"$RUN -- stat -f -c %t /sys/kernel/tracing <&- > {tmp_path}/out 2>&-", tmp_path)
         assert (done.returncode, (tmp_path / "out").read_text()) == (0, f"{TRACEFS}\n")
@@ -298,8 +303,9 @@ class TestHostOutOfReach:
 
     @as_root
     def test_real_root(self, tmp_path: Path) -> None:
-        """With --real-root, a line says that the host's tracefs is within reach. The table of mounts lists
-        the mount as tracefs, which keeps programs from mounting another tracefs.
+        """With --real-root, one line warns that the command can reach the host's tracefs.
+
+        The table of mounts lists the mount as tracefs, so that programs do not mount another tracefs.
         """
         made = tmp_path / "made"
         script = f"""$RUN --real-root -- sh -c '
@@ -341,8 +347,10 @@ class TestType:
         ("place", "magic"), [("/sys/kernel/tracing", TRACEFS), ("/sys/kernel/debug", DEBUGFS)]
     )
     def test_by_links_of_proc(self, place: str, magic: str, user: str, tmp_path: Path) -> None:
-        """statfs(2) through links of /proc, such as /proc/self/cwd, is answered for the calling process. A
-        buffer that may not be written gives EFAULT.
+        """statfs(2) of a link in /proc, such as /proc/self/cwd, is answered for the file that the calling
+        process means.
+
+        If the result's buffer may not be written, statfs(2) fails with EFAULT.
         """
         asks = built("asks", tmp_path, "-static")
         tmp_path.chmod(0o755)
@@ -411,16 +419,18 @@ class TestType:
 
     @as_root
     def test_modes_are_asked_of_the_kernel(self, tmp_path: Path) -> None:
-        """If a user may not search a directory, statfs(2) of a file below fails with EACCES. The process that
-        answers statfs(2) does not reveal the type.
+        """If a user may not search a directory, statfs(2) of a file in this directory fails with EACCES.
+
+        The process that answers statfs(2) has more rights than the user, but does not reveal the type.
         """
         script = "setpriv --reuid=1234 --clear-groups stat -f -c %t /sys/kernel/tracing/events 2>&1 || true"
         assert "Permission denied" in as_system(script, tmp_path)
 
     @as_root
     def test_within_another_one(self, tmp_path: Path) -> None:
-        """A process can have one seccomp listener. A nested `run --as-system` says so in one line, and uses
-        only the preloaded library.
+        """A nested `run --as-system` prints one line and uses only the preloaded library to answer statfs(2).
+
+        A process can have only one seccomp listener, and that is the outer one's.
         """
         run = shlex.join([sys.executable, "-m", "kprobefs", "run", "--as-system"])
         out = as_system(f"{run} -- sh -c 'grep -c . /sys/kernel/tracing/available_events' 2>&1", tmp_path)

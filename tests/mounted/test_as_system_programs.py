@@ -212,8 +212,10 @@ def test_surftrace_without_its_server(surftrace: Path, tmp_path: Path) -> None:
 
 
 def test_ftrace2bconf(tmp_path: Path) -> None:
-    """ftrace2bconf.sh prints the settings of tracefs as a boot configuration. The many events of system calls
-    are hidden, because the script reads files of each event.
+    """ftrace2bconf.sh prints the settings of tracefs as a boot configuration.
+
+    The test hides the events of system calls, because there are many, and the script reads files of each
+    event.
     """
     script = f"""
         cd /sys/kernel/tracing

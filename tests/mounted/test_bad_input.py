@@ -1,4 +1,4 @@
-"""Bad input: the write(2) itself fails with Linux's errno, error_log has Linux's caret, and nothing is
+"""Bad input: write(2) fails with Linux's errno, error_log has a caret at Linux's position, and nothing is
 changed.
 """
 
@@ -19,7 +19,7 @@ pytestmark = [needs_fuse, pytest.mark.mounted]
 
 @dataclass(frozen=True)
 class Bad:
-    """A definition that must be refused."""
+    """A definition that the kernel must refuse, with the expected error."""
 
     definition: str
     errno: int

@@ -1,6 +1,4 @@
-"""machine/call: calls of guest functions with numbers and strings, and what a probe on such a function
-records.
-"""
+"""machine/call: calls of guest functions with numbers and strings, errors, and records of probes."""
 
 from __future__ import annotations
 

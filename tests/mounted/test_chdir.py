@@ -1,6 +1,4 @@
-"""A mount that root makes for root alone: a change of a client's directory is also a system call of the
-guest.
-"""
+"""A mount that only root can use: a client's chdir(2) into the mount is also a system call of the guest."""
 
 from __future__ import annotations
 

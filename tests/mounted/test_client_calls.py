@@ -1,4 +1,4 @@
-"""System calls of processes on a real mount, as the guest's events show these calls."""
+"""System calls of processes on a real mount, as events of the guest record them."""
 
 from __future__ import annotations
 
@@ -102,8 +102,9 @@ def test_a_marker_is_written_by_the_function_that_its_record_names(files: Files)
 
 
 def test_a_list_of_functions_comes_through_a_pipe(files: Files) -> None:
-    """A list of functions that awk writes in blocks, which end within names, is complete when the next
-    command reads the file.
+    """A list of functions that awk writes in blocks, which may end inside of names, is taken completely.
+
+    All functions are there when the next command reads the file.
     """
     script = "awk '{print $1}' tracing/available_filter_functions > tracing/%s; wc -l < tracing/%s"
     expected = files.read("tracing/available_filter_functions").count("\n")
@@ -121,8 +122,9 @@ def test_a_list_of_functions_comes_through_a_pipe(files: Files) -> None:
 
 
 def test_a_word_goes_on_in_another_program(files: Files) -> None:
-    """Two programs can write parts of one word through the same open file. The end of the first program does
-    not end the word.
+    """A program can complete a word that another program has begun to write through the same open file.
+
+    The word does not end when the first program ends.
     """
     name = "tracing/set_ftrace_filter"
     script = f"{{ env printf vfs_re; env printf 'ad\\n'; }} > {name}; cat {name}"
@@ -220,8 +222,8 @@ def test_listing(traced: Files) -> None:
 
 
 def test_instances(traced: Files) -> None:
-    """An instance is made, refused and removed by calls of the guest task that stands for the client
-    process.
+    """mkdir(2) and rmdir(2) of an instance, also a refused mkdir(2), are calls of the client's task in the
+    guest.
     """
     for function in ("do_mkdirat", "vfs_mkdir", "do_rmdir"):
         traced.probe(f"p:{function} {function}")

@@ -1,6 +1,4 @@
-"""--isolate: the same requests give the same bytes through a mount, whatever other processes of the
-host do.
-"""
+"""--isolate: the same requests give the same bytes through a mount, whatever other processes do."""
 
 from __future__ import annotations
 
@@ -105,10 +103,10 @@ def test_clients_are_numbered_as_they_come(directory: Path) -> None:
     ],
 )
 def test_traces_have_the_same_records(tmp_path: Path, output: str, probes: tuple[str, ...]) -> None:
-    """Repeated runs of `trace --isolate` have the same records. The reader of the records is a client, too,
-    but is not recorded.
+    """Repeated runs of `trace --isolate` write the same records and durations.
 
-    Programs that look at all mounts of the host may shift the times, but no duration.
+    The process that reads the records is also a client, but is not recorded. Programs that look at all mounts
+    of the host may shift the times.
     """
     (tmp_path / "file").write_text("hello\n")
     shown = []

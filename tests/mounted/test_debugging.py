@@ -1,6 +1,4 @@
-"""machine/gdb and machine/vmcore of a mount, and the requests that are answered while a debugger holds the
-guest.
-"""
+"""machine/gdb and machine/vmcore of a mount, and requests that are answered while gdb holds the guest."""
 
 from __future__ import annotations
 

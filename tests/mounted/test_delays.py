@@ -1,4 +1,6 @@
-"""No other process delays the mount: neither unrelated processes nor clients whose memory does not answer."""
+"""Processes that could delay the mount but must not: unrelated processes, and clients whose memory does not
+answer.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def slow(tmp_path: Path) -> Iterator[Slow]:
 
 
 class Hiding:
-    """A running hiding_client.py, and its commands."""
+    """A running hiding_client.py, with methods that send its commands."""
 
     def __init__(self, slow: Slow, mounted: Daemon) -> None:
         self._mounted = mounted
@@ -74,7 +76,7 @@ class Hiding:
         return self.process.stdout.readline().strip()
 
     def begin_open(self, path: Path) -> None:
-        """Let the client open a file. The path is hidden before the daemon takes the request."""
+        """Let the client begin an open(2), and hide the path before the daemon can read the path."""
         self._mounted.process.send_signal(signal.SIGSTOP)
         try:
             self.say(f"open {path}")
@@ -86,7 +88,10 @@ class Hiding:
             self._mounted.process.send_signal(signal.SIGCONT)
 
     def _waits(self) -> bool:
-        """Return True if a second thread waits for the mount. It may also wait for Python's global lock."""
+        """Return True if a second thread of the client waits for the mount.
+
+        The first thread may wait for Python's lock.
+        """
         threads = set(os.listdir(f"/proc/{self.process.pid}/task")) - {str(self.process.pid)}
         return any(waits_for_mount(int(thread)) for thread in threads)
 
@@ -160,8 +165,9 @@ def has_more_faults(files: Files, before: int) -> bool:
 
 
 def test_others_are_served_meanwhile(files: Files, slow: Slow, hiding: Callable[[], Hiding]) -> None:
-    """Other clients are served while the memory of ten clients does not answer. For each client, one reading
-    thread is given up; after eight, none is tried.
+    """While the memory of ten clients does not answer, requests of other clients are answered promptly.
+
+    For each client, one reading thread is given up. After eight such threads, no further one is started.
     """
     files.write("scratch/hidden", "text", os.O_CREAT)
     files.probe("p:opened do_sys_openat2 path=+0($arg2):ustring")
@@ -192,8 +198,9 @@ def test_the_path_of_a_program_in_memory_that_does_not_answer(
 
 
 def test_a_path_in_memory_of_the_mount_itself(files: Files) -> None:
-    """If a client's path is in a page of the mount, the daemon may need an answer of its own to read the
-    path. No call hangs.
+    """If a client's path is in a mapped page of the mount, no call hangs.
+
+    To read the path, the daemon may need an answer of its own.
     """
     path = files.path("scratch/path")
     path.write_bytes(os.fsencode(files.path("kprobes/list")).ljust(4096, b"\0"))
@@ -227,8 +234,9 @@ thread.join()
 
 
 def test_overlayfs_over_scratch(files: Files, tmp_path: Path) -> None:
-    """A file in scratch/ can be the lower file of overlayfs, which opens the file for reading when a client
-    opens it for appending.
+    """overlayfs can use a file in scratch/ as a lower file.
+
+    When a client opens the file for appending, overlayfs opens the lower file for reading.
     """
     if os.geteuid():
         pytest.skip("mounting needs root")

@@ -17,7 +17,7 @@ pytestmark = [needs_fuse, pytest.mark.mounted]
 
 
 def assert_all_works(files: Files) -> None:
-    """Assert that every part of the mount that needs the guest works."""
+    """Assert that each part of the mount that uses the guest works: calls, files in scratch/, and probes."""
     files.path("scratch/check").write_text("content")
     assert files.path("scratch/check").read_text() == "content"
     files.write("machine/call", 'strlen "seven b"')
@@ -67,6 +67,7 @@ def test_a_loop_is_ended(files: Files) -> None:
 )
 def test_a_wild_call_ends_alone(call: str, log: str, files: Files) -> None:
     """A call that jumps nowhere or to data, walks over all memory, or ends its own task fails with EFAULT.
+
     Everything else works afterwards.
     """
     with assert_errno(errno.EFAULT):
@@ -154,8 +155,9 @@ def test_a_panic_leaves_control_files(files: Files) -> None:
 
 
 def test_a_loop_full_of_probes_is_ended_too(mounted: Daemon, files: Files) -> None:
-    """A loop with a probe on each instruction is ended, too. If the budget ends in the middle of a step, the
-    next try comes soon.
+    """A loop with a probe on each instruction is ended, too, and soon.
+
+    If the budget of the run ends in the middle of a single step, the run is stopped a little later.
     """
     for offset in range(64):
         with suppress(OSError):

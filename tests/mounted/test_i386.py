@@ -1,4 +1,4 @@
-"""The whole mount with a 32-bit kernel: probes, fetch arguments, files and tasks."""
+"""A mount of a 32-bit kernel, end to end: probes, fetch arguments, files and tasks."""
 
 from __future__ import annotations
 

@@ -52,8 +52,9 @@ def test_an_open_file_keeps_it(instance: Path) -> None:
 
 
 def test_a_reader_that_sleeps_keeps_it_and_nobody_waiting(instance: Path) -> None:
-    """While a reader sleeps in trace_pipe, rmdir(2) of the instance fails at once with EBUSY, and other
-    requests are answered.
+    """While a reader sleeps in an instance's trace_pipe, rmdir(2) of the instance fails at once with EBUSY.
+
+    Other requests are answered.
     """
     with subprocess.Popen(["cat", instance / "trace_pipe"], stdout=subprocess.DEVNULL) as reader:
         try:
@@ -77,8 +78,9 @@ def _reads(pid: int, name: str) -> bool:
 
 
 def test_closing_and_removing_in_one_breath(instance: Path) -> None:
-    """An instance can be removed right after its file was closed, although the front end may get the close
-    later than the next request.
+    """An instance can be removed right after one of its files was closed.
+
+    The FUSE front end may get the RELEASE of the file later than the next request.
     """
     instance.rmdir()
     for _ in range(200):
@@ -133,8 +135,10 @@ def test_snapshots_and_pages(files: Files) -> None:
 
 
 def test_an_entry_that_a_trigger_saw_stays_where_it_was_begun(files: Files, instance: Path) -> None:
-    """If a filter needs the record, the record is begun in the buffer that is current before the trigger
-    acts. The trigger does not move this record.
+    """If a trigger has a filter, the record is begun before the trigger acts, in the buffer that is current
+    then.
+
+    A trigger that changes the buffer, such as snapshot, does not move this record.
     """
     trigger = f"{INSTANCE}/events/kprobes/made/trigger"
     files.write(f"{INSTANCE}/events/kprobes/made/enable", "1")

@@ -1,4 +1,4 @@
-"""machine/: load, clock, cpus and meminfo of a mount, which answers requests while loads run."""
+"""machine/load, clock, cpus and meminfo of a mount, which answers requests while loads run."""
 
 from __future__ import annotations
 

@@ -102,8 +102,9 @@ def test_ordinary_users_see_no_address(directory: Path) -> None:
 
 
 def test_what_a_selftest_does(files: Files) -> None:
-    """Events on a function of a module stay while the module is unloaded, and can be enabled meanwhile. The
-    events record when the module is loaded again.
+    """Events on a function of a module stay when the module is unloaded, and can then be enabled.
+
+    They record again when the module is loaded again.
     """
     place = "trace_printk:trace_printk_irq_work"
     files.write(MODULES, "load trace-printk")
@@ -139,9 +140,7 @@ def test_a_function_of_init_is_hit_while_the_module_loads(files: Files) -> None:
 
 
 def test_loading_while_files_are_watched(files: Files) -> None:
-    """While probes are armed, a write to machine/modules is a system call of the guest, which loads or
-    unloads the module within this call.
-    """
+    """While probes are armed, writes to machine/modules call init_module and delete_module in the guest."""
     files.probe("p:load __x64_sys_init_module")
     files.probe("p:unload __x64_sys_delete_module")
     files.probe("p:text ktgt:ktgt_add")

@@ -1,6 +1,4 @@
-"""Names of events and instances on a real mount, which the host's kernel keeps until the mount removes the
-event or the instance.
-"""
+"""Names of events and instances on a real mount: the host's kernel caches a name until the mount ends it."""
 
 from __future__ import annotations
 
@@ -22,8 +20,9 @@ BELOW = {PER_EVENT[0]: ("enable", "filter"), PER_EVENT[1]: ("hits", "mode")}
 
 
 def use(files: Files) -> list[Path]:
-    """Look up the names of an event until the host's kernel keeps the names. Return the names, the deepest
-    first.
+    """Look up the names of an event's files until the host's kernel caches them.
+
+    Return the paths, the deepest first.
     """
     names = [files.path(f"{top}/{name}") for top, below in BELOW.items() for name in below]
     names += [files.path(name) for name in (*PER_EVENT, *GROUPS)]
@@ -36,8 +35,9 @@ def use(files: Files) -> list[Path]:
 
 
 def assert_gone(names: list[Path]) -> None:
-    """Assert that the host's kernel does not keep the names. With a kept name, a removal of the wrong kind
-    would not fail with ENOENT.
+    """Assert that the host's kernel does not cache the names `names`.
+
+    If a name were cached, its removal by the wrong call, rmdir(2) or unlink(2), would not fail with ENOENT.
     """
     for name in names:
         is_file = any(name.name in below for below in BELOW.values())
@@ -80,8 +80,9 @@ def test_names_that_a_dynamic_events_file_removes_are_gone_at_once(shared: Files
 
 
 def test_a_new_event_has_its_own_files(shared: Files) -> None:
-    """A new event with the name of a removed event has its own files. A probe's stats lack a file that a
-    return probe's stats have.
+    """If a removed return probe's name is used for a new probe, the probe has its own files.
+
+    The file `active` is missing, which only return probes have.
     """
     shared.write("kprobe_events", "r:reads vfs_read\n")
     active = shared.path("kprobes/stats/kprobes/reads/active")
@@ -98,7 +99,9 @@ def test_a_new_event_has_its_own_files(shared: Files) -> None:
 
 
 def test_attributes_are_never_those_of_before(shared: Files) -> None:
-    """The host's kernel keeps a name, but not the mode, the owner and the number of subdirectories."""
+    """The host's kernel caches names, but always gets the current mode, owner and number of links from the
+    mount.
+    """
     shared.write("kprobe_events", "p:reads vfs_read\n")
     group = shared.path(EVENTS)
     enable = group / "reads/enable"
@@ -170,8 +173,9 @@ def test_names_of_events_that_a_rebooted_kernel_removes(files: Files) -> None:
 
 
 def test_the_guest_sees_calls_that_end_with_a_name_that_was_kept(files: Files) -> None:
-    """rmdir(2) of a file is also a call in the guest, although the host's kernel needs only the file's name
-    to fail this call.
+    """rmdir(2) of a file is also a call of the guest while a probe is on do_rmdir.
+
+    The host's kernel could fail the call by the cached name alone.
     """
     if not Path("/proc/self/syscall").exists():
         pytest.skip("/proc doesn't say in which system call a process waits")
@@ -192,9 +196,7 @@ def test_the_guest_sees_calls_that_end_with_a_name_that_was_kept(files: Files) -
 
 
 def test_clients_that_look_up_while_names_end(shared: Files) -> None:
-    """Removed names are gone at once, also while other clients list the directories and make entries
-    there.
-    """
+    """Removed names are gone at once, even if other clients list the directories and make entries."""
     script = "while :; do ls -lR tracing/events/kprobes kprobes/stats; mkdir tracing/events/kprobes/x; done"
     others = [
         subprocess.Popen(

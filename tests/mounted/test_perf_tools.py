@@ -67,9 +67,9 @@ live() {
 
 
 def _beside(tmp_path: Path, *commands: str, names: str, options: tuple[str, ...] = ()) -> list[str]:
-    """Return the output of each command. While a command sleeps, each worker has a turn.
+    """Return the output of each command. Whenever a command sleeps, each worker does its work once.
 
-    `names`: names of the workers, separated by blanks. $P is the pid of the first one.
+    `names`: names of the workers, separated by blanks. $P is the pid of the first worker.
     """
     (tmp_path / "worker.py").write_text(WORKER)
     start = f"{shlex.quote(sys.executable)} {tmp_path / 'worker.py'}"
@@ -92,8 +92,9 @@ def _tool(tmp_path: Path, *commands: str) -> list[str]:
 
 
 def _beside_two(tmp_path: Path, *commands: str, options: tuple[str, ...] = ()) -> list[str]:
-    """Return the output of each command. Two processes work meanwhile; $P is the pid of the process named
-    `mine`.
+    """Return the output of each command.
+
+    Two processes work meanwhile. $P is the pid of the one named `mine`.
     """
     return _beside(tmp_path, *commands, names="mine other", options=options)
 

@@ -71,7 +71,7 @@ def test_a_hit_wakes_the_reader(probed: Files, reader: subprocess.Popen[str]) ->
 
 
 def test_readers_of_one_open_file(pipe: int) -> None:
-    """With O_NONBLOCK, all readers of one open file get EAGAIN, and none of them sleeps."""
+    """With O_NONBLOCK, each of several threads that read one open file gets EAGAIN, and no thread sleeps."""
     errors: list[int | None] = []
 
     def read() -> None:

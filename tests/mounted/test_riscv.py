@@ -1,4 +1,4 @@
-"""The whole mount with a riscv64 kernel, with and without compressed instructions."""
+"""A mount of a riscv64 kernel, with and without compressed instructions: the main features, end to end."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def test_returns_and_forks(files: Files) -> None:
 
 
 def test_each_hit_counts_whatever_way_it_goes(files: Files) -> None:
-    """Each hit is counted for probes on copied instructions, on simulated instructions and at a function's
-    entry, and for a return probe.
+    """All hits are counted for probes on copied and on simulated instructions, at a function's entry, and at
+    a return.
     """
     text = output(
         files,

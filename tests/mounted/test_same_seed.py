@@ -23,7 +23,7 @@ OTHER_SEED = 3
 
 
 def session(files: Files) -> str:
-    """Make the same requests in each call, as the same client process, and return the trace."""
+    """Make a fixed series of requests as the calling process, and return the trace."""
     for line in (
         "p:opens do_sys_openat2 name=+0(%si):ustring flags=+0(%dx):x64",
         "r:writes vfs_write $retval",

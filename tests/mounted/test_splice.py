@@ -1,4 +1,4 @@
-"""splice(2) and sendfile(2) from raw pages, and copies of files, on any mount."""
+"""splice(2) and sendfile(2) of raw pages, and copies of files: each test runs one case of splicing.py."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class TestPlaces:
 
 @needs("kprobe-perf")
 def test_kprobe_perf(tmp_path: Path) -> None:
-    """`kprobe` of perf-tools prints hits of a function that a client's open(2) runs."""
+    """`kprobe` of perf-tools prints the hits of vfs_open that a client's open(2) causes."""
     work = while_sleeping("echo a > /sys/kernel/debug/scratch/a", tmp_path)
     out = as_system(f"{work} kprobe-perf -F -d 1 'p:vfs_open'", tmp_path)
     assert "Tracing kprobe vfs_open for 1 seconds (buffered)..." in out
@@ -148,7 +148,9 @@ class TestTraceCmd:
         assert lines[4:] == ["1", ""]
 
     def test_record_and_report(self, tmp_path: Path) -> None:
-        """trace-cmd records and reports a fork. trace-cmd asks the host for the number of CPUs, and needs a
+        """trace-cmd records and reports a fork.
+
+        The mount has as many CPUs as the host, because trace-cmd reads the host's number of CPUs and needs a
         buffer for each CPU.
         """
         script = """
@@ -210,8 +212,8 @@ END
     def test_profile_ends(self, tmp_path: Path) -> None:
         """`trace-cmd profile` ends, and reports system calls.
 
-        The readers of trace-cmd wake when half of a buffer is full. Records that they hand over after the end
-        of the command are lost: by then, trace-cmd reads their pipes without waiting.
+        trace-cmd's readers wake when half of a buffer is full. Records that the readers pass on after the end
+        of the command are lost, because trace-cmd then reads the pipes without waiting.
         """
         script = f"""{self.PROBE}
             cat >command <<'END'

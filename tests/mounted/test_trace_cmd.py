@@ -21,8 +21,9 @@ pytestmark = [
 
 
 def _recorded(tmp_path: Path, options: str) -> tuple[list[str], list[str]]:
-    """Return the lines of `trace`, and the lines of trace-cmd's report about the same records from
-    trace_pipe_raw.
+    """Return the lines of `trace`, and the lines of trace-cmd's report.
+
+    Both show the same records. trace-cmd has read them from trace_pipe_raw.
     """
     # If trace-cmd stops a recorder before the recorder has begun, the records of its CPU are missing.
     begun = "readlink /proc/[0-9]*/fd/* 2> /dev/null | grep -c trace_pipe_raw"

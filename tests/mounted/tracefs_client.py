@@ -114,19 +114,22 @@ lib = Library()
 
 
 def case(function: Callable[[], None]) -> Callable[[], None]:
-    """Add a function to CASES."""
+    """Add `function` to the list CASES, and return it."""
     CASES.append(function)
     return function
 
 
 def pointer(value: int | None) -> c_void_p:
-    """Return a pointer to an object of the library, after checking that it is not NULL."""
+    """Return a pointer with the value `value`, an address that the library has returned.
+
+    Assert that the address is not NULL.
+    """
     assert value
     return c_void_p(value)
 
 
 def strings(value: int | None) -> list[str]:
-    """Return the strings of a list of the library, which ends with NULL."""
+    """Return the strings of the library's list at the address `value`. The list ends with NULL."""
     listed = ctypes.cast(pointer(value), POINTER(c_char_p))
     found = []
     while (text := listed[len(found)]) is not None:
@@ -140,7 +143,7 @@ def shown(path: str) -> str:
 
 @contextmanager
 def instance(name: str = "one") -> Iterator[c_void_p]:
-    """Yield an instance of this name, and remove it after the block."""
+    """Yield an instance called `name`, and remove the instance after the block."""
     made = pointer(lib.tracefs_instance_create(name.encode()))
     try:
         yield made
@@ -155,7 +158,10 @@ def events() -> c_void_p:
 
 
 def recorded(of: c_void_p | None, cpus: list[int] | None = None) -> list[tuple[str, int, int, bytes]]:
-    """Return name, time, CPU and data of each event that the library reads from raw pages."""
+    """Return (name, time, CPU, data) for each event that the library reads from raw pages.
+
+    `of`: the instance, or None for the top trace array. `cpus`: the CPUs to read, by default all.
+    """
     found = []
 
     @ON_RECORD
@@ -341,8 +347,8 @@ def records_of_each_cpu() -> None:
 
 @case
 def pages_of_a_cpu() -> None:
-    """Full pages of a CPU are read by splice(2), as by trace-cmd, and the last page, which is not full, by a
-    flush.
+    """libtracefs reads all records of a CPU: full pages by splice(2), as trace-cmd does, and the last page by
+    a flush.
     """
     with instance() as made:
         pages = b""

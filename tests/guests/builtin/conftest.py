@@ -21,8 +21,9 @@ OWN_PID = FIRST_PID - 1
 
 @pytest.fixture
 def own_descriptors() -> Iterator[None]:
-    """Disable garbage collection, which could close descriptors that other tests have left in this
-    process.
+    """Disable garbage collection during a test.
+
+    Otherwise, it could close descriptors that earlier tests have left open.
     """
     gc.disable()
     yield
@@ -31,7 +32,7 @@ def own_descriptors() -> Iterator[None]:
 
 @dataclass
 class ScriptedWatch(ProcessWatch):
-    """A ProcessWatch that reports the data which a test has stored."""
+    """A ProcessWatch that reports the forks, exits, names and calls of processes that a test has stored."""
 
     pending_forks: list[Fork] = field(default_factory=list)
     pending_exits: list[int] = field(default_factory=list)

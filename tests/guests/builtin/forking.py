@@ -1,6 +1,7 @@
-"""Fork and wait on command: `python forking.py COMMANDS ANSWERS` with the descriptors of two pipes.
+"""Fork and wait on command: `python forking.py COMMANDS ANSWERS`.
 
-Each byte of COMMANDS is a command. The answer to a command is the pid of a child.
+COMMANDS and ANSWERS are the descriptors of two pipes. Each byte of COMMANDS is a command. The answer to a
+command is the pid of a child.
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ READ_BY_OTHERS, ENTER_BY_OTHERS = 0o004, 0o005
 
 @pytest.fixture(scope="module", params=["x86_64", "i386"])
 def mount(request: pytest.FixtureRequest) -> Iterator[Mount]:
-    """Yield a mount of a kernel with a module, probes and an Oops, whose files can show addresses."""
+    """Yield a mount of a kernel with a module, probes and an Oops, so that many files contain kernel
+    addresses.
+    """
     with Kernel(MachineConfig(arch=request.param)) as kernel:
         mount = kernel.mount(owner=Owner(OWNER.uid, OWNER.gid))
         write(mount, "/machine/modules", "load ktgt")
@@ -55,7 +57,7 @@ def read(mount: Mount, client: Client, path: str) -> str:
 
 
 def readable(mount: Mount, directory: str = "") -> Iterator[str]:
-    """Yield the files below `directory` that other users may read. Skip /dev."""
+    """Yield the files below `directory` that other users may read, except files below /dev."""
     for name, *_ in mount.readdir(directory or "/")[2:]:
         path = f"{directory}/{name}"
         if path == "/dev":

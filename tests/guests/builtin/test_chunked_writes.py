@@ -42,10 +42,10 @@ def kernel() -> Iterator[Kernel]:
 
 @pytest.fixture
 def between(monkeypatch: pytest.MonkeyPatch) -> Between:
-    """Return a function that has `action` called wherever the writer yields the control lock.
+    """Return a function that makes each yield of the control lock by a writer call `action`.
 
-    The function returns a list with one item per call of `action`. A yield of the lock inside `action` does
-    nothing.
+    The function returns a list, which gets one item per call of `action`. A yield of the lock inside `action`
+    does nothing.
     """
 
     def install(action: Callable[[], object]) -> list[int]:
@@ -126,8 +126,8 @@ def test_a_bad_line_ends_it(kernel: Kernel, between: Between, probed: bool) -> N
 def test_what_others_do_stays(kernel: Kernel, between: Between) -> None:
     """Changes that other clients make between the pieces of a long write stay.
 
-    The changes are a switched and a removed event of the write, other events, instances, and calls of
-    functions.
+    The other clients enable and disable one event of this write, and remove another event of the write. They
+    also define further events, make and remove instances, and call a function.
     """
     mount = kernel.mount()
     turn = iter(range(NUMBER))
@@ -255,7 +255,7 @@ def test_who_was_served_and_waits_again_is_not_waited_for(monkeypatch: pytest.Mo
 
 
 def test_its_data_stay_while_others_write(kernel: Kernel, between: Between) -> None:
-    """The guest's buffer keeps the data of a long write while other clients write, because a probe may read
+    """While other clients write, the guest's buffer keeps the data of a long write, because a probe may read
     the data later.
     """
     mount, buffers = kernel.mount(), kernel.guest.buffers
@@ -309,7 +309,7 @@ def test_what_would_block_gives_no_way(
 def test_a_short_take_ends_it(
     kernel: Kernel, between: Between, monkeypatch: pytest.MonkeyPatch, probed: bool
 ) -> None:
-    """If the file takes only a part of a piece, the write returns the bytes taken until then.
+    """If the file takes only a part of a piece, the write returns the number of bytes taken until then.
 
     Later lines are not executed.
     """

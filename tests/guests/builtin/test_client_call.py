@@ -1,4 +1,4 @@
-"""The system call in which a process waits and the arguments of this call, as read from /proc."""
+"""The system call that a process waits in, and the arguments of the call, as read from /proc."""
 
 from __future__ import annotations
 
@@ -112,9 +112,9 @@ def test_a_string_that_ends_with_its_page(memory: ProcessMemory) -> None:
 
 
 def test_an_open_that_another_file_system_makes() -> None:
-    """An open request belongs to the client's call only if both have the same flags.
+    """An open request with other flags than the client's call does not belong to this call.
 
-    overlayfs opens files that it copies with other flags than the client.
+    For example, overlayfs opens files that it copies with other flags than the client.
     """
     call = ClientCall("openat", (0, 0x1000, os.O_WRONLY | os.O_APPEND, 0), {1: b"/merged/f"})
     assert call.opens_as("/scratch/low/f", os.O_WRONLY | os.O_APPEND)

@@ -65,8 +65,10 @@ class ClientOfMount:
             del self._watch.calls[CLIENT.pid]
 
     def seen(self, action: Callable[[], object]) -> list[tuple[str, str]]:
-        """Run `action`, and return (name, arguments or result) for each event of a system call, without
-        addresses.
+        """Run `action`, and return (name, arguments or result) for each recorded entry to and exit from a
+        system call.
+
+        Addresses are left out.
         """
         self.kernel.trace.clear_trace()
         with suppress(KernelError):
@@ -184,7 +186,8 @@ def test_components_and_links_on_the_way_are_nobodys_calls(client: ClientOfMount
 
 
 def test_a_file_from_open_to_close(client: ClientOfMount) -> None:
-    """From open to close, a request on a file becomes one system call with the client's descriptor.
+    """Each request on a file, from open to close, becomes one system call of the guest with the client's
+    descriptor.
 
     If a read(2) starts at another offset than the last one ended, the guest first calls lseek(2).
     """

@@ -23,7 +23,7 @@ P_FLAGS, P_PADDR, P_MEMSZ = 4, 24, 40
 
 
 def refusal(data: bytes, tmp_path: Path) -> str:
-    """Return why an image is refused.
+    """Return the error message for a refused image.
 
     Assert that the error is a KernelError with ENOEXEC and one line of text.
     """
@@ -44,7 +44,7 @@ def edited(layout: str, offset: int, value: int) -> bytes:
 
 
 def header(segment: int, field: int) -> int:
-    """Return the file offset of a field of a program header."""
+    """Return the file offset of the field at offset `field` in program header number `segment`."""
     return int(struct.unpack_from("<Q", WHOLE, E_PHOFF)[0]) + segment * PROGRAM_HEADER + field
 
 
@@ -74,8 +74,8 @@ def test_what_is_wrong_is_named(data: bytes, why: str, tmp_path: Path) -> None:
 
 
 def test_truncated_at_every_length() -> None:
-    """An image that is cut off at any length is refused, because the section headers are at the end of the
-    file.
+    """An image that is cut off at any length is refused: the section headers at the end of the file are
+    missing.
     """
     near_the_ends = [*range(4096), *range(len(WHOLE) - 4096, len(WHOLE))]
     for length in [*near_the_ends, *range(4096, len(WHOLE) - 4096, 61)]:
@@ -100,7 +100,7 @@ def test_other_bytes_boot_or_are_refused(tmp_path: Path) -> None:
 
 
 def damaged(dice: random.Random) -> bytes:
-    """Return the image with flipped bits or one overwritten piece, in the first 1024 bytes or anywhere."""
+    """Return the image with flipped bits or an overwritten piece, in its first 1024 bytes or anywhere."""
     data = bytearray(WHOLE)
     end = dice.choice([0x400, len(data)])
     if dice.random() < 0.7:

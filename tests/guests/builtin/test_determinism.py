@@ -1,4 +1,6 @@
-"""The same seed and the same requests give byte-identical traces, logs and other files, including times."""
+"""The same seed and the same requests give byte-identical traces, logs and other files, and even the same
+times.
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,10 @@ class Forking:
         return self._do(b"k")
 
     def wait(self) -> int:
-        """Let the last kept child end, and the process wait for this child. Return the child's pid."""
+        """End the last child that keep() has forked, and let the process wait for this child.
+
+        Return the child's pid.
+        """
         return self._do(b"w")
 
     def close(self) -> None:
@@ -73,7 +76,7 @@ def stranger() -> Iterator[Forking]:
 
 @pytest.fixture
 def watch(client: Forking, stranger: Forking, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostProcesses]:
-    """Yield a watch of host processes without fork events, after a first request of the client."""
+    """Yield a HostProcesses that gets no fork events, after a first request of the client."""
     del stranger
     monkeypatch.setattr("emulated_kernel.guests.common.host_processes._fork_events", lambda: None)
     watch = HostProcesses()
@@ -84,9 +87,9 @@ def watch(client: Forking, stranger: Forking, monkeypatch: pytest.MonkeyPatch) -
 
 
 def parents(watch: HostProcesses, *pids: int) -> list[int | None]:
-    """Return the parent that the watch reports for each pid, or None.
+    """Return the parent that the watch reports for each of `pids`, or None.
 
-    The watch looks at a bounded number of forks.
+    Check that the watch reports a bounded number of forks.
     """
     found = {fork.pid: fork.parent for fork in watch.forks()}
     assert len(found) <= MAX_FORKS_PER_LOOK

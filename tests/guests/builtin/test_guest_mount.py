@@ -1,5 +1,5 @@
-"""The mount over the guest: which task makes a request, and what a failed or given-up request
-leaves behind.
+"""The mount over the guest: the task that makes a request, and what a failed or interrupted request leaves
+behind.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ def test_files_that_the_guest_has_no_room_for(kernel: Kernel, mount: Mount) -> N
 
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.EINTR])
 def test_reads_given_up_keep_no_buffers(kernel: Kernel, watched: Mount, error: int) -> None:
-    """A read that a client gives up ends in the guest and frees its buffer.
+    """A read that a client gives up ends in the guest, and its buffer is free again.
 
-    Otherwise sleeping reads would use up all buffers.
+    Otherwise, sleeping reads would use up all buffers.
     """
     pipe = watched.open(FIRST, PIPE, os.O_RDONLY)
     for pid in range(FIRST_PID, FIRST_PID + MAX_BUFFERS + 1):
@@ -127,8 +127,8 @@ def test_tracefs_at_the_root_has_no_scratch(kernel: Kernel) -> None:
 
 
 def test_data_that_the_guest_has_corrupted(kernel: Kernel, mount: Mount) -> None:
-    """If the guest's log and task list are corrupt, intact data is shown, and the log reports both kinds of
-    damage once.
+    """If the guest's log and task list are damaged, intact data is shown, and each damage is reported once in
+    machine/dmesg.
     """
     log = mount.open(FIRST, "/machine/dmesg", os.O_RDONLY)
     before = mount.read(FIRST, log, 1 << 16, 0)
@@ -148,7 +148,9 @@ def test_data_that_the_guest_has_corrupted(kernel: Kernel, mount: Mount) -> None
 
 
 def test_truncation_may_run_the_guest(kernel: Kernel, watched: Mount) -> None:
-    """An open with O_TRUNC deletes synthetic events, whose directories in the guest are removed, too."""
+    """An open of synthetic_events with O_TRUNC deletes all synthetic events, and the guest removes the
+    events' directories.
+    """
     path = "/tracing/synthetic_events"
     made = watched.open(FIRST, path, os.O_WRONLY)
     watched.write(FIRST, made, b"made u64 x\n", 0)
@@ -160,7 +162,7 @@ def test_truncation_may_run_the_guest(kernel: Kernel, watched: Mount) -> None:
 
 
 def test_two_mounts_of_a_kernel(kernel: Kernel, watch: ScriptedWatch) -> None:
-    """Files that are open on either mount when the first probe is registered are opened in the guest, so that
+    """When the first probe is registered, the guest opens the files that are open on either mount, so that
     reads hit.
     """
     watch.comms = {FIRST.pid: "first"}

@@ -1,5 +1,5 @@
-"""System calls on a file that the host serves: calls that sleep, are resumed or interrupted, need the guest,
-or fail.
+"""System calls of the guest on a file that the host serves: sleep, resumption, interruption, calls of the
+guest, errors.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def block_in(kernel: Kernel, task: GuestTask, fd: int) -> None:
 
 @pytest.fixture
 def entries(kernel: Kernel) -> Counter[str]:
-    """Return the number of entries of vfs_read, as a counter with this key."""
+    """Return a counter whose item "vfs_read" is the number of times that the guest has entered vfs_read."""
     hits: Counter[str] = Counter()
 
     def count(kprobe: Kprobe, _regs: Any) -> None:
@@ -120,8 +120,8 @@ def elsewhere(action: Callable[[], int]) -> Callable[[], int]:
 
 
 def test_a_file_that_needs_the_guest(kernel: Kernel, task: GuestTask, fd: int) -> None:
-    """A write to a file that calls a kernel function sleeps while another task runs the function, and returns
-    the result.
+    """If a write needs a kernel function, the writer sleeps until another task has run the function, and then
+    gets the result.
     """
     action = elsewhere(lambda: kernel.call("gcd", 12, 18))
     assert kernel.guest.write_file(task, fd, b"gcd 12 18", action, ExitStack()) == 6

@@ -80,7 +80,9 @@ def symbol(kernel: Kernel, name: str) -> int:
 def test_a_circle_of_tasks(
     kernel: Kernel, mount: Mount, memory: GuestMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The tasks before the circle are listed, and the damage is reported once."""
+    """If the task list becomes circular, the tasks before the circle are listed, and the damage is reported
+    once.
+    """
     whole = read(mount, "/machine/tasks").splitlines()
     node = symbol(kernel, "init_task") + kernel.image.abi["task_struct.tasks"]
     for _ in range(2):
@@ -119,7 +121,7 @@ def test_circles_of_modules_and_their_users(kernel: Kernel, mount: Mount, memory
 def test_log_records_that_overlap(kernel: Kernel, mount: Mount, memory: GuestMemory) -> None:
     """If log records overlap, machine/dmesg shows fewer bytes than the log has.
 
-    A wrong first index is reported.
+    A wrong index of the first record is reported.
     """
     record = struct.Struct("<QQHHB3x")
     size = kernel.image.abi["log_buf.size"]
@@ -170,8 +172,9 @@ def test_directory_entries(kernel: Kernel, mount: Mount, memory: GuestMemory) ->
 @pytest.mark.parametrize("hook", RETURN_HOOKS)
 @pytest.mark.parametrize("field", ["rethooks", "ret_stack"])
 def test_a_wild_word_where_a_tasks_returns_are(hook: str, field: str, watch: ScriptedWatch) -> None:
-    """A wild pointer to a task's pending returns causes no error for any task, and the exit of the task is
-    replayed.
+    """A wild pointer to the pending returns of a task breaks no request of any task.
+
+    When the task ends, its exit is still replayed in the guest.
     """
     with Kernel(MachineConfig(run_budget=0.2, return_hook=hook), watch) as kernel:
         watch.comms = {VICTIM.pid: "victim", OTHER.pid: "other"}

@@ -199,8 +199,9 @@ def write_as(client: Client, mount: Mount, path: str, text: str) -> None:
 
 
 def test_the_memory_of_one_user_s_histograms(mount: Mount) -> None:
-    """At user_hist_bytes, further elements and histograms of this user are refused; other users are not
-    affected.
+    """A user whose histograms have reached user_hist_bytes gets no further elements and histograms.
+
+    Other users are not affected.
     """
     one, other = USERS
     names = "abcd"
@@ -227,8 +228,8 @@ def test_the_memory_of_one_user_s_histograms(mount: Mount) -> None:
 
 
 def test_the_memory_of_filters_and_synthetic_events(mount: Mount) -> None:
-    """Filters, texts of errors in filter files, and fields of synthetic events count as definition_bytes of
-    their user.
+    """definition_bytes of a user includes filters, error texts in filter files, and fields of synthetic
+    events.
     """
     one, other = USERS
     write(mount, EVENTS, "p:a int_sqrt a=$arg1\np:b int_sqrt a=$arg1\n")
@@ -270,7 +271,7 @@ def test_the_memory_of_filters_and_synthetic_events(mount: Mount) -> None:
 
 
 def test_the_record_memory_of_one_user(mount: Mount) -> None:
-    """Instances, sizes and snapshots count for the user who makes them."""
+    """user_record_bytes limits the memory for records of one user's instances, with buffers and snapshots."""
     one, other = USERS
     mount.mkdir(one, "/tracing/instances/one", 0o755)
     each = int(shown(mount)["user_record_bytes"][1])

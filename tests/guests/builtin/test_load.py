@@ -24,7 +24,7 @@ PID = 77_777
 
 @pytest.fixture(scope="module")
 def idle() -> Iterator[Kernel]:
-    """Yield a kernel for commands that are refused, none of which leaves a load."""
+    """Yield a kernel that the tests of refused commands share, because a refused command starts no load."""
     with Kernel() as kernel:
         yield kernel
 
@@ -34,7 +34,7 @@ def load_of(kernel: Kernel, kind: WorkloadKind) -> BackgroundWorkload:
 
 
 def count(kernel: Kernel, symbol: str) -> list[int]:
-    """Return a list that gets one item at each hit of a new probe at `symbol`."""
+    """Register a probe at `symbol`. Return a list that gets one item at each hit of this probe."""
     hits: list[int] = []
     kernel.register_kprobe(Kprobe(symbol_name=symbol, pre_handler=lambda _kprobe, _regs: hits.append(1)))
     return hits

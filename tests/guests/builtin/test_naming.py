@@ -20,7 +20,10 @@ NAMES = st.lists(st.sampled_from("abcd"), min_size=1, max_size=4)
 
 
 def call(name: str, *paths: str, flags: int = 0) -> ClientCall:
-    """Return a ClientCall with these paths; `flags` is the value of all numeric arguments."""
+    """Return a ClientCall named `name` with these paths.
+
+    `flags` is the value of all its numeric arguments.
+    """
     left = iter(paths)
     kinds = ARGUMENTS[name]
     data = {at: next(left).encode() for at, kind in enumerate(kinds) if kind in "ps"}
@@ -31,8 +34,10 @@ def call(name: str, *paths: str, flags: int = 0) -> ClientCall:
 
 @given(root=st.sampled_from(ROOTS), names=NAMES, work=st.integers(0, 4), data=st.data())
 def test_every_lookup_of_a_walk(root: str, names: list[str], work: int, data: st.DataObject) -> None:
-    """For absolute and relative paths, walk_of says where a lookup on the way to the file leads and whether
-    the path ends.
+    """walk_of() returns a client's path from the mount's root on, and whether the path ends at the lookup.
+
+    The client's path may be absolute or relative. For a lookup that is not on this path, walk_of() returns
+    None.
     """
     path = "/scratch/" + "/".join(names)
     start = root + "/scratch" + "".join("/" + name for name in names[:work])

@@ -16,7 +16,8 @@ FILE = "/scratch/file"
 
 @pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
 def test_a_file_that_is_not_append_only_takes_all_flags(arch: str) -> None:
-    """A file of scratch/ can be opened with O_TRUNC and O_APPEND.
+    """A file of scratch/ can be opened with O_TRUNC and O_APPEND together, because the file is not
+    append-only.
 
     Linux refuses O_TRUNC only for append-only inodes.
     """

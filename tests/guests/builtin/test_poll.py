@@ -1,4 +1,4 @@
-"""poll(2) as each architecture has it."""
+"""The guest's ppoll system call, which poll(2) is on some architectures."""
 
 from __future__ import annotations
 

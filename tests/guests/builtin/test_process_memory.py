@@ -30,7 +30,10 @@ def memory() -> Iterator[ProcessMemory]:
 
 @contextmanager
 def silent_file(tmp_path: os.PathLike[str]) -> Iterator[str]:
-    """Yield the path of a FIFO, which keeps every reader waiting as memory on a hung file system does."""
+    """Yield the path of a FIFO.
+
+    A reader of the FIFO sleeps forever, like a reader of memory on a hung file system.
+    """
     path = os.path.join(tmp_path, "fifo")
     os.mkfifo(path)
     yield path
@@ -47,8 +50,9 @@ def test_pieces_and_strings(tmp_path: os.PathLike[str], memory: ProcessMemory) -
 
 
 def test_a_slow_read_lets_others_work(tmp_path: os.PathLike[str], memory: ProcessMemory) -> None:
-    """A read waits for a helper inside `waiting()`, so that another thread can serve the mount that the data
-    come from.
+    """While a read waits for a helper process, the context manager `waiting` of ProcessMemory is entered.
+
+    In this context, another thread can serve the mount that the data come from.
     """
     waits: list[str] = []
 

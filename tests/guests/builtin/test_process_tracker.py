@@ -129,8 +129,8 @@ def test_an_execve_is_shown_at_the_processs_own_request(kernel: Kernel, watch: S
 
 
 def test_a_program_that_is_not_the_latest_one_is_not_shown(kernel: Kernel, watch: ScriptedWatch) -> None:
-    """If a process has executed another program since its facts were read, the task gets the name of the
-    latest program.
+    """If the facts about a process name an older program than its present one, the task gets the present
+    program's name.
     """
     mirror = kernel.guest.processes
     watch.comms[SHELL] = "bash"
@@ -196,9 +196,7 @@ def test_many_processes_come_and_go(kernel: Kernel, watch: ScriptedWatch) -> Non
 
 
 def test_strangers_are_never_seen(kernel: Kernel, watch: ScriptedWatch, counted: Counter[str]) -> None:
-    """Processes without a request, and their forks and exits, are not shown in the guest until they make a
-    request.
-    """
+    """Until a process makes a request, the guest shows neither the process nor its forks and exits."""
     stranger, its_child = 4242, 4250
     watch.comms = {SHELL: "bash", stranger: "cc", its_child: "as"}
     mirror = kernel.guest.processes

@@ -23,7 +23,7 @@ LIMIT = 5.0
 
 @pytest.fixture
 def watch() -> Iterator[HostProcesses]:
-    """A watch of this process, as if this process were a client."""
+    """Yield a HostProcesses that follows this process, as if it were a client."""
     watch = HostProcesses()
     watch.follow(os.getpid())
     yield watch
@@ -41,7 +41,10 @@ def few_descriptors(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostProcesses]:
 
 @pytest.fixture
 def events(watch: HostProcesses) -> ForkEvents:
-    """Return the fork events of the watch. Skip the test if nobody may listen to the process connector."""
+    """Return the fork events of the watch.
+
+    Skip the test if this process may not listen to the process connector.
+    """
     if watch._fork_events is None:
         pytest.skip("nobody may listen to the process connector here")
     return watch._fork_events
@@ -163,7 +166,9 @@ def test_followed_processes_end(watch: HostProcesses) -> None:
 
 
 def test_a_process_that_ended_before_it_was_followed(watch: HostProcesses) -> None:
-    """A process that has ended before `follow` is reported as exited, even if no other process ends."""
+    """A process that has ended before the call of follow() is reported as exited, even if no other process
+    ends.
+    """
     with child() as pid:
         pass
     watch.follow(pid)
@@ -204,7 +209,9 @@ def test_a_thread_of_an_older_kernel(watch: HostProcesses, monkeypatch: pytest.M
 
 
 def test_a_number_used_again(watch: HostProcesses) -> None:
-    """If a pid is used again, the name is read anew, because the open file belongs to the earlier process."""
+    """If a pid is used again, the watch reads the name of the new process, and not the open file of the
+    earlier process.
+    """
     with child() as ended:
         assert watch.comm(ended) is not None
     stale = watch._comms[ended]
@@ -272,7 +279,9 @@ def test_no_processes() -> None:
 
 @pytest.mark.usefixtures("own_descriptors")
 def test_ends_are_found_without_descriptors(few_descriptors: HostProcesses) -> None:
-    """Without descriptors of processes, the next look finds ended processes by their start times."""
+    """If the watch may keep no descriptors for processes, exited() finds ended processes by their start
+    times.
+    """
     watch = few_descriptors
     before = len(os.listdir("/proc/self/fd"))
     with child() as followed, child() as other:
@@ -288,8 +297,9 @@ def test_ends_are_found_without_descriptors(few_descriptors: HostProcesses) -> N
 
 
 def test_the_next_process_of_a_pid_is_another_one(few_descriptors: HostProcesses) -> None:
-    """has_ended reports at once that a pid belongs to a new process, although a look checks only some
-    processes.
+    """has_ended(pid) returns True, once, when the pid belongs to another process than the followed one.
+
+    It need not wait for exited(), which checks only some processes per call.
     """
     watch = few_descriptors
     with child() as pid:
@@ -307,7 +317,7 @@ def test_the_next_process_of_a_pid_is_another_one(few_descriptors: HostProcesses
 def test_a_look_that_fails_ends_nobody(
     few_descriptors: HostProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the host has no free descriptor for a look, a followed process counts as alive."""
+    """If the host has no free descriptor for a check of a followed process, the process counts as alive."""
     watch = few_descriptors
 
     def no_descriptor(*_arguments: object, **_options: object) -> object:
@@ -339,7 +349,9 @@ def test_every_process_is_looked_at_in_turn(
 
 @pytest.mark.usefixtures("events")
 def test_forks_of_strangers_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With fork events, the watch does not look at forks of processes that are no clients."""
+    """If fork events are available, the watch does not read facts about forks by processes that are no
+    clients.
+    """
     watch = HostProcesses()
     looked: list[int] = []
     monkeypatch.setattr(watch, "_look_at", looked.append)
@@ -355,7 +367,9 @@ def test_forks_of_strangers_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("events")
 def test_the_parent_of_a_process_that_has_ended(watch: HostProcesses) -> None:
-    """The parent of a process that has already ended is reported. Only fork events can tell this parent."""
+    """With fork events, the watch reports the parent of a new process even if the new process has already
+    ended.
+    """
     with child() as pid:
         pass
     (found,) = [fork for fork in watch.forks() if fork.pid == pid]
@@ -409,7 +423,9 @@ def test_who_is_told_nothing_looks(watch: HostProcesses, events: ForkEvents) -> 
 
 
 def test_nothing_is_kept_of_clients_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watch keeps no data of clients that have ended, even if a client has ended before `follow`."""
+    """The watch keeps no data of clients that have ended, even if a client has ended before the call of
+    follow().
+    """
     monkeypatch.setattr("emulated_kernel.guests.common.host_processes._fork_events", lambda: None)
     watch = HostProcesses()
     with child() as early, child() as late:

@@ -160,7 +160,7 @@ def no_descriptors(_kernel: Kernel, mount: Mount) -> Iterator[None]:
 
 @contextmanager
 def no_tasks(_kernel: Kernel, mount: Mount) -> Iterator[None]:
-    """Use up the guest's memory, and let clients without a task make requests, during the block."""
+    """During the block, the guest's memory is used up, and clients without a task have made requests."""
     with no_memory(_kernel, mount):
         for client in READERS[:30]:
             mount.readdir("/")

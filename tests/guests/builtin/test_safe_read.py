@@ -115,7 +115,7 @@ def test_what_was_given_open_has_a_limit() -> None:
 
 
 def spin(until: Callable[[], bool]) -> None:
-    """Use the CPU, as a thread that is late because of a busy host."""
+    """Use the CPU until `until` returns True, so that this thread seems late because of a busy host."""
     while not until():
         pass
 
@@ -149,10 +149,7 @@ def test_a_reader_that_is_never_done_is_given_up(tmp_path: Path, monkeypatch: py
 
 
 def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most MAX_BLOCKED_READERS threads wait for a file system that does not answer.
-
-    Further reads fail at once.
-    """
+    """If MAX_BLOCKED_READERS threads wait for a hung file system, further reads fail at once."""
     path, answers = tmp_path / "f", threading.Event()
     path.write_bytes(b"text")
 

@@ -1,4 +1,4 @@
-"""Saved names of tasks: repeated reads of one client save the client's name once, until the name may have
+"""Names that the guest saves for pids: repeated reads of a client save its name once, until the name may have
 changed.
 """
 
@@ -53,7 +53,7 @@ class Probed:
 
     @property
     def names(self) -> set[str]:
-        """The lines of saved_cmdlines, as init reads the file."""
+        """Return the lines of saved_cmdlines, which init reads."""
         return set(self.read(Client(0, 0, 0), "/tracing/saved_cmdlines").splitlines())
 
 

@@ -27,7 +27,7 @@ OF_TEXT = "p:seen do_sys_openat2 name=+0($arg2):ustring\n"
 
 
 class Read(ScriptedWatch):
-    """A watch that notes which data of a client the host reads."""
+    """A ProcessWatch that records which data of a client the host reads."""
 
     def __init__(self) -> None:
         super().__init__(comms={FIRST_PID: "client"})
@@ -226,10 +226,11 @@ def test_how_often_the_guest_runs(
 
 
 def test_a_path_that_nobody_sees_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If no probe sees a path, the request's path replaces the client's path, unless the call may create the
-    file or end early.
+    """If no probe can see the path in a client's call, the path is not read from the client: the path of the
+    request is used.
 
-    A call with O_DIRECTORY may end at the lookup of the file.
+    The path is read all the same if the call may create the file. It is also read for O_DIRECTORY, with which
+    the call may end at the lookup of the file.
     """
     memory = ProcessMemory()
     monkeypatch.setattr(memory, "read", lambda *_: [b"typed"])

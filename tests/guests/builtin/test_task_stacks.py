@@ -30,7 +30,10 @@ def stacks(kernel: Kernel) -> StackScanner:
 
 
 def _with_stack(kernel: Kernel, stacks: StackScanner, base: int) -> set[tuple[int, int]]:
-    """Return the ranges in use while the field task_struct.stack of the last task is `base`."""
+    """Set the field task_struct.stack of the last task to `base`.
+
+    Return the ranges in use, and restore the field.
+    """
     memory, image = kernel.machine.memory, kernel.image
     *_, task = kernel.guest.kernel.tasks()
     field = task.addr + image.abi["task_struct.stack"]

@@ -1,6 +1,5 @@
-"""The guest does not make calls that no probe can notice.
-
-Hits and records are those of a guest that makes all calls.
+"""Calls that no probe can notice, which the guest does not make: hits and records are as if the guest made
+all calls.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ class Machine:
         self.mount.release(handle)
 
     def waits(self, handle: int) -> bool:
-        """Return True if a read has nothing to read."""
+        """Return True if a read of the open file `handle` would block."""
         try:
             self.mount.read(CLIENT, handle, 65536, 0)
         except WouldBlock:
@@ -165,7 +164,10 @@ class Machine:
 
 
 def outcome(actions: Callable[[Machine], None]) -> tuple[list[object], list[str], dict[str, str]]:
-    """Return what clients found, the records without times, and the hits of all events."""
+    """Run `actions` on a new Machine.
+
+    Return the results of its reads, the records without times, and the hits of all events.
+    """
     watch = ScriptedWatch(comms={FIRST_PID: "client", FIRST_PID + 1: "other"})
     with Kernel(MachineConfig(), watch) as kernel:
         machine = Machine(kernel)
@@ -180,7 +182,10 @@ def outcome(actions: Callable[[Machine], None]) -> tuple[list[object], list[str]
 
 
 def same(actions: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Check that `actions` have the same outcome if all calls are made; return the hits."""
+    """Check that `actions` have the same outcome if the guest makes all calls.
+
+    Return the hits of all events.
+    """
     found = outcome(actions)
     monkeypatch.setattr(FunctionCalls, "of", lambda _self, _address: Calls.ALL)
     assert outcome(actions) == found
@@ -206,7 +211,7 @@ def test_hits_are_those_of_a_guest_that_makes_all_calls(
 def test_files_stay_open_when_more_calls_are_watched(
     first: str, second: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files that were opened before a second probe is enabled give the results and hits of a guest that makes
+    """If a second probe is enabled while files are open, the results and hits are those of a guest that makes
     all calls.
     """
 
@@ -238,7 +243,7 @@ def test_files_stay_open_when_more_calls_are_watched(
 
 
 def opens(kernel: Kernel) -> bool:
-    """Return True if an open(2) of a control file is a call of the guest."""
+    """Return True if the guest executes an open(2) for a client's open of a control file."""
     mount = kernel.mount()
     before = kernel.machine.clock.now_ns()
     mount.release(mount.open(CLIENT, "/kprobes/list", os.O_RDONLY))
@@ -247,7 +252,7 @@ def opens(kernel: Kernel) -> bool:
 
 
 class CountedWords(dict[int, int]):
-    """The words of a ledger, with the number of words that `items` has returned."""
+    """A dict of words. The attribute `read` counts the words that items() has returned."""
 
     read = 0
 
@@ -340,9 +345,10 @@ def watching() -> Iterator[tuple[Kernel, Mount]]:
 
 
 def test_a_function_is_not_its_neighbour_in_a_word(watching: tuple[Kernel, Mount]) -> None:
-    """Reads of an open file still hit after dump_stack is probed, which no call executes.
+    """A probe of dump_stack, which no client's call executes, does not change the hits of reads.
 
-    A function that ends in the same 8 bytes as dump_stack begins is executed by all calls.
+    The last bytes of another function, which all calls execute, are in the 8-byte word in which dump_stack
+    begins.
     """
     kernel, mount = watching
     [probed] = kernel.image.kallsyms.by_name("dump_stack")
@@ -376,8 +382,8 @@ def test_files_stay_open_when_many_places_are_patched(watching: tuple[Kernel, Mo
 def test_files_are_opened_between_the_steps_of_a_write(
     watching: tuple[Kernel, Mount], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that a client opens while another client enables many events is open in the guest, so that reads
-    hit.
+    """A file that a client opens while another client's write enables many events is opened in the guest, so
+    reads hit.
     """
     kernel, mount = watching
     enable(kernel, "writes", "vfs_write")
@@ -404,8 +410,10 @@ def test_files_are_opened_between_the_steps_of_a_write(
 def test_a_question_during_a_change_is_asked_again(
     watching: tuple[Kernel, Mount], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An answer of execute_patches between the notice of a patch and the patch is not kept; requests ask
-    without the lock.
+    """If execute_patches() is called between the notice of a patch and the patch itself, its answer is not
+    cached.
+
+    Such calls can happen, because requests call execute_patches() without the control lock.
     """
     kernel, _ = watching
     watched = kernel.guest.watched

@@ -43,9 +43,11 @@ def dump(
     machine: int = X86_64,
     hole: range = range(0),
 ) -> bytes:
-    """Return a dump.
+    """Return a dump in ELF format with the RAM `memory`.
 
-    `memory`: physical addresses and their bytes. `info`: text of a VMCOREINFO note. `hole`: RAM that is zero.
+    `memory`: physical addresses and the bytes there. `info`: text of the VMCOREINFO note; None for no note.
+    `kind`, `machine`: the types in the ELF header. `hole`: addresses of RAM that is zero and has no bytes in
+    the file.
     """
     notes = b""
     for name, text in ((b"CORE\0", bytes(336)), (b"QEMU\0", bytes(440))):
@@ -75,9 +77,9 @@ def vmcoreinfo(ram: bytes) -> str:
 
 
 def dump_of(tasks: LinuxTasks, path: Path, *, has_info: bool, hole: range = range(0)) -> None:
-    """Write a dump of a kernel's RAM, which has some files in tmpfs.
+    """Write a dump of the RAM of a booted kernel to `path`. Some files are made in tmpfs before.
 
-    `has_info`: add a VMCOREINFO note. `hole`: RAM that is zero.
+    `has_info`: add a VMCOREINFO note. `hole`: addresses of RAM that is left out as zero.
     """
     calls, init = LinuxSyscalls(tasks), tasks.init
     calls.on_path(init, "mkdirat", "/scratch/dir", 0o750)

@@ -41,9 +41,9 @@ def _ensure(path: Path) -> Path:
 
 @contextmanager
 def own_cache(meta: str, suite: str) -> Iterator[None]:
-    """Use a separate cache for the snapshots of each kernel that is not the default kernel.
+    """Use a separate snapshot cache for each kernel that is not the default kernel.
 
-    The snapshots of all kernels together exceed the limit of a cache, so that each run would boot kernels
+    The snapshots of all kernels together exceed the limit of one cache, so that each run would boot kernels
     again.
     """
     if (meta, suite) == (META, SUITE):
@@ -77,14 +77,16 @@ def tasks(meta: str = META, suite: str = SUITE) -> LinuxTasks:
 
 
 def with_kernel(meta: str = META, suite: str = SUITE) -> tuple[LinuxTasks, LinuxKernel]:
-    """Return the tasks of a new kernel, and the contents of the kernel's file."""
+    """Return the tasks of a new kernel, and a LinuxKernel with the tables of the kernel's file."""
     path = image(meta, suite)
     with own_cache(meta, suite):
         return started_with_kernel(str(path), SEED)
 
 
 class _KeptModules(ModuleFiles):
-    """Module files that stay on this machine: unpacking a package up to a module takes seconds."""
+    """Module files of a package, cached on this machine, because unpacking a package up to a module takes
+    seconds.
+    """
 
     def __init__(self, package: Path, release: str) -> None:
         super().__init__(package, release)

@@ -1,4 +1,4 @@
-"""Check of tasks that end while their calls are hooked, for kernels of all architectures."""
+"""A check for kernels of all architectures: tasks end while their calls are hooked for return probes."""
 
 from __future__ import annotations
 

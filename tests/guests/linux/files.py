@@ -12,7 +12,7 @@ from emulated_kernel.vfs.mount import Mount
 
 
 class Files:
-    """The files of a mount, as a process accesses them."""
+    """The files of a mount, as the process `client` accesses them."""
 
     def __init__(self, mount: Mount, client: Client) -> None:
         self.mount = mount
@@ -36,7 +36,8 @@ class Files:
         return text.decode()
 
     def call(self, line: str) -> str:
-        """Call a function of the kernel by machine/call, and return the text of the file.
+        """Write `line` to machine/call, which calls a function of the kernel, and return the text of the file
+        afterwards.
 
         If the call fails, the name of the errno precedes the text.
         """

@@ -15,8 +15,8 @@ _GLOBAL = 1 << 4
 def made_module(wanted: Sequence[str], defined: Sequence[str] = (), needs: Sequence[str] = ()) -> bytes:
     """Return a module file that is laid out as by a linker.
 
-    A name that is the end of a longer name has no string of its own, but shares the string of the longer
-    name.
+    `wanted`: undefined symbols. `defined`: defined symbols. `needs`: names of modules that must be loaded
+    before. A name that is the end of a longer name shares the string of the longer name.
     """
     strings = b"\0"
     for name in sorted((*wanted, *defined), key=len, reverse=True):

@@ -96,7 +96,10 @@ def check_recording(counting: LinuxEngine) -> None:
 
 
 def _recorded(served: Mount, switch: str, on: str, off: str) -> Counter[str]:
-    """Read a file TURNS times while tracing is on; return event or function -> number of records."""
+    """Write `on` to the file `switch`, read a file TURNS times, and write `off`.
+
+    Return event or function -> number of records.
+    """
     shell = Files(served, CLIENT)
     shell.write("/tracing/trace", "", os.O_WRONLY | os.O_TRUNC)
     file = served.open(CLIENT, "/scratch/file", os.O_RDONLY)

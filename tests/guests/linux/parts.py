@@ -1,4 +1,4 @@
-"""Access to the parts of a mount of a distribution's kernel."""
+"""Functions that return the objects behind a mount of a distribution's kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from emulated_kernel.vfs.mount import Mount
 
 
 def control(mount: Mount) -> ControlFs:
-    """Return the file system of the mount's control files."""
+    """Return the ControlFs of a mount: the file system of its control files."""
     root = mount.filesystem_at("/")
     assert isinstance(root, ControlFs)
     return root
@@ -32,21 +32,21 @@ def calls_of(mount: Mount) -> LinuxControlCalls:
 
 
 def file(mount: Mount, handle: int) -> GuestFile:
-    """Return the open file of the guest with a handle."""
+    """Return the guest's open file that belongs to the handle `handle`."""
     found = mount._handles[handle]
     assert isinstance(found, GuestFile)
     return found
 
 
 def core(mount: Mount) -> VmcoreControlCalls:
-    """Return the object that runs the functions of a dump."""
+    """Return the VmcoreControlCalls of a mount of a dump, which calls functions of the dumped kernel."""
     found = control(mount).calls
     assert isinstance(found, VmcoreControlCalls)
     return found
 
 
 def core_files(mount: Mount) -> VmcoreFs:
-    """Return the file system of a dump."""
+    """Return the VmcoreFs of a mount: the file system with the files of the dumped kernel."""
     found = mount.filesystem_at(FILES)
     assert isinstance(found, VmcoreFs)
     return found

@@ -1,4 +1,4 @@
-"""kprobefs's kprobes in Debian's kernel, in each mode: places for probes, and a workload that hits the
+"""Helpers that put kprobefs's kprobes into Debian's kernel, in each mode, and a workload that hits the
 probes.
 """
 
@@ -108,7 +108,7 @@ def boundaries(engine: LinuxEngine, starts: Iterable[int]) -> Iterator[int]:
 
 
 def chosen(engine: LinuxEngine, addresses: Iterable[int]) -> Iterator[int]:
-    """Yield addresses that can be probed, except x87 instructions.
+    """Yield the addresses among `addresses` that can be probed, except x87 instructions and landing pads.
 
     With the optimizer, yield only addresses whose jumps do not overlap.
     """
@@ -149,7 +149,7 @@ class GuestCounters:
         self._places = {address: self._start + 8 * number for number, address in enumerate(addresses)}
 
     def program(self, address: int) -> CompileHandler:
-        """Return the program of the handler of the probe at `address`."""
+        """Return the function that compiles the handler of the probe at `address`."""
 
         def emit(builder: ProgramBuilder, _way: EntryKind) -> bool:
             builder.emit(AddToAbsolute(self._places[address], 1))
@@ -263,7 +263,7 @@ def _files(calls: LinuxSyscalls, client: LinuxTask, turn: int) -> Iterator[Any]:
 
 
 class Probed(NamedTuple):
-    """Results of the workload with probes."""
+    """What a workload with probes has returned, recorded and left in memory."""
 
     answers: list[Any]
     hits: Counter[int]
@@ -305,7 +305,9 @@ def probed(
 
 @contextmanager
 def calls_of_hits() -> Iterator[Counter[str]]:
-    """Count the calls of the functions in Python that handle breakpoints and the ends of steps."""
+    """Count, during the block, the calls of the Python functions that handle breakpoints and the ends of
+    single steps.
+    """
     calls: Counter[str] = Counter()
     codes = {each.__code__ for each in (HitHandling.emulate, HitHandling.on_step_end, HitHandling.singlestep)}
     makers = (HitHandling.by_breakpoint, HitHandling.by_stub, HitHandling.by_detour)
@@ -332,7 +334,7 @@ def ram(engine: LinuxEngine) -> bytes:
 
 
 def differing(one: bytes, other: bytes) -> list[str]:
-    """Return the addresses of the first words that differ."""
+    """Return one line for each of the first 20 words that differ: address, word of `one`, word of `other`."""
     pages = (at for at in range(0, GUEST_RAM, 4096) if one[at : at + 4096] != other[at : at + 4096])
     words = (
         at for page in pages for at in range(page, page + 4096, 8) if one[at : at + 8] != other[at : at + 8]

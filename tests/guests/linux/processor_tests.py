@@ -60,13 +60,13 @@ def counts(mount: Mount) -> dict[str, tuple[int, int]]:
 
 
 class KernelTests:
-    """Base class of the tests of a processor's kernel, which need no probes of kprobefs."""
+    """Base class of the tests of one architecture's kernel, without probes of kprobefs."""
 
     compiler: ClassVar[bytes]
     """Part of /proc/version that names the processor."""
 
     def test_clients_take_turns(self, tasks: LinuxTasks) -> None:
-        """The tasks of two clients make system calls in turn, and keep their memory and registers."""
+        """If two clients make system calls in turn, both tasks keep their memory and registers."""
         calls = LinuxSyscalls(tasks)
         clients = [tasks.fork(tasks.init, pid) for pid in (4001, 4002)]
         assert [client.pid for client in clients] == [4001, 4002]
@@ -105,7 +105,7 @@ class KernelTests:
             assert memory.read(root, site, 8) == written.read(site, 8) != kernel.read(site, 8), hex(site)
 
     def test_the_memory_of_ended_tasks_is_freed(self, tasks: LinuxTasks) -> None:
-        """RCU frees the memory of many short processes, because time passes for the kernel."""
+        """RCU frees the memory of many short processes, which needs guest time to pass between requests."""
         calls = LinuxSyscalls(tasks)
 
         def free() -> int:
@@ -145,7 +145,7 @@ class KernelTests:
 
 
 class EngineTests:
-    """Tests of kprobefs's own kprobes over a kernel."""
+    """Base class of the tests of kprobefs's own kprobes in the kernel of one architecture."""
 
     def test_a_control_file_is_seen(self, clean: Mount) -> None:
         """The open, read and close of a control file are system calls of the client's task in the guest."""
@@ -174,7 +174,7 @@ class EngineTests:
 
 
 def places(engine: LinuxEngine, functions: Iterable[str]) -> Iterator[int]:
-    """Yield the addresses of all instructions of some functions."""
+    """Yield the addresses of all instructions of the functions `functions`."""
     kallsyms = engine.kernel.kallsyms
     for start in sorted(filter(None, map(kallsyms.lookup_name, functions))):
         where = kallsyms.lookup(start)

@@ -1,4 +1,4 @@
-"""Restoring of memory to an earlier state: the host's page tables name the pages that were written."""
+"""Restore memory to an earlier state. The host's page tables show which pages were written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ Documentation/admin-guide/mm/pagemap.rst.
 
 
 class Rewind:
-    """Restores a private mapping of a file. Raises: OSError (the host shows no /proc/self/pagemap)."""
+    """Restores the pages of a private mapping that were written.
+
+    Raises: OSError (the host shows no /proc/self/pagemap).
+    """
 
     def __init__(
         self,
@@ -28,12 +31,10 @@ class Rewind:
         is_compared: Callable[[int], bool],
         is_left: Callable[[int], bool] = lambda _page: False,
     ) -> None:
-        """Use the mapping `ram`.
+        """Prepare to restore the mapping `ram`.
 
-        The functions get a page's offset, and are called once for each page.
-
-        `is_compared` returns whether changed() reports the page, and `is_left` whether back() leaves the page
-        unchanged.
+        `is_compared`: whether changed() reports the page at an offset. `is_left`: whether back() leaves the
+        page unchanged. The functions are called once for each page.
         """
         self._ram = ram
         self._is_compared = cache(is_compared)
@@ -43,11 +44,11 @@ class Rewind:
         self._kept: dict[int, bytes] = {}
 
     def keep(self) -> None:
-        """Keep the present contents as the state to restore."""
+        """Store the present contents as the state that back() restores."""
         self._kept = {page: self._ram[page : page + PAGE] for page in self.written()}
 
     def keep_rest(self) -> None:
-        """Keep the present contents of pages that are not compared, and restore all others."""
+        """Store the present contents of pages that are not compared. Restore all other pages."""
         compared = {page: kept for page, kept in self._kept.items() if self._is_compared(page)}
         rest = [page for page in self.written() if not self._is_compared(page)]
         self._kept = compared | {page: self._ram[page : page + PAGE] for page in rest}
@@ -64,7 +65,9 @@ class Rewind:
         return [page for page in pages if self._ram[page : page + PAGE] != self._before(page)]
 
     def _before(self, page: int) -> bytes:
-        """Return the contents that back() restores; the page may have been written with equal contents."""
+        """Return the contents of `page` that back() restores: those that keep() has stored, or else those of
+        the file.
+        """
         before = self._kept.get(page)
         if before is None:
             now = self._ram[page : page + PAGE]
@@ -75,16 +78,18 @@ class Rewind:
         return before
 
     def changed(self) -> dict[int, bytes]:
-        """Return offset -> contents of the written pages whose contents differ from the kept ones."""
+        """Return offset -> contents of each compared page whose contents differ from those that keep() has
+        stored.
+        """
         compared = filter(self._is_compared, self._changed())
         return {page: self._ram[page : page + PAGE] for page in compared}
 
     def others(self) -> list[int]:
-        """Return the offsets of changed pages that are not compared."""
+        """Return the offsets of the changed pages that are not compared."""
         return [page for page in self._changed() if not self._is_compared(page)]
 
     def back(self) -> bool:
-        """Restore all pages; return True if some of them are not compared."""
+        """Restore all pages. Return True if some of the restored pages are not compared."""
         others = False
         for page in self._changed():
             others |= not self._is_compared(page)

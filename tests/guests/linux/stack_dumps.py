@@ -35,12 +35,12 @@ def printed(mount: Mount, call: str) -> list[str]:
 
 
 def frames_of(lines: list[str]) -> list[str]:
-    """Return the frames of a dump, without the addresses that the unwinder does not trust."""
+    """Return the frames in the lines of a stack dump, except frames that the unwinder marks as unreliable."""
     return [found["place"] for line in lines if (found := _FRAME.match(line))]
 
 
 def _tasks(mount: Mount) -> dict[str, list[str]]:
-    """Return task -> frames, of all kernel threads that sleep or are idle."""
+    """Return "NAME-PID" -> frames of its stack, for each kernel thread that sleeps or is idle."""
     found: dict[str, list[str]] = {}
     frames: list[str] = []
     for line in printed(mount, "show_state_filter 0"):

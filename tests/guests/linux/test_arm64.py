@@ -87,8 +87,9 @@ class TestKernel(KernelTests):
 
 
 def test_a_call_saves_the_state_of_the_processor(tasks: LinuxTasks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system call saves the CPU's PSTATE in SPSR_EL1, also after stores to pages, turns of clients, and
-    sleeps.
+    """A system call copies the CPU's PSTATE to SPSR_EL1, in each kind of call.
+
+    The kinds are calls after stores to pages, after calls of another client, and after sleeps.
     """
     cpu = tasks.machine.cpu
     assert isinstance(cpu, Arm64LinuxCpu)
@@ -219,7 +220,7 @@ def test_a_core_of_the_machine(mount: Mount) -> None:
 
 
 def test_coverage(image: Path) -> None:
-    """Coverage uses kprobefs's rules of jumps, although this kernel has no optprobes."""
+    """`coverage` uses kprobefs's rules of jumps, although this kernel has no optprobes."""
     (subject,) = linux_image(str(image))
     (found,) = coverage([subject.of_functions("vfs_r*")], None)
     counts = by_verdict(found.total)
@@ -229,7 +230,7 @@ def test_coverage(image: Path) -> None:
 
 
 def test_check(image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Definitions are checked by the kernel's own interface and registers, and places by arm64's rules."""
+    """`check` uses the kernel's own interface, arm64's registers, and arm64's rules of places for probes."""
     file = tmp_path / "x.probes"
     file.write_text("p:a vfs_read $arg*\np:b vfs_read+9\np:c vfs_read ax=%ax\nr:d vfs_read $retval\n")
     assert main(["check", str(file), "--image", str(image), "--json"]) == 1
@@ -250,7 +251,9 @@ def test_its_own_return_probes_trap_at_the_return(
 
 
 def test_explain(image: Path, kernel: LinuxKernel, capsys: pytest.CaptureFixture[str]) -> None:
-    """The detour of a conditional branch has the inverted branch, over a jump to the target."""
+    """`explain` shows that the detour of a conditional branch has the inverted branch and an unconditional
+    one to the target.
+    """
     words = words_of(kernel.read(kernel.required("ksys_read"), 200))
     offset = 4 * next(at for at, word in enumerate(words) if B_COND.fits(word))
     assert main(["explain", "--image", str(image), f"ksys_read+{offset:#x}"]) == 0
@@ -312,7 +315,7 @@ PLACES = (0x200, 0x208, 0x1000)
 def made_image(
     size: int = 8192, *, flags: int = 2, offset: int = 0, relocations: bool = True, linked: int = LINKED
 ) -> bytes:
-    """Return an Image with words that its relocation table fills in.
+    """Return an Image whose relocation table fills in words of the Image.
 
     The first word becomes the Image's address.
     """

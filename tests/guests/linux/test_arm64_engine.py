@@ -94,8 +94,9 @@ def native() -> Iterator[Mount]:
 
 
 def test_both_engines_record_the_same(clean: Mount, native: Mount) -> None:
-    """kprobefs and the kernel make the same records of probes at an entry, inside, on a simulated
-    instruction, at a return.
+    """kprobefs and the kernel make the same records for probes of four kinds.
+
+    The probes are at an entry, inside a function, on a simulated instruction, and at a return.
     """
     write(clean, CLIENT, OPTIMIZATION, b"0")
     shown = []
@@ -186,8 +187,9 @@ def errno_of(mount: Mount, place: str) -> int:
 
 
 def test_places_are_those_of_the_kernel(clean: Mount, native: Mount, engine: LinuxEngine) -> None:
-    """kprobefs and the kernel accept and refuse the same places: exclusives, literals, returns, sites,
-    blacklist.
+    """kprobefs and the kernel accept and refuse the same addresses for probes.
+
+    They include exclusive accesses, loads of literals, returns, ftrace sites and blacklisted functions.
     """
     found = Counter[int]()
     for name in PLACES:
@@ -202,7 +204,7 @@ def test_places_are_those_of_the_kernel(clean: Mount, native: Mount, engine: Lin
 
 
 class TestEngine(EngineTests):
-    """Tests of the engine over the kernel for arm64."""
+    """Tests of kprobefs's own kprobes in the arm64 kernel."""
 
 
 def test_events_of_the_kernel(clean: Mount) -> None:
@@ -223,9 +225,9 @@ def test_events_of_the_kernel(clean: Mount) -> None:
 
 
 def test_tracers(clean: Mount) -> None:
-    """The tracers function and function_graph show some functions with their callers.
+    """The tracers function and function_graph show selected functions with their callers.
 
-    function also traces all functions.
+    The tracer function can also trace all functions.
     """
     for function in (b"vfs_open", b"do_dentry_open", b"ksys_read"):
         write(clean, CLIENT, "/tracing/set_ftrace_filter", function + b"\n", os.O_APPEND)
@@ -276,8 +278,9 @@ def traced_calls(guest: LinuxEngine, tracer: str) -> tuple[list[str], int, int]:
 
 @pytest.mark.parametrize("tracer", ["function", "function_graph"])
 def test_tracers_are_guest_code(tracer: str) -> None:
-    """Only the first traced call enters Python, no call or return traps, and the records are those of tracing
-    in Python.
+    """Only the first traced call enters Python. Neither calls nor returns cause traps.
+
+    The records are those of tracing in Python.
     """
     expected, by_python, _ = traced_calls(new_engine(compiled=False), tracer)
     found, calls, traps = traced_calls(new_engine(), tracer)
@@ -293,9 +296,8 @@ COUNT_ATOMICALLY = "adr x4, rets; again: ldxr x5, [x4]; add x5, x5, #1; stxr w6,
 
 @pytest.mark.parametrize("optimizer", [False, True])
 def test_handlers_in_assembly(optimizer: bool) -> None:
-    """Assembly handlers count in cells and end at a fault.
-
-    The registers of the probed code keep their values.
+    """Handlers in assembly count in memory cells, are ended by a fault, and preserve the registers of the
+    probed code.
     """
     plain = new_engine()
     with plain.lock:

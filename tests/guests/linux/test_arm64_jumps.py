@@ -74,13 +74,13 @@ def settle(engine: LinuxEngine) -> None:
 
 
 def listed(mount: Mount) -> list[str]:
-    """Return the place and the flags of each probe in kprobes/list."""
+    """Return "PLACE FLAGS" for each probe in kprobes/list."""
     lines = read(mount, CLIENT, "/kprobes/list").decode().splitlines()
     return [line.split(maxsplit=2)[2].rstrip() for line in lines]
 
 
 def enable(mount: Mount, engine: LinuxEngine, *lines: bytes) -> None:
-    """Define and enable events, and let the optimizer work."""
+    """Define the events `lines`, enable all events, and run the optimizer."""
     write(mount, CLIENT, "/kprobe_events", b"\n".join(lines))
     write(mount, CLIENT, "/tracing/events/kprobes/enable", b"1\n")
     settle(engine)
@@ -88,9 +88,9 @@ def enable(mount: Mount, engine: LinuxEngine, *lines: bytes) -> None:
 
 @pytest.mark.parametrize("traced", [b"1", b"0"])
 def test_both_kinds_of_hits_record_the_same(clean: Mount, engine: LinuxEngine, traced: bytes) -> None:
-    """Hits by a breakpoint and by a jump show equal registers, processor states and call chains.
+    """Hits by a breakpoint and by a jump record equal registers, processor states and call chains.
 
-    Python handles the first hit. Guest code handles later hits without a call chain.
+    With the option stacktrace off, guest code handles the hits by the jump after the first one.
     """
     registers = b" ".join(b"r%d=%%x%d" % (number, number) for number in range(31))
     line = b"p:kprobes/inside vfs_read+48 " + registers + b" sp=%sp pc=%pc state=%pstate $comm\n"
@@ -118,7 +118,7 @@ def test_both_kinds_of_hits_record_the_same(clean: Mount, engine: LinuxEngine, t
 
 
 def hits_of(size: int, found: list[str]) -> Iterator[list[str]]:
-    """Yield the record and the call chain of each read of `size` bytes among the lines `found` of a trace."""
+    """Yield, for each read of `size` bytes, its record and call chain among the lines `found` of a trace."""
     for at, text in enumerate(found):
         if f" r2={size:#x} " in text:
             chain = takewhile(lambda text: text.startswith(" => "), found[at + 2 :])
@@ -126,8 +126,10 @@ def hits_of(size: int, found: list[str]) -> Iterator[list[str]]:
 
 
 def test_optimization_is_switched(clean: Mount, engine: LinuxEngine) -> None:
-    """The sysctl, kprobes/enabled and the event's file write and remove the jump, and a hit is
-    counted once.
+    """The jump is removed and written again by debug.kprobes-optimization, kprobes/enabled and the event's
+    `enable`.
+
+    Each hit is recorded exactly once while the probe is armed.
     """
     enable(clean, engine, b"p:kprobes/entry vfs_read size=%x2:u64\n")
     file = clean.open(CLIENT, "/scratch/greeting", os.O_RDONLY)
@@ -149,8 +151,9 @@ def test_optimization_is_switched(clean: Mount, engine: LinuxEngine) -> None:
 
 
 def test_the_steps_of_patching(clean: Mount, engine: LinuxEngine) -> None:
-    """A jump has the size of a breakpoint, so a change stops only once, while the breakpoint is in
-    the text.
+    """Each change between breakpoint and jump has one intermediate step, with the breakpoint in the text.
+
+    One step is enough, because the jump has the size of a breakpoint.
     """
     text = engine.machine.text
     place = engine.kernel.required("vfs_read")
@@ -235,9 +238,9 @@ def test_a_handler_removes_its_own_probe(clean: Mount, engine: LinuxEngine) -> N
 
 
 def test_a_task_sleeps_behind_a_relocated_call(engine: LinuxEngine) -> None:
-    """The stack of a task that sleeps in a relocated call has the original return address.
+    """If a task sleeps in a call from a detour, its stack has the original return address.
 
-    Probe and detour can therefore be freed during the sleep.
+    The probe and the detour can therefore be freed during the sleep.
     """
     text = engine.machine.text
     schedule = engine.kernel.required("schedule")
@@ -332,7 +335,7 @@ def test_reasons_of_whole_functions(engine: LinuxEngine) -> None:
 
 
 def test_instructions_of_the_kernel(engine: LinuxEngine) -> None:
-    """A sample of the different instructions in the text, in place and relocated, has the same effects.
+    """Each instruction of a random sample of the text has the same effects in place and relocated.
 
     `python -m stress.linux.relocations` executes all of them.
     """

@@ -112,7 +112,7 @@ def test_modules_of_no_kernel(
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the kernels of a test pass as complete kernels, and limit the time of a boot."""
+    """Skip the check that a test's kernel is complete, and limit the duration of a boot."""
     facts = KernelOffsets("6.1.0-made", "x86_64", {"do_sync_core": made.TEXT}, {}, {}, 0)
     monkeypatch.setattr(boot_cache, "kernel_offsets", lambda _kernel: facts)
     monkeypatch.setattr(boot_cache, "_BOOT_BUDGET", 0.2)
@@ -173,7 +173,7 @@ def no_room() -> Iterator[None]:
 
 
 def small_machine(*_arguments: object) -> tuple[PcMachine, KernelOffsets, None]:
-    """Return a small machine in place of a booted kernel."""
+    """Return a machine without a kernel, with 4 MiB of RAM, in place of a booted kernel."""
     machine = PcMachine(mmap.mmap(-1, 4 << 20), 1, find_exception_cells(), 1.0)
     return machine, KernelOffsets("", "x86_64", {}, {}, {}, 0), None
 

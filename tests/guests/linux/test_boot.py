@@ -1,4 +1,4 @@
-"""The host helps a kernel to boot faster. These tests show that the booted kernel is the same."""
+"""The host's help for a faster boot leaves the booted kernel as it would be without this help."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A kernel that kprobefs and the kernel's own kprobes probe at once: both count the same hits as they would
-alone.
+"""A kernel that kprobefs and the kernel itself probe at the same time: both count the hits that each would
+count alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FUNCTIONS = ("shmem_write_begin", "shmem_write_end")
 
 
 class Both(NamedTuple):
-    """Two mounts over one guest: of kprobefs's kprobes, and of the kernel's own kprobes."""
+    """Two mounts of one guest: `ours` uses kprobefs's kprobes, and `native` the kernel's own kprobes."""
 
     engine: LinuxEngine
     ours: Mount
@@ -105,9 +105,11 @@ def test_a_marker_has_the_address_that_the_kernel_gives_it(both: Both) -> None:
 
 
 def test_options_are_those_of_the_kernel(both: Both) -> None:
-    """The mount has the options of the kernel's tracefs, including those of tracers that kprobefs lacks.
+    """kprobefs's mount has the same trace options as the kernel's tracefs, including those of tracers that
+    kprobefs lacks.
 
-    Options of the blk tracer have the same effects in both mounts, also on another option.
+    A write to an option of the blk tracer has the same effects in both mounts, also on the option
+    context-info.
     """
     directory = "/tracing/options"
     native = {entry.name for entry in both.native.readdir(directory)}
@@ -169,9 +171,9 @@ def test_each_has_its_own_places_in_the_same_functions(both: Both) -> None:
 
 
 def test_stack_dumps_show_the_callers_of_calls_that_both_hook(both: Both) -> None:
-    """Stack dumps show the original callers if kprobefs and the kernel hook calls.
+    """Stack dumps show the original callers if both kprobefs and the kernel hook the returns of calls.
 
-    Return probes of kprobefs hook some of the calls, and the kernel's own function graph the others.
+    kprobefs hooks some calls for its return probes, and the kernel hooks others for its function graph.
     """
     dumping = "show_trace_log_lvl", "show_stack", "sched_show_task", "show_state_filter"
     # The argument limits the dump to tasks in a freezable sleep.

@@ -1,4 +1,4 @@
-"""Listings of the host's code in the guest: the bytes are those that keystone assembles from the
+"""Listings of the host's code in the guest: the listed bytes are what keystone assembles from the listed
 instructions.
 """
 
@@ -46,7 +46,9 @@ SIZES = {"rel32": 4, "imm32": 4, "imm64": 8}
 
 
 def symbols_of(listing: str) -> dict[str, int]:
-    """Return a value for each symbol: an offset for an imm32, an address in reach for all others."""
+    """Return symbol -> value for a listing: a number for symbols used as imm32, and a near address for all
+    others.
+    """
     found = sorted(set(FIELD.findall(listing)))
     return {
         name: 0x1234 if kind == "imm32" else AT + 0x1000_0010 * (n + 1)
@@ -69,8 +71,10 @@ def assembled(listing: str, symbols: dict[str, int], processor: tuple[int, int] 
 
 
 def relative(line: str, end: int, symbols: dict[str, int]) -> str:
-    """Replace a symbol after `rip +` by its distance from the end of the instruction, as keystone
-    needs it.
+    """Return `line` with each symbol after `rip +` replaced by its distance from `end`, the end of the
+    instruction.
+
+    keystone needs the distance in place of the address.
     """
     for name, value in symbols.items():
         line = re.sub(rf"rip \+ {name}\b", f"rip + {value - AT - end}", line)

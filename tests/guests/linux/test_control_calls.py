@@ -64,8 +64,9 @@ def watched(mount: Mount, definitions: str = DEFINITIONS) -> Files:
 
 
 def session(files: Files) -> None:
-    """Make requests of one process on control files that kprobefs and the kernel both have, with the same
-    lengths.
+    """Make requests of one process on control files that both kprobefs and the kernel have.
+
+    These files have contents of the same length in both, so that the calls are equal.
     """
     files.read("/tracing/current_tracer")
     files.write("/tracing/tracing_cpumask", "1\n", os.O_WRONLY | os.O_TRUNC)
@@ -98,8 +99,8 @@ def recorded(mount: Mount, pid: int) -> list[tuple[str, str]]:
 
 
 def test_calls_are_those_of_the_kernels_own_files(ours: Mount) -> None:
-    """Requests on kprobefs's control files make the same calls, in the same order, as on the kernel's own
-    files.
+    """Requests on kprobefs's control files make the same system calls, in the same order, as requests on the
+    kernel's files.
     """
     answers = []
     for mount in (ours, debian_kernel.mount()):
@@ -293,7 +294,7 @@ def test_nothing_is_called_while_nobody_can_see_it(ours: Mount) -> None:
 
 
 def open_files(mount: Mount) -> list[int]:
-    """Return the descriptors that the guest has of control files."""
+    """Return the guest's descriptors that stand for open control files."""
     with mount.lock:
         guest_of(mount).control_closes.flush()
     init = guest_of(mount).tasks.init.pid
@@ -373,7 +374,9 @@ def test_what_a_write_does_may_run_the_guest(ours: Mount) -> None:
 
 @pytest.mark.parametrize("is_tracefs", [False, True])
 def test_names(is_tracefs: bool) -> None:
-    """Calls on control files have the paths of the kernel's own tracefs, also for files of a new instance."""
+    """System calls on control files have the paths of the kernel's own tracefs, even for files of a new
+    instance.
+    """
     mount = ours_mount(is_tracefs=is_tracefs)
     top = "" if is_tracefs else "/tracing"
     files = Files(mount, SHELL)
@@ -406,8 +409,8 @@ def test_a_kernel_that_lacks_a_function_goes_without(monkeypatch: pytest.MonkeyP
 
 
 def test_limits(ours: Mount) -> None:
-    """machine/limits of a distribution's kernel has the limits of open files and tracing, not those of
-    scratch/ and runs.
+    """machine/limits of a distribution's kernel has entries for open files and tracing, but none for scratch/
+    and runs.
     """
     shell = Files(ours, SHELL)
 

@@ -93,7 +93,7 @@ def test_functions_are_called(shell: Files) -> None:
 
 
 def test_the_flag_by_which_a_task_is_asked_to_reschedule(mount: Mount) -> None:
-    """The number of TIF_NEED_RESCHED that is found for a dump is that of the booted kernel."""
+    """The bit number of TIF_NEED_RESCHED is the same, whether found for the dump or for the booted kernel."""
     guest = core(mount).guest
     tasks = debian_kernel.tasks()
     assert guest.need_resched == tasks.need_resched
@@ -197,7 +197,9 @@ def test_links_stay_in_the_dump(mount: Mount) -> None:
 
 
 def test_a_dump_of_a_newer_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dump works if per-CPU variables are linked into the image and task flags have other numbers."""
+    """A dump of a newer kernel works, whose per-CPU variables are linked into the image and whose task flags
+    are renumbered.
+    """
     tasks = debian_kernel.tasks("linux-image-cloud-amd64", "sid")
     flag, path = tasks.need_resched, tmp_path / "core"
     core_dump.dump_of(tasks, path, has_info=True)
@@ -218,7 +220,9 @@ def test_a_dump_of_a_newer_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_who_asks(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that runs code of the dump ends if its client is killed."""
+    """For each request that runs code of the dump, the machine gets a function that returns whether the
+    client is dying.
+    """
     asked = list[bool]()
     wanted_until = core(mount).guest.machine.wanted_until
 
@@ -265,9 +269,9 @@ def test_what_the_host_would_open(mount: Mount) -> None:
 def test_kinds_that_file_systems_tell(
     kind: int, shown: int, mount: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An entry of a directory has the kind that the file system tells, or none.
+    """A directory entry has the file type that the file system passes, or no type if this type is 0.
 
-    Flags of the kernel are ignored.
+    Flags that the kernel adds to the type are ignored.
     """
     entry = vmcore_files._ENTRY.pack(5, kind, 4) + b"name"
     monkeypatch.setattr(core_files(mount).files, "readdir", lambda _path: [*vmcore_files._entries(entry, 0)])
@@ -282,7 +286,7 @@ def test_long_directories(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_open_files(mount: Mount) -> None:
-    """An open file of a dump answers all requests by handle, or refuses them with the right errno."""
+    """Each request on an open file of a dump is answered, or refused with the right errno."""
     handle = mount.open(CLIENT, "/files/scratch/dir/note", os.O_RDONLY)
     directory = mount.opendir(CLIENT, "/files/scratch")
     assert mount.fgetattr(handle).size == len(TEXT)
@@ -379,8 +383,9 @@ ADD_TO_STOP = "48834610"
 
 @pytest.mark.parametrize("size", [1, 16])
 def test_a_directory_without_end(size: int, mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A listing whose calls always give further bytes, less than an entry or one entry, is stopped
-    with EIO.
+    """A listing is stopped with EIO if each call returns further bytes without end.
+
+    The cases return one byte, less than an entry, or 16 bytes.
     """
     monkeypatch.setattr(snapshot, "BUDGET", 0.5)
     with (
@@ -394,10 +399,7 @@ def test_a_directory_without_end(size: int, mount: Mount, monkeypatch: pytest.Mo
 
 
 def test_ftraces_pages_in_a_circle(dumped: Path, mount: Mount) -> None:
-    """A circular list of ftrace pages is refused.
-
-    The records of such a list would fill the memory of the host.
-    """
+    """A circular list of ftrace pages is refused, because its records would fill the memory of the host."""
     memory, root = core(mount).guest.machine.memory, core(mount).guest.root
     with dumped.open("rb") as file:
         info = vmcore.CoreFile(file.fileno()).vmcoreinfo
@@ -432,7 +434,7 @@ def memory(mount: Mount) -> bytes:
 def test_what_can_not_run_has_not_been(line: str, error: str, why: str, shell: Files, mount: Mount) -> None:
     """A call that cannot run is refused with the reason.
 
-    Memory is as before, including locks that the call took.
+    Memory is then as before the call. Locks that the call has taken are free again.
     """
     shell.call('strlen "hello"')
     before = memory(mount)
@@ -471,7 +473,7 @@ def test_what_the_host_meets_is_taken_back(
 def test_probes_that_a_refused_call_hits_first(
     shell: Files, mount: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Patches that first hits make in a refused call stay: text is as poked last, and further hits are
+    """If a refused call is undone, the patches that first hits have made stay, and later hits are still
     counted.
     """
     text, optimizer = core(mount).engine.machine.text, core(mount).engine.kprobes.optimizer
@@ -516,10 +518,10 @@ def test_a_lock_that_is_held(shell: Files) -> None:
 
 
 def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dump without a VMCOREINFO note is mounted without a cache. VMCOREINFO is found in memory; holes are
-    not read.
+    """A dump without a VMCOREINFO note is mounted without a cache. VMCOREINFO is found in memory, and holes
+    are not read.
 
-    The TSC of the dump does not fit its kernel's conversion of time, which gives a time before the boot.
+    The dump's conversion of the TSC would give a time before the boot, but the guest's time is positive.
     """
     tasks, booted = debian_kernel.with_kernel()
     scales = booted.kallsyms.lookup_name("cyc2ns")
@@ -612,7 +614,9 @@ def test_page_tables_that_lead_nowhere(dumped: Path, monkeypatch: pytest.MonkeyP
 def test_what_was_kept_of_a_dump_with_a_text_for_an_address(
     dumped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the cached form of a dump has a text in place of an address, this form is removed and made again."""
+    """If the cached form of a dump has a string in place of an address, the cached form is removed and made
+    again.
+    """
     subprocess.run(["cp", "-a", "--sparse=always", dumped.parent / "kprobefs", tmp_path], check=True)
     read, damaged = snapshot.read, []
 
@@ -655,8 +659,9 @@ def test_a_damaged_list_is_a_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A dump with a damaged list is refused by one line of error, which does not name poison as an
-    address.
+    """A dump with a damaged list is refused by one line of error.
+
+    The line does not show a poison value as if it were an address.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     damaged = tmp_path / "core"
@@ -794,7 +799,7 @@ def test_places_of_a_dump_are_explained_without_running_it(
 ) -> None:
     """`explain` gives the same verdict, detour and arguments for a dump as for the image.
 
-    The text of the dump is already patched for its CPU, and needs no return thunks.
+    It does not consider other CPUs for the dump, whose text is already patched for one CPU.
     """
     image = str(debian_kernel.image())
     answers = []

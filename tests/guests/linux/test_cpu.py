@@ -1,4 +1,4 @@
-"""--cpu: a kernel boots and patches itself as on a production CPU, and answers of commands name this CPU."""
+"""--cpu: a kernel boots and patches itself as on a production CPU, and commands name this CPU."""
 
 from __future__ import annotations
 
@@ -168,8 +168,8 @@ def test_recorded_leaves_of_cpuid_beat_flags() -> None:
 
 
 def test_every_model_derives_from_its_own_words_what_its_table_says() -> None:
-    """derived_bits() derives hidden features and ARCH_CAPABILITIES from a CPU's flags and files of
-    vulnerabilities.
+    """derived_bits() computes hidden features and ARCH_CAPABILITIES from a CPU's flags and its
+    `vulnerabilities` files.
     """
     immune = dict.fromkeys(("meltdown", "mds", "l1tf"), "Not affected")
     hidden, capabilities = derived_bits(INTEL, 6, 106, ("arch_capabilities", "ibrs_enhanced"), immune)

@@ -17,7 +17,7 @@ def unprobed() -> everywhere.Unprobed:
 
 @pytest.fixture(scope="module")
 def hits() -> dict[int, int]:
-    """Return a map that the modes share: address -> number of hits."""
+    """Return a map that the tests of all modes share: address -> number of hits."""
     return {}
 
 

@@ -127,10 +127,10 @@ def test_a_kernel_with_another_clock_keeps_its_own_time() -> None:
 
 
 def clocks(of_files: bool) -> tuple[list[int], set[int]]:
-    """Return what the guest's clocks show while files change for more than a second, and the times of the
-    files.
+    """Change files for more than a second of guest time. Return all readings of the guest's clocks, and the
+    files' times.
 
-    `of_files`: FileTimes sets the times of files.
+    `of_files`: let FileTimes set the times of files.
     """
     guest = debian_kernel.tasks()
     calls, init, shown, given = LinuxSyscalls(guest), guest.init, list[int](), set[int]()
@@ -166,8 +166,9 @@ def test_no_other_clock_of_the_guest_sees_it() -> None:
 
 @pytest.mark.parametrize(("size", "offset"), [(4, 8), (16, 16)])
 def test_what_precedes_the_timekeeper(size: int, offset: int) -> None:
-    """Before Linux 6.13, the timekeeper is found after a sequence count and, in a real-time kernel, the
-    address of a lock.
+    """Before Linux 6.13, the timekeeper's offset follows from the size of the sequence count before it.
+
+    In a real-time kernel, the sequence count includes the address of a lock.
     """
     types = made.Btf()
     types.structure("seqcount_raw_spinlock", size)

@@ -91,8 +91,9 @@ class Guest:
 
 
 def test_tasks_that_ended(mount: Mount, watch: ScriptedWatch) -> None:
-    """In three rounds of forks and exits, the host gets back memory of ended tasks, and a probe counts all
-    writes.
+    """In each of three rounds of forks and exits, the host gets back memory of the ended tasks.
+
+    Files keep their contents, and a probe counts all writes.
     """
     guest, kept = Guest(mount, watch), random.Random(1).randbytes(1 << 20)
     guest.put(SHELL, "kept", kept)

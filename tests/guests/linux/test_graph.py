@@ -1,5 +1,5 @@
-"""function_graph and the function profiler over Debian's kernel: complete trees, equal to those of its own
-tracer.
+"""function_graph and the function profiler over Debian's kernel: trees are complete, and equal to the
+kernel's own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def worked(guest: LinuxEngine) -> list[object]:
 
 
 def column(shell: Files) -> Iterator[str]:
-    """Yield the lines of calls, ends of calls and switches of tasks, with indentation and without times."""
+    """Yield the lines of the trace with calls, ends of calls and switches of tasks, without their times."""
     for line in shell.read("/tracing/trace").splitlines():
         if SWITCH.search(line):
             yield line
@@ -72,7 +72,7 @@ def hits(shell: Files) -> dict[str, int]:
 def calls(lines: list[str]) -> Counter[str]:
     """Return function -> number of calls.
 
-    Assert that a call ends in its own task, unless this task does not go on.
+    Assert that each call ends in the task that made it, if this task runs again.
     """
     awaited: dict[str, list[str]] = {}
     found: Counter[str] = Counter()
@@ -101,7 +101,7 @@ def calls(lines: list[str]) -> Counter[str]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[object]:
-    """Return the answers of the workload without a tracer."""
+    """Return the answers of the workload in a guest without a tracer."""
     return worked(engine(PROFILES[DEFAULT]))
 
 
@@ -191,9 +191,9 @@ def test_nothing_is_left_of_tasks_that_end() -> None:
 
 
 def test_profiles_count_what_the_tree_shows() -> None:
-    """A function's profile has the number of hits of its probe.
+    """The function profiler counts as many hits of a function as a probe does.
 
-    With graph-time, the times include called functions.
+    With the option graph-time, the times include the functions that are called.
     """
     guest, shell = mounted()
     select(shell, "vfs_write ksys_write vfs_read kernel_clone")

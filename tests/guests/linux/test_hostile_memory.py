@@ -34,8 +34,10 @@ def engine() -> Iterator[LinuxEngine]:
 
 
 def test_a_circle_of_tasks(engine: LinuxEngine, caplog: pytest.LogCaptureFixture) -> None:
-    """If the task list is circular, the tasks before the circle and the idle task are found, and any code may
-    be in use.
+    """If the task list is circular, the tasks before the circle and the idle task are found, and the damage
+    is reported once.
+
+    All ranges of code then count as in use.
     """
     stacks = engine._stacks
     memory = engine.machine.memory

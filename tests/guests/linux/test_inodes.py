@@ -26,9 +26,9 @@ FORMS = _FORMS | dict.fromkeys(SECONDS, "q") | dict.fromkeys(NANOSECONDS, "I")
     ],
 )
 def test_each_is_found_where_it_is(order: tuple[str, ...]) -> None:
-    """The attributes of an inode are read at the given offsets.
+    """The attributes of an inode are read at the offsets that the release has for them.
 
-    A flag that the kernel keeps in a time is not shown.
+    A flag that the kernel stores in the change time is not shown.
     """
     assert set(order) == set(FORMS)
     values = {name: number for number, name in enumerate(FORMS, 0x101)} | {"i_sb": SUPERBLOCK}

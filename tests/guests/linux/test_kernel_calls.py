@@ -71,7 +71,7 @@ def test_probes_see_the_thread(shell: Files) -> None:
 
 
 def test_one_that_faults(shell: Files) -> None:
-    """A fault of a called function kills only the thread of this call, and the log has the reason."""
+    """A fault in a called function kills only the thread that makes this call, and the log has the reason."""
     assert shell.call("strlen 16") == "EFAULT strlen: its thread was killed; see machine/dmesg\n"
     assert "NULL pointer dereference, address: 0000000000000010" in shell.read("/machine/dmesg")
     assert shell.call("int_sqrt 81") == "int_sqrt = 0x9 (9)\n"
@@ -161,9 +161,9 @@ def test_modules(shell: Files, tmp_path: Path) -> None:
 def test_modules_are_their_writers(
     shell: Files, mount: Mount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A module is loaded by a system call of the client that writes.
+    """A module is loaded by a system call of the client that writes to machine/modules.
 
-    If the load sleeps, the client's task ends.
+    If the load would sleep, the write fails with EINTR, and the client's task ends.
     """
     callers: list[LinuxTask] = []
 
@@ -200,8 +200,9 @@ def test_modules_are_their_writers(
 def test_modules_that_probe(
     wanted: list[str], defined: list[str], used: str | None, mount: Mount, tmp_path: Path
 ) -> None:
-    """A module is refused if it needs a function that registers probes, not if it defines a function of such
-    a name.
+    """A module that needs a kernel function that registers probes is refused.
+
+    A module that defines a function of the same name is not refused.
     """
     path = tmp_path / "made.ko"
     path.write_bytes(made_module(wanted, defined))

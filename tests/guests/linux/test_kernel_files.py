@@ -1,5 +1,5 @@
-"""Attributes that the host reads from the kernel's memory are those that newfstatat(2) of the
-kernel returns.
+"""Attributes of files, read by the host from the kernel's memory: they equal those that newfstatat(2)
+returns.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def guest() -> Iterator[LinuxTasks]:
 
 
 def asked(guest: LinuxTasks, path: str) -> tuple[int, ...]:
-    """Return the attributes of a file as the kernel's newfstatat(2) returns them."""
+    """Return the attributes of the file at `path`, from a newfstatat(2) of the guest's init."""
     guest.copy_to_user(guest.init, BUFFER, path.encode() + b"\0")
     guest.call(guest.init, NEWFSTATAT, AT_FDCWD, BUFFER, BUFFER + 4096, AT_SYMLINK_NOFOLLOW)
     data = guest.copy_from_user(guest.init, BUFFER + 4096, 144)
@@ -161,9 +161,9 @@ def test_where_something_is_mounted_the_kernel_is_asked(guest: LinuxTasks) -> No
 
 
 def test_flags_are_the_releases_own() -> None:
-    """Flags of dentries are taken from the kernel's enum.
+    """Flags of dentries come from the kernel's enum dentry_flags, or are defaults for older kernels.
 
-    Older kernels have macros, which BTF lacks, and get defaults.
+    Older kernels define these flags as macros, which BTF lacks.
     """
     moved = made.Btf()
     places = {"MOUNTED": 0x8000, "NEED_AUTOMOUNT": 0x10000, "MANAGE_TRANSIT": 0x20000, "OP_REVALIDATE": 4}

@@ -1,4 +1,4 @@
-"""The same requests on several kernels of Debian, which other tests do not use."""
+"""Tests with several of Debian's kernels that the other tests do not use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHELL, OTHER = Client(4001, 0, 0), Client(4002, 1000, 1000)
 
 
 class Kernel(NamedTuple):
-    """A kernel's package, the form of the kernel's release, and an error that depends on the version."""
+    """A kernel's package, a pattern of its release, and the errno for a probe on an unknown function."""
 
     meta: str
     suite: str
@@ -77,7 +77,7 @@ DIRECTORIES = "/scratch", "/tracing/instances", "/tracing/events"
 
 
 def state(mount: Mount) -> dict[str, object]:
-    """Return what a test could leave for the next test: settings, and names in directories."""
+    """Return the settings and the names in directories that a test could change for the next test."""
     shell = Files(mount, SHELL)
     names = {path: sorted(entry.name for entry in mount.readdir(path)) for path in DIRECTORIES}
     return {name: shell.read(f"/tracing/{name}") for name in SETTINGS} | names
@@ -151,7 +151,8 @@ def _placed(mount: Mount) -> tuple[list[str], list[str]]:
 
 
 def test_directories_of_events(ours: Mount, mount: Mount) -> None:
-    """The same calls of the kernel create directories of new events with both engines, as a probe shows.
+    """With either engine, the same kernel function creates the directories of a new event, as a probe on it
+    shows.
 
     The function is eventfs_create_dir or, in older kernels, tracefs_create_dir.
     """
@@ -185,7 +186,10 @@ def test_a_program_that_a_client_executes(mount: Mount) -> None:
 
 
 def test_news_of_a_histogram_reach_a_client_that_polls() -> None:
-    """The kernel reports POLLPRI once, to the poll that finds out whether to wake the client."""
+    """After a change of a histogram, a poll of its file reports POLLPRI once and POLLIN until the next read.
+
+    Each change also wakes a client that polls.
+    """
     mount = debian_kernel.mount(meta=KERNELS[-1].meta, suite=KERNELS[-1].suite)
     shell, other = Files(mount, SHELL), Files(mount, OTHER)
     shell.write("/kprobe_events", "p:opened do_sys_openat2\n")
@@ -223,14 +227,18 @@ def test_all_events_can_be_enabled(ours: Mount) -> None:
 
 
 def test_contexts_of_records(ours: Mount, mount: Mount) -> None:
-    """Records of kprobefs show the same flags of interrupts and preemption as records of the kernel."""
+    """Records show the same flags for interrupts and preemption in kprobefs's trace as in the kernel's own
+    trace.
+    """
     found = [_contexts(Files(tree, SHELL)) for tree in (ours, mount)]
     assert found[0] == found[1]
     assert found[0].keys() == {"entry", "sys_openat", "sys_enter"}
 
 
 def _contexts(shell: Files) -> dict[str, set[str]]:
-    """Return event -> the flags of records of one system call, in the four columns that all versions have."""
+    """Return event -> the flags in the records of one system call, limited to the four columns that all
+    versions have.
+    """
     shell.write("/kprobe_events", "p:k/entry do_sys_openat2\n")
     events = "k/entry", "syscalls/sys_enter_openat", "raw_syscalls/sys_enter"
     for event in events:

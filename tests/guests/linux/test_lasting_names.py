@@ -1,5 +1,5 @@
-"""Names of files that a front end may cache over a distribution's kernel, and reports that such a
-name ends.
+"""Names of files that the front end may cache, on a distribution's kernel, and the notice that a name is no
+longer valid.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ ENABLE = "/tracing/events/kprobes/reads/enable"
 
 
 def test_names_last_until_their_event_is_removed() -> None:
-    """The name of an event's file lasts until the event is removed, also while a probe is armed.
+    """The name of an event's file is valid until the event is removed, even while a probe is armed.
 
-    The guest makes no calls that end with a lookup, so the front end may answer lookups itself.
+    The front end may answer lookups of the name itself, because the guest makes no calls that end with a
+    lookup.
     """
     engine = LinuxEngine(*debian_kernel.with_kernel())
     mount = probed_mount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)

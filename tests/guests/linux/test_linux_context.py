@@ -1,4 +1,6 @@
-"""Fields of task_struct in which a task's shadow stacks are kept: two, one or none of the kernel's fields."""
+"""The one or two fields of task_struct that hold a task's shadow stacks, or none if the kernel lacks the
+fields.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,15 @@ def shadow_stacks(*, may_have_traced: bool = False, **fields: int) -> dict[str, 
 
 @pytest.mark.parametrize("instances", [72, 56, 2048])
 def test_fields_of_a_kernel_with_rethooks(instances: int) -> None:
-    """Shadow stacks use the fields rethooks and kretprobe_instances if a kernel has rethooks, at
-    any offsets.
+    """If a kernel has rethooks, shadow stacks use the fields rethooks and kretprobe_instances, whatever their
+    offsets.
     """
     expected = {"rethooks": 64, "ret_stack": instances}
     assert shadow_stacks(rethooks=64, kretprobe_instances=instances, ret_stack=8) == expected
 
 
 def test_fields_of_a_kernel_without_rethooks() -> None:
-    """Shadow stacks use only ret_stack if a kernel has no rethooks, because kretprobes then use
+    """If a kernel has no rethooks, shadow stacks use only ret_stack, because kretprobes then use
     kretprobe_instances.
     """
     assert shadow_stacks(kretprobe_instances=64, ret_stack=8) == {"ret_stack": 8}

@@ -132,8 +132,9 @@ def test_a_reader_of_trace_pipe_waits_for_records(shell: Files) -> None:
 
 
 def test_flags_of_a_file_whose_reader_sleeps(shell: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changed flags of an open file apply to the next call, because a task that sleeps in a call makes no
-    other call.
+    """If a reader sleeps, changed flags of the open file apply only to the next read.
+
+    The task that sleeps in read(2) cannot make the fcntl(2) that sets the flags in the guest.
     """
     mount, changed = shell.mount, []
     pipe = mount.open(OTHER, "/tracing/trace_pipe", os.O_RDONLY)
@@ -206,7 +207,7 @@ def test_instances_and_directories(shell: Files) -> None:
 
 
 def test_the_limits_in_force(shell: Files) -> None:
-    """machine/limits has only the limits of open files, and cannot be opened for writing."""
+    """machine/limits shows only the limits of open files, and cannot be opened for writing."""
     mount = shell.mount
     before = shell.read("/machine/limits")
     handle = mount.open(STRANGER, "/machine/version", os.O_RDONLY)
@@ -418,8 +419,8 @@ def test_programs_that_clients_execute(host: Host, shell: Files) -> None:
 
 
 def test_who_executes_is_counted_for_nobody_else(host: Host, shell: Files) -> None:
-    """A client of another user forks, and the child executes a program and ends, without a warning of the
-    kernel.
+    """The kernel logs no warning if a client of another user forks, and the child executes a program and
+    ends.
     """
     host.programs = {"cat": "/bin/cat"}
     handle = shell.mount.create(SHELL, "/scratch/file", 0o644, os.O_RDWR)
@@ -571,9 +572,9 @@ def test_a_seek_after_an_appending_write(shell: Files, path: str, flags: int) ->
 
 
 def test_the_core_of_the_guest(mount: Mount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """machine/vmcore has headers for RAM.
+    """machine/vmcore is a core with headers for RAM.
 
-    Only root and the owner can open the file, at most MAX_OPEN times at once.
+    Its open is limited to root and the owner, and to MAX_OPEN at once.
     """
     monkeypatch.setattr(native_mount, "MAX_OPEN", 1)
     path = "/machine/vmcore"

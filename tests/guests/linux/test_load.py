@@ -36,7 +36,9 @@ def probed() -> tuple[LinuxEngine, ExecObserver]:
 
 @pytest.mark.parametrize("kind", list(WorkloadKind))
 def test_each_kind_is_seen(probed: tuple[LinuxEngine, ExecObserver], kind: WorkloadKind) -> None:
-    """A load causes as many hits as its rounds make calls, and leaves nothing at its end."""
+    """The rounds of each kind of load cause the expected number of hits, and no task of the load is left at
+    its end.
+    """
     found, executions = probed
     tasks = found.tasks
     syscalls = LinuxSyscalls(tasks)

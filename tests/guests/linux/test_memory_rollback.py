@@ -1,4 +1,6 @@
-"""MemoryRollback undoes what a call has written, even if a written page has become the file's again."""
+"""MemoryRollback undoes the writes of a call, even if a written page was dropped and shows the file's content
+again.
+"""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def engine(mount: Mount) -> LinuxEngine:
 def shell(mount: Mount, engine: LinuxEngine) -> Iterator[Files]:
     """Yield the mount's files.
 
-    Afterwards remove probes and modules, and assert that the text is the kernel's own.
+    Afterwards remove probes and modules, and assert that the kernel's text is the original.
     """
     shell = Files(mount, CLIENT)
     yield shell
@@ -106,7 +106,7 @@ def shell(mount: Mount, engine: LinuxEngine) -> Iterator[Files]:
 
 
 def guests(shell: Files, path: str) -> list[str]:
-    """Return the lines of a file of the guest's kernel."""
+    """Return the lines of the file `path` in the tracefs or procfs of the guest's kernel."""
     return guest_of(shell.mount).syscalls.read_all(path).decode().splitlines()
 
 
@@ -178,8 +178,8 @@ def test_functions_are_called_and_probed(shell: Files, engine: LinuxEngine) -> N
 
 @SOME
 def test_definitions_wait_and_probes_go(shell: Files) -> None:
-    """Probes wait for their module, hit from its init function on, go with it, and come back with the next
-    load.
+    """Probes on a module that is not loaded hit from its init function on, and vanish and return with the
+    module.
     """
     definitions = f"p:init {NLS}:init_nls_{NLS.removeprefix('nls_')}\np:body {NLS}:uni2char+11\n"
     shell.write("/kprobe_events", definitions)
@@ -238,8 +238,9 @@ def test_one_whose_init_measures_how_fast_it_is(shell: Files) -> None:
 
 @SOME
 def test_its_code_needs_no_python_after_its_load(shell: Files) -> None:
-    """Python counts blocks of code only while a module is loaded or unloaded, not while code of the module
-    runs.
+    """Code of a module runs without a Python callback for each new block of code.
+
+    Such callbacks occur only while a module is loaded or unloaded.
     """
     counted = LinuxMachine._count.__code__
     entries = 0
@@ -306,7 +307,7 @@ def test_branches_of_the_kernels_keys(shell: Files, engine: LinuxEngine) -> None
 
 @pytest.fixture
 def linux(request: pytest.FixtureRequest) -> Iterator[Files]:
-    """Yield the files of a mount of the same kernel with its own tracefs."""
+    """Yield the files of a mount that shows the same kernel's own tracefs."""
     native = debian_kernel.mount(suite=request.node.callspec.params["mount"])
     yield Files(native, CLIENT)
     native.close()
@@ -449,9 +450,9 @@ def test_formats_name_enumerators_of_the_module(shell: Files, engine: LinuxEngin
 
 @pytest.mark.parametrize("suite", share(SUITES, 1, 2))
 def test_modules_of_a_dump(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules of a dump are known when the dump is mounted: their functions can be called and probed.
+    """Functions of the modules of a dump can be called and probed as soon as the dump is mounted.
 
-    No thread holds the control lock while the dump is mounted.
+    The mount itself takes the control lock wherever a method needs the lock, as outside of tests.
     """
     running = debian_kernel.mount(suite=suite)
     files = Files(running, CLIENT)
@@ -480,7 +481,10 @@ def test_modules_of_a_dump(suite: str, tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_module_linked_offline_has_the_verdicts_of_the_loaded_one(
     shell: Files, engine: LinuxEngine, module: str, request: pytest.FixtureRequest
 ) -> None:
-    """At most 1 in 20 functions has other verdicts offline than loaded, because of alternatives."""
+    """For at least 19 of 20 functions of a module, verdicts from its file equal those of the loaded module.
+
+    The others differ because of alternatives, which the kernel patches at the load.
+    """
     suite = request.node.callspec.params["mount"]
     package = debian.package(debian.META_PACKAGES[0], suite)
     planned = planned_kernel(None, str(package), None, None).with_modules([module])

@@ -232,9 +232,10 @@ def test_our_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def graph_has_the_commands_calls(directory: Path) -> None:
-    """Check that `trace --graph` shows only calls of the command, and only those inside of the function.
+    """Check that `trace --graph` shows only calls of the command, inside of the given function.
 
-    With a filter, the kernel patches 1,600 functions in place of all, which takes a tenth of the time.
+    The filter is for speed: the kernel patches 1,600 functions in place of all, which takes a tenth of the
+    time.
     """
     filtered = directory / "tracing/set_ftrace_filter"
     filtered.write_text("vfs_*\n*sys_*\n*_file*\n")
@@ -249,8 +250,8 @@ def graph_has_the_commands_calls(directory: Path) -> None:
 
 
 def is_debugged(directory: Path) -> None:
-    """Check that the mount's state names a debugger that holds the guest, and that a client of the guest can
-    be killed.
+    """Check that the mount's state is DEBUGGED while a debugger holds the guest, and that a waiting client
+    can be killed.
     """
     client = GdbClient((directory / "machine/gdb").read_text().strip())
     assert condition(str(directory)) is MountState.DEBUGGED

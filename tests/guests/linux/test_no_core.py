@@ -1,5 +1,5 @@
-"""Files that are no dumps, are damaged, or change while they are read: an error of one line refuses such a
-file.
+"""Files that are no dumps, are damaged, or change during the read: such a file is refused by an error of one
+line.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ RAM = bytes(48 << 20)
 
 
 def shared_pieces() -> bytes:
-    """Return a small dump whose many segments have the same bytes of the file, so that its memory would be
-    large.
+    """Return a small dump whose segments all refer to the same bytes of the file, so that the dump claims
+    much memory.
     """
     data = bytearray(dump([(at << 20, PAGE) for at in range(100)], INFO))
     first = core_dump.PROGRAM.unpack_from(data, core_dump.HEADER.size + core_dump.PROGRAM.size)

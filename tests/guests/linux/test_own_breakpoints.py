@@ -1,5 +1,5 @@
-"""With the kernel's own kprobes, the host's routine delivers the guest's breakpoints, which the guest cannot
-notice.
+"""The host's routine that delivers breakpoints of the kernel's own kprobes: the guest cannot notice the
+routine.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def test_records_are_those_of_exceptions_that_python_delivers(probed: Probed) ->
 
 @contextmanager
 def reads_of_time() -> Iterator[list[str]]:
-    """Collect the calls of the callback for rdtsc."""
+    """Yield a list that gets one item per call of Python's callback for rdtsc during the block."""
     called: list[str] = []
 
     def note(frame: FrameType, event: str, _argument: object) -> None:
@@ -115,7 +115,7 @@ def reads_of_time() -> Iterator[list[str]]:
 
 
 def test_times_are_those_of_an_rdtsc_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read of the time by the guest needs no Python, and the time is the same to the cycle."""
+    """The host's routine for rdtsc calls no Python, and returns the same time as Python, to the cycle."""
     found = []
     for in_python in ("", "1"):
         monkeypatch.setenv(host_code.PYTHON_TRAPS, in_python)
@@ -144,7 +144,9 @@ def test_breakpoints_in_user_mode_and_other_exceptions_stay_pythons(probed: Prob
 
 
 def test_a_breakpoint_without_a_stack_is_a_double_fault(probed: Probed) -> None:
-    """A breakpoint whose frame cannot be pushed is a double fault, as for other exceptions."""
+    """A breakpoint whose frame cannot be pushed on the stack is a double fault, like any other such
+    exception.
+    """
     machine = probed.tasks.machine
     probed.tasks.deliver_breakpoints()
     text, entry = probed.tasks._thunk.stub_text

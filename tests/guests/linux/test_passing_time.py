@@ -247,8 +247,10 @@ def test_with_the_real_clock_the_guest_works_in_pauses_of_which_a_second_counts(
 
 
 def test_with_the_real_clock_time_follows_the_host_after_the_guest_has_slept() -> None:
-    """The guest sleeps while definitions change, and the host does not wait for it. Later durations are those
-    of the host again.
+    """With the real clock, durations are those of the host, also after the guest has slept for a change of
+    definitions.
+
+    The host does not wait for such a sleep.
     """
     shell = Shell(is_clock_real=True)
     now = 0
@@ -268,9 +270,7 @@ def test_with_the_real_clock_time_follows_the_host_after_the_guest_has_slept() -
 
 
 def test_the_real_clock_of_probes_is_that_of_the_host() -> None:
-    """With the real clock, a reading follows the host's time, so durations within one run of the guest are
-    real, too.
-    """
+    """With the real clock, each reading follows the host's time, also within one run of the guest."""
     tasks, kernel = debian_kernel.with_kernel()
     now = 5_000_000
     tasks.machine.pc.follow_wall(lambda: now)

@@ -28,7 +28,7 @@ CODE, CELL, ROOT = 0x10000, 0x20000, 0x4000
 
 
 def test_a_run_that_was_stopped_from_outside_does_not_go_on() -> None:
-    """A run that was stopped from outside cannot be continued, because the store in flight could be done
+    """A run that was stopped from outside cannot be continued, because a store that had begun could be done
     twice.
     """
     machine, ram = small_machine(ADDS, 0.1)
@@ -62,7 +62,11 @@ def small_machine(code: bytes, budget: float = 1.0) -> tuple[PcMachine, mmap.mma
 
 
 def stored(count: int, at: int, flags: int, *, in_host: bool) -> tuple[list[int], bytes, int]:
-    """Run a repeated store of bytes; return registers, RAM, and how often the CPU came to the instruction."""
+    """Run a `rep stosb`. Return the registers, the RAM, and how often the CPU reached the instruction.
+
+    `count`, `at`: number and address of the bytes. `flags`: the flags before. `in_host`: let the host do the
+    stores.
+    """
     machine, ram = small_machine(REP_STOSB + b"\xf4")
     rounds: list[None] = []
     if in_host:
@@ -221,8 +225,8 @@ def test_text_that_is_patched_while_a_client_stands_in_user_mode(guest: LinuxEng
 
 
 def test_a_copy_behind_the_cpu_state_is_no_second_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    """WordSearch finds one word, even if a read of the CPU's state leaves a copy right after the CPU's
-    structure.
+    """WordSearch finds only the word in the CPU's structure, even if reading the CPU's state leaves a copy
+    right after it.
     """
     memory = (ctypes.c_uint64 * (2 * STATE_SIZE // 8))()
     state = ctypes.addressof(memory)

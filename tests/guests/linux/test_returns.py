@@ -1,6 +1,4 @@
-"""Compiled return probes in Debian's kernel: hooked calls return to their callers, and all calls
-are counted.
-"""
+"""Compiled return probes in Debian's kernel: hooked calls return to their callers, and all are counted."""
 
 from __future__ import annotations
 
@@ -107,9 +105,10 @@ def test_stack_dumps_show_the_callers_of_hooked_calls() -> None:
 
 
 def test_a_return_by_the_kernels_text_takes_as_many_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A return takes the same number of instructions with and without the code in the kernel's text.
+    """A return takes the same number of instructions, whether its trampoline uses code in the kernel's text
+    or not.
 
-    The code there replaces one instruction of kprobefs's trampoline.
+    The code in the text replaces one instruction of kprobefs's trampoline.
     """
 
     def instructions() -> int:

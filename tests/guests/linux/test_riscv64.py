@@ -153,9 +153,9 @@ def test_check(image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_its_own_kprobes_record_nothing(
     image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`check` warns that the kernel's own kprobes record nothing.
+    """`check` warns that this kernel's own kprobes record nothing.
 
-    `explain` of a refused place names an accepted place.
+    For a refused place, `explain` names an accepted one.
     """
     file = tmp_path / "x.probes"
     file.write_text("p:a vfs_read+8\n")

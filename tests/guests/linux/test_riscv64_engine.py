@@ -173,7 +173,7 @@ def test_hits_that_read_user_memory_keep_address_translations() -> None:
 
 
 class TestEngine(EngineTests):
-    """Tests of the engine over the kernel for riscv64."""
+    """Tests of kprobefs's own kprobes in the riscv64 kernel."""
 
 
 def test_events_of_the_kernel(clean: Mount) -> None:
@@ -189,8 +189,9 @@ def test_events_of_the_kernel(clean: Mount) -> None:
 
 
 def test_a_marker_is_as_the_kernel_records_it(clean: Mount) -> None:
-    """A marker has the same address as in the kernel's own trace: that of a label in the kernel's
-    function.
+    """A marker has the same address in kprobefs's trace as in the kernel's own trace.
+
+    This address is that of a label inside the kernel's function.
     """
     path = str(package(META, SUITE, "riscv64"))
     with own_cache(META, SUITE):
@@ -261,7 +262,7 @@ def test_the_same_requests_give_the_same_trace(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.skipif(routine_address("count") is None, reason="there is no routine for this kind of host")
 def test_time_is_the_number_of_instructions() -> None:
-    """Two calls of a function differ by one nanosecond for each instruction."""
+    """The duration of a function's call grows by one nanosecond for each executed instruction."""
     check_model_clock(new_engine(optimizer=False), 2)
 
 
@@ -274,8 +275,9 @@ def test_guest_code_records_with_the_model_clock() -> None:
 
 
 def test_the_profile_is_for_one_processor(engine: LinuxEngine) -> None:
-    """The RISC-V profile keeps the interface of the kernel, and is refused for kernels of other
-    architectures.
+    """With the RISC-V profile, the interface is still that of the kernel.
+
+    For other architectures, the profile is refused.
     """
     image = package(META, SUITE, "riscv64")
     options = MountOptions(

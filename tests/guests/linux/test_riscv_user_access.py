@@ -1,5 +1,5 @@
-"""The bit SUM of a riscv64 guest: user pages are accessible only while SUM is set, whatever the emulator
-caches.
+"""The bit SUM of a riscv64 guest: user pages are inaccessible while SUM is clear, despite cached
+translations.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ def test_no_user_page_is_accessible_without_it(machine: RiscvMachine, pages: int
 
 
 def test_translations_of_kernel_memory_are_kept(machine: RiscvMachine) -> None:
-    """With eased access, a change of SUM keeps the translations of kernel pages.
+    """With eased access, a change of SUM keeps the emulator's translations of kernel pages.
 
-    The emulator alone flushes all translations at a change of SUM.
+    Otherwise, the emulator flushes all translations at a change of SUM.
     """
     assert access(machine, 1, HIGH) == 1000
     slot = HIGH_TABLES[1]

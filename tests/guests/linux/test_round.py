@@ -74,17 +74,18 @@ def mount(request: pytest.FixtureRequest) -> Iterator[Mount]:
 
 
 def opened_and_read(mount: Mount, client: Client = SHELL) -> None:
-    """Make the requests of open(FILE), read() and close(), if the host's kernel already knows the name."""
+    """Make the requests of open(FILE), read() and close(), without the lookup, as if the host's kernel
+    already knew the name.
+    """
     handle = mount.open(client, FILE, os.O_RDONLY)
     mount.read(client, handle, 4096, 0)
     mount.release(handle)
 
 
 def test_how_much_it_takes(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cheaper of two rounds stays within the limits of Python's function calls, runs of the emulator, and
-    callbacks.
+    """A round stays within limits for Python's function calls, runs of the emulator, and callbacks.
 
-    The other round may contain a tick of the guest.
+    The cheaper of two rounds is compared, because one round may contain a tick of the guest.
     """
     starts = 0
     engine = guest_of(mount).tasks.machine.engine

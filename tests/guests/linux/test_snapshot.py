@@ -65,8 +65,9 @@ def save(path: Path) -> Path:
 
 
 def test_other_facts_have_another_number() -> None:
-    """A change of the data that a snapshot keeps needs a new number in _MAGIC, so that old snapshots are not
-    loaded.
+    """If the fields that a snapshot stores have changed, the number in _MAGIC has changed, too.
+
+    With the old number, snapshots without the new fields would be loaded.
     """
     kept = (
         *(field.name for form in (KernelOffsets, VmcoreOffsets) for field in fields(form)),
@@ -165,7 +166,7 @@ def header(whole: bytes) -> tuple[int, dict[str, Any]]:
 
 
 def rewritten(whole: bytes, about: dict[str, Any]) -> bytes:
-    """Return the snapshot with another header, whose checksum is right."""
+    """Return the snapshot `whole` with the header `about` and the right checksum of this header."""
     text = json.dumps(about).encode()
     head = whole[: header(whole)[0] - 8] + struct.pack("<II", len(text), zlib.crc32(text)) + text
     ram = whole.index(b"something") - (5 << 16)
@@ -254,7 +255,7 @@ def test_what_has_just_been_written_is_read_again(saved: Path, monkeypatch: pyte
 def test_times_that_are_set_together_are_not_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A change time without nanoseconds is not trusted.
+    """If the change time of a file has no nanoseconds, the remembered hash of the file is not used.
 
     Such times come from images of file systems that are made anew, from FAT, or from a server.
     """

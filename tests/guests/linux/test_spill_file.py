@@ -34,7 +34,10 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def where(size: int, whole: int) -> str:
-    """Return the directory in which a file of `size` bytes is made; `whole` is the size with holes."""
+    """Make a temporary file and return its directory.
+
+    `size`: bytes of data. `whole`: length including holes.
+    """
     with spill_file.open_tmpfile(lambda _file: None, size, whole) as file:
         return os.path.dirname(os.readlink(f"/proc/self/fd/{file.fileno()}"))
 

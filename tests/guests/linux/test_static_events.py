@@ -71,9 +71,9 @@ def test_lists_are_those_of_its_own_tracefs(name: str, linux: Mount, ours: Mount
 
 
 def test_system_calls_that_have_events_are_its_own_tracefs_s(linux: Mount, ours: Mount) -> None:
-    """The system calls with events are those that have events in the kernel's own tracefs.
+    """Exactly the system calls that have events in the kernel's own tracefs have events in kprobefs's.
 
-    sys_ni_syscall() has no events.
+    sys_ni_syscall(), the call of unused numbers, has no events.
     """
     calls = [
         {name for name in read(mount, "/tracing/available_events").split() if name.startswith("syscalls:")}
@@ -84,7 +84,7 @@ def test_system_calls_that_have_events_are_its_own_tracefs_s(linux: Mount, ours:
 
 
 def test_sites_of_dropped_functions_are_nobody_s(linux: Mount, ours: Mount) -> None:
-    """As in Linux, sites of dropped functions can be selected by number, but not by name."""
+    """As in Linux, set_ftrace_filter selects ftrace sites of dropped functions by number, but not by name."""
     names = read(ours, "/tracing/available_filter_functions").splitlines()
     number = next(at for at, name in enumerate(names, 1) if name.startswith("__ftrace_invalid_address__"))
     found = []
@@ -181,8 +181,8 @@ def faults(mount: Mount, tasks: LinuxTasks) -> list[str]:
 def test_page_faults_are_those_of_its_own_tracefs(linux: Mount, ours: Mount, engine: LinuxEngine) -> None:
     """Records of page faults are those of the kernel's own tracefs.
 
-    While events of page faults are on, their regfunc makes the kernel enter its handler of page faults in
-    another way.
+    While such an event is on, the kernel handles page faults by another entry, which the event's regfunc
+    switches on.
     """
     key = engine.kernel.kallsyms.lookup_name("trace_pagefault_key")
     assert key is not None
@@ -316,7 +316,7 @@ def followed(mount: Mount, tasks: LinuxTasks, listed: str, first: int) -> list[s
 
 
 def followed_once(mount: Mount, tasks: LinuxTasks, listed: str, first: int) -> list[str]:
-    """Return the lines that followed() returns, with those of kernel threads."""
+    """Return the lines of one try of followed(), including the lines of kernel threads."""
     pids = [str(first + number) for number in range(3)]
     parent = tasks.fork(tasks.init, first)
     write(mount, "/tracing/trace", "", os.O_TRUNC)
@@ -348,8 +348,8 @@ def followed_once(mount: Mount, tasks: LinuxTasks, listed: str, first: int) -> l
 def test_forks_are_followed_from_their_first_instruction_on(
     linux: Mount, ours: Mount, engine: LinuxEngine
 ) -> None:
-    """Forked tasks are on the list of their parent from the first instruction on, as in the kernel's own
-    tracefs.
+    """If pids of children are followed, a forked task is on its parent's list of pids from its first
+    instruction on.
 
     A task whose events are left out can still be seen when it wakes up another task.
     """
@@ -369,8 +369,8 @@ def test_formats_are_those_of_its_own_tracefs(linux: Mount, ours: Mount) -> None
 
 
 def test_print_formats_are_understood(engine: LinuxEngine) -> None:
-    """All print formats are understood, except those that call unknown functions, of hardware that is
-    missing.
+    """All print formats are understood, except some that call unknown functions, of events of missing
+    hardware.
     """
     events = [event for event in engine.components.tracing.system.events if isinstance(event, StaticEvent)]
     names = engine.components.tracing.system.symbols

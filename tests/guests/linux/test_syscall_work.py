@@ -1,4 +1,7 @@
-"""SyscallWork counts in the guest how many tracepoints of system calls are on. A failure changes nothing."""
+"""SyscallWork, the count in the guest of the enabled tracepoints of system calls.
+
+A failure changes nothing.
+"""
 
 from __future__ import annotations
 

@@ -112,9 +112,9 @@ def test_pending_calls_in_a_copied_task_may_differ(at: int, wrong: str) -> None:
 
 
 def test_remains_on_stacks_may_differ(caller: Caller) -> None:
-    """Remains on a stack may differ: here a probe leaves a frame below the stack pointer of a worker.
+    """Data that code has left below a stack pointer may differ with a probe, and are no deviation.
 
-    The worker wakes the caller.
+    Here, a probe leaves such data on the stack of a worker, which wakes the caller.
     """
     memory = caller.engine.machine.memory
     left = random.Random(3).randbytes(256)

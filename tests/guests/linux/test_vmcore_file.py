@@ -65,7 +65,7 @@ def debug(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def memory(read: Callable[[int, int], bytes], va: int, size: int) -> bytes:
-    """Return `size` bytes at a virtual address, which is mapped to the file only by the program headers."""
+    """Return `size` bytes at the virtual address `va`, found in the file by its program headers only."""
     for load in ELFFile(io.BytesIO(read(0, RAM_OFFSET))).iter_segments("PT_LOAD"):
         if load["p_vaddr"] <= va and va + size <= load["p_vaddr"] + load["p_filesz"]:
             assert load["p_offset"] == RAM_OFFSET + load["p_paddr"]
@@ -103,10 +103,11 @@ def test_a_mount_shows_the_kernel_of_a_core(
 def test_explain_finds_jumps_of_probes(
     guest: LinuxEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The dump has the jump also after the probe has been disabled, until the optimizer removes it.
+    """A core has the jumps of an enabled probe and of a disabled one, because the optimizer has not removed
+    the second jump yet.
 
-    A dump by kprobefs has the text without probes in a note, so the verdicts are those without probes. The
-    dump of another program has no note.
+    A core by kprobefs has a note with the original text, so that verdicts are those without probes. The core
+    of another program has no note.
     """
     mount = probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     optimizer = guest.kprobes.optimizer
@@ -182,9 +183,9 @@ def test_a_damaged_note_is_refused() -> None:
 
 
 def explained(guest: LinuxEngine, path: Path) -> Explanation:
-    """Write a core, and return the explanation of tcp_sendmsg in this core.
+    """Write a core to `path`, and return the explanation of tcp_sendmsg in this core.
 
-    Nothing is kept of the core: a few cores would displace the snapshot of the kernel that all tests boot.
+    Do not cache the core: a few cores would displace the snapshot of the kernel that all tests boot.
     """
     with guest.lock, write_core(guest.machine, vmcoreinfo(guest)) as file:
         copy = ("cp", "--sparse=always", f"/proc/self/fd/{file.fileno()}", str(path))

@@ -1,4 +1,6 @@
-"""Tracers and events that may be on while functions of a real kernel are called, with counts of hits."""
+"""Tracers and events that are switched on while functions of a real kernel are called, with their counts of
+hits.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,9 @@ _DEEPEST = 64
 
 @contextmanager
 def time_stands() -> Iterator[None]:
-    """Let readings of the clock by kprobefs's code take no time, for code that is compiled in the block.
+    """Let readings of the clock take no guest time, in kprobefs's code that is compiled during the block.
 
-    Without tracing, there are no such readings.
+    Without tracing, there are no such readings, so that the times are the same with and without tracing.
     """
     step, LinuxClock.step_ns = LinuxClock.step_ns, 0
     try:
@@ -73,11 +75,11 @@ class Traced(ABC):
         """Switch the tracer off for the functions of the batch."""
 
     def own_word(self, found: int, expected: int) -> int:
-        """Return the word to compare in place of `found`, which may be kprobefs's own data.
+        """Return `expected` if the word `found` differs from it only because of kprobefs, and else `found`.
 
         Functions that read their return address find a trampoline, as in Linux. Copies of task_structs
         contain the position of the original's pending calls. Saved flags contain arithmetic flags that a
-        function which has returned has left.
+        function has left.
         """
         host = self.engine.machine.model.layout.direct_map + GUEST_RAM
         is_own = host <= found < host + HOST_SIZE or any(

@@ -102,15 +102,17 @@ class UserReads:
 
     @property
     def size(self) -> int:
-        """Size of the function in bytes."""
+        """Return the size of the probed function in bytes."""
         found = self.engine.kernel.kallsyms.lookup(self.engine.kernel.required(FUNCTION))
         assert found is not None
         return found.symbol.size
 
     def _caller(self, allowed: bool) -> bytes:
-        """Return code that calls the function, and then sets the third argument to the flags, or sstatus.
+        """Return code that calls the probed function, and then copies the flags (x86) or sstatus (RISC-V) to
+        a register.
 
-        `allowed`: whether access to user memory is allowed before the call.
+        The register is that of the third argument. `allowed`: whether access to user memory is allowed before
+        the call.
         """
         arch = self.engine.components.arch
         function = self.engine.kernel.required(FUNCTION)
@@ -152,9 +154,9 @@ class UserReads:
         regs.ip = self._entry + (5 if self._is_x86 else 8)
 
     def call(self, turns: int, *, allowed: bool, preserved: Collection[str] = ()) -> list[dict[str, int]]:
-        """Call the function in one system call of the client.
+        """Call the function `turns` times in one system call of the client.
 
-        After each call, return the registers `preserved`, and the flag for access to user memory.
+        Return, for each call, the registers `preserved`, and as "allowed" the flag for access to user memory.
         """
         text = self.engine.machine.text
         with self.engine.lock:
@@ -174,7 +176,10 @@ class UserReads:
 
     @contextmanager
     def probed(self, place: str, events: Sequence[str]) -> Iterator[None]:
-        """Enable an event for each list of arguments. `place`: `p` or `r`, and the place."""
+        """During the block, enable one event for each of `events`, which are lists of fetch arguments.
+
+        `place`: `p` or `r` and the address, such as "p int_sqrt".
+        """
         kind, _, where = place.partition(" ")
         lines = [f"{kind}:u/e{at} {where} {args}" for at, args in enumerate(events)]
         argument = "$retval" if kind == "r" else "%si" if self._is_x86 else "%a1"
@@ -200,7 +205,9 @@ class UserReads:
             return [entry.name for entry in self._calls.listdir("/scratch")]
 
     def entries(self, turns: int, *, allowed: bool) -> int:
-        """Return how often `turns` calls of the function enter Python, apart from the test's own traps."""
+        """Return how many callbacks in Python `turns` calls of the function cause, apart from the test's own
+        traps.
+        """
         found = 0
         callbacks = self.engine.machine.hooks.handler_time.callbacks
 
@@ -217,7 +224,8 @@ class UserReads:
 
 
 def check_hits(in_guest: UserReads, in_python: UserReads) -> None:
-    """Check that hits record what Python records, without Python, and leave no state changed.
+    """Check that guest code handles the hits, records the same as Python, and preserves the registers of the
+    caller.
 
     The hits are those of probes at the function's entry and at its return.
     """
@@ -256,10 +264,10 @@ def check_hits(in_guest: UserReads, in_python: UserReads) -> None:
 
 
 def check_other_loads_fault(reads: UserReads) -> None:
-    """Check that a hit allows no load of user memory except its own, also from a page that the hit has just
-    read.
+    """Check that a load of user memory by an assembly handler faults, while events at the same place read
+    user memory.
 
-    An assembly handler tries such a load.
+    The load faults even if the hit has just read the same page.
     """
     load = "mov al, byte ptr [rsi]" if reads.engine.components.arch.name == "x86_64" else "lb t1, 0(a1)"
     probe = Kprobe(symbol_name=FUNCTION, code=load)
