@@ -94,9 +94,10 @@ def test_inside_an_instruction(offset: int) -> None:
 
 
 def test_boundaries_count_from_the_function_start() -> None:
-    """Boundaries are decoded from the function's start.
+    """Instruction boundaries are found by decoding from the function's start.
 
-    The bytes 48 b8 take the next eight bytes as their operand, although these would be valid instructions.
+    Here the bytes 48 b8 begin an instruction whose operand is the next eight bytes. A probe within the
+    operand is refused, although these bytes alone would be valid instructions.
     """
     assert verdict(body("48b8" + MOV_RBP * 2 + "9090"), offset=7).errno == "EILSEQ"
 

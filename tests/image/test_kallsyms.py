@@ -127,7 +127,9 @@ def test_every_symbol_is_in_the_guests_table(guest: Guest) -> None:
 
 
 def guest_table(guest: Guest, name: str) -> int:
-    """Return the address of a part of the guest's symbol table, which only the symbols of the file name."""
+    """Return the address of the symbol `name` in the guest's own symbol table. Only the image's ELF symbols
+    contain this symbol.
+    """
     from emulated_kernel.image.elf import ElfFile
 
     elf = ElfFile(guest.image.path.read_bytes())

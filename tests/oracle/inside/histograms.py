@@ -75,7 +75,9 @@ ATTRIBUTES = (
 def histogram(
     mount: Mount, command: str, path: str = "/tracing/events/sched/sched_switch"
 ) -> tuple[str, str, str, str]:
-    """Return errno, trigger file, error_log and hist file after a hist trigger, which is removed again."""
+    """Set a hist trigger; return the errno, the trigger file, error_log and the hist file. Remove the trigger
+    again.
+    """
     write(mount, "/tracing/error_log", "", os.O_TRUNC)
     result = write(mount, f"{path}/trigger", command)
     log = TIME.sub("", read(mount, "/tracing/error_log"))
