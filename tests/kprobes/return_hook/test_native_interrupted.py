@@ -35,8 +35,9 @@ EVERY = 1 if WHOLE else 6
 
 @dataclass
 class Calls:
-    """Calls of one function on the host's stack, instruction by instruction; `cpu` is the CPU that executes
-    the next instruction.
+    """Executes calls of one function on the host's stack, instruction by instruction.
+
+    `cpu`: the CPU that executes the next instruction.
     """
 
     kernel: Kernel
