@@ -253,8 +253,10 @@ def test_jump_into_the_thunks(target: int, harmful: bool) -> None:
 @pytest.mark.parametrize("opcode", ["70", "7f", "e0", "e2", "e3", "eb", "e9", "0f84"])
 @pytest.mark.parametrize(("into", "harmful"), [(0, False), (1, True), (4, True), (5, True), (6, False)])
 def test_jump_into_the_replaced_bytes(opcode: str, into: int, harmful: bool) -> None:
-    """A jump to one of the replaced bytes except the first, or to the byte after them, prevents the
-    optimization.
+    """A jump of the function to offset 1, 4 or 5 of the region prevents the optimization; the first byte and
+    offset 6 do not matter.
+
+    The jump that is written replaces five bytes. Linux also refuses a jump to the byte after them.
     """
     code = body(MOV_RBP, MOV_RBP, MOV_RBP)
     size = 4 if opcode in ("e9", "0f84") else 1

@@ -49,7 +49,7 @@ def test_addresses_that_no_symbol_has(address: int) -> None:
 def test_many_addresses_are_located_as_single_ones() -> None:
     """locate_each() finds the same symbols as single lookups.
 
-    The addresses are before and after all symbols, and within symbols, of which several share an address.
+    The addresses are before, between and after symbols, and at addresses that several symbols share.
     """
     places = ((0x80, "A", "offset"), (0x2000, "T", "a"), (0x2000, "T", "b"), (0x2010, "T", "c"))
     symbols = table(*places, (0x8000, "D", "d"))

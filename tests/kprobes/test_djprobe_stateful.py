@@ -146,9 +146,10 @@ class Djprobing(Modelled):
 
     @rule(asked=ASKED)
     def register(self, asked: Asked) -> None:
-        """Register a probe.
+        """Register a kprobe or djprobe, and check the result: success, EEXIST within another djprobe's
+        region, or EINVAL for a wrong length.
 
-        Source: section 3.3.1. The cases are checked in the paper's order; EEXIST is the second.
+        Source: section 3.3.1. EEXIST is checked before EINVAL.
         """
         number, has_length, wrong, disabled, stepped = asked
         addr = self.place(number)

@@ -1,4 +1,6 @@
-"""Assembly handlers after an instruction, at returns and of fprobes run in the guest, in every mode."""
+"""Assembly handlers that run after an instruction, at returns, or for an fprobe: they run in the guest, in
+every mode.
+"""
 
 from __future__ import annotations
 

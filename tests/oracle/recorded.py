@@ -51,7 +51,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The answers of one kernel."""
+    """The recorded answers of one real kernel."""
 
     version: str
     sample: Sample

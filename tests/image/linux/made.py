@@ -218,7 +218,9 @@ class Kernel:
         return at
 
     def function(self, name: str, code: bytes) -> int:
-        """Add an aligned function, after int3 as linkers fill gaps, and return its address."""
+        """Add a function at an aligned address, and return the address. As linkers do, fill the gap before it
+        with int3.
+        """
         self.text.data += b"\xcc" * (-len(self.text.data) % 16)
         at = self.mark(name)
         self.text.data += code

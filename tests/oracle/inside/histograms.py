@@ -92,7 +92,7 @@ def histogram(
 
 
 def compare_histograms(linux: Mount, ours: Mount, count: int, seed: int) -> Tally:
-    """Compare both kernels' answers to random hist triggers, without the counts."""
+    """Compare both kernels' answers to random hist triggers. The counts of hits are not compared."""
     tally = Tally()
     if all(entry.name != "hist" for entry in linux.readdir("/tracing/events/sched/sched_switch")):
         print("the kernel was built without histograms")
