@@ -1,4 +1,4 @@
-"""Unicorn's engines for reuse.
+"""A pool of Unicorn engines, which tests use again instead of making new ones.
 
 An engine with hooks is freed late because of reference cycles, and engines that wait to be freed slow down
 new ones.
@@ -50,7 +50,7 @@ def give_back(uc: Any) -> None:
 
 @contextmanager
 def lent(arch: int, mode: int) -> Iterator[unicorn.Uc]:
-    """Yield an engine for the block."""
+    """Yield an engine for the duration of the `with` block."""
     uc = take(arch, mode)
     try:
         yield uc

@@ -16,7 +16,7 @@ from emulated_kernel.arch.program.ir import Arithmetic, Condition
 
 
 class Unmapped(Exception):
-    """An access outside of all regions."""
+    """Raised by an access outside of all regions."""
 
 
 class Regions:

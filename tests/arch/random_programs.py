@@ -104,7 +104,7 @@ class Maker:
         )
 
     def small(self) -> int:
-        """Return a random signed number of 32 bits."""
+        """Return a signed number of 32 bits, chosen from limits of encodings and other small numbers."""
         rng = self.rng
         return rng.choice((0, 1, -1, 5, 127, 128, -128, -129, 255, 65535, (1 << 31) - 1, -(1 << 31), 1000))
 
@@ -188,16 +188,19 @@ class Maker:
             self.ops.append(ir.AddToPerCpu(offset, number, rng.choice((1, 2, 4, 8))))
 
     def cell_at(self, at: int) -> int:
-        """Return the offset from the CPU's base of byte `at` of the CPU's area."""
+        """Return the offset of byte `at` of the CPU's area, relative to the base of per-CPU memory."""
         return CPU - self.per_cpu + at
 
     def shared(self) -> int:
-        """Return the address of 8 bytes that all CPUs share."""
+        """Return the address of a random aligned 8-byte cell that all CPUs share."""
         start = self.rng.choice((DATA, FAR) if self.bits == 64 else (DATA,))
         return start + self.rng.randrange(0x100, 0x800, 8)
 
     def sum(self, kind: int, offset: int) -> ir.Op:
-        """Return an op that adds to 8 bytes."""
+        """Return an op that adds to or combines with a cell in memory.
+
+        The cell is per CPU, at `offset`, if `kind` is 5 or 6. For other kinds, all CPUs share the cell.
+        """
         rng = self.rng
         dst, high = rng.sample(self.vregs, 2) if self.bits == 32 else (self.vreg(), None)
         if kind == 5:

@@ -49,7 +49,7 @@ class SampleSymbols(Kallsyms):
 
 @dataclass
 class Sample:
-    """Tables of a sample, as a ProbedTables.
+    """Tables of a sample kernel with the attributes of ProbedTables, which the probe checkers read.
 
     `names` are symbols that begin or end ranges to which rules refer.
     """

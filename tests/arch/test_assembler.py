@@ -1,5 +1,5 @@
-"""The assembler of handlers produces the instructions that were written, or refuses the text with place and
-reason.
+"""The assembler of handlers produces the instructions that were written, or refuses the text and reports
+where and why.
 """
 
 from __future__ import annotations

@@ -137,9 +137,9 @@ def test_nothing_changes_if_the_stack_faults(code: bytes) -> None:
 @drawn
 @given(flags=flag_sets, condition=st.sampled_from(CONDITIONS))
 def test_operand_size_prefix_on_a_near_branch_is_ignored(flags: int, condition: int) -> None:
-    """A near branch ignores an operand size prefix, as on Intel's processors and in Linux.
+    """An emulated near branch ignores an operand size prefix, as on Intel's processors and in Linux.
 
-    The processor of these tests may behave as AMD's.
+    The test does not compare with Unicorn, because Unicorn may behave as AMD's processors.
     """
     plain = ARCH.prepare(bytes((0x0F, 0x80 | condition)) + struct.pack("<i", 64), CODE, CODE).emulate
     prefixed = ARCH.prepare(bytes((0x66, 0x0F, 0x80 | condition)) + struct.pack("<i", 63), CODE, CODE).emulate

@@ -47,9 +47,9 @@ def register_id(name: str, bits: int) -> int:
 
 
 class Processor:
-    """A processor (Unicorn) that runs a stub.
+    """A CPU emulated by Unicorn that runs a stub.
 
-    As with a probe's host, host calls and faults continue where the stub says.
+    The class takes the part of the host: after a host call or a fault, the CPU continues where the stub says.
     """
 
     def __init__(self, uc: unicorn.Uc, case: Case, stub: HandlerCode, frame: RegsFrame | None) -> None:
@@ -188,9 +188,10 @@ def test_counting_takes_one_instruction_where_flags_are_dead() -> None:
 
 
 def test_counting_leaves_live_flags_alone() -> None:
-    """With live flags, a count is a load, a sum and a store.
+    """If the flags are live, a counter is incremented by instructions that leave flags unchanged: a load, a
+    lea and a store.
 
-    The register for the sum is pushed unless a register is dead.
+    If no register is dead, the register for the sum is pushed and popped.
     """
     assert listing(COUNT, LiveRegisters(ALL_REGISTERS, True)) == ["pushq", "movq", "leaq", "movq", "popq"]
     assert listing(COUNT, LiveRegisters(ALL_REGISTERS - {"r8"}, True)) == ["movq", "leaq", "movq"]

@@ -88,9 +88,10 @@ def test_refused(code: str, error: int) -> None:
 
 
 def test_a_copy_has_no_displacement_to_mend() -> None:
-    """The copy of `mov 0x11223344, %ecx` is unchanged in 32 bits.
+    """In 32-bit code, the copy of `mov 0x11223344, %ecx` is identical, because the operand is an absolute
+    address.
 
-    In 64 bits, the operand would be relative to the instruction.
+    In 64-bit code, the operand would be relative to the instruction.
     """
     code = bytes.fromhex("8b0d44332211")
     assert ARCH.prepare(code, CODE, 0xF000_0000).slot_bytes == code + b"\xcc"

@@ -94,9 +94,10 @@ def test_inside_an_instruction(offset: int) -> None:
 
 
 def test_boundaries_count_from_the_function_start() -> None:
-    """Boundaries are decoded from the function's start.
+    """Instruction boundaries are found by decoding from the function's start.
 
-    The bytes 48 b8 take the next eight bytes as their operand, although these would be valid instructions.
+    Here the bytes 48 b8 begin an instruction whose operand is the next eight bytes. A probe within the
+    operand is refused, although these bytes alone would be valid instructions.
     """
     assert verdict(body("48b8" + MOV_RBP * 2 + "9090"), offset=7).errno == "EILSEQ"
 
@@ -252,8 +253,10 @@ def test_jump_into_the_thunks(target: int, harmful: bool) -> None:
 @pytest.mark.parametrize("opcode", ["70", "7f", "e0", "e2", "e3", "eb", "e9", "0f84"])
 @pytest.mark.parametrize(("into", "harmful"), [(0, False), (1, True), (4, True), (5, True), (6, False)])
 def test_jump_into_the_replaced_bytes(opcode: str, into: int, harmful: bool) -> None:
-    """A jump to one of the replaced bytes except the first, or to the byte after them, prevents the
-    optimization.
+    """A jump of the function to offset 1, 4 or 5 of the region prevents the optimization; the first byte and
+    offset 6 do not matter.
+
+    The jump that is written replaces five bytes. Linux also refuses a jump to the byte after them.
     """
     code = body(MOV_RBP, MOV_RBP, MOV_RBP)
     size = 4 if opcode in ("e9", "0f84") else 1

@@ -1,4 +1,6 @@
-"""What return hooks need of x86 code: atomic changes of words, and ways out of a trampoline."""
+"""x86 code of return hooks: atomic changes of words in memory, and trampolines, which continue at the caller
+or in Python.
+"""
 
 from __future__ import annotations
 

@@ -38,5 +38,5 @@ def guest(image: KernelImage) -> Guest:
 
 @pytest.fixture
 def task(guest: Guest) -> int:
-    """Return a task of the guest for a process of root."""
+    """Return a guest task that represents a host process of root."""
     return guest.adopt(1234, "bash")

@@ -34,16 +34,16 @@ GPRS = [
 
 
 class GuestPanic(Exception):
-    """Raised if the guest kernel has panicked."""
+    """Raised when the guest kernel has panicked."""
 
 
 class GuestStuck(Exception):
-    """Raised if the guest has not stopped by itself in time."""
+    """Raised when the guest does not stop by itself in time."""
 
 
 @dataclass(frozen=True)
 class Trap:
-    """The reason of a stop of the guest."""
+    """A hypercall at which the guest stopped, with its arguments."""
 
     reason: Hypercall
     args: tuple[int, int, int, int]
@@ -154,7 +154,9 @@ class Guest:
         self.uc.reg_write(x86.UC_X86_REG_RAX, value & (1 << 64) - 1)
 
     def deliver(self, vector: int, error: int = 0) -> None:
-        """Push rip, flags, error code and vector, and continue at the stub."""
+        """Raise exception `vector` in the guest: push rip, flags, error code and vector, and continue at the
+        guest's interrupt entry.
+        """
         uc = self.uc
         cr2 = uc.reg_read(x86.UC_X86_REG_CR2)
         gprs = [uc.reg_read(reg) for reg in GPRS]
@@ -170,7 +172,10 @@ class Guest:
         uc.reg_write(x86.UC_X86_REG_RIP, self.abi["asm_host_interrupt"])
 
     def park(self, wake: int) -> None:
-        """Answer the hypercall USER with PARK, and with a task to wake or 0."""
+        """Answer the hypercall USER with PARK.
+
+        `wake`: task to wake, or 0.
+        """
         self.uc.reg_write(x86.UC_X86_REG_RDI, wake)
         self.answer(PARK)
 
@@ -274,7 +279,7 @@ class Guest:
         return next(task for task in self.tasks() if self.task_u32(task, "pid") == pid)
 
     def tasks(self) -> Iterator[int]:
-        """Yield all tasks of the guest's list except the idle task."""
+        """Yield all tasks in the guest's list of tasks. The idle task is not in this list."""
         offset = self.abi["task_struct.tasks"]
         head = self.abi["init_task"] + offset
         entry = self.u64(head)

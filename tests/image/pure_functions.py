@@ -35,7 +35,9 @@ class Outcome:
 
 
 def _counts(kind: Result, value: int, bits: int, base: int) -> int:
-    """Return the part of a result register that the function's type defines."""
+    """Return the part of a result register that the result type `kind` defines. A pointer becomes an offset
+    from `base`, plus 1.
+    """
     match kind:
         case Result.NOTHING:
             return 0

@@ -85,7 +85,7 @@ class Call:
         return self.place(self.rng.randbytes(size))
 
     def number(self, bits: int | None = None) -> int:
-        """Return a random number of at most `bits` bits, by default of a word."""
+        """Return a random number of at most `bits` bits. The default is the guest's word size."""
         return self.rng.getrandbits(self.rng.randrange(1, (bits or self.bits) + 1))
 
 

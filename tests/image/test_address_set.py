@@ -1,4 +1,6 @@
-"""Tables of addresses in arrays, which read like the tuples that the tables replace."""
+"""EntryTable and AddressSet: tables of addresses in arrays, which behave like tuples with the same
+entries.
+"""
 
 from __future__ import annotations
 

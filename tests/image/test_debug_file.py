@@ -57,7 +57,9 @@ def structures(elf: ELFFile) -> dict[str, Any]:
 
 
 def test_offsets_are_those_of_the_kernel(typed: tuple[KernelImage, ELFFile]) -> None:
-    """Offsets of members are those in the kernel's own table, which its C compiler made."""
+    """The debug file gives members of task_struct the offsets that the C compiler recorded in the kernel's
+    own table.
+    """
     image, elf = typed
     task = structures(elf)["task_struct"]
     offsets = {
@@ -128,7 +130,7 @@ def test_memory_is_the_files(image: KernelImage, elf: ELFFile) -> None:
 
 
 def test_each_file_has_one_unit(image: KernelImage, elf: ELFFile) -> None:
-    """A debug file without types also has a unit, because drgn does not use a file without DWARF."""
+    """Each debug file has one unit, even without types, because drgn does not use a file without DWARF."""
     (unit,) = elf.get_dwarf_info().iter_CUs()
     assert unit["address_size"] == image.bits // 8
     assert unit.get_top_DIE().attributes["DW_AT_name"].value == b"vmlinux"

@@ -41,7 +41,10 @@ def test_a_jump_to_null_is_an_oops(guest: Guest, task: int) -> None:
 
 
 def test_division_by_zero(guest: Guest, task: int) -> None:
-    """A division by zero is a `divide error`: the size of a cache's object is rounded up to 0."""
+    """A division by zero in the guest is logged as a `divide error`.
+
+    Here kmem_cache_create() divides by the size of an object, which is rounded up to 0.
+    """
     assert guest.host_call(task, "kmem_cache_create", USER_BUFFER, (1 << 32) - 1, 0, 0, 0) is None
     assert any(line.startswith("divide error: 0000 [#1]") for line in guest.log())
 

@@ -31,7 +31,9 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 
 def run(kernel: Kernel, name: str, count: int) -> int:
-    """Call a workload and return its sum. A negative error is an int, however long a word is."""
+    """Call the workload `name`, and return its sum or negative errno, which is a 32-bit int on all
+    architectures.
+    """
     result = kernel.call(name, count) & 0xFFFFFFFF
     return result - (1 << 32) if result >> 31 else result
 

@@ -295,7 +295,9 @@ def kernel() -> Iterator[Kernel]:
 
 
 def test_a_probe_on_the_way(kernel: Kernel) -> None:
-    """Probes see the packets of one connection, with one block each way, in all functions on their way."""
+    """All functions on the way of a packet are probed, and each one is hit by every packet of a
+    connection.
+    """
     seen: list[str] = []
     names = ["ip_queue_xmit", "ip_output", "dev_hard_start_xmit", "netif_rx", "ip_rcv", "tcp_v4_rcv"]
     probes = [

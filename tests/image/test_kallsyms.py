@@ -49,7 +49,7 @@ def test_addresses_that_no_symbol_has(address: int) -> None:
 def test_many_addresses_are_located_as_single_ones() -> None:
     """locate_each() finds the same symbols as single lookups.
 
-    The addresses are before and after all symbols, and within symbols, of which several share an address.
+    The addresses are before, between and after symbols, and at addresses that several symbols share.
     """
     places = ((0x80, "A", "offset"), (0x2000, "T", "a"), (0x2000, "T", "b"), (0x2010, "T", "c"))
     symbols = table(*places, (0x8000, "D", "d"))
@@ -127,7 +127,9 @@ def test_every_symbol_is_in_the_guests_table(guest: Guest) -> None:
 
 
 def guest_table(guest: Guest, name: str) -> int:
-    """Return the address of a part of the guest's symbol table, which only the symbols of the file name."""
+    """Return the address of the symbol `name` in the guest's own symbol table. Only the image's ELF symbols
+    contain this symbol.
+    """
     from emulated_kernel.image.elf import ElfFile
 
     elf = ElfFile(guest.image.path.read_bytes())

@@ -140,9 +140,10 @@ MODULE_LICENSE("GPL");
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 def test_a_module_with_a_return_probe(tmp_path: Path) -> None:
-    """A module's return probe has data for each call, and its entry handler leaves a call out.
+    """A return probe of a module has data for each call, and leaves out a call if its entry handler returns
+    1.
 
-    The handlers tell tasks with an mm from kernel threads.
+    The handlers distinguish tasks that have an mm from kernel threads.
     """
     directory = tmp_path / "returns"
     directory.mkdir()

@@ -1,4 +1,4 @@
-"""Numbers of functions' arguments, taken from notes that the compiler writes."""
+"""The number of arguments of each function, which is read from notes that the compiler writes."""
 
 from __future__ import annotations
 

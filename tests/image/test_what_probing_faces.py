@@ -1,4 +1,6 @@
-"""Code that makes probing difficult, from compilers and kernels, occurs in every image."""
+"""Each image contains the kinds of code that make probing difficult, as compilers and real kernels produce
+them.
+"""
 
 from __future__ import annotations
 

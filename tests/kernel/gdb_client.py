@@ -14,7 +14,7 @@ IP = {"x86_64": "10", "i386": "8", "riscv64": "20", "arm64": "20"}
 
 
 class GdbClient:
-    """A connection to the socket at a path."""
+    """A debugger's connection to the socket at `path`."""
 
     def __init__(self, path: str, arch: str = "x86_64") -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -87,7 +87,9 @@ class GdbClient:
 
 
 class Request:
-    """A request that another thread makes, which may have to wait for the debugger."""
+    """A request that another thread makes. The request may wait until the debugger lets the guest
+    continue.
+    """
 
     def __init__(self, act: Callable[[], object]) -> None:
         self.result: object = None

@@ -130,7 +130,7 @@ def test_the_missing_words_of_a_list_are_one_write(name: str, words: list[str]) 
 
 @pytest.mark.parametrize("name", ["set_ftrace_filter", "set_event_pid"])
 def test_the_word_of_a_list_that_fails_is_shown(name: str) -> None:
-    """If a word of a list is refused, the words before the refused word stay set."""
+    """The error of a list shows that a word is refused, and the words before this word stay set."""
     first, wrong = ("gcd", "nosuch") if name == "set_ftrace_filter" else ("77", "x")
     with Kernel() as kernel, kernel.lock:
         files = CountedFiles(kernel)

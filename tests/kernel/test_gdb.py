@@ -99,8 +99,8 @@ def test_a_breakpoint_changes_no_byte(arch: str) -> None:
 
 
 def instruction(code: bytes, arch: str) -> bytes:
-    """Return the first instruction of `code`, the bytes of vfs_read: the nop of the fentry site, or the first
-    of its two nops.
+    """Return the first instruction of `code`, which begins with the nop, or the two nops, of an fentry
+    site.
     """
     if arch.startswith("riscv"):
         return code[: 4 if code[0] & 3 == 3 else 2]
@@ -165,7 +165,7 @@ def test_a_step_over_an_armed_probe_ends_after_it(guest: Guest) -> None:
 def test_a_step_over_an_emulated_instruction_ends_after_it(arch: str) -> None:
     """A debugger's step at a probe on an emulated instruction ends after this instruction.
 
-    The compiled handler ends with the instruction in another form.
+    The compiled handler ends with a relocated form of the instruction.
     """
     guest = Guest(arch)
     with guest.kernel as kernel:

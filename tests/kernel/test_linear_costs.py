@@ -38,20 +38,25 @@ Step = Callable[[], object]
 
 
 def siblings(place: str) -> Lines:
-    """Return a function from a number to a line that gives the event `e` a further probe at `place`, with its
-    own argument.
+    """Return a function that maps a number to a definition of one more probe at `place` for the event `e`.
+
+    Each definition has a different argument.
     """
     return lambda number: f"p:e {place} a=@{0xFFFF880000001000 + 8 * number:#x}\n"
 
 
 def one_by_one(shell: Shell, number: int, path: str, line: Lines) -> Step:
-    """Return a step that writes `number` lines to a file, each by one write."""
+    """Return a step that writes the first `number` lines of `line` to the file `path`, with one write per
+    line.
+    """
     lines = [line(each) for each in range(number)]
     return lambda: [shell.write(path, text) for text in lines]
 
 
 def defined_siblings(shell: Shell, number: int) -> Iterator[Step]:
-    """Give one event many probes, use the event, and remove the event."""
+    """Add many probes to one event, enable the event, read kprobe_profile, and disable and remove the
+    event.
+    """
     yield one_by_one(shell, number, DYNAMIC, siblings("int_sqrt"))
     yield partial(shell.write, f"{KPROBES}/e/enable", "1")
     yield partial(shell.read, "/kprobe_profile")
@@ -60,7 +65,7 @@ def defined_siblings(shell: Shell, number: int) -> Iterator[Step]:
 
 
 def siblings_in_a_module(shell: Shell, number: int) -> Iterator[Step]:
-    """Load and unload the module of many probes of one enabled event."""
+    """Load and unload a module in which one enabled event has many probes."""
     shell.write(DYNAMIC, "".join(map(siblings("counter:counter_add"), range(number))))
     shell.write(f"{KPROBES}/e/enable", "1")
     yield partial(shell.write, "/machine/modules", "load counter\n")
@@ -74,7 +79,7 @@ def events_of_one_name(shell: Shell, number: int) -> Iterator[Step]:
 
 
 def enabled_one_by_one(shell: Shell, number: int) -> Iterator[Step]:
-    """Switch many events of one function on and off."""
+    """Enable and disable many events of one function, one by one."""
     shell.write(DYNAMIC, "".join(f"p:e{each} vfs_read\n" for each in range(number)))
     for value in "10":
         paths = [f"{KPROBES}/e{each}/enable" for each in range(number)]
@@ -141,9 +146,9 @@ def test_checked_lines_are_proportional_work() -> None:
 
 
 def refused(shell: Shell, path: str, text: str) -> None:
-    """Write a text repeatedly to a file that refuses the text.
+    """Write `text` repeatedly to the file `path`, which must refuse it. Do not keep the errors.
 
-    Drop the errors, as the server does after its reply to a client.
+    The server does not keep errors either after its reply to a client.
     """
     for _ in range(FEW):
         try:

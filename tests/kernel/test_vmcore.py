@@ -1,4 +1,4 @@
-"""machine/vmcore: an ELF core with the guest's memory and registers, as they are when the file is opened."""
+"""machine/vmcore is an ELF core with the guest's memory and registers at the time when the file is opened."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ class Core:
         self.elf = ELFFile(io.BytesIO(at(0, HEADERS)))
 
     def memory(self, va: int, size: int) -> bytes:
-        """Return `size` bytes at a virtual address, which only the program headers map to an offset of the
-        file.
-        """
+        """Return `size` bytes of the core at the virtual address `va`, found by the program headers."""
         for load in self.elf.iter_segments("PT_LOAD"):
             if load["p_vaddr"] <= va and va + size <= load["p_vaddr"] + load["p_filesz"]:
                 assert load["p_offset"] == RAM_OFFSET + load["p_paddr"]

@@ -1,4 +1,4 @@
-"""A check of an address against a kernel's blacklist, by the result of the probe checker."""
+"""Whether an address is in a kernel's kprobe blacklist, as the probe checker decides."""
 
 from __future__ import annotations
 

@@ -58,9 +58,9 @@ _NAMES = {value: name.lower() for name, value in vars(Register).items() if isins
 
 
 def _name(register: int) -> str:
-    """Return a register's name in a RegisterSet.
+    """Return the name that RegisterSet has for the iced-x86 register `register`.
 
-    The name is empty for no register, and for rip, which the displacement includes already.
+    Return "" if there is no register, and for rip, because the displacement includes rip already.
     """
     name = _NAMES[register]
     return "" if name in ("none", "rip") else name if name[1].isdigit() else name[1:]

@@ -79,17 +79,20 @@ class Model:
         return set() if self.all_disarmed else {a for a, p in self.points.items() if not p.disabled}
 
     def called(self, counts: dict[int, int]) -> None:
-        """Count the hits of a function's call; `counts` is instruction -> number of executions."""
+        """Count a call of a function as hits of its enabled probes.
+
+        `counts`: instruction -> number of executions in the call.
+        """
         for addr in self.armed():
             for entry in self.points[addr].entries:
                 if not entry.disabled:
                     entry.hits += counts.get(addr, 0)
 
     def missed(self, counts: dict[int, int]) -> None:
-        """Count the misses of a function's call from a handler; `counts` is instruction -> number of
-        executions.
+        """Count a call of a function by a handler as misses of its probes.
 
-        As in Linux, disabled probes also count misses.
+        `counts`: instruction -> number of executions in the call. As in Linux, disabled probes also count
+        misses.
         """
         for addr in self.armed():
             for entry in self.points[addr].entries:

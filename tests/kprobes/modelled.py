@@ -45,8 +45,8 @@ SELDOM = MOSTLY.map(operator.not_)
 
 
 class Reference(NamedTuple):
-    """Probed boundaries of the functions in CALLS, and for a call of each function its result and the
-    executions of each instruction.
+    """The probed boundaries of each function in CALLS, the result of a call, and the executions of each
+    instruction in the call.
     """
 
     boundaries: tuple[Boundary, ...]

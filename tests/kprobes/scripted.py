@@ -1,4 +1,4 @@
-"""A scheduler whose answers a test sets."""
+"""A stand-in for the scheduler's grace period, whose answers a test sets."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def _unmap_unused(machine: Machine) -> None:
 
 
 def _reserved(machine: Machine) -> tuple[int, int]:
-    """Return address and size of the memory in which handlers have their cells."""
+    """Return the address and the size of the per-CPU memory that is reserved for handlers."""
     abi = machine.image.abi
     return abi["percpu.base"] + abi["percpu.reserved"], abi["percpu.reserved_size"]
 

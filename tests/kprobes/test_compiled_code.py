@@ -54,7 +54,7 @@ def optimized(kernel: Kernel, command: str) -> KprobeTraceEvent:
 
 
 def traps(kernel: Kernel, value: int) -> int:
-    """Return the number of breakpoints, debug traps and exceptions during a call of the probed function."""
+    """Return the number of breakpoints, debug traps and exceptions during a call of int_sqrt."""
     met = 0
     hooks = kernel.machine.hooks
 

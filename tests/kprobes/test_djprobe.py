@@ -29,7 +29,7 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 
 class Gcd:
-    """Probes in gcd() that record the names of their hits."""
+    """A kernel in which probes of gcd() record the names of their hits."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel

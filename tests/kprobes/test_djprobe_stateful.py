@@ -70,9 +70,9 @@ def _region(insns: list[Instruction]) -> Iterator[Instruction]:
 
 
 class Djprobing(Modelled):
-    """Kprobes with and without a length in one function.
+    """A state machine for kprobes and djprobes (kprobes with a length) in one function.
 
-    Jumps are written by the commit, and removed at once.
+    A commit writes jumps. The removal of jumps needs no commit.
     """
 
     arch = "i386"
@@ -130,7 +130,7 @@ class Djprobing(Modelled):
         }
 
     def covered(self, addr: int, length: int) -> set[int]:
-        """Return the addresses of probes in a region, except at the region's first byte."""
+        """Return the addresses of probes in the `length` bytes at `addr`, except at `addr` itself."""
         return {other for other in self.model.points if addr < other < addr + length}
 
     def is_within_another(self, addr: int) -> bool:
@@ -146,9 +146,10 @@ class Djprobing(Modelled):
 
     @rule(asked=ASKED)
     def register(self, asked: Asked) -> None:
-        """Register a probe.
+        """Register a kprobe or djprobe, and check the result: success, EEXIST within another djprobe's
+        region, or EINVAL for a wrong length.
 
-        Source: section 3.3.1. The cases are checked in the paper's order; EEXIST is the second.
+        Source: section 3.3.1. EEXIST is checked before EINVAL.
         """
         number, has_length, wrong, disabled, stepped = asked
         addr = self.place(number)
@@ -176,7 +177,7 @@ class Djprobing(Modelled):
 
     @rule(number=st.none() | PLACES)
     def commit(self, number: int | None) -> None:
-        """Commit, with a task at an address or with none.
+        """Commit while a task is one byte after the address `place(number)`, or without such a task.
 
         A commit that a task blocks fails with EBUSY and changes nothing. Source: section 3.4.
         """

@@ -42,7 +42,7 @@ def refused(kernel: Kernel, kprobe: Kprobe) -> str:
 
 
 def flags(kernel: Kernel) -> list[str]:
-    """Return the last column of kprobes/list."""
+    """Return the flags that kprobes/list shows for each probe."""
     return [line.rstrip("\n").split("    ")[-1] for line in list_lines(kernel.kprobes)]
 
 

@@ -52,7 +52,9 @@ IN_PYTHON = {"boosted", "stepped by TF"}
 
 @dataclass(frozen=True)
 class Call:
-    """A call, the number of executions of each instruction, and the outcome without probes."""
+    """A call of a function: its registers at the start, the number of executions of each instruction, and its
+    outcome without probes.
+    """
 
     start: RegisterSet
     counts: Counter[int]
@@ -94,7 +96,7 @@ class Bench:
         self.probed = [b for b in self.boundaries if b.addr in executed or b.addr in rest]
 
     def run(self, start: RegisterSet) -> Outcome:
-        """Return the outcome of a call, without changes of the free stack."""
+        """Call a function and return the outcome, without the changes of free stack memory."""
         outcome = self._runner.call(start)
         free = range(self.top - STACK_SIZE, self.top)
         changes = {at: piece for at, piece in outcome.changes.items() if at not in free}
@@ -124,7 +126,7 @@ class Bench:
         return True
 
     def is_as(self, call: Call, outcome: Outcome) -> bool:
-        """Return True if a call with probes ended as the call without.
+        """Return True if the outcome of a call with probes is that of the call without probes.
 
         A fault may happen in the copy of an instruction. Registers that are dead there may differ, and so
         only the kind of the fault is compared.

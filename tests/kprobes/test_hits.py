@@ -1,4 +1,4 @@
-"""Hits: what handlers may do and change, reentry, handlers that raise, oopses in probed code."""
+"""Hits: what handlers may do and change, nested hits, handlers that raise, and oopses in probed code."""
 
 from __future__ import annotations
 
@@ -338,7 +338,7 @@ def test_a_call_given_up_in_the_middle_of_a_hit(kernel: Kernel) -> None:
 
 
 def test_a_hit_that_is_abandoned_within_its_handler(kernel: Kernel) -> None:
-    """If the CPU's hits are abandoned within a handler, the end of the hit finds no current probe.
+    """If a handler abandons the hits of its CPU, the end of the current hit finds no probe to leave.
 
     The probed function continues without an error.
     """

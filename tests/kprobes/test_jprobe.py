@@ -138,10 +138,9 @@ def test_probes_hit_by_the_mirror_are_missed(kernel: Kernel) -> None:
 
 
 def test_beside_kprobes(kernel: Kernel) -> None:
-    """With kprobes at the same place, the jprobe's handler runs last, because no other handler runs after
-    jprobe_return.
+    """If kprobes are at the function of a jprobe, their handlers run before the jprobe's function.
 
-    A second jprobe is refused.
+    Nothing could run after jprobe_return. A second jprobe on the function is refused.
     """
     hits: list[str] = []
     probes = [
@@ -166,10 +165,10 @@ def test_beside_kprobes(kernel: Kernel) -> None:
 
 
 def test_a_hit_that_ends_in_its_handler_is_not_the_jprobes_open_one(kernel: Kernel) -> None:
-    """A jprobe leaves a hit open until jprobe_return.
+    """After a jprobe is unregistered, a pre-handler can skip the function: this ends its own hit, and no hit
+    is missed.
 
-    After the jprobe is unregistered, a pre-handler that skips the function ends its own hit, and no hit is
-    missed.
+    A hit of a jprobe, in contrast, lasts until jprobe_return.
     """
     jprobe = Jprobe(mirror(kernel, MIRROR), symbol_name="gcd")
     skips: list[bool] = []

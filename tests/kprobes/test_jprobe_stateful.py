@@ -70,7 +70,7 @@ class Mirror(NamedTuple):
 
 
 class Jprobing(Modelled):
-    """Probes of all three kinds on the first instructions of the functions, and arrays of jprobes."""
+    """A state machine for kprobes, kretprobes and jprobes on the first instructions of functions."""
 
     profile = PROFILES["kprobes-2010"]
 

@@ -45,7 +45,7 @@ STACK_SIZE = 16 << 10
 
 
 class Calls:
-    """One call of each function that returns, with its outcome without probes."""
+    """Calls of all functions that return, one for each function, with their outcomes without probes."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -78,7 +78,7 @@ class Calls:
 
     @contextmanager
     def _switches(self) -> Iterator[list[int]]:
-        """Yield a list that grows at each task switch."""
+        """Yield a list that gets an item at each task switch."""
         found: list[int] = []
         probe = Kprobe(symbol_name="__schedule", pre_handler=lambda *_: found.append(1))
         self.kernel.register_kprobe(probe)
@@ -86,7 +86,7 @@ class Calls:
         self.kernel.unregister_kprobe(probe)
 
     def _run(self, start: RegisterSet) -> Outcome:
-        """Return the outcome of a call, without changes of the stack."""
+        """Call a function and return the outcome, without the changes of the stack."""
         outcome = self._runner.call(start)
         stack = range(self.top - STACK_SIZE, self.top)
         changes = {at: bytes_ for at, bytes_ in outcome.changes.items() if at not in stack}

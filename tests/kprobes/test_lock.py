@@ -1,4 +1,4 @@
-"""Every change of probes needs the control lock, and raises an error without the lock."""
+"""Every operation that changes probes needs the control lock, and fails without the lock."""
 
 from __future__ import annotations
 

@@ -99,9 +99,9 @@ def emitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def traced(kernel: Kernel, way: str, functions: Iterable[tuple[str, int]]) -> Callable[[], set[str]]:
-    """Put a number of events on each function and enable them.
+    """Define and enable events on `functions`, which are (name of the function, number of events).
 
-    Return a function that gives the set of the events' numbers of hits.
+    Return a function that returns the set of hit counts in kprobe_profile, as texts.
     """
     shell, numbers = Shell(kernel), count()
     lines = [LINES[way].format(next(numbers), name) for name, number in functions for _ in range(number)]

@@ -49,7 +49,7 @@ class Probed:
         return [line.split(maxsplit=2)[2] for line in list_lines(self.kernel.kprobes)]
 
     def every_probe(self, *functions: str) -> list[Kprobe]:
-        """Register a probe at each place of the functions that can be probed."""
+        """Register a probe at each offset below 16 of each function where this is possible."""
         found = []
         for function in functions:
             for offset in range(16):
@@ -84,7 +84,7 @@ def test_the_blacklist_names_its_module(probed: Probed) -> None:
 
 
 def resources(kernel: Kernel) -> tuple[int, int, int]:
-    """Return the numbers of slots, of pieces of executable memory and of handlers that probes use."""
+    """Return the numbers of slots, of pieces of executable memory, and of breakpoint handlers in use."""
     kernel.kprobes.garbage.collect()
     text = kernel.machine.text
     return kernel.kprobes.slots.used, text._slots.used, len(kernel.machine.breakpoints)

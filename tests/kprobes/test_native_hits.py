@@ -1,5 +1,5 @@
-"""Hits that stay out of Python: the number of entries into Python, and the same effects as those of other
-hits.
+"""Hits that guest code and the host's native routine handle: how often Python is entered, and that the
+effects are the same as with Python.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CALL = b"\xe8"
 
 @contextmanager
 def counted_entries(kernel: Kernel) -> Iterator[list[str]]:
-    """Yield a list of the emulator's callbacks into Python that are called."""
+    """Yield a list that gets the name of each callback by which the emulator enters Python."""
     codes = kernel.machine.handler_time.callbacks
     entered: list[str] = []
 
@@ -134,9 +134,10 @@ and a return.
 @pytest.mark.parametrize("cpus", [1, 2])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_no_hit_on_an_emulated_instruction_enters_python(arch: str, cpus: int) -> None:
-    """The handler's code ends with a relocated form of the probed instruction.
+    """No hit on an emulated instruction enters Python, because the handler's code ends with a relocated form
+    of the instruction.
 
-    A jump that would need a register is a second trap.
+    If the way back needs a register, it is a second trap instead of a jump.
     """
     turns = 100_000 // cpus
     with booted(arch, "stepped", cpus=cpus) as kernel:
@@ -222,9 +223,9 @@ def test_a_task_in_a_relocated_call_has_called(arch: str) -> None:
 
 @pytest.mark.parametrize(("arch", "mode"), CASES)
 def test_the_file_cost_measures_the_traps_of_a_hit(arch: str, mode: str) -> None:
-    """The file `cost` shows as many traps as a hit takes.
+    """The file `cost` shows the number of traps that a hit takes.
 
-    Each hit of the measured copy takes the same number of traps.
+    To measure this, `cost` makes hits of a copy, and each of these takes the same number of traps.
     """
     with booted(arch, mode) as kernel:
         files = Files(kernel)
@@ -322,8 +323,9 @@ def test_assembly_on_both_sides_stays_in_the_guest(arch: str, mode: str) -> None
 
 @pytest.mark.parametrize(("arch", "mode"), CASES)
 def test_a_handler_in_python_beside_native_hits_misses_none(arch: str, mode: str) -> None:
-    """A native single step leaves no state behind, and so no later hit is taken for a hit within a
-    handler.
+    """If a handler in Python and native hits share a function, no hit is missed.
+
+    A native single step leaves no state behind that would make a later hit look like a nested one.
     """
     with booted(arch, mode) as kernel:
         ring = recording(kernel)
@@ -529,7 +531,9 @@ def test_a_probe_goes_while_a_cpu_is_anywhere_in_its_hit(arch: str, mode: str) -
 
 
 def boundaries(kernel: Kernel, name: str) -> list[int]:
-    """Return the offsets of a function's instructions that can be probed, except the first one."""
+    """Return the offsets of the instructions of the function `name` that can be probed, except the first
+    one.
+    """
     start = kernel.image.kallsyms.lookup_name(name)
     assert start is not None
     where = kernel.image.kallsyms.lookup(start)

@@ -39,7 +39,7 @@ ROUNDS = 5
 
 
 class Inner(NamedTuple):
-    """The probes on INNER, of which all are hit by each call."""
+    """The probes on the function INNER. Each call of INNER hits all of them."""
 
     probes: list[Any]
     hits: Callable[[], int]
@@ -69,7 +69,9 @@ def inside(kernel: Kernel, function: str) -> int:
 
 
 def settled(kernel: Kernel, calls: int) -> None:
-    """Optimize what can be optimized, and call INNER, so that all handlers are compiled."""
+    """Call INNER `calls` times, so that all handlers are compiled. Before each call, the optimizer finishes
+    its work.
+    """
     for number in range(calls):
         settle(kernel)
         assert kernel.call(INNER, number * number) == number
@@ -185,7 +187,10 @@ def check_missed(kernel: Kernel, inner: Inner) -> None:
 @pytest.mark.parametrize("inner", INNER_KINDS)
 @pytest.mark.parametrize("outer", OUTER_KINDS)
 def test_a_hit_within_a_handler_in_c_is_missed(kernel: Kernel, outer: str, inner: str) -> None:
-    """The inner probe's code is compiled before the outer probe is registered, and again afterwards."""
+    """A hit within a handler in C is missed, although the inner probe's handler is compiled.
+
+    The inner probe's handler is compiled before the outer probe is registered, and again afterwards.
+    """
     register, is_inside = INNER_KINDS[inner]
     registered = register(kernel, inside(kernel, INNER) if is_inside else 0)
     settled(kernel, 4)
@@ -237,9 +242,10 @@ def test_a_hit_within_a_jprobe_is_missed(kernel: Kernel, inner: str) -> None:
 
 @pytest.mark.parametrize("outer", OUTER_KINDS)
 def test_an_fprobe_is_hit_within_a_handler(kernel: Kernel, outer: str) -> None:
-    """Linux calls the handlers of an fprobe within the hit of a kprobe.
+    """As in Linux, an fprobe is hit, and not missed, within the handler of another probe.
 
-    Mirrors: kernel/trace/fprobe.c:fprobe_handler (v6.1), which only an fprobe that kprobes share checks.
+    Mirrors: kernel/trace/fprobe.c:fprobe_handler (v6.1). Only an fprobe that is shared with kprobes checks
+    for a running kprobe.
     """
     if kernel.kprobes.sites is None:
         pytest.skip("this kernel has no fentry sites")
@@ -260,7 +266,9 @@ def test_an_fprobe_is_hit_within_a_handler(kernel: Kernel, outer: str) -> None:
 
 
 def test_only_a_handler_in_c_makes_hits_longer(kernel: Kernel) -> None:
-    """Compiled code checks for hits within a hit only while a handler can run probed code."""
+    """Compiled code checks for nested hits only while some handler can run probed code; otherwise hits are
+    shorter.
+    """
     executed = kernel.machine.count_instructions()
 
     def instructions() -> int:

@@ -1,4 +1,6 @@
-"""Assembly handlers after an instruction, at returns and of fprobes run in the guest, in every mode."""
+"""Assembly handlers that run after an instruction, at returns, or for an fprobe: they run in the guest, in
+every mode.
+"""
 
 from __future__ import annotations
 
@@ -81,8 +83,8 @@ def used(kernel: Kernel) -> tuple[int, int]:
 
 
 def test_behind_each_instruction(kernel: Kernel) -> None:
-    """`post_code` sees the same as a post-handler in Python, at as many hits, and changes no register of the
-    function.
+    """`post_code` sees the same registers as a post-handler in Python, at as many hits, and changes no
+    register of the function.
     """
     texts, mask, seen_somewhere = texts_of(kernel), kernel.arch.mask, 0
     places = boundaries(kernel, "int_sqrt")
@@ -115,9 +117,9 @@ def test_behind_each_instruction(kernel: Kernel) -> None:
 
 
 def test_a_step_ends_without_a_trap_more(kernel: Kernel) -> None:
-    """On x86, a hit with `post_code` takes only the traps of its mode.
+    """On x86, `post_code` adds no trap to a hit.
 
-    On RISC-V, a stepped hit takes one more, for the way back from the handler.
+    On RISC-V, a stepped hit takes one trap more, because a jump back from the handler would need a register.
     """
     way = way_of(kernel)
     probe = Kprobe(symbol_name="int_sqrt", post_code=texts_of(kernel).count)

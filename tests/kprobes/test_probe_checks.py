@@ -108,9 +108,9 @@ def agree(kernel: Kernel, symbols: list[Symbol]) -> int:
 
 
 def _is_taken(kernel: Kernel, head: AggrKprobe | None, outcome: Region | Rejection) -> bool:
-    """Return True if the aggregator probe is as the probe checker's outcome says.
+    """Return True if the optimizer handled the aggregator probe `head` as the probe checker's outcome says.
 
-    Djprobes have no aggregator, because none was requested.
+    Without a request, djprobes have no aggregator.
     """
     if kernel.kprobes.profile.djprobe is not None or kernel.kprobes.optimizer is None:
         return head is None or not head.is_aggregated
@@ -220,7 +220,11 @@ NO_INSTRUCTION = {RejectReason.BEYOND_FUNCTION, RejectReason.POINTER_INTO_RANGE}
 
 
 def names(kernel: Kernel, found: Rejection) -> None:
-    """Check the end of a rejection's text against a disassembly of the place."""
+    """Check that a rejection's text names the right instruction, by a disassembly that the probe checker did
+    not make.
+
+    If the rejection is about a register, also check that the register is live there.
+    """
     if found.reason.about is RejectSubject.INSN:
         place = sprint(kernel, found.addr)
         assert found.text == f"{place}: {found.reason.value}: {disassembled(kernel, found.addr)}"

@@ -139,9 +139,9 @@ def test_every_instruction_is_probed_or_refused_by_a_rule(kernel: Kernel) -> Non
 
 @pytest.mark.parametrize(("function", "arguments"), FUNCTIONS)
 def test_each_instruction_of_a_function(kernel: Kernel, function: str, arguments: tuple[int, ...]) -> None:
-    """The breakpoint is as long as the instruction.
+    """A probe on each instruction of a function writes a breakpoint as long as the instruction.
 
-    Handlers see the address of the instruction, and the function's result does not change.
+    Its handler sees the address of the instruction, and the result of the function does not change.
     """
     expected = kernel.call(function, *arguments)
     for addr, insn in instructions(kernel, function):

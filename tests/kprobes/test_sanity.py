@@ -51,7 +51,7 @@ def call(kernel: Kernel, name: str) -> None:
 
 
 class Seen:
-    """Handlers that record their arguments."""
+    """Handlers of each kind, and lists of the probe and the argument of each of their calls."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel

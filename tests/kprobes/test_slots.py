@@ -17,7 +17,7 @@ from tests.kprobes.scripted import ScriptedGracePeriod
 
 
 class Text:
-    """Executable memory of a number of pages."""
+    """A stand-in for executable memory, with a limited number of pages."""
 
     def __init__(self, pages: int) -> None:
         self.free = [0x10000 + number * 0x1000 for number in range(pages)]

@@ -31,7 +31,7 @@ REFUSED: tuple[tuple[Callable[[], Kprobe], int], ...] = (
 
 
 class Probing(Modelled):
-    """Kprobes, registered alone and in arrays, and kprobes whose registration is refused."""
+    """A state machine for kprobes that are registered alone or in arrays, some of which are refused."""
 
     @rule(number=PLACES, disabled=st.booleans(), by_name=st.booleans(), stepped=st.booleans())
     def register(self, number: int, disabled: bool, by_name: bool, stepped: bool) -> None:

@@ -85,7 +85,7 @@ class Stepper:
         return self._effect(state, Fault.of(trap))
 
     def led_to(self, start: RegisterSet, unprobed: Effect) -> Effect:
-        """Execute an instruction until the address at which it ends without a probe (`unprobed`).
+        """Execute an instruction until the CPU reaches the address at which the `unprobed` execution ended.
 
         A breakpoint at this address ends the run. Outside of the text, the fault of the next fetch ends the
         run.

@@ -68,7 +68,7 @@ def asm(source: str, address: int = CODE) -> bytes:
 
 @dataclass
 class FakeSymbols:
-    """Symbols by name."""
+    """A stand-in for Kallsyms that looks up the addresses in `names`."""
 
     names: dict[str, int]
 
@@ -78,7 +78,7 @@ class FakeSymbols:
 
 @dataclass
 class FakeImage:
-    """A kernel image of 16 KiB text, a page of rodata and 16 KiB of data."""
+    """A stand-in for a kernel image, with 16 KiB of text, a page of rodata and 16 KiB of data."""
 
     code: bytes = b""
     handler: str | None = HANDLER

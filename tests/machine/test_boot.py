@@ -39,7 +39,9 @@ def test_looking_for_registers_leaves_them_as_they_were() -> None:
 
 
 def test_registers_that_are_elsewhere_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registers that are not at the place of the last engine's registers are searched for everywhere."""
+    """The live registers are found even if they are at another place in the engine than those of the last
+    engine.
+    """
     cpu = X86_64Cpu()
     for place in ((0, 0), (1, 1 << 62), (2, -8)):
         engine = Engine(*cpu.engine_mode)

@@ -80,8 +80,8 @@ def test_expired_run_is_told_from_the_next_one() -> None:
 
 
 def test_a_run_ends_with_who_wanted_it() -> None:
-    """A run ends when its client no longer wants it, even if the watchdog's thread has gone to sleep for a
-    long time.
+    """The watchdog stops a run that its client no longer wants, even if the watchdog's thread has begun a
+    long sleep.
     """
     stopped = threading.Event()
     watchdog = Watchdog(stopped.set, HandlerTime(), 1000.0)
@@ -115,7 +115,7 @@ def test_watchdog_stops_again_if_the_first_stop_was_missed() -> None:
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_runs_that_end_with_their_budget_lose_nothing(fast: bool) -> None:
-    """If stops by the budget come near hypercalls, no hypercall is lost or repeated, and every loop is
+    """If a run's budget ends near a hypercall, no hypercall is lost or repeated, and every loop is
     finished.
     """
     source = "again: mov rcx, rdi; inner: inc rbx; dec rcx; jnz inner; mov eax, 2; hlt; jmp again"
@@ -162,7 +162,7 @@ def test_a_loop_with_handlers_ends_too() -> None:
 
 
 def test_a_run_is_watched_though_the_host_had_no_memory() -> None:
-    """If the watchdog's thread once gets no memory, the thread goes on and stops the next run."""
+    """If the watchdog's thread runs out of memory once, the thread continues and stops the next run."""
     stopped = threading.Event()
     tries: list[float] = []
 

@@ -1,4 +1,6 @@
-"""Guest functions called by the host, complete register states, memory snapshots, clocks."""
+"""The host's calls of guest functions: they keep complete register states, and memory snapshots and clocks
+are exact.
+"""
 
 from __future__ import annotations
 

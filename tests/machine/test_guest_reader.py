@@ -73,7 +73,7 @@ def test_damaged_nodes_are_left_out_and_reported_once(caplog: pytest.LogCaptureF
 
 
 def test_bounds() -> None:
-    """The bounds hold for all reads of one reader together, and are checked before memory is read."""
+    """The limits of a GuestReader hold for all its reads together, and are checked before memory is read."""
     memory = Memory()
     for count in (1 << 64, 1 << 40, 5, -1):
         with pytest.raises(MemoryFault):

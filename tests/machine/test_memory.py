@@ -1,4 +1,4 @@
-"""Guest memory as the host accesses it, compared with accesses of the guest."""
+"""Guest memory as the host reads, writes and maps it, compared with what the guest sees."""
 
 from __future__ import annotations
 

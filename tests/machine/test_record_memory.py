@@ -122,9 +122,9 @@ def test_a_file_that_only_some_could_be_moved_to(
 
 
 def test_what_cant_be_mapped_changes_nothing() -> None:
-    """If a file cannot be mapped, map_over() changes nothing.
+    """If map_over() cannot map a file, the memory is unchanged.
 
-    A socket refuses the mapping as late as a file system without shared mappings.
+    A socket refuses the mapping as late as files of a file system without shared mappings.
     """
     with socket.socket() as refusing:
         child = os.fork()

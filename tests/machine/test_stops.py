@@ -114,7 +114,9 @@ def test_where_stops_are_inexact_the_guest_is_given_up() -> None:
 
 
 def test_a_quantum_stops_in_front_of_an_instruction() -> None:
-    """With a quantum, too, a run is stopped before an instruction, and not after its access of memory."""
+    """If a run has a quantum, its budget also stops the run between instructions, not in the middle of an
+    instruction's effects.
+    """
     machine = boot("again: inc qword ptr [rbx]; inc rcx; jmp again", run_budget=0.02, quantum=10**9)
     assert machine.stops_exactly
     machine.regs.bx, machine.regs.cx = DATA, 0
@@ -125,7 +127,11 @@ def test_a_quantum_stops_in_front_of_an_instruction() -> None:
 
 
 def _ends_of_quanta() -> list[int]:
-    """Return where runs of a loop end: after a quantum, a delay of its end, or at the end of a range."""
+    """Return the addresses at which 200 runs of a loop end.
+
+    Most runs end after a quantum, some of them with a delay. Every fifth run ends at the end of a range of
+    code.
+    """
     machine = boot("again: inc rcx; nop; nop; nop; nop; inc rdx; jmp again", quantum=3, seed=7)
     asked = 0
 
@@ -159,7 +165,7 @@ def test_python_counts_the_instructions_of_a_quantum_as_the_routine_does(
 
 
 def test_the_clients_requests_go_on_behind_a_loop() -> None:
-    """After calls that loop were stopped and killed, requests of clients still work."""
+    """Requests of clients still work after calls that loop forever were stopped."""
     with Kernel(MachineConfig(run_budget=0.02)) as kernel:
         mount, client = kernel.mount(), Client(500, 0, 0)
         mount.mkdir(client, "/scratch/d", 0o755)

@@ -294,9 +294,9 @@ def interruptible() -> Iterator[None]:
 
 
 def interrupt_at(kernel: Kernel, address: int, count: int) -> None:
-    """Send SIGINT at each of the next `count` times that the guest comes to `address`.
+    """Send SIGINT whenever the guest executes the instruction at `address`, `count` times.
 
-    The hook is only C code, so Python does not look for signals until the next callback.
+    The hook has no Python code, so Python does not notice the signal until the next callback.
     """
     next_one = partial(next, map(_thread.interrupt_main, [signal.SIGINT] * count), None)
     engine = kernel.machine.hooks.engine

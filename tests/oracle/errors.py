@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Comparison of the effects of recorded writes, replayed through a mount, with Linux's answers.
+"""Replay recorded writes through a mount, and compare their effects with those that Linux had.
 
 errors.py FILE [--sections NAME,...] [--first N]
+
 The program makes its own mount. If $KPROBEFS is set, it uses that mount. The exit status is 1 if an answer
 differs.
 """
@@ -41,7 +42,7 @@ PARTS = ("errno", "error_log", "kprobe_events", "kmsg")
 
 @dataclass
 class Answer:
-    """Effects of a write."""
+    """The effects of a write that are compared."""
 
     errno: str | int
     error_log: str
@@ -142,7 +143,9 @@ class Mounted:
             self.write(file, _bytes(text), mode)
 
     def stand_in(self, record: Record) -> tuple[str, str] | None:
-        """Return a symbol of the record that this kernel lacks, and a symbol of the same kind; else None."""
+        """Return a symbol of the record that this kernel lacks, and the symbol that stands in for it. Return
+        None if no symbol needs a stand-in.
+        """
         in_module = IN_MODULE.search(record["bytes"])
         if in_module is not None and not any(PENDING in message for message in record["kmsg"]):
             module, name = in_module.groups()
@@ -231,9 +234,9 @@ def replay(mounted: Mounted, record: Record) -> Answer | None:
 
 
 def _carried_over(record: Record) -> list[Step]:
-    """Return the steps that set the sysctl to the value that an earlier recorded write has left.
+    """Return the steps that set the sysctl to the value that it had before the recorded write.
 
-    Not all recorded writes are replayed. The value is known from Linux's messages.
+    The write that set this value may not be replayed. The value follows from the message that Linux logged.
     """
     changed = [message for message in record["kmsg"] if "jump-optimization" in message]
     return [[record["file"], "0" if "enabled" in changed[0] else "1"]] if changed else []
@@ -250,7 +253,9 @@ def _renamed(events: str, swap: tuple[str, str]) -> str:
 
 
 def _back(log: str, swap: tuple[str, str]) -> str:
-    """Replace the stand-in in a log by the recorded symbol, and move the carets after it."""
+    """Replace the stand-in in a log by the recorded symbol, and shift carets that are to the right of the
+    symbol.
+    """
     name, stand_in = swap
     shift = len(name) - len(stand_in)
     lines = log.split("\n")
@@ -276,7 +281,7 @@ def _is_comparable(part: str, record: Record, answer: Answer) -> bool:
 
 
 def normal(part: str, text: str | int | list[str]) -> str:
-    """Return a text without timestamps and hashed pointers, which differ from boot to boot."""
+    """Return `text` without timestamps and hashed pointers, which differ from boot to boot."""
     if part == "error_log":
         return TIMESTAMP.sub("", str(text))
     return HASHED_ADDRESS.sub("0x(address)", str(text)) if part == "kprobe_events" else str(text)

@@ -51,7 +51,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The answers of one kernel."""
+    """The recorded answers of one real kernel."""
 
     version: str
     sample: Sample
@@ -110,9 +110,8 @@ def _sample(path: Path, points: tuple[Point, ...]) -> Sample:
 
 
 def _image_end(text: range, points: tuple[Point, ...]) -> int:
-    """Return the end of the image, which is not recorded.
-
-    Assume that it is the next large page after the last symbol.
+    """Return the end of the kernel image, which is not recorded: the end of the large page that contains the
+    last symbol.
     """
     symbols = (p.addr for p in points if p.addr and p.offset == 0)
     last = max((addr for addr in symbols if text.start <= addr < MODULES.start), default=text.stop)

@@ -87,9 +87,9 @@ def test_verdicts_agree_wherever_boot_patched_nothing_else(kernels: Kernels) -> 
 
 
 def opcodes(subject: Subject, symbol: Symbol) -> list[tuple[int, bytes]]:
-    """Return length and first byte of each instruction.
+    """Return the length and the first byte of each instruction of the function `symbol`.
 
-    At a site that ftrace has not patched yet, return those of the nop.
+    At an fentry site that ftrace has not patched yet, return the length and first byte of the nop.
     """
     text, site = code(subject, symbol), symbol.address in subject.tables.mcount
     whole = bytes.fromhex("0f1f440000") + text[5:] if site else text
@@ -102,7 +102,7 @@ def verdict(tables: ProbedTables) -> ProbeChecker[Any]:
 
 
 def judged(asked: ProbeChecker[Any], symbol: Symbol) -> list[tuple[int, RejectReason | None]]:
-    """Return offset and reason of each instruction, without padding."""
+    """Return the offset of each instruction of `symbol` and the reason that rejects it, without padding."""
     found = []
     for addr, refused, outcome in asked.check_each_insn(symbol):
         finding = refused or outcome
@@ -111,7 +111,7 @@ def judged(asked: ProbeChecker[Any], symbol: Symbol) -> list[tuple[int, RejectRe
 
 
 class Places:
-    """Addresses in the tables of a kernel."""
+    """Addresses that a kernel's tables name, sorted by the kind of table."""
 
     def __init__(self, tables: ProbedTables) -> None:
         self._places = {

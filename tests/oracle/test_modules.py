@@ -77,8 +77,9 @@ class Replay:
         return sorted((ADDRESS.sub(name, line) for line in lines), key=lambda line: line.split()[0])
 
     def records(self, text: str) -> list[tuple[str, ...]]:
-        """Return flags, event and text of each record, without functions' sizes and without m3, whose caller
-        differs because of another compiler.
+        """Return the flags, event and text of each record, without the sizes of functions.
+
+        Records of the event m3 are left out, because its caller depends on the compiler.
         """
         found = [match.groups() for match in map(RECORD.search, text.splitlines()) if match]
         return [(flags, event, SIZE.sub("", rest)) for flags, event, rest in found if event != "m3"]

@@ -50,7 +50,7 @@ class Comparison:
 
 @dataclass
 class Report:
-    """The comparison for one kernel."""
+    """The comparison of a checker's answers with the recording of one kernel."""
 
     version: str
     errno: Comparison = field(default_factory=Comparison)
@@ -93,7 +93,7 @@ class Answer:
 
     @property
     def why(self) -> str:
-        """Return the rule that decides."""
+        """Return the name of the rule that decides, or "optimized"."""
         found = self.refused or self.detoured
         return "optimized" if isinstance(found, Region) else found.reason.value
 
@@ -110,7 +110,10 @@ def answer(verdict: X86ProbeChecker, addr: int) -> Answer:
 
 
 def probed(verdict: X86ProbeChecker, addr: int, refused: Rejection | None = None) -> Answer:
-    """Return the outcome of a plain kprobe."""
+    """Return the outcome of a kprobe at `addr`.
+
+    `refused`: an earlier rejection of the definition, or None.
+    """
     refused = refused or verdict.may_probe(addr)
     return Answer(refused, refused or verdict.optimized_region(addr))
 

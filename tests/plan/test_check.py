@@ -1,4 +1,4 @@
-"""`kprobefs check`: answers are those of a mounted kernel, warnings follow their rules, SARIF is valid."""
+"""`kprobefs check` gives the answers of a mounted kernel, its warnings are right, and its SARIF is valid."""
 
 from __future__ import annotations
 
@@ -335,7 +335,10 @@ def test_functions_that_the_compiler_changed(typed: str) -> None:
 def test_functions_that_the_compiler_made_from_the_probed_one(
     typed: str, function: str, clones: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Callers that were compiled to call a clone do not hit a probe on the function of the source."""
+    """`check` warns of a probe on a function with clones, and `explain` lists the clones.
+
+    Callers that were compiled to call a clone do not hit a probe on the original function.
+    """
     kernel = planned_kernel(None, typed, None, None)
     for line in (f"p:x {function}", f"r:x {function}", f"p:x {function}+5"):
         (answer,) = check_lines(kernel, [Line("x", 1, line)])
@@ -525,7 +528,11 @@ def test_types_are_followed_through_pointers(typed: str, words: str, rules: list
     ],
 )
 def test_types_of_parameters_by_name_and_at_the_return(typed: str, line: str, rules: list[str]) -> None:
-    """At the return, the register of a parameter has any value."""
+    """`check` uses the types of parameters that are given by name or as $argN, and the type of the return
+    value.
+
+    At the return, a register such as %di may have any value, and so it has no type.
+    """
     (answer,) = check_lines(planned_kernel(None, typed, None, "linux-6.12"), [Line("x", 1, line)])
     assert [finding.rule for finding in answer.findings] == rules
 
@@ -537,7 +544,11 @@ def test_types_of_parameters_by_name_and_at_the_return(typed: str, line: str, ru
 def test_an_offset_beyond_a_structure_names_larger_ones_that_begin_with_it(
     typed: str, offset: int, said: str
 ) -> None:
-    """struct part begins with struct pair, which has 16 bytes."""
+    """If an offset is beyond a structure, the finding names members of larger structures that begin with this
+    structure.
+
+    struct part begins with struct pair, which has 16 bytes.
+    """
     (answer,) = check_lines(
         planned_kernel(None, typed, None, None), [Line("x", 1, f"p:x f c=+{offset}($arg3):u32")]
     )
@@ -599,7 +610,11 @@ def test_names_that_are_cut_ambiguous_or_only_split(
 
 
 def test_places_for_a_name_that_is_not_unique(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The kernel takes the proposed places for each kind of probe, and KASLR changes none of them."""
+    """If a function's name is not unique, `check` and `explain` propose places relative to _stext, which
+    KASLR does not change.
+
+    Events and return events at these places are valid.
+    """
     kernel = planned_kernel(None, typed, None, None)
     (refused,) = check_lines(kernel, [Line("x", 1, "p:x twice")])
     places = re.findall(r"_stext\+0x[0-9a-f]+", refused.findings[0].message)
@@ -669,7 +684,11 @@ def test_a_bare_name_of_a_modules_function_needs_a_line_with_the_module() -> Non
 def test_a_module_that_cannot_be_read_makes_no_line_wrong(
     typed: str, line: str, outcome: str, unloaded: str, rules: list[str]
 ) -> None:
-    """The kernel refuses parameters of unknown functions; errors of the line itself remain errors."""
+    """If a module cannot be read, a line about its functions is pending or unchecked, not wrong.
+
+    The unloaded kernel refuses parameters of unknown functions. Errors that do not depend on the module
+    remain errors.
+    """
     (answer,) = check_lines(planned_kernel(None, typed, None, "linux-6.12"), [Line("x", 1, line)])
     assert (answer.outcome, answer.unloaded) == (outcome, unloaded)
     assert [finding.rule for finding in answer.findings] == rules
@@ -678,7 +697,9 @@ def test_a_module_that_cannot_be_read_makes_no_line_wrong(
 
 @pytest.mark.parametrize("is_dump", [False, True])
 def test_the_remedy_for_a_module_can_be_followed(is_dump: bool) -> None:
-    """--image excludes --vmcore: whoever explains a dump must not be told to give a package."""
+    """For a dump, the error for a missing module does not advise --image, because --image excludes
+    --vmcore.
+    """
     kernel = planned_kernel("x86_64", None, None, None)
     kernel.is_dump = is_dump
     with pytest.raises(CliError) as refused:
@@ -767,7 +788,11 @@ def test_several_kernels_have_a_column_each(
 def test_definitions_are_below_the_columns_if_they_do_not_fit(
     typed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No word is broken, and the longest errno is apart from the next column."""
+    """If definitions do not fit beside the columns of the kernels, they are below, and no line is longer than
+    80.
+
+    No word is broken, and even the longest errno is separated from the next column.
+    """
     file = tmp_path / "x.probes"
     lines = ["p:b twice", "p:x f number=$arg1:s32 size=$arg2:u64 first=+0($arg3):s32 second=+8($arg3):u64"]
     file.write_text("\n".join(lines) + "\n")
@@ -869,7 +894,10 @@ def test_a_place_that_is_another_instruction_in_one_of_the_kernels(
 def test_lines_that_mean_other_things_in_one_of_the_kernels(
     typed: str, line: str, rules: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second kernel has other parameters and members; a kernel that differs from none has no warning."""
+    """`check` warns if a line means something else in one of the given kernels.
+
+    The second kernel has other parameters and members. Twice the same kernel causes no such warning.
+    """
     (tmp_path / "later").mkdir()
     later = kernel_with_types(tmp_path / "later", is_later=True)
     file = tmp_path / "x.probes"

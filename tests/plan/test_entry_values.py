@@ -1,5 +1,5 @@
-"""Where a function keeps its arguments: each reported place has the argument's value whenever the CPU is at
-that instruction.
+"""The places in which a function keeps its arguments: whenever the CPU is at an instruction, each place that
+is reported for it has the argument's value.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOW_HALF = 0xFFFF_FFFF
 
 @dataclass
 class Activation:
-    """A call of a function that has not returned."""
+    """A function call that has not returned yet."""
 
     symbol: Symbol
     start: RegisterSet

@@ -750,8 +750,9 @@ def test_the_default_profile_of_an_architecture(arch: str, profile: str) -> None
 
 
 def test_types_that_contain_each_other_end() -> None:
-    """Types that contain each other are reported as unusable: a prototype with pointers to itself, and
-    structures and arrays of themselves.
+    """A type that contains itself is reported as unusable BTF and causes no endless loop.
+
+    Here a prototype has pointers to itself, and structures and arrays have themselves as elements.
     """
     types = made.Btf()
     types.add(12, "f", 2)

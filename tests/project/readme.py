@@ -39,7 +39,9 @@ def blocks(info: str, document: Path = README) -> list[str]:
 
 
 def of_image(text: str, symbols: Kallsyms) -> str:
-    """Return `text` with the addresses and sizes of functions replaced by those in this image."""
+    """Return `text` with the addresses and sizes of functions replaced by their values in the kernel with
+    `symbols`.
+    """
 
     def addressed(match: re.Match[str]) -> str:
         address = symbols.lookup_name(match["name"])

@@ -56,13 +56,13 @@ def systems() -> dict[str, tuple[str, list[str]]]:
 
 
 def programs(commands: list[str]) -> list[list[str]]:
-    """Return the programs that a shell would run for commands, each as a list of words."""
+    """Return the programs that a shell would run for `commands`, each as a list of words without `sudo`."""
     parts = " && ".join(commands).split("&&")
     return [words[words[0] == "sudo" :] for words in map(shlex.split, parts)]
 
 
 def pip_step() -> list[str]:
-    """Return the words after `pip` in the Containerfile."""
+    """Return the arguments of the pip command in the Containerfile."""
     (step,) = (words for words in programs(systems()["Containerfile"][1]) if words[0].endswith("/pip"))
     return step[1:]
 

@@ -24,7 +24,7 @@ QUICK = (bench.OPTIMIZED, *bench_return.BY_FENTRY)
 
 
 def fitting(lines: Iterable[str]) -> list[str]:
-    """Return the lines of a table. Check that they fit into 80 columns."""
+    """Check that the lines of a table fit into 80 columns, and return the lines."""
     found = list(lines)
     assert max(map(len, found)) <= 80
     return found
@@ -152,7 +152,8 @@ def test_noise_is_no_figure(net: tuple[float, ...]) -> None:
     ("mode", "traps"), [(bench.STEPPED, 2), (bench.TRAP_FLAG, 2), (bench.BOOSTED, 1), (bench.OPTIMIZED, 0)]
 )
 def test_traps_and_instructions_of_a_hit(mode: str, traps: int) -> None:
-    """A hit with an empty handler takes the traps of its mode, and the instructions of a copy or a jump.
+    """A hit takes as many traps as its mode needs. With an empty handler, the guest executes at most three
+    instructions more than there are traps.
 
     A recording handler takes more instructions.
     """

@@ -130,9 +130,9 @@ def test_a_table_has_median_deciles_ratio_and_goal() -> None:
 
 
 def test_json_has_the_host_on_standard_error() -> None:
-    """With --json, the description of the host is on standard error.
+    """With --json, standard output has the figures, and standard error describes the host.
 
-    Deciles of equal samples are exactly this sample. With careless interpolation, those of 6.9632 are not.
+    If all samples are equal, every decile is exactly this value. Inexact interpolation would change 6.9632.
     """
     done = of_common(
         "report([Distribution('pages', 'kB', (6.9632,) * 3)], arguments(None).parse_args(['--json']))"
@@ -190,7 +190,9 @@ def _lines(folder: Path) -> list[str]:
 
 
 def test_rows_of_the_sources_are_filled_in(tmp_path: Path) -> None:
-    """Each row of the program sources.py has one place in the pages, and one run fills one row."""
+    """sources.py fills in the row that it measured and changes no other. Each row's label occurs once in the
+    pages.
+    """
     pages, copies = BENCHMARKS.parent / "docs" / "reference" / "sources", tmp_path / "sources"
     shutil.copytree(pages, copies)
     run("sources.py", *QUICK["sources.py"], "--write", "--pages", str(copies))

@@ -1,4 +1,6 @@
-"""Modules without bytecode are compiled in a second process, and imports work as without this process."""
+"""Modules without bytecode are compiled ahead in a second process. Imports work with and without this
+process.
+"""
 
 from __future__ import annotations
 

@@ -206,7 +206,8 @@ def test_removing_leaves_nothing(package: Path, tmp_path: Path) -> None:
 def test_an_interrupted_build_leaves_no_package(tmp_path: Path) -> None:
     """If dpkg-deb fails, no package is left.
 
-    The package of this test has no Python files, because they are installed before dpkg-deb starts.
+    The installation of Python files is replaced, because it happens before dpkg-deb starts and does not
+    matter here.
     """
     (tmp_path / "bin").mkdir()
     broken = tmp_path / "bin/dpkg-deb"

@@ -1,4 +1,6 @@
-"""Tables, documents and the kernel agree on names: files, types, triggers, profiles, architectures."""
+"""Names agree in tables, documents and the kernel: those of files, types, triggers, profiles and
+architectures.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def choices(option: str, command: str) -> tuple[str, ...]:
 
 
 def files_below(path: str) -> Iterator[tuple[str, str]]:
-    """Yield name and text of each file of a directory, with a kprobe and a return probe defined."""
+    """Yield the name and the text of each file in the directory `path`, after a kprobe and a return probe
+    were defined.
+    """
     client = Client(pid=0, uid=0, gid=0)
     with Kernel() as kernel, kernel.lock:
         kernel.tracing.kprobe_events.write(b"p:g/e vfs_read\nr:g/e_return vfs_read\n")
@@ -215,7 +219,9 @@ def subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def test_each_architecture_is_complete() -> None:
-    """Hooks, CPU, image, command line and manual know the same architectures."""
+    """Each architecture is known everywhere: in the hooks, the CPU models, the images, the command line and
+    the manual.
+    """
     archs = {arch.name for family in architectures._FAMILIES.values() for arch in family()}
     models = {parts.model.name for family in cpu_parts_module._FAMILIES.values() for parts in family()}
     # Distributions' kernels have one architecture more than kprobefs's own.

@@ -430,7 +430,7 @@ def test_marked_tests_have_the_clock_and_the_way_of_probing_of_the_run(
 def test_a_kernel_that_cannot_be_fetched(
     name: str, why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No kernel is fetched if one of the names is wrong."""
+    """If one of the names is wrong, `images fetch` reports it and fetches no kernel."""
     monkeypatch.setattr("kprobefs.common.kernel_packages.fetch", pytest.fail)
     assert main(["images", "fetch", "debian:bookworm/cloud", name]) == ExitStatus.USAGE
     assert capsys.readouterr().err.startswith(f"kprobefs: {name}: {why}")

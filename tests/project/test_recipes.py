@@ -68,7 +68,9 @@ def test_packages_are_those_of_the_system(recipe: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", CI)
 def test_it_installs_the_checkout_and_runs_its_tests(recipe: str) -> None:
-    """The CI recipes install the checkout and run its examples. pip would not find kprobefs by its name."""
+    """The CI recipes install kprobefs from the checkout, because pip does not find it by name. Then they run
+    the tests in examples/.
+    """
     *_, install, test = programs(systems()[recipe][1])
     assert install == ["pip", "install", ".", "pytest"]
     assert test == ["pytest", "examples"]

@@ -1,4 +1,4 @@
-"""Number of seeds for tests of races; KPROBEFS_SEEDS sets it for long runs."""
+"""The number of seeds with which tests of races run. KPROBEFS_SEEDS sets this number for long runs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tests.sample import fewer
 
 
 def seeds(count: int, parts: int = 2) -> range:
-    """Return `count` seeds in a whole run, otherwise 1 / `parts` of this number.
+    """Return `count` seeds with KPROBEFS_WHOLE=1, otherwise 1 / `parts` of this number.
 
-    KPROBEFS_SEEDS sets another number.
+    If KPROBEFS_SEEDS is set, return as many seeds as it says.
     """
     return range(1, int(os.environ.get("KPROBEFS_SEEDS", fewer(count, parts))) + 1)

@@ -24,8 +24,8 @@ MAX_LIVE = 6
 
 
 class ComingAndGoing:
-    """A source of random changes, which registers, enables, disables and unregisters probes of gcd as another
-    CPU would.
+    """Makes random changes: registers, enables, disables and unregisters probes of gcd, as another CPU
+    would.
     """
 
     def __init__(self, kernel: Kernel, way: str, seed: int) -> None:
@@ -89,7 +89,7 @@ class ComingAndGoing:
 
 
 def footprint(kernel: Kernel) -> tuple[int, int]:
-    """Return the bytes of executable memory and the number of breakpoints in use, without compiled
+    """Return how many bytes of executable memory and how many breakpoints are in use, apart from compiled
     handlers.
     """
     codes = kernel.kprobes.compiler.codes

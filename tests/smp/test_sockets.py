@@ -26,7 +26,9 @@ LOADS = {"load_tcp": 3, "load_udp": 20, "load_ping": 20}
 
 @dataclass
 class Sockets:
-    """System calls on sockets, of one task or of several at once, with buffers in user memory."""
+    """System calls on sockets, made by one task or by several tasks at the same time, with buffers in user
+    memory.
+    """
 
     kernel: Kernel
     tasks: Sequence[GuestTask]

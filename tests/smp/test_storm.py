@@ -72,8 +72,8 @@ SIZE, ROOM = 300, 1024
 
 
 class Storm:
-    """Random actions that a program may do whenever the kernel's control lock is free; a seed chooses the
-    actions.
+    """Makes random changes that a program may make while the kernel's control lock is free; a seed chooses
+    them.
     """
 
     def __init__(self, kernel: Kernel, seed: int) -> None:

@@ -192,9 +192,9 @@ def test_hits_and_misses_add_up(boot: Boot, arch: str, seed: int) -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_left_out_sync_is_caught(arch: str) -> None:
-    """CPUs execute instructions that they fetched before a jump was written or removed.
+    """The tests can find a missing sync: without syncs, CPUs execute stale instructions and the guest fails.
 
-    Only patching without syncs does harm.
+    CPUs execute instructions that they fetched before a jump was written or removed.
     """
     for seed in seeds(2):
         assert flipped_under_load(arch, seed, syncs=True) == "well"
@@ -238,7 +238,8 @@ def flipped_under_load(arch: str, seed: int, *, syncs: bool) -> str:
 @pytest.mark.parametrize("way", ["optimized", "called"])
 @pytest.mark.parametrize("arch", ["x86_64", "riscv64"])
 def test_handlers_made_under_load(arch: str, way: str) -> None:
-    """Results stay right while hits redirect a probe's jump or call to new compiled code.
+    """Results stay right while hits compile a probe's handler again and redirect the probe's jump or call to
+    the new code.
 
     Another CPU may have fetched all or half of the old bytes.
     """
@@ -330,8 +331,8 @@ def test_code_that_a_hit_drops_leads_nobody_elsewhere(arch: str, way: str) -> No
 @pytest.mark.parametrize("way", ["optimized", "called"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_code_dropped_by_a_hit_while_its_place_is_patched(arch: str, way: str) -> None:
-    """If a probe's compiled code is dropped while the probe is being disarmed, the text becomes the original
-    all the same.
+    """If a hit drops a probe's compiled code while the probe is being disarmed, the original text is still
+    restored.
     """
     with Kernel(MachineConfig(arch=arch), profile=WAYS[way]) as kernel, kernel.lock:
         define(kernel, way)

@@ -23,8 +23,8 @@ from tests.trace.events.kernel import Function, errno_of, make_kernel
 
 
 class Made(LinuxRule):
-    """Three rules: CAME began with a version, WENT ended with a version, and TOLD is found by a kernel's
-    texts.
+    """Rules for the tests: CAME began with a version, WENT ended with a version, and TOLD is known from a
+    text in the kernel.
     """
 
     CAME = "6.12", "came", "here.c:came"
@@ -91,9 +91,7 @@ COMMANDS = (
 
 
 def answers(interface: Interface) -> list[tuple[str, list[str], list[str]]]:
-    """Return errno, error_log and kprobe_events after each of COMMANDS. Each command is written to a new
-    kernel.
-    """
+    """Return the errno, error_log and kprobe_events for each command of COMMANDS, each in a new kernel."""
     found = []
     for command in COMMANDS:
         kernel = make_kernel(interface=interface)

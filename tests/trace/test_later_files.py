@@ -157,8 +157,8 @@ def test_earlier_kernels_know_no_events_of_modules(old: Kernel) -> None:
     ],
 )
 def test_sizes_of_markers(profile: str, longest: int, taken: int, shown: list[int], text: int) -> None:
-    """Sizes of markers by version: the shown bytes of raw markers of 4, 10 and 17 bytes, and the length that
-    is taken of long markers.
+    """Sizes of markers are those of each version: how many bytes of a raw marker are shown, and how much of a
+    long marker is taken.
     """
     with Kernel(profile=profile_named(profile)) as kernel:
         write = kernel.trace.write_raw_marker
@@ -246,8 +246,8 @@ def test_a_new_size_of_pages_removes_records_and_keeps_the_capacity(kernel: Kern
 
 
 def test_pages_of_another_size_hold_what_guest_code_records(kernel: Kernel) -> None:
-    """Guest code fills pages of another size. Each page except the last has no room for another record, which
-    takes 28 bytes.
+    """Guest code fills pages of another size completely: no page but the last has room for another record of
+    28 bytes.
     """
     kernel.write_file("tracing/buffer_size_kb", "64")
     kernel.write_file(SIZE, "16")
@@ -309,10 +309,11 @@ def test_each_array_and_its_snapshot_have_one_size_of_pages(kernel: Kernel) -> N
     ],
 )
 def test_buffers_by_version(profile: str, fields: tuple[str, ...], size: int, sizes: list[str]) -> None:
-    """The page header, the size of a marker, and the sizes of buffers are those of Debian's kernels.
+    """The format of a page header, the size of a marker's record, and the sizes of buffers are those of
+    Debian's kernels.
 
-    `sizes` has the top array after an event was enabled in an instance, the instance, and the top array after
-    a refused write to `snapshot`.
+    `sizes` has the top array's size after an event was enabled in an instance, the instance's size, and the
+    top array's size after a refused write to `snapshot`.
     """
     with Kernel(profile=profile_named(profile)) as kernel:
         shown = re.findall(

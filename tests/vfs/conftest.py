@@ -26,7 +26,9 @@ def tree(kernel: Kernel) -> NodeTree:
 
 @pytest.fixture(scope="module")
 def unchanged() -> Iterator[NodeTree]:
-    """Yield the files of a kernel that all tests of a module share, because the tests change nothing."""
+    """Yield the file tree of a kernel that is shared by the tests of a module. The tests must not change the
+    kernel.
+    """
     with Kernel(MachineConfig(cpus=2)) as booted:
         booted.tracing.kprobe_events.write(b"p:a vfs_read\n")
         yield booted.filesystem()

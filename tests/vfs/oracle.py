@@ -1,4 +1,4 @@
-"""Paths of recorded answers of Linux 6.1. A test whose record is missing is skipped."""
+"""Reads recordings of Linux 6.1's answers. A test is skipped if its recording is missing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def quirks() -> dict[str, Any]:
 
 
 def errors(file: str) -> list[dict[str, Any]]:
-    """Return the recorded writes to one file."""
+    """Return the records of all recorded writes to the file `file`."""
     lines = oracle_path("errors-6.1.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["file"] == file]
 

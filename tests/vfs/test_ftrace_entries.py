@@ -14,8 +14,8 @@ EVENTS = "/tracing/events/ftrace"
 
 
 def shown(tree: NodeTree, name: str) -> list[str]:
-    """Return the files of an entry's directory with their modes, and its format, in the form of the
-    recording.
+    """Return the modes of the files in the directory of the event `name`, and its format, as the recording
+    has them.
     """
     files = sorted(names(tree, f"{EVENTS}/{name}"))
     modes = (stat.S_IMODE(tree.getattr(f"{EVENTS}/{name}/{file}").mode) for file in files)

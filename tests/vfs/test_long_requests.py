@@ -1,4 +1,4 @@
-"""Long requests: the control lock is released between two lines, two records or two pieces."""
+"""During a long request, the control lock is released between two lines, two records or two pieces."""
 
 from __future__ import annotations
 

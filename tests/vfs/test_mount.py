@@ -91,7 +91,7 @@ class ReadOnly(Clock):
 
 
 def control_fs() -> ControlFs:
-    """Return a file system of control files in which no guest has a part."""
+    """Return a file system of control files that has no part in a guest."""
     files = {"value": AttributeFile(0o444, lambda: "1\n"), "clock": Directory(0o755, {})}
     return ControlFs(NodeTree(Directory(0o755, {"dir": Directory(0o755, {}), **files})))
 
@@ -113,7 +113,7 @@ def read(mount: Mount, path: str) -> bytes:
 
 
 def inos(mount: Mount, path: str) -> dict[str, int]:
-    """Return name -> inode number, as a listing of the directory shows them."""
+    """Return name -> inode number of the entries that readdir returns for a directory."""
     return {entry.name: entry.ino for entry in mount.readdir(path)}
 
 

@@ -63,7 +63,7 @@ def _words(text: str) -> set[str]:
 
 
 def _lacks(text: str) -> list[str]:
-    """Return the patterns that a README lacks."""
+    """Return the patterns of perf and of Linux's selftests that `text`, a tracing/README, does not match."""
     lines = text.splitlines()
     by_perf = [each for each in BY_PERF if not any(fnmatchcase(line, _glob(each)) for line in lines)]
     fetched = re.search(r"fetcharg:.*\n?.*\$comm", text)
@@ -83,7 +83,7 @@ def test_what_tools_search_for() -> None:
 
 @pytest.fixture(scope="module")
 def present(unchanged: NodeTree) -> set[str]:
-    """Return the names of the files of tracefs and of an event's directory."""
+    """Return the names of the files in tracing/ and in the directory of an event."""
     return {*names(unchanged, "/tracing"), *names(unchanged, "/tracing/events/kprobes/a")}
 
 

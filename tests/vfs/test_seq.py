@@ -1,4 +1,6 @@
-"""Open files: positions, contents kept since open, errors."""
+"""Reads, writes and truncation of open files: their positions, the contents that are kept after open, and
+errors.
+"""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_modes_of_an_instance_as_recorded(tree: NodeTree) -> None:
 
 @pytest.fixture
 def cpus(kernel: Kernel) -> tuple[int, int]:
-    """Return the number of the running CPU, and of the other CPU."""
+    """Return the number of the CPU that runs, and the number of the other CPU."""
     return kernel.machine.cpu, 1 - kernel.machine.cpu
 
 
@@ -538,7 +538,7 @@ def test_ids_of_events_are_none_of_the_host_s(unchanged: NodeTree) -> None:
 
 
 def test_the_marker_s_event_is_set_while_it_has_a_trigger(tree: NodeTree) -> None:
-    """set_event lists ftrace:print while the event has a trigger, although this event cannot be enabled."""
+    """set_event lists ftrace:print while this event has a trigger, although it cannot be enabled."""
     place = "events/ftrace/print/trigger"
     assert read(tree, "set_event") == ""
     write(tree, place, "snapshot")

@@ -206,9 +206,9 @@ def test_directories_of_removed_objects_are_forgotten() -> None:
 
 
 def test_listings_tell_what_stat_tells(tree: NodeTree) -> None:
-    """A directory's listing has the same file types and inode numbers as stat(2).
+    """A directory's listing has the file types and inode numbers that stat(2) returns.
 
-    No two files have the same number, and none has a number of another file system.
+    All files have different numbers, and no file has the number of a file of another file system.
     """
     paths = {4: "/"}
 

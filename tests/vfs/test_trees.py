@@ -469,8 +469,8 @@ def test_the_version_says_whether_the_kernel_is_preempted(profile: Profile) -> N
 
 @pytest.mark.parametrize("stack", RETURN_HOOKS)
 def test_memory_of_return_probes(stack: str) -> None:
-    """The file `memory` shows the memory of the event's own hooks plus the memory that all hooks share, which
-    together is never 0.
+    """The file `memory` shows the memory of the event's hooks and the memory that all hooks share. The sum is
+    never 0.
     """
     with Kernel(profile=Profile("returns", return_hook=stack)) as kernel:
         tree = kernel.filesystem()

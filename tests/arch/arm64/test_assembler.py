@@ -29,7 +29,7 @@ def listing(code: bytes) -> str:
 
 
 def address(register: str, value: int) -> str:
-    """Return the instructions that load the address of a cell, in capstone's notation."""
+    """Return instructions that load `value` into `register`, in the notation of capstone."""
     parts = [(value >> shift & 0xFFFF, shift) for shift in (0, 16, 32, 48)]
     (first, _), *rest = [part for part in parts if part[0]]
     moves = [f"movk {register}, #{number:#x}, lsl #{shift}" for number, shift in rest]

@@ -1,4 +1,6 @@
-"""Simulated AArch64 instructions, compared with the processor, and how single instructions are handled."""
+"""Simulated AArch64 instructions have the same effect as on the processor, and each instruction is handled in
+the right way: simulated, copied or refused.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def check(uc: Any, word: int, values: dict[str, int], flags: int) -> None:
 
 
 def words(rng: random.Random) -> Iterator[int]:
-    """Yield instructions of each simulated kind, whose targets are code."""
+    """Yield random instructions of each simulated kind. The targets of branches and loads are within the
+    code.
+    """
     near = rng.randrange(-400, 400)
     register = rng.randrange(32)
     yield 0x14000000 | near & 0x3FFFFFF

@@ -169,7 +169,9 @@ def _returns_to(address: int) -> Program:
 
 
 def _machine(*, saves_all: bool, chosen: bool) -> tuple[Flat, int, int]:
-    """Return a machine on which a function returns, and the addresses of the trampoline's entry and trap."""
+    """Return a machine on which a function has just returned to a trampoline, and the addresses of the
+    trampoline's entry and trap.
+    """
     made = ARCH.returns.dispatch(_dispatch(), CODE, saves_all=saves_all)
     handler = ARCH.returns.handler(_returns_to(CALLER), saves_all=saves_all)
     finish = made.finish

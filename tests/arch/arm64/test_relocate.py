@@ -73,9 +73,9 @@ def test_what_is_not_moved(word: int) -> None:
 
 @pytest.mark.parametrize("register", range(32))
 def test_a_blr_at_the_end_of_a_stub(register: int) -> None:
-    """At the end of a stub, a `blr` is a breakpoint.
+    """At the end of a stub, a `blr` is replaced by a breakpoint.
 
-    The breakpoint leads to the address in the register and sets x30 to the return address.
+    The handling of the breakpoint continues at the address in `register` and sets x30 to the return address.
     """
     region = ARCH.emulated_region(struct.pack("<I", 0xD63F0000 | register << 5), CODE)
     if register == 31:
@@ -107,8 +107,8 @@ def test_what_is_out_of_reach() -> None:
 
 
 def test_places_in_a_relocated_call() -> None:
-    """All places in a relocated call belong to the call, except the end, which belongs to the next
-    instruction.
+    """A CPU within a relocated call counts as being at the call. At the end of the code, it counts as being
+    at the next instruction.
 
     At the last jump, the return address is already set.
     """

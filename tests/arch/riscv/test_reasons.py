@@ -41,8 +41,9 @@ def test_the_same_for_the_image(name: str, ftrace: bool) -> None:
 
 
 def _walked(found: RiscvFunctionAnalysis, addr: int) -> int | Rejection:
-    """Return the length of the region or a rejection, by a walk over the instructions as in
-    opt.c:search_copied_insn.
+    """Return the length of the region at `addr`, or the reason why there is none.
+
+    Walk over the instructions, as opt.c:search_copied_insn does.
     """
     at = addr
     while at < addr + LONG_JUMP_SIZE:

@@ -1,4 +1,6 @@
-"""What return hooks need of RISC-V's code: atomic changes of words, and ways out of a trampoline."""
+"""RISC-V code of return hooks: atomic changes of words in memory, and trampolines, which continue at the
+caller or in Python.
+"""
 
 from __future__ import annotations
 

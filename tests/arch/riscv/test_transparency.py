@@ -115,7 +115,7 @@ def test_detours_everywhere(name: str, level: str) -> None:
 
 @pytest.mark.parametrize(("name", "level"), share(BUILDS[:4], 1, 2))
 def test_counting_in_the_guest(name: str, level: str) -> None:
-    """A counting handler in guest code changes no result, with dead registers for its values or with a frame
+    """A counting handler in guest code changes no result, whether it computes in dead registers or in a frame
     that saves all registers.
     """
     program, arch = build(name, level), ARCHS[name]

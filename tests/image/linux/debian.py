@@ -71,14 +71,18 @@ def _package(meta: str, suite: str, architecture: str) -> Path | str:
 
 
 def _cached(directory: Path, name: str) -> Path | None:
-    """Return the newest cached package with this name, or for the meta package with this name."""
+    """Return the newest cached package called `name`. If `name` is a meta package, return the newest of its
+    packages.
+    """
     flavour = re.escape(re.sub(r"^linux-(image|binary)-", "", name))
     form = rf"linux-(image|binary)-([\d.]+(-\d+|\+deb\d+)-)?{flavour}_.*\.deb"
     return max((path for path in directory.glob("*.deb") if re.fullmatch(form, path.name)), default=None)
 
 
 class _Apt:
-    """Runs apt for some seconds, at first with the host's lists of packages."""
+    """Runs commands of apt, all together for at most `seconds`. The commands use the host's lists of packages
+    until read_other_release().
+    """
 
     was_late = False
     """Whether apt was not done in time once in this process."""
@@ -147,7 +151,9 @@ def _depends(meta: str, apt: _Apt, begin: str = "linux-image-") -> str | None:
 
 
 def _asked(meta: str, apt: _Apt) -> str:
-    """Return apt's answer, which takes a second of CPU, and is kept until the lists of apt change."""
+    """Return the output of `apt-cache depends`. The output is kept until the lists of apt change, because the
+    command takes a second of CPU.
+    """
     kept = _directory() / "depends" / meta
     if not apt.options and kept.exists() and kept.stat().st_mtime_ns > _APT_LISTS.stat().st_mtime_ns:
         return kept.read_text()

@@ -22,7 +22,7 @@ NOP5 = bytes.fromhex("0f1f440000")
 
 
 class Addresses(Enum):
-    """How a symbol table holds addresses."""
+    """How a kallsyms table stores addresses of symbols."""
 
     PERCPU_ABSOLUTE = auto()
     RELATIVE = auto()
@@ -55,7 +55,7 @@ FORMATS = (
 def kallsyms(
     symbols: Sequence[tuple[int, str, str]], form: Format, base: int = TEXT, in_front: int = 0
 ) -> bytes:
-    """Return the symbol tables for (address, type, name) of all symbols, by ascending addresses.
+    """Return kallsyms' tables for `symbols`, which are (address, type, name) in ascending order of addresses.
 
     The tables are aligned to 8 bytes, or to 4 bytes for OWN_ENTRY. `in_front`: offset of the tables from
     RODATA, which OWN_ENTRY needs.
@@ -218,7 +218,9 @@ class Kernel:
         return at
 
     def function(self, name: str, code: bytes) -> int:
-        """Add an aligned function, after int3 as linkers fill gaps, and return its address."""
+        """Add a function at an aligned address, and return the address. As linkers do, fill the gap before it
+        with int3.
+        """
         self.text.data += b"\xcc" * (-len(self.text.data) % 16)
         at = self.mark(name)
         self.text.data += code
@@ -235,7 +237,9 @@ class Kernel:
         return at
 
     def next_data(self) -> int:
-        """Return the address of the next table, whose entries are relative to themselves."""
+        """Return the address that the next table will have. Tables with self-relative entries need it in
+        advance.
+        """
         return self.area.end + -len(self.area.data) % 8
 
     def elf(self, *, sections: bool = True, ends: bool = True) -> bytes:
@@ -313,7 +317,7 @@ def vmlinuz(vmlinux: bytes, packed_by: str = "gzip", *, protocol: int = 0x20F) -
 
 
 def around(payload: bytes, *, protocol: int = 0x20F) -> bytes:
-    """Return a bzImage with any payload."""
+    """Return a bzImage whose payload is `payload`."""
     setup = bytearray(5 * 512)
     setup[:2], setup[0x1F1], setup[0x1FE:0x200] = b"MZ", 4, b"\x55\xaa"
     setup[0x202:0x208] = b"HdrS" + struct.pack("<H", protocol)

@@ -1,4 +1,6 @@
-"""BTF tells what the C declarations say: offsets, bit fields, parameters. Damaged BTF gives a KernelError."""
+"""BTF is read as the C declarations say: offsets, bit fields and parameters. Damaged BTF raises a
+KernelError.
+"""
 
 from __future__ import annotations
 

@@ -22,8 +22,9 @@ LAYOUTS = [(form, count) for form in made.FORMATS for count in (1, 255, 256, 257
 
 
 def symbols(count: int, form: Format, name: str = "vfs_func_{}") -> Wanted:
-    """Return `count` ascending symbols with aliases, after per-CPU symbols if the layout has
-    absolute ones.
+    """Return `count` symbols in ascending order. Each address has two symbols.
+
+    If the layout can have absolute addresses, per-CPU symbols precede these symbols.
     """
     percpu = [(at, "A", f"percpu_{at}") for at in (0, 0x40, 0x3F000)]
     found = [] if form.addresses in (Addresses.RELATIVE, Addresses.OWN_ENTRY) else percpu

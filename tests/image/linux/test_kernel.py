@@ -186,8 +186,8 @@ def test_a_build_option_that_a_kernel_needs_is_named(name: str, option: str) -> 
 
 
 def test_types_that_were_removed_from_the_file_name_their_build_option() -> None:
-    """A kernel whose section of types was removed by objcopy(1), while the symbols stayed, counts as built
-    without BTF.
+    """If objcopy(1) removed the BTF section but left its symbols, the kernel counts as built without BTF, and
+    the error names the build option.
     """
     source = made.Kernel()
     source.mark("__start_BTF")

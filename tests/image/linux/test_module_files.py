@@ -101,7 +101,10 @@ def test_a_wrong_name_names_similar_modules(tmp_path: Path) -> None:
 def test_the_advice_names_packages_that_the_distribution_has(
     name: str, data: bytes, advice: str, tmp_path: Path
 ) -> None:
-    """Debian's kernels before 7.2 have their modules in the same package: there is no other one to add."""
+    """The advice names only packages that the distribution has.
+
+    Debian's kernels before 7.2 have all modules in the kernel's own package, so no package is advised.
+    """
     (tmp_path / name).write_bytes(data)
     with pytest.raises(KernelError) as refused:
         ModuleFiles(tmp_path / name, "6.1").read("zzz")
@@ -189,7 +192,7 @@ def test_a_damaged_module_is_named(why: str, tmp_path: Path) -> None:
 
 
 def test_damaged_packages_end_in_one_error(tmp_path: Path) -> None:
-    """A package with any damage gives whole modules or an error that names the package's fault."""
+    """From a damaged package, each module is read whole, or reading raises a KernelError."""
     whole, refused, absent = KINDS["blocks"], 0, set[int | None]()
     for _ in range(60):
         damaged = bytearray(whole)

@@ -1,4 +1,4 @@
-"""A kernel is found in all kinds of files that distributions ship, and a bad file gives a KernelError."""
+"""A kernel is found in all kinds of files that distributions ship, and a bad file raises a KernelError."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WITH_MODULES = {"./boot/vmlinuz-6.1.0-made": VMLINUZ, "./lib/modules/6.1.0/kerne
 
 
 def opened(data: bytes, tmp_path: Path) -> int:
-    """Return the number of symbols of the kernel in a file with these bytes."""
+    """Open the kernel in a file with the bytes `data`, and return the number of its symbols."""
     file = tmp_path / "image"
     file.write_bytes(data)
     return len(open_kernel(str(file)).kallsyms.symbols)

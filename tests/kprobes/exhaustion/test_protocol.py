@@ -59,7 +59,7 @@ def sites(proof: Proof, size: int) -> Iterator[Where]:
 
 
 def check(proof: Proof, places: Iterable[Where]) -> None:
-    """Prove all `places`."""
+    """Run the proof for each of `places`. Problems are collected in `proof.problems`."""
     for place in places:
         proof.check(place)
 
@@ -114,9 +114,10 @@ def riscv_calls() -> Iterator[CompiledProof]:
 
 
 def test_a_call_of_a_function_that_names_another_temporary(riscv_calls: CompiledProof) -> None:
-    """At a relocated call, only the calling function decides which temporary registers are free.
+    """The proof holds for a relocated call although the called function's code makes more registers look
+    live.
 
-    Return instructions of the called function do not count.
+    Only the calling function decides which temporary registers are free there.
     """
     proof = riscv_calls
     probed = proof.probed

@@ -72,7 +72,9 @@ class End(NamedTuple):
 
 @dataclass(frozen=True)
 class Expected:
-    """End of the unprobed piece from a state, to be compared with that of the probed piece."""
+    """The end that an unprobed run from a state had. A probed run from the same state must have an equal
+    end.
+    """
 
     end: End
     written: Mapping[int, int]
@@ -144,7 +146,10 @@ def piece_size(probed: Probed, region: Region) -> int:
 
 
 def exits(probed: Probed, address: int, size: int) -> tuple[int, ...]:
-    """Return the exits of the instructions: the address after them, and the targets of direct branches."""
+    """Return the addresses at which the CPU can leave the `size` bytes of code at `address`.
+
+    They are the address after the code, and the targets of direct branches out of the code.
+    """
     arch = probed.kernel.arch
     end = address + size
     code = probed.kernel.machine.text.original(address, size)
@@ -230,7 +235,9 @@ class Bench:
         """Exit at which the piece has ended."""
 
     def _numbers(self, size: int) -> bytes:
-        """Return bytes that are no pointers to memory; through a pointer, a run could write unnoticed."""
+        """Return `size` random bytes that are not pointers to memory. Through a pointer, a run could change
+        memory that is not compared.
+        """
         found = random.Random(7).randbytes(size)
         if self._arch.bits == 64:
             return found
@@ -283,7 +290,7 @@ class Bench:
                     breakpoints[addr] = handler
 
     def until(self, *ends: int) -> AbstractContextManager[None]:
-        """Within the block, end runs before these addresses."""
+        """Within the block, end a run before it executes an instruction at one of the addresses `ends`."""
 
         def stop(regs: Regs) -> None:
             self._met = regs.ip - len(self._arch.breakpoint)
@@ -375,11 +382,11 @@ class Bench:
         return deviation
 
     def reads_below_stack(self, start: State) -> bool:
-        """Return True if the result depends on bytes below the stack pointer, which the code reads by an
+        """Return True if the result of a run depends on bytes below the stack pointer, which code reads by an
         invalid index.
 
-        On a real CPU, an interrupt would have overwritten these bytes. Do not call this while the region is
-        probed.
+        On a real CPU, an interrupt would have overwritten these bytes. Call this only while the region has no
+        probe.
         """
         plain = self.run(start)
         self.machine.memory.write(start.sp - _BELOW, b"\xa5" * _BELOW)

@@ -1,4 +1,4 @@
-"""The file `cost` of a probe: how a hit's cost was measured in each mode, and how many traps a hit takes."""
+"""The file `cost` of a probe: the cost of a hit, measured in each mode, and the number of traps per hit."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ def test_each_way(boot: Boot, profile: str, arch: str, offset: int, optimized: b
 
 
 def test_before_and_behind_the_jump(boot: Boot) -> None:
-    """While a breakpoint leads to the copies in the detour, `cost` shows one trap per hit.
-
-    With the jump, `cost` shows hits in guest code.
+    """While the probe is a breakpoint, `cost` shows one trap per hit. After the optimization, `cost` shows
+    hits in guest code.
     """
     probed = boot("linux-6.1")
     files = Files(probed.kernel)
@@ -105,9 +104,10 @@ def test_a_disabled_probe_has_no_cost(boot: Boot) -> None:
 
 
 def test_a_cost_is_that_of_the_present_mode(boot: Boot) -> None:
-    """While `kprobes/stages` is 1, Python handles the hits of the jump; afterwards, guest code does again.
+    """A change of `kprobes/stages` to 1 or back to 0 clears the measured cost, although the mode stays
+    `optimized`.
 
-    Each of the two changes clears the measured cost.
+    While the value is 1, Python handles the hits of the jump. Otherwise guest code handles the hits.
     """
     probed = boot("linux-6.1")
     files = Files(probed.kernel)

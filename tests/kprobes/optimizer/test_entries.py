@@ -44,7 +44,7 @@ def branches(live: LiveImage[KernelImage], bits: int) -> Iterator[tuple[int, str
 
 
 def words(live: LiveImage[KernelImage], size: int) -> Iterator[tuple[int, str]]:
-    """Yield each word of memory without code, with a description.
+    """Yield each word of memory that is not executable, with a description of its place.
 
     Any of these words may be an address, for example in a jump table.
     """

@@ -1,4 +1,4 @@
-"""The optimizer and the kernel around it: time, stacks, trace records and files."""
+"""The optimizer in a running kernel: its effects on time, stacks, trace records and files."""
 
 from __future__ import annotations
 

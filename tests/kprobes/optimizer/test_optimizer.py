@@ -32,7 +32,7 @@ def threes(probed: Probed) -> Iterator[tuple[int, int, int]]:
 
 
 class TestSteps:
-    """The guest can run after each step of a patch."""
+    """After each step of patching, the guest can run the patched code, and the hits are right."""
 
     @pytest.fixture
     def steps(
@@ -487,7 +487,7 @@ class TestRemoval:
 
 
 class TestHolding:
-    """The file stats/.../optimized: the switch of a single probe."""
+    """The file stats/.../optimized allows or prevents the jump of a single probe."""
 
     def test_hold_and_ask_again(self, probed: Probed) -> None:
         kprobes, probe = probed.kernel.kprobes, probed.probe("gcd", GCD_HEAD)

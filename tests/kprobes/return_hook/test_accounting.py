@@ -108,9 +108,10 @@ def test_a_missed_call_skips_the_entry_handler(kernel: Kernel) -> None:
 
 
 def test_a_module_that_goes(kernel: Kernel, make: Make) -> None:
-    """When a module is unloaded, its exit function's return is the last one that is seen.
+    """Hits of probes in a module are seen until the module is unloaded, including the return of its exit
+    function.
 
-    The counts stay, and no call is pending.
+    After the unloading, the counts stay and no call is pending.
     """
     kernel.load_module("ktgt")
     probes = [make(kernel, f"ktgt:{name}") for name in ("ktgt_add", "ktgt_exit")]
@@ -153,8 +154,9 @@ def test_a_stack_trace_shows_the_caller(arch: str, form: TrampolineForm, stack: 
 
 
 def test_a_record_of_the_inner_of_two_names_no_caller(boot: Boot) -> None:
-    """Of two return events on a function, only the event whose return address is the trampoline shows an
-    unknown caller.
+    """If two return events are on one function, only the records of the event `one` show an unknown caller.
+
+    Its instance was pushed last, so the trampoline is its return address.
     """
     kernel = boot()
     events = kernel.tracing.kprobe_events

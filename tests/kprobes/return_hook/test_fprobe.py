@@ -104,7 +104,10 @@ def test_entry_handler_decides_and_instances_run_out(boot: Boot) -> None:
 
 @pytest.mark.parametrize("pattern", ["twin", "t[wx]in"])
 def test_functions_of_modules(boot: Boot, pattern: str) -> None:
-    """A filter matches functions of loaded modules, all that have the name, until the module is unloaded."""
+    """The filter of an fprobe matches all functions of a loaded module that have a matching name.
+
+    After the module is unloaded, the fprobe has no functions, even if the module is loaded again.
+    """
     kernel = boot()
     fp = Fprobe(pattern)
     assert errno_of(lambda: kernel.register_fprobe(fp)) == errno.EINVAL

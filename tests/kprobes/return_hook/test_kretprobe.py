@@ -33,7 +33,7 @@ def symbol_at(kernel: Kernel, addr: int) -> str:
 
 
 def accounted(rp: Kretprobe) -> int:
-    """Return the number of calls of the function that the kretprobe has counted."""
+    """Return the sum of a kretprobe's seen, missed, flushed and pending calls."""
     assert rp.hook is not None
     return rp.returns + rp.nmissed + rp.hook.flushed + rp.hook.active
 

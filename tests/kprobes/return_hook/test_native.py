@@ -166,10 +166,10 @@ def test_unregistered_while_calls_of_guest_code_are_pending(boot: Boot, stack: s
 
 
 def test_two_hooks_on_a_call(boot: Boot, stack: str) -> None:
-    """Of two hooks on a call, the newer one finds the trampoline as return address, and Python handles both
-    hooks.
+    """If two hooks are on a function, both see all returns. The newer hook finds the trampoline as return
+    address, so Python handles both.
 
-    After one is unregistered, guest code handles the other hook.
+    After the newer hook is unregistered, guest code handles the other one.
     """
     kernel = boot(return_hook=stack)
     first, ring = hooked(kernel, "int_sqrt")

@@ -35,8 +35,9 @@ EVERY = 1 if WHOLE else 6
 
 @dataclass
 class Calls:
-    """Calls of one function on the host's stack, instruction by instruction; `cpu` is the CPU that executes
-    the next instruction.
+    """Executes calls of one function on the host's stack, instruction by instruction.
+
+    `cpu`: the CPU that executes the next instruction.
     """
 
     kernel: Kernel
@@ -72,9 +73,9 @@ class Calls:
 
 @contextmanager
 def calls(stack: str, way: str, maxactive: int) -> Iterator[tuple[Calls, Kretprobe]]:
-    """Yield a Calls for a function on two CPUs with a task each, and the function's kretprobe.
+    """Yield a Calls for a function that guest code hooks, and the kretprobe of the function.
 
-    Guest code hooks the function.
+    The kernel has two CPUs, and each has a task.
     """
     with Kernel(MachineConfig(return_hook=stack, cpus=2), profile=WAYS[way]) as kernel:
         rp = Kretprobe(symbol_name="int_sqrt", maxactive=maxactive)

@@ -1,4 +1,4 @@
-"""Random calls, returns and ends of tasks on each shadow stack, against lists in Python."""
+"""Random calls, returns and ends of tasks on each shadow stack, compared with lists in Python."""
 
 from __future__ import annotations
 

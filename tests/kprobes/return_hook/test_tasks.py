@@ -85,7 +85,10 @@ def test_unregistered_while_calls_are_pending(kernel: Kernel) -> None:
 
 
 def test_a_task_that_ends_in_a_hooked_call(kernel: Kernel) -> None:
-    """do_exit and exit_group never return. Their nodes are flushed when the memory of the task is freed."""
+    """A task that exits in a hooked call frees the call's node: each pending call is counted as flushed.
+
+    do_exit and exit_group never return. Their nodes are flushed when the memory of the task is freed.
+    """
     guest = kernel.guest
     rp = Kretprobe(symbol_name="__x64_sys_exit_group", handler=lambda *_: None, maxactive=1)
     nested = Kretprobe(symbol_name="do_exit", handler=lambda *_: None, maxactive=1)
@@ -115,7 +118,7 @@ def test_a_killed_task_gives_its_instances_back(kernel: Kernel) -> None:
 
 
 def _entries(kernel: Kernel) -> list[int]:
-    """Return the functions whose entry can be probed."""
+    """Return the addresses of the fentry sites on which a kprobe can be registered."""
     found = []
     for entry in sorted(kernel.image.mcount):
         probe = Kprobe(addr=entry, disabled=True)

@@ -56,7 +56,7 @@ def ways_with_stacks(ways: Mapping[str, Profile]) -> list[tuple[str, str]]:
 
 @dataclass
 class Bench:
-    """A kernel with function calls, and how these calls end without hooks."""
+    """A kernel, and calls of its functions with the outcomes that they have without hooks."""
 
     kernel: Kernel
     boundaries: list[Boundary]

@@ -1,5 +1,5 @@
-"""The unified return hook: it works only for functions that can be traced, and uses the array of the function
-graph tracer.
+"""The unified return hook: it hooks only functions that can be traced, and uses the shadow stack of the
+function graph tracer.
 """
 
 from __future__ import annotations

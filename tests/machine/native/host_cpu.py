@@ -45,12 +45,12 @@ class HostCpu(ABC):
 
     @abstractmethod
     def enter(self) -> None:
-        """Set the stack pointer and the return address."""
+        """Prepare a call of a routine: set the stack pointer and the return address."""
 
     @property
     @abstractmethod
     def leaves(self) -> bool:
-        """Whether a function that returns now returns to the caller of the routine."""
+        """Return True if a return instruction at this point would return to the caller of the routine."""
 
     def run(self, routine: str, arguments: Sequence[int]) -> None:
         """Call a routine until it returns, calls Python or stops, and check that it kept the registers."""

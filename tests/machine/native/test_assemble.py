@@ -1,4 +1,4 @@
-"""The generated module of routines."""
+"""The file of generated native routines is up to date with its sources."""
 
 from __future__ import annotations
 

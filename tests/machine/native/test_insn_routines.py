@@ -136,9 +136,10 @@ def test_a_copy_is_made_if_all_of_it_may_be_read_and_written(
     count: int,
     kept_from: str,
 ) -> None:
-    """The host makes a copy only inside of one range per side.
+    """The host makes a copy only if its source is in one readable range and its target is in one writable
+    range.
 
-    Here a page is a range: copies across pages are the guest's.
+    Here a page is a range. The host leaves copies across pages to the guest.
     """
     uc = host.uc
     guest = 0xFFFF888000000000 if unit == 8 else 0xC0000000

@@ -165,9 +165,10 @@ CHARGES = (("charge_intr", "trap_ns", 2), ("charge_invalid", "trap_ns", 1), ("ha
 @pytest.mark.parametrize(("name", "ns", "argument"), [("count", "", 3), *CHARGES])
 @pytest.mark.parametrize("now", [0, 2**32 - 1, 2**64 - 1])
 def test_the_model_clock_is_advanced(host: HostCpu, name: str, ns: str, argument: int, now: int) -> None:
-    """The routine `count` adds 1 to the time.
+    """The routine `count` adds 1 to the clock's nanoseconds.
 
-    A charge adds its word, and passes its arguments to the next routine.
+    A routine that charges for a trap or a handler adds the nanoseconds in its word. It passes its arguments
+    to the next routine.
     """
     uc = host.uc
     uc.mem_write(DATA_AT, now.to_bytes(8, "little"))

@@ -1,1 +1,1 @@
-"""Questions to a kernel that runs in the emulator and to kprobefs, and the comparison of their answers."""
+"""Comparison of kprobefs with a kernel that runs in the emulator: both are asked the same questions."""

@@ -134,7 +134,7 @@ def definitions(count: int, seed: int, interface: Interface) -> Iterator[str]:
 
 
 def answer(mount: Mount | Mount, definition: str) -> tuple[str, str, str]:
-    """Return errno, error_log and dynamic_events after a definition."""
+    """Write a definition; return the errno, error_log and dynamic_events."""
     is_general = definition.startswith(("e", "f", "t"))
     file = "/tracing/dynamic_events" if is_general else "/tracing/kprobe_events"
     for path in ("/tracing/dynamic_events", "/tracing/error_log"):
@@ -156,8 +156,9 @@ def compare_definitions(
 ) -> Tally:
     """Compare both kernels' answers to random definitions.
 
-    `kernel`: the kernel, or None for one for x86_64. If this kernel refuses probes at entries, the places are
-    inside of functions, and refusals of other probes at entries are not compared.
+    `kernel`: the kernel that runs, or None for an x86_64 kernel. If it refuses probes at function entries,
+    definitions name places inside of functions. Its refusals to register other probes at entries are not
+    compared.
     """
     tally, release = Tally(), release_of(linux)
     is_without_entries = kernel is not None and refuses_entries(kernel)

@@ -39,7 +39,7 @@ def filters(count: int, seed: int) -> Iterator[tuple[str, str]]:
 
 
 def filtered(mount: Mount, event: str, text: str) -> tuple[str, str, str]:
-    """Return errno, filter file and error_log after a filter of an event."""
+    """Set a filter of `event`; return the errno, the filter file and error_log."""
     path = f"/tracing/events/{event}/filter"
     write(mount, "/tracing/error_log", "", os.O_TRUNC)
     result = write(mount, path, text)

@@ -75,7 +75,9 @@ ATTRIBUTES = (
 def histogram(
     mount: Mount, command: str, path: str = "/tracing/events/sched/sched_switch"
 ) -> tuple[str, str, str, str]:
-    """Return errno, trigger file, error_log and hist file after a hist trigger, which is removed again."""
+    """Set a hist trigger; return the errno, the trigger file, error_log and the hist file. Remove the trigger
+    again.
+    """
     write(mount, "/tracing/error_log", "", os.O_TRUNC)
     result = write(mount, f"{path}/trigger", command)
     log = TIME.sub("", read(mount, "/tracing/error_log"))
@@ -90,7 +92,7 @@ def histogram(
 
 
 def compare_histograms(linux: Mount, ours: Mount, count: int, seed: int) -> Tally:
-    """Compare both kernels' answers to random hist triggers, without the counts."""
+    """Compare both kernels' answers to random hist triggers. The counts of hits are not compared."""
     tally = Tally()
     if all(entry.name != "hist" for entry in linux.readdir("/tracing/events/sched/sched_switch")):
         print("the kernel was built without histograms")

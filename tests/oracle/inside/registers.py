@@ -1,4 +1,4 @@
-"""Registers of arguments in questions, for each architecture."""
+"""Names of argument registers in questions, translated for each architecture."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ _REGISTER = re.compile(rf"%({'|'.join(_ARGUMENT_OF)})\b")
 
 
 def for_processor(text: str, architecture: str) -> str:
-    """Return a question with an architecture's registers of arguments in place of those of x86_64."""
+    """Return a question in which the argument registers of x86_64 are replaced by those of `architecture`."""
     arguments = arch_named(architecture).registers.arguments
     return _REGISTER.sub(lambda found: f"%{arguments[_ARGUMENT_OF[found[1]]]}", text)

@@ -1,4 +1,4 @@
-"""Answers that agree or differ, and the deviations that the compatibility page lists."""
+"""Count of answers that agree or differ, and the listed deviations, which do not count as differences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ LISTED = (
 
 @dataclass
 class Tally:
-    """Numbers of questions and of Linux's refusals, and descriptions of the answers that differ."""
+    """The number of questions, the number of questions that Linux refuses, and descriptions of the answers
+    that differ.
+    """
 
     compared: int = 0
     refused: int = 0

@@ -18,7 +18,7 @@ def events(kernel: Kernel) -> ArrayEvents:
 
 
 def enabled(events: ArrayEvents) -> str:
-    """Return the last letter of each enabled event's name, in the order of the definitions."""
+    """Return the enabled events, each by the last letter of its name, in the order of their definitions."""
     return "".join(line[-2] for line in reversed(events.records()))
 
 
@@ -90,8 +90,9 @@ def test_one_that_fails_does_not_keep_the_others(kernel: Kernel, events: ArrayEv
 def test_a_uprobe_event_among_others_does_not_keep_them(
     kernel: Kernel, events: ArrayEvents, word: str
 ) -> None:
-    """A write that selects a uprobe event fails with EOPNOTSUPP, because such events cannot be enabled. All
-    other selected events are switched.
+    """A write that selects a uprobe event fails with EOPNOTSUPP, because such events cannot be enabled.
+
+    All other selected events are enabled or disabled all the same.
     """
     uprobe = b"p:kprobes/program /bin/true:0x10\n"
     kernel.tracing.uprobe_events.write(uprobe)

@@ -82,7 +82,7 @@ def test_writes_append_and_truncating_clears() -> None:
 
 
 class Counted(int):
-    """A pid that counts comparisons between objects of this class."""
+    """A pid whose comparisons with other objects of this class are counted."""
 
     compared = 0
 
@@ -103,8 +103,9 @@ def test_reading_a_long_list_in_pieces_sorts_it_once() -> None:
 
 
 def test_a_change_keeps_the_pids_that_were_there() -> None:
-    """Writes, forks and exits change the set of pids in place. A long list is neither copied nor compared for
-    a single pid.
+    """Writes, forks and exits change the set of pids in place.
+
+    A change of one pid neither copies a long list nor compares all of its pids.
     """
     changes = 0
 

@@ -39,8 +39,8 @@ class Limited:
 
 
 def state(kernel: Kernel) -> tuple[object, ...]:
-    """Return the amounts of memory in use, the places of the ring buffers, two texts of files, and the names
-    of the instances.
+    """Return what a failed operation must not change: memory in use, places of ring buffers, texts of files,
+    and names of instances.
     """
     memory, top = kernel.machine.records, kernel.trace
     places = [buffer.place for buffer in (*top.buffers, *top.snapshot.buffers)]

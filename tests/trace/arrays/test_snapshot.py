@@ -37,8 +37,10 @@ def test_one_takes_it(bench: Bench) -> None:
 
 
 def test_events_that_are_recorded_here_follow_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snapshot notifies only the events that are enabled in its trace array. A function may take thousands
-    of snapshots a second, and thousands of events exist.
+    """A snapshot notifies only the events that are enabled in its trace array.
+
+    Notifying all events would be slow: a function may take thousands of snapshots a second, and thousands of
+    events may exist.
     """
     told: list[TextEvent] = []
 

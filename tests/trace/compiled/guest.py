@@ -233,8 +233,8 @@ class RingRecorder(Recorder):
 
 @dataclass(frozen=True)
 class Layout:
-    """The place where a kernel marks that rescheduling is needed. The preempt count is at offset 0x7C of the
-    CPU's area.
+    """The layout of a kernel's mark that rescheduling is needed. The preempt count is always at offset 0x7C
+    of the CPU's area.
     """
 
     need_resched: int
@@ -317,9 +317,10 @@ class Guest:
         return True
 
     def set_context(self, count: int, need_resched: int, *, interrupts: bool) -> None:
-        """Set the CPU's preempt count, its interrupt flag, and whether rescheduling is needed.
+        """Set the CPU's preempt count and interrupt flag, and the marks that rescheduling is needed.
 
-        `need_resched`: bit 0 is for the CPU's word. Bit 1 is for the task's flag, in a kernel that has one.
+        Bit 0 of `need_resched` sets the mark in the CPU's area. Bit 1 sets the task's flag, if the kernel has
+        one.
         """
         resched = self.layout.resched
         word = need_resched & 1
@@ -381,7 +382,9 @@ class Guest:
         ).run(program)
 
     def _next_page(self, _address: int) -> None:
-        """Run the code for the next page, which CallPerCpu calls, with separate virtual registers."""
+        """Simulate the call from a handler that makes guest code continue on the next page. The code has
+        separate virtual registers.
+        """
         builder = ProgramBuilder()
         NextPageEmitter(builder, self.word, self.places.request).emit()
         memory = Numbers(self.memory)

@@ -22,8 +22,9 @@ MAX_INSTRUCTIONS = {
 
 @pytest.mark.parametrize(("arch", "mode"), MAX_INSTRUCTIONS)
 def test_a_record_is_short(arch: str, mode: str) -> None:
-    """A compiled hit takes few instructions. The calls run with interrupts disabled, which must not lead to
-    the code for unusual contexts.
+    """A compiled hit takes at most the known number of guest instructions.
+
+    The probed calls run with interrupts disabled. This must not lead to the slower code for unusual contexts.
     """
     figure = bench.measure(bench.HitCase(bench.EVENT, mode, arch), hits=50, rounds=2)
     assert 20 < figure.instructions <= MAX_INSTRUCTIONS[arch, mode]

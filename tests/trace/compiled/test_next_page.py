@@ -69,7 +69,9 @@ class GuestRing:
         return RingMemory(memoryview(areas[PAGES_AT]), PAGES_AT, control, CONTROL_AT, report=report)
 
     def step(self, length: int, time: int) -> bool:
-        """Run the guest code; return True if it has moved the tail."""
+        """Run the guest code that moves the tail to the next page. Return True if it moved the tail, False if
+        it asks the host.
+        """
         for word, value in ((TIME, time), (LENGTH, length), (CONTROL, PER_CPU + CONTROL_AT)):
             self.memory.areas[PER_CPU][word : word + 8] = value.to_bytes(8, "little")
         builder = ProgramBuilder()

@@ -44,8 +44,8 @@ DEFAULT_MAXACTIVE = 10
 
 @dataclass(frozen=True)
 class Function:
-    """A symbol, with its address, whether tracing may probe it, and the error of a registration at this
-    address.
+    """A function of the stand-in kernel: its name and address, whether it has an fentry site, and the errno
+    of registering a probe there.
     """
 
     name: str

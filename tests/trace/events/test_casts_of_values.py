@@ -79,8 +79,9 @@ def test_values(kernel: Kernel, handled: str) -> None:
 
 
 def test_a_pointer_to_a_member(kernel: Kernel) -> None:
-    """A typecast `(STRUCT,MEMBER)` takes a value as the address of MEMBER. The offset of MEMBER is subtracted
-    from the offset of the first field.
+    """A typecast `(STRUCT,MEMBER)` takes a value as the address of MEMBER within a STRUCT.
+
+    Here the first field is read at its offset minus the offset of MEMBER.
     """
     btf = load_types(kernel.image.path)
     assert btf is not None

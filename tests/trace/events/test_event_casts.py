@@ -33,8 +33,9 @@ def kernel(shared: Kernel) -> Iterator[Kernel]:
 
 
 def test_a_field_of_an_event_is_a_pointer_to_a_structure(kernel: Kernel) -> None:
-    """A typecast of an event's field reads from that structure: `(work_struct)work->func` is the function
-    that the record has, too.
+    """A typecast reads a structure to which an event's field points.
+
+    Here `(work_struct)work->func` is the function that the record also contains.
     """
     casts = "own=(work_struct)work->func at=(work_struct)work whole=+0x10((work_struct)work):x64"
     assert define(kernel, f"e:cast {WORK} said=$function:x64 {casts}").endswith(f" {casts}\n")

@@ -56,7 +56,7 @@ class Shell:
         self.mount.release(handle)
 
     def hits(self) -> None:
-        """Let each process read a file three times. Two processes take turns."""
+        """Let each of two processes read a file three times, in turns."""
         clients = [Client(pid, 0, 0) for pid in PIDS]
         handles = [self.mount.open(client, "/scratch/file", os.O_RDONLY) for client in clients]
         for number in (0, 1, 0, 1, 2, 2, 1, 0, 2):
@@ -114,7 +114,7 @@ def test_the_host_answers_once_for_each_task(definition: str) -> None:
         shell.write("options/record-cmd", "0")
 
         def traps() -> int:
-            """Return the number of traps to Python of ten calls, after the handlers were compiled."""
+            """Return how often ten calls of gcd enter Python, after the handlers were compiled."""
             for _ in range(3):
                 kernel.call("gcd", 12, 18)
                 with kernel.lock:

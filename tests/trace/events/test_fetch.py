@@ -16,7 +16,7 @@ _USER = 0x7FFF00001000
 
 
 def _print(hit: Hit, args: str) -> str:
-    """Return the printed arguments of an event at `hit`."""
+    """Hit an event with the fetch arguments `args`, and return its arguments as the trace shows them."""
     kernel = make_kernel()
     kernel.events.write(f"p:a vfs_read {args}\n".encode())
     return _hit_and_print(kernel, hit)

@@ -21,7 +21,10 @@ def _event(name: str, word: int) -> TraceEvent:
 
 
 def _fields(name: str, word: int, payload: bytes) -> dict[str, int]:
-    """Return name -> number of the fields that the event's format finds in `payload`."""
+    """Return name -> number in `payload`, for each field of the ftrace entry `name`.
+
+    `word`: size of a word in bytes.
+    """
     return {
         field.name: int.from_bytes(payload[field.offset - COMMON_SIZE :][: field.size], "little")
         for field in _event(name, word).fields

@@ -50,8 +50,9 @@ def test_ids_run_on(kernel: Kernel) -> None:
 
 
 def test_a_removal_looks_at_those_of_its_name(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A removal compares only the probes of events with the given name. Scripts remove thousands of events by
-    single commands.
+    """The removal of an event compares only the probes of events with this name.
+
+    Comparing all probes would be slow: scripts remove thousands of events by single commands.
     """
     asked: list[str] = []
     matches = TraceProbe.matches
@@ -143,7 +144,9 @@ def test_one_of_several_probes_goes_while_enabled(kernel: Kernel) -> None:
 
 
 def test_a_busy_event_keeps_its_last_place(kernel: Kernel) -> None:
-    """As in Linux, the refused removal of an enabled event has removed its other places."""
+    """The removal of an enabled event fails with EBUSY, but removes all probes of the event except the last
+    one, as in Linux.
+    """
     kernel.events.write(b"p:a vfs_read\np:a vfs_write\np:a vfs_write+5\np:b vfs_read\n")
     _event(kernel).enable(kernel.recorder)
     assert _write(kernel, "-:a") == "EBUSY"

@@ -37,8 +37,9 @@ def _is_ours(record: dict[str, Any]) -> bool:
 
 
 def _functions(records: list[dict[str, Any]]) -> list[Function]:
-    """Return the functions that the records imply, of which some are not unique, notrace, or refused by the
-    engine.
+    """Return functions with which a stand-in kernel can give the recorded answers.
+
+    Some of their names are ambiguous, some are notrace, and the engine refuses some.
     """
     table: dict[str, Function] = {
         "name_show#": Function("name_show", 0xFFFFFFFF81300000),

@@ -18,8 +18,9 @@ READ = SyscallDefinition(0, "sys_read", ("int", "char *"), ("fd", "buf"))
 
 
 def test_fields_begin_behind_the_kernel_s_own_entry() -> None:
-    """An event's own fields begin after the kernel's trace_entry. In PREEMPT_RT of 6.1, a fifth common field
-    makes the entry 12 bytes long.
+    """The fields of an event begin after the kernel's struct trace_entry.
+
+    In PREEMPT_RT of 6.1, a fifth common field makes this structure 12 bytes long.
     """
     fields = FieldDefinition("char[3]", "comm", 3, 1, False, 3), FieldDefinition("long", "id", 8, 8, True, 0)
     assert [field.offset for field in layout_fields(fields)] == [8, 16]

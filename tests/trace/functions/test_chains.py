@@ -1,5 +1,5 @@
-"""At any instruction, the chain of callers has exactly the calls that have not returned yet; see
-stress/chains.py.
+"""At any instruction, a call chain has exactly the calls that have not returned yet; stress/chains.py tests
+more functions.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def test_chains_at_any_instruction(arch: str, hook: str | None) -> None:
 
 
 def test_code_is_analysed_once_until_it_changes() -> None:
-    """The analysis of a detour's code is kept until the text changes, because another detour may get the same
-    address.
+    """The analysis of a detour's code is made once, and again after the text has changed.
+
+    Another detour may then be at the same address.
     """
     with Kernel() as kernel:
         tables = kernel.tracing.system.stack._tables

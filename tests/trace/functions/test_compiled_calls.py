@@ -25,7 +25,7 @@ def everything(kernel: Kernel) -> None:
 
 
 def chosen_tasks(kernel: Kernel) -> None:
-    """Trace tasks that are selected by pid. The pids change while the tracer is on."""
+    """Trace tasks that are selected by pid, and change the pids while the tracer runs."""
     pids = kernel.trace_arrays.top.functions.pids
     pids.traced.write(b"602")
     Traced(kernel).files()
@@ -55,8 +55,8 @@ def chosen_functions(kernel: Kernel) -> None:
 
 
 def other_buffers(kernel: Kernel) -> None:
-    """Resize the buffer, and turn tracing off and on. Records go to the new pages, and none is made while
-    tracing is off.
+    """Resize the buffer, and turn tracing off and on. Records then go to the new pages, and no record is made
+    while tracing is off.
     """
     Traced(kernel).allocate()
     kernel.trace.resize_buffer(300)

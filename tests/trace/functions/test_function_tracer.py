@@ -205,8 +205,9 @@ def test_options_of_the_text(kernel: Kernel, tracer: FunctionTracer) -> None:
 
 @pytest.mark.parametrize("word", [b"!!vfs_read", b"!!*", b"!!vfs_read:traceoff"])
 def test_one_exclamation_mark_removes(tracer: FunctionTracer, word: bytes) -> None:
-    """A word that begins with two exclamation marks is refused. The second mark belongs to the pattern, which
-    matches no function and no command.
+    """A word of a filter file that begins with two exclamation marks is refused.
+
+    The second mark counts as part of the pattern, which then matches no function and no command.
     """
     tracer.filter.write(b"vfs_read")
     tracer.filter.write(b"vfs_read:traceoff")

@@ -46,9 +46,7 @@ Switch = tuple[Callable[[], object], Callable[[], object]]
 
 
 class Users:
-    """Tracers and probes that log when they are called. The class also knows the order in which a call should
-    reach these tracers and probes.
-    """
+    """Tracers and probes that log their calls, with the order in which a call should reach them."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -87,7 +85,7 @@ class Users:
         self._called.append(name)
 
     def toggle(self, name: str) -> None:
-        """Register the tracer or probe `name`, or remove this one if it is registered."""
+        """Remove the tracer or probe called `name` if it is registered; otherwise register it."""
         start, stop = self.switches[name]
         group = next((group for group in self._groups if name in group), None)
         with self._kernel.lock:
@@ -185,8 +183,10 @@ CALL, PROBE = "vfs_mkdir <-do_mkdirat", "e1: (vfs_mkdir)"
 
 
 def test_a_tracer_and_a_probe(kernel: Kernel) -> None:
-    """An event that is enabled again becomes the newest user. The tracer becomes the newest if an option
-    makes another function record calls.
+    """A tracer and a probe of one function are called newest first.
+
+    An event becomes the newest user when it is enabled again. The tracer becomes the newest when an option
+    changes its function for recording calls.
     """
     _switch(kernel, "e1")
     kernel.trace.set_tracer("function")
@@ -222,8 +222,10 @@ def test_a_command_against_a_probe(kernel: Kernel, is_older: bool) -> None:
 
 
 def test_commands_of_one_kind_are_one_user(kernel: Kernel) -> None:
-    """Commands of one kind are one user, as old as the first of these commands, on whatever function. A
-    command with a limit is of another kind.
+    """Commands of one kind count as one user, which is as old as its first command, whatever the functions
+    are.
+
+    A command with a limit is of another kind than one without.
     """
     write = kernel.trace_arrays.top.functions.filter.write
     write(b"vfs_rmdir:stacktrace")

@@ -1,4 +1,6 @@
-"""The stack tracer reports what is on the stack. While the tracer is off, nothing is measured."""
+"""The stack tracer reports the deepest stack and its functions. While the tracer is off, it measures
+nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""After a change of the tracer, the buffer is empty. dyn_ftrace_total_info has the numbers of functions."""
+"""Changes of the current tracer, which empty the buffer, and the numbers of functions in
+dyn_ftrace_total_info.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +67,9 @@ def test_switching_on_clears_the_trace_of_the_function_tracer(tree: NodeTree, ar
 
 
 def test_the_number_of_functions(kernel: Kernel, tree: NodeTree) -> None:
-    """dyn_ftrace_total_info has the number of lines in available_filter_functions, with and without a module.
-    The function tracer enables as many functions.
+    """dyn_ftrace_total_info shows how many lines available_filter_functions has, with and without a module.
+
+    The function tracer enables all these functions.
     """
     numbers = []
     for module in (None, "trace_printk"):

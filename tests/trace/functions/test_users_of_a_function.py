@@ -1,4 +1,4 @@
-"""Several users of one function change the preempt count of their records, and the function's line in
+"""If a function has several users, their number changes the preempt count of their records and the line in
 enabled_functions.
 """
 
@@ -60,8 +60,9 @@ USERS = ("function", "stacktrace", "e1", "r1")
 @settings(max_examples=fewer(40, 4))
 @given(st.lists(st.sampled_from(USERS), min_size=1, max_size=4, unique=True))
 def test_preemption_is_disabled_for_several(kernel: Kernel, users: Sequence[str]) -> None:
-    """With several users of a function, all records except those of returns show a preempt count of 1. The
-    two events count as one user.
+    """If a function has several users, all records except those of returns show a preempt count of 1.
+
+    The kprobe event and the return event together count as one user.
     """
     for name in users:
         _switch(kernel, name, on=True)
@@ -80,7 +81,9 @@ def test_preemption_is_disabled_for_several(kernel: Kernel, users: Sequence[str]
 
 
 def test_a_probe_alone_is_counted_anew(kernel: Kernel) -> None:
-    """If the function tracer ends, records of the remaining probe have no preempt count any more."""
+    """If the function tracer is turned off and a probe is the only user left, its records show no preempt
+    count any more.
+    """
     for name in ("function", "e1"):
         _switch(kernel, name, on=True)
     assert [line.split("] ")[1][:5] for line in _lines(kernel)] == ["...1."] * 2
@@ -193,8 +196,8 @@ def _text_of(kernel: Kernel, option: str) -> str:
 
 
 def test_calls_without_words(kernel: Kernel) -> None:
-    """The options hex and bin show both addresses of a call: as digits with the highest first, or as the
-    bytes of the record.
+    """With the option hex, a call's record shows both addresses as digits, the highest digit first. With bin,
+    it shows the bytes of the addresses.
     """
     _switch(kernel, "function", on=True)
     assert len(_lines(kernel)) == 1

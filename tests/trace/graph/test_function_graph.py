@@ -124,8 +124,9 @@ def test_notrace_hides_what_is_called(kernel: Kernel) -> None:
 
 
 def test_a_whole_session_closes_what_it_opens(kernel: Kernel) -> None:
-    """The graph of all functions shows calls, task switches and a task's exit. Without the tracer, the text
-    is as before.
+    """With all functions traced, the graph shows calls, task switches and a task's exit.
+
+    After the tracer is removed, no text of the kernel stays patched.
     """
     kernel.trace.set_tracer(NAME)
     kernel.guest.processes.task_of(600, 0, 0)
@@ -143,8 +144,9 @@ def test_a_whole_session_closes_what_it_opens(kernel: Kernel) -> None:
 
 
 def test_beside_a_kretprobe(kernel: Kernel) -> None:
-    """A return probe and the function graph both see the return of a call. Meanwhile, the return hook cannot
-    be changed.
+    """A return probe and the function graph can use one call: both see its return.
+
+    While either is in use, the return hook cannot be changed.
     """
     results: list[int] = []
     rp = Kretprobe(symbol_name="gcd", handler=lambda _instance, regs: results.append(regs.ax))

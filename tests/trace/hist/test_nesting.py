@@ -43,8 +43,8 @@ def lines(mount: Mount) -> list[str]:
 
 
 def hit(mount: Mount, names: list[str], following: list[str]) -> list[str]:
-    """Let each event of `names` trigger the event at the same place in `following`, and return what one hit
-    records.
+    """Return the records of one hit, at which each event of `names` triggers the event at the same index in
+    `following`.
 
     A kprobe triggers the first event.
     """

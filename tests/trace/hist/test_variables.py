@@ -82,8 +82,10 @@ def test_a_variable_of_the_same_command_stands_for_its_first_operand(kernel: Tri
 
 
 def test_fields_of_the_matching_event(kernel: TriggerKernel) -> None:
-    """If an argument of an action is a field of the matching event, a histogram is added to that event. It is
-    removed with the command.
+    """If an argument of an action is a field of the matching event, a histogram with this field is added to
+    the matching event.
+
+    The removal of the command removes this histogram.
     """
     kernel.write("hist:keys=id:t0=common_timestamp.usecs", "begin")
     command = "hist:keys=id:d=common_timestamp.usecs-$t0:onmatch(kprobes.begin).trace(delay,$d,id,prio)"
@@ -175,8 +177,9 @@ def test_onchange_fires_a_synthetic_event(kernel: TriggerKernel) -> None:
 
 @pytest.mark.parametrize("handler", ["onmax", "onchange"])
 def test_a_string_counts_once_for_each_entry(kernel: TriggerKernel, handler: str) -> None:
-    """With onmax or onchange on a string, only the first hit of an entry counts. Linux compares the address
-    of the entry's copy, which does not change.
+    """With onmax or onchange on a string, only the first hit of a histogram entry counts, as in Linux.
+
+    Linux compares the address of the entry's copy of the string, which does not change.
     """
     kernel.write(f"hist:keys=id:n=name:{handler}($n).save(left):{handler}($n).snapshot()", "end")
     for number, left in ((0, 1), (0, 2), (7, 3), (7, 4)):

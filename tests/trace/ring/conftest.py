@@ -118,7 +118,7 @@ class OneTask:
 
 @dataclass
 class Clock:
-    """A clock whose time the tests set."""
+    """A clock whose time is set by the tests."""
 
     ns: int = 0
 

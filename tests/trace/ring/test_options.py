@@ -1,4 +1,6 @@
-"""The file trace_options and the files in options/."""
+"""Options of a trace array: the file trace_options and the files in options/ read and set the same
+options.
+"""
 
 from __future__ import annotations
 

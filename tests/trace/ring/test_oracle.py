@@ -109,8 +109,9 @@ def text_with_option(bench: Bench, name: str) -> str:
 
 
 def with_counts(text: str, events: int) -> str:
-    """Return a recording's text, with `events` as the number of entries. Of some recordings, only the first
-    lines were kept.
+    """Return the recorded text `text` with `events` as the number of entries.
+
+    Of some recordings, only the first lines were kept.
     """
     return re.sub(r"(entries-written: )\d+/\d+", rf"\g<1>{events}/{events}", text)
 

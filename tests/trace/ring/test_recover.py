@@ -100,8 +100,8 @@ def buffer(pages: int, *, overwrite: bool = True, order: int = 0) -> Watched:
 
 
 def steps(ring: Watched, seed: int) -> None:
-    """Change the ring buffer at random, 300 times. From each image during a change, the records before or
-    after this change must be recovered.
+    """Change the ring buffer 300 times at random. Check that each memory image is recovered to the records
+    before or after a change.
     """
     rng = random.Random(seed)
     now = 1 << 20
@@ -204,8 +204,9 @@ def known(control: bytes, pages: bytes) -> tuple[Events, int, str]:
 @pytest.mark.parametrize("bit", share(range(8), 1, 3))
 @pytest.mark.parametrize("where", ["control", "pages"])
 def test_no_record_is_lost_without_a_word(where: str, bit: int) -> None:
-    """If any single bit of a ring buffer is wrong, all lost records are counted, and damage is reported if
-    several are lost.
+    """If any single bit of a ring buffer is wrong, every lost record is counted.
+
+    If more than one record is lost, the damage is also reported.
     """
     control, pages, events = whole()
     size = offset_of("changing") if where == "control" else len(pages)

@@ -1,4 +1,4 @@
-"""Single rules of the ring buffer, and the layout of its memory."""
+"""Ring buffer operations, each tested alone, and the layout of the buffer's memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def numbers(buffer: RingBuffer) -> list[int]:
 
 
 def consumed(buffer: RingBuffer) -> list[tuple[int, int]]:
-    """Return the number of each consumed event, and how many events were lost before this event."""
+    """Consume all events. Return for each its number, and the count of events lost before it."""
     events = []
     while event := buffer.consume():
         events.append((int.from_bytes(event.record[:4], "little"), event.lost_events))

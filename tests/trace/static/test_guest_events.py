@@ -133,8 +133,9 @@ def test_how_long_tasks_sleep_and_wait(busy: Kernel) -> None:
 
 
 def test_how_often_preemption_is_disabled(busy: Kernel) -> None:
-    """The preempt counts of scheduler events are those of Linux: __schedule() or try_to_wake_up() counts
-    once, and so does each held lock.
+    """The preempt counts of scheduler events are those of Linux.
+
+    __schedule() and try_to_wake_up() add 1, and each held lock adds 1.
     """
     names = ("sched_switch", "sched_waking", "sched_wakeup", "sched_process_exit")
     for name in names:

@@ -1,4 +1,4 @@
-"""Print formats: C expressions on the fields of a record."""
+"""The `print fmt` of formats: C expressions on the fields of a record are evaluated as in Linux."""
 
 from __future__ import annotations
 

@@ -144,10 +144,11 @@ def test_strings_of_its_event_are_memory(
     [(False, False, "text ep"), (True, False, "ep text"), (True, True, "text ep")],
 )
 def test_where_its_entries_stand(kernel: TriggerKernel, filtered: bool, within: bool, order: str) -> None:
-    """An event probe's record follows the record of its event. If the event has a filter, the event's record
-    waits in a spare page, and comes second.
+    """The record of an event probe follows the record of its event. If the event has a filter, the order is
+    reversed.
 
-    There is one spare page. If that page is in use, the order is as without a filter.
+    The event's record then waits in a spare page until the filter has decided. If this only spare page is in
+    use, the order is as without a filter.
     """
     kernel.synthetic.write(b"text u64 ptr\n")
     _write(kernel, "e:ep synthetic.text x=$ptr")

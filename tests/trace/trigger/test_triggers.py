@@ -120,8 +120,9 @@ def test_a_trigger_alone_keeps_the_event_in_soft_mode(kernel: TriggerKernel) -> 
 
 
 def test_the_hit_that_enables_its_own_event_is_not_recorded(kernel: TriggerKernel) -> None:
-    """A trigger that does not need the record runs before the record is made. So the hit at which a trigger
-    enables the event is not recorded.
+    """If a hit's trigger enables the event of this hit, the hit is not recorded.
+
+    A trigger that does not need the record runs before the record is made.
     """
     kernel.write("enable_event:kprobes:a")
     kernel.hit()
