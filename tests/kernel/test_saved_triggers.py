@@ -183,7 +183,9 @@ def test_what_linux_was_recorded_to_accept_is_saved_in_an_accepted_form() -> Non
                 names.append(record["file"])
             before = [kernel.read_file(name) for name in names]
             lines = saved(kernel)
-            remove(kernel, [line for line in lines if "/trigger = " in line])
+            if any("/trigger = " in line for line in lines):
+                # A trigger by the field `cpu` is shown with common_cpu, and Linux removes it only by `cpu`.
+                kernel.write_file(record["file"], f"!{record['bytes']}")
             with kernel.lock:
                 kernel.tracing.dynamic_events.clear()
             assert apply(kernel, *lines) == [], record
