@@ -50,6 +50,7 @@ reader=$!
 for number in 1 2 3; do (true); cat machine/version > /dev/null; done
 until grep -q 'comm=sh pid=[0-9]* child_comm=sh' ../piped; do cat kprobe_profile > /dev/null; done
 kill $reader
+wait $reader 2> /dev/null || true
 echo 1 > tracing/events/sched/sched_process_exec/enable
 cat scratch/file > /dev/null
 grep -c 'cat-[0-9]* .*sched_process_exec: filename=.*/cat pid=' tracing/trace
@@ -85,6 +86,7 @@ timeout 20 cat tracing/trace_pipe > ../piped &
 reader=$!
 until grep -q 'within: (vfs_read+0x5' ../piped; do cat scratch/file > /dev/null; done
 kill $reader
+wait $reader 2> /dev/null || true
 echo 0 > tracing/events/enable
 echo > kprobe_events
 mv scratch/file tracing/trace 2> /dev/null && exit 1
