@@ -96,7 +96,7 @@ def stat_bytes() -> None:
 
 
 def cache_of_stat_bytes() -> None:
-    """Create a struct stat for each request."""
+    """Turn off the cache of stat_bytes(), so that each request creates its struct stat."""
     libfuse.stat_bytes = libfuse.stat_bytes.__wrapped__  # type: ignore[assignment]
 
 

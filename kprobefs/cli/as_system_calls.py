@@ -109,9 +109,10 @@ class CallAnswerer:
             return self._statfs(opened, waiting, caller)
 
     def _copying(self, waiting: _Waiting) -> int | None:
-        """Return EINVAL if the call copies from a text file of the mount, as Linux's tracefs does.
+        """Return EINVAL for a sendfile(2), splice(2) or copy_file_range(2) from a text file of the mount.
 
-        The caller then uses read(2). Return None for other files, so that the kernel executes the call.
+        Linux's tracefs fails likewise, and programs then use read(2). Return None for other files, so that the
+        kernel executes the call.
         """
         number = waiting.arguments[waiting.call.file] & 0xFFFFFFFF
         found = Found(f"/proc/{waiting.task}/fd/{number}")

@@ -175,9 +175,9 @@ def _is_at(path: Path, file: IO[Any]) -> bool:
 
 
 def _lock(file: TextIO, directory: str) -> bool:
-    """Lock the record of a directory. Return False if another daemon holds the lock.
+    """Lock the record file of the daemon of `directory`. Return False if another daemon serves the directory.
 
-    sweep() also holds the lock, until the host's scheduler has let it remove the record.
+    sweep() also takes the lock, for a short time. So try again, for at most LOCK_TIMEOUT seconds.
     """
     deadline = time.monotonic() + LOCK_TIMEOUT
     while True:

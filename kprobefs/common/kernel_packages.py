@@ -1,4 +1,4 @@
-"""Packages with distributions' kernels: fetches them with apt, and finds those that the host has already."""
+"""Fetches packages of distributions' kernels with apt, and finds kernels that the host has already."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Session:
         self.cycles += 1
 
     def many(self) -> None:
-        """Define, arm, hit, disarm and remove the additional probes."""
+        """Define, arm, hit, disarm and remove the probes at `places`, in addition to those of DEFINITIONS."""
         definitions = [f"p:{MANY}/p{number} {place}\n" for number, place in enumerate(self.places)]
         for first in range(0, len(definitions), AT_ONCE):
             self.write("/kprobe_events", "".join(definitions[first : first + AT_ONCE]))

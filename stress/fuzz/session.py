@@ -110,7 +110,7 @@ class Session:
         return [entry.name for entry in self.mount.readdir(directory)][2:]
 
     def as_client(self, number: int) -> None:
-        """Make further requests as another client."""
+        """Select the client that makes the requests from now on: `number` modulo the number of clients."""
         self.client = _CLIENTS[number % len(_CLIENTS)]
 
     def state(self) -> dict[str, object]:

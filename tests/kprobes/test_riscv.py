@@ -1,5 +1,6 @@
-"""Probes in the RISC-V kernels: stepped, emulated, called, jump-optimized by the patch of 2023, and at
-returns.
+"""Probes in the RISC-V kernels: by step, emulation, call from an fentry site, or jump, and at returns.
+
+The jumps are those of the profile riscv-optprobes-2023.
 """
 
 from __future__ import annotations

@@ -107,8 +107,9 @@ class Stepper:
         return self._effect(state, None if has_led else Fault.of(trap))
 
     def probed(self, start: RegisterSet) -> Effect:
-        """Execute the instruction through the breakpoint of the probe that probe() returned for this
-        address.
+        """Execute the instruction at `start.ip`, where a probe made by probe() is registered.
+
+        Hit its breakpoint, and stop after the instruction.
         """
         self._behind = None
         trap, state = self._machine.trap_of(start)

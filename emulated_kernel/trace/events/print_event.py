@@ -19,7 +19,10 @@ FTRACE_SYSTEM = "ftrace"
 
 
 class FtraceEntryEvent(TraceEvent):
-    """An event for a type of tracing's own entries. It cannot be enabled; it exists for its `format` file."""
+    """An event of the group ftrace, such as ftrace:function, for a type of entry that tracing itself writes.
+
+    It cannot be enabled, but has a `format` file.
+    """
 
     is_switchable = False
 

@@ -117,8 +117,9 @@ def test_calls_are_those_of_the_kernels_own_files(ours: Mount) -> None:
 
 
 def test_directories_are_made_and_removed_by_calls(ours: Mount) -> None:
-    """mkdir and rmdir make the same calls with the same results as on the kernel's own tracefs, also if they
-    fail.
+    """mkdir and rmdir have the same results as on the kernel's own tracefs, also if they fail.
+
+    They hit the same probes on vfs_mkdir() and vfs_rmdir().
     """
     steps = (
         *(("mkdir", "instances/one"), ("mkdir", "instances/one"), ("mkdir", "events/none")),

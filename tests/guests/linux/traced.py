@@ -97,7 +97,10 @@ class Traced(ABC):
                 stack.tasks.of(task, RET_STACK)[0] = self._arrays[task]
 
     def after(self) -> None:
-        """Drop all tasks' pending calls and arrays; the call may have ended in another task."""
+        """After a call of a traced function, drop the pending calls of all tasks, and their shadow stacks.
+
+        The call may have ended in another task than the one in which it began.
+        """
         hook_sets = self.engine.components.engine.hook_sets
         for stack in self._stacks():
             for task in list(stack._stacks):

@@ -103,8 +103,9 @@ def test_an_event_has_probes_of_one_kind(kernel: Kernel) -> None:
 
 
 def test_records_have_the_arguments_of_the_static_event(kernel: Kernel) -> None:
-    """Each call of kmem_cache_alloc() gives a record of the tracepoint event and a record of the static
-    event, with equal values and context.
+    """Each call of kmem_cache_alloc() gives a record of the `t` event and one of kmem:kmem_cache_alloc.
+
+    Both records have the same CPU, call site and pointer.
     """
     define(kernel, "t:my/made kmem_cache_alloc call_site:x64 ptr")
     kernel.trace.clear_trace()

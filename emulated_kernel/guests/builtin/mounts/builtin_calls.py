@@ -112,10 +112,7 @@ class BuiltinCalls(GuestCalls):
         self._clients.chdir(client, path)
 
     def follow_processes(self) -> None:
-        """Repeat the forks and exits of clients' processes in the guest; see GuestCalls.
-
-        Otherwise the next request would repeat them.
-        """
+        """Repeat the forks and exits of clients' processes in the guest before the next request; see GuestCalls."""
         processes = self._guest.processes
         if processes.has_news():
             with suppress(KernelError):
