@@ -365,7 +365,7 @@ class Fprobes:
     # Registers
 
     def _saved(self, fp: Fprobe) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the names of the registers saved for the entry handler, and of those saved for the exit handler."""
+        """Return names of registers: those saved for the entry handler, and those for the exit handler."""
         if fp.registers is FprobeRegs.PT_REGS:
             return (frozenset(self._arch.pt_regs),) * 2
         return frozenset(self._arch.ftrace_regs), frozenset(self._arch.return_regs)

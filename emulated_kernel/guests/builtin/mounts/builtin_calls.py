@@ -112,7 +112,10 @@ class BuiltinCalls(GuestCalls):
         self._clients.chdir(client, path)
 
     def follow_processes(self) -> None:
-        """Repeat the forks and exits of clients' processes in the guest before the next request; see GuestCalls."""
+        """Repeat the forks and exits of clients' processes in the guest; see GuestCalls.
+
+        Without this call, the next request would repeat them.
+        """
         processes = self._guest.processes
         if processes.has_news():
             with suppress(KernelError):
