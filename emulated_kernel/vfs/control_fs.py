@@ -101,7 +101,7 @@ class ControlFile(FileDescription):
 
     @property
     def writes_at_once(self) -> bool:
-        """Whether writes to this file never name host files; see FileDescription."""
+        """Whether write() reads no host file, because no write to this one names any; see FileDescription."""
         return not self.inner.node.reads_host
 
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:

@@ -102,7 +102,7 @@ class Mount:
     # Names
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
-        """Forward to the file system of `path`; see FileSystem.getattr."""
+        """Return a file's attributes; see FileSystem.getattr."""
         fs = self.filesystem_at(path)
         return fs.getattr(path, client and _informed(fs, client))
 
@@ -111,7 +111,7 @@ class Mount:
         return self.filesystem_at(path).is_control
 
     def name_lasts(self, path: str) -> bool:
-        """Forward to the file system of `path`; see FileSystem.name_lasts."""
+        """Return True if the front end may use a name again without a getattr(); see FileSystem."""
         return self.filesystem_at(path).name_lasts(path)
 
     def exists(self, path: str) -> bool:
@@ -183,28 +183,28 @@ class Mount:
         return entry
 
     def readlink(self, client: Client, path: str) -> str:
-        """Forward to the file system of `path`; see FileSystem.readlink."""
+        """Return the target of a symbolic link; see FileSystem.readlink."""
         fs = self.filesystem_at(path)
         return fs.readlink(fs.informed(client), path)
 
     def chdir(self, client: Client, path: str) -> None:
-        """Forward to the file system of `path`; see FileSystem.chdir."""
+        """Let the client's task change its working directory; see FileSystem."""
         fs = self.filesystem_at(path)
         fs.chdir(fs.informed(client), path)
 
     def statfs(self, path: str) -> StatFs:
-        """Forward to the file system of `path`; see FileSystem.statfs."""
+        """Return the capacity of the file system of `path`; see FileSystem.statfs."""
         return self.filesystem_at(path).statfs(path)
 
     # Changes
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
-        """Forward to the file system of `path`; see FileSystem.mkdir."""
+        """Create a directory; see FileSystem.mkdir."""
         fs = self.filesystem_at(path)
         fs.mkdir(fs.informed(client), path, mode)
 
     def rmdir(self, client: Client, path: str) -> None:
-        """Forward to the file system of `path`; see FileSystem.rmdir."""
+        """Remove a directory; see FileSystem.rmdir."""
         fs = self.filesystem_at(path)
         is_large = fs.has_many_nodes(path)
         fs.rmdir(fs.informed(client), path)
@@ -214,12 +214,12 @@ class Mount:
             gc.collect()
 
     def unlink(self, client: Client, path: str) -> None:
-        """Forward to the file system of `path`; see FileSystem.unlink."""
+        """Remove a name of a file; see FileSystem.unlink."""
         fs = self.filesystem_at(path)
         fs.unlink(fs.informed(client), path)
 
     def rename(self, client: Client, old: str, new: str) -> None:
-        """Forward to the file system of `old`; see FileSystem.rename.
+        """Rename a file or directory; see FileSystem.rename.
 
         Raises: KernelError EXDEV, EROFS (`new` is in another file system).
         """
@@ -227,7 +227,7 @@ class Mount:
         fs.rename(fs.informed(client), old, new)
 
     def link(self, client: Client, old: str, new: str) -> None:
-        """Forward to the file system of `old`; see FileSystem.link.
+        """Give a file an additional name; see FileSystem.link.
 
         Raises: KernelError EXDEV, EROFS (`new` is in another file system).
         """
@@ -249,32 +249,32 @@ class Mount:
         return source
 
     def symlink(self, client: Client, path: str, target: str) -> None:
-        """Forward to the file system of `path`; see FileSystem.symlink."""
+        """Create a symbolic link; see FileSystem.symlink."""
         fs = self.filesystem_at(path)
         fs.symlink(fs.informed(client), path, target)
 
     def mknod(self, client: Client, path: str, mode: int) -> None:
-        """Forward to the file system of `path`; see FileSystem.mknod."""
+        """Create a FIFO, a socket or an empty file; see FileSystem.mknod."""
         fs = self.filesystem_at(path)
         fs.mknod(fs.informed(client), path, mode)
 
     def truncate(self, client: Client, path: str, size: int) -> None:
-        """Forward to the file system of `path`; see FileSystem.truncate."""
+        """Set the size of the file at `path`; see FileSystem.truncate."""
         fs = self.filesystem_at(path)
         fs.truncate(fs.informed(client), path, size)
 
     def chmod(self, client: Client, path: str, mode: int) -> None:
-        """Forward to the file system of `path`; see FileSystem.chmod."""
+        """Set a file's permission bits; see FileSystem.chmod."""
         fs = self.filesystem_at(path)
         fs.chmod(fs.informed(client), path, mode)
 
     def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
-        """Forward to the file system of `path`; see FileSystem.chown."""
+        """Set a file's owner and group; see FileSystem.chown."""
         fs = self.filesystem_at(path)
         fs.chown(fs.informed(client), path, uid, gid)
 
     def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
-        """Forward to the file system of `path`; see FileSystem.utimens."""
+        """Set a file's times; see FileSystem.utimens."""
         fs = self.filesystem_at(path)
         fs.utimens(fs.informed(client), path, atime_ns, mtime_ns)
 
@@ -384,11 +384,11 @@ class Mount:
         return self._opened(handle).writes_at_once
 
     def set_status_flags(self, handle: int, flags: int) -> None:
-        """Forward to the description of `handle`; see FileDescription.set_status_flags."""
+        """Set the status flags of the open file `handle`; see FileDescription.set_status_flags."""
         self._opened(handle).set_status_flags(flags)
 
     def read(self, client: Client, handle: int, size: int, offset: int) -> bytes:
-        """Forward to the description of `handle`; see FileDescription.read."""
+        """Read from the open file `handle`; see FileDescription.read."""
         try:
             opened = self._handles[handle]
         except KeyError:
@@ -396,13 +396,13 @@ class Mount:
         return opened.read(opened.informed(client), size, offset)
 
     def read_page(self, client: Client, handle: int, size: int, offset: int) -> bytes:
-        """Forward to the description of `handle`; see FileDescription.read_page."""
+        """Read for the host's page cache from the open file `handle`; see FileDescription.read_page."""
         opened = self._opened(handle)
         client = client._replace(is_calling=False)
         return opened.read_page(opened.fs.informed(client), size, offset)
 
     def write(self, client: Client, handle: int, data: bytes, offset: int) -> int:
-        """Forward to the description of `handle`; see FileDescription.write."""
+        """Write to the open file `handle`; see FileDescription.write."""
         try:
             opened = self._handles[handle]
         except KeyError:
@@ -417,15 +417,15 @@ class Mount:
         return count
 
     def wait(self, handle: int, timeout: float) -> None:
-        """Forward to the description of `handle`; see FileDescription.wait."""
+        """Wait until the open file `handle` may be ready; see FileDescription.wait."""
         self._opened(handle).wait(timeout)
 
     def give_up(self, client: Client, handle: int, error: int) -> None:
-        """Forward to the description of `handle`; see FileDescription.give_up."""
+        """End a call on the open file `handle` that waits; see FileDescription.give_up."""
         self._opened(handle).give_up(client, error)
 
     def poll(self, handle: int, notify: Callable[[], None] | None) -> int:
-        """Forward to the description of `handle`; see FileDescription.poll.
+        """Return the ready events of the open file `handle`; see FileDescription.poll.
 
         A reboot also calls `notify`.
         """
@@ -443,12 +443,12 @@ class Mount:
             self._root.follow_processes()
 
     def fsync(self, client: Client, handle: int, *, only_data: bool = False) -> None:
-        """Forward to the description of `handle`; see FileDescription.fsync."""
+        """Write the cached data of the open file `handle` to storage; see FileDescription.fsync."""
         opened = self._opened(handle)
         opened.fsync(opened.fs.informed(client), only_data=only_data)
 
     def ftruncate(self, client: Client, handle: int, size: int) -> None:
-        """Forward to the description of `handle`; see FileDescription.ftruncate."""
+        """Set the size of the open file `handle`; see FileDescription.ftruncate."""
         opened = self._opened(handle)
         opened.ftruncate(opened.fs.informed(client), size)
 

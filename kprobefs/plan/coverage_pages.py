@@ -211,5 +211,5 @@ def _head(title: str) -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """Return a text for HTML; control characters, which a kernel's names may have, are written out."""
+    """Return a text escaped for HTML and for control characters, which a kernel's names may have."""
     return escape(escape_for_terminal(text))

@@ -37,7 +37,7 @@ class _Host(ProcessWatch):
 
 @dataclass
 class Side:
-    """One kernel with a client, whose steps it executes.
+    """One of the two kernels, on which the client's steps are executed.
 
     An answer is a text: the contents of a file, an empty string, or the name of an errno.
     """

@@ -61,7 +61,7 @@ def no_threads(process: int) -> Iterator[None]:
 
 
 def _own_group(process: int, base: Path) -> Path:
-    """Return the control group of a process below `base`."""
+    """Return the directory, below `base`, of the control group that `process` is in."""
     controller = "pids" if base.name == "pids" else ""
     lines = Path(f"/proc/{process}/cgroup").read_text().splitlines()
     groups = {

@@ -171,8 +171,8 @@ def ftrace_trampoline() -> HandlerStub:
 class Arm64ReturnCode(ReturnCode):
     """Generator of return trampolines that are entered through x30, and of handlers that return through x30.
 
-    GCC lets a caller rely on registers that the called function does not change. So a caller may read any
-    register except x30, which the return itself reads.
+    GCC lets a caller rely on registers that the called function does not change. So the code
+    preserves all registers except x30, which the return itself uses.
     """
 
     live = LiveRegisters(frozenset(REGISTER_NAMES) - {REGISTER_NAMES[LINK]}, flags=True)

@@ -82,17 +82,17 @@ class ReturnHook(AssemblyOwner):
 
     @property
     def active(self) -> int:
-        """Number of instances in use."""
+        """Number of nodes in use."""
         return self.stack.active(self.address)
 
     @property
     def nodes(self) -> int:
-        """Number of instances; 0 if only the size of the tasks' arrays limits the number of pending calls."""
+        """Number of nodes, which limits the pending calls; 0 if only the tasks' arrays limit them."""
         return self.stack.hooks[self.address]
 
     @property
     def high_water(self) -> int:
-        """Highest number of instances that were in use at the same time."""
+        """Highest number of nodes that were in use at the same time."""
         return self.stack.high_water(self.address)
 
     @property

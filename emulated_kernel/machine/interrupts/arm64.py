@@ -18,7 +18,7 @@ _SIZE = 4
 
 
 class Syndrome(ExceptionState):
-    """Reads the syndrome of the current exception, which esr_el1 gets, from Unicorn's CPU structure."""
+    """Reads the current exception's syndrome (the value for esr_el1) from Unicorn's CPU structure."""
 
     def __init__(self, syndrome: memoryview, bad_address: memoryview) -> None:
         self._syndrome = syndrome

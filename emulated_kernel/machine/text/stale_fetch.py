@@ -36,7 +36,7 @@ class Prefetch:
     """
 
     def __init__(self, text: Text, unit: int) -> None:
-        """Assume that all CPUs are synchronised now; each later write to `text` must be reported.
+        """Assume that all CPUs are synchronised now. Callers must pass later writes to `text` to written().
 
         `unit` is the size in bytes of an aligned piece that is fetched atomically.
         """

@@ -189,7 +189,7 @@ def test_a_file_from_open_to_close(client: ClientOfMount) -> None:
     """Each request on a file, from open to close, becomes one system call of the guest with the client's
     descriptor.
 
-    If a read(2) starts at another offset than the last one ended, the guest first calls lseek(2).
+    If a read(2) does not start at the guest's file position, the guest first calls lseek(2).
     """
     mount, opened = client.mount, []
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC

@@ -257,7 +257,7 @@ def test_times_that_are_set_together_are_not_believed(
 ) -> None:
     """If the change time of a file has no nanoseconds, the remembered hash of the file is not used.
 
-    Such times come from images of file systems that are made anew, from FAT, or from a server.
+    Such times come from rebuilt images of file systems, from FAT, or from network file systems.
     """
     monkeypatch.setattr(digest_cache, "_SETTLED", -1.0)
     file, status = tmp_path / "kernel", os.fstat

@@ -107,8 +107,8 @@ def vmcore_mount(guest: VmcoreGuest, engine: KernelEngine, owner: Owner, *, is_t
 
     Only functions that clients call run in the kernel. The file of the dump stays unchanged.
     `is_tracefs`: tracefs is the root, and listings show nothing else.
-    Unlike GuestFs, the file systems have no `clients_own` directories, because called functions may remove
-    files, too.
+    Unlike GuestFs, no file system has `clients_own` directories, in which only clients create and remove
+    names: a called function may remove files anywhere.
     """
     strategy = VmcoreControlCalls(guest, engine)
     files = VmcoreFiles(strategy.calls, engine.kernel, engine.machine.memory)
