@@ -56,7 +56,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a fetch argument reads according to the kernel's types, for a comparison with other kernels."""
+    """The parameter and the members that a fetch argument reads, for a comparison with other kernels."""
 
     arg: str
     """Name of the fetch argument."""
@@ -98,7 +98,7 @@ class Answer:
     probe: TraceKprobe | None = None
     """The probe that the line has created; None if it has created none."""
     reads: list[Read] = field(default_factory=list)
-    """What the fetch arguments read that start from a parameter or the result."""
+    """Reads of the fetch arguments that begin with a parameter or the result."""
     unloaded: str = ""
     """Outcome while the modules that the lines name are not loaded; "" if the outcome is the same."""
     extended: str | None = None

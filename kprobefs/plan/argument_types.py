@@ -1,4 +1,4 @@
-"""What fetch arguments read by the kernel's types: warnings about types and offsets of members."""
+"""Compares fetch arguments with the kernel's types, and warns of wrong types and offsets of members."""
 
 from __future__ import annotations
 

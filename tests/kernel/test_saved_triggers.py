@@ -123,6 +123,8 @@ def test_triggers_are_saved_as_the_kernel_accepts_them(
         kernel.write_file(f"tracing/{file}", trigger)
     except KernelError:
         remove(kernel, [line for line in saved(kernel) if "/trigger = " in line])
+        # Linux 7.2 has all of them but a modifier of a variable.
+        assert kernel.kprobes.profile.name != "linux-7.2" or "$u.hex" in trigger
         pytest.skip("this version has no such trigger")
     shown = kernel.read_file(f"tracing/{file}")
     everything = saved(kernel)
