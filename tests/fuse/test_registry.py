@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TextIO
 
 import pytest
@@ -68,9 +70,10 @@ def test_a_slow_removal_of_old_records_refuses_no_daemon(left: Path, monkeypatch
             pauses.append(seconds)
             if len(pauses) == 30:
                 left.unlink()
-                held.close()
+                fcntl.flock(held, fcntl.LOCK_UN)
 
-        monkeypatch.setattr(daemon_registry.time, "sleep", sleep)
+        clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+        monkeypatch.setattr(daemon_registry, "time", clock)
         monkeypatch.setattr(daemon_registry, "sweep", lambda: None)
         fcntl.flock(held, fcntl.LOCK_EX)
         new = Registration(DAEMON)
