@@ -22,6 +22,7 @@ WARNINGS = {
     "no-member": "A fetch argument reads a structure at an offset at which no member begins.",
     "no-pointer": "A fetch argument dereferences a value whose type is no pointer.",
     "no-place": "A definition has no place, or a source line as its place.",
+    "other-function": "The offset leads out of the named function, into another one.",
     "not-unique": "The symbol names several functions, and the kernel probes only the first of them.",
     "boot-address": "The place is an address, and KASLR moves the kernel at each boot.",
     "name-cut": "The event's name is cut at the kernel's limit.",

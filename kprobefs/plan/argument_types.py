@@ -34,6 +34,8 @@ _EXPRESSION = lazy_pattern(
 )
 """Pattern for the expression of a fetch argument that dereferences a base by offsets, or not at all."""
 _POINTER_SIZE = 8
+_BIG_ENDIAN = lazy_pattern(r"__be(?:16|32|64)|__sum16|__wsum")
+"""Pattern for the types of numbers in the network's byte order, whose bytes are often read one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,16 +172,22 @@ class _Walk:
             if not addresses:
                 return self._no_pointer(found[0].name, declaration(self._btf, found[0].member.type))
             pointers = addresses
-        found, warning = self._members(pointers, last)
+        found, warning = self._members(pointers, last, reads_byte=self._reads_byte)
         return warning or (self._size(found) if found else None)
 
+    @property
+    def _reads_byte(self) -> bool:
+        arg = self._reading.arg
+        return arg.type.size == 1 and not arg.count and not arg.type.is_dynamic
+
     def _members(
-        self, pointers: Sequence[int], offset: int
+        self, pointers: Sequence[int], offset: int, *, reads_byte: bool = False
     ) -> tuple[Sequence[_Named], tuple[str, str] | None]:
         """Return the members that begin at `offset` from a pointer, or a warning that no member begins there.
 
         `pointers`: the types that the pointer may have, more than one if the pointer is in a union. Return no
-        members and no warning if a type is unknown.
+        members and no warning if a type is unknown. `reads_byte`: one byte is read, which may be any byte of
+        a big-endian number; return no members and no warning for such a byte.
         """
         found: list[_Named] = []
         targets = [pointed_to(self._btf, each) for each in pointers]
@@ -194,6 +202,9 @@ class _Walk:
                 found.append(_Named(f"{name}{scalar.path}", scalar))
             else:
                 return (), None
+        if reads_byte and (numbers := [each for each in found if _is_big_endian(self._btf, each.member)]):
+            self.members.append(frozenset(f"byte {each.member.skipped} of {each.name}" for each in numbers))
+            return (), None
         if begin := [each for each in found if not each.member.skipped]:
             self.members.append(frozenset(each.name for each in begin))
             return begin, None
@@ -258,6 +269,10 @@ class _Walk:
             return None
         bits = 8 * found[0].member.size
         return "type-size", f"{arg.name} reads {8 * size} bits of {name}, which has {bits}"
+
+
+def _is_big_endian(btf: Btf, member: ScalarMember) -> bool:
+    return not member.is_bitfield and _BIG_ENDIAN.fullmatch(declaration(btf, member.type)) is not None
 
 
 def _may_be_address(btf: Btf, member: ScalarMember) -> bool:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
+from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.image.linux.btf_declaration import prototype
 from emulated_kernel.trace.interface import Interface, InterfaceRule
 from emulated_kernel.trace.probes.definition import MAX_EVENT_NAME_LEN
@@ -33,7 +34,13 @@ from kprobefs.plan.check_settings import SettingChecks
 from kprobefs.plan.clones import calls_of_clones
 from kprobefs.plan.explanation import Explanation
 from kprobefs.plan.offline_engine import OfflineEngine
-from kprobefs.plan.place import Place, module_name, nearest_in_module, place_in_any_boot
+from kprobefs.plan.place import (
+    Place,
+    module_name,
+    nearest_in_module,
+    passed_symbol,
+    place_in_any_boot,
+)
 from kprobefs.plan.planned_kernel import ONLY_COUNTED, UNGUARDED, PlannedKernel
 
 _OTHER_KINDS = {
@@ -261,6 +268,7 @@ def _created(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Answer:
         if not module:
             text = "waits for a module with an empty name; no such module can be loaded"
         return Answer(line, PENDING, text, found)
+    found += _other_function(kernel, line, probe, where)
     explained = Explanation(kernel, Place(line.text, where, ()), kernel.whole)
     verdict = explained.verdict
     found += _no_parameter(line, where.name, explained.argument_words)
@@ -325,6 +333,19 @@ def _find_taken_jumps(answers: Sequence[Answer]) -> None:
 def _no_place(line: Line) -> Iterator[Finding]:
     if remedy := advice(line.text):
         yield Finding("no-place", False, remedy, word_column(line.text, 1))
+
+
+def _other_function(
+    kernel: PlannedKernel, line: Line, probe: TraceKprobe, where: Location
+) -> Iterator[Finding]:
+    """Yield a warning if the offset leads out of the function that the line names.
+
+    `where`: symbol and offset of the probe's address.
+    """
+    passed = passed_symbol(probe.place.symbol or "", where, kernel.tables.kallsyms)
+    if passed is not None:
+        message = f"the place is outside of {passed.name}, which has {passed.size} bytes: {where}"
+        yield Finding("other-function", False, message, word_column(line.text, 1))
 
 
 def _not_unique(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Iterator[Finding]:

@@ -29,7 +29,7 @@ class Place:
     others: tuple[Symbol, ...]
     """Other symbols with the same name; the kernel refuses the name if there are any."""
     passed: Symbol | None = None
-    """The named symbol, if the offset leads out of it; the kernel accepts such a place."""
+    """See passed_symbol()."""
     line: str = ""
     """Source file and line of the place, as FILE:LINE; "" if the user named no line."""
 
@@ -52,8 +52,20 @@ def find_place(text: str, tables: ProbedTables) -> Place:
     where = kallsyms.lookup(address)
     if where is None or not any(start <= address < end for start, end in tables.text_ranges):
         raise _not_text(text, address, where, tables)
-    passed = symbol if symbol is not None and symbol.address != where.symbol.address else None
+    passed = None if symbol is None else passed_symbol(symbol.name, where, kallsyms)
     return Place(text, where, others, passed)
+
+
+def passed_symbol(name: str, where: Location, kallsyms: Kallsyms) -> Symbol | None:
+    """Return the symbol called `name` if an offset from it leads out of it, to `where`; otherwise None.
+
+    The kernel accepts such a place. An offset from the start of the text is meant to lead out of the symbol,
+    so return None for it.
+    """
+    named = kallsyms.by_name(name)
+    if name == _TEXT or any(each.address == where.symbol.address for each in named):
+        return None
+    return next(iter(named), None)
 
 
 def place_in_any_boot(address: int, kallsyms: Kallsyms) -> str:

@@ -379,7 +379,9 @@ def kernel_with_types(tmp_path: Path, body: bytes = BODY, *, is_later: bool = Fa
     btf = made.Btf()
     number = btf.add(1, "int", 4, (1 << 24 | 32).to_bytes(4, "little"))
     size = btf.add(1, "unsigned long", 8, (64).to_bytes(4, "little"))
-    members = ("first", number, 8 * is_later), ("second", size, 8 * (not is_later))
+    port = btf.add(8, "__be16", btf.add(1, "unsigned short", 2, (16).to_bytes(4, "little")))
+    place = 8 * is_later
+    members = ("first", number, place), ("port", port, place + 6), ("second", size, 8 - place)
     pair = btf.structure("pair", 16, *sorted(members, key=lambda member: member[2]))
     pointer = btf.add(2, "", pair)
     proto = btf.prototype(number, ("number", number), ("size", size), ("pair", pointer))
@@ -465,6 +467,8 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("c=+8($arg3):string", ["type-size"]),
         ("c=+8($arg3):symbol", []),
         ("c=+16($arg3):u64", ["no-member"]),
+        ("c=+6($arg3):u16 d=+6($arg3):u8 e=+7($arg3):x8 f=+7($arg3):s8", []),
+        ("c=+7($arg3):u16 d=+7($arg3):string e=+7($arg3):u8[1] f=+5($arg3):u8", ["no-member"] * 4),
         ("c=+0(%dx):u8 d=%r8:u8", ["type-size"]),
         ("d=$comm e=@linux_banner:string", []),
         ("e=$arg4:u64", ["no-parameter"]),
@@ -631,6 +635,19 @@ def test_places_for_a_name_that_is_not_unique(typed: str, capsys: pytest.Capture
     assert [answer.address for answer in answers[::2]] == addresses
     assert shown == places
     assert not any(answer.findings for answer in answers)
+
+
+@pytest.mark.parametrize(("offset", "rules"), [(0, []), (5, []), ("size", ["other-function"])])
+def test_an_offset_may_lead_out_of_the_function(typed: str, offset: int | str, rules: list[str]) -> None:
+    """A place in the next function has a warning; the same place as an offset from _stext has none."""
+    kernel = planned_kernel(None, typed, None, None)
+    (symbol,) = kernel.tables.kallsyms.by_name("f")
+    distance = symbol.size if offset == "size" else int(offset)
+    (start,) = kernel.tables.kallsyms.by_name("_stext")
+    places = f"f+{distance}", f"_stext+{symbol.address + distance - start.address}"
+    answers = check_lines(kernel, [Line("x", 1, f"p:x{n} {place}") for n, place in enumerate(places)])
+    assert answers[0].address == answers[1].address
+    assert [[finding.rule for finding in answer.findings] for answer in answers] == [rules, []]
 
 
 def test_an_older_kernel_probes_the_first_of_several_functions(
