@@ -378,6 +378,11 @@ class InterfaceRule(LinuxRule):
         "kernel/trace/trace_fprobe.c:trace_fprobe_create_internal",
         "t[:[<group>/][<event>]] <tracepoint>",
     )
+    EVENTS_KEEP_OWNER = (
+        "6.12",
+        "files of new events do not take the owner and group of the directory above, except in instances",
+        "fs/tracefs/event_inode.c:update_inode_attr",
+    )
     FPROBES_STAY = (
         "6.12",
         "the functions of an `f` event are hooked from its definition on; later, while it is enabled",

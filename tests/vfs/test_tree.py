@@ -10,6 +10,7 @@ import stat
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.profile import PROFILES
 from emulated_kernel.trace.array.trace_pipe import TracePipe
 from emulated_kernel.vfs.core.client import INO_SPACES, DirEntry
 from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Objects, Owner
@@ -203,6 +204,41 @@ def test_directories_of_removed_objects_are_forgotten() -> None:
         assert directory.get(names[1]) is not None
     assert len(directory._members) < 100
     assert directory.get("kept") is kept
+
+
+@pytest.mark.parametrize(("profile", "inherits"), [("linux-6.1", True), ("linux-6.12", False)])
+def test_new_directories_have_the_owner_of_the_one_above(profile: str, inherits: bool) -> None:
+    """Files that exist keep their owner, even if nobody has looked them up before chown(2).
+
+    On Linux 6.12, the directories of new events do not take the owner of the directory above, except in
+    instances. The results are those of Debian's 6.1.176 and 6.12.117.
+    """
+    with Kernel(profile=PROFILES[profile]) as kernel:
+        tree = kernel.filesystem()
+
+        def gids(*paths: str) -> list[int]:
+            return [tree.getattr(f"/tracing/{path}").gid for path in paths]
+
+        define(kernel, "p:old/e vfs_read")
+        for path in ("events", "instances"):
+            tree.chown(ROOT, f"/tracing/{path}", -1, 65534)
+        tree.mkdir(ROOT, "/tracing/instances/a", 0o755)
+        define(kernel, "p:new/e vfs_read")
+        new = 65534 if inherits else 0
+        assert gids("events", "events/old", "events/old/e/id", "trace", "events/enable") == [
+            65534,
+            0,
+            0,
+            0,
+            0,
+        ]
+        assert gids("events/new", "events/new/e", "events/new/e/id", "events/new/enable") == [new] * 4
+        assert gids("instances/a", "instances/a/trace", "instances/a/events/new/e/id") == [65534] * 3
+        tree.chown(ROOT, "/tracing/events/new", 7, 65532)
+        define(kernel, "p:new/f vfs_read")
+        assert gids("events/new", "events/new/e/id") == [65532, new]
+        assert gids("events/new/f/id") == [65532 if inherits else 0]
+        assert tree.getattr("/tracing/events/new/f").uid == (7 if inherits else 0)
 
 
 def test_listings_tell_what_stat_tells(tree: NodeTree) -> None:

@@ -107,6 +107,14 @@ class Node:
             self._gid = gid
         self._touch()
 
+    def inherit(self, uid: int | None, gid: int | None) -> None:
+        """Set the user and the group that chown(2) has set for the directory above, which creates the node.
+
+        None: chown(2) has not set it. Mirrors: fs/tracefs/inode.c:tracefs_create_file (v6.1).
+        """
+        self._uid = uid
+        self._gid = gid
+
     def utimens(self, atime_ns: int | None, mtime_ns: int | None) -> None:
         """Set access and modification time in nanoseconds since the epoch; None leaves a time unchanged."""
         atime, mtime, _ = self._times_ns
@@ -179,6 +187,12 @@ class Directory(Node):
         """Number of hard links: two, and one for the ".." of each subdirectory."""
         return 2 + self._subdirectories
 
+    def inherit(self, uid: int | None, gid: int | None) -> None:
+        """Set the user and the group of the directory and of its fixed children; see Node.inherit."""
+        super().inherit(uid, gid)
+        for child in self._children.values():
+            child.inherit(uid, gid)
+
     def get(self, name: str) -> Node | None:
         """Return the child called `name`, or None."""
         return self._children.get(name)
@@ -242,6 +256,11 @@ class _Member(Generic[T]):
     object: T
     ino: int = 0
     directory: Directory | None = None
+    owner: tuple[int | None, int | None] | None = None
+    """User and group that the subdirectory inherits; None for those of the DynamicDirectory.
+
+    They are set if the DynamicDirectory has changed its owner since the object was created.
+    """
 
     def number(self, numbers: Iterator[int]) -> int:
         """Return the inode number of the object's subdirectory.
@@ -262,7 +281,7 @@ class DynamicDirectory(Directory, Generic[T]):
     a new inode number. Files that are still open in the old node return ENODEV.
     """
 
-    __slots__ = ("_limit", "_members", "_mkdir", "_objects", "_rmdir")
+    __slots__ = ("_limit", "_members", "_mkdir", "_objects", "_rmdir", "_shares_owner")
 
     def __init__(
         self,
@@ -271,8 +290,12 @@ class DynamicDirectory(Directory, Generic[T]):
         children: Mapping[str, Node] | None = None,
         mkdir: Callable[[str], object] | None = None,
         rmdir: Callable[[str], object] | None = None,
+        *,
+        shares_owner: bool = True,
     ) -> None:
+        """Create the directory. `shares_owner`: new subdirectories have the directory's user and group."""
         super().__init__(mode, children or {})
+        self._shares_owner = shares_owner
         self._objects = objects
         self._members: dict[str, _Member[T]] = {}
         self._limit = _MIN_LIMIT
@@ -295,6 +318,8 @@ class DynamicDirectory(Directory, Generic[T]):
         if member.directory is None:
             member.directory = self._objects.make(member.object)
             member.directory.ino = member.ino
+            if self._shares_owner:
+                member.directory.inherit(*(member.owner or (self._uid, self._gid)))
             self._adopt(name, member.directory)
         return member.directory
 
@@ -337,6 +362,14 @@ class DynamicDirectory(Directory, Generic[T]):
             if name not in self._children and (member := self._member(name)) is not None:
                 entries.append(DirEntry(name, stat.S_IFDIR, member.number(numbers)))
         return entries
+
+    def chown(self, uid: int, gid: int) -> None:
+        """Set the user and the group of the directory. Subdirectories of existing objects keep theirs."""
+        for name in self._objects.names():
+            member = self._member(name)
+            if member is not None and member.owner is None:
+                member.owner = self._uid, self._gid
+        super().chown(uid, gid)
 
     def mkdir(self, name: str, mode: int) -> None:
         """Create an object with the subdirectory `name`. Raises: KernelError EPERM (not supported)."""

@@ -25,22 +25,27 @@ from emulated_kernel.vfs.core.open_file import File, Moves
 from emulated_kernel.vfs.core.seq_file import OpenSeq, SeqFile, StreamFile, single
 
 
-def events_directory(tracing: Tracing) -> Directory:
-    """Return events/ with the groups, the switch for all events, and the layout of binary pages."""
+def events_directory(tracing: Tracing, *, instance: bool = False) -> Directory:
+    """Return events/ with the groups, the switch for all events, and the layout of binary pages.
+
+    `instance`: the directory belongs to an instance.
+    """
     events = tracing.events
+    shares_owner = instance or InterfaceRule.EVENTS_KEEP_OWNER not in tracing.array.system.interface
     return DynamicDirectory(
         DIRECTORY,
         Objects(
             names=events.registry.groups,
             # in_group() returns the same dictionary while the group exists. A group has at least one event.
             find=lambda group: events.registry.in_group(group) or None,
-            make=lambda members: _group_directory(tracing, members),
+            make=lambda members: _group_directory(tracing, members, shares_owner=shares_owner),
         ),
         {
             "enable": _enable(events, events.switchable),
             "header_event": AttributeFile(READ_ONLY, header_event_text),
             "header_page": AttributeFile(READ_ONLY, partial(_header_page, tracing.array)),
         },
+        shares_owner=shares_owner,
     )
 
 
@@ -89,7 +94,7 @@ def _header_page(array: TraceArray) -> str:
     )
 
 
-def _group_directory(tracing: Tracing, members: Mapping[str, TraceEvent]) -> Directory:
+def _group_directory(tracing: Tracing, members: Mapping[str, TraceEvent], *, shares_owner: bool) -> Directory:
     """Return the directory of a group. As in Linux, the directory of the group ftrace has no files."""
 
     def switchable() -> list[TraceEvent]:
@@ -107,6 +112,7 @@ def _group_directory(tracing: Tracing, members: Mapping[str, TraceEvent]) -> Dir
         DIRECTORY,
         Objects(members.keys, members.get, lambda event: _event_directory(tracing, event)),
         files if switchable() else {},
+        shares_owner=shares_owner,
     )
 
 

@@ -68,7 +68,7 @@ def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, 
         "error_log": CommandFile(
             READ_WRITE, listing(tracing.errors.records), execute=len, truncate=tracing.errors.clear
         ),
-        "events": events_directory(tracing),
+        "events": events_directory(tracing, instance=instance),
         "options": _options_directory(array.options, instance=instance),
         "per_cpu": Directory(DIRECTORY, {f"cpu{cpu}": _per_cpu(tracing, cpu) for cpu in range(array.cpus)}),
         "set_event": SteppedFile(
