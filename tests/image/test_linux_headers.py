@@ -165,6 +165,67 @@ def test_a_module_with_a_return_probe(tmp_path: Path) -> None:
     assert "missed 0, seen 0 and 2\n" in log
 
 
+RECURSES = r"""
+#include <linux/module.h>
+#include <linux/kprobes.h>
+
+static int returned(struct kretprobe_instance *ri, struct pt_regs *regs)
+{
+	return 0;
+}
+
+static struct kretprobe probe = {
+	.kp.symbol_name = "recurse",
+	.handler = returned,
+	.maxactive = 2,
+};
+
+noinline int recurse(int depth)
+{
+	int below = depth ? recurse(depth - 1) : 0;
+
+	barrier();
+	return below + depth;
+}
+
+noinline int missed(void)
+{
+	return probe.nmissed;
+}
+
+static int __init recurses_init(void)
+{
+	return register_kretprobe(&probe);
+}
+
+static void __exit recurses_exit(void)
+{
+	unregister_kretprobe(&probe);
+	pr_info("recurses: missed %d\n", probe.nmissed);
+}
+
+module_init(recurses_init)
+module_exit(recurses_exit)
+MODULE_LICENSE("GPL");
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+def test_a_module_reads_the_missed_calls_of_its_return_probe(tmp_path: Path) -> None:
+    """`nmissed` of a registered struct kretprobe is current, as in Linux."""
+    directory = tmp_path / "recurses"
+    directory.mkdir()
+    (directory / "recurses.c").write_text(RECURSES)
+    assert write_module("x86_64", directory) == 0
+    with Kernel() as kernel:
+        kernel.write_file("machine/modules", f"load {directory}/recurses.ko")
+        for number in range(4):
+            assert kernel.call("missed") == 4 * number
+            assert kernel.call("recurse", 5) == 15
+        kernel.write_file("machine/modules", "unload recurses")
+        assert "recurses: missed 16\n" in kernel.read_file("machine/dmesg")
+
+
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 def test_a_module_for_linux(tmp_path: Path) -> None:
     directory = tmp_path / "probed"

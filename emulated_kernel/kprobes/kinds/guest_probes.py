@@ -56,6 +56,25 @@ class GuestKprobe(Kprobe):
             self.memory.write_word(self.missed_at, value)
 
 
+@dataclass(eq=False, slots=True)
+class GuestKretprobe(Kretprobe):
+    """A return probe for a struct kretprobe in guest memory."""
+
+    memory: GuestMemory = field(kw_only=True)
+    missed_at: int = field(kw_only=True)
+    """Address of the field `kp.nmissed` in the structure, the number of missed hits of the entry."""
+
+    @property
+    def nmissed(self) -> int:
+        return self.memory.read_word(self.missed_at) + self.instances_missed
+
+    @nmissed.setter
+    def nmissed(self, value: int) -> None:
+        # See GuestKprobe.nmissed.
+        with suppress(MemoryFault):
+            self.memory.write_word(self.missed_at, value - self.instances_missed)
+
+
 @dataclass(frozen=True, eq=False)
 class _GuestProbe:
     """A probe structure in guest memory, and the probe that was registered for it."""
@@ -205,17 +224,19 @@ class GuestProbes:
         def handler(instance: KretprobeInstance, regs: Regs) -> None:
             self._call(rp, leave, regs, self._instance(probe, instance))
 
-        rp = Kretprobe(
+        rp = GuestKretprobe(
             **self._place(probe),
             handler=handler if leave else None,
             entry_handler=entry_handler if entry else None,
             maxactive=_signed(self._read_int(probe, "kretprobe.maxactive")),
             data_size=header + size,
             disabled=self._is_disabled(probe),
+            memory=self._memory,
+            missed_at=probe + self._abi["kprobe.nmissed"],
+            instances_missed_at=probe + self._abi["kretprobe.nmissed"],
         )
         self._kretprobes.register_kretprobe(rp)
         self._write_int(probe, "kretprobe.maxactive", rp.maxactive)
-        self._write_int(probe, "kretprobe.nmissed", 0)
         return _GuestProbe(probe, rp, (entry, leave))
 
     def _instance(self, probe: int, instance: KretprobeInstance) -> int:
@@ -251,10 +272,6 @@ class GuestProbes:
         else:
             self._kprobes.unregister_kprobe(found.probe)
         self._callers_changed()
-        if isinstance(found.probe, Kretprobe):
-            # Its owner may have freed the structure.
-            with suppress(MemoryFault):
-                self._write_int(probe, "kretprobe.nmissed", found.probe.instances_missed)
 
     def _callers_changed(self) -> None:
         calls = any(not isinstance(each.probe, Jprobe) for each in self._found.values())

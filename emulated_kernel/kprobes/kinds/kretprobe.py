@@ -17,7 +17,7 @@ from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.return_hook import RethookNode, ReturnHook
 from emulated_kernel.kprobes.return_hook.return_hooks import ReturnHooks
 from emulated_kernel.util.errors import KernelError
-from emulated_kernel.util.fast_dataclass import dataclass, field
+from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 KRETPROBE_MAX_DATA_SIZE = 4096
 _MIN_MAXACTIVE = 10
@@ -73,6 +73,8 @@ class Kretprobe(Kprobe[RegsT]):
     """Maximum number of pending calls; 0 selects a default at registration."""
     data_size: int = 0
     """Size in bytes of the data that belong to each call; at most 4096."""
+    instances_missed_at: int = field(default=0, metadata=ADDRESS)
+    """Address of an int in the guest that shows `instances_missed`; 0 if there is none."""
     hook: ReturnHook | None = field(default=None, init=False, repr=False)
     _ended: tuple[int, int] = field(default=(0, 0), init=False, repr=False)
     """Counts at the last unregistration: number of missed calls, and number of handled returns."""
@@ -183,6 +185,7 @@ class Kretprobes:
         hook.follows_convention = address in self._kprobes.probe_checker.mcount
         rp.hook = hook
         hook.probe = rp
+        hook.missed_at = rp.instances_missed_at
         hook.node_type = KretprobeInstance
         rp.pre_handler = self._entry(rp, hook)
         rp.program = self._entry_program(rp, hook)

@@ -22,8 +22,10 @@ from emulated_kernel.arch.program.ir import (
     JumpTo,
     Label,
     Load,
+    LoadAbsolute,
     SetImmediate,
     SetRegister,
+    Store,
     StoreImmediate,
 )
 from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
@@ -146,7 +148,12 @@ class NativeReturns:
         self._prepare_handler(hook)
         done = builder.label()
         with builder.out_of_line() as missed:
-            builder.emit(AddToAbsolute(counter_at(hook.address, MISSED, self._word), 1), Jump(done))
+            counter = counter_at(hook.address, MISSED, self._word)
+            builder.emit(AddToAbsolute(counter, 1))
+            if hook.missed_at:
+                show = LoadAbsolute(FIRST, counter, 4), SetImmediate(SECOND, hook.missed_at)
+                builder.emit(*show, Store(SECOND, 0, FIRST, 4))
+            builder.emit(Jump(done))
         get_return_address(builder, self._arch, way, RET, SLOT)
         self._code.enter(builder, hook.address, missed, self._data_words(hook))
         return done

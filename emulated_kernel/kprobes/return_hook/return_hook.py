@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from emulated_kernel.arch.program.ir_builder import ProgramBuilder
@@ -10,6 +11,7 @@ from emulated_kernel.kprobes.codegen.asm_handlers import AssembledHandlers, Asse
 from emulated_kernel.kprobes.codegen.guest_code import CompiledCode
 from emulated_kernel.kprobes.kprobe import CompileHandler, Kprobe
 from emulated_kernel.kprobes.return_hook.shadow_stack import MISSED, RETURNED, ShadowStack, count
+from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 
@@ -74,6 +76,8 @@ class ReturnHook(AssemblyOwner):
     """Address of the hooked function; 0 if the hook serves several functions."""
     assembled: AssembledHandlers | None = None
     """The handlers in assembly that run at returns, or None."""
+    missed_at: int = field(default=0, metadata=ADDRESS)
+    """Address of a 32-bit number in the guest that also shows `missed`; 0 if there is none."""
     flushed: int = 0
     """Number of calls that never returned, because their task ended or their run was given up."""
 
@@ -108,6 +112,10 @@ class ReturnHook(AssemblyOwner):
     def miss(self) -> None:
         """Count a call as missed."""
         count(self.stack.counters[self.address], MISSED, 1)
+        if self.missed_at:
+            # The owner of the number may have freed it; the call must not fail because of that.
+            with suppress(MemoryFault):
+                self.stack.words.view(self.missed_at, 4)[:] = (self.missed & 0xFFFFFFFF).to_bytes(4, "little")
 
     def emit_assembly(self, builder: ProgramBuilder, point: HandlerPoint) -> None:
         if self.assembled is not None:

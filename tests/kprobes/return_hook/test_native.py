@@ -99,6 +99,22 @@ def test_a_hooked_call_stays_in_the_guest(arch: str, way: str, stack: str) -> No
         assert (rp.returns, rp.nmissed) == (52, 0)
 
 
+@pytest.mark.parametrize("in_python", [False, True])
+def test_a_number_in_the_guest_shows_missed_calls(boot: Boot, stack: str, in_python: bool) -> None:
+    """The number is current, whether guest code or Python misses the call. Bytes around it do not change."""
+    kernel = boot(return_hook=stack)
+    around = kernel.machine.alloc_pages(64)
+    kernel.machine.memory.write(around, bytes.fromhex("11111111 00000000 22222222"))
+    more = {"entry_handler": lambda _instance, _regs: 0} if in_python else {}
+    rp, _ = hooked(kernel, "bsearch", maxactive=2, instances_missed_at=around + 4, **more)
+    for number in range(1, 4):
+        recurse(kernel, 5)
+        missed = 0 if stack in PER_TASK else 4 * number
+        assert rp.instances_missed == missed
+        shown = missed.to_bytes(4, "little").hex()
+        assert kernel.machine.memory.read(around, 12).hex() == f"11111111{shown}22222222"
+
+
 @pytest.mark.parametrize(("maxactive", "depth"), [(1, 0), (1, 5), (4, 3), (4, 4), (4, 9), (30, 20)])
 def test_recursion_deeper_than_maxactive(boot: Boot, stack: str, maxactive: int, depth: int) -> None:
     """At any depth of recursion, entries are equal to returns that were seen plus calls that were missed."""
