@@ -57,7 +57,7 @@ def limits(**_: object) -> list[str]:
 def functions(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
     """Return at most MOST functions of the built-in kernel that begin with `prefix`.
 
-    `parsed_args`: the parsed command line. Its option --arch selects the kernel. Return nothing if the
+    `parsed_args`: the parsed command line. Its option --arch selects the kernel. Return an empty list if the
     command line names another kernel, by --image or --vmcore.
     """
     from emulated_kernel.image.builtin_image import load_image

@@ -33,7 +33,7 @@ BLAMED = re.compile(
 )
 """Pattern for a line of a log that probably contains the reason why the command failed."""
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\):|Exception (?:in thread|ignored in).*")
-"""Pattern for a heading of Python; the next line that is not indented has the exception."""
+"""Pattern for the first line of a Python traceback; the next line that is not indented has the exception."""
 _FAILURES = re.compile(r"=+ (?:FAILURES|ERRORS) =+")
 """Pattern for the line of pytest before the reports of failed tests."""
 _FAILED_TEST = re.compile(r"_+ (?!_)(.+?) _+")
@@ -55,7 +55,7 @@ ADVICE_LINES = (duration_hint.HINT_LINE, nothing_hint.HINT_LINE, unmatched_hint.
 HINT_LINES = (*ADVICE_LINES, panic_hint.HINT_LINE, refusal_hint.HINT_LINE)
 """Patterns for the lines with hints that `kprobefs run` adds to the command's output."""
 INTERRUPTED = 128 + SIGINT
-"""Exit status of a command that SIGINT ends, as shells have it."""
+"""Exit status of a command that SIGINT ends, as in shells."""
 _STOPPED = (INTERRUPTED, 128 + SIGTERM)
 MOUNT = re.compile(r"/[^\s'\":]*/kprobefs-[a-z0-9_]{8}/mnt")
 """Pattern for the path of a mount that `run` has made."""
@@ -97,7 +97,7 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """Result in one word: passed, failed, stopped by SIGINT or SIGTERM, or error if the mount failed.
+        """Result in one word: passed, failed, stopped (by SIGINT or SIGTERM), or error (the mount failed).
 
         If the kernel has panicked, the run has failed, whatever the command's status.
         """
@@ -382,7 +382,7 @@ def _blamed(text: str) -> str:
 
 
 def _first_failed_test(report: Sequence[str]) -> str:
-    """Return the name of the first failed test in pytest's report, the reason, and the kernel's refusal.
+    """Return a text about the first failed test in pytest's report: name, reason, and the kernel's refusal.
 
     Return "" if the report has no reason.
     """

@@ -103,7 +103,7 @@ def _differ(one: Path, two: Path) -> bool:
 
 
 def _report(names: Sequence[str], what: str) -> None:
-    """Print a one-line message about the files `names`, or nothing if `names` is empty.
+    """Print a one-line message about the files `names`. Print no message if `names` is empty.
 
     `what`: statement about the files, which follows their names in the message.
     """

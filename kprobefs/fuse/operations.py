@@ -245,9 +245,9 @@ class _Operations:
         self._pollers = libfuse.PollHandles()
         self.ready: Callable[[], None] = _not_served
         self.blocking: Callable[[], AbstractContextManager[int]] = _not_served
-        """Function that returns a context manager.
+        """Function that returns a context manager, in whose block this thread may wait.
 
-        In its block this thread may wait, while another reads requests.
+        Meanwhile, another thread reads requests.
         """
         self.follows_processes = True
         """Whether forks and exits of clients' processes are repeated in the guest while a client waits."""

@@ -27,7 +27,7 @@ class HostLoad:
 
 
 def _cpu_times() -> list[int]:
-    """Return the times of all CPUs up to the stolen time, in clock ticks, or nothing without /proc/stat."""
+    """Return the times of all CPUs up to the stolen time, in clock ticks; [] if there is no /proc/stat."""
     try:
         first, _, _ = _STAT.read_text(encoding="ascii").partition("\n")
     except OSError:
