@@ -118,7 +118,7 @@ class Checked:
             self.mount.release(handle)
 
     def register(self, number: int) -> str:
-        """Return the name of the register with an argument of a function; the first argument is 0."""
+        """Return %NAME of the register that passes argument `number` to a function. The first one is 0."""
         return f"%{arch_named(self.kernel.architecture).registers.arguments[number]}"
 
     def define(self, *definitions: str) -> None:
@@ -167,7 +167,10 @@ class Checked:
             raise CheckFailed(f"the file contains {found!r}")
 
     def hits(self, pattern: str) -> list[re.Match[str]]:
-        """Disable the probes, and return the matches in the lines of the trace. One line must match."""
+        """Disable the probes, and return the matches of `pattern` in the trace.
+
+        Raises: CheckFailed (no line matches).
+        """
         # A probe on a function of reads would record while the trace is read.
         self.disable()
         text = self.read("/tracing/trace")
@@ -522,7 +525,7 @@ def check(image: Path, engine: str, boot: float) -> Result:
 
 
 def inside(image: Path, count: int) -> Tally:
-    """Return the differences between the answers of kprobefs over a kernel and the kernel's own answers.
+    """Compare the answers of kprobefs over a kernel with the kernel's own answers; return the differences.
 
     `count`: the N of the option --inside.
     """

@@ -90,7 +90,12 @@ Shortage = Callable[[int], AbstractContextManager[None]]
 
 
 def starved(directory: Path, count: int, seconds: float, seed: int, slowest: float = SLOWEST) -> str:
-    """Run rounds without memory, and then without threads. After each round the daemon must work normally."""
+    """Run rounds without memory, and then without threads. After each round the daemon must work normally.
+
+    At the end, SIGTERM during the shortage must end the daemon. `count`: rounds of each shortage; 0: one
+    round. `seconds`: time for random requests in all rounds together. Return a summary that names the slowest
+    request. Raises: Violation, also if a request took more than `slowest` seconds.
+    """
     rounds, results = count or 1, []
     for name, shortage in (("memory", no_memory), ("threads", no_threads)):
         if shortage is no_threads and _pids_controller() is None:

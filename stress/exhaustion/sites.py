@@ -46,7 +46,7 @@ class SiteProof(CompiledProof):
         return replace(live, registers=live.registers - {self.probed.kernel.arch.call_link})
 
     def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
-        """Return the place at a fentry site, which runs all stages of the proof."""
+        """Return a Place for the fentry site at `address`; its run() checks all stages with `cpus`."""
         return SitePlace(self, address, cpus)
 
 

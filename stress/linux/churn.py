@@ -147,7 +147,10 @@ def definitions(has_kernel_kprobes: bool) -> str:
 
 
 def churn(session: Session, seconds: float, warm_up: int = 20) -> Iterator[Sample]:
-    """Run cycles for some seconds, and yield samples after the warm-up, at least two."""
+    """Run cycles for `seconds` seconds, and yield about SAMPLES samples, at least two.
+
+    The first sample comes after `warm_up` cycles.
+    """
     start, taken = time.monotonic(), 0
     while (now := time.monotonic() - start) < seconds or taken < 2:
         session.cycle()
