@@ -497,7 +497,10 @@ class Result:
 
 
 def check(image: Path, engine: str, boot: float) -> Result:
-    """Run all checks of a kernel that has booted into the cache."""
+    """Run all checks of the kernel in the file `image`, whose snapshot is in the boot cache.
+
+    `engine`: one of ENGINES. `boot`: seconds that the first boot took, for the result.
+    """
     began = perf_counter()
     tasks, kernel = started_with_kernel(str(image), SEED)
     modules = ModuleFiles(image, tasks.release)
@@ -558,7 +561,10 @@ def inside(image: Path, count: int) -> Tally:
 
 
 def results(images: list[Path], engines: Sequence[str], questions: int) -> Iterator[Result | str]:
-    """Yield the result for each kernel and engine, or a line with the reason why a kernel cannot be used."""
+    """Yield the result for each kernel and engine, or a line with the reason why a kernel cannot be used.
+
+    `questions`: the N of the option --inside.
+    """
     for image in images:
         began = perf_counter()
         try:

@@ -181,7 +181,7 @@ def _check_open_files() -> None:
 
 
 def _is_directory(number: int) -> bool:
-    """Return True if an open file is a directory, through which a command could reach other files."""
+    """Return True if descriptor `number` is a directory, through which a command could reach other files."""
     try:
         return stat.S_ISDIR(os.fstat(number).st_mode)
     except OSError:

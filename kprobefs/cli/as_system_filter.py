@@ -227,7 +227,10 @@ def _filter_code(machine: Machine, *, own_user: bool, listen: bool) -> list[byte
 
 
 def _instruction(code: int, value: int, otherwise: int = 0) -> bytes:
-    """Return a struct sock_filter; `otherwise`: instructions that a failed comparison skips."""
+    """Return a struct sock_filter with the BPF code `code` and the operand `value`.
+
+    `otherwise`: number of instructions that a failed comparison skips.
+    """
     return struct.pack("=HBBI", code, 0, otherwise, value)
 
 

@@ -71,7 +71,11 @@ def functions(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list
 
 
 def probes(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
-    """Return probes of functions and events of the built-in kernel that begin with `prefix`."""
+    """Return the completions of `prefix`, the beginning of a probe of `kprobefs trace`.
+
+    They are p: and r: with functions, and t: with events, of the built-in kernel for --arch of `parsed_args`.
+    If `prefix` has no colon, return only p:, r: and t:.
+    """
     head, colon, place = prefix.partition(":")
     if not colon:
         return ["p:", "r:", "t:"]

@@ -220,9 +220,9 @@ def run_on_workers(
 ) -> list[Result]:
     """Run the command on each kernel, on the workers of a Dask cluster; return the results.
 
-    `scheduler`: address of the cluster's scheduler. `ended` is called after each run. On the workers, the
-    kernels' and the command's files must have the same paths as here. The current directory must exist there
-    too. If a worker is lost, another worker runs the command again.
+    `logs`: directory for the logs. `scheduler`: address of the cluster's scheduler. `ended` is called after
+    each run. On the workers, the kernels' and the command's files must have the same paths as here. The
+    current directory must exist there too. If a worker is lost, another worker runs the command again.
     Raises: CliError (the cluster fails), OSError (a log cannot be written).
     """
     from kprobefs.measure.cluster import run_on_cluster
@@ -313,7 +313,9 @@ def _run_once(
 ) -> int:
     """Run the command on a kernel; return the exit status, or 128 + number if a signal ended the run.
 
-    If this process is killed, the run ends too.
+    `options`: options of `kprobefs run` that select the kernel. `output`: file for the command's output.
+    `directory`: the command's working directory; None: that of this process. `runs`: runs to which this run
+    is added, so that signals end it. If this process is killed, the run ends too.
     """
     words = [sys.executable, "-m", "kprobefs", "run", *options, "--", *command]
     process = subprocess.Popen(

@@ -196,7 +196,7 @@ class AttachedProbes:
         self._graph = GraphTracer(self._tracefs) if session.request.graph is not None else None
         self._history: History
         self._own_pids: list[int] = []
-        """Pids in the guest of this process and of the reader of records."""
+        """Pids of this process and of the reader of records, as the guest numbers them."""
         daemon = running(directory)
         self._is_isolated = daemon is not None and daemon.isolate
         self._undo = ExitStack()
@@ -354,7 +354,7 @@ class AttachedProbes:
         return ""
 
     def _guest_pids(self, reader: RecordReader) -> list[int]:
-        """Return the pids in the guest of this process and of `reader`.
+        """Return the pids of this process and of `reader`, as the guest numbers them.
 
         An isolated mount numbers its clients by itself. A process finds its pid in the record of a marker
         that it has written.

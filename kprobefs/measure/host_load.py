@@ -7,7 +7,10 @@ from pathlib import Path
 
 _STAT = Path("/proc/stat")
 _STEAL = 7
-"""Index of the stolen time among the times of a line of /proc/stat. Later times are part of earlier ones."""
+"""Index of the stolen time among the times of a line of /proc/stat.
+
+The later times are left out, because they are parts of earlier ones.
+"""
 
 
 class HostLoad:

@@ -75,7 +75,7 @@ def readings(
 
 
 def _known(kernel: PlannedKernel, probe: TraceKprobe, explained: Explanation) -> Mapping[str, Parameter]:
-    """Return a map base of a fetch argument -> the parameter or result of the function that it names."""
+    """Return a map base of a fetch argument, such as `$arg1` -> parameter or result that the base names."""
     prototype = explained.prototype
     if prototype is None:
         return {}

@@ -150,8 +150,8 @@ def _look_on(running: Daemon) -> tuple[float, str]:
 def _make(files: Files, shortage: Shortage) -> tuple[float, str]:
     """Make requests that need memory or threads.
 
-    Return the duration in seconds and the name of the slowest one. A request fails with ENOMEM and without a
-    partial effect if it needs the missing resource.
+    Return the duration in seconds and the name of the slowest request. A request must fail with ENOMEM and
+    without a partial effect if it needs the missing resource.
     """
     late = (0.0, "")
     before = files.read("kprobe_events")

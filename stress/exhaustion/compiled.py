@@ -66,7 +66,7 @@ class CompiledProof(Proof):
         return self.probed.kernel.kprobes.profile.saving is not RegisterSaving.ALL
 
     def emit(self, builder: ProgramBuilder, _way: EntryKind) -> bool:
-        """Emit the handler."""
+        """Emit the handler, and return True: the handler is guest code."""
         unread, end = builder.label(), builder.label()
         builder.emit(
             ir.GetRegister(0, self.pointer),

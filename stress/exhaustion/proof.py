@@ -189,7 +189,10 @@ class Place:
             self._remove(interiors, joined(slots, self._stubs()))
 
     def _optimize(self, interiors: Group, slots: Group) -> None:
-        """Optimize, unoptimize, optimize again and unregister the probe."""
+        """Optimize, unoptimize, optimize again and unregister the probe.
+
+        `interiors`, `slots`: states of CPUs inside the region, and in the instruction slot.
+        """
         kernel = self.kernel
         self._delays(interiors, joined(slots, self._stubs()))
         self._watched("optimizing", lambda: self._hold(False))
@@ -281,7 +284,10 @@ class Place:
         self.probed.optimizer.hold(self.head, held)
 
     def _delays(self, interiors: Group, slots: Group) -> None:
-        """Check that nothing is patched while a CPU is in the region or slot, and that the CPU continues."""
+        """Check that nothing is patched while a CPU is in the region or slot, and that the CPU continues.
+
+        `interiors`, `slots`: states of CPUs inside the region, and in the slot.
+        """
         standings = joined(interiors, slots)
         patched: list[bool] = []
 
@@ -299,7 +305,10 @@ class Place:
         self.scheduler.quiescent_in = lambda _spans: True
 
     def _remove(self, interiors: Group, slots: Group) -> None:
-        """Unregister the probe, and check that its slot and code are kept until all CPUs have left them."""
+        """Unregister the probe, and check that its slot and code are kept until all CPUs have left them.
+
+        `interiors`, `slots`: states of CPUs inside the region, and in the slot.
+        """
         waited: list[bool] = []
 
         def occupied(spans: Spans) -> Spans:

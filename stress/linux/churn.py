@@ -118,7 +118,10 @@ class Session:
         self.shell.read("/kprobe_profile")
 
     def sample(self, seconds: float) -> Sample:
-        """Return a sample, after the guest has had time for delayed frees."""
+        """Return a sample, after the guest has had time for delayed frees.
+
+        `seconds`: seconds since the start, which are noted in the sample.
+        """
         self.tasks.idle(2_000_000)
         written = len(self._written.written()) * 4096
         counts = {

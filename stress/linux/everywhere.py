@@ -128,7 +128,10 @@ def arm(
 
 
 def compare(counts: dict[int, int], armed: Armed) -> None:
-    """Check that each place is hit as often as in the modes that ran before. Raises: AssertionError."""
+    """Check that each place is hit as often as in the modes that ran before. Raises: AssertionError.
+
+    `counts`: address of a place -> number of its hits; new places are added.
+    """
     for address in armed.places:
         hits = armed.found.hits[address]
         assert counts.setdefault(address, hits) == hits, hex(address)

@@ -207,7 +207,10 @@ class Caller:
     """
 
     def __init__(self, engine: LinuxEngine, seconds: float, traced: Traced | None = None) -> None:
-        """Prepare the guest for calls; the code, records and counts of `traced` are not restored."""
+        """Prepare the guest for calls; the code, records and counts of `traced` are not restored.
+
+        `seconds`: maximum time of a call.
+        """
         self.engine = engine
         self._traced = traced
         self.machine = engine.tasks.machine
