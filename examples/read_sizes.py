@@ -41,7 +41,10 @@ def probe(tracefs: Path, instance: Path) -> Iterator[None]:
 
 
 def count(lines: list[str]) -> tuple[Counter[str], Counter[str]]:
-    """Return program -> number of calls, and program -> number of bytes."""
+    """Return a map program -> number of calls, and a map program -> number of bytes.
+
+    `lines`: lines of the trace.
+    """
     calls: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for line in lines:

@@ -158,7 +158,10 @@ def parsed_limits(words: Sequence[str]) -> tuple[Limits, float]:
 
 
 def check_kprobes(options: MountOptions, *, is_limited: bool = False) -> None:
-    """Check that the chosen kernel supports the chosen kprobes and options. Raises: CliError."""
+    """Check that the chosen kernel supports the chosen kprobes and options. Raises: CliError.
+
+    `is_limited`: whether option --limit is given.
+    """
     machine = options.machine
     if options.vmcore is not None and (machine.image is not None or options.kprobes == KERNEL_KPROBES):
         why = "not possible with --image or --kprobes kernel; leave these out"

@@ -47,7 +47,7 @@ class Code(Enum):
 
 
 NEW_ONE_OF = 4
-"""In a sample, one of this many instructions is compared in code that the host has added."""
+"""In a sample, one of this many instructions in code that the host has added is compared once."""
 
 
 class Chains:
@@ -57,10 +57,10 @@ class Chains:
     """
 
     def __init__(self, kernel: Kernel, one_of: int = 1, seed: int = 0) -> None:
-        """Follow a kernel; on average, compare one of `one_of` executed instructions of the image.
+        """Follow a kernel. On average, compare one of `one_of` executed instructions.
 
-        Of the instructions in code that the host has added, compare one of NEW_ONE_OF at least once, or all
-        if `one_of` is 1. Probes must not change meanwhile.
+        In code that the host has added, also compare one of NEW_ONE_OF instructions when it is executed for
+        the first time. `seed`: seed of the random choices. The caller must not change probes from now on.
         """
         self._kernel = kernel
         self._arch = kernel.arch
@@ -186,7 +186,10 @@ class Chains:
         return found
 
     def _relocated_call(self, address: int) -> int | None:
-        """Return the original return address of a relocated call that a jump at `address` ends, or None."""
+        """If the jump at `address` ends a relocated call, return the original return address of the call.
+
+        Otherwise, return None.
+        """
         if self._lookup(address) is not None:
             return None
         found = self._kernel.kprobes.resolve_probed_address(address)
@@ -315,8 +318,9 @@ def probe(kernel: Kernel) -> None:
 
 
 def compare(arch: str, hook: str | None, one_of: int = 1, strategy: str | None = None) -> Chains:
-    """Compare the chains of one kernel, without probes or with probes and the return hook `hook`.
+    """Run exercise() on a new kernel, compare its call chains, and return the results.
 
+    `hook`: return hook of the probes that are registered first; None: no probes. `one_of`: see Chains.
     `strategy` is the optimization policy, or None for that of the profile.
 
     Raises: the first exception that occurred while an instruction was followed.
@@ -334,7 +338,10 @@ def compare(arch: str, hook: str | None, one_of: int = 1, strategy: str | None =
 
 
 def main(names: list[str]) -> int:
-    """Compare at every instruction, without probes and with each shadow stack; return the exit status."""
+    """Compare at every instruction, without probes and with each shadow stack; return the exit status.
+
+    `names`: arguments of the command line.
+    """
     wrong = 0
     parser = argparse.ArgumentParser(description="Compares call chains with what the CPU did.")
     parser.add_argument("archs", metavar="ARCH", nargs="*", help=f"(default: {' '.join(ARCHITECTURES)})")

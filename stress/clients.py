@@ -165,7 +165,7 @@ def probes(clients: Clients) -> None:
 
 
 def _event(line: str, wanted: set[str]) -> str:
-    """Return the name of the event in a line of a report or of `trace`, or an empty string."""
+    """Return the name of the event in a line of a report or of `trace`, or "" if it is none of `wanted`."""
     names = "|".join(name.partition(":")[2] for name in wanted)
     found = re.search(rf"[:\s]({names}):\s", line)
     return found[1] if found else ""

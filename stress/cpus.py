@@ -158,7 +158,7 @@ def compare_with_archives(image: Path) -> int:
 
 
 def main() -> int:
-    """Run the comparison; return 0 if it agrees for at least eight archives, or with --qemu for all texts."""
+    """Run the comparison; return 0 if the texts agree (--qemu), or if at least eight archives agree."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--image", type=Path, help="linux-image-*.deb (default: Debian's current one)")
     parser.add_argument("--qemu", action="store_true", help="compare with QEMU")

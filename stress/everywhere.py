@@ -29,7 +29,7 @@ TASKS = (Client(801, 0, 0), Client(802, 0, 0))
 
 @dataclass(frozen=True)
 class Probed:
-    """Numbers of the probed places, of the hits, and of places and traps with certain properties."""
+    """Counts of a run: probed places, hits, missed hits, places with hits, optimized places, native traps."""
 
     places: int
     hits: int

@@ -29,7 +29,10 @@ VERSIONS = ("5.10", "6.1", "6.12", "7.2")
 FIRST = ("kprobe", "dynevent", "event", "trigger", "00basic", "instances", "ftrace")
 """Directories of tests in the order in which they are run; the others follow."""
 _ENVIRONMENT = dict(os.environ)
-"""Variables by which the script finds the cache of tests, even if a caller has changed them since."""
+"""Environment of the script that fetches tests: that of this process before a caller changed it.
+
+By these variables, the script finds the cache of tests.
+"""
 _LINE = re.compile(r"(\S+\.tc)\s+(top|instance|-)\s+([A-Z]+)")
 _PASSES = frozenset({"PASS", "XFAIL"})
 
@@ -46,7 +49,7 @@ class Outcome(NamedTuple):
 
 
 class Selftests:
-    """The tests for kernels, and the outcomes that the file has."""
+    """Runs the selftests of kernels, and keeps the outcomes in a file."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -111,7 +114,7 @@ def version_for(release: str) -> str:
 
 @cache
 def fetched(version: str) -> Path:
-    """Return the directory of a version's tests, after it was fetched. Raises: OSError."""
+    """Return the directory of a version's tests. If the cache lacks them, fetch them. Raises: OSError."""
     done = subprocess.run(
         (SCRIPT, "--fetch", version), stdout=subprocess.PIPE, text=True, check=False, env=_ENVIRONMENT
     )

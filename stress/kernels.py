@@ -118,7 +118,7 @@ class Checked:
             self.mount.release(handle)
 
     def register(self, number: int) -> str:
-        """Return the name of the register with an argument of a function; the first argument is 0."""
+        """Return %NAME of the register that passes argument `number` to a function. The first one is 0."""
         return f"%{arch_named(self.kernel.architecture).registers.arguments[number]}"
 
     def define(self, *definitions: str) -> None:
@@ -167,7 +167,10 @@ class Checked:
             raise CheckFailed(f"the file contains {found!r}")
 
     def hits(self, pattern: str) -> list[re.Match[str]]:
-        """Disable the probes, and return the matches in the lines of the trace. One line must match."""
+        """Disable the probes, and return the matches of `pattern` in the trace.
+
+        Raises: CheckFailed (no line matches).
+        """
         # A probe on a function of reads would record while the trace is read.
         self.disable()
         text = self.read("/tracing/trace")
@@ -494,7 +497,10 @@ class Result:
 
 
 def check(image: Path, engine: str, boot: float) -> Result:
-    """Run all checks of a kernel that has booted into the cache."""
+    """Run all checks of the kernel in the file `image`, whose snapshot is in the boot cache.
+
+    `engine`: one of ENGINES. `boot`: seconds that the first boot took, for the result.
+    """
     began = perf_counter()
     tasks, kernel = started_with_kernel(str(image), SEED)
     modules = ModuleFiles(image, tasks.release)
@@ -522,7 +528,7 @@ def check(image: Path, engine: str, boot: float) -> Result:
 
 
 def inside(image: Path, count: int) -> Tally:
-    """Return the differences between the answers of kprobefs over a kernel and the kernel's own answers.
+    """Compare the answers of kprobefs over a kernel with the kernel's own answers; return the differences.
 
     `count`: the N of the option --inside.
     """
@@ -555,7 +561,10 @@ def inside(image: Path, count: int) -> Tally:
 
 
 def results(images: list[Path], engines: Sequence[str], questions: int) -> Iterator[Result | str]:
-    """Yield the result for each kernel and engine, or a line with the reason why a kernel cannot be used."""
+    """Yield the result for each kernel and engine, or a line with the reason why a kernel cannot be used.
+
+    `questions`: the N of the option --inside.
+    """
     for image in images:
         began = perf_counter()
         try:

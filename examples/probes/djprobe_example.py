@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Djprobes, for section 3 of "Djprobe" (OLS 2007): lengths from the analysis, one commit for all probes."""
+"""Djprobes (section 3 of "Djprobe", OLS 2007), with analysed lengths, and one commit for all of them."""
 
 from __future__ import annotations
 

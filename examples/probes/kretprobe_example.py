@@ -13,7 +13,7 @@ from emulated_kernel import Kernel, Kretprobe, KretprobeInstance, MachineConfig,
 ARGUMENTS: dict[str, tuple[int | str, ...]] = {"int_sqrt": (144,), "strlen": ("probes",)}
 """Function -> arguments of the call."""
 STAMP = 8
-"""Bytes of the private data of a call, which contain the time of its entry."""
+"""Size in bytes of the private data of a call: the time of its entry in nanoseconds."""
 
 
 def main(function: str = "int_sqrt") -> None:

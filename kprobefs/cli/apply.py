@@ -92,7 +92,10 @@ def _first(file: str, failed: list[str]) -> list[str]:
 
 
 def _number(file: str, failed: list[str]) -> list[str]:
-    """Return a message with the number of failures in a file, without the text of the file's lines."""
+    """Return a list with one message, the number of failures in a file, or [] if none of its lines failed.
+
+    The message contains no text of the file, because not all users may read it.
+    """
     if not failed:
         return []
     lines = "1 line" if len(failed) == 1 else f"{len(failed)} lines"

@@ -24,7 +24,7 @@ MS_BIND = 0x1000
 MS_MOVE = 0x2000
 MS_REMOUNT = 0x20
 LOCKED_FLAGS = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC
-"""Flags of a mount that a user namespace may have locked; mount(2) has the same values."""
+"""Flags of a mount that a user namespace may have locked. The flags of mount(2) have the same values."""
 OPEN_TREE = 428
 MOVE_MOUNT = 429
 OPEN_TREE_CLONE = 1
@@ -181,7 +181,7 @@ def _check_open_files() -> None:
 
 
 def _is_directory(number: int) -> bool:
-    """Return True if an open file is a directory, through which a command could reach other files."""
+    """Return True if descriptor `number` is a directory, through which a command could reach other files."""
     try:
         return stat.S_ISDIR(os.fstat(number).st_mode)
     except OSError:
@@ -272,7 +272,10 @@ def _open_tree(directory: str) -> int:
 
 
 def _attach(tree: int, place: str | int) -> None:
-    """Attach the detached mount `tree` at a path, or at an open file, which may be a symbolic link."""
+    """Attach the detached mount `tree` at `place`, a path or the descriptor of an open file.
+
+    The open file may be a symbolic link that was opened with O_PATH: the mount then covers the link itself.
+    """
     empty = MOVE_MOUNT_F_EMPTY_PATH
     if isinstance(place, int):
         _system_call(
@@ -423,10 +426,11 @@ def _make_places() -> None:
 
 
 def _pretend_type(work: Path) -> dict[str, str]:
-    """Build a library that answers some system calls of a program in place of the kernel.
+    """Build a library that makes a program see the mount as a tracefs, if no filter answers its system calls.
 
-    Return the environment variables that make programs load the library. Without a C compiler the result is
-    empty.
+    The library shows the program another /proc/mounts, and lets calls that copy from text files fail as on
+    Linux's tracefs. Return the environment variables that make programs load the library. Without a C
+    compiler the result is empty.
     """
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:

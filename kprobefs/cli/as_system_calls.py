@@ -309,7 +309,7 @@ def _mount(waiting: _Waiting, caller: _Caller) -> int | None:
 
 
 def errno_of(action: Callable[[], None]) -> int:
-    """Return the errno with which an action fails in a forked process, or 0 if it succeeds."""
+    """Call `action` in a forked process, and return the errno with which it fails, or 0 if it succeeds."""
     child = os.fork()
     if not child:
         status = errno.EIO

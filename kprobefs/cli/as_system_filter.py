@@ -84,9 +84,9 @@ class Machine:
     """ABIs whose programs the machine runs. The ABI of the kernel itself comes first."""
     seccomp: int
     ids: tuple[int, int, int]
-    """Numbers of setgroups(2), setresgid(2) and setresuid(2).
+    """Numbers of setgroups(2), setresgid(2) and setresuid(2), for changing the ids of one thread only.
 
-    The C library would execute these system calls in all threads.
+    The functions of the C library would change the ids of all threads.
     """
 
     def call(self, arch: int, number: int) -> Call:
@@ -227,7 +227,10 @@ def _filter_code(machine: Machine, *, own_user: bool, listen: bool) -> list[byte
 
 
 def _instruction(code: int, value: int, otherwise: int = 0) -> bytes:
-    """Return a struct sock_filter; `otherwise`: instructions that a failed comparison skips."""
+    """Return a struct sock_filter with the BPF code `code` and the operand `value`.
+
+    `otherwise`: number of instructions that a failed comparison skips.
+    """
     return struct.pack("=HBBI", code, 0, otherwise, value)
 
 

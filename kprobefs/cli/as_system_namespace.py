@@ -134,7 +134,7 @@ class _Helper:
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> None:
-        """Serve requests until `kprobefs run` and all processes with the filter have ended."""
+        """Map ids and answer filtered calls, until `kprobefs run` and all processes with the filter end."""
         self._selector.register(self._connection, selectors.EVENT_READ)
         while self._selector.get_map():
             for key, _ in self._selector.select():

@@ -57,7 +57,7 @@ def limits(**_: object) -> list[str]:
 def functions(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
     """Return at most MOST functions of the built-in kernel that begin with `prefix`.
 
-    `parsed_args`: the parsed command line. Its option --arch selects the kernel. Return nothing if the
+    `parsed_args`: the parsed command line. Its option --arch selects the kernel. Return an empty list if the
     command line names another kernel, by --image or --vmcore.
     """
     from emulated_kernel.image.builtin_image import load_image
@@ -71,7 +71,11 @@ def functions(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list
 
 
 def probes(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
-    """Return probes of functions and events of the built-in kernel that begin with `prefix`."""
+    """Return the completions of `prefix`, the beginning of a probe of `kprobefs trace`.
+
+    They are p: and r: with functions, and t: with events, of the built-in kernel for --arch of `parsed_args`.
+    If `prefix` has no colon, return only p:, r: and t:.
+    """
     head, colon, place = prefix.partition(":")
     if not colon:
         return ["p:", "r:", "t:"]

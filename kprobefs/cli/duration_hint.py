@@ -63,7 +63,10 @@ def virtual_durations(directory: str, past: Past) -> Iterator[str]:
 
 
 def _histograms(tracefs: Path, past: Past) -> Iterator[tuple[str, int]]:
-    """Yield (event, hits of a histogram) for present and removed histograms of synthetic events."""
+    """Yield (event, hits of a histogram) for the histograms of synthetic events.
+
+    Histograms that were removed, which `past` contains, are yielded, too.
+    """
     for line in (tracefs / "synthetic_events").read_text().splitlines():
         event = line.split()[0]
         yield event, sum(_entries(tracefs / "events" / "synthetic" / event / "hist"))

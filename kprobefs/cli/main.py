@@ -611,7 +611,10 @@ def _djprobe_analyze(parsed: argparse.Namespace) -> int:
 
 
 def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
-    """Return the mount's options, from the parsed command line. Raises: CliError (they are contradictory)."""
+    """Return the options of a mount on `directory`, from the parsed command line.
+
+    Raises: CliError (the options are contradictory).
+    """
     from pathlib import Path
 
     from emulated_kernel.util.config import DEFAULT_SEED, HOST, MachineConfig

@@ -33,7 +33,7 @@ BLAMED = re.compile(
 )
 """Pattern for a line of a log that probably contains the reason why the command failed."""
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\):|Exception (?:in thread|ignored in).*")
-"""Pattern for a heading of Python; the next line that is not indented has the exception."""
+"""Pattern for the first line of a Python traceback; the next line that is not indented has the exception."""
 _FAILURES = re.compile(r"=+ (?:FAILURES|ERRORS) =+")
 """Pattern for the line of pytest before the reports of failed tests."""
 _FAILED_TEST = re.compile(r"_+ (?!_)(.+?) _+")
@@ -55,7 +55,7 @@ ADVICE_LINES = (duration_hint.HINT_LINE, nothing_hint.HINT_LINE, unmatched_hint.
 HINT_LINES = (*ADVICE_LINES, panic_hint.HINT_LINE, refusal_hint.HINT_LINE)
 """Patterns for the lines with hints that `kprobefs run` adds to the command's output."""
 INTERRUPTED = 128 + SIGINT
-"""Exit status of a command that SIGINT ends, as shells have it."""
+"""Exit status of a command that SIGINT ends, as in shells."""
 _STOPPED = (INTERRUPTED, 128 + SIGTERM)
 MOUNT = re.compile(r"/[^\s'\":]*/kprobefs-[a-z0-9_]{8}/mnt")
 """Pattern for the path of a mount that `run` has made."""
@@ -97,7 +97,7 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """Result in one word: passed, failed, stopped by SIGINT or SIGTERM, or error if the mount failed.
+        """Result in one word: passed, failed, stopped (by SIGINT or SIGTERM), or error (the mount failed).
 
         If the kernel has panicked, the run has failed, whatever the command's status.
         """
@@ -220,9 +220,9 @@ def run_on_workers(
 ) -> list[Result]:
     """Run the command on each kernel, on the workers of a Dask cluster; return the results.
 
-    `scheduler`: address of the cluster's scheduler. `ended` is called after each run. On the workers, the
-    kernels' and the command's files must have the same paths as here. The current directory must exist there
-    too. If a worker is lost, another worker runs the command again.
+    `logs`: directory for the logs. `scheduler`: address of the cluster's scheduler. `ended` is called after
+    each run. On the workers, the kernels' and the command's files must have the same paths as here. The
+    current directory must exist there too. If a worker is lost, another worker runs the command again.
     Raises: CliError (the cluster fails), OSError (a log cannot be written).
     """
     from kprobefs.measure.cluster import run_on_cluster
@@ -313,7 +313,9 @@ def _run_once(
 ) -> int:
     """Run the command on a kernel; return the exit status, or 128 + number if a signal ended the run.
 
-    If this process is killed, the run ends too.
+    `options`: options of `kprobefs run` that select the kernel. `output`: file for the command's output.
+    `directory`: the command's working directory; None: that of this process. `runs`: runs to which this run
+    is added, so that signals end it. If this process is killed, the run ends too.
     """
     words = [sys.executable, "-m", "kprobefs", "run", *options, "--", *command]
     process = subprocess.Popen(
@@ -382,7 +384,7 @@ def _blamed(text: str) -> str:
 
 
 def _first_failed_test(report: Sequence[str]) -> str:
-    """Return the name of the first failed test in pytest's report, the reason, and the kernel's refusal.
+    """Return a text about the first failed test in pytest's report: name, reason, and the kernel's refusal.
 
     Return "" if the report has no reason.
     """

@@ -33,7 +33,7 @@ HINT_LINE = lazy_pattern(
 )
 """Pattern for a line with a hint of this module in the output of `kprobefs run`."""
 OTHER_WAYS = {"load": "machine/load (fork, tcp, timers...)", "call": "machine/call"}
-"""File in machine/ by which the kernel runs code without a file in scratch/ -> its name for a hint."""
+"""File in machine/ that makes the kernel run code, without a file in scratch/ -> its text for a hint."""
 KPROBES_OFF = "kprobes/enabled was 0"
 DISARMED = "Kprobes globally disabled"
 """Text of Linux's message when all kprobes are disarmed."""
@@ -96,7 +96,7 @@ class Past:
 class History:
     """The history of a mount's kprobe events, which is opened before the command and read after it.
 
-    The kernel does not see the read, so that it hits no probe.
+    The kernel does not see the read, so the read hits no probe.
     """
 
     def __init__(self, root: Path) -> None:
@@ -160,8 +160,8 @@ def why_no_hit(
     """Return the likely reason why a command has hit none of the probes at `places`.
 
     `unarmed`: why the probes were not armed for a time; "" if they always were. `has_used_scratch`: whether
-    the command has used files in scratch/, so that files outside of the mount, which the command names, are
-    not the likely reason.
+    the command has used files in scratch/. If it has, the reason is not that the command names files outside
+    of the mount.
     """
     if ended.status:
         return ENDED_EARLY.format(status=ended.status)
@@ -179,7 +179,7 @@ def why_no_hit(
 
 
 def why_missed(missed: int, *, at_return: bool) -> str:
-    """Return the reason why `missed` hits of a probe, or of a return probe, were missed."""
+    """Return the reason why a probe has missed `missed` hits. `at_return`: it is a return probe."""
     return (MISSED_RETURNS if at_return else MISSED).format(hits=counted(missed))
 
 
@@ -348,9 +348,9 @@ def present_events(directory: str) -> Past:
 def switched_off(directory: str, *, kprobes: bool, calls_alone: bool) -> str:
     """Return a text that names the switch by which probes are unarmed now; "" if no switch is off.
 
-    The text is in the past tense, as a reason why an ended command hit no probe. Requests of this process
-    must not hit probes. `kprobes`: whether kprobes trace the command. `calls_alone`: whether fentry sites
-    call all probes and tracers that trace the command.
+    The text is in the past tense, as a reason why an ended command hit no probe. Precondition: the reads of
+    this function hit no probe. `kprobes`: whether kprobes trace the command. `calls_alone`: whether fentry
+    sites call all probes and tracers that trace the command.
     """
     root = control_root(directory)
     if kprobes and not _switch(root / "kprobes" / "enabled"):

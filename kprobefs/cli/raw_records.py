@@ -47,7 +47,7 @@ class RawField:
     is_signed: bool
 
     def value(self, data: bytes) -> Value:
-        """Return the field's value in a record: a text, a number, or numbers."""
+        """Return the field's value in the record `data`: a text, a number, or the numbers of an array."""
         if "__data_loc" in self.kind or "__rel_loc" in self.kind:
             return self._located(data)
         if self.count and "char" in self.kind:
@@ -82,7 +82,7 @@ class RawFormat:
     fields: tuple[RawField, ...]
 
     def values(self, data: bytes) -> dict[str, Value]:
-        """Return a map name -> value of the event's own fields."""
+        """Return a map name -> value of the event's own fields in the record `data`."""
         return {
             field.name: field.value(data) for field in self.fields if not field.name.startswith("common_")
         }

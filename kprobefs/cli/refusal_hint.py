@@ -117,9 +117,10 @@ def logged_refusal(entry: re.Match[str], kallsyms: Callable[[], str], options: S
 
 
 def no_such_kind(past: Past, definition: str, tracefs: Path) -> str:
-    """Return the message that the kernel has no such kind of event, if it refused `definition` for that.
+    """Return the message that the kernel has no such kind of event, if `definition` was refused for that.
 
-    Return "" if this is not so, or if the kernel has refused another write since.
+    `past`: history of the mount with its last refused write. `tracefs`: path of the mount's tracefs. Return
+    "" if the reason was another one, or if the kernel has refused another write since.
     """
     if past.refused is None or past.refused[1].strip() != definition:
         return ""

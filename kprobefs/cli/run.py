@@ -163,7 +163,7 @@ def mounted(
 ) -> Iterator[Path]:
     """Yield a temporary directory with a mount in its subdirectory `mnt`; remove both after the block.
 
-    This process calls `meanwhile` while the daemon starts.
+    `build`: builder of the served kernel. This process calls `meanwhile` while the daemon starts.
     Raises: CliError (the directory cannot be made, or the mount failed).
     """
     check_host()
@@ -267,7 +267,10 @@ class _Runner:
                 signal.signal(number, signal.SIG_DFL)
 
     def run(self, directory: str, tracing: TraceSession | None) -> int:
-        """Run the command; return its exit status as in a shell. Raises: CliError (it can't be started)."""
+        """Run the command; return its exit status as in a shell. Raises: CliError (it can't be started).
+
+        `directory`: the mount. `tracing`: probes with which the command is traced, or None.
+        """
         if tracing is None:
             return self._run(directory, None)
         if self.pending:

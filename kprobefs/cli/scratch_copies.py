@@ -16,7 +16,7 @@ NAMES = 5
 
 @contextmanager
 def copies_of_arguments(command: Sequence[str], scratch: Path, own: str = "") -> Iterator[str]:
-    """Copy the files and directories that a command's words name to scratch/, and yield its directory.
+    """Copy to scratch/ the files and directories that a command's words name; yield the copies' directory.
 
     Regular files and directories with relative paths without ".." are copied, and the command itself if it
     has such a path. Words may have the form NAME=PATH. `own`: name of a new directory in scratch/ for the
@@ -103,7 +103,7 @@ def _differ(one: Path, two: Path) -> bool:
 
 
 def _report(names: Sequence[str], what: str) -> None:
-    """Print a one-line message about the files `names`, or nothing if `names` is empty.
+    """Print a one-line message about the files `names`. Print no message if `names` is empty.
 
     `what`: statement about the files, which follows their names in the message.
     """

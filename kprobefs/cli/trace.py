@@ -51,7 +51,7 @@ MARKER = "trace_marker"
 MARKED = re.compile(r"-(\d+) +\[.*tracing_mark_write: (?:own|reader)$", re.MULTILINE)
 """Pattern for a line of `trace` with a marker of this session; its group is the pid of the writer."""
 PATH_SIZE = 4096
-"""Maximum size in bytes of a path, with its end."""
+"""Maximum size in bytes of a path, including the NUL at its end."""
 PID_NAMESPACE = "/proc/self/ns/pid"
 NOTHING = 3
 """Exit status of a RecordReader's process that has read no records."""
@@ -63,7 +63,7 @@ The exit status is the sum of the two numbers.
 
 
 ONE_FILTER = "-f filters all probes; a filter of one probe is at its end: 'r:PLACE ret=$retval if ret > 0'"
-"""Advice if not all events have the fields of a filter for all of them."""
+"""Advice if an event lacks a field that is named in the filter for all events."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class AttachedProbes:
         self._graph = GraphTracer(self._tracefs) if session.request.graph is not None else None
         self._history: History
         self._own_pids: list[int] = []
-        """Pids in the guest of this process and of the reader of records."""
+        """Pids of this process and of the reader of records, as the guest numbers them."""
         daemon = running(directory)
         self._is_isolated = daemon is not None and daemon.isolate
         self._undo = ExitStack()
@@ -354,7 +354,7 @@ class AttachedProbes:
         return ""
 
     def _guest_pids(self, reader: RecordReader) -> list[int]:
-        """Return the pids in the guest of this process and of `reader`.
+        """Return the pids of this process and of `reader`, as the guest numbers them.
 
         An isolated mount numbers its clients by itself. A process finds its pid in the record of a marker
         that it has written.

@@ -32,7 +32,7 @@ class TraceFiles:
     formats: dict[str, str] = field(default_factory=dict)
     """Group/name of each recorded event -> text of its `format` file."""
     returns: dict[str, str] = field(default_factory=dict)
-    """Name of an event at the return of a function -> name of the event at its entry that belongs to it."""
+    """Name of an event at a function's return -> name of the event at the entry of the same function."""
     functions: dict[str, str] = field(default_factory=dict)
     """Name of a hidden event at a function's entry -> name of the function."""
     hidden: set[str] = field(default_factory=set)

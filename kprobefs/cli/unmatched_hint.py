@@ -49,7 +49,8 @@ def unmatched(directory: str) -> Iterator[str]:
 def _why(tracefs: Path, first: tuple[str, str], last: Path, keys: str) -> str:
     """Return the reason why no hit of an event caused a synthetic event; "" if it is unknown.
 
-    `first`: group and name of the event that sets variables. `last`: directory of the other event.
+    `first`: group and name of the event whose trigger sets variables. `last`: directory of the event whose
+    trigger causes the synthetic event if its keys match. `keys`: these keys, for the text.
     """
     if not _hits(tracefs / "events" / first[0] / first[1]):
         return NO_FIRST_HIT.format(first=first[1])

@@ -49,9 +49,9 @@ _PACKAGES = (
     "emulated_kernel.arch.program",
     "emulated_kernel.arch.analysis",
 )
-"""Packages of which most mounts need nearly all modules.
+"""Packages of which most mounts need nearly all modules, in the order in which they are compiled.
 
-A mount imports most modules of the first packages late. So they are compiled by then.
+Packages whose modules a mount imports late come first, so that they are compiled before their import.
 """
 _SIZE = struct.Struct("Q")
 """Number before each record in the file: the size of the record."""
@@ -81,7 +81,7 @@ class CompileAhead:
             self._file = os.memfd_create(FILE_NAME, os.MFD_CLOEXEC)
             undo.callback(os.close, self._file)
             self._missed = os.memfd_create(FILE_NAME, os.MFD_CLOEXEC)
-            """File with the paths of the modules that their import compiles, one in each line."""
+            """File with a line for each module that is compiled by its import: the path of the module."""
             undo.callback(os.close, self._missed)
             self._compiler = os.fork()
             undo.pop_all()
@@ -95,7 +95,10 @@ class CompileAhead:
         self._forget_finders()
 
     def end(self) -> None:
-        """End the process, if this process has started it. Imports compile all modules from now on."""
+        """Make imports compile all modules from now on, and kill the compiling process.
+
+        A process that was forked after __init__() does not kill the compiling process.
+        """
         sys.path_hooks.remove(self._finder)
         self._forget_finders()
         self._codes.clear()
@@ -213,7 +216,7 @@ def end() -> None:
 
 
 def _is_useful(directory: str) -> bool:
-    """Return True if a package has no bytecode, and this process may use a second CPU."""
+    """Return True if the package in `directory` has no bytecode, and this process may use a second CPU."""
     is_compiled = os.path.exists(cache_from_source(os.path.join(directory, "__init__.py")))
     return not is_compiled and len(os.sched_getaffinity(0)) > 1
 

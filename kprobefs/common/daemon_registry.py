@@ -168,7 +168,7 @@ def _open_record(path: Path, flags: int) -> TextIO | None:
 
 
 def _is_at(path: Path, file: IO[Any]) -> bool:
-    """Return True if an open file still has its name, which another process may have removed."""
+    """Return True if the open file `file` is still at `path`: another process may have removed the name."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), path.lstat())
     return False
@@ -339,7 +339,10 @@ def _base_path() -> Path:
 
 
 def _outer_uid() -> int:
-    """Return this process's uid in the parent user namespace, because several users may be root in theirs."""
+    """Return the uid that this process's user has in the parent user namespace.
+
+    The uid in this namespace may be 0 for several users, each in a namespace of its own.
+    """
     user = os.geteuid()
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/uid_map").read_text().splitlines():

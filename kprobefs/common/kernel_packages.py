@@ -240,7 +240,7 @@ def _booted() -> Iterator[Path]:
 
 
 def _kernel(path: Path) -> tuple[str, str]:
-    """Return (release, architecture) of the kernel in the file at `path`, as the file's name gives them.
+    """Return (release, architecture) of the kernel in the file at `path`, according to the file's name.
 
     Return ("", "") if the file cannot be read, or is neither an image nor a package with a kernel.
     """

@@ -266,7 +266,10 @@ class _Question:
                 time.sleep(REAP_PAUSE)
 
     def _late_line(self, deadline: float) -> str:
-        """Return the child's line while the child or the daemon waits for a CPU, or "" at `deadline`."""
+        """Wait for the child's next line, and return it, as long as the child or the daemon waits for a CPU.
+
+        Return "" if neither of them waits for a CPU any more, or at the monotonic time `deadline`.
+        """
         from emulated_kernel.util.host_tasks import BUSY_INTERVAL, is_runnable
         from kprobefs.common.daemon_registry import running
 

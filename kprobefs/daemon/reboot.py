@@ -48,7 +48,8 @@ PLACE = "the kernel before this one"
 class PowerFile(SteppedFile):
     """The file machine/power. Writing `reboot` replaces the kernel by a new one.
 
-    Reading returns the state of the kernel, the number of boots, and what the last reboot has lost.
+    Reading returns the state of the kernel, the number of boots, and messages about losses of the last
+    reboot.
     """
 
     replaces_kernel = True

@@ -354,7 +354,7 @@ class Loader:
 
 
 def _has_command(words: Iterable[str], pattern: str, command: str) -> bool:
-    """Return True if one of `words`, such as `FUNCTION:COMMAND`, has this command and a matching function.
+    """Return True if one of `words` is FUNCTION:COMMAND with the command `command` and a matching function.
 
     `pattern`: shell pattern that the word's function must match.
     """

@@ -223,8 +223,8 @@ class _Array:
     def switches(self, *, is_instance: bool) -> Iterator[str]:
         """Yield lines that set the tracer, the options, the enabled events, and the commands of functions.
 
-        `is_instance`: the array is that of an instance. An instance begins with the options of the
-        top-level array, so that all its options are saved. Its tracing_on is saved if it is on.
+        `is_instance`: the array is that of an instance. A new instance gets the options of the top-level
+        array, so all options of an instance are saved. Its tracing_on is saved if it is on.
         """
         for value in self.lines("current_tracer"):
             if value not in DEFAULTS["current_tracer"]:

@@ -46,7 +46,7 @@ _BYTE_ORDER_MARKS = {
     mark.decode("utf-8", "surrogateescape"): encoding
     for mark, encoding in ((BOM_UTF8, "UTF-8"), (BOM_UTF16_LE, "UTF-16"), (BOM_UTF16_BE, "UTF-16"))
 }
-"""Byte order mark at the start of a file, as the text that files are decoded to -> its encoding."""
+"""Text to which a byte order mark at the start of a file is decoded -> encoding that the mark announces."""
 LISTS = (
     "set_event_pid",
     "set_event_notrace_pid",

@@ -153,9 +153,9 @@ class KnownNodes:
         self.ends = 0
         """Number of calls of end_names() so far."""
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Function that returns a context manager.
+        """Function that returns a context manager, in whose block this thread may wait.
 
-        In its block this thread may wait, while another reads requests.
+        Meanwhile, another thread reads requests.
         """
 
     def initialise(self, request: bytearray) -> None:
@@ -313,8 +313,10 @@ class KnownNodes:
     def end_names(self, ends: Collection[str | None]) -> None:
         """Notify the host's kernel of names that have ended, before the current request is answered.
 
-        `ends`: arguments of FileSystem.on_names_end. After a notification, the host's kernel drops the name
-        of a removed file, or looks up a name that has no validity any more.
+        `ends`: an item for each change of the file system: the last part of the paths of removed directories,
+        such as GROUP/EVENT; "" if any name may be gone; or None if no name may be used without a lookup any
+        more. After a notification, the host's kernel drops the name of a removed file, or looks up a name
+        that has no validity any more.
         Hazard: to drop a name, the host's kernel locks the name's directory. If the current request is one
         for which the kernel holds such a lock, this thread must not wait: another thread then notifies the
         kernel.

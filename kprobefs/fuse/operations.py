@@ -238,16 +238,19 @@ class _Operations:
     def __init__(
         self, mount: Mount, stopping: threading.Event, validity: float = ATTRIBUTES_VALIDITY
     ) -> None:
-        """Serve `mount`. `validity`: seconds for which the host's kernel may keep attributes."""
+        """Serve `mount`. `validity`: seconds for which the host's kernel may keep attributes.
+
+        `stopping`: event that is set when blocked requests must end with EIO.
+        """
         self._mount = mount
         self._stopping = stopping
         self.validity = validity
         self._pollers = libfuse.PollHandles()
         self.ready: Callable[[], None] = _not_served
         self.blocking: Callable[[], AbstractContextManager[int]] = _not_served
-        """Function that returns a context manager.
+        """Function that returns a context manager, in whose block this thread may wait.
 
-        In its block this thread may wait, while another reads requests.
+        Meanwhile, another thread reads requests.
         """
         self.follows_processes = True
         """Whether forks and exits of clients' processes are repeated in the guest while a client waits."""
@@ -575,7 +578,10 @@ class _Operations:
         self._mount.utimens(_client(), path, *map(_new_time, times))
 
     def _needs_memory(self, data: bytes = b"more") -> None:
-        """Check that there is memory for a request that creates something. Raises: KernelError ENOMEM."""
+        """Check that there is memory for a request that creates something. Raises: KernelError ENOMEM.
+
+        `data`: data of a write, because some writes need no memory; the default needs memory.
+        """
         if not self.reserve.allows(data):
             raise KernelError(errno.ENOMEM, "the host has no memory")
 

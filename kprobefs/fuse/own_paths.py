@@ -49,7 +49,8 @@ class OwnPaths:
     def learn(self, number: int, mode: int) -> None:
         """Record the node that libfuse has found for the name of the last expect().
 
-        Record no file if names have changed since then, or if the path of its directory is not known.
+        `number`: node id. `mode`: st_mode of the file. Record no file if names have changed since then, or if
+        the path of its directory is not known.
         """
         above, name, changes = getattr(self._looked_up, "arguments", (None, b"", 0))
         if above is None or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
@@ -62,7 +63,7 @@ class OwnPaths:
                 self._paths[number] = path
 
     def forget(self, number: int) -> None:
-        """Drop the path of a node that the host's kernel has forgotten."""
+        """Drop the path of the node with the id `number`, which the host's kernel has forgotten."""
         self._paths.pop(number, None)
         self._roots.pop(number, None)
 

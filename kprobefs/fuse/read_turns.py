@@ -82,16 +82,18 @@ class ReadTurns:
     def give_up(self) -> None:
         """Let another thread read requests, if the calling thread has the turn.
 
-        The thread ends, or it will wait while it answers a request.
+        The calling thread is about to end, or to wait while it answers a request.
         """
         if self.reader is not None and self.reader.thread == threading.get_ident():
             self.reader = None
             self._wake.set()
 
     def _is_vacant(self) -> bool:
-        """Return True if the successor takes the turn now, because it is free or its thread is busy.
+        """Return True if the successor takes the turn now.
 
-        Otherwise, return False after BUSY seconds, or after the next request if none has arrived meanwhile.
+        That is so if the turn is free, if all threads read, or if the thread with the turn is busy with one
+        request for BUSY seconds. Otherwise, return False after BUSY seconds, or after the next request if
+        none has arrived meanwhile.
         """
         self._wake.clear()
         reader = self.reader

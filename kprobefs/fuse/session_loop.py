@@ -455,10 +455,10 @@ class SessionLoop:
         return WRITE_OUT.pack(count) if 0 <= count <= INT_MAX else -errno.EIO
 
     def _interrupt(self, _nodes: KnownNodes, request: bytearray, _size: int) -> None:
-        """Note that a client got a signal. If it has been killed, reply EINTR to its WRITE. Return None.
+        """Record that a client got a signal. If the client was killed, reply EINTR to its WRITE. Return None.
 
-        The write may take long in a slow guest, and its client could not end before the reply. Nobody sees
-        the reply. libfuse also handles the interrupt, so that a WRITE that waits ends.
+        The write may take long in a slow guest, and the killed client could not end before the reply. No
+        program sees the reply. libfuse also handles the interrupt, so that a WRITE that waits ends.
         """
         (unique,) = INTERRUPT_IN.unpack_from(request, IN_HEADER.size)
         for state in self._states.copy().values():

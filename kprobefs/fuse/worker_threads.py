@@ -44,7 +44,10 @@ class WorkerThreads:
         free: int = FREE_LOOPS,
         before_wait: Callable[[], object] = lambda: None,
     ) -> None:
-        """Run `loop` in `free` threads that do not wait. A thread calls `before_wait` before it waits."""
+        """Prepare to run `loop` in `free` threads, in addition to threads that wait for long.
+
+        A thread calls `before_wait` before it waits.
+        """
         self._loop = loop
         self._free = free
         self._before_wait = before_wait

@@ -321,9 +321,9 @@ def loop_of_calls(kernel: Kernel, hits: int) -> Loop:
 
 
 def _loop(kernel: Kernel, hits: int) -> Loop:
-    """Write guest code for RISC-V that calls FUNCTION repeatedly, each time with the last result.
+    """Write guest code for RISC-V that calls FUNCTION `hits` times, and return it as a Loop.
 
-    FUNCTION returns 0 for the argument 0.
+    The argument of each call is the result of the call before. It stays 0, for which FUNCTION returns 0.
     """
     machine = kernel.machine
     arch = kernel.arch

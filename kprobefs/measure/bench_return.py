@@ -202,7 +202,7 @@ def measure(case: ReturnCase, hits: int, rounds: int) -> ReturnFigure:
 def _hooked(
     kernel: Kernel, ring: HitRing, case: ReturnCase
 ) -> tuple[Callable[[bool], None], Callable[[], ReturnHook], Kprobe | None]:
-    """Prepare a return hook of FUNCTION by a kretprobe or an fprobe.
+    """Prepare a return hook of FUNCTION by a kretprobe or an fprobe, whose handlers write to `ring`.
 
     Return (function that switches hooking on or off, function that returns the hook while hooking is on,
     kretprobe or None).
@@ -231,7 +231,7 @@ def _hooked(
 
 @contextmanager
 def _sleepers(kernel: Kernel, hook: ReturnHook, number: int) -> Iterator[None]:
-    """Give each of `number` other tasks one pending call of the hooked function, during a `with` block."""
+    """Push a pending call of the hooked function for each of `number` new tasks, during a `with` block."""
     stack = kernel.kretprobes.hooks.stack
     place = hook.address
     with kernel.lock:

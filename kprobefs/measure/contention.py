@@ -27,7 +27,7 @@ class InstructionCounts:
 
     all: float
     locked: float
-    """Number of instructions executed while any CPU held a lock of the shadow stack."""
+    """Number of instructions per call that were executed while any CPU held a lock of the shadow stack."""
 
 
 def instructions_a_call(kernel: Kernel, function: str, cpus: int, calls: int = _CALLS) -> InstructionCounts:

@@ -63,7 +63,7 @@ def analyze(path: Path, place: str, debug_path: Path | None = None, bug_size: in
 def _region(info: DebugInfo, function: DescribedFunction, addr: int, bug_size: int) -> Region | Rejection:
     """Return the region that a jump at `addr` would replace, or the rejection of the jump.
 
-    Jumps from other parts of a split function into the region count, too.
+    Jumps from other parts of a split function into the region count, too. `bug_size`: see analyze().
     """
     facts = DecodeCache(info.bits)
     probed = function.part_at(addr) or function.parts[0]

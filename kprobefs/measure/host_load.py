@@ -7,7 +7,10 @@ from pathlib import Path
 
 _STAT = Path("/proc/stat")
 _STEAL = 7
-"""Index of the stolen time among the times of a line of /proc/stat. Later times are part of earlier ones."""
+"""Index of the stolen time among the times of a line of /proc/stat.
+
+The later times are left out, because they are parts of earlier ones.
+"""
 
 
 class HostLoad:
@@ -27,7 +30,7 @@ class HostLoad:
 
 
 def _cpu_times() -> list[int]:
-    """Return the times of all CPUs up to the stolen time, in clock ticks, or nothing without /proc/stat."""
+    """Return the times of all CPUs up to the stolen time, in clock ticks; [] if there is no /proc/stat."""
     try:
         first, _, _ = _STAT.read_text(encoding="ascii").partition("\n")
     except OSError:

@@ -75,7 +75,7 @@ def readings(
 
 
 def _known(kernel: PlannedKernel, probe: TraceKprobe, explained: Explanation) -> Mapping[str, Parameter]:
-    """Return a map base of a fetch argument -> the parameter or result of the function that it names."""
+    """Return a map base of a fetch argument, such as `$arg1` -> parameter or result that the base names."""
     prototype = explained.prototype
     if prototype is None:
         return {}
@@ -96,7 +96,10 @@ def _offset(text: str) -> int:
 
 
 def follow(kernel: PlannedKernel, reading: Reading) -> tuple[Read, Finding | None]:
-    """Return what a fetch argument reads, and a warning if its type or offsets differ from the types."""
+    """Return the parameter and members that a fetch argument reads, and a warning, or None, about its types.
+
+    The warning says that the argument's type or an offset differs from the kernel's types.
+    """
     btf = kernel.btf
     assert btf is not None, "only BTF has parameters"
     parameter = reading.parameter
@@ -211,7 +214,7 @@ class _Walk:
         return (), ("no-member", self._no_member(targets[0] or 0, offset, found))
 
     def _element(self, target: int, offset: int) -> ScalarMember | None:
-        """Return the number or pointer at an offset from a pointer to such values; None if unknown.
+        """Return the number or pointer `offset` bytes from a pointer to the type `target`; None if unknown.
 
         Bytes are unknown: a pointer to characters or to a buffer leads to data of any kind.
         """

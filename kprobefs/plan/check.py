@@ -102,7 +102,7 @@ def _is_accepted_at_entry(kernel: PlannedKernel, line: Line) -> bool:
 
 
 def _modules(kernel: PlannedKernel, lines: Iterable[Line]) -> tuple[list[str], dict[str, str]]:
-    """Return the modules of the kernel that places name, and place -> why the kernel has no such module."""
+    """Return the modules that places name, and a map place -> reason why the kernel has no such module."""
     found: dict[str, None] = {}
     missing: dict[str, str] = {}
     for place in dict.fromkeys(map(_place, lines)):
@@ -127,7 +127,10 @@ def _place(line: Line) -> str:
 
 
 def _compare(answer: Answer, unloaded: Answer, modules: str) -> None:
-    """Note in an answer what the kernel answers while the modules `modules` are not loaded."""
+    """Add to `answer` the outcome, and the refusal, while the modules `modules` are not loaded.
+
+    `unloaded`: the answer without these modules. If both answers have the same outcome, add nothing.
+    """
     if answer.outcome == unloaded.outcome:
         return
     answer.unloaded = unloaded.outcome

@@ -196,7 +196,7 @@ def _is_setting(line: Line) -> bool:
 
 
 def _shown(definition: str) -> str:
-    """Return a definition for the table, cut if it is too long for people."""
+    """Return a definition for the table, escaped for a terminal and cut after _MAX_SHOWN characters."""
     size = len(definition)
     text = escape_for_terminal(definition[:_MAX_SHOWN])
     return f"{text}... ({size:,} characters)" if size > _MAX_SHOWN else text

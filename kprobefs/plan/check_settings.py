@@ -57,7 +57,7 @@ class SettingChecks:
         )
 
     def named(self, text: str) -> None:
-        """Note the event of a definition that the engine has refused or does not check."""
+        """Record the event of the definition `text`, which the engine has refused or does not check."""
         definition = parse_definition(text)
         if definition is not None:
             self._others.add(definition.event)
@@ -112,9 +112,10 @@ class SettingChecks:
         return Answer(line, UNCHECKED, findings=findings)
 
     def _no_event(self, group: str, name: str, column: int) -> Iterator[Finding]:
-        """Yield a warning if neither the kernel nor a line has the event.
+        """Yield a warning if neither the kernel nor an earlier line has the event `group`/`name`.
 
-        This is not an error, because a module or another file may define the event.
+        `column`: column of the event in its line. This is not an error, because a module or another file may
+        define the event.
         """
         registry = self._engine.registry
         is_known = registry.find(group, name) is not None or not self._others.isdisjoint(
@@ -132,9 +133,9 @@ class SettingChecks:
         yield Finding("no-event", False, message, column)
 
     def _no_function(self, value: str, column: int) -> Iterator[Finding]:
-        """Yield a warning for each word of a list that names a function which ftrace cannot trace.
+        """Yield a warning for each word of the list `value` that names a function which ftrace cannot trace.
 
-        Patterns, numbers and words for modules are not checked.
+        `column`: column of the list in its line. Patterns, numbers and words for modules are not checked.
         """
         for word in re.finditer(r"\S+", value):
             name, _, after = word[0].removeprefix("!").partition(":")

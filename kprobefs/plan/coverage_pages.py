@@ -211,5 +211,5 @@ def _head(title: str) -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """Return a text escaped for HTML and for control characters, which a kernel's names may have."""
+    """Return `text` escaped for HTML. Control characters, which a kernel's names may have, become escapes."""
     return escape(escape_for_terminal(text))

@@ -53,7 +53,7 @@ def _chapter(explained: Explanation, *, whole: bool) -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """Return a text for HTML; control characters, which a kernel's names may have, are written out."""
+    """Return `text` escaped for HTML. Control characters, which a kernel's names may have, become escapes."""
     return escape(escape_for_terminal(text))
 
 

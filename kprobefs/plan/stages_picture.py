@@ -163,7 +163,7 @@ def _drawn(row: _Row, top: int, after: int) -> Iterator[str]:
 
 
 def _legend(baseline: int) -> Iterator[str]:
-    """Yield the lines of SVG that explain the colours."""
+    """Yield the lines of SVG that explain the colours. `baseline`: vertical position in pixels."""
     for number, (kind, colour) in enumerate(_COLOURS.items()):
         left = 20 + 120 * number
         yield f'  <rect x="{left}" y="{baseline - 12}" width="14" height="14" fill="{colour}" stroke="#444"/>'

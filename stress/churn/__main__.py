@@ -47,7 +47,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def churn(session: Session, seconds: float, *, quiet: bool) -> list[Sample]:
-    """Run cycles for some seconds, and return about a hundred samples, the first one after the warm-up."""
+    """Run cycles for `seconds` seconds, and return about a hundred samples, the first one after the warm-up.
+
+    Unless `quiet` is set, print about LINES of the samples. There are at least MEASURED cycles after the
+    first sample.
+    """
     start = time.monotonic()
     samples: list[Sample] = []
     shown = -1.0

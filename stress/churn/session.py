@@ -30,11 +30,11 @@ ROUNDS = 5
 MODULES = ("ktgt", "twins", "counter_user")
 EVENTS = "/tracing/events/kprobes"
 MANY = "many"
-"""Group of the additional probe events."""
+"""Group of the events of Session.many()."""
 AT_ONCE = 500
-"""Number of additional probes that one write defines."""
+"""Number of events of the group MANY that one write defines."""
 OOPS_EVERY = 10
-"""Number of cycles from one task that an oops kills to the next."""
+"""In one of this many cycles, an oops kills a task."""
 BEHIND_ENTRY = {"riscv64": 8, "riscv64i": 8}
 """Architecture -> size in bytes of the nops at a function's entry; 5 on x86."""
 DEFINITIONS = (
@@ -89,7 +89,7 @@ class Session:
             for number, kind in enumerate(kinds_of(self.kernel.guest))
         ]
         self.places = [*islice(places(self, probes), probes)] if probes else []
-        """Places of the additional probes, as SYMBOL+OFFSET."""
+        """Places of the probes of many(), as SYMBOL+OFFSET; empty if there are none."""
 
     def cycle(self) -> None:
         """Run all steps once. Raises: KernelError if a request fails that must succeed."""
@@ -129,7 +129,7 @@ class Session:
             self.write("/kprobe_events", "".join(f"-:{MANY}/p{number}\n" for number in gone))
 
     def modules(self, verb: str) -> None:
-        """Load the modules in order, or unload them in reverse order.
+        """Load the modules in order if `verb` is "load"; if it is "unload", unload them in reverse order.
 
         Loading also tries a module whose init function fails; it must not leave anything.
         """

@@ -48,7 +48,10 @@ class Tally:
         return 100 * (self.answers - self.differing) / max(self.answers, 1)
 
     def add(self, area: str, number: int, case: Case, linux: Sequence[str], ours: Sequence[str]) -> bool:
-        """Count one case, and return True if all answers agree."""
+        """Count one case, and return True if all answers agree.
+
+        `linux`, `ours`: answers of the distribution's and of the built-in kernel to the steps of `case`.
+        """
         self.cases += 1
         self.answers += len(case)
         self.refused += sum(answer[:1] == _REFUSED and answer.isupper() for answer in linux)

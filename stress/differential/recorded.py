@@ -37,7 +37,7 @@ class Sample:
         self._areas.pop(area, None)
 
     def cases(self, area: str) -> Iterator[Recorded]:
-        """Return the cases of an area, in the order in which they were added."""
+        """Yield the cases of an area, in the order in which they were added."""
         return iter(self._areas.get(area, ()))
 
     def save(self, path: Path = SAMPLE) -> None:

@@ -279,7 +279,10 @@ _MAX = 3000
 
 
 def text(dice: Random, rule: str) -> str:
-    """Return a random text of a rule, which is sometimes damaged. Damage adds no NUL bytes."""
+    """Return a random text that the rule called `rule` generates. Some texts are damaged.
+
+    Damage adds no NUL bytes.
+    """
     made = GRAMMAR.text(dice, rule)
     if dice.random() < _DAMAGED:
         made = _MUTATOR.tokens(dice, made.encode("latin-1")).replace(b"\0", b"").decode("latin-1")

@@ -163,7 +163,7 @@ VERBS: Final[dict[str, Callable[[Side, str, str], str]]] = {
 
 
 def linux(image: str, seed: int = 1) -> Side:
-    """Start the kernel of a vmlinuz, a vmlinux or a package."""
+    """Start the kernel in the file `image`, a vmlinuz, a vmlinux or a package, and return its Side."""
     tasks = started(image, seed)
     mount = native_mount(tasks, _Host(), Owner(0, 0), is_tracefs=False)
     init, put = tasks.init, tasks.copy_to_user
@@ -179,7 +179,7 @@ def linux(image: str, seed: int = 1) -> Side:
 
 
 def ours() -> Side:
-    """Start the built-in kernel."""
+    """Start the built-in kernel, and return its Side."""
     kernel = Kernel(watch=_Host())
     buffers, get = kernel.guest.syscalls._buffers, kernel.guest.syscalls._buffers.get
 

@@ -1,4 +1,9 @@
-"""Attacks on a mount. Each raises Violation if the mount misbehaves, and otherwise returns a summary."""
+"""Attacks on a mount. Each raises Violation if the mount misbehaves, and otherwise returns a summary.
+
+`count`: maximum number of operations or kills, or number of rounds or readers; 0: the default of the attack.
+`seconds`: maximum duration; 0: no limit. `slowest`: maximum seconds of a request. Each attack ignores the
+parameters that it does not need.
+"""
 
 from __future__ import annotations
 

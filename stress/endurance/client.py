@@ -51,7 +51,10 @@ class Client:
         """The path that was opened last."""
 
     def run(self, count: int, seconds: float) -> None:
-        """Run `count` operations, or operations for some seconds. Raises: every exception except OSError."""
+        """Run at most `count` random operations, for at most `seconds` seconds; 0 means no limit.
+
+        Raises: every exception except OSError.
+        """
         os.chdir(self.root)
         until = time.monotonic() + seconds
         done = 0

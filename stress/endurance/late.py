@@ -26,7 +26,7 @@ class LateRequests(threading.Thread):
     """Thread that watches the current request of its process, and reports each late request once."""
 
     def __init__(self, daemon: int, began: Callable[[], float]) -> None:
-        """Watch requests to the daemon with this PID.
+        """Watch requests to the daemon whose pid is `daemon`.
 
         `began` returns the value of time.monotonic() at which the current request began.
         """

@@ -90,7 +90,12 @@ Shortage = Callable[[int], AbstractContextManager[None]]
 
 
 def starved(directory: Path, count: int, seconds: float, seed: int, slowest: float = SLOWEST) -> str:
-    """Run rounds without memory, and then without threads. After each round the daemon must work normally."""
+    """Run rounds without memory, and then without threads. After each round the daemon must work normally.
+
+    At the end, SIGTERM during the shortage must end the daemon. `count`: rounds of each shortage; 0: one
+    round. `seconds`: time for random requests in all rounds together. Return a summary that names the slowest
+    request. Raises: Violation, also if a request took more than `slowest` seconds.
+    """
     rounds, results = count or 1, []
     for name, shortage in (("memory", no_memory), ("threads", no_threads)):
         if shortage is no_threads and _pids_controller() is None:
@@ -145,8 +150,8 @@ def _look_on(running: Daemon) -> tuple[float, str]:
 def _make(files: Files, shortage: Shortage) -> tuple[float, str]:
     """Make requests that need memory or threads.
 
-    Return the duration in seconds and the name of the slowest one. A request fails with ENOMEM and without a
-    partial effect if it needs the missing resource.
+    Return the duration in seconds and the name of the slowest request. A request must fail with ENOMEM and
+    without a partial effect if it needs the missing resource.
     """
     late = (0.0, "")
     before = files.read("kprobe_events")

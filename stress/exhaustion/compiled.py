@@ -49,14 +49,15 @@ class CompiledProof(Proof):
         return super().count() + self._counted[0]
 
     def own(self) -> Pieces:
-        """Return the address and the contents of the cell that the handler increments.
+        """Return a list with the address and the contents of the cell that the handler increments.
 
-        If an increment takes several instructions, a CPU can be between them.
+        The state of a CPU includes the cell: if an increment takes several instructions, a CPU can be between
+        them.
         """
         return [(self.probed.kernel.machine.records.address(self.cell), self._counted.tobytes())]
 
     def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
-        """Return the place at an address, which runs all stages of the proof."""
+        """Return a Place for the region at `address`; its run() checks all stages of patching with `cpus`."""
         return CompiledPlace(self, address, cpus)
 
     @property
@@ -65,7 +66,7 @@ class CompiledProof(Proof):
         return self.probed.kernel.kprobes.profile.saving is not RegisterSaving.ALL
 
     def emit(self, builder: ProgramBuilder, _way: EntryKind) -> bool:
-        """Emit the handler."""
+        """Emit the handler, and return True: the handler is guest code."""
         unread, end = builder.label(), builder.label()
         builder.emit(
             ir.GetRegister(0, self.pointer),
@@ -163,7 +164,7 @@ class CompiledPlace(Place):
         return found
 
     def _compile(self) -> None:
-        """Compile the detour here, without running the machine. Usually the jump's first hit compiles it."""
+        """Compile the detour by a call of the compiler, although usually the jump's first hit compiles it."""
         with enabled(self.compiler):
             self.kernel.kprobes.routes.compile_detour(self.head)
         code = self.head.compiled
@@ -194,9 +195,9 @@ class CompiledPlace(Place):
         self.scheduler.occupied_of = lambda _spans: ()
 
     def _leaving(self, standing: CpuState) -> CpuState:
-        """Return the state that `standing` has after the probe is unregistered.
+        """Return the CPU's state `standing` as it is after the probe was unregistered; see Place._leaving().
 
-        A CPU in compiled code still counts its hit.
+        A CPU in compiled code still counts its hit, so its state is unchanged.
         """
         in_code = any(code.contains(standing.ip) for code in self.codes)
         return standing if in_code else super()._leaving(standing)

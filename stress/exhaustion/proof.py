@@ -85,7 +85,7 @@ class Proof:
         return piece_size(self.probed, self.probed.region(address))
 
     def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
-        """Return the place at an address, which runs all stages of the proof."""
+        """Return a Place for the region at `address`; its run() checks all stages of patching with `cpus`."""
         return Place(self, address, cpus)
 
     @property
@@ -189,7 +189,10 @@ class Place:
             self._remove(interiors, joined(slots, self._stubs()))
 
     def _optimize(self, interiors: Group, slots: Group) -> None:
-        """Optimize, unoptimize, optimize again and unregister the probe."""
+        """Optimize, unoptimize, optimize again and unregister the probe.
+
+        `interiors`, `slots`: states of CPUs inside the region, and in the instruction slot.
+        """
         kernel = self.kernel
         self._delays(interiors, joined(slots, self._stubs()))
         self._watched("optimizing", lambda: self._hold(False))
@@ -281,7 +284,10 @@ class Place:
         self.probed.optimizer.hold(self.head, held)
 
     def _delays(self, interiors: Group, slots: Group) -> None:
-        """Check that nothing is patched while a CPU is in the region or slot, and that the CPU continues."""
+        """Check that nothing is patched while a CPU is in the region or slot, and that the CPU continues.
+
+        `interiors`, `slots`: states of CPUs inside the region, and in the slot.
+        """
         standings = joined(interiors, slots)
         patched: list[bool] = []
 
@@ -299,7 +305,10 @@ class Place:
         self.scheduler.quiescent_in = lambda _spans: True
 
     def _remove(self, interiors: Group, slots: Group) -> None:
-        """Unregister the probe, and check that its slot and code are kept until all CPUs have left them."""
+        """Unregister the probe, and check that its slot and code are kept until all CPUs have left them.
+
+        `interiors`, `slots`: states of CPUs inside the region, and in the slot.
+        """
         waited: list[bool] = []
 
         def occupied(spans: Spans) -> Spans:
@@ -353,7 +362,7 @@ class Place:
         self.probed.settle()
 
     def _leaving(self, standing: CpuState) -> CpuState:
-        """Return the state that `standing` has after the probe is unregistered: no handler is called."""
+        """Return the CPU's state `standing` as it is after the probe was unregistered: no hit is to come."""
         return CpuState(standing.what, standing.registers, standing.memory, 0)
 
     def _unregister(self) -> None:
@@ -404,16 +413,16 @@ class Place:
                     self._note(stage, cpu.stale_problem(standing, window, self._jumps().values()))
 
     def _hits(self, code: bytes, hits: int) -> int:
-        """Return the number of hits of a CPU that executes `code` at the probe, which is `hits` in general.
+        """Return the number of hits of a CPU that executes `code` at the probe: usually `hits`.
 
-        It is 1 if the probe has no aggregator probe and `code` begins with the breakpoint.
+        The number is 1 if the probe has no aggregator probe and `code` begins with the breakpoint.
         """
         return 1 if self.is_sole and starts_with_breakpoint(self.kernel.arch, code) else hits
 
     def _windows(self, address: int, *, changed: bool = False) -> set[bytes]:
         """Return all byte sequences that a CPU may have fetched at an address and that can be stepped.
 
-        With `changed`, return none if the bytes at the address have not changed.
+        With `changed`, return an empty set if the bytes at the address have not changed.
         """
         watch = self.proof.watch
         if changed and not watch.concerns(address):
@@ -431,7 +440,7 @@ class Place:
         return cpu.stale_problem(passed, window, jumps.values())
 
     def _jumps(self) -> dict[bytes, int]:
-        """Return a map from the bytes of the jump that may be at the probe to the jump's destination."""
+        """Return a map bytes of a jump that may be at the probe -> destination of the jump."""
         if not self.proof.has_jumps:
             return {}
         buffer = self._buffer()

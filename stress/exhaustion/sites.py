@@ -46,7 +46,7 @@ class SiteProof(CompiledProof):
         return replace(live, registers=live.registers - {self.probed.kernel.arch.call_link})
 
     def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
-        """Return the place at a fentry site, which runs all stages of the proof."""
+        """Return a Place for the fentry site at `address`; its run() checks all stages with `cpus`."""
         return SitePlace(self, address, cpus)
 
 
@@ -90,7 +90,10 @@ class SitePlace(Place):
             self._note("disarmed", "code isn't freed")
 
     def _all_at_once(self, inside: Group) -> None:
-        """Disarm and arm all sites at once, which a write to kprobes/enabled does."""
+        """Disarm and arm the site in the same way as kprobes/enabled, which switches all sites at once.
+
+        `inside`: states of CPUs in the trampoline.
+        """
         kprobes = self.kernel.kprobes
         sites, head = kprobes.sites, kprobes.table.valid(self.probe)
         assert sites is not None

@@ -97,7 +97,7 @@ class Fuzzer:
         self._paths: dict[str, list[str]] = {}
 
     def run(self, number: int) -> None:
-        """Write the input with this number."""
+        """Write the input with the number `number`; record an unexpected error as a finding."""
         random = Random(f"{self.seed}:{number}")
         try:
             with time_limit(RESET_SECONDS):
@@ -188,9 +188,9 @@ class Fuzzer:
             self._answer("rmdir", lambda: session.mount.rmdir(session.client, path))
 
     def _answer(self, kind: str, action: object) -> str:
-        """Run `action`; count the name of its errno, or "" for success, and return it.
+        """Call `action`, count the name of its errno, or "" for success, and return the name.
 
-        `kind`: kind of the file.
+        `kind`: kind of the file, for the count.
         """
         assert callable(action)
         try:

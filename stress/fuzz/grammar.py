@@ -54,7 +54,10 @@ class Grammar:
         self.tokens = sorted({part for rule in self._rules.values() for parts in rule for part in parts[::2]})
 
     def text(self, random: Random, rule: str, depth: int = 0) -> str:
-        """Return a random text of a rule. Raises: KeyError if there is no such rule."""
+        """Return a random text that the rule called `rule` generates. Raises: KeyError (no such rule).
+
+        `depth`: depth of the recursion so far.
+        """
         alternatives = self._rules[rule]
         parts = alternatives[0] if depth > _MAX_DEPTH else random.choice(alternatives)
         return "".join(

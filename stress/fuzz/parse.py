@@ -28,7 +28,7 @@ class ParserFuzzer:
         self.refused = 0
 
     def run(self, number: int) -> None:
-        """Run the target on the input with this number."""
+        """Run the target on the input with the number `number`; record an unexpected error as a finding."""
         data = self._target.input(Random(f"{self._seed}:{self._target.name}:{number}"), self._mutator)
         try:
             with time_limit():

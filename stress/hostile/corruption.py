@@ -18,7 +18,7 @@ MAX_BYTES = 64 << 20
 NOT_CANONICAL = 0x1234_5678_9ABC_DEF0
 _WORD = 8
 _WHOLE = 16
-"""Maximum number of words of a read of which all are damaged. Of a longer read, random words are damaged."""
+"""Maximum number of words that are damaged of one read. Of a longer read, random words are chosen."""
 Readers = Mapping[str, Callable[[], object]]
 """Name -> a function that reads the guest's memory."""
 
@@ -71,7 +71,10 @@ class Watched:
             del self.memory.read
 
     def fields(self, read: Callable[[], object], rnd: random.Random) -> list[Field]:
-        """Return the numbers that `read` reads now."""
+        """Call `read`, and return the words of guest memory that it reads.
+
+        Of a read of more than _WHOLE words, return random words, chosen by `rnd`.
+        """
         self._noted = {}
         with self.counting():
             answer(read)

@@ -118,7 +118,10 @@ class Session:
         self.shell.read("/kprobe_profile")
 
     def sample(self, seconds: float) -> Sample:
-        """Return a sample, after the guest has had time for delayed frees."""
+        """Return a sample, after the guest has had time for delayed frees.
+
+        `seconds`: seconds since the start, which are noted in the sample.
+        """
         self.tasks.idle(2_000_000)
         written = len(self._written.written()) * 4096
         counts = {
@@ -147,7 +150,10 @@ def definitions(has_kernel_kprobes: bool) -> str:
 
 
 def churn(session: Session, seconds: float, warm_up: int = 20) -> Iterator[Sample]:
-    """Run cycles for some seconds, and yield samples after the warm-up, at least two."""
+    """Run cycles for `seconds` seconds, and yield about SAMPLES samples, at least two.
+
+    The first sample comes after `warm_up` cycles.
+    """
     start, taken = time.monotonic(), 0
     while (now := time.monotonic() - start) < seconds or taken < 2:
         session.cycle()

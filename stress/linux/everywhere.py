@@ -99,12 +99,12 @@ def arm(
     may_lack_detours: bool = False,
     is_compiled: bool = False,
 ) -> Armed:
-    """Run the workload with probes on all instructions of the functions at which the mode `mode` is possible.
+    """Run the workload with a probe on each instruction at which the mode `mode` is possible.
 
+    `starts`: addresses of the functions with these instructions. `expected`: results without probes.
     `may_lack_detours`: punned jumps may lack an address for their detour. `is_compiled`: the handlers are
-    guest code.
-    Raises: AssertionError if the kernel noticed the probes: an answer, its memory except stacks, its log or
-    its text differs.
+    guest code. Raises: AssertionError if the kernel noticed the probes: an answer, its memory except stacks,
+    its log or its text differs.
     """
     probing = engine(MODES[mode])
     addresses = boundaries(probing, starts)
@@ -128,7 +128,10 @@ def arm(
 
 
 def compare(counts: dict[int, int], armed: Armed) -> None:
-    """Check that each place is hit as often as in the modes that ran before. Raises: AssertionError."""
+    """Check that each place is hit as often as in the modes that ran before. Raises: AssertionError.
+
+    `counts`: address of a place -> number of its hits; new places are added.
+    """
     for address in armed.places:
         hits = armed.found.hits[address]
         assert counts.setdefault(address, hits) == hits, hex(address)

@@ -291,7 +291,7 @@ def small_cases(mutated: Mutated, count: int) -> None:
 
 
 def bombs(mutated: Mutated) -> None:
-    """Check payloads whose output or decompression window would need too much memory."""
+    """Check payloads with a huge output or decompression window: reading them must take bounded memory."""
     zeros = bytes(300 << 20)
     for by in made.PACKERS:
         payload = made.packed(zeros, by)
@@ -319,7 +319,7 @@ def bombs(mutated: Mutated) -> None:
 
 
 def snapshots(mutated: Mutated, count: int) -> None:
-    """Check damaged snapshots, with and without a correct checksum."""
+    """Check damaged snapshots: with damaged headers, with wrong values but a right checksum, and cut off."""
     dice = mutated.dice
     snapshot.directory().mkdir(parents=True, exist_ok=True)
     whole = save(snapshot.directory() / "kernel.booted").read_bytes()

@@ -78,7 +78,7 @@ OBJECTS_SIZE = OBJECT * len(ARGUMENTS)
 STACK_AT = RETURN + 0x800000
 """Address of the stack for calls."""
 CLEARED = tuple(dict.fromkeys((*ARGUMENTS, *RESULTS, *SAVED, *OTHERS)))
-"""Registers that are 0 at the begin of a call, except those with its arguments."""
+"""Registers that are 0 at the beginning of a call, except those with its arguments."""
 REGISTERS = (*CLEARED, "sp", "flags")
 RESTORED = (*SAVED, "sp")
 KEPT = (*RESULTS, *RESTORED)
@@ -90,7 +90,7 @@ WORD = (1 << 64) - 1
 RETURNED = "its return"
 _ECALL = 0x73
 _CSR = 0xFFFFF07F
-"""Bits of an instruction that reads a CSR, except its destination register."""
+"""Mask of an instruction's bits without its destination register, to recognize reads of a CSR."""
 _RDTIME = 0xC0102073
 COPIES = "arch_dup_task_struct"
 """Function that copies the task_struct of a task that forks, to the address in its first argument."""
@@ -207,7 +207,10 @@ class Caller:
     """
 
     def __init__(self, engine: LinuxEngine, seconds: float, traced: Traced | None = None) -> None:
-        """Prepare the guest for calls; the code, records and counts of `traced` are not restored."""
+        """Prepare the guest for calls; the code, records and counts of `traced` are not restored.
+
+        `seconds`: maximum time of a call.
+        """
         self.engine = engine
         self._traced = traced
         self.machine = engine.tasks.machine
@@ -354,9 +357,9 @@ class Caller:
             yield from (memory.translate(at) for at in range(end - THREAD_SIZE, end, PAGE))
 
     def _place(self, page: int) -> int:
-        """Return a page's address; for pages of the objects, return the virtual address.
+        """Return `page`, a physical address, or the virtual address of the page if it is one of the objects.
 
-        Their physical address depends on the mode.
+        The physical addresses of the objects depend on the mode.
         """
         at = page - self._objects
         return OBJECTS + at if 0 <= at < OBJECTS_SIZE else page

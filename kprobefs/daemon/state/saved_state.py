@@ -94,8 +94,8 @@ class SavedState(ChangeWatcher, TaskObserver):
     def __init__(self, directory: StateDirectory, root: str) -> None:
         """Use the state in `directory`.
 
-        `root`: directory that must precede a path of the mount to get the path with `--layout full`. It is
-        "tracing/" if the mount has `--layout tracefs`, else "".
+        `root`: prefix that turns a path of the mount into the path with `--layout full`. It is "tracing/" if
+        the mount has `--layout tracefs`, else "".
         """
         self._directory = directory
         self._root = root
@@ -498,7 +498,7 @@ class SavedState(ChangeWatcher, TaskObserver):
 
 
 def fingerprint(kernel: Kernel) -> str:
-    """Return a text about `kernel`. Kernels with equal texts can read each other's trace records."""
+    """Return a text about `kernel`. Only a kernel with an equal text can read its trace records."""
     config = kernel.config
     profile = kernel.kprobes.profile.name
     return f"{config.arch} {config.cpus} {profile} {__version__} {kernel.image.checksum:08x}"

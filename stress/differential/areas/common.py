@@ -16,7 +16,7 @@ EVENTS: Case = (
 NO_EVENTS: Case = (truncate("set_event"), truncate("dynamic_events"), truncate("error_log"))
 QUIET: Case = (truncate("trace"), truncate("error_log"), write("tracing_on", "1"))
 PROBED: Case = (append("kprobe_events", "p:keep/probed vfs_mkdir"), write("events/keep/enable", "1"))
-"""Steps that arm a probe; without one, the built-in guest does not execute the client's system calls."""
+"""Steps that arm a probe. If no probe is armed, the built-in guest executes no system calls of the client."""
 SLEPT: Case = (write("snapshot", "1"), write("snapshot", "0"))
 """Steps that make Linux save a task's name and tgid after a record: it saves them at a task switch."""
 KNOWN: Case = (*PROBED, Step("mkdir", "/scratch/known"), Step("rmdir", "/scratch/known"), *SLEPT)

@@ -28,7 +28,7 @@ _SYSCALLS = (
 
 
 def activity(dice: Random, number: int) -> list[Step]:
-    """Return the steps of a random access of the client to its own files."""
+    """Return the steps of a random access of the client to its own files, whose names contain `number`."""
     name = f"/scratch/w{number}"
     match dice.randrange(5):
         case 0:
