@@ -66,7 +66,8 @@ B_TRIGGER = "events/kprobes/b/trigger"
 
 
 def files_of(kernel: Kernel) -> TreeFiles:
-    return TreeFiles(kernel.filesystem(), Client(pid=0, uid=0, gid=0))
+    # A tree of its own for each call would be thousands of objects of garbage.
+    return TreeFiles(kernel._control_files, Client(pid=0, uid=0, gid=0))
 
 
 def saved(kernel: Kernel) -> list[str]:
