@@ -90,7 +90,7 @@ class Mount:
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options that all benchmarks take.
 
-    Python's variables that change the speed of its programs leave the environment. With
+    Also remove Python's environment variables that change the speed of programs. With
     PYTHONDONTWRITEBYTECODE, for example, no program that the benchmark starts would have a bytecode cache.
     """
     from kprobefs.measure.host_load import HostLoad

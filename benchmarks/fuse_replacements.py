@@ -60,7 +60,7 @@ class Files(Nothing):
 
 
 def _operations_without(*names: str) -> None:
-    """Pass the arguments of these operations in fusepy's way, as pointers to structures."""
+    """Turn off kprobefs's argument types of the operations `names`: use fusepy's pointers to structures."""
 
     class Operations(ctypes.Structure):
         _fields_ = [
@@ -75,7 +75,7 @@ _forms = {name: form for name, form, *_ in _fuse.fuse_operations._fields_}
 
 
 def stat_bytes() -> None:
-    """Set the members of a struct stat by their names."""
+    """Turn off the fast packing of a struct stat: set the members of the structure by their names."""
 
     def fill(session: Any, buffer: Any, *arguments: object) -> int:
         found = session.operations.getattr(*arguments)._asdict()
@@ -101,7 +101,7 @@ def cache_of_stat_bytes() -> None:
 
 
 def addresses() -> None:
-    """Pass a pointer object in place of an address to getattr and open."""
+    """Turn off the plain addresses in the arguments of getattr and open: use pointer objects."""
 
     def fill(session: Any, buffer: Any, path: bytes | None, *info: object) -> int:
         name = path and path.decode("utf-8", "surrogateescape")
@@ -126,13 +126,13 @@ def addresses() -> None:
 
 
 def open_() -> None:
-    """Decode a path with the codec that its name selects, and find the operation by its name."""
+    """Turn off Session.open: decode a path with a codec found by name, and find the operation by its name."""
     _operations_without("open")
     libfuse.Session.open = _fuse.FUSE.open  # type: ignore[method-assign]
 
 
 def readdir() -> None:
-    """Create a struct stat for each entry of a directory, from a dictionary."""
+    """Turn off Session.readdir: create a struct stat for each entry of a directory, from a dictionary."""
 
     def list_(session: Any, _path: bytes, buffer: int, filler: Any, offset: int, info: Any) -> int:
         entries = session.operations.readdir(info.contents, offset)
@@ -147,40 +147,43 @@ def readdir() -> None:
 
 
 def reads() -> None:
-    """Make libfuse answer READ requests."""
+    """Turn off kprobefs's own answers to READ requests: libfuse answers them."""
     libfuse.FUSE_READ = 0
 
 
 def known_nodes() -> None:
-    """Make libfuse answer requests for control files, so that the kernel looks up their names again."""
+    """Turn off the answers from KnownNodes to requests for control files.
+
+    libfuse answers them, and the kernel looks up the files' names again.
+    """
     operations.KnownNodes.path_of = lambda *_: None  # type: ignore[method-assign]
 
 
 def releases() -> None:
-    """Make libfuse answer RELEASE requests, and therefore also OPEN requests."""
+    """Turn off kprobefs's own answers to RELEASE requests, and therefore also to OPEN requests."""
     libfuse.FUSE_RELEASE = 0
     known_nodes()
 
 
 def lasting_names() -> None:
-    """Make the kernel look up a name in the root again for each path."""
+    """Turn off lasting names: the kernel looks up a name in the root again for each path."""
     Files.lasting = ()  # type: ignore[assignment]
 
 
 def clients_own_names() -> None:
-    """Make the kernel look up a name in scratch again for each path."""
+    """Turn off clients' own names: the kernel looks up a name in scratch again for each path."""
     Files.clients_own = ()  # type: ignore[assignment]
 
 
 def session_loop() -> None:
-    """Run libfuse's fuse_session_loop() in WorkerThreads."""
+    """Turn off SessionLoop: run libfuse's fuse_session_loop() in WorkerThreads."""
     loop = libfuse._libfuse.fuse_session_loop
     loop.argtypes = [ctypes.c_void_p]
     libfuse.SessionLoop.run = lambda self: loop(self._session)  # type: ignore[method-assign]
 
 
 def worker_threads() -> None:
-    """Serve requests in libfuse's own pool of threads."""
+    """Turn off WorkerThreads: serve requests in libfuse's own pool of threads."""
 
     class Pool:
         def __init__(self, loop: Any, _free: int) -> None:

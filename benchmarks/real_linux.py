@@ -88,7 +88,10 @@ def hit(mount: Mount, batches: int, *, is_optimized: bool) -> tuple[float, ...]:
 
 
 def _symbol(mount: Mount, *names: str) -> tuple[str, int]:
-    """Return name and address of the function that has one of the names."""
+    """Return the name and address of the kernel's first symbol that has one of the names.
+
+    Raises: SystemExit (the kernel has none of these symbols).
+    """
     for line in (mount.path / "machine/kallsyms").read_text(encoding="utf-8").splitlines():
         address, _, symbol = line.split()[:3]
         if symbol in names:

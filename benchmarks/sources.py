@@ -57,7 +57,7 @@ class Row:
 
 
 def _ratio(times: list[float]) -> str:
-    """Return the text of the ratio of each time to the last one, or "" if one of them is noise."""
+    """Return the text of the ratio of each time to the last time, or "" if one of the times is noise."""
     if min(times) <= 0:
         return ""
     ratios = [time / times[-1] for time in times[:-1]]

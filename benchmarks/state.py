@@ -23,7 +23,7 @@ WARM_UP = 2
 def kernel_in(directory: str | None, stack: ExitStack) -> Kernel:
     """Start a kernel with an optimized probe that records its hits, and return the kernel.
 
-    The ring buffers are in a file in `directory`, or in memory if that is None.
+    The ring buffers are in a file in `directory`, or in memory if `directory` is None.
     """
     kernel = stack.enter_context(Kernel(MachineConfig(run_budget=60)))
     if directory is not None:

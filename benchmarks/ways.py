@@ -6,9 +6,9 @@ upward if the caller's layer is below that of the called function. The layers ar
 contracts. The caller is the innermost function of the root packages on the stack. A lookup resolves
 `vfs_read` by its name.
 
-Each way has a kernel of its own. It consists of the calls that the FUSE adapter makes: open, one read or
-one write, and release. The kernel meets the client that defines a probe for the first time; it knows the
-client that reads and disarms. Caches that all kernels of a process share are cold at first. The thread
+Each way has a kernel of its own. It consists of the calls that the FUSE adapter makes: open, one read or one
+write, and release. The client that defines a probe is new to the kernel; the client that reads and disarms is
+not. Caches that all kernels of a process share are cold at first. The thread
 that watches a run's budget adds a few calls in some runs.
 """
 
@@ -140,7 +140,10 @@ class Counting:
 
 
 def _is_start(frame: FrameType) -> bool:
-    """Return True if the call enters the function; for the profiler a resumed generator is a call too."""
+    """Return True if `frame` enters its function, and not if it resumes a generator.
+
+    The profiler reports both as calls.
+    """
     return frame.f_lasti <= _first_resume(frame.f_code)
 
 

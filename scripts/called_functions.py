@@ -90,7 +90,10 @@ class CalledFunctions:
         return package if Definition(package, "") in self.nodes else f"{path}.py"
 
     def _named(self, scope: Definition, value: ast.expr) -> Definition | None:
-        """Return the definition that an expression such as `module.name` has in the function `scope`."""
+        """Return the definition that an expression, such as `module.name`, means in the function `scope`.
+
+        Return None if the names leave it open.
+        """
         if isinstance(value, ast.Subscript):
             return self._named(scope, value.value)
         if isinstance(value, ast.Attribute):
@@ -115,7 +118,10 @@ class CalledFunctions:
         return OS_ERROR if found is None and value.id == "OSError" else found
 
     def _known(self, found: Definition) -> Definition | None:
-        """Return `found` if it is a definition, or the definition that its module imports under this name."""
+        """Return `found` if a module defines it; if it is an import, return the imported definition.
+
+        Return None if `found` is neither.
+        """
         if found in self.nodes:
             return found
         imported = self._imported.get(found.path, {}).get(found.name)
@@ -144,7 +150,7 @@ class CalledFunctions:
         return None
 
     def _is_unbound(self, function: Definition) -> bool:
-        """Return True for a method: a call by the class's name passes `self` as one of the arguments."""
+        """Return True if `function` is a method: a call through its class passes `self` as an argument."""
         node = self.nodes[function]
         return isinstance(node, ast.FunctionDef) and [each.arg for each in node.args.args[:1]] == ["self"]
 

@@ -22,7 +22,7 @@ PLACES = {"x86_64": "gcd+0x5", "riscv64": "gcd+0x22"}
 
 
 def explained(arch: str) -> Explanation:
-    """Return the explanation of the place of an architecture."""
+    """Return the explanation of the probed place of the architecture `arch`; see PLACES."""
     kernel = planned_kernel(arch, None, None, None)
     return Explanation(kernel, find_place(PLACES[arch], kernel.tables))
 

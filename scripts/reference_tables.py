@@ -323,7 +323,7 @@ def _file_of(kind: type) -> str:
 
 
 def _answer(kind: str, name: str) -> tuple[str, str]:
-    """Return the errno of a refusal's reason, if there is only one, and the reason's text.
+    """Return the errno of a refusal's reason, or "" if no single errno belongs to it, and the reason's text.
 
     `kind`: name of the enumeration. `name`: name of its member.
     """
@@ -392,7 +392,10 @@ def _raising(
 
 
 def _numbers(call: ast.Call, argument: tuple[int, str] | None) -> list[ast.expr]:
-    """Return the possible values of the argument with this index and name in a call; [] for None."""
+    """Return the possible values of a call's argument for the parameter `argument`, an index and a name.
+
+    If `argument` is None, return no values.
+    """
     if argument is None:
         return []
     index, name = argument

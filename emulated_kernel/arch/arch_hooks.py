@@ -176,8 +176,8 @@ class TextReturns(ABC):
     def trampoline_entry(self, source: int, trampoline: int) -> bytes:
         """Return code for the address `source` in the kernel's text that enters a return trampoline.
 
-        Functions that return to `source` execute no more instructions than if they return to `trampoline`.
-        The code has Arch.call_size bytes. Raises: KernelError ERANGE (too far).
+        A function's return through `source` takes no more instructions than a return directly to
+        `trampoline`. The code has Arch.call_size bytes. Raises: KernelError ERANGE (too far).
         """
 
 
@@ -309,7 +309,7 @@ class Arch(ABC):
         return frozenset() if returns is None else returns.live.registers | {self.registers.sp, "ip"}
 
     def share_user_access(self, address: int) -> None:  # noqa: B027 - most architectures have none
-        """Make all handlers that are compiled from now on call the code of `user_access` at `address`."""
+        """Make handlers that are compiled later call the copy of the code `user_access` at `address`."""
 
     def load_decoder(self) -> None:  # noqa: B027 - not every instruction set has a library for it
         """Import the library that decodes instructions, so that no later call opens files.
@@ -456,7 +456,7 @@ class Arch(ABC):
         """Return the stack slot of the hooked call that the kernel's unwinder has found, or None.
 
         `slots`: stack slots of all pending calls. `pointer`: address that the unwinder passes to
-        ftrace_graph_ret_addr(). In this implementation, it is the address of the slot itself.
+        ftrace_graph_ret_addr(). In this base class, that address is the slot itself.
         """
         return pointer
 
@@ -469,7 +469,7 @@ class Arch(ABC):
         """
 
     text_returns: TextReturns | None = None
-    """Code for returns by the kernel's text; None if unwinders do not require that calls return there."""
+    """Generator of code in the kernel's text to which hooked calls return; None if that is unnecessary."""
     returns: ReturnCode | None = None
     """Generator of return handlers in guest code; None if Python handles every return."""
 
@@ -568,7 +568,7 @@ class Arch(ABC):
         """
 
     def strategy(self, names: Iterable[str]) -> OptimizationPolicy[Any] | None:
-        """Return the first of the named policies that this architecture has, or None if it has none."""
+        """Return the first of the policies `names` that this architecture has; None if it has none."""
         return next((self.strategies[name] for name in names if name in self.strategies), None)
 
     @abstractmethod

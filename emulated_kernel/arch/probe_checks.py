@@ -51,7 +51,7 @@ class OptimizationPolicy(Generic[Analysis]):
     by_code: bool = False
     """Whether addresses that instructions take also count as branches from outside."""
     beyond: OptimizationPolicy[Analysis] | None = None
-    """Policy that is asked next if this policy rejects a jump in a function that ftrace knows.
+    """Policy that decides next if this policy rejects a jump in a function that ftrace knows.
 
     The next policy may have a `beyond` policy, too. The restriction to functions that ftrace knows excludes
     assembly, such as the trampolines of ftrace and of static calls. The kernel rewrites calls in these
@@ -227,7 +227,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         """Return the size in bytes of the jump label whose first bytes are `code`."""
 
     def fentry_nop(self, code: bytes) -> bytes:
-        """Return the nop that boot writes to an fentry site that is linked as `code`."""
+        """Return the nop that boot writes to an fentry site; `code` is the site's content in the image."""
         return code
 
     def text_layout(self, image: ProbedTables) -> TextLayout:
@@ -283,10 +283,11 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return self.check_address_safe(where, addr) or self.check_prepare(where, addr)
 
     def function_entry(self, where: Location, addr: int) -> int | None:
-        """Return the address of a function entry probe: after the landing pad, if the function has one.
+        """Return the address at which Linux puts a probe on the entry of the function that contains `addr`.
 
-        `where` is the place of `addr` as a symbol and offset. If `addr` is neither the function's start nor
-        the address after its landing pad, return None.
+        This is the function's start, or the address after its landing pad if it has one. If `addr` is neither
+        of these addresses, return None. `where` is the place of `addr` as a symbol and offset.
+
         Mirrors: arch/x86/kernel/kprobes/core.c:arch_adjust_kprobe_addr (v6.1).
         """
         body = addr - where.offset
@@ -323,7 +324,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return self._text_at(addr, len(self.landing_pad)) == self.landing_pad
 
     def _text_at(self, addr: int, size: int) -> bytes:
-        """Return `size` bytes of text at `addr`, or nothing if they are not all in one range of text."""
+        """Return `size` bytes of text at `addr`, or b"" if they are not all in one range of text."""
         start = _span(self._text_ranges, addr)
         is_text = start is not None and start == _span(self._text_ranges, addr + size - 1)
         return self._image.read(addr, size) if is_text else b""
@@ -407,7 +408,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return self._symbols.lookup_name(base) if dot else None
 
     def has_whole(self, symbol: Symbol) -> bool:
-        """Return False if the compiler split `symbol` off from a function that is unknown; otherwise True."""
+        """Return True unless the compiler split `symbol` off from a function that is unknown."""
         return "." not in symbol.name or self._split_from(symbol) is not None
 
     # Optimizing

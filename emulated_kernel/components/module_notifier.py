@@ -35,9 +35,9 @@ class ModuleNotifier:
     ) -> None:
         """Store the registries that follow the guest's modules.
 
-        `read` maps the address of a struct module to the struct's contents, and `name` maps it only to the
-        module's name. `forget` is called with memory ranges that are about to be freed, as pairs (start,
-        end), and with the module's name. `add_events` registers the trace events of a module.
+        `read` and `name` take the address of a struct module. `read` returns the struct's contents, and
+        `name` only the module's name. `forget` is called with memory ranges that are about to be freed, as
+        pairs (start, end), and with the module's name. `add_events` registers the trace events of a module.
         """
         self._add_events = add_events
         self._read = read

@@ -66,7 +66,7 @@ def build_probe_engine(kernel: ProbedKernel) -> ProbeRegistries:
 def _build_kprobes(kernel: ProbedKernel) -> Kprobes:
     """Build the registry of kprobes.
 
-    Whenever the machine switches CPUs, the registry's kprobe_ctlblk is switched.
+    From then on, a switch of the machine to another CPU also selects this CPU's kprobe_ctlblk.
     """
     kprobes = Kprobes(
         kernel.machine,
@@ -93,12 +93,12 @@ def _build_kretprobes(kernel: ProbedKernel, kprobes: Kprobes, hook_sets: HookSet
 
 
 def _build_jprobes(kernel: ProbedKernel, kprobes: Kprobes) -> Jprobes | None:
-    """Build the registry of jprobes, or return None if the profile's kernel has none."""
+    """Build the registry of jprobes, or return None if the profile's kernel has no jprobes."""
     if not kernel.profile.jprobes:
         return None
     return Jprobes(kprobes, kernel.machine, kernel.arch)
 
 
 def _build_fprobes(kernel: ProbedKernel, kprobes: Kprobes, kretprobes: Kretprobes) -> Fprobes:
-    """Build the registry of fprobes, which gets the traceable functions from build_trace()."""
+    """Build the registry of fprobes. build_trace() must add the list of traceable functions to it."""
     return Fprobes(kprobes, kretprobes.hooks, kernel.arch, cpus=kernel.cpus)

@@ -64,7 +64,7 @@ class TracingComponents:
     dynamic_events: DynamicEvents
     kprobe_events: KprobeEvents
     fprobe_events: FprobeEvents | None
-    """The registry of fprobe events, or None if the profile's kernel has none."""
+    """The registry of fprobe events, or None if the kernel's version of tracefs has no fprobe events."""
     synthetic_events: SyntheticEvents
     uprobe_events: UprobeEvents
 

@@ -86,7 +86,7 @@ class TracedKernel:
     The map is complete only after all items of `events` have been iterated over.
     """
     syscall_name: Callable[[int], str | None]
-    """Function that returns the name of the system call with a number, or None if there is none."""
+    """Function that maps a system call's number to its name, or to None if no system call has the number."""
     fentry: Collection[int]
     """Addresses of the fentry sites, at which functions can be traced."""
     resched: NeedResched
@@ -96,7 +96,7 @@ class TracedKernel:
     release: str = ""
     """Release of the kernel, as uname -r prints it; "" selects the release that `interface` names."""
     types: Callable[[], Btf | None] = no_types
-    """Function that returns the kernel's BTF, or None if it has none."""
+    """Function that returns the kernel's BTF, or None if the kernel has no BTF."""
     interface: Interface | None = None
     """The version of tracefs that the kernel shows; None selects the profile's version."""
     printk_formats: Callable[[], Iterable[str]] = tuple

@@ -295,8 +295,8 @@ class Kernel:
     def register_fprobe(self, fp: Fprobe[RegsT]) -> None:
         """Register a probe on the entries and exits of all functions that match its filter.
 
-        The filter matches functions of loaded modules, too, and an fprobe has all functions of a name. When a
-        module is unloaded, the fprobe is removed from the module's functions.
+        The filter matches functions of loaded modules, too. If several functions have a matching name, all of
+        them are probed. When a module is unloaded, the fprobe is removed from the module's functions.
 
         Raises: KernelError EINVAL (no function matches, registered already, code that cannot be assembled),
         EOPNOTSUPP (no fentry sites, or a register that is not saved), ENOMEM.

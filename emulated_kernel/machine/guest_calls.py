@@ -42,8 +42,8 @@ class HostCalls:
     def call(self, address: int, *args: int, variadic: bool = False) -> int:
         """Call the function at `address` with up to six one-word arguments; return the value that it returns.
 
-        `variadic`: the function is declared with `...`, so CpuModel.variadic_arguments pass the arguments.
-        Raises: GuestFault (the function ended in an exception without a fixup, or in a hypercall),
+        `variadic`: the function is declared with `...`, so the registers CpuModel.variadic_arguments pass the
+        arguments. Raises: GuestFault (the function ended in an exception without a fixup, or in a hypercall),
         BudgetExceeded (the function didn't return in time), TypeError (too many arguments).
         """
         if len(args) > MAX_ARGUMENTS:

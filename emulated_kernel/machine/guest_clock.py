@@ -63,7 +63,7 @@ class GuestClock(ABC):
         """Read the time as the guest does. The reading advances the time, unless holding() stops it."""
 
     def holding(self, call: Callable[[Any], object]) -> Callable[[Any], None]:
-        """Return a wrapper of `call` during which readings don't advance the time."""
+        """Return a function that calls `call`. Readings during the call don't advance the time."""
 
         def held(regs: Any) -> None:
             self._is_held = True
@@ -107,7 +107,7 @@ class RealClock:
 
 
 class VirtualClock:
-    """Clock that only runs and readings advance: the same seed and input give the same timestamps."""
+    """Clock that advances only by runs and by readings: the same seed and input give the same timestamps."""
 
     RUN_NS = 1_000
     """Nanoseconds by which each run of the guest advances the time, in addition to the steps of readings."""
@@ -138,7 +138,7 @@ class VirtualClock:
 
 
 class ModelClock(VirtualClock):
-    """Clock that the guest's instructions, traps and handlers of the host advance; readings do not."""
+    """Clock that the guest's instructions, traps and host handlers advance. Readings don't advance it."""
 
     def __init__(self, cells: memoryview, seed: int) -> None:
         super().__init__(cells, seed)

@@ -333,7 +333,7 @@ class Machine(ProbedMachine):
         return self._engine
 
     def positions(self) -> list[tuple[int, int]]:
-        """Return the instruction and stack pointers of all CPUs, indexed by number."""
+        """Return (instruction pointer, stack pointer) of each CPU, indexed by the CPU's number."""
         here = self.cpu
         return [
             (self.regs.ip, self.regs.sp) if cpu.number == here else (cpu.saved("ip"), cpu.saved("sp"))

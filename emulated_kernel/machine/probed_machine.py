@@ -74,7 +74,7 @@ class ProbedMachine(ABC):
 
     @abstractmethod
     def positions(self) -> list[tuple[int, int]]:
-        """Return the instruction and stack pointers of all CPUs, indexed by number."""
+        """Return (instruction pointer, stack pointer) of each CPU, indexed by the CPU's number."""
 
     @abstractmethod
     def all_registers(self) -> list[dict[str, int]]:
@@ -100,7 +100,7 @@ class ProbedMachine(ABC):
 
     @abstractmethod
     def preempt_if(self, may_end: Callable[[], bool]) -> None:
-        """Call `may_end` at each end of a quantum; if it returns False, the CPU runs one more instruction."""
+        """Call `may_end` at each later end of a quantum; if it returns False, run one more instruction."""
 
     def passed_in_step(self) -> Callable[[int], bool]:
         """Return a function that decides where a debugger's step does not stop: in generated code.

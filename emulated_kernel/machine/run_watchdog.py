@@ -159,7 +159,7 @@ class Watchdog:
         self._wake.set()
 
     def ask(self, is_unwanted: Callable[[], bool] | None) -> None:
-        """Set a function that the watchdog's thread calls during runs. If it returns True, stop the run.
+        """Make the watchdog's thread call `is_unwanted` during runs, and stop the run if it returns True.
 
         If `is_unwanted` is None, no function is called.
         """

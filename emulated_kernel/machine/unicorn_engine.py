@@ -55,7 +55,7 @@ INTR_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_uint8, ctypes.c_uint32, ctypes.c
 INSN_INVALID_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_uint8, ctypes.c_uint8)
 CODE_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p)
 ADDRESS_CALLBACK = ctypes.CFUNCTYPE(None)
-"""Type of callbacks for HOOK_CODE at a known address, which leave all arguments out to save their time."""
+"""Type of callbacks for HOOK_CODE at a known address. They take no arguments, which would take time."""
 
 INSN_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 """Type of callbacks for rdtsc, which return 1 if they emulated it, and for syscall (result ignored)."""

@@ -1,4 +1,4 @@
-"""The directory for images of kernels and for large temporary files, in the user's cache directory."""
+"""The directory in the user's cache for snapshots of booted kernels and for large temporary files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def cache_directory() -> Path:
-    """Return the directory for snapshots of booted kernels. The directory may not exist yet."""
+    """Return the directory for snapshots and large temporary files. The directory may not exist yet."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home and home.startswith("/") else Path.home() / ".cache") / "kprobefs" / "kernels"

@@ -1,6 +1,6 @@
 """Machine code that is written as a listing: the bytes of each instruction, and its assembly text.
 
-A line is `BYTES | INSTRUCTION`. The bytes are hexadecimal numbers and these fields, which name a symbol:
+A line is `BYTES | INSTRUCTION`. The bytes are hexadecimal numbers and these fields:
 
 - `rel32:NAME`: the distance from the end of the field to the symbol, 4 bytes;
 - `imm32:NAME` and `imm64:NAME`: the low 4 or 8 bytes of the symbol's value;

@@ -155,7 +155,10 @@ class ControlLock:
         action()
 
     def _wait(self) -> None:
-        """Acquire the lock, which another thread holds: wait, after PATIENCE in the context of `waiting`."""
+        """Wait until the other threads have released the lock, and acquire it.
+
+        If this takes longer than PATIENCE, the rest of the wait is in the context of `waiting`.
+        """
         wait = object()
         self._waiters.add(wait)
         try:
@@ -185,9 +188,10 @@ class ControlLock:
         return self._observation
 
     def try_lend(self, timeout: float = 0.0) -> bool:
-        """Lend the lock to a debugger, and return True. Return False if it is lent or a thread holds it.
+        """Lend the lock to a debugger, and return True.
 
-        Before that, wait at most `timeout` seconds for the thread that holds the lock.
+        Return False if the lock is lent already, if this thread holds it, or if another thread still holds it
+        after `timeout` seconds.
         """
         if not (self._acquire(timeout=timeout) if timeout else self._acquire(False)):
             return False

@@ -10,7 +10,7 @@ _LINUX_NAMES = {errno_module.EDEADLK: "EDEADLK", errno_module.EOPNOTSUPP: "EOPNO
 
 
 def errno_name(number: int) -> str:
-    """Return the name that Linux gives an errno, such as "EOPNOTSUPP"; the number itself if it has none."""
+    """Return Linux's name of the errno `number`, such as "EOPNOTSUPP". Without a name, return its digits."""
     return _LINUX_NAMES.get(number) or errno_module.errorcode.get(number, str(number))
 
 

@@ -1,9 +1,9 @@
 """dataclass(), which creates a class in a small part of the time that the standard library needs.
 
 The purpose is a faster start-up. A class gets its `__init__` when the first object is created, which most
-classes of a mount never see. The standard library's module imports inspect and ast, so this module imports
-the standard library's only when one of its functions is called. Those functions accept the classes made
-here, too. ADDRESS is for fields whose values a repr shows in hexadecimal, and immutable() is for
+classes of a mount never see. The standard library's `dataclasses` imports inspect and ast. So this module
+imports `dataclasses` only when one of that module's functions is called. Those functions accept the classes
+made here, too. ADDRESS is for fields whose values a repr shows in hexadecimal, and immutable() is for
 public value objects.
 """
 
@@ -302,7 +302,7 @@ else:
                 raise TypeError(f"{made.__name__}: a field without a default is after a field with a default")
 
     class _FirstInit:
-        """The `__init__` of a class whose first read creates the function, and puts it into the class."""
+        """Stand-in for the `__init__` of a new class: its first read creates the function in its place."""
 
         __slots__ = ("_every", "_made", "_slots")
 
@@ -363,7 +363,11 @@ else:
         return "d" if slots and each.default is not _MISSING else "-"
 
     def _free_variable(name, every):
-        """Return the value of the variable `name` of a template: FACTORY, or v0, v1, ... for the fields."""
+        """Return the value of a free variable of a template's code.
+
+        `name` is FACTORY or vN. The value of FACTORY is the marker _FACTORY. The value of vN is the default
+        or the default_factory of the field every[N].
+        """
         if name == "FACTORY":
             return _FACTORY
         each = every[int(name[1:])]

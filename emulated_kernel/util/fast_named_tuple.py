@@ -47,7 +47,7 @@ else:
             return tuple(self)
 
     class _Maker(type):
-        """The class of NamedTuple; the classes that are declared with NamedTuple are of the class `type`."""
+        """Metaclass of NamedTuple: turns a declared subclass into a class of the metaclass `type`."""
 
         def __new__(maker, name, bases, body):
             if not bases:

@@ -95,9 +95,10 @@ _RUN_BUDGETS_MS = range(10, 600_001)
 
 
 def parse_limit(name: str, text: str, offered: Sequence[Limit] = tuple(Limit)) -> tuple[Limit, int | None]:
-    """Parse `name`, one of the `offered` limits, and `text`, its value. Return both; the value `max` is None.
+    """Return the limit called `name`, and the value that `text` gives it: a number, or None for `max`.
 
-    Raises: KernelError EINVAL, ERANGE.
+    `offered`: the limits that may be named. Raises: KernelError EINVAL (no such limit, or not a number),
+    ERANGE.
     """
     if name == RECORD_BYTES:
         raise KernelError(errno.EINVAL, f"{name}: the machine has a fixed size; choose smaller buffers")

@@ -16,7 +16,7 @@ ALIGNED = "aligned"
 IP = "ip"
 """Base of a Value: the address that the function returns to."""
 LOW_HALF = ".low"
-"""End of a Value's base that means the lower 32 bits of a register's value at the function's entry."""
+"""Suffix of a Value's base that means the lower 32 bits of a register's value at the function's entry."""
 Value = tuple[str, int]
 """A base and an offset added to it. A register name as the base means its value at the function's entry."""
 _Regs = tuple[tuple[str, Value], ...]
@@ -306,9 +306,10 @@ class FrameSearch:
         """Frame before the latest indirect jump that the search has reached; None before the first one."""
 
     def run(self) -> bool:
-        """Run the search.
+        """Run the search; return True if `frames` is complete.
 
-        Return False if it has found a call or trap that never returns, so that it must restart.
+        Return False if the search has found a call or trap that never returns. The caller must then start a
+        new search.
         """
         while True:
             while self._pending:

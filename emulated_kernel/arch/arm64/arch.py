@@ -146,7 +146,7 @@ class Arm64(Arch):
         return ftrace_trampoline()
 
     def traced_entry(self) -> Frame:
-        """Return the stack frame before the first instruction of the trampoline; see Arch.
+        """Return the stack frame before the first instruction of the ftrace trampoline; see Arch.
 
         x30 contains the address after the fentry site. x9 contains the return address of the traced function.
         """

@@ -257,7 +257,7 @@ class _Effect:
     def _check_numbers(line: _Line, insn: Any) -> None:
         """Refuse a number of more than 32 bits in an instruction on w registers.
 
-        Keystone would truncate it.
+        Keystone would truncate the number.
         """
         if line.cell is None and insn.op_str.startswith("w"):
             for number in NUMBER.findall(line.text):

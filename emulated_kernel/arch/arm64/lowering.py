@@ -363,15 +363,15 @@ class Arm64Lowering(Lowering):
 
 
 def in_slot(offset: int) -> int:
-    """Return the word of a load of x0 from sp + `offset`; _patch_slot() replaces x0."""
+    """Return the word of a load of x0 from sp + `offset`; _patch_slot() replaces x0 by the destination."""
     return int.from_bytes(load(0, SP, offset, WORD), "little")
 
 
 def in_register(number: int) -> int:
-    """Return the word of a move from the register `number` to x0; _patch_slot() replaces x0."""
+    """Return the word of a move from x<`number`> to x0; _patch_slot() replaces x0 by the destination."""
     return int.from_bytes(asm.compute(RegisterOp.ORR, 0, ZERO, number), "little")
 
 
 def above_stack(offset: int) -> int:
-    """Return the word of an addition that sets x0 to sp + `offset`; _patch_slot() replaces x0."""
+    """Return the word that sets x0 to sp + `offset`; _patch_slot() replaces x0 by the destination."""
     return int.from_bytes(asm.add_immediate(0, SP, offset), "little")

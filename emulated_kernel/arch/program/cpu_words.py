@@ -41,7 +41,7 @@ class CpuWords:
 
     @classmethod
     def of(cls, abi: Mapping[str, int], register: str | None, word: int) -> CpuWords | None:
-        """Return the words of a kernel; None if the kernel lacks one of them.
+        """Return the locations in a kernel; None if `abi` lacks one of them.
 
         `abi`: name -> offset in bytes, for the kernel's structures and per-CPU variables. `register`: name of
         the register that holds the running task's address, or None. `word`: size of a pointer in bytes.
@@ -95,9 +95,10 @@ class CpuWords:
 
 
 def load_base(dst: int, own_offset: int | None, offset: int, word: int) -> tuple[Op, ...]:
-    """Return ops that set `dst` to the address of the per-CPU data at `offset`.
+    """Return ops that set `dst` to the address of the running CPU's per-CPU data at `offset`.
 
-    `own_offset`: per-CPU offset of the word that holds the CPU's base; None if the base is 0.
+    `own_offset`: offset of the per-CPU word that contains the address of this CPU's per-CPU area. If it is
+    None, `offset` is an absolute address. `word`: size of a pointer in bytes.
     """
     if own_offset is None:
         return (SetImmediate(dst, offset),)

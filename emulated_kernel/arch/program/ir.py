@@ -134,8 +134,8 @@ class StoreImmediate(Op):
 class UserAccessBegin(Op):
     """Allow loads from user memory, for architectures without Arch.reads_user.
 
-    Up to the UserAccessEnd, ops only compute, branch, and access memory at virtual registers. Each path,
-    including that of a fault, leads to a UserAccessEnd.
+    The ops up to the UserAccessEnd may only compute, branch, and access memory at virtual registers. Each
+    path, including that of a fault, must lead to a UserAccessEnd.
     Mirrors: arch/x86/include/asm/smap.h:smap_save (v6.1).
     """
 
@@ -212,7 +212,7 @@ class ComputePerCpu(Op):
 class AddAndFetch(Op):
     """Add a small constant atomically to the 8 bytes at an absolute address.
 
-    `dst` receives the sum. On 32-bit architectures, `high` receives its upper half.
+    `dst` receives the sum. On 32-bit architectures, `dst` receives its lower half, and `high` its upper half.
     """
 
     dst: int

@@ -1,4 +1,4 @@
-"""Assembly of single instructions with keystone, which needs hexadecimal numbers and no symbols."""
+"""Assembly of single instructions with keystone, from texts with hexadecimal numbers and no symbols."""
 
 from __future__ import annotations
 

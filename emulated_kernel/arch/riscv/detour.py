@@ -94,7 +94,11 @@ def _relocated_insns(region: Region, to: int, *, compressed: bool) -> Iterator[t
 
 
 def _linked_call(scratch: int, source: int, register: int, offset: int, following: int) -> bytes:
-    """Encode, for a detour, a jalr whose base is its own link register; overwrite the register `scratch`."""
+    """Encode a relocated jalr whose base register `register` also receives the return address.
+
+    `source`: address of the code. `offset`: offset of the target from the base. `following`: the return
+    address. The code overwrites the register `scratch`.
+    """
     target = addi(scratch, register, offset)
     return target + set_to_address(register, source + len(target), following) + jump_register(scratch)
 

@@ -17,7 +17,7 @@ _MAX_DECIMAL = 9
 """Largest number that capstone prints in decimal."""
 
 _R_MASK = 0xFE00707F
-"""Bits that name an instruction with two source registers."""
+"""Mask of the bits that identify an instruction with two source registers."""
 _TWO_SOURCES = {
     r_type(opcode, 0, funct3, 0, 0, funct7): name
     for name, opcode, funct7, funct3 in (
@@ -69,7 +69,7 @@ _WHOLE = {
 
 
 def extension_text(word: int) -> str | None:
-    """Return the text of a 32-bit instruction in capstone's syntax; None if no table above has it."""
+    """Return the text of a 32-bit instruction in capstone's syntax; None if this module's tables lack it."""
     rd, rs1, rs2 = (REGISTER_NAMES[word >> shift & 31] for shift in (7, 15, 20))
     if name := _ONE_SOURCE.get(word & _UNARY_MASK):
         return f"{name} {rd}, {rs1}"

@@ -170,8 +170,8 @@ class RiscvInsnAttributes:
     def effect(self) -> Effect:
         """The instruction's effect on registers, for data flow analysis.
 
-        An instruction without a known form, such as a vector or floating-point one, reads all registers and
-        overwrites none.
+        An instruction without a known form, such as a vector or floating-point one, counts as reading all
+        registers and overwriting no register.
         """
         if self._effect is None:
             form = self._form

@@ -227,7 +227,7 @@ def _cell(statement: Statement, inner: str) -> tuple[str, int] | None:
 
 
 def _displacement(text: str) -> int:
-    """Return the sum of the numbers in the memory operand of a statement, whose numbers are hexadecimal."""
+    """Return the sum of the hexadecimal numbers in the memory operand of the statement `text`."""
     written = "".join(_MEMORY.findall(text))
     terms = _TERM.findall("".join(written.split()))
     return sum(int(sign + term, 16) for sign, term in terms if _HEXADECIMAL.fullmatch(term))

@@ -73,7 +73,8 @@ def return_trampoline(frame: RegsFrame, address: int) -> HandlerStub:
 class X86TextReturns(TextReturns):
     """Calls in unused bytes of the kernel's text, in place of the push with which a return trampoline begins.
 
-    Linux prints a word of the stack as a caller only if it is the address of a function.
+    Hooked functions return to such a call. The return address on the stack is then in a function of the
+    kernel, as Linux's stack traces require.
     Mirrors: arch/x86/kernel/dumpstack.c:show_trace_log_lvl (v6.1).
     """
 

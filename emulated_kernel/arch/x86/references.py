@@ -57,8 +57,8 @@ def rip_relative(addr: int, code: bytes) -> Iterator[Reference]:
 def rip_relative_into(window: range, addr: int, code: bytes) -> Iterator[Reference]:
     """Yield those items of rip_relative() whose target is in `window`.
 
-    The function drops the other items of rip_relative(), because a kernel has few of them. A search for
-    displacements into the window takes four times as long.
+    The function filters the items of rip_relative(), because a kernel has few of them. A search for
+    displacements into the window would take four times as long.
     """
     return (way for way in rip_relative(addr, code) if way[0] in window)
 

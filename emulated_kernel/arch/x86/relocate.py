@@ -24,7 +24,7 @@ _SHORT_JUMP_SIZE = 2
 _ADDRESS_SIZE_PREFIX = 0x67
 _POPF = 0x9D
 _TEST_TOP = bytes.fromhex("f7042400010000")
-"""test dword ptr [esp], 0x100: the trap flag in the word that a popf pops; with REX.W, of a quadword."""
+"""Code of `test dword ptr [esp], 0x100`: does the word that a popf pops set TF? With REX.W, of 8 bytes."""
 _JNZ = 0x75
 
 
@@ -84,8 +84,8 @@ def guarded_popf(code: bytes, bits: int) -> bytes:
     """Return a branch and the popf `code`; if the popf would set the trap flag, the branch skips it.
 
     A jump follows the popf, and the branch skips this jump, too. Otherwise the trap would occur at the jump
-    after the popf, one instruction too early. The branch's condition is computed from what the popf reads, so
-    that the read faults in place of the popf. It changes only flags that the popf overwrites.
+    after the popf, one instruction too early. A test before the branch reads the word that the popf pops, so
+    a fault of the popf occurs at the test. The test changes only flags that the popf overwrites.
     """
     wide = b"\x48" if bits == 64 else b""
     return wide + _TEST_TOP + bytes((_JNZ, len(code) + JMP32_SIZE)) + code

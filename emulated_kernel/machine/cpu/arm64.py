@@ -86,7 +86,7 @@ SCR_64_BITS: Final = 0x431
 
 
 def write_system_register(engine: Engine, encoding: Encoding, value: int) -> None:
-    """Set the system register with the encoding `encoding`.
+    """Set the system register that `encoding` identifies to `value`.
 
     This is for registers to which Unicorn gives no id.
     """
@@ -95,7 +95,7 @@ def write_system_register(engine: Engine, encoding: Encoding, value: int) -> Non
 
 
 def read_system_register(engine: Engine, encoding: Encoding) -> int:
-    """Return the value of the system register with the encoding `encoding`.
+    """Return the value of the system register that `encoding` identifies.
 
     This is for registers to which Unicorn gives no id.
     """

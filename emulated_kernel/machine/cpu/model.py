@@ -65,7 +65,7 @@ class CpuModel(ABC):
     """Name of the register that contains the address of the boot parameters at the kernel's entry."""
 
     halt: bytes
-    """Machine code of the instruction that ends a run of the guest. It leaves ip after the instruction."""
+    """Machine code of the instruction that ends a run of the guest. ip is then the address after it."""
     breakpoints: tuple[bytes, ...]
     """Machine code of each breakpoint instruction."""
     repeated_copy: bytes = b""

@@ -139,7 +139,7 @@ class FastRegs(Regs):
     def step(self, on: bool) -> None:
         """Set the trap flag if `on` is True, otherwise clear it, without an API call.
 
-        Each stepped instruction needs a call to set the flag and a call to clear it.
+        An API call would take too long, because step() is called twice for each stepped instruction.
         """
         stored = self._stored_flags
         flag = self._trap_flag

@@ -32,7 +32,7 @@ INTERRUPT = 1 << 63
 CAUSE_ILLEGAL = 2
 CAUSE_BREAKPOINT = 3
 CAUSE_ECALL = 8
-"""Value of scause for a system call. Unicorn reports calls of the firmware in the kernel with it, too."""
+"""Value of scause for a system call. Unicorn also reports it for the kernel's calls of the firmware."""
 CAUSE_FETCH_FAULT = 12
 CAUSE_LOAD_FAULT = 13
 CAUSE_STORE_FAULT = 15

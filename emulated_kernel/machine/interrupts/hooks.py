@@ -31,7 +31,7 @@ _REPORTS = {HOOK_INTR: "intr", HOOK_INSN_INVALID: "invalid"}
 The hook can call these routines, which add the time of a trap.
 """
 _NO_VECTOR = (1 << 64) - 1
-"""Value of the fields of TrapWords for exceptions of system calls and arrivals: no exception's number."""
+"""No exception's number: with this value, a field such as TrapWords.arrival_vector matches no exception."""
 
 
 class TrapHooks:
@@ -96,9 +96,9 @@ class TrapHooks:
         self.arrivals = _word(self.words, "arrivals")
         """View of the field `arrivals` of `words`: the number of runs that end_runs_at() has ended."""
         self._arrival: tuple[int, int] | None = None
-        """Address of the routine that ends runs, and the exception's number; None without end_runs_at()."""
+        """Address of the routine that ends runs, and the exception's number; None before end_runs_at()."""
         self._entry: tuple[KernelEntry, int] | None = None
-        """The table of enter_calls(), and the exception's number; None without enter_calls()."""
+        """The table of enter_calls(), and the exception's number; None before enter_calls()."""
         self._deferred: Callable[[Regs], object] | None = None
         self.stopped_by: Trap | None = None
         self._hook_traps()
@@ -245,9 +245,9 @@ class TrapHooks:
         return int(self.words.hits)
 
     def set_guest_caller(self, owner: object, calls: bool) -> None:
-        """Add `owner` to `guest_callers` if `calls` is True, otherwise remove it.
+        """Add `owner` to `guest_callers` if its handlers call guest functions (`calls`), otherwise remove it.
 
-        While there is an owner, Python gets all traps.
+        While the set has a member, Python gets all traps.
         """
         (self.guest_callers.add if calls else self.guest_callers.discard)(owner)
         self.words.callers = len(self.guest_callers)

@@ -19,7 +19,8 @@ _CHUNK = 64 << 10
 _ROAMED = 1 << 20
 """Size in bytes of the first part of a window, which is allocated once before freed memory is reused.
 
-If a larger part of the window is mapped, all of the mapped part is allocated once before this.
+If a larger part of the window is mapped, all of the mapped part is allocated once before freed memory is
+reused.
 """
 
 

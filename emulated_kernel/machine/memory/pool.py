@@ -32,9 +32,10 @@ class UnitPool:
         """Number of bytes that are allocated now."""
 
     def alloc(self, size: int, limit: int | None = None) -> int:
-        """Allocate `size` bytes, aligned to the unit; below the address `limit` if there is room below it.
+        """Allocate `size` bytes, aligned to the unit, and return their address.
 
-        Raises: HardwareError (no free range is large enough).
+        The address is below `limit` if there is room below it. Raises: HardwareError (no free range is large
+        enough).
         """
         count = max(1, -(-size // self.unit))
         # Hazard: the guest names sizes up to 2^64, and the host must not allocate so much for the search.

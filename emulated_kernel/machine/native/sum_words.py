@@ -9,14 +9,15 @@ from __future__ import annotations
 import ctypes
 
 SUM = 1 << 18
-"""The bit in mstatus and sstatus. Source: RISC-V privileged architecture, 4.1.1."""
+"""Mask of the bit SUM in mstatus and sstatus. Source: RISC-V privileged architecture, 4.1.1."""
 ENTRY_SIZE = 64
-"""Size in bytes of an entry of Unicorn's TLB. It begins with the page's address for reads, writes, fetches.
+"""Size in bytes of an entry of Unicorn's TLB.
 
-An address is all ones if such an access is not cached.
+An entry begins with three words: the page's address for reads, for writes and for fetches. A word is all ones
+if such an access is not cached.
 """
 VICTIMS = 8
-"""Number of entries that Unicorn keeps of those which others have replaced in the table."""
+"""Number of entries of Unicorn's victim TLB, which keeps entries that newer ones replaced in the table."""
 
 
 class SumWords(ctypes.Structure):

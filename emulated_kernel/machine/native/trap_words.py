@@ -99,9 +99,9 @@ class LinkWords(ctypes.Structure):
 
 
 LINKED = 1
-"""Bit of a table's entry: the rest of the entry is the address of LinkWords, instead of one in the guest.
+"""Bit of a table's entry: the other bits are the address of LinkWords, instead of an address in the guest.
 
-Guests have such entries whose instructions are at even addresses: RISC-V and arm64.
+Only the tables of RISC-V and arm64 have such entries, because instructions are at even addresses there.
 """
 
 
@@ -168,10 +168,10 @@ class TrapTable:
         self._indices[address] = index
 
     def _resize(self, bits: int) -> None:
-        """Move the entries to a new table whose hash function has 2**bits values; at most half are used.
+        """Move the entries to a new table whose hash function has 2**bits values.
 
-        After the index of the last value there is room for all used entries and an empty one, so a search
-        never wraps.
+        The caller ensures that the entries are at most half of 2**bits. After the index of the last value
+        there is room for all of them and an empty entry, so a search never wraps.
         """
         old = list(self.items())
         self._bits = bits
