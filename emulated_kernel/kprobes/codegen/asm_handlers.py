@@ -78,7 +78,10 @@ class PerCpuVars(MutableMapping[str, int]):
 
 
 class HandlerPoint(Enum):
-    """Time at which a handler in assembly runs. The value is the attribute of the probe with its text."""
+    """Time at which a handler in assembly runs.
+
+    The value is the name of the probe's attribute that has the handler's text.
+    """
 
     PRE = "code"
     POST = "post_code"
@@ -198,7 +201,7 @@ class AssemblyOwner(ABC):
 
 
 def handler_texts(probe: object) -> dict[HandlerPoint, str]:
-    """Return a map: time at which a handler in assembly runs -> its text, for the handlers of a probe."""
+    """Return the texts of a probe's handlers in assembly: time at which the handler runs -> its text."""
     found = {}
     for point, name in _ATTRIBUTES.items():
         text = getattr(probe, name, None)

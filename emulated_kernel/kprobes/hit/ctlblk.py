@@ -70,7 +70,7 @@ class KprobeCtlblk:
         self._set_within(False)
 
     def _set_within(self, within: bool) -> None:
-        """Store, for compiled handlers and the host's routine for traps, if the guest runs within a hit."""
+        """Store whether the guest runs within a hit, for compiled handlers and the host's trap routine."""
         self.python[0] = within
         words = self.current_kprobe.words
         if words:

@@ -84,7 +84,7 @@ class FtraceSites:
         self.modified: set[int] = set()
         """Sites that have had a user that may change ip. Mirrors: FTRACE_FL_MODIFIED (v6.12)."""
         self.enabled = 1
-        """Value of sysctl kernel.ftrace_enabled; while it is 0, no site calls."""
+        """Value of sysctl kernel.ftrace_enabled; while it is 0, all sites are nops."""
         self.calls = 0
         """Number of calls from sites that Python handled."""
         self._ops = FtraceOpsList()
@@ -418,7 +418,7 @@ class FtraceSites:
     def _update(self, sites: Iterable[int]) -> None:
         """Write at sites the calls or nops that their users require.
 
-        The handler of a site's calls is removed after the text has stopped calling. All sets may have tens of
+        The handler of a site's calls is removed after the site has become a nop. All sets may have tens of
         thousands of members, so there are as few copies as possible.
         """
         if not isinstance(sites, set):

@@ -136,7 +136,7 @@ class RetStack(ShadowStack):
         self.words.free(self._stacks.pop(task))
 
     def _array(self, task: int) -> int:
-        """Return the address of a task's array, or 0.
+        """Return the address of a task's array, or 0 if the task has no array.
 
         Raises: MemoryFault (the guest has changed the address).
         """
@@ -148,7 +148,8 @@ class RetStack(ShadowStack):
     def _get(self, hook: int, task: int) -> int:
         """Reserve a node on the task's stack; return its address, or 0 if there is no space or memory.
 
-        Calls that are hooked before the node is pushed get the space above it. They return before that.
+        Calls that are hooked before the node is pushed get the space above the node. These calls return
+        before the node is pushed.
         """
         if not self._array(task):
             try:

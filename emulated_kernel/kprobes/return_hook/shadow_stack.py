@@ -71,7 +71,7 @@ class ShadowStack(ABC):
         self.tasks = tasks
         self.cpus = cpus
         self.hooks: dict[int, int] = {}
-        """Address of a hook -> number of its instances; 0 if only the size of the tasks' arrays limits calls.
+        """Address of a hook -> number of its nodes; 0 if only the size of the tasks' arrays limits calls.
 
         The map includes removed hooks that still have pending calls.
         """
@@ -82,9 +82,9 @@ class ShadowStack(ABC):
 
     @abstractmethod
     def add_hook(self, nodes: int, data_size: int) -> int:
-        """Allocate a hook with `nodes` instances of `data_size` bytes each, and return its address.
+        """Allocate a hook and its `nodes` nodes; return the hook's address.
 
-        Raises: KernelError ENOMEM.
+        `data_size`: size in bytes of the private data in each node.
         """
 
     def _add_control(self, nodes: int) -> int:
@@ -99,11 +99,11 @@ class ShadowStack(ABC):
         self.words.free(hook)
 
     def active(self, hook: int) -> int:
-        """Return the number of a hook's instances in use."""
+        """Return the number of a hook's nodes in use."""
         return int(self.counters[hook][ACTIVE])
 
     def high_water(self, hook: int) -> int:
-        """Return the highest number of a hook's instances that were in use at the same time."""
+        """Return the highest number of a hook's nodes that were in use at the same time."""
         return int(self.counters[hook][HIGH_WATER])
 
     def remove_hook(self, hook: int) -> None:
@@ -261,7 +261,7 @@ def counter_at(hook: int, counter: int, word_size: int) -> int:
 
 
 def count_instance(counters: memoryview) -> None:
-    """Count one more instance in use, in the counters of a hook."""
+    """Count one more node in use, in the counters of a hook."""
     count(counters, ACTIVE, 1)
     counters[HIGH_WATER] = max(counters[HIGH_WATER], counters[ACTIVE])
 

@@ -59,7 +59,7 @@ class TracingServices:
     function_args: FunctionArgs | None = None
     """Printer of the functions' arguments in records of calls; None if these records have no arguments."""
     user_data: UserDataSize | None = None
-    """Number of bytes of user memory in a record of a system call.
+    """Setting of the number of bytes of user memory in a record of a system call.
 
     The value is None if these records contain no user memory.
     """

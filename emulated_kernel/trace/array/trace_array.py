@@ -340,7 +340,7 @@ class TraceArray(ArrayRings, Recorder):
         self.clear_trace()
 
     def past(self) -> PreviousBootRecords:
-        """Return the buffers with their records, for a later call of take_records() in another kernel."""
+        """Return the buffers with their records, for take_records() of another kernel's trace array."""
         return PreviousBootRecords(
             self.buffers,
             self.snapshot.buffers,
@@ -646,7 +646,7 @@ class TraceArray(ArrayRings, Recorder):
         self._tracers[self.current_tracer].option_changed(name)
 
     def write_tracing_on(self, number: int) -> None:
-        """Execute a write to tracing_on: switch recording on or off. If it is now on, notify the tracer.
+        """Execute a write to tracing_on: switch recording off (0) or on. If it was off, notify the tracer.
 
         Mirrors: kernel/trace/trace.c:rb_simple_write (v6.1).
         """

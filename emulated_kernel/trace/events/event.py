@@ -69,12 +69,12 @@ class Recorder(ABC):
         return None
 
     def off_since(self) -> int | None:
-        """Return None if recording is on, else a number that identifies the present period without it."""
+        """Return None if recording is on, else a number that identifies the period since it is off."""
         return None
 
     @abstractmethod
     def event_switched(self, event: TraceEvent, /, *, enabled: bool) -> None:
-        """Handle the enabling (`enabled` is True) or disabling of an event in this trace array."""
+        """Take note that this trace array has enabled (`enabled` is True) or disabled an event."""
 
     @abstractmethod
     def event_removed(self, event: TraceEvent, /) -> None:
@@ -164,7 +164,7 @@ class TraceEvent(ABC):
 
     @property
     def needs_entry(self) -> bool:
-        """Whether the event has a trigger or is in soft mode in a trace array.
+        """Whether the event has a trigger or is in soft mode in at least one trace array.
 
         Guest code cannot handle the hits of such an event.
         """
@@ -301,7 +301,7 @@ class TraceEvent(ABC):
 
     @abstractmethod
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """Return the text that `trace` shows after `name: `.
+        """Return the text that the trace file shows after the event's name.
 
         `payload` is the entry without its 8 common bytes.
         """
@@ -338,7 +338,7 @@ class EventFile:
         self.recorder = recorder
         self.triggers: list[Trigger] = []
         self._keyed: dict[Hashable, Trigger] = {}
-        """Trigger.key -> the trigger. An event may have a trigger for each of thousands of events."""
+        """Trigger.key -> the trigger, for a fast look-up: an event may have thousands of triggers."""
         self.soft_disabled = False
         self.is_special = False
         """Cached value: whether a hit has to go through fire(), because of triggers or soft mode."""

@@ -332,7 +332,10 @@ class _FmtParser:
         return self._function(name, arguments)
 
     def _function(self, name: str, arguments: Sequence[Expression]) -> Expression:
-        """Compile a call of a function whose arguments are expressions."""
+        """Compile a call of the function `name`; raise ValueError if the function is unknown.
+
+        Functions whose arguments are fields or tables are compiled by other methods.
+        """
         match name, arguments:
             case "__builtin_expect", (value, _):
                 return value

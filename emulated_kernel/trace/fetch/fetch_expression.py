@@ -65,9 +65,12 @@ class ExpressionParser:
         self._depth = 0
         """Number of dereferences, typecasts and per-CPU accesses around the current expression."""
         self.named: NamedArgs | None = None
-        """The compiler of the name that determined the BTF type of the value, or None."""
+        """Compiler of the name that has given the value its BTF type; None if the value has no BTF type."""
         self.end = 0
-        """Column of the last field, or of the operand of the outermost dereference; 0 if there is neither."""
+        """Column for errors that are found after the parsing.
+
+        It is that of the last field, or of the operand of the outermost dereference; 0 if there is neither.
+        """
 
     def compile(self, text: str, at: int) -> list[FetchInsn]:
         """Compile `text`, an expression without its type.
@@ -396,7 +399,7 @@ class ExpressionParser:
 
 
 def _closing(text: str, begin: int) -> int:
-    """Return the position of the parenthesis that closes the one at `begin`, or -1.
+    """Return the position of the parenthesis that closes the one at `begin`, or -1 if none does.
 
     Mirrors: kernel/trace/trace_probe.c:find_matched_close_paren (v7.3).
     """

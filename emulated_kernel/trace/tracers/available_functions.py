@@ -147,7 +147,7 @@ class Functions(Collection[TraceableFunction]):
         return [(site, self._functions[site]) for site in (sites if isinstance(sites, tuple) else (sites,))]
 
     def sites_by_name(self, name: str | None) -> Iterable[tuple[str, int]]:
-        """Return (name, fentry site) of the functions with this name, or of all functions if it is None.
+        """Return (name, fentry site) of each function called `name`, or of all functions if `name` is None.
 
         Disabled functions are left out.
         """

@@ -114,7 +114,7 @@ class EditedSet(ABC):
 
 
 class ShownFunctions(Protocol):
-    """Interface of the functions that a filter file shows."""
+    """Interface of a set of functions that a filter file shows."""
 
     @property
     def sites(self) -> Collection[int]:
@@ -126,7 +126,7 @@ class ShownFunctions(Protocol):
 
 
 class _ShownSites(NamedTuple):
-    """Implements ShownFunctions for a file that is open for reading."""
+    """The functions that a file shows as long as it is open for reading."""
 
     sites: frozenset[int]
     is_empty: bool
