@@ -59,7 +59,7 @@ class BreakpointKind(Enum):
 def breakpoint_kind(
     prepared: ArchSpecificInsn, profile: Profile, *, has_post_handler: bool = False
 ) -> BreakpointKind:
-    """Return how the breakpoint on a prepared instruction executes the instruction.
+    """Return how the instruction `prepared` is executed at a hit by its breakpoint.
 
     Linux: a probe stays boosted, so that a post_handler added later never runs. Deviates: such a
     post_handler runs.

@@ -77,7 +77,10 @@ class KprobeCtlblk:
             words[self.cpu][0] = within
 
     def reset_current(self, head: AggrKprobe) -> None:
-        """End the probe's hit, unless it was abandoned. Mirrors: reset_current_kprobe (v6.1)."""
+        """End the hit of `head`, and store its duration in `head.cost`.
+
+        Mirrors: reset_current_kprobe (v6.1).
+        """
         self.set_running(None)
         head.cost.kept().append(perf_counter_ns() - self.started)
 

@@ -32,7 +32,7 @@ def no_code(sites: AbstractSet[int]) -> Iterable[tuple[int | None, AbstractSet[i
 
 
 def one_code(address: int) -> CodesOf:
-    """Return a CodesOf for one piece of guest code that handles the calls from all sites."""
+    """Return a CodesOf for the guest code at `address`, which handles the calls from all sites."""
     return lambda sites: ((address, sites),)
 
 

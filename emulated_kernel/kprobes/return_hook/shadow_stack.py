@@ -122,9 +122,10 @@ class ShadowStack(ABC):
         """Free the memory of a removed hook without pending calls."""
 
     def try_get(self, hook: int, task: int) -> int:
-        """Take a node for a call and return its address.
+        """Take a node of `hook` for a call of `task`, and return the node's address.
 
-        Return 0 if no node is free: the call is then missed.
+        `hook`, `task`: addresses of the hook and of the task_struct. Return 0 if no node is free: the call is
+        then missed.
         """
         try:
             # Without the task's field, the call could not be pushed.
@@ -135,12 +136,18 @@ class ShadowStack(ABC):
             return 0
 
     def _head(self, task: int) -> memoryview:
-        """Return a live view of the task's word `field`. Raises: MemoryFault (no task is at this address)."""
+        """Return a live view of the field of a task in which the task's pending calls begin; see `field`.
+
+        `task`: address of the task_struct. Raises: MemoryFault (no task is at this address).
+        """
         return self.tasks.of(task, self.field)
 
     @abstractmethod
     def _get(self, hook: int, task: int) -> int:
-        """Take a node and return its address, or 0 if none is left. Raises: MemoryFault (a damaged pool)."""
+        """Take a node of `hook` for a call of `task`; return the node's address, or 0 if no node is left.
+
+        Raises: MemoryFault (a damaged pool).
+        """
 
     def put_back(self, hook: int, task: int, node: int) -> None:  # noqa: ARG002 - the pool is global
         """Return `node`, which was taken for a call of `task` but not pushed, to the hook's pool.
@@ -159,7 +166,7 @@ class ShadowStack(ABC):
 
     @abstractmethod
     def push(self, hook: int, task: int, node: int, ret_addr: int, frame: int) -> None:
-        """Add `node` as the newest pending call of a task.
+        """Add `node`, a node of `hook`, as the newest pending call of `task`.
 
         `ret_addr`: the call's real return address. `frame`: address of the stack slot of the return
         address.

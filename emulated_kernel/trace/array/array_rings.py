@@ -61,7 +61,7 @@ class ArrayRings(ABC):
         self._switches = 0
         """Number of times that recording was switched on or off."""
         self._has_recorded = False
-        """Whether buffers that were replaced have had records."""
+        """Whether a record was ever written to buffers that the present buffers have replaced."""
         self._stopped = 0
         self._notified = 0
         """Value of `written` when notify_of_guest() last called the listeners."""

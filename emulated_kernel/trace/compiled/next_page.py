@@ -74,7 +74,7 @@ _CAPACITY = 2
 _PLACE = 3
 """Number of the virtual register with a ring slot, or with an address."""
 _COUNTS = 4
-"""Number of the virtual register with the address of the counts of events of all pages, less _TABLE."""
+"""Number of the virtual register with the address of the table of event counts, less _TABLE."""
 _PAGE = 5
 """Number of the virtual register with the number of a page, or with a size."""
 _TEMP = 6

@@ -268,7 +268,7 @@ class ExpressionParser:
         return [self._special(name, at)]
 
     def _event_field(self, name: str, at: int) -> FetchInsn:
-        """Compile `$FIELD` of an event probe. In Linux up to 6.1, the field is looked up after the parsing.
+        """Compile `$FIELD` of an event probe; `name` is FIELD. In Linux up to 6.1, it is looked up later.
 
         Mirrors: kernel/trace/trace_probe.c:parse_probe_vars (v6.12).
         """
@@ -280,7 +280,7 @@ class ExpressionParser:
         return FetchInsn(FetchOp.TP_ARG, name=name)
 
     def _special(self, name: str, at: int) -> FetchInsn:
-        """Compile `$stack`, `$stackN`, `$comm` or `$argN`."""
+        """Compile the variable `$stack`, `$stackN`, `$comm` or `$argN`; `name` is its name without `$`."""
         context = self._context
         if name == "stack":
             return FetchInsn(FetchOp.STACKP, name=self._arch.registers.sp)
@@ -412,7 +412,9 @@ def _closing(text: str, begin: int) -> int:
 
 
 def _str_to_immediate(text: str, base: int, bits: int) -> int:
-    """Parse the number of an immediate value, which follows a backslash.
+    """Parse `text`, the number of an immediate value, which follows a backslash.
+
+    `base`: 0 means that a prefix selects the base. `bits`: size of the number.
 
     Raises: KernelError EINVAL (not a number), ERANGE (too large).
     Mirrors: kernel/trace/trace_probe.c:str_to_immediate (v6.1).

@@ -208,7 +208,7 @@ class ActionMaker:
 
 
 def _same_keys(one: Histogram, other: Histogram) -> bool:
-    """Return True if the keys of two histograms have the same types in the same order.
+    """Return True if the keys of both histograms have the same types in the same order.
 
     Mirrors: compatible_keys (v6.1).
     """

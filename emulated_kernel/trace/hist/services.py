@@ -95,7 +95,7 @@ class HistServices:
         return event if isinstance(event, SyntheticEvent) else None
 
     def with_variables(self, recorder: Recorder) -> Sequence[Histogram]:
-        """Return the histograms of a trace array that define or use variables, newest first."""
+        """Return the histograms of trace array `recorder` that define or use variables, newest first."""
         return self._with_variables.get(recorder, ())
 
     def save_variables(self, data: Histogram) -> None:
