@@ -136,7 +136,7 @@ class AggrKprobe(AssemblyOwner):
     If the probes were registered disabled, the detour is created when one is enabled or examined.
     """
     awaits_detour: bool = field(default=False, init=False, repr=False)
-    """Whether several disabled probes were registered, and the detour was not yet tried."""
+    """Whether several disabled probes were registered, and nobody has tried to create the detour yet."""
     has_used_detour: bool = field(default=False, init=False, repr=False)
     """Whether the detour has been in use since it was created, so that a CPU may be executing its code."""
     is_patched: bool = field(default=False, init=False)

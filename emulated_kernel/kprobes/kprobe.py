@@ -28,7 +28,10 @@ else:
 """The registers that a probe's handlers get: X86Regs, I386Regs or RiscvRegs of kprobes.regs."""
 
 PreHandler: TypeAlias = Callable[["Kprobe[RegsT]", RegsT], int | None]
-"""Function that takes the probe and the registers. A true result means that it has set regs.ip itself."""
+"""Function that takes the probe and the registers.
+
+A true result means that the handler has set regs.ip itself.
+"""
 PostHandler: TypeAlias = (
     Callable[["Kprobe[RegsT]", RegsT], object] | Callable[["Kprobe[RegsT]", RegsT, int], object]
 )
@@ -41,7 +44,7 @@ It returns False, with nothing added, if the pre_handler itself must run.
 FaultHandler: TypeAlias = Callable[["Kprobe[RegsT]", RegsT, int], int | None]
 """Function that takes the probe, the registers and the exception's vector.
 
-A true result means that it has handled the exception.
+A true result means that the handler has handled the exception.
 """
 BreakHandler: TypeAlias = Callable[["Kprobe[RegsT]", RegsT], int | None]
 """Function that takes the probe and the registers.
@@ -76,9 +79,9 @@ _GONE = KprobeFlag.GONE.value
 class Kprobe(FailureCount, Generic[RegsT]):
     """A probe on one instruction: give `symbol_name` (and `offset`, in bytes) or `addr`, never both.
 
-    `pre_handler(kprobe, regs)` runs before the instruction. If it returns a true value, it has set regs.ip
-    itself, and the instruction does not run. `post_handler(kprobe, regs)` runs after the instruction. If
-    post_handler has a third parameter, its argument is Linux's flags, which are always 0.
+    `pre_handler(kprobe, regs)` runs before the instruction. A true result means that the handler has set
+    regs.ip itself; then the instruction does not run. `post_handler(kprobe, regs)` runs after the
+    instruction. If post_handler has a third parameter, its argument is Linux's flags, which are always 0.
 
     The type of `regs` is the type parameter: `Kprobe[RiscvRegs]` for riscv64. The default is X86Regs.
 

@@ -75,9 +75,9 @@ class Observers:
         return max(map(_sight_of, members), default=Sight.NOTHING)
 
     def _find_heads(self) -> Sequence[AggrKprobe] | None:
-        """Return the AggrKprobes that have patched the text.
+        """Return the AggrKprobes that have patched the text; None if any patch cannot be examined.
 
-        Return None if other code has patched it too, or if a patch is in one of `loops`.
+        This is a patch of other code than a probe, or a patch within one of `loops`; see __init__().
         """
         found: list[AggrKprobe] = []
         patch = range(0)
@@ -92,7 +92,7 @@ class Observers:
         return found
 
     def _head_at(self, address: int) -> AggrKprobe | None:
-        """Return the AggrKprobe for which the byte at `address` is patched, or None."""
+        """Return the AggrKprobe for which the byte at `address` is patched; None for other patches."""
         for start in range(address, address - _LONGEST, -1):
             head = self._table.get(start)
             if head is not None:

@@ -74,7 +74,10 @@ class ProbeText:
         return "\n".join(f"{kind} {code.hex(' ')}  {'; '.join(texts)}" for kind, code, texts in lines)
 
     def _jump_insns(self, addr: int, current: bytes, size: int, name: AddressName) -> list[str]:
-        """Return the instructions of a jump of `size` bytes, and the bytes of its region that follow it."""
+        """Return the lines that show a jump of `size` bytes at `addr`, and the bytes of its region after it.
+
+        `current`: bytes of the region. `name`: function that names addresses.
+        """
         insns = self._insns(self._text.current(addr, size), addr, name)
         rest = current[size:]
         return [*insns, data_text(rest)] if rest else insns
@@ -149,7 +152,7 @@ class ProbeText:
             yield from self._parts(parts, end + size, head)
 
     def disassembly(self, va: int, size: int) -> str:
-        """Return one line for each instruction of the current text: address, bytes, mnemonic, operands."""
+        """Return a line for each instruction in `size` bytes of text at `va`: address, bytes, instruction."""
         return "\n".join(self._arch.disassemble(self._text.current(va, size), va, self._symbol))
 
     def _parts(self, parts: tuple[CodePart, ...], end: int, head: AggrKprobe | None) -> Iterator[str]:

@@ -79,7 +79,7 @@ class Profile:
     interface: str = "linux-6.1"
     """Name of the version of tracefs: a key of INTERFACES."""
     probe_rules: str = "linux-6.1"
-    """Name of the rules about places of probes and jumps: a key of PROBE_RULES."""
+    """Name of the rules that decide where probes and jumps may be: a key of PROBE_RULES."""
     fault_handlers: bool = False
     """Whether a probe may have a fault_handler (Linux up to 5.13)."""
     return_hook: str = "rethook"

@@ -494,7 +494,7 @@ class Kprobes:
         return None
 
     def detour(self, kprobe: Kprobe) -> DetourBuffer | None:
-        """Return the detour of the probe's address, or None.
+        """Return the detour of the probe's address, or None if it has no detour.
 
         The detour may exist although no jump leads to it.
         """
@@ -518,7 +518,7 @@ class Kprobes:
         return report.why_unarmed(self.table, self.sites, kprobe)
 
     def set_ftrace_enabled(self, value: int) -> None:
-        """Set sysctl kernel.ftrace_enabled. Raises: KernelError EOPNOTSUPP (no fentry sites)."""
+        """Set sysctl kernel.ftrace_enabled to `value`. Raises: KernelError EOPNOTSUPP (no fentry sites)."""
         self.lock.assert_held()
         if self.sites is None:
             raise KernelError(errno.EOPNOTSUPP, "built without ftrace")
@@ -605,7 +605,10 @@ class Kprobes:
             yield report.bucket_text(probes, self.symbols, self._bits)
 
     def stages_text(self) -> str:
-        """Return the first line of kprobes/stages: the switch, and the milliseconds after which stops end."""
+        """Return the first line of kprobes/stages: "0" if changes do not stop, else "1" and a time.
+
+        The time is the milliseconds after which stops end; it is left out if only next_stage() ends stops.
+        """
         stages = None if self.optimizer is None else self.optimizer.stages
         if stages is None or not stages.is_on:
             return "0"

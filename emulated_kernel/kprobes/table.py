@@ -49,7 +49,7 @@ class ProbeTable:
         self._buckets[hash_address(address, self._bits)][address] = head
 
     def remove(self, head: AggrKprobe) -> None:
-        """Remove the entry of an address."""
+        """Remove the entry `head` from the table."""
         address = head.address
         self.changes += 1
         del self._heads[address]

@@ -128,11 +128,13 @@ class KernelSymbols:
         return Location(_page_symbol(address & -PAGE_SIZE), address % PAGE_SIZE, GENERATED_MODULE)
 
     def kallsyms_text(self, zero_addresses: bool = False) -> str:
-        """Return the whole text of /proc/kallsyms, which kallsyms_lines() yields."""
+        """Return the whole text of /proc/kallsyms. With `zero_addresses`, all addresses are 0."""
         return "".join(self.kallsyms_lines(0, zero_addresses=zero_addresses))
 
     def kallsyms_lines(self, start: int, *, zero_addresses: bool) -> Iterator[str]:
-        """Yield the lines of /proc/kallsyms from index `start` on; each page of generated code has a symbol.
+        """Yield the lines of /proc/kallsyms from index `start` on. With `zero_addresses`, addresses are 0.
+
+        Each page of generated code has a symbol.
 
         Mirrors: kernel/kallsyms.c:get_ksymbol_kprobe (v6.1).
         """

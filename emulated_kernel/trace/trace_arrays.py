@@ -128,7 +128,7 @@ class TraceArrays(TaskObserver):
 
     @property
     def removed_hists(self) -> RemovedHists:
-        """Which removed histograms showed durations; see RemovedHists."""
+        """Data about removed histograms that showed durations; see RemovedHists."""
         return self._hists.system.removed
 
     @property

@@ -31,14 +31,17 @@ class PerCpuVars(MutableMapping[str, int]):
         """Views of the cells in guest memory while the probe is registered, otherwise None."""
 
     def per_cpu(self, name: str) -> list[int]:
-        """Return the numbers in a cell, one for each CPU. Raises: KeyError (no such cell)."""
+        """Return the numbers in the cell `name`, one for each CPU. Raises: KeyError (no such cell)."""
         return list(self._values[name]) if self._live is None else [view[0] for view in self._live[name]]
 
     def __getitem__(self, name: str) -> int:
         return sum(self.per_cpu(name)) & _MASK
 
     def __setitem__(self, name: str, value: int) -> None:
-        """Set a cell's sum to `value`. Raises: KeyError (the code of a registered probe has no such cell)."""
+        """Set the sum of the cell `name` to `value`.
+
+        Raises: KeyError (the probe is registered, and its code has no such cell).
+        """
         if self._live is None:
             self._values[name] = [value & _MASK]
             return
@@ -46,7 +49,7 @@ class PerCpuVars(MutableMapping[str, int]):
             view[0] = 0 if number else value & _MASK
 
     def __delitem__(self, name: str) -> None:
-        """Delete a cell. Raises: KeyError (no such cell), ValueError (the probe is registered)."""
+        """Delete the cell `name`. Raises: KeyError (no such cell), ValueError (the probe is registered)."""
         if self._live is not None:
             raise ValueError("the cells of a registered probe are in use")
         del self._values[name]
@@ -78,7 +81,10 @@ class PerCpuVars(MutableMapping[str, int]):
 
 
 class HandlerPoint(Enum):
-    """Time at which a handler in assembly runs. The value is the attribute of the probe with its text."""
+    """Time at which a handler in assembly runs.
+
+    The value is the name of the probe's attribute that has the handler's text.
+    """
 
     PRE = "code"
     POST = "post_code"
@@ -198,7 +204,7 @@ class AssemblyOwner(ABC):
 
 
 def handler_texts(probe: object) -> dict[HandlerPoint, str]:
-    """Return a map: time at which a handler in assembly runs -> its text, for the handlers of a probe."""
+    """Return the texts of a probe's handlers in assembly: time at which the handler runs -> its text."""
     found = {}
     for point, name in _ATTRIBUTES.items():
         text = getattr(probe, name, None)

@@ -36,7 +36,7 @@ class CompiledCode:
     region: Region | None = field(default=None, init=False)
     """The emulated instruction whose relocated form follows the handler of a stub, or None."""
     leads: tuple[int, ...] = field(default=(), init=False, metadata=ADDRESS)
-    """Addresses of the breakpoints at the end of a stub that lead on. A hit runs one, if there are any."""
+    """Addresses of the breakpoints at the end of a stub that send the guest on. A hit runs one of them."""
     tail: int = field(default=0, init=False, metadata=ADDRESS)
     """Address of the breakpoint in which the code ends, at least in some cases; 0 if there is none."""
     retired: bool = field(default=False, init=False)
@@ -46,20 +46,20 @@ class CompiledCode:
 
 
 class BreakpointKind(Enum):
-    """How a breakpoint's handler executes the probed instruction. The values are the names in output."""
+    """How the probed instruction is executed at a hit by a breakpoint. The values are the names in files."""
 
     STEPPED = "stepped"
-    """It runs the copy, and a second trap ends the step."""
+    """The guest runs the copy, and a second trap ends the step."""
     BOOSTED = "boosted"
-    """It runs the copy, which ends in a jump back."""
+    """The guest runs the copy, which ends in a jump back."""
     EMULATED = "emulated"
-    """It does the work of the instruction itself."""
+    """The instruction is emulated; no copy runs."""
 
 
 def breakpoint_kind(
     prepared: ArchSpecificInsn, profile: Profile, *, has_post_handler: bool = False
 ) -> BreakpointKind:
-    """Return how the breakpoint on a prepared instruction executes the instruction.
+    """Return how the instruction `prepared` is executed at a hit by its breakpoint.
 
     Linux: a probe stays boosted, so that a post_handler added later never runs. Deviates: such a
     post_handler runs.

@@ -70,14 +70,17 @@ class KprobeCtlblk:
         self._set_within(False)
 
     def _set_within(self, within: bool) -> None:
-        """Store, for compiled handlers and the host's routine for traps, if the guest runs within a hit."""
+        """Store whether the guest runs within a hit, for compiled handlers and the host's trap routine."""
         self.python[0] = within
         words = self.current_kprobe.words
         if words:
             words[self.cpu][0] = within
 
     def reset_current(self, head: AggrKprobe) -> None:
-        """End the probe's hit, unless it was abandoned. Mirrors: reset_current_kprobe (v6.1)."""
+        """End the hit of `head`, and store its duration in `head.cost`.
+
+        Mirrors: reset_current_kprobe (v6.1).
+        """
         self.set_running(None)
         head.cost.kept().append(perf_counter_ns() - self.started)
 

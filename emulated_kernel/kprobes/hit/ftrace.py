@@ -84,7 +84,7 @@ class FtraceSites:
         self.modified: set[int] = set()
         """Sites that have had a user that may change ip. Mirrors: FTRACE_FL_MODIFIED (v6.12)."""
         self.enabled = 1
-        """Value of sysctl kernel.ftrace_enabled; while it is 0, no site calls."""
+        """Value of sysctl kernel.ftrace_enabled; while it is 0, all sites are nops."""
         self.calls = 0
         """Number of calls from sites that Python handled."""
         self._ops = FtraceOpsList()
@@ -197,8 +197,8 @@ class FtraceSites:
     def _list(self, calls: Sequence[Called], *, ends: bool = True) -> Called:
         """Return a handler that calls `calls`, the handlers of several users of a site.
 
-        KprobeCtlblk.in_ops_list is set during the calls. `ends`: clear it after the last call. If `ends` is
-        False, one of `calls` clears it.
+        KprobeCtlblk.in_ops_list is set during the calls. `ends`: whether the handler clears the flag after
+        the last call. If `ends` is False, one of `calls` clears the flag.
         Mirrors: kernel/trace/ftrace.c:__ftrace_ops_list_func (v6.1).
         """
         call_each = _each([*calls, self._list_ends] if ends else calls)
@@ -275,7 +275,7 @@ class FtraceSites:
     # Probes
 
     def arm(self, heads: Sequence[AggrKprobe]) -> None:
-        """Make the probes' fentry sites call the probes.
+        """Make the fentry sites of the probes `heads` call them.
 
         Mirrors: kernel/kprobes.c:__arm_kprobe_ftrace (v6.1).
         """
@@ -285,7 +285,7 @@ class FtraceSites:
         self._update([head.address for head in heads])
 
     def disarm(self, heads: Sequence[AggrKprobe]) -> None:
-        """Stop the fentry sites' calls of the probes; a site without another user becomes a nop again.
+        """Stop the calls of the probes `heads`; a fentry site without another user becomes a nop again.
 
         Mirrors: kernel/kprobes.c:__disarm_kprobe_ftrace (v6.1).
         """
@@ -307,7 +307,7 @@ class FtraceSites:
     # All users
 
     def enable(self, value: int) -> None:
-        """Set sysctl kernel.ftrace_enabled. With 0 all sites become nops, and users keep their sites.
+        """Set sysctl kernel.ftrace_enabled to `value`. With 0, all sites are nops; users keep their sites.
 
         In Linux, setting it to 0 fails with EBUSY while a live patch is registered. This kernel has no live
         patches.
@@ -348,7 +348,7 @@ class FtraceSites:
             self._update(sites)
 
     def set_code(self, ops: FtraceOps, codes_of: CodesOf) -> None:
-        """Set the guest code that sites of `ops` call in place of Python."""
+        """Make the sites of `ops` call the guest code that `codes_of` selects, in place of Python."""
         self._lock.assert_held()
         ops.codes_of = codes_of
         calling = self._calling
@@ -418,7 +418,7 @@ class FtraceSites:
     def _update(self, sites: Iterable[int]) -> None:
         """Write at sites the calls or nops that their users require.
 
-        The handler of a site's calls is removed after the text has stopped calling. All sets may have tens of
+        The handler of a site's calls is removed after the site has become a nop. All sets may have tens of
         thousands of members, so there are as few copies as possible.
         """
         if not isinstance(sites, set):

@@ -13,9 +13,10 @@ from emulated_kernel.util.fast_dataclass import dataclass, field
 Called = Callable[[int, Any], object]
 """Handler of a call; it takes the site's address and the saved registers. The saved ip is after the site."""
 CodesOf = Callable[[AbstractSet[int]], Iterable[tuple[int | None, AbstractSet[int]]]]
-"""Function that divides sites by the guest code that they call, because there may be tens of thousands.
+"""Function that divides fentry sites by the guest code that they call.
 
-Each item has the address of the code, or None if Python handles the calls, and the sites.
+Each item of the result has the address of the code, or None if Python handles the calls, and a set of sites.
+The function handles sets, because there may be tens of thousands of sites.
 """
 
 _FEW = 16
@@ -31,7 +32,7 @@ def no_code(sites: AbstractSet[int]) -> Iterable[tuple[int | None, AbstractSet[i
 
 
 def one_code(address: int) -> CodesOf:
-    """Return a CodesOf for one piece of guest code that handles the calls from all sites."""
+    """Return a CodesOf for the guest code at `address`, which handles the calls from all sites."""
     return lambda sites: ((address, sites),)
 
 

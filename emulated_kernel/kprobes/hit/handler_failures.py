@@ -26,7 +26,7 @@ class HandlerFailures:
         self._first: BaseException | None = None
 
     def report(self, kprobe: Kprobe, error: BaseException) -> None:
-        """Record an exception of a handler. The hit continues as if the handler had returned 0.
+        """Record `error`, which a handler of `kprobe` raised. The hit goes on as if the handler returned 0.
 
         If guest memory could not be accessed and the probe has a fault_handler, count a missed hit and call
         the fault_handler, as in Linux (v5.13). If the fault_handler returns a true value, the exception is
@@ -43,7 +43,7 @@ class HandlerFailures:
         self.note(error, kprobe.address, is_first=kprobe.raised == 1)
 
     def note(self, error: BaseException, address: int, *, is_first: bool) -> None:
-        """Keep an exception for take(), and log it if `is_first` is set.
+        """Keep the exception `error` for take(), and log it if `is_first` is set.
 
         `is_first`: whether the exception is the probe's first one. `address`: the probed address, for the
         message.

@@ -35,12 +35,12 @@ class Steps:
             self._at[unit] = step
 
     def remove(self, insn: OutOfLine) -> None:
-        """Remove a copy whose slot is reclaimed."""
+        """Remove the copy `insn`, whose slot is reclaimed."""
         for unit in _units(insn):
             self._at.pop(unit, None)
 
     def at(self, ip: int) -> Step | None:
-        """Return the step that contains the address `ip`, or None.
+        """Return the step that contains the address `ip`, or None if no step contains it.
 
         A step includes the lead before the copy, and the trap after it. A boosted copy is not a step.
         """

@@ -132,7 +132,7 @@ class Fprobe(FailureCount, Generic[RegsT]):
 
     @property
     def nmissed(self) -> int:
-        """Number of calls missed since the registration, because no instance or no room for code was left."""
+        """Number of calls missed since the registration, because no node or no room for code was left."""
         return self._missed + (0 if self.hook is None else self.hook.missed)
 
 
@@ -183,7 +183,7 @@ class TraceableNames(Protocol):
     """The traceable functions of a kernel and of its loaded modules, by name."""
 
     def sites_by_name(self, name: str | None) -> Iterable[tuple[str, int]]:
-        """Return (name, fentry site) of the functions with this name, or of all functions if it is None."""
+        """Return (name, fentry site) of each function called `name`, or of all if `name` is None."""
 
 
 class Fprobes:
@@ -215,8 +215,8 @@ class Fprobes:
     def register_fprobe(self, fp: Fprobe[Any]) -> None:
         """Register an fprobe, and hook all functions that match its filters.
 
-        The filter matches functions of loaded modules, too, and an fprobe has all functions of a name. When a
-        module is unloaded, the fprobe is removed from the module's functions.
+        The filter matches functions of loaded modules, too. If several functions have the same name, all are
+        hooked. When a module is unloaded, the fprobe is removed from the module's functions.
 
         Raises: KernelError EINVAL (no function matches, registered already, code that cannot be assembled),
         EOPNOTSUPP (no fentry sites, or a register that is not saved), ENOMEM.

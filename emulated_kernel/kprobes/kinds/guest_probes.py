@@ -131,7 +131,7 @@ class GuestProbes:
             machine.memory.write_word(self._abi["host_jprobe_return"], jprobes.jprobe_return)
 
     def serve(self, op: int, probe: int, _unused: int) -> int:
-        """Execute the guest's request `op` for the structure at `probe`.
+        """Execute the guest's request `op` for the structure at the address `probe`, and return 0.
 
         Raises: KernelError EFAULT (no such memory), EINVAL (unknown op, registered already, or not
         registered), EOPNOTSUPP (a jprobe, if the profile has none), errors of `Kprobes` and `Kretprobes`.

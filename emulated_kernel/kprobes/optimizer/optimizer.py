@@ -238,7 +238,7 @@ class Optimizer:
                 yield found
 
     def blocked_by(self, head: AggrKprobe) -> AggrKprobe | None:
-        """Return an armed probe that the jump of `head` would cover, or None.
+        """Return an armed probe that the jump of `head` would cover, or None if there is no such probe.
 
         Mirrors: arch_check_optimized_kprobe (v6.1).
         """

@@ -141,7 +141,7 @@ class NativeReturns:
         return self._code
 
     def _enter(self, builder: ProgramBuilder, way: EntryKind, hook: ReturnHook) -> Label:
-        """Emit code that takes a node for the call and sets register NODE to it.
+        """Emit code that takes a node of `hook` for the call, and sets register NODE to the node's address.
 
         Return the label to which the code jumps if no node is free.
         """

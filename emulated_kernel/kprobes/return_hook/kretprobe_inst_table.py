@@ -328,9 +328,9 @@ class InstancesCode(StackCode[KretprobeInstTable]):
         builder.place(alone)
 
     def _count(self, builder: ProgramBuilder, number: int) -> None:
-        """Emit code that adds `number` to the running task's count of pending calls, if it has a field.
+        """Emit code that adds `number` to the running task's count of pending calls, the field `rethooks`.
 
-        Only kprobefs's own kernel reads the field.
+        If struct task_struct has no such field, emit nothing. Only kprobefs's own kernel reads the field.
         """
         rethooks = self.offsets.rethooks
         if not rethooks:

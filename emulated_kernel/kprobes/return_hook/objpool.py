@@ -74,7 +74,7 @@ class ObjpoolStack(RethookListStack):
         return self._rings[hook][0]
 
     def ring(self, hook: int, cpu: int) -> int:
-        """Return the address of a CPU's ring; the rings are contiguous."""
+        """Return the address of the ring of `hook` for `cpu`; the rings of a hook are contiguous."""
         return self._rings[hook][1] + cpu * self.stride(hook)
 
     def stride(self, hook: int) -> int:
@@ -197,7 +197,10 @@ class ObjpoolCode(RethookListCode[ObjpoolStack]):
         )
 
     def _own_ring(self, builder: ProgramBuilder, hook: int, ring: int, other: int) -> None:
-        """Emit code that sets register `ring` to the CPU's own ring's address, and overwrites `other`."""
+        """Emit code that sets `ring` to the address of the current CPU's ring, and overwrites `other`.
+
+        `ring`, `other`: numbers of virtual registers. `hook`: address of the hook that owns the rings.
+        """
         rings = self.stack
         if rings.cpus == 1:
             builder.emit(set_to(ring, rings.ring(hook, 0)))

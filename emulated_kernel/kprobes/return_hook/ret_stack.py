@@ -47,22 +47,22 @@ from emulated_kernel.util.errors import KernelError
 SHADOW_STACK_SIZE = PAGE_SIZE
 """Size of a task's array in bytes."""
 HOOK = 0
-"""Index of the word with the address of the hook, counted from the end of an entry's data."""
+"""Index of a word after an entry's data: the address of the hook."""
 RET_ADDR = 1
-"""Index of the word with the real return address, counted from the end of an entry's data."""
+"""Index of a word after an entry's data: the real return address."""
 FRAME = 2
-"""Index of the word with the address of the stack slot, counted from the end of an entry's data."""
+"""Index of a word after an entry's data: the address of the stack slot."""
 SIZE = 3
-"""Index of the word with the number of words of the whole entry, counted from the end of an entry's data."""
+"""Index of a word after an entry's data: the number of words of the whole entry."""
 TRAILER = 4
 """Number of words in an entry after its data."""
 _USED = 0
-"""Index of the word with the number of words in use, counted from the end of a task's array.
+"""Index of a word after the end of a task's array: the number of the array's words in use.
 
 Linux has this number in task_struct.
 """
 _OVERRUNS = 1
-"""Index of the word with the number of overruns, counted from the end of a task's array.
+"""Index of a word after the end of a task's array: the number of overruns.
 
 An overrun is a call for which the array had no space. Linux has this number in task_struct.
 """
@@ -136,7 +136,7 @@ class RetStack(ShadowStack):
         self.words.free(self._stacks.pop(task))
 
     def _array(self, task: int) -> int:
-        """Return the address of a task's array, or 0.
+        """Return the address of a task's array, or 0 if the task has no array.
 
         Raises: MemoryFault (the guest has changed the address).
         """
@@ -148,7 +148,8 @@ class RetStack(ShadowStack):
     def _get(self, hook: int, task: int) -> int:
         """Reserve a node on the task's stack; return its address, or 0 if there is no space or memory.
 
-        Calls that are hooked before the node is pushed get the space above it. They return before that.
+        Calls that are hooked before the node is pushed get the space above the node. These calls return
+        before the node is pushed.
         """
         if not self._array(task):
             try:
@@ -169,7 +170,10 @@ class RetStack(ShadowStack):
         return node
 
     def _set_end(self, array: int, end: int) -> None:
-        """Set the number of words in use so that `end` is the end of a task's newest entry."""
+        """Set the number of words in use of the array at `array`, so that the newest entry ends at `end`.
+
+        Both are addresses.
+        """
         self.words[array + self.used_at] = (end - array) // self.words.word_size
 
     def _count_overrun(self, array: int) -> None:
@@ -177,7 +181,7 @@ class RetStack(ShadowStack):
         self.words[at] = self.words[at] + 1 & (1 << 8 * self.words.word_size) - 1
 
     def _fill(self, node: int, size: int, hook: int) -> None:
-        """Initialize an entry, with zeros in its other words, because another call may have used them."""
+        """Write an entry's `hook` and `size`; clear its other words, which an earlier call may have used."""
         words = self.words
         word = self.words.word_size
         for at in range(node, node + size * word, word):
@@ -222,7 +226,7 @@ class RetStack(ShadowStack):
                 yield Pending(array + used * word, hook, ret_addr, frame)
 
     def _remove(self, task: int, call: Pending) -> None:
-        """Do nothing: put_back() takes the entry from the stack."""
+        """Do nothing: put_back() takes the entry from the stack, where it is the task's newest entry."""
 
     def _clear(self, task: int) -> None:
         array = self._array(task)

@@ -37,14 +37,17 @@ class RethookStack(RethookListStack):
             self._put_back(hook, node)
 
     def _change(self, hook: int, number: int) -> None:
-        """Set the head of the free list to the node with number `number`, and count the change."""
+        """Set the head of the free list of `hook` to the node with number `number`, and count the change."""
         words = self.words
         at = hook + POOL * self.words.word_size
         mask = self.number_mask
         words[at] = ((words[at] | mask) + 1 & (1 << 8 * words.word_size) - 1) | number
 
     def origin(self, hook: int) -> int:
-        """Return the address of an imaginary node 0. A node's number is its distance in words from there."""
+        """Return the address of node 0 of `hook`, which does not exist.
+
+        A node's number is the distance of the node from this address, in words.
+        """
         return self._blocks[hook] - self.words.word_size
 
     def _node(self, hook: int, number: int) -> int:

@@ -76,7 +76,7 @@ class RethookListStack(ShadowStack):
     def _known_node(self, hook: int, node: int) -> int:
         """Return `node`, an address read from guest memory, after checking that it is a node of the hook.
 
-        Raises: MemoryFault (it is not).
+        Raises: MemoryFault (it is not a node of the hook).
         """
         if node not in self._nodes(hook):
             raise MemoryFault(node, "no node of the return hook")
@@ -114,7 +114,10 @@ class RethookListStack(ShadowStack):
 
     @abstractmethod
     def _take(self, hook: int) -> int:
-        """Take a node from the pool; return its address, or 0. Raises: MemoryFault (the pool is damaged)."""
+        """Take a node from the pool; return its address, or 0 if the pool is empty.
+
+        Raises: MemoryFault (the pool is damaged).
+        """
 
     def _get(self, hook: int, task: int) -> int:  # noqa: ARG002 - the pool is global
         return self._take(hook)

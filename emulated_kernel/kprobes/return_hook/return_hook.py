@@ -101,7 +101,7 @@ class ReturnHook(AssemblyOwner):
 
     @property
     def missed(self) -> int:
-        """Number of calls that got no instance, plus returns whose handlers in assembly did not run."""
+        """Number of calls that got no node, plus returns whose handlers in assembly did not run."""
         return int(self.stack.counters[self.address][MISSED])
 
     @property

@@ -238,7 +238,7 @@ class ReturnHooks:
         """Replace the return address at the entry of a function by the trampoline: hook this call.
 
         `regs`: the registers at the entry. `wants(instance, regs)`: returns False if the call must not be
-        hooked; None: every call is hooked. Return True, also if `wants` has returned False. If no instance is
+        hooked; None: every call is hooked. Return True, also if `wants` has returned False. If no node is
         free, or the return address cannot be replaced, count a missed call and return False.
         Mirrors: kernel/trace/rethook.c:rethook_try_get, rethook_hook, kernel/trace/fgraph.c:
         function_graph_enter, which reserves the entry before it calls the entry functions (v6.1).
@@ -294,10 +294,10 @@ class ReturnHooks:
 
     @property
     def _shows_caller(self) -> bool:
-        """Whether all instances of a returning call hold the real return address.
+        """Whether all nodes of a returning call hold the real return address.
 
-        If False, only the instance of the oldest hook of the call has the real address; the other instances
-        have the trampoline's address. The value is True with the shadow stack KretprobeInstTable, except in a
+        If False, only the node of the oldest hook of the call has the real address; the other nodes have the
+        trampoline's address. The value is True with the shadow stack KretprobeInstTable, except in a
         distribution's kernel with rethooks. It is False with all other shadow stacks.
         Mirrors: kernel/kprobes.c:__kretprobe_trampoline_handler, kernel/trace/rethook.c (v6.12).
         """

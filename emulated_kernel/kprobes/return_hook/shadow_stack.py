@@ -71,7 +71,7 @@ class ShadowStack(ABC):
         self.tasks = tasks
         self.cpus = cpus
         self.hooks: dict[int, int] = {}
-        """Address of a hook -> number of its instances; 0 if only the size of the tasks' arrays limits calls.
+        """Address of a hook -> number of its nodes; 0 if only the size of the tasks' arrays limits calls.
 
         The map includes removed hooks that still have pending calls.
         """
@@ -82,9 +82,9 @@ class ShadowStack(ABC):
 
     @abstractmethod
     def add_hook(self, nodes: int, data_size: int) -> int:
-        """Allocate a hook with `nodes` instances of `data_size` bytes each, and return its address.
+        """Allocate a hook and its `nodes` nodes; return the hook's address.
 
-        Raises: KernelError ENOMEM.
+        `data_size`: size in bytes of the private data in each node.
         """
 
     def _add_control(self, nodes: int) -> int:
@@ -99,11 +99,11 @@ class ShadowStack(ABC):
         self.words.free(hook)
 
     def active(self, hook: int) -> int:
-        """Return the number of a hook's instances in use."""
+        """Return the number of a hook's nodes in use."""
         return int(self.counters[hook][ACTIVE])
 
     def high_water(self, hook: int) -> int:
-        """Return the highest number of a hook's instances that were in use at the same time."""
+        """Return the highest number of a hook's nodes that were in use at the same time."""
         return int(self.counters[hook][HIGH_WATER])
 
     def remove_hook(self, hook: int) -> None:
@@ -122,9 +122,10 @@ class ShadowStack(ABC):
         """Free the memory of a removed hook without pending calls."""
 
     def try_get(self, hook: int, task: int) -> int:
-        """Take a node for a call and return its address.
+        """Take a node of `hook` for a call of `task`, and return the node's address.
 
-        Return 0 if no node is free: the call is then missed.
+        `hook`, `task`: addresses of the hook and of the task_struct. Return 0 if no node is free: the call is
+        then missed.
         """
         try:
             # Without the task's field, the call could not be pushed.
@@ -135,12 +136,18 @@ class ShadowStack(ABC):
             return 0
 
     def _head(self, task: int) -> memoryview:
-        """Return a live view of the task's word `field`. Raises: MemoryFault (no task is at this address)."""
+        """Return a live view of the field of a task in which the task's pending calls begin; see `field`.
+
+        `task`: address of the task_struct. Raises: MemoryFault (no task is at this address).
+        """
         return self.tasks.of(task, self.field)
 
     @abstractmethod
     def _get(self, hook: int, task: int) -> int:
-        """Take a node and return its address, or 0 if none is left. Raises: MemoryFault (a damaged pool)."""
+        """Take a node of `hook` for a call of `task`; return the node's address, or 0 if no node is left.
+
+        Raises: MemoryFault (a damaged pool).
+        """
 
     def put_back(self, hook: int, task: int, node: int) -> None:  # noqa: ARG002 - the pool is global
         """Return `node`, which was taken for a call of `task` but not pushed, to the hook's pool.
@@ -159,7 +166,7 @@ class ShadowStack(ABC):
 
     @abstractmethod
     def push(self, hook: int, task: int, node: int, ret_addr: int, frame: int) -> None:
-        """Add `node` as the newest pending call of a task.
+        """Add `node`, a node of `hook`, as the newest pending call of `task`.
 
         `ret_addr`: the call's real return address. `frame`: address of the stack slot of the return
         address.
@@ -261,7 +268,7 @@ def counter_at(hook: int, counter: int, word_size: int) -> int:
 
 
 def count_instance(counters: memoryview) -> None:
-    """Count one more instance in use, in the counters of a hook."""
+    """Count one more node in use, in the counters of a hook."""
     count(counters, ACTIVE, 1)
     counters[HIGH_WATER] = max(counters[HIGH_WATER], counters[ACTIVE])
 

@@ -155,7 +155,7 @@ class Trampoline:
 
     @property
     def native_return_address(self) -> int | None:
-        """Address to which functions will return after adopt_native(); None if it is that of the code."""
+        """Address to which functions will return after adopt_native(); None if it is the code's entry."""
         return self.native_breakpoint or self._place
 
     def _entry(self, code: int) -> int:

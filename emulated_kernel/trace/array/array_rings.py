@@ -29,9 +29,9 @@ UNEXPANDED_SIZE = 1
 
 
 def check_resizable(buffers: Iterable[RingBuffer], number: int) -> None:
-    """Check that no open trace file reads one of the buffers.
+    """Check that no open trace file reads any of `buffers`.
 
-    Raises: KernelError with the errno `number` (a trace file reads one).
+    Raises: KernelError with the errno `number` (a trace file reads a buffer).
     Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1).
     """
     if any(buffer.held for buffer in buffers):
@@ -61,7 +61,7 @@ class ArrayRings(ABC):
         self._switches = 0
         """Number of times that recording was switched on or off."""
         self._has_recorded = False
-        """Whether buffers that were replaced have had records."""
+        """Whether a record was ever written to buffers that the present buffers have replaced."""
         self._stopped = 0
         self._notified = 0
         """Value of `written` when notify_of_guest() last called the listeners."""
@@ -154,7 +154,7 @@ class ArrayRings(ABC):
     # -- listeners
 
     def notify(self) -> None:
-        """Call the listeners, because there may be new data, or a reason to stop waiting for data.
+        """Call the listeners, which then look for new data, or for a reason to stop waiting for data.
 
         The host also calls this method after guest code has written to the memory of a buffer.
         """
@@ -190,7 +190,7 @@ class ArrayRings(ABC):
         return self._tracing_on
 
     def off_since(self) -> int | None:
-        """Return None while recording is on, else the number of switches so far; see Recorder.off_since()."""
+        """Return None while recording is on, else the value of `_switches`; see Recorder.off_since()."""
         return None if self._tracing_on else self._switches
 
     @property
@@ -242,7 +242,7 @@ class ArrayRings(ABC):
         self.apply_switches()
 
     def apply_switches(self) -> None:
-        """Set in each buffer whether it records and whether it overwrites old events."""
+        """Set `disabled` and `overwrite` of each buffer to the present settings of the trace array."""
         is_on = self._tracing_on and not self._stopped
         for cpu, buffer in enumerate(self.buffers):
             buffer.disabled = not (is_on and self.cpumask >> cpu & 1)

@@ -1,4 +1,4 @@
-"""Records of the kernel that ran before the last reboot, with the events and task names to print them."""
+"""Records of the kernel that ran before the last reboot, and the events and task names for printing them."""
 
 from __future__ import annotations
 

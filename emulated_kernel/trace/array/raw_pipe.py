@@ -34,6 +34,7 @@ class RawPipe(PipeReader):
         """Return at most `size` bytes: the rest of the page that the last read began, or a new page.
 
         The result is b"" only if `size` is 0 or the pipe is closed.
+        `nonblock` is ignored.
         Raises: WouldBlock (there is no event).
         Deviates: Linux fills a page only with the events that fit into `size`, and pads it.
         Mirrors: kernel/trace/trace.c:tracing_buffers_read (v6.1).

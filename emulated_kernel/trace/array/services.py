@@ -41,7 +41,7 @@ class TracingServices:
     tasks: Tasks
     stack: CallStack
     current_ctx: ProbeHit
-    """The current task and its context in the form of a hit, for the triggers of markers."""
+    """A ProbeHit for the current task and its context, which is passed to the triggers of markers."""
     memory: GuestRecords
     """Allocator of the ring buffers' memory; it also lets guest code write to the buffers."""
     markers: PrintEvent
@@ -59,7 +59,7 @@ class TracingServices:
     function_args: FunctionArgs | None = None
     """Printer of the functions' arguments in records of calls; None if these records have no arguments."""
     user_data: UserDataSize | None = None
-    """Number of bytes of user memory in a record of a system call.
+    """Setting of the number of bytes of user memory in a record of a system call.
 
     The value is None if these records contain no user memory.
     """
@@ -88,7 +88,7 @@ class Tracer:
         """
 
     def option_changed(self, name: str) -> None:
-        """Apply an option that was switched while this tracer is current.
+        """Apply the option called `name`, which was switched while this tracer is current.
 
         Mirrors: trace.h:tracer.set_flag (v6.1).
         """

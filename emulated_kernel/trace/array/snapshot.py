@@ -41,7 +41,7 @@ class Snapshot:
         self._array = array
         self.is_allocated = False
         self.condition: object = None
-        """The histogram action that takes the snapshots, or None if no histogram does.
+        """The histogram action that takes the snapshots, or None if no histogram takes snapshots.
 
         If the value is not None, writes to `snapshot` fail.
         """
@@ -66,7 +66,7 @@ class Snapshot:
         )
 
     def write(self, number: int, cpu: int | None = None) -> None:
-        """Execute a write of a number: 0 frees the snapshot, 1 takes one, any other number clears it.
+        """Execute a write of `number`: 0 frees the snapshot, 1 takes a snapshot, any other number clears it.
 
         Raises: KernelError EBUSY (a histogram takes the snapshots), EINVAL (0 or 1 for one CPU), ENOMEM.
         Mirrors: kernel/trace/trace.c:tracing_snapshot_write (v6.1).
@@ -102,7 +102,7 @@ class Snapshot:
         self.is_allocated = True
 
     def replace(self, buffers: Sequence[RingBuffer]) -> None:
-        """Replace the snapshot's buffers by `buffers`, which are empty."""
+        """Replace the snapshot's buffers by the empty buffers `buffers`."""
         self.buffers[:] = buffers
         self._mark()
 

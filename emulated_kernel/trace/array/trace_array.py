@@ -340,7 +340,7 @@ class TraceArray(ArrayRings, Recorder):
         self.clear_trace()
 
     def past(self) -> PreviousBootRecords:
-        """Return the buffers with their records, for a later call of take_records() in another kernel."""
+        """Return the buffers with their records, for take_records() of another kernel's trace array."""
         return PreviousBootRecords(
             self.buffers,
             self.snapshot.buffers,
@@ -639,14 +639,17 @@ class TraceArray(ArrayRings, Recorder):
         return tuple(reversed(self._tracers))
 
     def register_tracer(self, name: str, tracer: Tracer) -> None:
-        """Add a tracer for current_tracer. Mirrors: kernel/trace/trace.c:register_tracer (v6.1)."""
+        """Make `name` select `tracer` in current_tracer.
+
+        Mirrors: kernel/trace/trace.c:register_tracer (v6.1).
+        """
         self._tracers[name] = tracer
 
     def _tracer_option_changed(self, name: str) -> None:
         self._tracers[self.current_tracer].option_changed(name)
 
     def write_tracing_on(self, number: int) -> None:
-        """Execute a write to tracing_on: switch recording on or off. If it is now on, notify the tracer.
+        """Execute a write to tracing_on: switch recording off (0) or on. If it was off, notify the tracer.
 
         Mirrors: kernel/trace/trace.c:rb_simple_write (v6.1).
         """
@@ -656,7 +659,7 @@ class TraceArray(ArrayRings, Recorder):
             self._tracers[self.current_tracer].switched_on()
 
     def set_tracer(self, name: str) -> None:
-        """Switch to another tracer and expand the buffers. The records of the previous tracer are lost.
+        """Switch to the tracer `name` and expand the buffers. The records of the previous tracer are lost.
 
         Raises: KernelError EINVAL (an unknown tracer), EBUSY (a pipe is open).
         Mirrors: kernel/trace/trace.c:tracing_set_tracer (v6.1).
@@ -676,7 +679,7 @@ class TraceArray(ArrayRings, Recorder):
         self.current_tracer = name
 
     def set_clock(self, name: str) -> None:
-        """Switch to another clock and clear the buffers: times of different clocks cannot be compared.
+        """Switch to the clock `name`, and clear the buffers: times of different clocks cannot be compared.
 
         Raises: KernelError EINVAL (an unknown clock). Mirrors: kernel/trace/trace.c:tracing_set_clock (v6.1).
         """

@@ -123,8 +123,8 @@ class TracePipe(PipeReader):
         """Consume the oldest events and return their text, or b"" at the end of the file.
 
         A read returns at most LineFormatter.limit bytes, in whole lines if `size` is large enough. The next
-        read returns the text that exceeds `size`. While tracing is off, a blocking reader that has read
-        something is at the end. After close(), every reader is at the end.
+        read returns the text that exceeds `size`. The file ends after close(). While tracing is off, it also
+        ends for a reader that has read something, unless `nonblock` is set.
         Raises: WouldBlock (there is no event).
         Mirrors: kernel/trace/trace.c:tracing_read_pipe, tracing_wait_pipe (v6.1).
         """

@@ -30,7 +30,10 @@ class SelectedTasks:
 
     @classmethod
     def of(cls, traced: Collection[int], untraced: Collection[int]) -> SelectedTasks | None:
-        """Return the tasks that two lists of pids select; None if the lists are too long for guest code."""
+        """Return the tasks that the pid lists `traced` and `untraced` select; None if they are too long.
+
+        Guest code for more than MAX_PIDS pids would be too large.
+        """
         # The length is checked first, so that lists that are too long are not copied.
         if len(traced) + len(untraced) > MAX_PIDS:
             return None

@@ -165,7 +165,7 @@ class FetchEmitter:
             self._read(VALUE, insn.value, self._word, insn.op is FetchOp.UDEREF, fault)
 
     def _read(self, dst: int, offset: int, size: int, user: bool, fault: Label) -> None:
-        """Emit code that loads `size` bytes from VALUE + `offset` into `dst`, or jumps to `fault`.
+        """Emit code that loads `size` bytes from VALUE + `offset` into `dst`, or jumps to `fault` at a fault.
 
         `user`: the address must be in user space. The code may overwrite OTHER, and TEMP if `user` is set.
         """
@@ -300,7 +300,10 @@ class FetchEmitter:
     # Stages 3 to 5 for strings
 
     def strings(self, arg: ProbeArg, at: int, too_large: Label) -> None:
-        """Emit code that appends an argument's strings, and stores their __data_loc from BASE + at on."""
+        """Emit code that appends an argument's strings, and stores their __data_loc from BASE + at on.
+
+        If the entry gets larger than a ring buffer can hold, the code jumps to `too_large`.
+        """
         stages = arg.stages
         builder = self._builder
         for number in range(stages.count or 1):
@@ -365,8 +368,8 @@ class FetchEmitter:
     def _copy_bytes(self, fault: Label) -> None:
         """Emit code that copies bytes from VALUE to OTHER, up to a NUL or to LIMIT, and advances OTHER.
 
-        If the code reaches LIMIT, it appends a NUL. It overwrites VALUE and TEMP. If a byte cannot be read,
-        it jumps to `fault`.
+        If OTHER reaches LIMIT, the code appends a NUL. The code overwrites VALUE and TEMP. If a byte cannot
+        be read, the code jumps to `fault`.
         """
         builder = self._builder
         again = builder.label()

@@ -48,7 +48,7 @@ def emit_filter(
 ) -> None:
     """Emit code that applies a filter to the entry at BASE, and jumps to `reject` if the filter rejects it.
 
-    `cpu`: where the guest stores the number of the current CPU, which predicates on the CPU compare.
+    `cpu`: where the guest stores the number of the current CPU, for predicates that compare this number.
     """
     accept = builder.label()
     labels = [builder.label() for _ in program.steps]

@@ -206,7 +206,7 @@ class GraphEmitter:
     # Returns
 
     def ends(self) -> None:
-        """Emit code for the return of a traced call.
+        """Emit code that records the return of a traced call, unless the call is hidden or too short.
 
         Mirrors: trace_graph_return, trace_graph_thresh_return (v6.1).
         """
@@ -259,9 +259,10 @@ class GraphEmitter:
     # Records
 
     def _record(self, record: RecordEmitter, kind: EntryType, size: int) -> None:
-        """Emit code that records a GRAPH_ENT or GRAPH_RET entry. VALUE and HIGH hold the current time.
+        """Emit code that records an entry of type `kind` (GRAPH_ENT or GRAPH_RET).
 
-        The entry has `size` bytes after its common fields.
+        The entry has `size` bytes after its common fields. When the code runs, VALUE and HIGH must hold the
+        current time.
         """
         builder = self._builder
         emit = self._emit

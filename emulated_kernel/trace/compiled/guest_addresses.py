@@ -48,12 +48,12 @@ class NeedResched:
     """
 
     not_needed: int = 0
-    """Bit of the u32 `need_resched` that is 0 while rescheduling is needed.
+    """Mask of the bit of the u32 `need_resched` that is 0 while rescheduling is needed.
 
     If `not_needed` is 0, the u32 is a plain flag, which is not 0 while rescheduling is needed.
     """
     task_flag: tuple[int, int] | None = None
-    """Offset of a u32 in task_struct, and its bit that is set while rescheduling is needed.
+    """Offset of a u32 in task_struct, and mask of the u32's bit that is set while rescheduling is needed.
 
     The value is None if the kernel has only the u32 in the per-CPU data.
     """

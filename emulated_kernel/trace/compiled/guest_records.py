@@ -200,8 +200,8 @@ class GuestRecords(TaskObserver):
         """Make the next record on each CPU save its task's name again; see TaskObserver.call_begins().
 
         This is necessary because the task's name may have changed, or tracefs may have dropped the saved
-        name. If `keeps_names` is set and both names are unchanged, the task whose name was saved last is
-        excepted.
+        name. If `keeps_names` is set and both names of the task saved last are unchanged, records of this
+        task do not save its name again.
         """
         pid = _NO_PID
         if keeps_names and self._comm == self._saved_comm and self._cmdlines.changes == self._saved_changes:

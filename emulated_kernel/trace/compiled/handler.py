@@ -83,7 +83,7 @@ class EventEmitter:
         returns_by_breakpoint: bool = False,
         more_count: int = 0,
     ) -> None:
-        """Prepare the code.
+        """Prepare code for a hit by `way`; `places`: guest addresses that the code uses.
 
         `returns_by_breakpoint`: Linux handles returns in a breakpoint's exception. `more_count`: amount to
         add to the preempt count of the record.

@@ -1,8 +1,8 @@
-"""The tail's step to the next sub-buffer of a ring as guest code, which recording handlers call.
+"""Guest code that moves the tail of a ring to the next sub-buffer, and that recording handlers call.
 
 If the tail page has no room for an event, the code stores the same words in the same order as
-RingWriter.make_room(). In all other cases, the code changes nothing that readers see, and the handler calls
-the host.
+RingWriter.make_room(). If the code cannot do the work, it changes nothing that readers see, and the handler
+calls the host.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ LENGTH: Final = 8
 CONTROL: Final = 16
 """Offset of the address of the ring's control block."""
 NEXT_PAGE: Final = 24
-"""Offset of the address of the code, or of 0 before the code is compiled. The next word is for CallPerCpu."""
+"""Offset of the address of the code; the address is 0 before the code is compiled.
+
+The word after the address is for CallPerCpu.
+"""
 _SLOT = 40
 _TARGET = 48
 _HEAD = 56
@@ -52,9 +55,9 @@ REQUEST_SIZE: Final = 88
 _CELL = 8
 """Size in bytes of a word of a control block, and of a request."""
 _COUNTERS = (("overrun", _OVERRUN), ("entries", _ENTRIES), ("entries_bytes", _ENTRIES_BYTES))
-"""(word, offset): words of the control block that the step increases, and places of their new values.
+"""(word, offset): `word` of the control block that the code increases, and the place of its new value.
 
-The offset is that of the new value in the words of a request for room.
+The place is at `offset` in the words of a request for room.
 """
 _TABLE = SLOTS * _CELL
 """Offset of the ring slots from the address of the buffer's memory, in bytes."""
@@ -71,7 +74,7 @@ _CAPACITY = 2
 _PLACE = 3
 """Number of the virtual register with a ring slot, or with an address."""
 _COUNTS = 4
-"""Number of the virtual register with the address of the counts of events of all pages, less _TABLE."""
+"""Number of the virtual register with the address of the table of event counts, less _TABLE."""
 _PAGE = 5
 """Number of the virtual register with the number of a page, or with a size."""
 _TEMP = 6
@@ -79,7 +82,7 @@ _TEMP = 6
 
 
 def compile_next_page(compiler: Compiler, word_size: int, request: int) -> int | None:
-    """Compile the step to the next sub-buffer; return its address, or None if there is no room for the code.
+    """Compile the step to the next sub-buffer. Return the code's address, or None if the code has no room.
 
     `request`: per-CPU offset of the memory in which a handler stores its request for room.
     """
@@ -94,8 +97,8 @@ def compile_next_page(compiler: Compiler, word_size: int, request: int) -> int |
 class NextPageEmitter:
     """Emits the step to the next sub-buffer.
 
-    There is no branch between the first and the last store that readers see, because a run of the guest ends
-    between two blocks of translated code.
+    There is no branch between the first and the last store that readers see. The guest can stop only between
+    two blocks of translated code, so readers never see a part of the stores.
     """
 
     def __init__(self, builder: ProgramBuilder, word_size: int, request: int) -> None:
@@ -106,7 +109,7 @@ class NextPageEmitter:
         self._request = request
 
     def emit(self) -> None:
-        """Emit the code. It ends without changes if the step needs the host."""
+        """Emit the code. If the host has to make the step, the code ends without changes."""
         refused = self._builder.label()
         self._emit(LoadPerCpu(_RING, self._request + CONTROL, self._word))
         self._leave_old_page(refused)

@@ -104,7 +104,7 @@ class RecordEmitter:
     # Lists of pids
 
     def check_task(self, check: TaskCheck, excluded: Label) -> None:
-        """Emit code that jumps to `excluded` if the lists of pids exclude the current task.
+        """Emit code that jumps to `excluded` if `check`, the lists of pids, excludes the current task.
 
         The code overwrites TEMP and OTHER.
         """
@@ -129,7 +129,7 @@ class RecordEmitter:
     # Common fields
 
     def common_fields(self, at: int, event_id: int, target: RecordTarget | None, more_count: int = 0) -> None:
-        """Emit code that stores the 8 bytes of common fields at BASE + at.
+        """Emit code that stores the 8 bytes of common fields at BASE + at; common_type is `event_id`.
 
         If `target` is given, the entry is certain to be recorded in its buffers, so the task's name is saved.
         `more_count` is added to the preempt count, except at a breakpoint that Linux handles as an NMI.
@@ -325,7 +325,10 @@ class RecordEmitter:
             self._emit(AddAndFetch(VALUE, places.clock, step, self._high))
 
     def reserve_then(self, pointer: int, length: int | None, target: RecordTarget, dropped: Label) -> None:
-        """Emit the code of reserve(), but without reading the clock: VALUE and HIGH hold the current time."""
+        """Emit the code of reserve() without the reading of the clock: VALUE and HIGH hold the current time.
+
+        The parameters are those of reserve().
+        """
         builder = self._builder
         emit = self._emit
         stamp = target.control_at + WRITE_STAMP
@@ -422,7 +425,8 @@ class RecordEmitter:
     def copy(self, fixed: int, *, dynamic: bool, target: RecordTarget, dropped: Label) -> None:
         """Emit code that copies the entry from scratch memory at BASE to the ring buffer of `target`.
 
-        The entry has `fixed` bytes. If `dynamic` is set, strings follow, which end at POSITION.
+        The entry has `fixed` bytes. If `dynamic` is set, strings follow, which end at POSITION. If the event
+        is dropped, the code jumps to `dropped`.
         """
         space = EventSpace(fixed)
         length = None if dynamic else space.length
@@ -441,7 +445,7 @@ class RecordEmitter:
         self.commit(OTHER, length, target)
 
     def _measure(self) -> None:
-        """Emit code that sets _LENGTH to the size of the event of the entry, and pads the entry with zeros.
+        """Emit code that sets _LENGTH to the entry's size as an event, and pads the entry with zeros.
 
         The code computes the same as event_size().
         """

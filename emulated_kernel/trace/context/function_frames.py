@@ -46,7 +46,7 @@ class FrameTables:
         self._solve_detour = lru_cache(_MAX_CACHED)(self._solve_detour_code)
 
     def of(self, symbol: Symbol) -> FunctionFrames | None:
-        """Return the frames of a function, or None for data and for code at which call chains end."""
+        """Return the frames of the function `symbol`; None for data and for code at which call chains end."""
         if self._version != self._symbols.version:
             self._version = self._symbols.version
             self._found = {}
@@ -59,7 +59,10 @@ class FrameTables:
         return self._found[symbol]
 
     def of_detour(self, entry: int, span: range) -> FunctionFrames:
-        """Return the frames of a detour or stub, which restores all registers before it ends."""
+        """Return the frames of a detour or stub, which restores all registers before it ends.
+
+        `entry`: address at which execution enters the code. `span`: addresses of the code.
+        """
         return self._solve_detour(entry, span.start, self._text.current(span.start, len(span)))
 
     def _solve_detour_code(self, entry: int, start: int, code: bytes) -> FunctionFrames:
@@ -126,7 +129,7 @@ class FrameTables:
         return find_frames(insns, entries, {}, arch.registers.sp, by_interrupt=False)
 
     def _wholes(self, symbol: Symbol) -> Sequence[Symbol]:
-        """Return the functions to which the symbol's code may belong, so that it may jump into their code.
+        """Return the functions that the code of `symbol` may be a part of, and into which it may jump.
 
         A cold part belongs to the function that the compiler has split. A label in assembly belongs to the
         function before the label. For other symbols, the result is empty.

@@ -102,7 +102,7 @@ class ProbeHit:
         self.return_address = 0
         """Address that the function returns to, at a hit of a return probe."""
         self.entry_data = b""
-        """Data that the entry of a returning function has stored for its return."""
+        """Data that was stored at the function's entry, at a hit of a return probe."""
         self._memory = memory
         self._tasks = tasks
         self._context = context

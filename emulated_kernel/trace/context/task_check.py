@@ -37,7 +37,7 @@ class TaskCheck:
         self.forget()
 
     def forget(self) -> None:
-        """Ask the host again for each task, because the lists have changed."""
+        """Forget the host's answers, because the lists have changed. Guest code then asks the host again."""
         for pids in self._pids:
             pids[0] = pids[1] = _NO_PID
 

@@ -44,13 +44,13 @@ class _Wanted:
         return self.module == other.module and all(mine in (None, theirs) for mine, theirs in pairs)
 
     def text(self) -> str:
-        """Return the line of set_event for events of a module that is not loaded."""
+        """Return the line of set_event that shows the word, while the word's module is not loaded."""
         names = self.match or f"{self.group or '*'}:{self.name or '*'}"
         return f"{names}{_MODULE}{self.module}\n"
 
 
 def _wanted(word: str, *, takes_module: bool) -> _Wanted:
-    """Parse a word of set_event: `GROUP:EVENT` or a name, and after it `:mod:MODULE` if `takes_module`."""
+    """Parse a word of set_event: `GROUP:EVENT` or a name; with `takes_module`, `:mod:MODULE` may follow."""
     names, has_module, module = word.partition(_MODULE) if takes_module else (word, "", "")
     group, colon, name = names.partition(":")
     if colon:
@@ -274,6 +274,6 @@ class EventPidsFile:
         self._pids = pids
 
     def write(self, data: bytes) -> int:
-        """Expand the ring buffers, then forward the write to PidList.write()."""
+        """Add the pids in `data` to the list, and expand the ring buffers; see PidList.write()."""
         self._events.expand()
         return self._pids.write(data)

@@ -69,12 +69,12 @@ class Recorder(ABC):
         return None
 
     def off_since(self) -> int | None:
-        """Return None if recording is on, else a number that identifies the present period without it."""
+        """Return None if recording is on, else a number that identifies the period since it is off."""
         return None
 
     @abstractmethod
     def event_switched(self, event: TraceEvent, /, *, enabled: bool) -> None:
-        """Handle the enabling (`enabled` is True) or disabling of an event in this trace array."""
+        """Take note that this trace array has enabled (`enabled` is True) or disabled an event."""
 
     @abstractmethod
     def event_removed(self, event: TraceEvent, /) -> None:
@@ -164,7 +164,7 @@ class TraceEvent(ABC):
 
     @property
     def needs_entry(self) -> bool:
-        """Whether the event has a trigger or is in soft mode in a trace array.
+        """Whether the event has a trigger or is in soft mode in at least one trace array.
 
         Guest code cannot handle the hits of such an event.
         """
@@ -280,14 +280,14 @@ class TraceEvent(ABC):
             hit.keep_origin(outer)
 
     def other_task(self, payload: bytes) -> int | None:  # noqa: ARG002
-        """Return the pid of a second task that the event concerns, or None.
+        """Return the pid of a second task that the event concerns, or None if there is no second task.
 
         The lists of pids apply to this task too.
         """
         return None
 
     def passes_filter(self, recorder: Recorder, payload: bytes, hit: ProbeHit) -> bool:
-        """Return True if the filter in a trace array accepts the hit, or if there is no filter."""
+        """Return True if the filter of trace array `recorder` accepts the hit, or if it has no filter."""
         event_filter = self.filters.get(recorder)
         if event_filter is None or event_filter.program is None:
             return True
@@ -301,7 +301,7 @@ class TraceEvent(ABC):
 
     @abstractmethod
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """Return the text that `trace` shows after `name: `.
+        """Return the text that the trace file shows after the event's name.
 
         `payload` is the entry without its 8 common bytes.
         """
@@ -338,7 +338,7 @@ class EventFile:
         self.recorder = recorder
         self.triggers: list[Trigger] = []
         self._keyed: dict[Hashable, Trigger] = {}
-        """Trigger.key -> the trigger. An event may have a trigger for each of thousands of events."""
+        """Trigger.key -> the trigger, for a fast look-up: an event may have thousands of triggers."""
         self.soft_disabled = False
         self.is_special = False
         """Cached value: whether a hit has to go through fire(), because of triggers or soft mode."""
@@ -426,7 +426,7 @@ class EventFile:
     # Triggers
 
     def trigger_with(self, key: Hashable) -> Trigger | None:
-        """Return the trigger whose attribute `key` equals the parameter `key`, or None."""
+        """Return the trigger whose attribute `key` equals the parameter `key`, or None if there is none."""
         return self._keyed.get(key)
 
     def add(self, trigger: Trigger, *, last: bool = False) -> None:
@@ -467,11 +467,12 @@ class EventFile:
     def fire(self, payload: bytes, hit: ProbeHit) -> None:
         """Run the triggers; record the hit unless the event is soft-disabled or its filter rejects the hit.
 
-        Usually, entries that triggers write follow the entry of the hit. They precede it in two cases: if the
-        hit may still be rejected, because Linux then keeps the hit's entry in trace_buffered_event, and if a
-        trigger enables or disables events. Nothing happens if a trigger needs the entry, and either no page
-        can hold it or the lists of pids exclude the task. If no trigger needs the entry, the triggers run
-        also for tasks that the lists exclude, but the hit is not recorded.
+        `payload`: the hit's entry without its common fields. Usually, entries that triggers write follow the
+        entry of the hit. They precede it in two cases: if the hit may still be rejected, because Linux then
+        keeps the hit's entry in trace_buffered_event, and if a trigger enables or disables events. Nothing
+        happens if a trigger needs the entry, and either no page can hold it or the lists of pids exclude the
+        task. If no trigger needs the entry, the triggers run also for tasks that the lists exclude, but the
+        hit is not recorded.
         Mirrors: trace_event_buffer_reserve, trace_event_buffer_lock_reserve, __trace_trigger_soft_disabled,
         __event_trigger_test_discard (v6.1).
         """
@@ -538,7 +539,7 @@ class EventFile:
 
     @staticmethod
     def run_deferred(deferred: Iterable[Trigger], hit: ProbeHit) -> None:
-        """Run the triggers that run_on_entry() returned, after the entry was written.
+        """Run `deferred`, the triggers that run_on_entry() returned, after the entry was written.
 
         Mirrors: event_triggers_post_call (v6.1).
         """

@@ -56,7 +56,7 @@ class EventFilters:
         return to_text(event_filter.text) if event_filter else None
 
     def write(self, event: TraceEvent, data: bytes) -> None:
-        """Set the event's filter to the written text. "0" clears the filter.
+        """Set the event's filter to the written text `data`. "0" clears the filter.
 
         If the text cannot be parsed, the event has no filter afterwards, and the file shows the error.
         Raises: KernelError EINVAL (a page or more), ENOMEM, errors of parse_event_filter().
@@ -73,7 +73,7 @@ class EventFilters:
             raise
 
     def write_group(self, events: Sequence[TraceEvent], data: bytes) -> None:
-        """Set the filter of all events of a group. "0" clears the filters.
+        """Set the filter of all events of a group to the written text `data`. "0" clears the filters.
 
         `events` are in order of registration. Linux: the write succeeds even if the filter is wrong for some
         events; error_log shows the error of the newest event first.
@@ -100,7 +100,10 @@ class EventFilters:
         event.set_filter(self._recorder, parse_event_filter(text, event.fields, self._words))
 
     def _show_error(self, event: TraceEvent, text: str, failure: FilterParseError) -> None:
-        """Log a parse error, and show it in the event's filter file. Mirrors: append_filter_err (v6.1)."""
+        """Log the parse error `failure` of the filter `text`, and show the error in the event's filter file.
+
+        Mirrors: append_filter_err (v6.1).
+        """
         log_filter_error(self._error_log, text, failure)
         shown = self._error_text(text, failure)
         event.set_filter(self._recorder, EventFilter(shown, None, self._words.memory.charge_text(shown)))
@@ -120,13 +123,16 @@ class EventFilters:
 
 
 def log_filter_error(error_log: ErrorLog, text: str, failure: FilterParseError) -> None:
-    """Write a filter's parse error to error_log."""
+    """Write `failure`, the parse error of the filter `text`, to error_log."""
     error = failure.error or FilterError.ERRNO
     error_log.add(_LOCATION, text, error, failure.column)
 
 
 def _written(data: bytes) -> str:
-    """Return the written text up to a NUL, without trailing blanks. Raises: KernelError EINVAL (too long)."""
+    """Return the written text `data` up to a NUL, without trailing blanks.
+
+    Raises: KernelError EINVAL (a page or more).
+    """
     if len(data) >= PAGE_SIZE:
         raise KernelError(errno.EINVAL, "event filter: the text is too long; write less than a page")
     return decode_command(data.partition(b"\0")[0]).rstrip(SPACES)

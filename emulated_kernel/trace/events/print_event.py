@@ -66,7 +66,7 @@ class PrintEvent(FtraceEntryEvent):
         self.marker_ip = marker_ip
 
     def written(self, recorder: Recorder, text: bytes, hit: ProbeHit) -> Callable[[], None] | None:
-        """Run the event's triggers in a trace array before the trace array records a marker.
+        """Run the event's triggers in `recorder`, before this trace array records the marker `text`.
 
         Return a function that runs the triggers that must run after the marker is recorded. Return None if
         the event has no triggers.

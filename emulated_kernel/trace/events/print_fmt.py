@@ -105,9 +105,9 @@ _ESCAPES = {"n": "\n", "t": "\t", '"': '"', "\\": "\\"}
 def compile_print_fmt(
     text: str, fields: Mapping[str, EventField], word_size: int, names: KernelNames
 ) -> Callable[[PrintContext], str]:
-    """Compile a print format into a function that prints records.
+    """Compile the print format `text` into a function that prints records.
 
-    Raises: ValueError (syntax, unknown name).
+    `fields`: name -> field of the event. Raises: ValueError (syntax, unknown name).
     """
     parser = _FmtParser(text, fields, word_size, names)
     layout, arguments = parser.whole()
@@ -332,7 +332,10 @@ class _FmtParser:
         return self._function(name, arguments)
 
     def _function(self, name: str, arguments: Sequence[Expression]) -> Expression:
-        """Compile a call of a function whose arguments are expressions."""
+        """Compile a call of the function `name`; raise ValueError if the function is unknown.
+
+        Functions whose arguments are fields or tables are compiled by other methods.
+        """
         match name, arguments:
             case "__builtin_expect", (value, _):
                 return value
@@ -375,7 +378,7 @@ class _FmtParser:
 
 
 def _flag_names(value: Expression, delimiter: str, names: Sequence[tuple[Expression, str]]) -> Expression:
-    """Compile __print_flags(). `names`: (mask, name) of each flag. `delimiter`: text between two names.
+    """Compile __print_flags() of `value`. `names`: (mask, name) of each flag. `delimiter`: separator.
 
     Mirrors: kernel/trace/trace_output.c:trace_print_flags_seq (v6.1).
     """
@@ -396,7 +399,10 @@ def _flag_names(value: Expression, delimiter: str, names: Sequence[tuple[Express
 
 
 def _symbol_name(value: Expression, names: Sequence[tuple[Expression, str]]) -> Expression:
-    """Compile __print_symbolic(). Mirrors: kernel/trace/trace_output.c:trace_print_symbols_seq (v6.1)."""
+    """Compile __print_symbolic() of `value`. `names`: (number, name) of each symbol.
+
+    Mirrors: kernel/trace/trace_output.c:trace_print_symbols_seq (v6.1).
+    """
 
     def text(context: PrintContext) -> str:
         number = unsigned(value(context))

@@ -26,7 +26,9 @@ RecordHandler = Callable[[bytes, ProbeHit], None]
 
 @dataclass(frozen=True)
 class TracepointStub:
-    """The guest's function that a tracepoint calls with its arguments, for probes on the tracepoint.
+    """The guest's function that a tracepoint calls at each hit; a probe on it probes the tracepoint.
+
+    The tracepoint passes its own arguments to the function.
 
     Mirrors: include/linux/tracepoint-defs.h:struct tracepoint, probestub (v6.12).
     """
@@ -34,7 +36,7 @@ class TracepointStub:
     symbol: str
     """Name of the function."""
     first_parameter: int = 0
-    """Number of parameters of the function that are not arguments of the tracepoint."""
+    """Number of leading parameters of the function that are not arguments of the tracepoint."""
     preempt_count: int = 1
     """Amount that the tracepoint adds to preempt_count in Linux, but not in the guest."""
     switch: Callable[[bool], None] | None = None
@@ -88,7 +90,7 @@ def layout_fields(
 
 
 class StaticEvent(TraceEvent):
-    """The event of a tracepoint, whose records the guest fills in."""
+    """An event that records the hits of a tracepoint; the guest fills in the records."""
 
     is_tracepoint = True
 

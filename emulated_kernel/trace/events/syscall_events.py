@@ -33,7 +33,7 @@ def event_names(syscall: str) -> tuple[str, str]:
 
 
 class SyscallTracepoint:
-    """Dispatcher for the entries or exits of all system calls: passes a record to the event of its call.
+    """Dispatcher for the entries or exits of all system calls: passes each record to its call's event.
 
     Mirrors: kernel/trace/trace_syscalls.c:ftrace_syscall_enter, ftrace_syscall_exit (v6.1).
     """
@@ -97,7 +97,8 @@ class SyscallEvent(TraceEvent):
     def fields(self) -> tuple[EventField, ...]:
         """The event's own fields.
 
-        The fields are computed at each use, because programs read those of few of the hundreds of events.
+        The fields are computed at each use, because there are hundreds of events, and programs read the
+        fields of only a few.
         """
         word = self._word
         words = (
@@ -268,7 +269,7 @@ class SyscallExit(SyscallEvent):
         super().__init__(name, syscall, calls, '"0x%lx", REC->ret')
 
     def word_fields(self) -> Iterable[tuple[str, str, bool]]:
-        """Return the field of the result."""
+        """Return type, name and signedness of the only field, which has the result."""
         return (("long", "ret", True),)
 
     def words(self, raw: bytes, hit: ProbeHit) -> bytes:

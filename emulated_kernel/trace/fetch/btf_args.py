@@ -89,7 +89,9 @@ class TypedValue:
         return bool(self.bit_size % _CHAR_BITS or self.bit_offset)
 
     def fetch_type(self, word_bits: int) -> str | None:
-        """Return the name of the fetch type that fits the value, or None for the default type.
+        """Return the name of the fetch type that fits the value; None means the default type, a word.
+
+        `word_bits`: size of a word in bits.
 
         Mirrors: kernel/trace/trace_probe.c:fetch_type_from_btf_type (v6.12).
         """

@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from emulated_kernel.trace.fetch.btf_args import ProbedFunction
 
 MAX_BTF_ARGS_LEN = 128
-"""Size in bytes of the buffer for the names that replace `$arg*` and `$argN`, each with a NUL."""
+"""Size in bytes of Linux's buffer for the names that replace `$arg*` and `$argN`.
+
+Each name takes a NUL in addition.
+"""
 MAX_DENTRY_ARGS_LEN = 256
-"""Size in bytes of the buffer for the arguments with the types %pd and %pD, each with a NUL."""
+"""Size in bytes of Linux's buffer for arguments of the types %pd and %pD; each takes a NUL in addition."""
 _META = "$arg"
 _DENTRY_TYPES = (":%pd", ":%pD")
 

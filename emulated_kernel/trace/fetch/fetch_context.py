@@ -33,7 +33,7 @@ class FetchContext:
     in_kernel: bool = True
     """Whether the probe is in the kernel. If it is in a program, expressions name file offsets."""
     finish: Callable[[ProbeArg], ProbeArg] | None = None
-    """Function for event probes that resolves the event's field in an argument, after it is parsed."""
+    """Function for event probes that resolves the event's field in an argument after the parsing."""
     in_fprobe: bool = False
     """Whether the probe is an fprobe or on a tracepoint, so that registers have no names."""
     types: Callable[[], Btf | None] = no_types

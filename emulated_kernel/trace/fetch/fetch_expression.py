@@ -65,9 +65,12 @@ class ExpressionParser:
         self._depth = 0
         """Number of dereferences, typecasts and per-CPU accesses around the current expression."""
         self.named: NamedArgs | None = None
-        """The compiler of the name that determined the BTF type of the value, or None."""
+        """Compiler of the name that has given the value its BTF type; None if the value has no BTF type."""
         self.end = 0
-        """Column of the last field, or of the operand of the outermost dereference; 0 if there is neither."""
+        """Column for errors that are found after the parsing.
+
+        It is that of the last field, or of the operand of the outermost dereference; 0 if there is neither.
+        """
 
     def compile(self, text: str, at: int) -> list[FetchInsn]:
         """Compile `text`, an expression without its type.
@@ -265,7 +268,7 @@ class ExpressionParser:
         return [self._special(name, at)]
 
     def _event_field(self, name: str, at: int) -> FetchInsn:
-        """Compile `$FIELD` of an event probe. In Linux up to 6.1, the field is looked up after the parsing.
+        """Compile `$FIELD` of an event probe; `name` is FIELD. In Linux up to 6.1, it is looked up later.
 
         Mirrors: kernel/trace/trace_probe.c:parse_probe_vars (v6.12).
         """
@@ -277,7 +280,7 @@ class ExpressionParser:
         return FetchInsn(FetchOp.TP_ARG, name=name)
 
     def _special(self, name: str, at: int) -> FetchInsn:
-        """Compile `$stack`, `$stackN`, `$comm` or `$argN`."""
+        """Compile the variable `$stack`, `$stackN`, `$comm` or `$argN`; `name` is its name without `$`."""
         context = self._context
         if name == "stack":
             return FetchInsn(FetchOp.STACKP, name=self._arch.registers.sp)
@@ -396,7 +399,7 @@ class ExpressionParser:
 
 
 def _closing(text: str, begin: int) -> int:
-    """Return the position of the parenthesis that closes the one at `begin`, or -1.
+    """Return the position of the parenthesis that closes the one at `begin`, or -1 if none does.
 
     Mirrors: kernel/trace/trace_probe.c:find_matched_close_paren (v7.3).
     """
@@ -409,7 +412,9 @@ def _closing(text: str, begin: int) -> int:
 
 
 def _str_to_immediate(text: str, base: int, bits: int) -> int:
-    """Parse the number of an immediate value, which follows a backslash.
+    """Parse `text`, the number of an immediate value, which follows a backslash.
+
+    `base`: 0 means that a prefix selects the base. `bits`: size of the number.
 
     Raises: KernelError EINVAL (not a number), ERANGE (too large).
     Mirrors: kernel/trace/trace_probe.c:str_to_immediate (v6.1).

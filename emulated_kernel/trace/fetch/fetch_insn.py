@@ -31,7 +31,7 @@ class FetchOp(Enum):
     DATA = auto()
     """Load the address of the constant bytes `data`."""
     EDATA = auto()
-    """Load word `value` of the data that the entry of a returning function has stored."""
+    """Load word `value` of the data that was stored at the entry of a returning function."""
     TP_ARG = auto()
     """Load the field `name` of the entry that an event probe receives."""
     FOFFS = auto()

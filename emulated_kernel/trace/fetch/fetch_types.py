@@ -69,7 +69,7 @@ class FetchType(ABC):
 
     name: str
     size: int
-    """Size of an element in the fixed part of an entry, in bytes. For a string, this is its __data_loc."""
+    """Size of an element in the fixed part of an entry, in bytes; for a string, the size of __data_loc."""
     is_signed: bool
     print_fmt: str
     """The conversion specification of an element in the event's print format, such as `%u`."""
@@ -92,7 +92,7 @@ class FetchType(ABC):
 
     @abstractmethod
     def fetch(self, stages: FetchStages, environment: FetchEnvironment) -> Elements:
-        """Run a fetch program at a hit, and return the argument's elements."""
+        """Run the fetch program `stages` at the hit of `environment`, and return the argument's elements."""
 
     @abstractmethod
     def fixed_part(self, elements: Elements, area: StringArea) -> bytes:
@@ -296,7 +296,7 @@ def _number(prefix: str, bits: int) -> FetchType:
 
 @cache
 def fetch_types(word_size: int, interface: Interface) -> dict[str, FetchType]:
-    """Return a map name -> type, for machines whose words have `word_size` bytes.
+    """Return a map name -> type, for words of `word_size` bytes and the version of Linux in `interface`.
 
     Mirrors: kernel/trace/trace_probe.c:probe_fetch_types (v6.1).
     """

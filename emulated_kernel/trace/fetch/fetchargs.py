@@ -50,12 +50,12 @@ RESERVED_NAMES = frozenset(
     }
 )
 _RULES_BY_FUNCTION = frozenset({InterfaceRule.BTF_ARGS, InterfaceRule.META_ARGS, InterfaceRule.ENTRY_ARGS})
-"""Rules under which the same text can mean different arguments for different functions."""
+"""Interface rules under which the same text can mean different arguments for different functions."""
 _ARRAY_STORES = frozenset({FetchOp.ST_MEM, FetchOp.ST_STRING, FetchOp.ST_USTRING})
 
 
 def parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, ...]:
-    """Compile the arguments of a command. `words` are the words from the third word on.
+    """Compile the arguments of a command. `words` are the command's words from the third word on.
 
     In Linux up to 6.1, arguments after the 128th are silently ignored.
     Raises: KernelError EINVAL, ERANGE, E2BIG (logged). Mirrors: traceprobe_parse_probe_arg (v6.1).

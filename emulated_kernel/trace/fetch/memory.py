@@ -80,7 +80,7 @@ class FetchEnvironment:
         self.mask = (1 << 8 * arch.word_size) - 1
 
     def load(self, insn: FetchInsn) -> Value:
-        """Run stage 1: return the value that the operation loads."""
+        """Run stage 1: return the value that the operation `insn` loads."""
         match insn.op:
             case FetchOp.REG | FetchOp.STACKP | FetchOp.RETVAL:
                 value: int = getattr(self._regs, insn.name)

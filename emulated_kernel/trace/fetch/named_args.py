@@ -122,7 +122,10 @@ class NamedArgs:
         return self._fields(code, typed, *fields, is_cast=True, before=before)
 
     def _member_offset(self, typed: TypedValue, member: str, at: int) -> int:
-        """Return the offset in bytes of `member`, which is `FIELD.FIELD` at column `at`, in a structure."""
+        """Return the offset in bytes of `member`, in the structure `typed`.
+
+        `member`: a text `FIELD.FIELD` at column `at`.
+        """
         try:
             offset, value, last = next(follow_fields(typed, member, is_cast=True))
         except FieldError as failure:

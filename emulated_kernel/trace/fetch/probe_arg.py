@@ -50,7 +50,7 @@ def sight_of(arg: ProbeArg) -> Sight:
 
 
 def first_difference(args: Sequence[ProbeArg], others: Sequence[ProbeArg]) -> int | None:
-    """Return the index of the first argument that differs in name or type, or None if none differs.
+    """Return the index of the first argument whose name or type differs in `others`; None if none differs.
 
     If the numbers of arguments differ, return the index of the first extra argument.
     Mirrors: kernel/trace/trace_probe.c:trace_probe_compare_arg_type (v6.1).

@@ -258,7 +258,10 @@ class _FilterParser:
         return FunctionPredicate(op, declared.offset, declared.size, function)
 
     def _cpus(self, field: FilterField, op: FilterOp) -> Predicate:
-        """Parse `CPUS{LIST}`. Mirrors: kernel/trace/trace_events_filter.c:parse_pred (v6.12)."""
+        """Parse `CPUS{LIST}`, the value after `field` and `op`, and return the predicate.
+
+        Mirrors: kernel/trace/trace_events_filter.c:parse_pred (v6.12).
+        """
         if field.type.is_string or op not in (FilterOp.EQ, FilterOp.NE, FilterOp.BAND):
             raise _error(FilterError.ILLEGAL_FIELD_OP, self._at)
         start = self._at + len(_CPUS) + 1
@@ -312,7 +315,7 @@ class _FilterParser:
 
 
 def _compare(field: FilterField, op: FilterOp, value: int) -> Predicate:
-    """Return the predicate that compares a field with a number.
+    """Return the predicate that compares a field with the number `value` by the operator `op`.
 
     Linux: the value is truncated to the size of the field.
     """

@@ -232,7 +232,7 @@ class EventFilter:
     text: str
     program: FilterProgram | None
     charge: Charge | None = None
-    """The memory that the filter takes."""
+    """Charge for the host memory that the filter takes; None if the memory is not charged."""
 
     def accepts(self, entry: RawEntry) -> bool:
         """Return True if the filter's program accepts the entry, or if it has no program."""

@@ -99,6 +99,8 @@ class Action:
     def run(self, hit: HistHit, element: Element, key: bytes) -> None:
         """Run the action for a hit if the condition of its handler holds.
 
+        `element`: element to which the hit counts. `key`: key of the element.
+
         Mirrors: hist_trigger_actions, ontrack_action (v6.1).
         """
         if self.tracked is not None:

@@ -29,7 +29,7 @@ class HistAttrs:
     vals: str | None = None
     sort: str | None = None
     name: str | None = None
-    """The attribute `name=NAME` as a whole; None if the command has no name."""
+    """The whole attribute `name=NAME`, including `name=`; None if the command has no name."""
     clock: str = "global"
     bits: int = 0
     pause: bool = False

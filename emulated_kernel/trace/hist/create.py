@@ -145,7 +145,7 @@ class ActionMaker:
         action.arguments = arguments
 
     def _argument(self, action: Action, system: str | None, event_name: str | None, name: str) -> HistField:
-        """Return the variable for an argument of a synthetic event; create the variable if a field is named.
+        """Return the variable for an argument of a synthetic event; create it if `name` is that of a field.
 
         `system` and `event_name`: group and name of the event in the argument, or None. `name`: name of a
         field, or `$` and the name of a variable.
@@ -208,7 +208,7 @@ class ActionMaker:
 
 
 def _same_keys(one: Histogram, other: Histogram) -> bool:
-    """Return True if the keys of two histograms have the same types in the same order.
+    """Return True if the keys of both histograms have the same types in the same order.
 
     Mirrors: compatible_keys (v6.1).
     """
@@ -220,8 +220,8 @@ def _same_keys(one: Histogram, other: Histogram) -> bool:
 def _hist_command(model: Histogram, file: EventFile, variable: str, name: str) -> str:
     """Return the command of a histogram with the keys and the filter of `model`, and with one variable.
 
-    `file`: the event of `model`. `variable`: name of the variable. `name`: field whose value it gets.
-    Raises: KernelError E2BIG (the command is too long).
+    `file`: the event of `model`. `variable`: name of the variable. `name`: name of the field whose value the
+    variable gets. Raises: KernelError E2BIG (the command is too long).
     """
     keys = ",".join(key.full_name() for key in model.keys)
     text = f"keys={keys}:{variable}={name}"

@@ -235,7 +235,7 @@ class ExpressionParser:
         return source, flags
 
     def _modifier(self, name: str, modifier: str, flags: Flag) -> tuple[Flag, int]:
-        """Return the flag of a modifier, and the size of buckets (0 except for `buckets`).
+        """Return the flag of `modifier` after the field `name`, and the bucket size (0 without `buckets`).
 
         As in Linux, any text that begins with `percent` or `graph` is accepted as that modifier.
         """

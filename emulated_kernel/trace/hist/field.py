@@ -279,7 +279,7 @@ class Histogram:
         self.uses_time = False
         # Linux: up to 6.1, a call chain has no name, so no sort key can select it.
         self.chain_name = ""
-        """Name of the call chain of a hit, as a field."""
+        """Name that files show for the call chain of a hit, or "" in kernels without such a name."""
         self.stack_depth = STACK_DEPTH
         """Maximum number of callers in a call chain."""
         self.map = TracingMap(attrs.bits or DEFAULT_BITS, 0, 0)
@@ -339,7 +339,7 @@ def as_number(value: Value) -> int:
 
 
 def execname_value(hit: HistHit) -> Value:
-    """Return the name of the task that created the element to which the hit is counted."""
+    """Return the name of the task that created the hit's element; "(no comm)" without an element."""
     return hit.element.comm if hit.element is not None else b"(no comm)"
 
 

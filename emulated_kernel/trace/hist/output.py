@@ -209,7 +209,7 @@ def _padded(data: bytes, size: int) -> str:
 
 
 def _percentage(value: int, total: int) -> int | None:
-    """Return a share in hundredths of a percent, or None if the total is 0 or too small.
+    """Return `value` as a share of `total`, in hundredths of a percent; None if it cannot be computed.
 
     Mirrors: __get_percentage (v6.1).
     """

@@ -55,7 +55,7 @@ class HistPoll:
             notify()
 
     def forget(self) -> None:
-        """Remove the `notify` of the last poll(), so that it is not called at the next hit."""
+        """Drop the function `notify` of the last poll(), so that it is not called at the next hit."""
         if self._notify is not None:
             self._notify = None
             self._waiters.remove(self._changed)

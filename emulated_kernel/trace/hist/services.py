@@ -40,16 +40,16 @@ def hists_of(file: EventFile) -> Iterator[Histogram]:
 
 
 class RemovedHists:
-    """Which removed histograms showed durations, for a hint about the clock. Linux keeps no such data."""
+    """Data about removed histograms that showed durations, for a hint about the clock.
+
+    Linux keeps no such data.
+    """
 
     def __init__(self) -> None:
         self.reads_clock = False
         """Whether a removed trigger of an event other than a synthetic one has read common_timestamp."""
         self.synthetic: dict[str, int] = {}
-        """Name of a synthetic event -> hits of a removed histogram.
-
-        There is one histogram for each event, that with the most hits.
-        """
+        """Name of a synthetic event -> number of hits of the event's removed histogram with the most hits."""
 
     def note(self, holder: HistHolder, event: SyntheticEvent | None) -> None:
         """Record a histogram before its removal.
@@ -74,7 +74,7 @@ class HistServices:
 
     registry: EventRegistry
     syscall_name: Callable[[int], str | None]
-    """Function that returns the name of the system call with a number, such as sys_read.
+    """Function that maps the number of a system call to its name, such as sys_read.
 
     It returns None if no system call has the number.
     """
@@ -95,7 +95,7 @@ class HistServices:
         return event if isinstance(event, SyntheticEvent) else None
 
     def with_variables(self, recorder: Recorder) -> Sequence[Histogram]:
-        """Return the histograms of a trace array that define or use variables, newest first."""
+        """Return the histograms of trace array `recorder` that define or use variables, newest first."""
         return self._with_variables.get(recorder, ())
 
     def save_variables(self, data: Histogram) -> None:

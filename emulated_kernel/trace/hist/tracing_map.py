@@ -99,7 +99,7 @@ class TracingMap:
         return self.variable_count - 1
 
     def insert(self, key: bytes, comm: bytes) -> Element | None:
-        """Return the element of a key and count a hit; create the element if necessary.
+        """Return the element of `key` and count a hit; create the element for the task `comm` if necessary.
 
         If the map is full, or the budget has no room for a new element, count a drop and return None.
         """

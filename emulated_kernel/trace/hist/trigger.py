@@ -149,7 +149,7 @@ class HistCommand(TriggerCommand):
         self._run(data.triggers, file, data.log, command, removes=False)
 
     def _register(self, trigger: HistTrigger, data: HistData) -> None:
-        """Check a new trigger against the existing triggers, and register its name.
+        """Check that the new trigger fits the existing ones with its name, and register the name.
 
         Mirrors: hist_register_trigger (v6.1).
         """
@@ -275,7 +275,7 @@ class HistCommand(TriggerCommand):
     def _find_match(
         self, trigger: HistTrigger, file: EventFile, shared: HistTrigger | None
     ) -> HistTrigger | None:
-        """Return the trigger of an event whose histogram is equivalent to that of `trigger`, or None.
+        """Return the event's trigger with a histogram equivalent to that of `trigger`, or None without one.
 
         `shared`: the trigger that owns the data with the name of `trigger`. If it is not None, only
         triggers with these data count; if it is None, only triggers without a name count.

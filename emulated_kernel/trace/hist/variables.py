@@ -97,7 +97,7 @@ class Variables:
         return None if file is None else find_file_variable(file, name)
 
     def _find_matched(self, name: str) -> HistField | None:
-        """Return the variable `name` of one of the events in the histogram's onmatch() actions, or None.
+        """Return the variable `name` of an event in the histogram's onmatch() actions, or None without one.
 
         Raises: KernelError EINVAL (two of the events have the variable).
         Mirrors: find_match_var (v6.1).
@@ -113,7 +113,7 @@ class Variables:
         return found
 
     def _find_file(self, system: str | None, event_name: str | None, name: str) -> EventFile | None:
-        """Return the event on which a histogram with the variable `name` has to be searched, or None.
+        """Return the event whose histograms have to be searched for the variable `name`; None if not found.
 
         If `system` is given, return the event with the group `system` and the name `event_name`. Otherwise
         return the only event whose histogram has the variable. If several events have it, log an error.

@@ -84,7 +84,7 @@ def _string(data: bytes) -> str:
 
 
 def _dynamic_string(data: bytes, *, shows_bytes: bool) -> str:
-    """Return a string as text. With `shows_bytes`, add all of its bytes if some are not printable."""
+    """Return the string `data` as text. With `shows_bytes`, add all bytes if some are not printable."""
     if not shows_bytes or all(byte in _PRINTABLE for byte in data if byte):
         return _string(data)
     text = "".join(chr(byte) if byte in _PRINTABLE else "." for byte in data)

@@ -118,7 +118,8 @@ class GraphPrinter:
         """Return the lines of a record.
 
         Return "" for the return of a leaf function, because the line of its call shows it. `following` is the
-        data of the CPU's next record, or None. `formatter` holds the trace options, and prints comments.
+        data of the CPU's next record, or None if there is no later record. `formatter` holds the trace
+        options, and prints comments.
         """
         line = _GraphLine(entry, self, formatter)
         kind = TRACE_ENTRY.unpack_from(entry.record)[0]
@@ -143,7 +144,10 @@ class _GraphLine:
         self._records = GraphRecords(formatter.style.word_size, has_args=printer.has_args)
 
     def entered(self, following: bytes | None) -> str:
-        """Return the lines of a call. Mirrors: print_graph_entry_leaf, print_graph_entry_nested (v6.1)."""
+        """Return the lines of a call. `following`: data of the CPU's next record, or None without one.
+
+        Mirrors: print_graph_entry_leaf, print_graph_entry_nested (v6.1).
+        """
         fields: tuple[int, int] = self._records.entered.unpack_from(self._entry.record, TRACE_ENTRY.size)
         func, depth = fields
         state = self._state
@@ -160,7 +164,7 @@ class _GraphLine:
         return prologue + self._column(leaf) + " " * (depth * INDENT) + f"{self._call(func)};\n"
 
     def _leaf_duration(self, func: int, following: bytes | None) -> int | None:
-        """Return a call's duration in nanoseconds if the following record is the call's return, else None."""
+        """Return the duration of a call of `func` in ns, if `following` is the call's return; else None."""
         if following is None:
             return None
         kind, _, _, their_pid = TRACE_ENTRY.unpack_from(following)

@@ -22,7 +22,7 @@ class FunctionOption(StrEnum):
     STACK_TRACE = "func_stack_trace"
     NO_REPEATS = "func-no-repeats"
     ARGS = "func-args"
-    """The option exists since Linux 6.16."""
+    """Whether records of calls have the functions' arguments; the option exists since Linux 6.16."""
 
 
 class GraphOption(StrEnum):
@@ -40,7 +40,7 @@ class GraphOption(StrEnum):
     IRQS = "funcgraph-irqs"
     TAIL = "funcgraph-tail"
     ARGS = "funcgraph-args"
-    """The option exists since Linux 6.16."""
+    """Whether records of calls have the functions' arguments; the option exists since Linux 6.16."""
     SLEEP_TIME = "sleep-time"
     GRAPH_TIME = "graph-time"
 

@@ -192,7 +192,10 @@ class EventProbes(ProbeKind[Eprobe]):
             raise
 
     def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> Eprobe:
-        """Parse a command and return its event probe. Mirrors: __trace_eprobe_create (v6.1)."""
+        """Parse a command's words `argv`, and return the event probe.
+
+        Mirrors: __trace_eprobe_create (v6.1).
+        """
         group = EPROBE_EVENT_SYSTEM
         event = ""
         before, colon, name = argv[0].partition(":")

@@ -59,11 +59,11 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
         return list(dict.fromkeys(probe.event for probe in self._own))
 
     def find(self, group: str, name: str) -> KprobeTraceEvent | None:
-        """Return the kprobe event called `name` in `group`, or None if no such event exists."""
+        """Return the event of this kind called `name` in `group`, or None if no such event exists."""
         return self.own(self.registry.find(group, name))
 
     def own(self, event: TraceEvent | None) -> KprobeTraceEvent | None:
-        """Return `event` if it is a kprobe event, else None."""
+        """Return `event` if it is an event of this kind, or an event without probes; else None."""
         if not isinstance(event, KprobeTraceEvent):
             return None
         kind = event.kind
@@ -91,10 +91,10 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
         return self.probe_class(self, definition, self._engine)
 
     def _refuse(self, failure: KernelError) -> None:
-        """Raise the error with which the command fails, if it is not `failure`.
+        """Raise the error that Linux reports in place of `failure`, if it differs. By default, do nothing.
 
-        `failure`: the error of registering the command's probe. If this method returns, as it does by
-        default, the caller raises `failure`.
+        `failure`: the error of registering the command's probe. If this method returns, the caller raises
+        `failure`.
         """
 
     def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> ProbeDefinition | None:

@@ -13,7 +13,7 @@ from emulated_kernel.util.fast_dataclass import dataclass, field
 MAX_REMOVED = 100
 """Maximum number of removed events that the history keeps, and of removed probes of an event.
 
-Of older ones, only the hits are kept.
+Of older events and probes, only the number of hits is kept.
 """
 
 
@@ -42,14 +42,14 @@ class PastEvent(TypedDict):
 
 @dataclass(eq=False, slots=True)
 class _Enabled:
-    """What is known of an event since it was first enabled. Most fields mean the same as in PastEvent."""
+    """Data about an event since it was first enabled. Most fields mean the same as in PastEvent."""
 
     armed: bool = False
     unarmed: str = ""
     recording: bool = False
     off: bool = True
     off_since: dict[Recorder, int | None] = field(default_factory=dict)
-    """Trace array that has the event enabled -> its off_since() when note() first saw this."""
+    """Trace array that has the event enabled -> its off_since() when note() first found it in use."""
     removed: dict[str, int] = field(default_factory=dict)
     """Place of a removed probe of the event -> its hits."""
     at_return: bool = False

@@ -396,7 +396,7 @@ class RingBuffer(RingWriter):
         return [bytes(self._image(page)) for page in pages]
 
     def _image(self, page: int) -> memoryview:
-        """Return a live view of a sub-buffer with its header."""
+        """Return a live view of the sub-buffer with number `page`, including its header."""
         return self._memory[self._data(page) - PAGE_HEADER_SIZE :][: self.page_size]
 
     def resize(

@@ -153,6 +153,8 @@ class _DamagedBuffer:
     def _repair_tail(self, slots: list[int]) -> None:
         """Correct the position of the tail, which the control block stores three times.
 
+        `slots`: number of the page in each ring slot.
+
         If the host was not changing the control block, at least two of the three copies are right.
         """
         control = self.control

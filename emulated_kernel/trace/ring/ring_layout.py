@@ -105,7 +105,7 @@ COUNTERS = (
 
 
 def offset_of(word: str) -> int:
-    """Return the offset of a word, given by its name, in a control block in bytes."""
+    """Return the offset in bytes of the word called `word` in a control block."""
     offset: int = getattr(RingControl, word).offset
     return offset
 
@@ -194,7 +194,7 @@ class RecordTarget:
 
 
 def pages_for(size: int, order: int = 0) -> int:
-    """Return the number of sub-buffers for a ring of a requested size in bytes.
+    """Return the number of sub-buffers of `order` for a ring of at least `size` bytes.
 
     As in Linux, rounding up a size near 2**64 overflows to the minimum.
     Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.12).
@@ -204,7 +204,7 @@ def pages_for(size: int, order: int = 0) -> int:
 
 
 def memory_size(nr_pages: int, order: int = 0) -> int:
-    """Return the size in bytes of the memory that a ring buffer with `nr_pages` sub-buffers needs.
+    """Return the size in bytes of the memory for a ring of `nr_pages` sub-buffers of `order`.
 
     The size is sufficient for any alignment of the memory to pages.
     """
@@ -213,7 +213,10 @@ def memory_size(nr_pages: int, order: int = 0) -> int:
 
 
 def data_start(nr_pages: int, order: int = 0, address: int = 0) -> int:
-    """Return the offset of the first sub-buffer in a ring buffer's memory at `address`, in bytes."""
+    """Return the offset in bytes of the first sub-buffer in the memory of a ring buffer.
+
+    `nr_pages`, `order`: shape of the ring. `address`: address of the memory.
+    """
     page = PAGE_SIZE << order
     header = (SLOTS + 2 * nr_pages + 1) * 8
     return -(-(address + header) // page) * page - address

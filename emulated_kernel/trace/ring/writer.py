@@ -92,7 +92,7 @@ class RingWriter:
 
     @classmethod
     def over(cls, place: RingMemory, nr_pages: int, order: int) -> Self:
-        """Return the buffer that the memory `place` already contains."""
+        """Return the buffer of `nr_pages` sub-buffers of `order` that the memory `place` already contains."""
         buffer = cls.__new__(cls)
         buffer._begin(order)
         buffer._attach(place, nr_pages)
@@ -221,7 +221,7 @@ class RingWriter:
         return (control.write_ptr or control.parked_ptr) - self._shift - self._data(control.tail_page)
 
     def write(self, payload: bytes, time_stamp: int) -> bool:
-        """Append one event. Return False if the buffer is full, the event too large, or recording off.
+        """Append an event. Return False if the buffer is full, the event is too large, or recording is off.
 
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_write (v6.1).
         """

@@ -104,7 +104,7 @@ class LastCommandLog:
 
     @contextmanager
     def instead(self, error: CommandError, culprit: str = "") -> Iterator[None]:
-        """Replace a KernelError of the `with` block: log `error`, and raise it with the same errno.
+        """If the `with` block raises a KernelError, log `error` and raise one for it with the same errno.
 
         `culprit` is the wrong text in the command.
         """

@@ -59,7 +59,7 @@ def _unsigned(text: str, base: int) -> int:
 
 
 def kstrtoul(text: str, base: int = 0, bits: int = 64) -> int:
-    """Parse an unsigned number of `bits` bits in base `base`; if it is 0, a prefix selects the base.
+    """Parse an unsigned number of `bits` bits in base `base`; if `base` is 0, a prefix selects the base.
 
     A sign "+" and a final newline are allowed.
     Raises: KernelError EINVAL (not a number), ERANGE (too large).
@@ -72,7 +72,7 @@ def kstrtoul(text: str, base: int = 0, bits: int = 64) -> int:
 
 
 def kstrtol(text: str, base: int = 0, bits: int = 64) -> int:
-    """Parse a signed number of `bits` bits in base `base`; if it is 0, a prefix selects the base.
+    """Parse a signed number of `bits` bits in base `base`; if `base` is 0, a prefix selects the base.
 
     A final newline is allowed.
     Raises: KernelError EINVAL (not a number), ERANGE (too large or too small).

@@ -89,7 +89,7 @@ class Functions(Collection[TraceableFunction]):
     def shown(self, index: int) -> Iterator[str]:
         """Yield the line (TraceableFunction.shown) of each function from index `index` on.
 
-        For speed, no TraceableFunction is created for a kernel function: each read(2) of
+        For speed, no TraceableFunction is created for functions of the kernel itself: each read(2) of
         available_filter_functions calls this method.
         """
         entries = islice(self._functions.values(), index, None)
@@ -147,7 +147,7 @@ class Functions(Collection[TraceableFunction]):
         return [(site, self._functions[site]) for site in (sites if isinstance(sites, tuple) else (sites,))]
 
     def sites_by_name(self, name: str | None) -> Iterable[tuple[str, int]]:
-        """Return (name, fentry site) of the functions with this name, or of all functions if it is None.
+        """Return (name, fentry site) of each function called `name`, or of all functions if `name` is None.
 
         Disabled functions are left out.
         """
@@ -170,7 +170,9 @@ class Functions(Collection[TraceableFunction]):
             watcher.module_added(module)
 
     def remove(self, sites: frozenset[int]) -> None:
-        """Remove functions of a module: all of them, or only the functions in its init text.
+        """Remove those functions of a module that have the fentry sites `sites`.
+
+        They are all functions of the module, or the functions in its init text.
 
         Mirrors: kernel/trace/ftrace.c:ftrace_release_mod, ftrace_free_mem (v6.1).
         """

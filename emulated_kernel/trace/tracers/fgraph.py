@@ -90,7 +90,7 @@ class FunctionGraph:
     ) -> None:
         """Subscribe to changes of the filters.
 
-        `choose_hooks` returns the return hooks for a GraphUser that is registered now.
+        `choose_hooks` is called when a GraphUser is registered, and returns the return hooks to use.
         """
         filters.on_selection.append(self.filters_changed)
         self._sleeps = sleeps

@@ -47,11 +47,11 @@ class FtraceHash:
         return site in self._buckets.get(self._key(site), ())
 
     def add(self, site: int) -> None:
-        """Add an address that is not in the table."""
+        """Add the address `site`, which must not be in the table."""
         self._buckets.setdefault(self._key(site), []).append(site)
 
     def remove(self, site: int) -> None:
-        """Remove an address that is in the table."""
+        """Remove the address `site`, which must be in the table."""
         self._buckets[self._key(site)].remove(site)
 
     def _key(self, site: int) -> int:

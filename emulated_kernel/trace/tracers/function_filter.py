@@ -114,7 +114,7 @@ class EditedSet(ABC):
 
 
 class ShownFunctions(Protocol):
-    """Interface of the functions that a filter file shows."""
+    """Interface of a set of functions that a filter file shows."""
 
     @property
     def sites(self) -> Collection[int]:
@@ -126,7 +126,7 @@ class ShownFunctions(Protocol):
 
 
 class _ShownSites(NamedTuple):
-    """Implements ShownFunctions for a file that is open for reading."""
+    """The functions that a file shows as long as it is open for reading."""
 
     sites: frozenset[int]
     is_empty: bool
@@ -297,7 +297,7 @@ class FunctionSet(EditedSet):
         self.awaited = [each for each in self.awaited if each[1] != module]
 
     def functions_removed(self, sites: frozenset[int]) -> None:
-        """Remove from the set the functions that no longer exist.
+        """Remove from the set the functions with the fentry sites `sites`, which no longer exist.
 
         Mirrors: kernel/trace/ftrace.c:clear_mod_from_hashes (v6.1).
         """
@@ -425,7 +425,7 @@ class GraphSet(EditedSet):
         self._set(chosen, self._functions.existing(chosen))
 
     def functions_removed(self, sites: frozenset[int]) -> None:
-        """Remove from the set the functions that no longer exist.
+        """Remove from the set the functions with the fentry sites `sites`, which no longer exist.
 
         If no function is left, the set is empty, unlike a FunctionSet.
         """

@@ -124,7 +124,7 @@ class FunctionProbes:
         probes.changed()
 
     def _remove(self, pattern: bytes, kind: Kind) -> None:
-        """Remove the commands of a kind from matching functions.
+        """Remove the commands of the kind `kind` from the functions that match `pattern`.
 
         Linux: an enable_event or disable_event command is removed even if it is for another event.
         Mirrors: kernel/trace/ftrace.c:unregister_ftrace_function_probe_func (v6.1).
@@ -155,7 +155,7 @@ class FunctionProbes:
             self._drop(kind, tuple(probes))
 
     def functions_removed(self, sites: frozenset[int]) -> None:
-        """Remove the commands on functions that no longer exist."""
+        """Remove the commands on the functions with the fentry sites `sites`, which no longer exist."""
         for kind, probes in tuple(self._kinds.items()):
             self._drop(kind, sites & probes.keys())
 

@@ -102,7 +102,10 @@ class FunctionTracer(Tracer, FunctionWatcher):
         self._update()
 
     def functions_removed(self, sites: frozenset[int]) -> None:
-        """Remove from the filters and the commands the functions that no longer exist."""
+        """Remove functions from the filters and the commands, because the functions no longer exist.
+
+        `sites`: fentry sites of the functions.
+        """
         self.filter.functions_removed(sites)
         self.notrace.functions_removed(sites)
         self.probes.functions_removed(sites)

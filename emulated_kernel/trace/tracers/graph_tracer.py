@@ -27,7 +27,10 @@ class PendingCall(NamedTuple):
 
     func: int
     called_ns: int
-    """Time of the call. If option sleep-time is off, the time that the task has slept since is added."""
+    """Start time of the call in nanoseconds.
+
+    If option sleep-time is off, the time is moved later by the time that the task has slept since.
+    """
     depth: int
     """Nesting depth of the call: its number of hooked callers."""
     flags: int
@@ -125,7 +128,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         )
 
     def functions_removed(self, sites: frozenset[int]) -> None:
-        """Remove from the filters the functions that no longer exist."""
+        """Remove from the filters the functions with the fentry sites `sites`, which no longer exist."""
         self.functions.functions_removed(sites)
         self.notrace.functions_removed(sites)
 

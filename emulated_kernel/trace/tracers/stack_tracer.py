@@ -102,7 +102,7 @@ class StackTracer(FunctionWatcher):
         self._update()
 
     def functions_removed(self, sites: frozenset[int]) -> None:
-        """Remove from the filter the functions that no longer exist."""
+        """Remove from the filter the functions with the fentry sites `sites`, which no longer exist."""
         self.filter.functions_removed(sites)
         self._update()
 
@@ -114,7 +114,7 @@ class StackTracer(FunctionWatcher):
             self._hooks.detach(self._user)
 
     def _check(self, site: int, hit: ProbeHit) -> None:
-        """Handle a call. If the stack is deeper than stack_max_size, store the depth and the call chain.
+        """Handle a call from `site`: if the stack is deeper than stack_max_size, store depth and call chain.
 
         Mirrors: kernel/trace/trace_stack.c:check_stack (v6.1).
         """

@@ -63,7 +63,7 @@ class CountedTrigger(Trigger):
 
 
 class ControlTrigger(CountedTrigger):
-    """A trigger whose action changes its trace array."""
+    """A trigger that acts on the trace array in which it is set."""
 
     def __init__(self, name: str, array: TraceArray, count: int, filter_: EventFilter | None) -> None:
         super().__init__(name, count, filter_)

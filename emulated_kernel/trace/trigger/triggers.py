@@ -76,7 +76,7 @@ class EventTriggers:
         words: FilterWords = NO_WORDS,
     ) -> None:
         self.words = words
-        """The words of filters that the kernel's version has."""
+        """The features of event filters that the kernel's version supports."""
         self.array = array
         self.registry = registry
         self.error_log = error_log
