@@ -95,7 +95,9 @@ def declaration(btf: Btf, number: int, name: str = "", limit: StepLimit | None =
 
 
 def type_kind(btf: Btf, number: int) -> str:
-    """Return a text that is equal for equal types of several kernels: without typedefs and qualifiers.
+    """Return a name of the type `number`, to compare it with a type of another kernel.
+
+    Typedefs and qualifiers are left out, and an integer type is named by its sign and width, such as `u32`.
 
     `char` has a separate text, because it is signed in the BTF of Linux before 6.2, and unsigned in later
     BTF.

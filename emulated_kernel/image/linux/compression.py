@@ -28,7 +28,7 @@ class Readable(Protocol):
 
 
 def unpack(packed: Readable, limit: int) -> Iterator[bytes]:
-    """Yield the unpacked data in pieces; data after the end of the compressed stream is ignored.
+    """Yield the unpacked data of `packed` in pieces. Ignore data after the end of the compressed stream.
 
     Raises: KernelError ENOEXEC (an unknown format, damaged data, or more than `limit` unpacked bytes).
     """

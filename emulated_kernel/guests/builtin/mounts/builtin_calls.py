@@ -32,7 +32,7 @@ _TRANSFERS = Calls.READS | Calls.WRITES
 class BuiltinCalls(GuestCalls):
     """Makes calls of clients on control files in kprobefs's own kernel; implements GuestCalls.
 
-    `ClientCalls.task` and `ClientCalls.task_for_control` begin a request.
+    `ClientCalls.task` and `ClientCalls.task_for_control` begin a request, which advances the guest's clock.
     """
 
     def __init__(self, guest: Guest, clients: ClientCalls) -> None:

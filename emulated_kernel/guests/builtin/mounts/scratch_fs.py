@@ -37,7 +37,7 @@ class ScratchFile(FileDescription):
 
     @property
     def writes_at_once(self) -> bool:
-        """True, because the guest copies the data before write() returns; see FileDescription."""
+        """Return True, because the guest copies the data before write() returns; see FileDescription."""
         return True
 
     __slots__ = ("fd", "number", "position")

@@ -68,7 +68,7 @@ class LinuxClients:
         """Pid of a recently forked process -> monotonic time until which its name is checked."""
 
     def informed(self, client: Client) -> Client:
-        """Return the client. Add its program's path if the guest has not repeated its latest execve(2).
+        """Return `client`, with the path of its program if the guest has not repeated its latest execve(2).
 
         Lock: leaves; the reads can take 0.1 s.
         """

@@ -72,7 +72,7 @@ class NativeCore:
         self._memory.write(root, va, data)
 
     def passed_in_step(self) -> Callable[[int], bool]:
-        """Return a function that decides where a debugger's step does not stop: in the handling of a hit.
+        """Return a function that returns True at addresses in the handling of a hit, where no step stops.
 
         See DebuggedMachine.passed_in_step. On x86-64, the handling consists of exception handlers, in which
         the stack pointer is lower, and of the copied instruction, which is outside of the kernel's text.

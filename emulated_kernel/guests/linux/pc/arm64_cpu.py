@@ -41,7 +41,7 @@ class Arm64LinuxCpu(LinuxCpu):
         self._engine = engine
         self.regs = regs
         self._general: Any = regs
-        """The registers with the names of this processor, of which Regs declares none."""
+        """The object `regs` without its type Regs, which does not declare the registers of this processor."""
 
         def word(offset: int) -> memoryview:
             return memoryview(ctypes.c_uint64.from_address(state + offset)).cast("B").cast("Q")
@@ -177,14 +177,17 @@ class Arm64LinuxCpu(LinuxCpu):
     def note_kernel(self) -> None:
         """Store the translator's flags for kernel mode, for later entries into the kernel.
 
-        This method must be called when code in kernel mode has caused an exception. Unicorn: a write of the
-        processor state by the host does not change the translator's flags. The flags are stored in elr_el3,
-        which the guest does not use, so that snapshots contain the flags.
+        Call this method when code in kernel mode has caused an exception. Unicorn: a write of the processor
+        state by the host does not change the translator's flags. The flags are stored in elr_el3, which the
+        guest does not use, so that snapshots contain the flags.
         """
         self._kernel_hflags[0] = self._hflags[0]
 
     def _enter(self, handler: int, syndrome: int, ip: int) -> None:
-        """Take an exception: enter the kernel at the offset `handler` in the vector table."""
+        """Take an exception: enter the kernel at the offset `handler` in the vector table.
+
+        `ip`: address to which the handler returns.
+        """
         regs = self.regs
         if handler == _FROM_USER:
             self.user_stack[0] = regs.sp
