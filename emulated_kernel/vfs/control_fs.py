@@ -29,8 +29,7 @@ from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDire
 ATTRIBUTE_CALLS = ("newfstat", "newfstatat", "statx", "lseek")
 """Names of the system calls for which the host's kernel requests the attributes of an open file."""
 _ALWAYS_OPEN = ("/machine", f"/{CONTROL}/machine")
-"""Paths of directories whose files can be opened beyond the limit of open files, because they set the limits.
-"""
+"""Directories whose files can be opened beyond the limit of open files, because the files set the limits."""
 
 
 _SETTLED = nullcontext()

@@ -75,7 +75,10 @@ class FileSystem(ABC):
         more, because the guest sees lookups from now on.
         """
         self.gate: Event | None = None
-        """Event for which changes of control files wait while a kernel is being built to replace this one."""
+        """Event for which changes of control files wait while a kernel is being built to replace this one.
+
+        None at all other times.
+        """
 
     def follow_processes(self) -> None:
         """Repeat in the guest the forks and exits of clients' processes since the last request, if any.

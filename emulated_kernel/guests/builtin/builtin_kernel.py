@@ -179,7 +179,7 @@ class BuiltinKernel(TaskStacks):
         self._mailbox[0] = task
 
     def new_exits(self) -> list[int]:
-        """Return the addresses of the task_structs that have exited since the last call.
+        """Return the addresses of the task_structs of tasks that have exited since the last call.
 
         The guest's ring cannot overflow, because it is drained after every stop of the guest.
         """

@@ -54,7 +54,7 @@ class Guest:
         """
         self.times = WallTime(lambda: machine.boot_ns + machine.clock.now_ns())
         self.sight: Callable[[], Sight] = lambda: Sight.MEMORY
-        """Function that returns the most data that any armed probe can read at a hit, as a Sight.
+        """Function that returns which data armed probes can read at a hit: the largest Sight of all probes.
 
         The code that builds the kernel's probe engine replaces this default.
         """
@@ -208,7 +208,7 @@ class Guest:
                 self.syscalls.call(task, "close", number)
 
     def call_function(self, name: str, *args: int | str | bytes) -> int:
-        """Call a kernel function in the worker's task and return its raw result; pass strings by address.
+        """Call a kernel function in the task of worker() and return its raw result; pass strings by address.
 
         No task stays frozen after the call, even if the function was freeze_processes.
         Raises: KernelError ENOENT (no such symbol), EINVAL (not a function, fewer arguments than the
@@ -273,7 +273,7 @@ class Guest:
 
     @contextmanager
     def frozen(self) -> Iterator[bool]:
-        """Freeze all tasks except the worker during the `with` block, and yield True.
+        """Freeze all tasks except that of worker() during the `with` block, and yield True.
 
         If the tasks cannot be frozen, yield False, with no task frozen.
         Raises: KernelError (as `call_function`). Mirrors: kernel/power/process.c:freeze_processes (v6.1).

@@ -10,7 +10,7 @@ _TAGS = {
     Kind.STRUCT: "struct ", Kind.UNION: "union ", Kind.ENUM: "enum ", Kind.ENUM64: "enum ",
 }  # fmt: skip
 _MAX_TYPES = 200
-"""Maximum number of types in one declaration; Python's stack allows no more of them inside each other."""
+"""Maximum number of types in one declaration, because Python's stack limits the depth of their nesting."""
 _POINTER_SIZE = 8
 
 

@@ -70,7 +70,10 @@ def _limited(name: str, pieces: Iterator[bytes], limit: int) -> Iterator[bytes]:
 
 
 def _damages() -> tuple[type[Exception], ...]:
-    """Return the exceptions that decompressors raise for bad data; zstandard is an optional package."""
+    """Return the exceptions that decompressors raise for bad data.
+
+    The exception of zstandard is included if this optional package is installed.
+    """
     import lzma
     import zlib
 

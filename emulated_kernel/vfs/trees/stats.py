@@ -260,7 +260,7 @@ class _EventStats:
         return bool(found) and all(self._kprobes.table.is_patched(kprobe) for kprobe in found)
 
     def _set_optimized(self, wanted: bool) -> None:
-        """Optimize all probes if `wanted` is True, otherwise unoptimize them.
+        """Optimize all probes of the event if `wanted` is True, otherwise unoptimize them.
 
         Raises: KernelError EOPNOTSUPP (a probe can't be optimized).
         """

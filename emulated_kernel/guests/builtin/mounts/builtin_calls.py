@@ -178,7 +178,7 @@ class BuiltinCalls(GuestCalls):
     def opendir(self, client: Client, directory: ControlDirectory) -> None:
         """Open a directory in the guest; see GuestCalls.
 
-        If the guest has no room for the directory, clients can list it nevertheless.
+        If the guest has no memory for the open directory, clients can list it nevertheless.
         """
         if self._runner.is_dead:
             return

@@ -103,8 +103,8 @@ class LinuxClients:
     def task_of(self, client: Client, *, is_informed: bool = False) -> LinuxTask:
         """Repeat earlier forks and exits in the guest; return the task that makes a client's request.
 
-        `is_informed`: informed() has looked for events at this request. Events since then are not earlier
-        than the request, so the next request handles them.
+        `is_informed`: informed() has looked for events at this request, so do not look again. Events since
+        then are not earlier than the request, so the next request handles them.
 
         A shared task (see is_shared()) must not sleep, because calls of other clients wait for it.
         """

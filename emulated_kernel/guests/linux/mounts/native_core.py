@@ -16,7 +16,7 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE
 
 _KERNEL_TEXT = range(0xFFFFFFFF80000000, 0xFFFFFFFFA0000000)
-"""Addresses that the kernel's image can have on x86-64. Insn slots, detours and modules have higher ones."""
+"""Addresses that the kernel's image can have on x86-64. Insn slots, detours and modules are above them."""
 _MAX_INSN_SIZE = 15
 _CALL_SIZE = 8
 """Size in bytes of a return address on the stack."""

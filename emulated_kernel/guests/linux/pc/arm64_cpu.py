@@ -1,7 +1,7 @@
 """Arm64LinuxCpu: delivers exceptions and interrupts to a distribution's arm64 kernel.
 
-Unicorn itself executes eret, tlbi, writes of ttbr and virtual interrupts. For other exceptions it only calls
-a hook, which must change the CPU's state as a CPU does.
+Unicorn itself executes eret, tlbi, writes of ttbr and virtual interrupts. For all other exceptions, Unicorn
+only calls a hook, which must change the CPU's state as a CPU does.
 Source: Arm Architecture Reference Manual for A-profile (DDI 0487), AArch64.TakeException.
 """
 
@@ -132,8 +132,9 @@ class Arm64LinuxCpu(LinuxCpu):
     def syscall(self, ip: int, values: tuple[int, ...] | None = None) -> None:
         """Execute the svc instruction at `ip` of the stub; see LinuxCpu.
 
-        spsr_el1 contains the stub's processor state already. The kernel has entered user mode with that
-        state, and no instruction of the stub changes it. The CPU drops the bits that it does not have.
+        spsr_el1 contains the stub's processor state already: the kernel has entered user mode with that
+        state, and no instruction of the stub changes it. Only the bits that the CPU does not have are
+        cleared.
         """
         if values is not None:
             self.set_call(values)

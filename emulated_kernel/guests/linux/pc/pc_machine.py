@@ -309,7 +309,7 @@ class PcMachine(LinuxMachine):
     def _are_text(self, ranges: Iterable[tuple[int, int]]) -> bool:
         """Return True if the CPU can execute the code in each of `ranges`, pairs (address, size).
 
-        A range of more than a page's size is not text. Most ranges of a call share few pages.
+        A range of more than a page's size counts as no text. Each page is checked only once.
         """
         pages = set[int]()
         for va, size in ranges:
