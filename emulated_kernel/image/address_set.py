@@ -63,7 +63,7 @@ class EntryTable(Sequence[Entry]):
     """
 
     def __init__(self, part: memoryview, width: int, entry: Callable[..., Entry]) -> None:
-        """Use the array `part`, with 8 bytes for each address.
+        """Create the table whose entries are in the array `part`, which has 8 bytes for each address.
 
         `width`: number of addresses in an entry. `entry` is called with the addresses of an entry.
         Raises: TypeError, ValueError (the size of `part` is wrong).

@@ -44,9 +44,11 @@ def alternatives(base: int, table: bytes) -> Iterator[Alternative]:
 
 
 def replaced(entry: Alternative, code: bytes) -> bytes:
-    """Return the bytes that replace the code at the site of `entry`. They have the length of this code.
+    """Return the bytes that boot writes to the site of `entry`: the replacement, and nops up to `entry.size`.
 
-    `code` is the code at the replacement's address.
+    `code`: the bytes of the replacement, which begin at `entry.replacement`. The displacement of a call or
+    jump is adjusted to the site.
+
     Mirrors: apply_alternatives() (v6.1).
     """
     if code[:1] and code[0] in _RELATIVE:

@@ -2,9 +2,9 @@
 
 `python -m emulated_kernel.image.call_graph` writes prebuilt/ARCH/FILE_NAME for each architecture of
 ARCHITECTURES. `--check` compares these files with the images. A function's calls and jumps lead to functions.
-An indirect call may lead to any function whose address the image uses in text or in data. Tables through
-which no code calls do not count. Only the dispatch of system calls uses an address in `sys_call_table`. The
-result has more functions than are ever executed.
+An indirect call may lead to any function whose address the image uses in text or in data. Addresses in tables
+that no code uses for calls are left out. Only the dispatch of system calls uses an address in
+`sys_call_table`. The result has more functions than are ever executed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TABLE = "sys_call_table"
 _NUMBER = "nr."
 """Prefix of the names of system calls in the image's ABI table, such as `nr.read`."""
 _NOT_CALLED = (_TABLE, "__stop_kprobe_blacklist", "__stop___ex_table", "__start_mcount_loc", "__guest_abi")
-"""Symbols at the start of tables with addresses of functions, through which no code calls.
+"""Symbols at the start of those tables of functions' addresses that no code uses for calls.
 
 The second and the third symbol precede the tables of kallsyms and of fentry sites.
 """
@@ -39,7 +39,10 @@ _ENTRIES = ("asm_host_interrupt",)
 
 
 class Calls:
-    """Kinds of system calls of clients, as bits of a mask. An IntFlag would take 0.5 us for each `&`."""
+    """Kinds of system calls of clients, as bits of a mask.
+
+    The kinds are plain numbers, because each `&` of an IntFlag would take 0.5 us.
+    """
 
     NAMES = 1
     """System calls of clients that are of no other kind, such as open(2), close(2) and rename(2)."""
@@ -231,7 +234,7 @@ class _Graph:
         return self._closure([*own, *self._around_calls(), *(each for each in entries if each is not None)])
 
     def _around_calls(self) -> Iterable[int]:
-        """Return the functions that dispatch system calls, their callers, the callers of these, and so on."""
+        """Return the functions that dispatch system calls, and all functions whose calls lead to these."""
         found = set(self._dispatchers)
         while more := {f for f, to in self._leads_to.items() if not to.isdisjoint(found)} - found:
             found |= more

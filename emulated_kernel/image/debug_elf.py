@@ -114,7 +114,7 @@ def debug_elf(
 
 
 def _with_rest(section: MemorySection) -> Iterator[MemorySection]:
-    """Yield `section`; if its contents are shorter than its memory, split it in two at their end.
+    """Yield `section`; if its contents are shorter than its memory, split it in two where the contents end.
 
     The split is needed because gdb warns of a section with contents that extends beyond its segment's
     contents.

@@ -91,7 +91,7 @@ def find_build(identity: str, path: Path) -> Path | None:
 
 
 def _first_of(path: Path, identity: str, link: tuple[str, int] | None) -> tuple[Path | None, str]:
-    """Return the path of the first debug file of a build that is found, and a text for an error message.
+    """Return the path of the first debug file found for a build, and a text for an error message.
 
     The path is None if no debug file is found. In that case the text names a debug file of another build
     that was skipped; otherwise the text is "". `path`: path of the kernel. `identity`: build id in

@@ -33,7 +33,7 @@ class DebugInfo:
     """Debug information about an ELF file for x86. A compile unit is parsed when it is first needed."""
 
     def __init__(self, code: Any, debug: Any) -> None:
-        """Use two open ELF files, which may be the same: `code` contains the text, and `debug` the DWARF."""
+        """Read the text in the open ELF file `code`, and the DWARF in `debug`, which may be the same file."""
         self._code = code
         self._debug = debug
         machine = code["e_machine"]
@@ -105,7 +105,8 @@ class DebugInfo:
     def _units(self, addr: int) -> Iterator[Any]:
         """Yield the compile unit that .debug_aranges names for `addr`.
 
-        If there is none, yield all possible units.
+        If .debug_aranges has no unit for `addr`, yield each unit that may contain `addr`: its own ranges do,
+        or it has no ranges.
         """
         index = self._dwarf.get_aranges()
         offset = index.cu_offset_at_addr(addr) if index is not None else None
@@ -175,9 +176,10 @@ def open_debuginfo(file: BinaryIO, path: Path, debug_path: Path | None = None) -
 
 
 def _name(die: Any) -> str:
-    """Return the name of a DIE. If it has none, return that of the DIE to which it refers.
+    """Return the name of a DIE, or else the name of the DIE to which it refers; "?" if neither has a name.
 
-    Such a DIE describes a declaration or an inlined function.
+    A DIE without a name describes a declaration elsewhere or an inlined function. It refers to the DIE with
+    the name by DW_AT_abstract_origin or DW_AT_specification.
     """
     for link in (None, "DW_AT_abstract_origin", "DW_AT_specification"):
         if link is None:

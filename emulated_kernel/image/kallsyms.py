@@ -160,7 +160,10 @@ class SymbolTable:
         return self.by_name[first:last]
 
     def ending(self, pattern: str) -> Iterator[int]:
-        """Yield, in ascending order, the indices of symbols whose names end with a match of `pattern`."""
+        """Yield, in ascending order, the indices of symbols whose names end with a match of `pattern`.
+
+        `pattern` is a regular expression.
+        """
         for match in re.finditer(pattern.encode() + b"(?=\\0)", self.names):
             yield bisect_right(self.starts, match.start()) - 1
 
@@ -174,7 +177,7 @@ class Kallsyms:
     """
 
     _last: tuple[int, Location | None] = (-1, None)
-    """Address and result of the last lookup(), because the checks of one probe look up the same address."""
+    """Cache: address and result of the last lookup(). The checks of one probe look up the same address."""
 
     def __init__(
         self, symbols: Iterable[Symbol], start: int = 0, end: int = 1 << 64, word_size: int = 8
@@ -275,7 +278,7 @@ class Kallsyms:
         return of_modules[0].address if of_modules else None
 
     def ending(self, pattern: str) -> Iterator[int]:
-        """Return the addresses of symbols whose names end with a match of `pattern`."""
+        """Return the addresses of symbols whose names end with a match of `pattern`, a regular expression."""
         return (self._table.addresses[index] for index in self._table.ending(pattern))
 
     def has_module(self, name: str) -> bool:  # noqa: ARG002 - this class has no modules
@@ -356,7 +359,7 @@ class Kallsyms:
     def kallsyms_text(self, zero_addresses: bool = False) -> str:
         """Return the whole text of /proc/kallsyms: all lines of kallsyms_lines().
 
-        `zero_addresses`: the reader has no CAP_SYSLOG.
+        `zero_addresses`: show 0 in place of addresses, because the reader has no CAP_SYSLOG.
         """
         return "".join(self.kallsyms_lines(0, zero_addresses=zero_addresses))
 
@@ -368,7 +371,7 @@ class Kallsyms:
     def kallsyms_lines(self, start: int, *, zero_addresses: bool) -> Iterator[str]:
         """Yield the lines of /proc/kallsyms, from the line with index `start` on.
 
-        `zero_addresses`: the reader has no CAP_SYSLOG.
+        `zero_addresses`: show 0 in place of addresses, because the reader has no CAP_SYSLOG.
         Mirrors: kernel/kallsyms.c:s_show (v6.1).
         """
         table = self._table

@@ -31,7 +31,10 @@ class Declarations:
     """
 
     def __init__(self, data: bytes, start: int, structs: Any) -> None:
-        """Use the table that begins at offset `start` of the section's content `data`."""
+        """Read the table that begins at offset `start` of `data`, the contents of the section.
+
+        `structs`: the DWARFStructs of pyelftools for the unit.
+        """
         self._data = data
         self._start = start
         self._structs = structs
@@ -57,7 +60,7 @@ class LineTables:
     """The line tables of an ELF file with debug information. A unit's table is read when it is needed."""
 
     def __init__(self, elf: Any) -> None:
-        """Use an open ELF file. Raises: KernelError EINVAL (it has no line tables)."""
+        """Read the line tables of the open ELF file `elf`. Raises: KernelError EINVAL (it has no tables)."""
         self._dwarf: Any = None
         if elf.has_dwarf_info(strict=True):
             self._dwarf = elf.get_dwarf_info(relocate_dwarf_sections=False)

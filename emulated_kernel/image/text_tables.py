@@ -49,7 +49,7 @@ class BlacklistEntry(NamedTuple):
 class JumpLabel(NamedTuple):
     """Branch of a static key: an instruction at `code` that is a nop or a jump to `target`.
 
-    The value of the static key at `key` decides which of them it is.
+    The value of the static key at `key` decides which of the two it is.
     """
 
     code: int

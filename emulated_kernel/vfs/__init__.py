@@ -1,4 +1,4 @@
-"""Files: the files through which processes see a kernel, and the path of their requests to it.
+"""Files through which processes see a kernel, and the classes that pass the processes' requests to them.
 
 - `mount`: Mount, which a front end serves: a table of file systems and a table of open files.
 - `filesystem`: FileSystem and FileDescription, the interfaces of the entries of these two tables.

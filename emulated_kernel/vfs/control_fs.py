@@ -29,12 +29,11 @@ from emulated_kernel.vfs.filesystem import FileDescription, FileSystem, OpenDire
 ATTRIBUTE_CALLS = ("newfstat", "newfstatat", "statx", "lseek")
 """Names of the system calls for which the host's kernel requests the attributes of an open file."""
 _ALWAYS_OPEN = ("/machine", f"/{CONTROL}/machine")
-"""Paths of directories whose files can be opened beyond the limit of open files, because they set the limits.
-"""
+"""Directories whose files can be opened beyond the limit of open files, because the files set the limits."""
 
 
 _SETTLED = nullcontext()
-"""Context manager that does nothing: the change is not saved."""
+"""Context manager that does not wait, for a file system whose changes are not saved."""
 
 
 class _Gated(Exception):
@@ -101,7 +100,10 @@ class ControlFile(FileDescription):
 
     @property
     def writes_at_once(self) -> bool:
-        """Whether write() reads no host file, because no write to this one names any; see FileDescription."""
+        """Return True if no write to this file can name a host file, which write() would have to read first.
+
+        See FileDescription.
+        """
         return not self.inner.node.reads_host
 
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
@@ -116,7 +118,10 @@ class ControlFile(FileDescription):
             return fs.tree.stat(self.inner.node)
 
     def informed(self, client: Client) -> Client:
-        """Return `client` with facts by GuestCalls.informed_of_file(); see FileDescription."""
+        """Return `client` with the facts that a read or write needs, by GuestCalls.informed_of_file().
+
+        See FileDescription.
+        """
         return self.fs.calls.informed_of_file(client)
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
@@ -365,7 +370,7 @@ class PendingWrite:
             return file.fs.calls.write(self)
 
     def _write(self, piece: Piece, offset: int) -> int:
-        """Do the next step of writing `piece`, and return the number of bytes taken after the last step.
+        """Do the next step of writing `piece`. After the last step, return the number of bytes taken.
 
         `offset`: file offset of the piece. After the last step, or if the step raises KernelError, report
         the piece to the watcher.
@@ -402,7 +407,7 @@ def _settled(watcher: ChangeWatcher) -> Iterator[None]:
 
 
 class GuestCalls:
-    """Repeats clients' system calls on control files in the guest. This base class repeats none.
+    """Repeats clients' system calls on control files in the guest. This base class repeats no calls.
 
     A method needs the control lock, which ControlFs takes, unless its docstring says "Lock: leaves".
     Control files work even if the guest refuses a call or cannot make it. The methods raise only WouldBlock
@@ -505,7 +510,7 @@ class GuestCalls:
             return file.inner.read_page(size)
 
     def write(self, write: PendingWrite) -> int:
-        """Do the next step of a write, and return the number of bytes written after the last step.
+        """Do the next step of a write. After the last step, return the number of bytes written.
 
         A step writes a piece of the data, or makes the guest's call during which the piece is written.
         Raises: YieldLock (more steps follow).
@@ -562,7 +567,7 @@ class ControlFs(FileSystem):
         self.watcher: ChangeWatcher | None = None
 
     def _show(self, tree: NodeTree, calls: GuestCalls) -> None:
-        """Show a tree of control files. `calls` repeats clients' calls in the guest."""
+        """Show a tree of control files from now on. `calls` repeats clients' calls in the guest."""
         self.tree = tree
         self.calls = calls
         calls.fs = self
@@ -669,8 +674,8 @@ class ControlFs(FileSystem):
     def lock_for(self, path: str, flags: int) -> AbstractContextManager[object]:
         """Return a context manager that holds the lock for a request about an open file.
 
-        A file of machine/ that is open for reading only needs no guest. For such a file, the thread gets
-        the lock even while a debugger holds the guest.
+        A file of machine/ needs no guest if it is opened with O_RDONLY. For such a file, the thread gets the
+        lock even while a debugger holds the guest.
         The caller has to check `lock.is_lent` in the `with` block; its value cannot become true in the block.
         """
         if path.startswith(_ALWAYS_OPEN) and flags & os.O_ACCMODE == os.O_RDONLY:
@@ -678,9 +683,10 @@ class ControlFs(FileSystem):
         return self.lock
 
     def _open_unseen(self, client: Client, path: str, flags: int) -> ControlFile:
-        """Open a file for a client, without a call of the guest.
+        """Open a file for a client while a debugger holds the guest, without a call of the guest.
 
-        Hazard: GuestCalls.request() may run the guest, for example for the fork of a new client.
+        Hazard: do not enter GuestCalls.request(), which may run the guest, for example for the fork of a new
+        client.
         """
         file = ControlFile(self, path, flags, client)
         file.inner = self.tree.open(path, flags, client)

@@ -75,7 +75,10 @@ class FileSystem(ABC):
         more, because the guest sees lookups from now on.
         """
         self.gate: Event | None = None
-        """Event for which changes of control files wait while a kernel is being built to replace this one."""
+        """Event for which changes of control files wait while a kernel is being built to replace this one.
+
+        None at all other times.
+        """
 
     def follow_processes(self) -> None:
         """Repeat in the guest the forks and exits of clients' processes since the last request, if any.
@@ -256,7 +259,8 @@ class FileSystem(ABC):
     def open_in_guest(self, *, names_end: bool = True) -> None:
         """Open the clients' open files in the guest too, because probes could notice calls from now on.
 
-        `names_end`: probes could also notice lookups, so that a front end must look up all names again.
+        `names_end`: whether probes could also notice lookups. If so, a front end must look up all names
+        again.
         """
 
     def become(self, new: FileSystem) -> None:
@@ -343,9 +347,10 @@ class FileDescription:
 
     @property
     def writes_at_once(self) -> bool:
-        """Whether write() never reads a host file, and accepts a memoryview of a buffer as `data`.
+        """Return True if write() never reads a host file first, and if its `data` may be a memoryview.
 
-        The front end may use the buffer again between two steps of the write. Lock: leaves.
+        The front end may then pass a view of its request buffer. write() must copy the data before it lets
+        another request run, because that request overwrites the buffer. Lock: leaves.
         """
         return False
 
@@ -355,7 +360,7 @@ class FileDescription:
             raise self.gone()
 
     def gone(self) -> KernelError:
-        """Return the exception for a request on this description if `error` is set."""
+        """Return the exception to raise for a request on this description. `error` must not be 0."""
         why = "of a kernel before this one" if self.error == errno.ESTALE else "the mount has ended"
         return KernelError(self.error, why)
 

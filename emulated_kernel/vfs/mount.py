@@ -111,7 +111,7 @@ class Mount:
         return self.filesystem_at(path).is_control
 
     def name_lasts(self, path: str) -> bool:
-        """Return True if the front end may use a name again without a getattr(); see FileSystem."""
+        """Return True if a front end may use the name at `path` again without a getattr(); see FileSystem."""
         return self.filesystem_at(path).name_lasts(path)
 
     def exists(self, path: str) -> bool:
@@ -188,7 +188,7 @@ class Mount:
         return fs.readlink(fs.informed(client), path)
 
     def chdir(self, client: Client, path: str) -> None:
-        """Let the client's task change its working directory; see FileSystem."""
+        """Report a client's new working directory `path` to the guest; see FileSystem."""
         fs = self.filesystem_at(path)
         fs.chdir(fs.informed(client), path)
 

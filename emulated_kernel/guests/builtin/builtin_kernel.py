@@ -34,9 +34,9 @@ from emulated_kernel.util.abi import Vector
 from emulated_kernel.util.errors import KernelError
 
 BUFFER_SIZE = 256 << 10
-"""Size of a buffer in bytes; enough for the longest FUSE write (128 KiB) and a path."""
+"""Size in bytes of each buffer of UserBuffers; it holds the longest FUSE write (128 KiB) and a path."""
 MAX_BUFFERS = 30
-"""Maximum number of buffers. Each call holds one; a sleeping read of a control file holds none."""
+"""Maximum number of buffers. Each system call of a task takes one, except sleeping reads of control files."""
 _EXIT_RECORD_WORDS = 2
 """Size of struct host_exit_record in 64-bit words: the task, then pid and code."""
 _FIRST_INTERRUPT = Vector.TIMER
@@ -179,7 +179,7 @@ class BuiltinKernel(TaskStacks):
         self._mailbox[0] = task
 
     def new_exits(self) -> list[int]:
-        """Return the addresses of the task_structs that have exited since the last call.
+        """Return the addresses of the task_structs of tasks that have exited since the last call.
 
         The guest's ring cannot overflow, because it is drained after every stop of the guest.
         """

@@ -54,7 +54,7 @@ class Guest:
         """
         self.times = WallTime(lambda: machine.boot_ns + machine.clock.now_ns())
         self.sight: Callable[[], Sight] = lambda: Sight.MEMORY
-        """Function that returns the most data that any armed probe can read at a hit, as a Sight.
+        """Function that returns which data armed probes can read at a hit: the largest Sight of all probes.
 
         The code that builds the kernel's probe engine replaces this default.
         """
@@ -84,8 +84,8 @@ class Guest:
         `produce`: function that is called during the task's vfs_read, and returns the data. `number`: the
         number of the descriptor in the client's process; None if it is unknown or no probe can see it.
         `wanted`: the file that the client reads, if `fd` belongs to another file; see Request.
-        Raises: WouldBlock (`produce` has raised it, and the task sleeps; the same call of this method
-        resumes the task).
+        Raises: WouldBlock (`produce` has raised it, and the task sleeps; call this method with the same
+        arguments again to resume the task).
         """
         data = b""
 
@@ -114,12 +114,12 @@ class Guest:
     ) -> int:
         """Make a task write a control file, and return the number of bytes written.
 
-        `consume`: function that is called during the task's vfs_write, and returns this number. `data` is
-        in user memory, where probes of vfs_write can read it. `kept`: receives the resources of the call.
-        The caller closes `kept` when the call has ended, but not while the task sleeps. `number`: the
-        number of the descriptor in the client's process; None if it is unknown or no probe can see it.
-        Raises: YieldLock (`consume` has raised it, and the task sleeps; the same call of this method
-        resumes the task).
+        `consume`: function that is called during the task's vfs_write, and returns this number. `data` is in
+        user memory, where probes of vfs_write can read it. `kept`: receives the resources of the call. The
+        caller closes `kept` when the call has ended, but not while the task sleeps. `number`: the number of
+        the descriptor in the client's process; None if it is unknown or no probe can see it. Raises:
+        YieldLock (`consume` has raised it, and the task sleeps; call this method with the same arguments
+        again to resume the task).
         """
 
         def serve(_op: int, _buffer: int, _count: int) -> int:
@@ -140,7 +140,7 @@ class Guest:
         kept: ExitStack | None = None,
         wanted: object = None,
     ) -> int:
-        """Make the read or write call `name` on the guest's descriptor `fd`, and return its result.
+        """Make `task` call `name`, a read or write, on the guest's descriptor `fd`; return the result.
 
         If the task sleeps in the same call (equal number, descriptor, size and `wanted`), continue that
         call. `serve`: answers the guest's requests to the host. `data`: written to a buffer in user memory,
@@ -175,14 +175,14 @@ class Guest:
     def enter(self, task: GuestTask) -> None:
         """Make `task` the guest's current task.
 
-        If another task is current, `task` makes a system call, because only a call switches to its task. If
-        the guest is dead, do nothing.
+        If another task is current, make `task` call getpid(2): the guest switches to a task only for a system
+        call. If the guest is dead, do nothing.
         """
         if not self.is_dead and self.runner.at_hand is not task:
             self.syscalls.call(task, "getpid")
 
     def open_file(self, path: str, flags: int, writer: HostfsWriter = HostfsWriter.GENERAL) -> int:
-        """Open a control file in the guest that the host has opened already; return the guest's descriptor.
+        """Open in the guest a control file that is already open on the host; return the guest's descriptor.
 
         `path`: path of the file. `writer`: selects the function of the guest's kernel that writes to the
         file.
@@ -208,7 +208,7 @@ class Guest:
                 self.syscalls.call(task, "close", number)
 
     def call_function(self, name: str, *args: int | str | bytes) -> int:
-        """Call a kernel function in the worker's task and return its raw result; pass strings by address.
+        """Call a kernel function in the task of worker() and return its raw result; pass strings by address.
 
         No task stays frozen after the call, even if the function was freeze_processes.
         Raises: KernelError ENOENT (no such symbol), EINVAL (not a function, fewer arguments than the
@@ -273,7 +273,7 @@ class Guest:
 
     @contextmanager
     def frozen(self) -> Iterator[bool]:
-        """Freeze all tasks except the worker during the `with` block, and yield True.
+        """Freeze all tasks except that of worker() during the `with` block, and yield True.
 
         If the tasks cannot be frozen, yield False, with no task frozen.
         Raises: KernelError (as `call_function`). Mirrors: kernel/power/process.c:freeze_processes (v6.1).

@@ -172,7 +172,7 @@ class Modules:
             self._call("delete_module", buffer, 0)
 
     def _call(self, name: str, *args: int) -> None:
-        """Make a system call in the worker's task, and serve the guest's module loader during the call."""
+        """Make a system call in the task of worker(), and serve the guest's module loader during the call."""
         request = Request(self._guest.syscalls.number(name), args, self._serve)
         try:
             check(self._guest.runner.run(self._guest.processes.worker(), request), self._memory.word_size)

@@ -154,9 +154,10 @@ class ClientCall:
     def opens_as(self, path: str, flags: int) -> bool:
         """Return True if this call can be the cause of a request to open `path` with `flags`.
 
-        FUSE forwards the access mode, O_APPEND and O_TRUNC, so these flags must be equal. O_TRUNC may differ
-        if the call creates the file, but then the last name of `path` must be equal. The flags differ if a
-        file system above the mount opens a file for its own use, as overlayfs does for a copy.
+        FUSE forwards the access mode, O_APPEND and O_TRUNC, so these flags must be the same in the call and
+        in `flags`. O_TRUNC may differ if the call creates the file. In that case the call's path and `path`
+        must have the same last name. The flags differ if a file system above the mount opens a file for its
+        own use, as overlayfs does for a copy.
         """
         decisive = os.O_ACCMODE | os.O_APPEND
         # A new file needs no O_TRUNC, and the host's kernel drops it next to O_EXCL.

@@ -22,7 +22,7 @@ class _Family(NamedTuple):
     """A process, and the children that /proc shows for it at one moment."""
 
     faults: int
-    """Number of minor page faults of all children that the process has waited for; each wait increases it."""
+    """Number of minor page faults of all children that the process has waited for; each wait adds to it."""
     children: frozenset[str]
     """Pids of the children that the process still has."""
 

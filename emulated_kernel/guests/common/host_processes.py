@@ -136,8 +136,8 @@ class ProcessWatch:
     def has_ended(self, pid: int) -> bool:  # noqa: ARG002
         """Return True if a followed process has ended; exited() does not report its end afterwards.
 
-        exited() may report an end late. A request with the pid of an ended process comes from another
-        process.
+        exited() may report an end late. If the pid of a request belonged to an ended process, another process
+        makes the request.
         """
         return False
 

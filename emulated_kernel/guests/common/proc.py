@@ -30,8 +30,7 @@ _STOPS = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 def has_signal(thread: int) -> bool:
     """Return True if a host thread that waits in a system call must end the call to handle a signal.
 
-    Signals that are blocked or only stop the process do not count. A tracer that stops it does not count
-    either.
+    Signals that are blocked or only stop the process do not count. A stop by a tracer does not count either.
     """
     status = fields(read(f"/proc/{thread}/status") or "")
     own, shared, blocked = (int(status.get(name, "0"), 16) for name in ("SigPnd", "ShdPnd", "SigBlk"))

@@ -61,8 +61,8 @@ def ensure_cached(
 ) -> None:
     """Boot a kernel and save its snapshot, unless the snapshot exists.
 
-    `source`: the kernel's file, or `host` for the host's running kernel. `cpu`: the CPU that the kernel sees
-    in place of the emulated one.
+    `source`: the kernel's file, or `host` for the host's running kernel. `seed`: seed of the kernel's random
+    numbers. `cpu`: the CPU that the kernel sees in place of the emulated one.
 
     `progress` is called with the number of completed steps and the number of all steps.
     Raises: KernelError ENOEXEC (the kernel cannot be run), EIO (the emulator cannot run it), OSError.
@@ -75,7 +75,7 @@ def ensure_cached(
 
 
 def started(source: str, seed: int, cpu: ProductionCpu | None = None) -> LinuxTasks:
-    """Start a kernel from its snapshot, or boot it, and return its tasks.
+    """Start a kernel from its snapshot, and return its tasks. If there is no snapshot, first boot the kernel.
 
     The parameters are those of ensure_cached(). Raises: as ensure_cached().
     """
@@ -88,7 +88,9 @@ def started(source: str, seed: int, cpu: ProductionCpu | None = None) -> LinuxTa
 def started_with_kernel(
     source: str, seed: int, cpu: ProductionCpu | None = None
 ) -> tuple[LinuxTasks, LinuxKernel]:
-    """Start a kernel, and return its tasks and tables. The tables have the text of the booted kernel.
+    """Start a kernel as started() does, and return its tasks and tables.
+
+    The tables have the text of the booted kernel.
 
     The parameters are those of ensure_cached(). Raises: as ensure_cached().
     """

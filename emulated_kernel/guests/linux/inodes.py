@@ -87,10 +87,10 @@ class Inodes:
 
 
 def layout(members: Mapping[int, str]) -> tuple[struct.Struct, Callable[[tuple[int, ...]], tuple[int, ...]]]:
-    """Return a Struct for some members of a structure, and a function that reorders the unpacked values.
+    """Return a Struct that unpacks some members of a structure, and a function that reorders the values.
 
-    `members`: offset -> struct format. The function puts the values, which are unpacked in the order of
-    offsets, in the order of this mapping.
+    `members`: offset -> struct format. The Struct unpacks the values in the order of the offsets. The
+    function returns the values in the order of `members`.
     """
     form = "<"
     end = 0

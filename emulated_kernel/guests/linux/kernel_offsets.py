@@ -68,14 +68,14 @@ PT_REGS = "pt_regs"
 STATE = "task_struct.__state", "task_struct.state"
 """Paths of the member with a task's state: an unsigned int since v5.14, and a long before."""
 TIMEKEEPER = "tk_core"
-"""Key of the address of the kernel's timekeeper in KernelOffsets.symbols."""
+"""Key, in KernelOffsets.symbols, of the address of the kernel's timekeeper."""
 _TIMEKEEPERS = "tk_core", "timekeeper_data"
 """Symbols by which the kernel's timekeeper is found.
 
 Before v6.17 a variable contains the timekeeper. Since then it is the first element of an array.
 """
 PID_MAX = "pid_max"
-"""Key of the address of the limit of pids in KernelOffsets.symbols.
+"""Key, in KernelOffsets.symbols, of the address of the kernel's limit of pids.
 
 The limit is a variable or, since v6.14, a member of the pid namespace.
 """
@@ -132,7 +132,7 @@ _DENTRY_FLAGS = {
 """Name of a flag in d_flags that forbids the host to look up a dentry in guest memory -> value of the flag.
 
 The values are for kernels that define the flags as macros. In newer kernels, the flags are an enum, whose
-values BTF gives.
+values are in BTF.
 """
 
 

@@ -146,7 +146,10 @@ class Btf:
         self._starts: Sequence[int]
         """Offsets of the types, from type id 1 on."""
         self._named: NameIndex
-        """All names, in the order of the types. The names of a module's types are in the kernel's BTF."""
+        """All names, in the order of the types.
+
+        Names from the kernel's string table also occur in the BTF of modules, which continues this table.
+        """
         if parts is None:
             self._starts, self._named = self._scan()
             return

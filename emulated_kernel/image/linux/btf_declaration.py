@@ -10,7 +10,7 @@ _TAGS = {
     Kind.STRUCT: "struct ", Kind.UNION: "union ", Kind.ENUM: "enum ", Kind.ENUM64: "enum ",
 }  # fmt: skip
 _MAX_TYPES = 200
-"""Maximum number of types in one declaration; Python's stack allows no more of them inside each other."""
+"""Maximum number of types in one declaration, because Python's stack limits the depth of their nesting."""
 _POINTER_SIZE = 8
 
 
@@ -95,7 +95,9 @@ def declaration(btf: Btf, number: int, name: str = "", limit: StepLimit | None =
 
 
 def type_kind(btf: Btf, number: int) -> str:
-    """Return a text that is equal for equal types of several kernels: without typedefs and qualifiers.
+    """Return a name of the type `number`, to compare it with a type of another kernel.
+
+    Typedefs and qualifiers are left out, and an integer type is named by its sign and width, such as `u32`.
 
     `char` has a separate text, because it is signed in the BTF of Linux before 6.2, and unsigned in later
     BTF.

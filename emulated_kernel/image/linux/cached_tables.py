@@ -85,7 +85,7 @@ def _values(entry: Any) -> list[Any]:
 _MUCH = 1 << 20
 """Minimum size in bytes of a read after which mapped pages are released.
 
-The pages of so long a read aren't soon needed again.
+The pages of such a long read are rarely needed again soon.
 """
 
 

@@ -28,7 +28,7 @@ class Readable(Protocol):
 
 
 def unpack(packed: Readable, limit: int) -> Iterator[bytes]:
-    """Yield the unpacked data in pieces; data after the end of the compressed stream is ignored.
+    """Yield the unpacked data of `packed` in pieces. Ignore data after the end of the compressed stream.
 
     Raises: KernelError ENOEXEC (an unknown format, damaged data, or more than `limit` unpacked bytes).
     """
@@ -70,7 +70,10 @@ def _limited(name: str, pieces: Iterator[bytes], limit: int) -> Iterator[bytes]:
 
 
 def _damages() -> tuple[type[Exception], ...]:
-    """Return the exceptions that decompressors raise for bad data; zstandard is an optional package."""
+    """Return the exceptions that decompressors raise for bad data.
+
+    The exception of zstandard is included if this optional package is installed.
+    """
     import lzma
     import zlib
 

@@ -70,10 +70,11 @@ def capability_words(kernel: LinuxKernel) -> int:
 def with_features(
     kernel: LinuxKernel, unpatched: LinuxKernel, had: Collection[int], named: Collection[str]
 ) -> LinuxKernel:
-    """Return a booted kernel with the alternatives that boot would have chosen on a CPU with more features.
+    """Return `kernel` with the alternatives that boot would have chosen on a CPU with more features.
 
-    `unpatched`: the kernel in its file. `had`: numbers of the features with which the kernel has booted.
-    `named`: names of further features. Mirrors: arch/x86/kernel/alternative.c:apply_alternatives (v6.1).
+    `kernel`: a kernel as it was booted. `unpatched`: the same kernel as it is in its file. `had`: numbers of
+    the features with which the kernel has booted. `named`: names of further features. Mirrors:
+    arch/x86/kernel/alternative.c:apply_alternatives (v6.1).
     """
     numbers = feature_numbers(unpatched)
     has = {*had, *(numbers[name] for name in named if name in numbers)}

@@ -258,7 +258,7 @@ class _Linker:
 
 
 def _belongs(section: SectionHeader, is_text: bool, is_init: bool) -> bool:
-    """Return True if a section is loaded into one of the four memory areas of a module.
+    """Return True if a section is loaded into the memory area for `is_text` and `is_init`, one of four.
 
     `is_text`: the area is for text, not for data. `is_init`: the area is for init functions and their data.
     """

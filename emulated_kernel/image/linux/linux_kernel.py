@@ -351,7 +351,10 @@ class LinuxKernel:
         return None if address is None else address - (address >> 63 << 64)
 
     def required_per_cpu(self, name: str) -> int:
-        """Return per_cpu(name). Raises: KernelError ENOEXEC (the kernel doesn't have the variable)."""
+        """Return the per-CPU offset of the variable `name`; see per_cpu().
+
+        Raises: KernelError ENOEXEC (the kernel doesn't have the variable).
+        """
         found = self.per_cpu(name)
         if found is None:
             raise self._lacks(name)

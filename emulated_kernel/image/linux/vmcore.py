@@ -109,7 +109,7 @@ class CoreFile:
         self.vmcoreinfo = self._first_info(noted) or self._first_info(self._scanned())
         """VMCOREINFO: name -> value. Source: Documentation/admin-guide/kdump/vmcoreinfo.rst."""
         self.original_text: Sequence[tuple[int, bytes]]
-        """Addresses with the text there before kprobefs's probes were armed; empty in cores of others."""
+        """Address and original text of each range that kprobefs had patched; empty in cores of others."""
         if not self.vmcoreinfo:
             raise unusable_core("no VMCOREINFO is in it: a kernel with CONFIG_CRASH_CORE has that")
         packed = next((text for where in notes for text in self._noted(OWNER, *where)), None)
@@ -199,7 +199,7 @@ class CoreFile:
             return max(self._size, at)
 
     def check_unchanged(self) -> None:
-        """Check that the file didn't change since it was opened; needed after the last read.
+        """Check that the file didn't change since it was opened. Call this after the last read.
 
         Raises: UnusableFile (the file changed).
         """

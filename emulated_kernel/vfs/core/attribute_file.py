@@ -8,7 +8,7 @@ from emulated_kernel.vfs.core.open_file import File, Moves, OpenFile, Steps, enc
 from emulated_kernel.vfs.core.shared_text import SharedText, shared
 
 Store = Callable[[bytes], None]
-"""Function that executes a write and takes all its data. Raises: KernelError."""
+"""Function that executes a write, whose data it takes as a whole. Raises: KernelError."""
 
 
 class _OpenAttribute(OpenFile):
@@ -53,7 +53,7 @@ class AttributeFile(File):
 
 
 class UnseekableAttribute(AttributeFile):
-    """An AttributeFile whose file_operations in Linux have no llseek."""
+    """An AttributeFile on which lseek(2) fails, because its file_operations in Linux have no llseek."""
 
     has_position = False
     __slots__ = ()

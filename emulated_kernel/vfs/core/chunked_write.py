@@ -82,10 +82,10 @@ class ChunkedWrite:
         self._taken = 0
 
     def step(self, write: WritePiece) -> int:
-        """Do the next step of the current piece. After the last step, return the number of bytes taken.
+        """Do the next step of the write by a call of `write`. Raise YieldLock unless it was the last step.
 
-        `write` does the step. The number is that of all pieces together.
-        Raises: YieldLock (more steps follow), KernelError.
+        After the last step, return the number of bytes taken from all pieces. If only a part of a piece is
+        taken, the later pieces are not written. Raises: YieldLock (more steps follow), KernelError.
         """
         piece = self._pieces[self._done]
         taken = write(piece, self._offset + self._taken)
@@ -101,7 +101,8 @@ def retry_yielding_lock(lock: ControlLock, step: Callable[[], T], check: Callabl
     """Call `step` again whenever it raises YieldLock, and return its result.
 
     `step` takes the control lock itself. Between two calls, other threads get the lock, and `check` is
-    called. Meanwhile another thread serves requests in place of this one.
+    called. From the second call on, the thread counts as waiting, so that another thread serves requests in
+    its place.
     Raises: the errors of `step` and of `check`.
     """
     try:

@@ -85,9 +85,10 @@ GONE = ""
 
 
 def path_after_rename(path: str, old: str, new: str) -> str:
-    """Return the new path of an open directory with `path`, after rename(2) of `old` to `new`.
+    """Return the path that an open directory with the path `path` has after rename(2) of `old` to `new`.
 
-    If `new` is GONE, return the path after rmdir(2) of `old`.
+    Return GONE if the directory was at `new`, so that rename(2) has replaced it. If `new` is GONE, return the
+    path after rmdir(2) of `old`.
     """
     if path == old or path.startswith(f"{old}/"):
         return new and new + path[len(old) :]

@@ -34,7 +34,7 @@ Taken = TypeVar("Taken", int, None)
 def explained(
     log: Callable[[str], None], file: str, execute: Callable[[bytes], Taken]
 ) -> Callable[[bytes], Taken]:
-    """Wrap `execute`: if it raises a KernelError, write the error's message to the kernel log.
+    """Return a function that calls `execute`, and writes the message of a KernelError to the kernel log.
 
     `file` names the file in the message. The writing process sees only the errno.
     """
@@ -50,7 +50,7 @@ def explained(
 
 
 def explained_steps(log: Callable[[str], None], file: str, execute: ExecuteSteps) -> ExecuteSteps:
-    """Wrap `execute`: if a step raises a KernelError, write the error's message to the kernel log.
+    """Return a function like `execute` that writes the message of a step's KernelError to the kernel log.
 
     `file` names the file in the message.
     """

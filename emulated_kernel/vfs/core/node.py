@@ -162,7 +162,7 @@ class Directory(Node):
     is_kept_by_open_files: ClassVar[bool] = False
     """Whether rmdir(2) of a subdirectory returns EBUSY while files in the subdirectory are open.
 
-    A directory with True must also have True for `names_are_clients`.
+    A class that sets this to True must also set `names_are_clients` to True.
     """
     names_are_clients: ClassVar[bool] = False
     """Whether clients create and remove names in the directory."""
@@ -238,9 +238,9 @@ class Objects(Generic[T]):
     len() of the result must be fast, because each stat(2) of the directory calls it for st_nlink.
     """
     find: Callable[[str], T | None]
-    """Function that returns the object with a name, or None if there is none.
+    """Function that takes a name, and returns the object of this name, or None if there is no such object.
 
-    While an object exists, each call with its name must return that object.
+    While an object exists, each call with the object's name must return that object.
     """
     make: Callable[[T], Directory]
     """Function that creates the directory that shows an object."""

@@ -82,7 +82,7 @@ class File(Node):
 
 
 class Cursor:
-    """Computes the file position that Linux would have from the offsets that a front end passes.
+    """Computes the file position of Linux, from the offsets that a front end passes.
 
     A front end adds the number of written bytes to its offset. In many control files, a write(2) moves the
     position by another distance (see Moves). An offset that does not continue the last operation comes from

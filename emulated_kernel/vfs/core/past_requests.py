@@ -13,23 +13,26 @@ _CLIENTS_OWN = ("scratch", "dev")
 
 
 class PastRequests:
-    """Directories that had requests, and the last requests that the kernel has refused."""
+    """Directories in which clients have used paths, and the last requests that the kernel has refused."""
 
     def __init__(self) -> None:
         self.used: set[str] = set()
-        """Prefixes of the file systems that had to answer a request at a path."""
+        """Prefixes of those file systems of the mount that have served a request with a path."""
         self.missing: str | None = None
         """Path of the last file that a client tried to create where clients cannot create files."""
         self.refused: tuple[str, str, str] | None = None
         """The last refused write to a control file: path, text and reason."""
 
     def creation_failed(self, path: str, error: KernelError) -> None:
-        """Record that a file cannot be created."""
+        """Record that a client could not create the file `path`: open(2) with O_CREAT raised `error`.
+
+        Ignore errors other than EACCES, and paths in directories that belong to clients.
+        """
         if error.errno == errno.EACCES and _is_control(path):
             self.missing = path
 
     def write_failed(self, path: str, data: bytes, error: KernelError) -> None:
-        """Record that a write to an open file was refused."""
+        """Record a refused write of `data` to the open file with the path `path`, if it is a control file."""
         if _is_control(path):
             text = bytes(memoryview(data)[:MAX_TEXT]).decode(errors="replace")
             self.refused = path, text, str(error.strerror)

@@ -87,7 +87,7 @@ class SeqReader:
         self._is_paused = False
         """Whether the last call of read() raised YieldLock, so that the next call continues it."""
         self._is_at_end = False
-        """Whether the last read returned the data before an END, so that the next one returns none."""
+        """Whether the last read returned the data before an END, so that the next read returns no data."""
 
     def read(self, size: int, position: int) -> bytes:
         """Return at most `size` bytes from the file position `position` on, or b"" at the end.
@@ -162,7 +162,7 @@ class OpenSeq(OpenFile):
 
 
 class SeqFile(File):
-    """A file of records, which are rendered when they are read. Without records, read(2) returns EINVAL.
+    """A file of records, which are rendered when they are read. If it has none, read(2) returns EINVAL.
 
     Linux: root can open the file for writing, and write(2) returns EINVAL.
     """

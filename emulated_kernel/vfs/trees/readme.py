@@ -43,7 +43,7 @@ _LINES = {
     InterfaceRule.BTF_ARGS: "                   <argname>[->field[->field|.field...]],\n",
     InterfaceRule.ENTRY_ARGS: "     kernel return probes support: $retval, $arg<N>, $comm\n",
 }
-"""Rule of the interface -> lines that README has if the kernel has the rule."""
+"""Feature of the kernel's interface -> lines that README has if the kernel has the feature."""
 
 
 def _types(interface: Interface) -> str:
@@ -99,7 +99,7 @@ _LATENCY = "  tracing_max_latency     - longest latency so far, in microseconds\
 def readme_text(interface: Interface, *, has_functions: bool = True) -> str:
     """Return the text of tracefs's README.
 
-    `has_functions`: whether functions of the kernel can be traced. `interface`: the rules of the kernel's
+    `has_functions`: whether functions of the kernel can be traced. `interface`: the features of the kernel's
     version, which select the files and the syntax in the text.
     """
     lines = {rule: text if rule in interface else "" for rule, text in _LINES.items()}

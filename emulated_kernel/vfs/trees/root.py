@@ -54,7 +54,7 @@ def root_tree(
 
 
 class _Removals(EventWatcher):
-    """Reports the removal of events, whose directories are the only names that the kernel removes."""
+    """Reports each removal of an event to the tree: the kernel removes only the directories of events."""
 
     def __init__(self, tree: NodeTree) -> None:
         self._tree = tree

@@ -129,7 +129,7 @@ class HistoryFile(StreamFile):
     __slots__ = ()
 
     def __init__(self, kernel: KernelComponents, past: Callable[[], PastRequests] = PastRequests) -> None:
-        """Describe the file for `kernel`. `past`: returns the mount's record of past requests."""
+        """Create the file for `kernel`. `past`: function that returns the mount's record of past requests."""
 
         def lines() -> Iterator[str]:
             tracing = kernel.tracing
@@ -260,7 +260,7 @@ class _EventStats:
         return bool(found) and all(self._kprobes.table.is_patched(kprobe) for kprobe in found)
 
     def _set_optimized(self, wanted: bool) -> None:
-        """Optimize all probes if `wanted` is True, otherwise unoptimize them.
+        """Optimize all probes of the event if `wanted` is True, otherwise unoptimize them.
 
         Raises: KernelError EOPNOTSUPP (a probe can't be optimized).
         """
@@ -290,8 +290,8 @@ class _EventStats:
     def _reason(self, found: Sequence[EventProbe]) -> str:
         """Return a line for each probe with the reason why the probe is not in the best mode.
 
-        The line of a probe in the best mode is empty. If no probe is registered, return the reason for
-        this.
+        The line of a probe in the best mode is empty. If no probe is registered, return one line that says
+        why.
         """
         if not found:
             return "the place isn't there: it may be in a module"
@@ -359,7 +359,10 @@ def _text(value: Callable[[], str]) -> File:
 
 
 def _addressed(value: Callable[[], str], owner: Owner) -> File:
-    """Return a file that shows a text. Clients other than root and `owner` see 0 for addresses."""
+    """Return a file that shows the text from `value()`, in which only root and `owner` see addresses.
+
+    Other clients see 0 in place of addresses.
+    """
 
     def records_for(client: Client) -> Records:
         def show() -> str:

@@ -32,7 +32,7 @@ _TRANSFERS = Calls.READS | Calls.WRITES
 class BuiltinCalls(GuestCalls):
     """Makes calls of clients on control files in kprobefs's own kernel; implements GuestCalls.
 
-    `ClientCalls.task` and `ClientCalls.task_for_control` begin a request.
+    `ClientCalls.task` and `ClientCalls.task_for_control` begin a request, which advances the guest's clock.
     """
 
     def __init__(self, guest: Guest, clients: ClientCalls) -> None:
@@ -178,7 +178,7 @@ class BuiltinCalls(GuestCalls):
     def opendir(self, client: Client, directory: ControlDirectory) -> None:
         """Open a directory in the guest; see GuestCalls.
 
-        If the guest has no room for the directory, clients can list it nevertheless.
+        If the guest has no memory for the open directory, clients can list it nevertheless.
         """
         if self._runner.is_dead:
             return

@@ -37,7 +37,7 @@ class ScratchFile(FileDescription):
 
     @property
     def writes_at_once(self) -> bool:
-        """True, because the guest copies the data before write() returns; see FileDescription."""
+        """Return True, because the guest copies the data before write() returns; see FileDescription."""
         return True
 
     __slots__ = ("fd", "number", "position")
@@ -45,7 +45,7 @@ class ScratchFile(FileDescription):
     fs: ScratchFs
 
     def __init__(self, fs: ScratchFs, fd: int, path: str, flags: int, number: int | None = None) -> None:
-        """Describe the open file that has the descriptor `fd` in the guest.
+        """Create the description of the file that is open in the guest with the descriptor `fd`.
 
         `number`: the number of the descriptor in the process that opened the file; None if it is unknown.
         """
@@ -179,7 +179,7 @@ class ScratchFs(FileSystem):
     guest: Guest
 
     def __init__(self, guest: Guest, calls: ClientCalls, top: str, number: int, lock: ControlLock) -> None:
-        """Show the directory `top` of the guest.
+        """Create a file system that shows the directory `top` of the guest.
 
         `number`: id of this file system in the mount, which distinguishes its inode numbers.
         """

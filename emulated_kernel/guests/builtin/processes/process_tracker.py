@@ -102,8 +102,9 @@ class ProcessTracker(TaskObserver):
     def task_of(self, client: int, uid: int, gid: int, facts: ClientFacts = UNKNOWN) -> GuestTask:
         """Repeat earlier forks and exits in the guest; return the task of the process that makes a request.
 
-        Return init's task if the host's kernel makes the request (pid 0). Also return init's task if the
-        guest lacks the memory for a task, since files that free memory must stay usable.
+        `client`: pid on the host of this process. Return init's task if it is 0: the host's kernel makes the
+        request. Also return init's task if the guest lacks the memory for a task, since files that free
+        memory must stay usable.
 
         Raises: KernelError EIO (the guest's task list is corrupted).
         """
@@ -161,9 +162,9 @@ class ProcessTracker(TaskObserver):
         return self._by_pid.get(self._own_pid) or self._adopt(self._own_pid, "kprobefs", 0, 0)
 
     def resident(self, pid: int, comm: str) -> GuestTask:
-        """Return the daemon's task with the pid `pid`, which no host process has; create it if there is none.
+        """Return the daemon's task whose pid is `pid`; create the task if it is missing.
 
-        Raises: KernelError ENOMEM.
+        No host process may have this pid. Raises: KernelError ENOMEM.
         """
         return self._by_pid.get(pid) or self._create(pid, comm, 0, 0)
 

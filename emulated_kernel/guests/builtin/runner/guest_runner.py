@@ -47,7 +47,7 @@ MAX_SLEEP_JIFFIES = 10 * HZ
 
 
 class DeferToGuest(Exception):
-    """Exception by which a control file's handler asks for an action that runs guest code.
+    """Exception by which a control file's handler requests an action that runs guest code.
 
     A handler itself cannot run guest code. The runner calls `action` while the requesting task sleeps. The
     result of `action` becomes the result of the file operation. If `action` raises KernelError, the

@@ -42,7 +42,7 @@ class SmpGuestRunner(GuestRunner):
     """
 
     def __init__(self, kernel: BuiltinKernel, events: TaskEvents, lock: ControlLock) -> None:
-        """Use all CPUs of the machine.
+        """Create a runner that runs all CPUs of the machine.
 
         If the machine's configuration has a quantum, a turn also ends after that number of instructions.
         """
@@ -247,7 +247,7 @@ class SmpGuestRunner(GuestRunner):
             self._server = None
 
     def _finish_records(self) -> None:
-        """Run each other CPU whose ip is in a compiled handler, until the handler ends.
+        """Run every CPU, except the current one, whose ip is in a compiled handler, until the handler ends.
 
         Afterwards trace buffers may be read and changed. Linux: waits for an RCU grace period.
         """

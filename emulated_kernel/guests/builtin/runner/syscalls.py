@@ -419,8 +419,8 @@ class Syscalls:
     def look_entries(self, path: str) -> Iterator[GuestEntry]:
         """Yield a directory's entries, except "." and "..", without a system call; see look().
 
-        In an intact directory, the positions of entries ascend. From the first entry that violates this on,
-        all entries are left out as damaged.
+        In an intact directory, the positions of entries ascend. The first entry that violates this order, and
+        all entries after it, are left out as damaged.
         """
         start = 0
         with self._kernel.damage.left_out("list of directory entries"):

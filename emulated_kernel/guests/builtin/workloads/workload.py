@@ -55,7 +55,7 @@ class BuiltinWorkloads:
         return self._guest.is_dead
 
     def kinds(self) -> Collection[WorkloadKind]:
-        """Return the kinds that the kernel has; see WorkloadHost."""
+        """Return the kinds of workloads whose system calls the kernel has; see WorkloadHost."""
         return kinds_of(self._guest)
 
     def workload(self, kind: WorkloadKind, pid: int) -> BackgroundWorkload:

@@ -143,7 +143,7 @@ def tables_place(source: Path) -> Path:
 def _digest(source: Path, *_unchanged: int) -> tuple[Reading, str]:
     """Return (reading, digest) of the file `source`. The digest is the file's SHA-256 in hexadecimal.
 
-    If `reading.stored` is empty, the caller can pass the reading to remember(), which stores the digest for
+    If `reading.stored` is None, the caller can pass the reading to remember(), which stores the digest for
     later processes. This process caches the last result. `_unchanged`: the identity of the file, which is a
     part of the cache's key, so that a changed file is read again.
     Raises: OSError (also if the file is not regular), KernelError ENOEXEC (the file is too large for a
@@ -190,10 +190,10 @@ def save(
 ) -> None:
     """Write a snapshot of a machine. The file appears at `target` when it is complete. Raises: OSError.
 
-    `facts`: offsets in the kernel's structures. `cells`: offsets of hidden words in Unicorn's CPU state.
-    `source`: path of the kernel's file. `parts`: name -> further data to keep. `shown`: the production CPU
-    that the guest sees; None if it sees the emulated CPU. `boot_seconds`: CPU time of the boot. `seed`: seed
-    of the kernel's random numbers.
+    `facts`: offsets in the kernel's structures. `cells`: result of find_cells(), the offsets of words in
+    Unicorn's CPU state. `source`: path of the kernel's file. `parts`: name -> further data to keep. `shown`:
+    the production CPU that the guest sees; None if it sees the emulated CPU. `boot_seconds`: CPU time of the
+    boot. `seed`: seed of the kernel's random numbers.
     """
     about = {
         "boot_seconds": boot_seconds,
@@ -215,7 +215,7 @@ def save(
 
 
 def load_tables(source: Path) -> tuple[dict[str, memoryview], ShownCpu | None] | None:
-    """Load a snapshot without its machine; return (name -> further data of the snapshot, production CPU).
+    """Load the snapshot `source` without its machine; return (name -> further data, production CPU).
 
     The second item is None if the guest sees the emulated CPU. If the file is missing or damaged, return
     None; a damaged file is removed.
@@ -327,7 +327,9 @@ class SavedMachine(NamedTuple):
 
 
 def load(source: Path, *, with_parts: bool = False) -> SavedMachine | None:
-    """Load a saved machine; return None if its file is missing or damaged. Remove a damaged file.
+    """Load the saved machine in the snapshot `source`; return None if the file is missing or damaged.
+
+    Remove a damaged file.
 
     `with_parts`: also read the snapshot's further data.
     """
@@ -339,7 +341,7 @@ def load(source: Path, *, with_parts: bool = False) -> SavedMachine | None:
 
 
 def load_as(source: Path, made: Callable[[SnapshotContents], T], *, with_parts: bool) -> T | None:
-    """Load a snapshot, and return the result of `made`, which is called with the snapshot's content.
+    """Load the snapshot `source`; return the result of `made`, which is called with the content.
 
     If the file is missing or damaged, return None; a damaged file is removed.
     `with_parts`: also read the snapshot's further data.
@@ -439,7 +441,7 @@ def _shown(about: Mapping[str, Any]) -> ShownCpu | None:
 
 
 def checked_cells(about: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the offsets of hidden words in Unicorn's CPU state, from the header `about` of a snapshot.
+    """Return the offsets of words in Unicorn's CPU state, from the header `about` of a snapshot.
 
     The snapshot's machine was run with these offsets, which find_cells() had found.
     Raises: KeyError, TypeError, ValueError (the offsets are missing or invalid).

@@ -62,7 +62,7 @@ def derived_bits(
 ) -> Derived:
     """Return the features that /proc/cpuinfo does not name, and the bits of IA32_ARCH_CAPABILITIES.
 
-    Both are derived from the reports of the CPU's kernel. `flags`: the flags in /proc/cpuinfo.
+    Both are derived from the reports of the kernel that runs on the CPU. `flags`: the flags in /proc/cpuinfo.
     `vulnerabilities`: file of /sys/devices/system/cpu/vulnerabilities -> its content. A file may be missing;
     then it adds no feature and no bit.
     """
@@ -98,7 +98,10 @@ def _capabilities(flags: Collection[str], said: Mapping[str, str]) -> int:
 
 
 def decided_bits(said: Mapping[str, str]) -> int:
-    """Return the bits of IA32_ARCH_CAPABILITIES whose values follow from the vulnerability files `said`."""
+    """Return the mask of the bits of IA32_ARCH_CAPABILITIES whose values follow from `said`.
+
+    `said`: file of /sys/devices/system/cpu/vulnerabilities -> its content.
+    """
     spectre = said.get("spectre_v2", "")
     found = _IBRS_ALL
     for file in said:

@@ -58,7 +58,7 @@ class ClientScheduler:
         self._result = attrgetter(abi.result)
         self._close = abi.syscalls["close"]
         self._arrival = machine.pc.khz // 1000
-        """Cycles in a microsecond, by which the guest's time advances each time a task arrives at its stub.
+        """Number of cycles by which the guest's time advances when a task arrives at its stub: a microsecond.
 
         Thus the guest's own work takes time even if instructions are not counted.
         """
@@ -207,7 +207,8 @@ class ClientScheduler:
     ) -> int:
         """Make the system call `number` by a task, and return the result. Raises: as wait_for_result().
 
-        `patience`: as for wait_for_result(). `service`: the host's work in the call, or None.
+        `patience`: as for wait_for_result(). `service`: function that does the host's work in the call (see
+        Service), or None.
         """
         task.service = service
         self.begin(task, self._syscall, number, arguments)
@@ -337,7 +338,7 @@ class ClientScheduler:
         return True
 
     def _leave_call(self) -> None:
-        """Make the next run put the task to sleep that waits in its system call, if there is such a task."""
+        """Make the next run put to sleep the task that waits in its system call, if there is such a task."""
         task = self._in_call
         self._in_call = None
         if task is not None:

@@ -68,7 +68,7 @@ class LinuxClients:
         """Pid of a recently forked process -> monotonic time until which its name is checked."""
 
     def informed(self, client: Client) -> Client:
-        """Return the client. Add its program's path if the guest has not repeated its latest execve(2).
+        """Return `client`, with the path of its program if the guest has not repeated its latest execve(2).
 
         Lock: leaves; the reads can take 0.1 s.
         """
@@ -103,8 +103,8 @@ class LinuxClients:
     def task_of(self, client: Client, *, is_informed: bool = False) -> LinuxTask:
         """Repeat earlier forks and exits in the guest; return the task that makes a client's request.
 
-        `is_informed`: informed() has looked for events at this request. Events since then are not earlier
-        than the request, so the next request handles them.
+        `is_informed`: informed() has looked for events at this request, so do not look again. Events since
+        then are not earlier than the request, so the next request handles them.
 
         A shared task (see is_shared()) must not sleep, because calls of other clients wait for it.
         """

@@ -75,7 +75,7 @@ class FileTimes:
         self._is_tsc = read == self._tsc_read
 
     def _go_on(self) -> int:
-        """Advance the time that changed files get to the present time; return the new time in nanoseconds.
+        """Make changed files get the present time as their timestamp; return this time in nanoseconds.
 
         If the clock source is not the TSC, change nothing, and return the time of the latest tick. The kernel
         computes the same time again at its next tick. Invariant: other clocks of the kernel return the same

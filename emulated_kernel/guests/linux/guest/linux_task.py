@@ -27,7 +27,7 @@ class Blocked(Exception):
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class LinuxTask:
-    """A client task. Its registers and flags are in guest memory; this object has the addresses of these."""
+    """A client task. This object has the addresses of the task's registers and flags in guest memory."""
 
     address: int
     """Virtual address of the task's task_struct."""

@@ -1,6 +1,7 @@
 """PageReporting: gives the memory of the guest's free pages back to the host, after many were freed.
 
-The guest is not informed. It writes each page that it allocates before it reads the page.
+The guest is not informed. Free pages may lose their content, because the guest writes each page that it
+allocates before it reads the page.
 """
 
 from __future__ import annotations
@@ -96,9 +97,9 @@ class PageReporting:
     def give_back(self) -> None:
         """Give the memory of free pages back to the host. The pages then have the snapshot file's content.
 
-        Hazard: the emulator keeps host addresses of these pages, which stay valid, and code that it
-        translated from them. The guest writes to a page before it runs code there, and the emulator notices
-        the write.
+        Hazard: the emulator keeps host addresses of these pages, and code that it translated from them. The
+        addresses stay valid. The code is never executed again: the guest writes to a page before it runs code
+        there, and the emulator drops the page's code at the write.
         """
         blocks = sorted(islice(self._blocks(), _LIMIT))
         while blocks:

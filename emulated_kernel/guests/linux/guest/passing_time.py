@@ -1,6 +1,6 @@
 """PassingTime: advances guest time at clients' requests, and runs the guest's own work.
 
-On a machine, timers, delayed work and RCU callbacks run while no process makes a system call. In the
+On a real machine, timers, delayed work and RCU callbacks run while no process makes a system call. In the
 emulator, the guest runs only during requests. So each request counts as one tick, and some requests give the
 guest a turn.
 """

@@ -26,7 +26,7 @@ class RunningLinux(ABC):
     current_cell: int
     """Virtual address of the variable that contains the address of the running task's task_struct.
 
-    0 if a register of the CPU has this address.
+    0 if a register of the CPU, and no variable, contains the task_struct's address.
     """
     may_have_traced: bool = False
     """Whether the kernel's own function graph may have been on. If so, tasks may still have its arrays."""

@@ -46,7 +46,7 @@ class TaskLife:
         self._forking: tuple[int, int] | None = None
         """Address of the task that is about to fork, and its child's pid; None while no fork is awaited."""
         self._others_next: int | None = None
-        """Pid that the next task gets after the awaited child has its pid; None if no child is awaited."""
+        """The kernel's next pid after the pid of the awaited child; None if no child is awaited."""
         machine.call_at(facts.symbols["alloc_pid"], self._numbering)
         machine.call_at(facts.symbols["do_exit"], self._exiting)
         machine.call_at(facts.symbols["wake_up_new_task"], self._forked)

@@ -32,7 +32,7 @@ _SIG_IGN = 1
 _WIPE_ON_FORK = 18
 _PID_MAX = 1 << 22
 _EXITS = 16
-"""Number of exits on arm64 or RISC-V, after which the guest is run for _GRACE to free the tasks' memory."""
+"""Number of exits after which, on arm64 and RISC-V, the guest runs for _GRACE to free the tasks' memory."""
 _GRACE = 40_000
 """Microseconds of guest time in which an RCU grace period ends."""
 

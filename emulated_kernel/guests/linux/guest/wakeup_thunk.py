@@ -144,7 +144,7 @@ class WakeupThunk(Wakeup):
         """Physical and virtual address of the space in the code page for the code of breakpoint_stub.py."""
 
     def install(self) -> None:
-        """Map the pages, write the code, and register it as the interrupt's callback.
+        """Map the pages, write the code to them, and register the code as the interrupt's callback.
 
         Snapshots of the guest contain the code and its registration.
         """

@@ -116,9 +116,10 @@ _TOPS = {
 }
 """Path in the guest of a control file or a directory of control files -> True if it is a directory."""
 _EVEN = "/control"
-"""Directory in the guest's root whose inode the directories of control files at an even depth share.
+"""Directory in the guest's root. All directories of control files at an even depth share its inode.
 
-All in _TOPS are at depth 1. vfs_rmdir() locks a directory and its parent, so these need different inodes.
+The directories in _TOPS are at depth 1. vfs_rmdir() locks a directory and its parent, so the two need
+different inodes.
 """
 _S_DEAD = 16
 """Flag of the inode of a removed directory. Mirrors: include/linux/fs.h:S_DEAD (v6.1)."""
@@ -283,7 +284,10 @@ class LinuxControlCalls(GuestCalls):
                 directory.fd = self._called(partial(self._syscalls.open, task, path, flags))
 
     def listed(self, client: Client, directory: ControlDirectory) -> None:
-        """Repeat the client's getdents64(2). The guest lists the entries that it knows."""
+        """Repeat the client's getdents64(2); see GuestCalls.
+
+        Discard the result: the guest does not know all entries of the directory.
+        """
         fd = directory.fd
         if fd is None:
             return

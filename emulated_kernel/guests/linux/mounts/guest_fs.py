@@ -370,7 +370,7 @@ class GuestFs(FileSystem):
     def statfs(self, path: str) -> StatFs:
         """Return the capacity of the file system; see FileSystem.
 
-        Only scratch/ has a capacity; for other paths return zeros without a call.
+        Only scratch/ has a capacity. For other paths, return zeros without a system call in the guest.
         """
         at = self._place(path)
         if at != TMPFS and not at.startswith(f"{TMPFS}/"):

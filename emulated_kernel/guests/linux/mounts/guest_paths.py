@@ -18,8 +18,8 @@ LOAD = "/machine/load"
 MODULES = "/machine/modules"
 VMCORE = "/machine/vmcore"
 FORWARDED = {f"{MACHINE}/{name}": f"{PROC}/{name}" for name in ("kallsyms", "meminfo", "modules", "version")}
-"""Path of a file of machine/ -> path in the guest's procfs that it shows."""
+"""Path of a file of machine/ -> path of the file in the guest's procfs whose content it shows."""
 TOPS = {"tracing": TRACEFS, "scratch": TMPFS, "sysctl": f"{PROC}/sys", "dev": DEVICES}
-"""Name of a directory in the mount's root that is not in the guest's debugfs -> path in the guest."""
+"""Name of a directory in the mount's root -> path in the guest; other directories are in its debugfs."""
 PATHS = 500
-"""Maximum number of paths whose path in the guest is cached. Clients use few paths at a time."""
+"""Maximum number of paths in the mount whose paths in the guest are cached. Clients use few at a time."""

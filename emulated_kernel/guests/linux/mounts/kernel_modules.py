@@ -23,7 +23,7 @@ class KernelModules:
         self._files = files
 
     def prepared(self, data: bytes, refused: Collection[str] = ()) -> Callable[[LinuxTask, str], None]:
-        """Parse a command, read the module files, and return the function that executes the command.
+        """Parse the command `data`, read the module files, and return the function that executes the command.
 
         The caller must not hold the control lock. The returned function takes the writer's task and the
         content of /proc/modules. `refused`: names of kernel functions that no module may use.

@@ -16,7 +16,7 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE
 
 _KERNEL_TEXT = range(0xFFFFFFFF80000000, 0xFFFFFFFFA0000000)
-"""Addresses that the kernel's image can have on x86-64. Insn slots, detours and modules have higher ones."""
+"""Addresses that the kernel's image can have on x86-64. Insn slots, detours and modules are above them."""
 _MAX_INSN_SIZE = 15
 _CALL_SIZE = 8
 """Size in bytes of a return address on the stack."""
@@ -72,7 +72,7 @@ class NativeCore:
         self._memory.write(root, va, data)
 
     def passed_in_step(self) -> Callable[[int], bool]:
-        """Return a function that decides where a debugger's step does not stop: in the handling of a hit.
+        """Return a function that returns True at addresses in the handling of a hit, where no step stops.
 
         See DebuggedMachine.passed_in_step. On x86-64, the handling consists of exception handlers, in which
         the stack pointer is lower, and of the copied instruction, which is outside of the kernel's text.

@@ -248,7 +248,7 @@ class MachineFs(FileSystem):
         return Stat(self._number(path), stat.S_IFREG | mode, 1, owner.uid, owner.gid)
 
     def _number(self, path: str) -> int:
-        """Return the inode number of a file. Raises: KernelError ENOENT."""
+        """Return the inode number of the file at `path`. Raises: KernelError ENOENT."""
         if path not in self._names:
             raise KernelError(errno.ENOENT, path)
         return _HOST_INO + 1 + self._names.index(path)

@@ -1,7 +1,7 @@
 """Arm64LinuxCpu: delivers exceptions and interrupts to a distribution's arm64 kernel.
 
-Unicorn itself executes eret, tlbi, writes of ttbr and virtual interrupts. For other exceptions it only calls
-a hook, which must change the CPU's state as a CPU does.
+Unicorn itself executes eret, tlbi, writes of ttbr and virtual interrupts. For all other exceptions, Unicorn
+only calls a hook, which must change the CPU's state as a CPU does.
 Source: Arm Architecture Reference Manual for A-profile (DDI 0487), AArch64.TakeException.
 """
 
@@ -41,7 +41,7 @@ class Arm64LinuxCpu(LinuxCpu):
         self._engine = engine
         self.regs = regs
         self._general: Any = regs
-        """The registers with the names of this processor, of which Regs declares none."""
+        """The object `regs` without its type Regs, which does not declare the registers of this processor."""
 
         def word(offset: int) -> memoryview:
             return memoryview(ctypes.c_uint64.from_address(state + offset)).cast("B").cast("Q")
@@ -132,8 +132,9 @@ class Arm64LinuxCpu(LinuxCpu):
     def syscall(self, ip: int, values: tuple[int, ...] | None = None) -> None:
         """Execute the svc instruction at `ip` of the stub; see LinuxCpu.
 
-        spsr_el1 contains the stub's processor state already. The kernel has entered user mode with that
-        state, and no instruction of the stub changes it. The CPU drops the bits that it does not have.
+        spsr_el1 contains the stub's processor state already: the kernel has entered user mode with that
+        state, and no instruction of the stub changes it. Only the bits that the CPU does not have are
+        cleared.
         """
         if values is not None:
             self.set_call(values)
@@ -177,14 +178,17 @@ class Arm64LinuxCpu(LinuxCpu):
     def note_kernel(self) -> None:
         """Store the translator's flags for kernel mode, for later entries into the kernel.
 
-        This method must be called when code in kernel mode has caused an exception. Unicorn: a write of the
-        processor state by the host does not change the translator's flags. The flags are stored in elr_el3,
-        which the guest does not use, so that snapshots contain the flags.
+        Call this method when code in kernel mode has caused an exception. Unicorn: a write of the processor
+        state by the host does not change the translator's flags. The flags are stored in elr_el3, which the
+        guest does not use, so that snapshots contain the flags.
         """
         self._kernel_hflags[0] = self._hflags[0]
 
     def _enter(self, handler: int, syndrome: int, ip: int) -> None:
-        """Take an exception: enter the kernel at the offset `handler` in the vector table."""
+        """Take an exception: enter the kernel at the offset `handler` in the vector table.
+
+        `ip`: address to which the handler returns.
+        """
         regs = self.regs
         if handler == _FROM_USER:
             self.user_stack[0] = regs.sp

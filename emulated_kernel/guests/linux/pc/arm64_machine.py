@@ -183,8 +183,8 @@ class Arm64Machine(LinuxMachine):
     def _exception(self, trap: Trap) -> None:
         """Handle an exception that Unicorn reports.
 
-        If a task has reached the user stub, or the kernel calls the firmware, the host acts. All other
-        exceptions are delivered to the guest.
+        If a task has reached the user stub, end the run. If the kernel calls the firmware, execute the call.
+        Deliver all other exceptions to the guest.
         """
         kind = arm64.syndrome_class(trap.error_code)
         if not self.cpu.privilege:

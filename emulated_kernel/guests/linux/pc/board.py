@@ -198,7 +198,7 @@ class Board(ABC):
         """Advance the time to the TSC value `cycles`, because the guest sleeps until then.
 
         Deviates: the host does not wait while the guest sleeps. From then on the guest's time is ahead of the
-        host's, and advances with it.
+        host's time, and advances at the same rate.
         """
         self.tsc = max(self.tsc, cycles)
         if self._wall is not None:

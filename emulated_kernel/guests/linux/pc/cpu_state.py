@@ -46,9 +46,9 @@ def only(found: Set[int], what: str) -> int:
 class WordSearch:
     """Search for the offset of one word in the CPU state, by values that the word has in turn.
 
-    The words are compared in place, not in a copy. Hazard: Unicorn's structure is shorter than STATE_SIZE, so
-    the search includes memory after it. A copy of the structure in this memory would have the same values as
-    the searched word.
+    Hazard: compare the words in place, not in a copy. Unicorn's structure is shorter than STATE_SIZE, so the
+    search includes memory after it. A copy of the structure in that memory would contain the searched word's
+    value, too.
     """
 
     def __init__(self, state: int, code: str = "Q") -> None:

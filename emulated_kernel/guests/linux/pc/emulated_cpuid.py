@@ -23,8 +23,8 @@ _MOST = 1 << 10
 def emulated_cpuid(model: int, leaf: int, subleaf: int) -> tuple[int, int, int, int]:
     """Return (eax, ebx, ecx, edx) after cpuid on Unicorn's CPU model `model`; zeros for an unknown leaf.
 
-    Like Intel's CPUs, the emulator itself answers a leaf after the last one with the values of another
-    leaf.
+    For a leaf after the last one, the emulator itself would return the values of another leaf, as Intel's
+    CPUs do.
     Raises: HardwareError.
     """
     first = leaf & _EXTENDED

@@ -130,7 +130,9 @@ class Cyc2nsClock(LinuxClock):
             raise unusable("its clock has an unknown layout")
         scales = memory.view(per_cpu + start + offset("cyc2ns.data"), 2 * _SCALE.size)
         self._scaled: Callable[[int], tuple[int, int, int]] = partial(_SCALE.unpack_from, scales)
-        """Function that returns factor, shift and offset of one of the two sets in struct cyc2ns.
+        """Function that takes the offset of one of two sets in struct cyc2ns, and returns the set's values.
+
+        The values are factor, shift and offset.
 
         The kernel uses one set while it writes the other set.
         """

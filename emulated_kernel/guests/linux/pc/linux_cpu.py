@@ -227,7 +227,10 @@ class PcCpu(LinuxCpu):
         self._check_layout()
 
     def _check_layout(self) -> None:
-        """Write known values with the API and check that they appear in the expected fields."""
+        """Write known values with the API, and check that they appear in the expected fields.
+
+        Raises: HardwareError (a field has another value).
+        """
         engine = self._engine
         state = self._state
         kept = engine.reg_read(x86.CR3)

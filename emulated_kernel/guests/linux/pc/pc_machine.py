@@ -39,9 +39,10 @@ from emulated_kernel.util.abi import PAGE_SIZE, Vector
 
 _DIRECTION_FLAG = 1 << 10
 _FLUSH_FROM = 1000
-"""Minimum number of writes of text between two calls of do_sync_core() that drop all translated code.
+"""Number of writes of text from which on the next do_sync_core() drops all translated code.
 
-The guest writes in batches of 256 places and runs in between, and all of its code must be translated again.
+The guest writes in batches of 256 addresses and runs between the batches. Dropping all code is expensive,
+because the guest's code must then be translated again.
 """
 _WRITTEN = 0x63
 """Bits of an entry for a page that the guest has written: present, writable, accessed and dirty."""
@@ -56,7 +57,7 @@ _OUT = 500
 _SYSCALL = 699
 """Unicorn's instruction id of `syscall` (x86.h)."""
 _UNKNOWN_ENTRY = 1
-"""Number that the host's routine for syscall finds in no system call, so that it calls Python."""
+"""Value with which the host's routine for syscall calls Python, because no system call leads to it."""
 _RDTSC = 608
 """Unicorn's instruction id of `rdtsc` (x86.h)."""
 _RDTSCP = 609
@@ -308,7 +309,7 @@ class PcMachine(LinuxMachine):
     def _are_text(self, ranges: Iterable[tuple[int, int]]) -> bool:
         """Return True if the CPU can execute the code in each of `ranges`, pairs (address, size).
 
-        A range of more than a page's size is not text. Most ranges of a call share few pages.
+        A range of more than a page's size counts as no text. Each page is checked only once.
         """
         pages = set[int]()
         for va, size in ranges:

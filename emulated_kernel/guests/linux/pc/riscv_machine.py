@@ -72,8 +72,8 @@ class RiscvMachine(LinuxMachine):
     def _exception(self, trap: Trap) -> None:
         """Handle an exception that Unicorn reports.
 
-        The host acts if a task has reached the user stub, or if the exception is an SBI call or an rdtime.
-        All other exceptions are delivered to the guest.
+        If a task has reached the user stub, end the run. If the exception is an SBI call or an rdtime,
+        execute it. Deliver all other exceptions to the guest.
         """
         cause = trap.error_code
         in_kernel = self.cpu.mode[0]

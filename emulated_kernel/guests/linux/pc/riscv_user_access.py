@@ -47,9 +47,9 @@ _LARGEST_TABLE = 1 << 16
 
 
 class UserAccess:
-    """Changes SUM in place of the CPU before the kernel's instructions for user accesses.
+    """Changes SUM in place of the CPU, before each kernel instruction that allows or forbids user accesses.
 
-    If the host has no routine, or Unicorn's TLB is not laid out as expected, do nothing.
+    If the host has no routine, or Unicorn's TLB is not laid out as expected, the CPU itself changes SUM.
     """
 
     def __init__(self, engine: Engine, regs: Regs, state: int, mstatus: int) -> None:

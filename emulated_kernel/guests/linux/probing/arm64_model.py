@@ -17,5 +17,5 @@ class LinuxArm64Model(Arm64Cpu):
 
 
 def linux_arm64_model() -> LinuxArm64Model:
-    """Return the model whose host code is after the modules."""
+    """Return the CPU model, which places the host's code after the addresses of modules."""
     return LinuxArm64Model(replace(Arm64Cpu.layout, text_space=ARM64.modules.stop))

@@ -53,7 +53,7 @@ def interface_with(kernel: LinuxKernel, profile: Profile) -> Interface:
     """Return the tracefs interface of a mount of `kernel`, whose probes follow `profile`.
 
     The interface is the kernel's own. If the profile has no ftrace, the interface has no fprobe events and no
-    probe events on tracepoints. Linux builds both together.
+    probe events on tracepoints, because Linux builds both only with ftrace.
     Mirrors: kernel/trace/Kconfig:FPROBE_EVENTS (v6.12).
     """
     found = detect_interface(kernel)
@@ -88,7 +88,7 @@ def _functions(kernel: LinuxKernel) -> list[str]:
 def _error_table(kernel: LinuxKernel) -> frozenset[str]:
     """Return the texts of the kernel's table of errors in probe definitions; empty if there is no table.
 
-    Other data may follow the table before the next symbol.
+    The table ends at the first word that is no address of a text, because other data may follow it.
     """
     table = _bytes(kernel, _ERRORS)
     texts: set[str] = set()

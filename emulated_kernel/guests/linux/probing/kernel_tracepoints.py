@@ -279,7 +279,7 @@ class KernelTracepoints:
         return [event for event in made if event is not None]
 
     def forget(self, batch: EventBatch) -> None:
-        """Forget the events of a module that is being unloaded. None of the events is enabled."""
+        """Forget the events of a module that is being unloaded. None of the events may be enabled."""
         for file in batch.release():
             del self._points[file]
 

@@ -64,7 +64,7 @@ class KernelEngine:
         *,
         pauses: bool = True,
     ) -> None:
-        """Build the engine over `kernel`, which has the text in memory.
+        """Build the engine over `kernel`, whose text must be the text in the guest's memory.
 
         The kernel's functions that the host replaces or answers are put on the blacklist.
         Over a kernel without preemption, the rules of `profile` for such kernels apply. `pauses`: see
@@ -192,9 +192,9 @@ class KernelEngine:
         return events
 
     def _caller(self) -> Callable[[int], int] | None:
-        """Return a function that calls a kernel function, given by its address, which may sleep.
+        """Return None, because this class cannot call kernel functions that may sleep.
 
-        Return None if no such function can be called.
+        A subclass that can call them returns a function that takes the address of a kernel function.
         """
         return None
 

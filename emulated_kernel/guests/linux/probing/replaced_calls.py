@@ -25,7 +25,11 @@ class ReplacedCalls:
         self._link = registers.link
 
     def end(self, regs: Any, result: int) -> None:
-        """Return from the function with a result. Raises: MemoryFault (the stack is not mapped)."""
+        """Make the kernel's function return `result` at once, without executing its body.
+
+        `regs`: the registers at the function's first instruction. Raises: MemoryFault (the stack is not
+        mapped).
+        """
         if self._link is None:
             regs.ip = self._memory.read_word(regs.sp)
             regs.sp += self._memory.word_size

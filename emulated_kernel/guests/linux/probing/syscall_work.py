@@ -27,7 +27,7 @@ class SyscallWork:
         task_structs: Callable[[], Iterator[int]],
         old_flag: int = 0,
     ) -> None:
-        """Use the task flag that leads system calls to the tracepoints.
+        """Find the task flag that makes system calls reach the tracepoints.
 
         The flag is SYSCALL_WORK_SYSCALL_TRACEPOINT in thread_info.syscall_work. In kernels before v5.11, it
         is the mask `old_flag` in thread_info.flags; 0 if the mask is unknown. `task_structs` yields the
@@ -39,7 +39,7 @@ class SyscallWork:
         self._old_flag = old_flag
 
     def is_known(self) -> bool:
-        """Return True if the flag is known, and this kernel counts its users."""
+        """Return True if the flag is known, and if this kernel counts the users of the flag."""
         has_flag = self._kernel.btf.has(SYSCALL_WORK) or self._old_flag
         return self._kernel.kallsyms.lookup_name(_COUNT) is not None and bool(has_flag)
 

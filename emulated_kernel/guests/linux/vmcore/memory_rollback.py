@@ -1,6 +1,6 @@
 """MemoryRollback: undoes a call's writes to guest memory.
 
-It finds the pages that the call has written by /proc/self/pagemap.
+It uses /proc/self/pagemap to find the pages that the call has written.
 """
 
 from __future__ import annotations

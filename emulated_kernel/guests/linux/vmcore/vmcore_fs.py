@@ -53,7 +53,7 @@ class VmcoreFs(FileSystem):
     def __init__(
         self, files: VmcoreFiles, request: Request, look_up: Request, owner: Owner, lock: ControlLock
     ) -> None:
-        """Show `files`.
+        """Create a file system that shows `files`.
 
         `request` returns the context of a request; `look_up` returns the context of a lookup.
         """

@@ -47,7 +47,7 @@ from emulated_kernel.util.safe_read import open_regular
 T = TypeVar("T")
 log = logging.getLogger("kprobefs.linux")
 _CPU_MODEL = 20
-"""Unicorn's id of the CPU model Broadwell, without AVX.
+"""Unicorn's id of the CPU model Broadwell, without AVX. This model has SMAP.
 
 The text of a kernel that was booted on a CPU with SMAP has SMAP instructions.
 """
@@ -245,9 +245,9 @@ class VmcoreGuest(RunningLinux):
         memory.write(self.root, at, count.to_bytes(_COUNT, "little"))
 
     def _find_need_resched(self) -> int:
-        """Return the bit of TIF_NEED_RESCHED, which the kernel sets once for the idle task.
+        """Make the kernel set TIF_NEED_RESCHED of the idle task, and return the bit of this flag.
 
-        Memory is the same afterwards. Return 0 if the kernel lacks the function that sets the flag, or if the
+        Then restore the memory. Return 0 if the kernel lacks the function that sets the flag, or if the
         function does not return. Mirrors: kernel/sched/core.c:resched_curr (v6.1, v7.2).
         """
         start = self._facts.symbols.get(RESCHEDULE)
