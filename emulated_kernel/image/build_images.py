@@ -191,7 +191,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--debug", action="store_true", help="write line numbers (DWARF) into the image of --output, too"
     )
-    parser.add_argument("--module", type=Path, metavar="DIR", help="build DIR/*.c as the module DIR/NAME.ko")
+    parser.add_argument(
+        "--module",
+        type=Path,
+        metavar="DIR",
+        action="append",
+        help="build DIR/*.c as the module DIR/NAME.ko; may be repeated",
+    )
     options = parser.parse_args(argv)
     if (options.output or options.module) and len(options.arch or ()) != 1:
         parser.error("--output and --module take one --arch")
@@ -201,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
         if not SOURCE.is_dir():
             raise BuildError("needs a checkout of kprobefs: the sources of its kernel aren't installed")
         if options.module:
-            return write_module(options.arch[0], options.module.resolve())
+            return max(write_module(options.arch[0], each.resolve()) for each in options.module)
         if options.output:
             return write_image(options.arch[0], options.output, has_lines=options.debug)
         outcomes = {check(a) if options.check else write(a) for a in options.arch or sorted(TARGETS)}

@@ -161,7 +161,10 @@ class _Apt:
         )
         if done.returncode:
             last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:] or ["failed"]
-            raise CliError(f"{self._name}: {program} {words[0]}: {last[0].removeprefix('E: ')}")
+            why = last[0].removeprefix("E: ")
+            if "is not signed" in why and not KEYS.exists():
+                why += " Install debian-archive-keyring, the package with Debian's keys."
+            raise CliError(f"{self._name}: {program} {words[0]}: {why}")
         return done.stdout
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.image.build_images import write_module
+from emulated_kernel.image.build_images import main, write_module
 from emulated_kernel.kernel.api import Kernel
 
 INIT_PID = 1
@@ -224,6 +224,17 @@ def test_a_module_reads_the_missed_calls_of_its_return_probe(tmp_path: Path) -> 
             assert kernel.call("recurse", 5) == 15
         kernel.write_file("machine/modules", "unload recurses")
         assert "recurses: missed 16\n" in kernel.read_file("machine/dmesg")
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+def test_several_modules_are_built_by_one_command(tmp_path: Path) -> None:
+    options = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.c").write_text(RECURSES)
+        options += ["--module", str(tmp_path / name)]
+    assert main(["--arch", "x86_64", *options]) == 0
+    assert sorted(file.name for file in tmp_path.glob("*/*.ko")) == ["first.ko", "second.ko"]
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")

@@ -447,6 +447,25 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
 
 
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_the_package_of_keys_is_named_if_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_keys: bool
+) -> None:
+    """On a host other than Debian, apt does not trust Debian's archive. The error says what to install."""
+    apt, keys = tmp_path / "apt-get", tmp_path / "keys"
+    apt.write_text("#!/bin/sh\necho \"E: The repository 'debian' is not signed.\" >&2\nexit 100\n")
+    apt.chmod(0o755)
+    if has_keys:
+        keys.touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kernel_packages, "KEYS", keys)
+    monkeypatch.setattr(kernel_packages, "_archive", lambda _name: "file:/debian")
+    with pytest.raises(CliError, match="is not signed") as caught:
+        kernel_packages.fetch("debian:bookworm/cloud")
+    assert ("Install debian-archive-keyring" in str(caught.value)) is not has_keys
+
+
 def test_a_full_disk_for_fetched_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the disk is full, the error names the directory of fetched kernels, although an error of write(2)
     names no file.
