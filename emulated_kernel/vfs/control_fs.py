@@ -482,7 +482,7 @@ class GuestCalls:
         """Open the node's file and store it in `file.inner`.
 
         If the guest opens the file too, set `file.fd` to the guest's descriptor, and `file.number` to the
-        client's.
+        number of the client's descriptor.
         """
         with self.request(client):
             file.inner = file.fs.tree.open(file.path, file.flags, client)
