@@ -406,7 +406,7 @@ def elf_symbols(elf: ElfFile) -> Iterator[Symbol]:
 
 
 def _is_kallsyms_symbol(symbol: ElfSymbol) -> bool:
-    """Return True if kallsyms contains a symbol. Mirrors: scripts/kallsyms.c:is_ignored_symbol (v6.1)."""
+    """Return True if kallsyms lists `symbol`. Mirrors: scripts/kallsyms.c:is_ignored_symbol (v6.1)."""
     if not symbol.name or symbol.section in (SHN_UNDEF, SHN_ABS):
         return False
     if symbol.type in (STT_SECTION, STT_FILE) or symbol.name in _OWN_TABLES:

@@ -31,7 +31,7 @@ class Declarations:
     """
 
     def __init__(self, data: bytes, start: int, structs: Any) -> None:
-        """Read the table that begins at offset `start` of `data`, the contents of the section.
+        """Read the table that begins at offset `start` of `data`, the contents of .debug_abbrev.
 
         `structs`: the DWARFStructs of pyelftools for the unit.
         """
@@ -40,7 +40,7 @@ class Declarations:
         self._structs = structs
 
     def get_abbrev(self, code: int) -> Any:
-        """Return the declaration with a code, as an AbbrevDecl of pyelftools. Raises: KeyError."""
+        """Return the declaration with the code `code`, as an AbbrevDecl of pyelftools. Raises: KeyError."""
         from elftools.dwarf.abbrevtable import AbbrevDecl
 
         at = self._start

@@ -178,7 +178,7 @@ class LiveKallsyms(Kallsyms):
 
 
 class VmlinuxTables(ProbedTables, Protocol):
-    """Interface of a kernel's tables without its modules."""
+    """Interface of a kernel's tables, without the tables of its modules."""
 
     def with_symbols(self, kallsyms: Kallsyms, /) -> Self:
         """Return a copy of this kernel with another symbol table."""

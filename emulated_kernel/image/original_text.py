@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 OWNER = b"KPROBEFS"
 """Owner of the note; its type is 0."""
 _PIECE = struct.Struct("<QH")
-"""Virtual address and size in bytes of a piece of text. The piece follows."""
+"""Layout of the header of a piece of text: virtual address, size in bytes. The text follows the header."""
 _LIMIT = 16 << 20
 """Maximum size in bytes of the contents after decompression."""
 

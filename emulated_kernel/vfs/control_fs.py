@@ -482,7 +482,7 @@ class GuestCalls:
         """Open the node's file and store it in `file.inner`.
 
         If the guest opens the file too, set `file.fd` to the guest's descriptor, and `file.number` to the
-        client's.
+        number of the client's descriptor.
         """
         with self.request(client):
             file.inner = file.fs.tree.open(file.path, file.flags, client)
@@ -853,7 +853,7 @@ class ControlFs(FileSystem):
     def become(self, new: FileSystem) -> None:
         """Open each file again by its path in the tree of the new kernel; see FileSystem.
 
-        The old kernel's objects of the open files are not released, because they end with the old kernel.
+        The open files of the old kernel are not released, because they end with the old kernel.
         """
         assert isinstance(new, ControlFs)
         self._show(new.tree, new.calls)

@@ -421,7 +421,7 @@ class Mount:
         self._opened(handle).wait(timeout)
 
     def give_up(self, client: Client, handle: int, error: int) -> None:
-        """End a call on the open file `handle` that waits; see FileDescription.give_up."""
+        """End a waiting call on the open file `handle`; see FileDescription.give_up."""
         self._opened(handle).give_up(client, error)
 
     def poll(self, handle: int, notify: Callable[[], None] | None) -> int:

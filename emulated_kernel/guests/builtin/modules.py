@@ -182,7 +182,7 @@ class Modules:
             raise
 
     def refuse(self, error: int, message: str) -> NoReturn:
-        """Write a message to the kernel log, and raise it as an error.
+        """Write `message` to the kernel log, and raise a KernelError with the message.
 
         Raises: KernelError (with the errno `error`; always).
         """

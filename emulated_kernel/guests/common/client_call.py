@@ -1,4 +1,4 @@
-"""Reads the system calls of host processes that wait for kprobefs from /proc; FUSE does not report them.
+"""Reads from /proc the system calls in which host processes wait for kprobefs: FUSE does not report them.
 
 Functions of this module must not be called with the control lock held. A read of a process's memory can
 block.
@@ -74,9 +74,9 @@ open_how).
 OPENS = frozenset({"open", "openat", "openat2", "creat"})
 _PLAIN_OPENS = frozenset({"open", "openat"})
 _CREATING = os.O_CREAT | os.O_EXCL | os.O_DIRECTORY
-"""Flags of an open(2) whose path must be read from the process's memory.
+"""Flags of open(2). If a call has one of them, its path must be read from the process's memory.
 
-With one of these flags, the call may fail at the lookup of its path, or create the file.
+Such a call may fail at the lookup of its path, or create the file.
 """
 SIZES = {"t": 32, "h": 24}
 """Letter of a structure in `ARGUMENTS` -> size of that structure in bytes."""

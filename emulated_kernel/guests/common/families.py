@@ -12,9 +12,9 @@ from emulated_kernel.guests.common.proc import read
 from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 _CLIENTS = 8
-"""Maximum number of clients whose families are kept, those with the latest requests.
+"""Maximum number of clients whose families are kept: the clients with the latest requests.
 
-Each look reads two files in /proc for each of them.
+Each look reads two files in /proc for each of these clients.
 """
 
 

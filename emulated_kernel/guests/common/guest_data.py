@@ -1,4 +1,4 @@
-"""Conversion of faults at damaged data of the guest to EIO, because kprobefs did not cause them."""
+"""Turns faults at damaged data of the guest into EIO: kprobefs has not caused these faults."""
 
 from __future__ import annotations
 

@@ -447,7 +447,7 @@ class HostProcesses(ProcessWatch):
         return min(allowed) if len(allowed) == 1 < self._cpus else None
 
     def call(self, pid: int, uid: int, instead: str | None = None) -> ClientCall | None:
-        """Return client_call() for processes of root and of this process's user.
+        """Return the system call in which a process of root or of this user waits; see client_call().
 
         Return None for a process of another user, which could delay each read of its memory up to the
         timeout.

@@ -103,7 +103,7 @@ in memory. So a daemon whose package was upgraded meanwhile still starts the pro
 
 
 class _GivenUpError(Exception):
-    """Error that means that a helper has not answered in time."""
+    """Raised if a helper has not answered in time."""
 
 
 class _Helper:

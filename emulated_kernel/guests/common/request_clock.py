@@ -12,7 +12,10 @@ from emulated_kernel.util.abi import HZ
 
 NSEC_PER_JIFFY = 1_000_000_000 // HZ
 PAUSE = 0.1
-"""Minimum length of a pause between requests, in seconds, that a virtual clock counts at its real length."""
+"""Minimum length in seconds of a pause between requests that counts at its real length.
+
+This applies to a virtual clock. Shorter pauses do not count.
+"""
 
 
 class RequestClock:

@@ -53,7 +53,8 @@ class CoreSource(Protocol):
 def write_core(machine: CoreSource, vmcoreinfo: bytes) -> IO[bytes]:
     """Return an unnamed file with an ELF core of a stopped machine.
 
-    Zeros of the guest's memory are holes. Raises: KernelError ENOSPC (no directory has room), OSError.
+    Zeros of the guest's memory are holes. Raises: KernelError ENOSPC (no directory has enough space),
+    OSError.
     """
     memory = machine.memory
     used = [*memory.data_ranges()]
@@ -87,7 +88,7 @@ class VmcoreFile(File):
     def stat(self, owner: Owner) -> Stat:
         """Return the attributes of the node.
 
-        Its size is not 0, because debuggers refuse a core of that size.
+        The size is not 0, because debuggers refuse a core whose size is 0.
         """
         return super().stat(owner)._replace(size=RAM_OFFSET + len(self.machine.memory.ram))
 
@@ -95,7 +96,7 @@ class VmcoreFile(File):
 class OpenVmcore(OpenFile):
     """An open core, which keeps the guest's state at the time of the open.
 
-    Raises: KernelError EBUSY (too many are open), ENOSPC (no directory has room for the memory), OSError.
+    Raises: KernelError EBUSY (too many cores are open), ENOSPC (no directory has enough space), OSError.
     """
 
     node: VmcoreFile

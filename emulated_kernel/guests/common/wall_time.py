@@ -30,7 +30,7 @@ class WallTime:
         """Remember the current moment.
 
         `now_ns`: function that returns the guest's time, from which the guest's files get their times. The
-        guest's time never goes back. If the guest's memory is corrupted, it can have any value.
+        guest's time never goes back. If the guest's memory is corrupted, the time can have any value.
         """
         self._guest_ns = now_ns
         self._guest = array("q", [0])

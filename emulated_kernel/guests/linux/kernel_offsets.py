@@ -124,7 +124,7 @@ _CHANGES_OF_SSTATUS = 0x10002073, 0x10003073
 """Code of csrs and csrc of sstatus with the operand x0."""
 _OPERAND = 31 << 15
 ORDERS = "zone.free_area[]"
-"""Key in KernelOffsets.offsets of the number of free areas of a zone, one for each order."""
+"""Key, in KernelOffsets.offsets, of the number of a zone's free areas, which is the number of orders."""
 _DENTRY_FLAGS = {
     "DCACHE_OP_REVALIDATE": 1 << 2, "DCACHE_MOUNTED": 1 << 16, "DCACHE_NEED_AUTOMOUNT": 1 << 17,
     "DCACHE_MANAGE_TRANSIT": 1 << 18,

@@ -373,9 +373,9 @@ class Btf:
         return self.text(self.type(number).name)
 
     def referred(self, number: int) -> int:
-        """Return the id of the type to which a pointer points, or of an array's elements.
+        """Return the id of the type to which the pointer or array type `number` refers.
 
-        Typedefs and qualifiers of this type are resolved.
+        For an array, this is the type of the elements. Typedefs and qualifiers of the result are resolved.
         """
         kind = self.type(number)
         if kind.kind is Kind.ARRAY:

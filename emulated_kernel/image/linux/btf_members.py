@@ -46,7 +46,7 @@ class ScalarMember:
 
 
 def pointed_to(btf: Btf, number: int) -> int | None:
-    """Return the type id to which the pointer type `number` points, without qualifiers.
+    """Return the id of the type to which the pointer type `number` points, without qualifiers.
 
     Return None if `number` is no pointer type.
     """

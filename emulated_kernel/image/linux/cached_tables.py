@@ -32,8 +32,9 @@ _WORDS = ("ex_table", "jump_labels", "static_calls")
 def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
     """Return the data of a kernel that `CachedKernelTables` needs: name of the part -> contents.
 
-    If events or system calls cannot be read, the data contains the error. `CachedKernelTables` raises it when
-    they are used. If the types cannot be read, the data has no index of the types.
+    If events or system calls cannot be read, the data contains the error. `CachedKernelTables` raises this
+    error when the events or system calls are used. If the types cannot be read, the data has no index of the
+    types.
     """
     memory = kernel.vmlinux
     parts: dict[str, bytes | memoryview] = {

@@ -57,7 +57,7 @@ class PackageTar:
     """
 
     def __init__(self, package: BinaryIO, start: int, end: int, *, is_packed: bool = True) -> None:
-        """Use the archive between the offsets `start` and `end` of a file.
+        """Open the archive between the offsets `start` and `end` of the file `package`.
 
         `is_packed`: the archive is compressed.
         """

@@ -42,7 +42,7 @@ class ModuleFiles:
     """
 
     def __init__(self, image: Path, release: str, given: Sequence[Path] | None = None) -> None:
-        """Use the packages and directories `given`, and then the sources that belong to the kernel.
+        """Search the packages and directories in `given`, and then the sources that belong to the kernel.
 
         `given` is None if the user cannot give packages or directories. Error messages then do not advise to
         give one.

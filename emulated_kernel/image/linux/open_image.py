@@ -81,7 +81,7 @@ def _elf(file: BinaryIO) -> Vmlinux:
 def is_linux(path: Path) -> bool:
     """Return True if a file seems to be a distribution's kernel, and not an image built from image/src.
 
-    An image built from image/src is an ELF file, so each other file counts as a distribution's kernel. Only
+    An image built from image/src is an ELF file, so any other file counts as a distribution's kernel. Only
     headers and symbol names are examined; other errors are found when the kernel is loaded.
     Raises: OSError.
     """

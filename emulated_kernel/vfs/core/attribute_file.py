@@ -8,7 +8,7 @@ from emulated_kernel.vfs.core.open_file import File, Moves, OpenFile, Steps, enc
 from emulated_kernel.vfs.core.shared_text import SharedText, shared
 
 Store = Callable[[bytes], None]
-"""Function that executes a write, whose data it takes as a whole. Raises: KernelError."""
+"""Function that executes a write of some bytes, and always takes all of them. Raises: KernelError."""
 
 
 class _OpenAttribute(OpenFile):

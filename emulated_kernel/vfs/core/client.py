@@ -34,8 +34,8 @@ class Client(NamedTuple):
     is_calling: bool = True
     """False if the request is a read with which the host's kernel fills a page of its page cache.
 
-    Hazard: a system call's argument may point to memory in this page, which cannot be read until the page
-    is filled.
+    Hazard: do not read the arguments of a system call in this case. They may point to memory in this page,
+    which cannot be read until the page is filled.
     """
 
 

@@ -80,7 +80,7 @@ class _OpenEdited(OpenSeq):
 
 
 class EditedFile(SeqFile):
-    """A file of an EditedList. A client's writes take effect when its open file is closed."""
+    """A file of an EditedList. A client's writes take effect when the client's open file is closed."""
 
     opened_as = _OpenEdited
     __slots__ = ("entries", "records_at_open")

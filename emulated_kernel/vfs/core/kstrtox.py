@@ -61,7 +61,9 @@ def switch(data: bytes) -> bool:
 
 
 def sysctl_switch(data: bytes) -> bool:
-    """Parse 0 or 1 by the rules of a sysctl with only these values. Blanks around the number are skipped.
+    """Parse 0 or 1 by the rules of a sysctl that has only the values 0 and 1.
+
+    Blanks around the number are skipped.
 
     Raises: KernelError EINVAL. Mirrors: kernel/sysctl.c:proc_dointvec_minmax (v6.1).
     """

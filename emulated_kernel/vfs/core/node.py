@@ -108,9 +108,10 @@ class Node:
         self._touch()
 
     def inherit(self, uid: int | None, gid: int | None) -> None:
-        """Set the user and the group that chown(2) has set for the directory above, which creates the node.
+        """Take over the user and the group of the directory above, in which the node is being created.
 
-        None: chown(2) has not set it. Mirrors: fs/tracefs/inode.c:tracefs_create_file (v6.1).
+        `uid` and `gid`: the ids that chown(2) has set for this directory; None if chown(2) has set none.
+        Mirrors: fs/tracefs/inode.c:tracefs_create_file (v6.1).
         """
         self._uid = uid
         self._gid = gid

@@ -131,7 +131,7 @@ def finish(steps: Steps) -> int:
 
 
 def one_step(action: Callable[[], int]) -> Steps:
-    """Return the steps of a write with one step, which calls `action` and returns its result."""
+    """Return the steps of a write that has only one step: call `action`, and return its result."""
     return action()
     yield
 

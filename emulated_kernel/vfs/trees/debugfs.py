@@ -23,7 +23,7 @@ from emulated_kernel.vfs.trees.sysctl import kprobes_optimization
 def kprobes_directory(
     kernel: KernelComponents, owner: Owner, log: Callable[[str], None] | None = None
 ) -> Directory:
-    """Return kprobes/ with Linux's files list, enabled and blacklist, and kprobefs's own files.
+    """Return kprobes/ with Linux's files `list`, `enabled` and `blacklist`, and kprobefs's own files.
 
     The file `optimization` is the sysctl debug.kprobes-optimization. `log` writes to the kernel log. If `log`
     is None, the file `return_hook` is left out.

@@ -28,7 +28,8 @@ from emulated_kernel.vfs.core.seq_file import OpenSeq, SeqFile, StreamFile, sing
 def events_directory(tracing: Tracing, *, instance: bool = False) -> Directory:
     """Return events/ with the groups, the switch for all events, and the layout of binary pages.
 
-    `instance`: the directory belongs to an instance.
+    `instance`: the directory belongs to an instance, so a new group's directory takes over its user and
+    group.
     """
     events = tracing.events
     shares_owner = instance or InterfaceRule.EVENTS_KEEP_OWNER not in tracing.array.system.interface

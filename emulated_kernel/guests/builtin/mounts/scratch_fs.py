@@ -568,6 +568,6 @@ class ScratchFs(FileSystem):
 def _shown_kind(kind: int) -> int:
     """Return the S_IFMT bits to show for a file of the type `kind`. A device is shown as a regular file.
 
-    Hazard: the host would open a device by the host's driver instead of the guest's driver.
+    Hazard: if a device were shown, the host would open it by the host's driver instead of the guest's driver.
     """
     return stat.S_IFREG if kind == stat.S_IFCHR else kind

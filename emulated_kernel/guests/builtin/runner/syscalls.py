@@ -394,7 +394,7 @@ class Syscalls:
         return (value,) if self._memory.word_size == 8 else (value & 0xFFFFFFFF, value >> 32)
 
     def fstat(self, task: GuestTask, fd: int) -> None:
-        """Make the task call newfstat on a descriptor, and discard the attributes."""
+        """Make the task call newfstat on a descriptor, so that probes see the call. Discard the result."""
         with self._buffers.borrowed() as buffer:
             self.call(task, "newfstat", fd, buffer)
 

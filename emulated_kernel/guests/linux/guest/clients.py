@@ -23,7 +23,7 @@ _MAX_TASKS = 500
 A task takes 64 KiB of guest memory.
 """
 _SHARED = 0
-"""Key of the shared task among the pids, used in place of a pid.
+"""Key of the shared task in `_by_pid`, where all other keys are pids.
 
 Processes that are hidden in another pid namespace use the shared task, too.
 """

@@ -109,8 +109,8 @@ class ExecObserver:
     def _unsharing(self) -> None:
         """Hide the other users of the file table from unshare_files(), which then does not copy the table.
 
-        Hazard: if another task ran and exited before unshare_files() returns, its exit would free the
-        table. But unshare_files() does not sleep.
+        Hazard: if another task ran and exited before unshare_files() returns, its exit would free the table.
+        No other task can run, because unshare_files() does not sleep.
         """
         if not self._is_executing() or self._others is not None:
             return

@@ -447,7 +447,7 @@ class LinuxControlCalls(GuestCalls):
         return serve
 
     def _goes_on(self, file: ControlFile, task: LinuxTask, _result: object) -> None:
-        """Make an open(2) of the guest continue in the stub for the end of an open.
+        """Finish an open(2) of the guest: make the task continue in the stub that ends an open.
 
         For a file without a position, this stub calls the kernel's stream_open().
         """

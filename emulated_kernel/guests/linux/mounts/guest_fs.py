@@ -298,7 +298,8 @@ class GuestFs(FileSystem):
 
         The mounting user owns the files that root owns in the guest. Devices are shown as regular files.
         Times are converted to the host's time.
-        Hazard: the host would open a device by the host's driver instead of the guest's driver.
+        Hazard: if a device were shown, the host would open it by the host's driver instead of the guest's
+        driver.
         """
         kind = stat.S_IFMT(found.mode)
         shown = self.guest.times.shown

@@ -1,4 +1,4 @@
-"""Unicorn's live CPU state, and the search for words in it by the values that they get."""
+"""Unicorn's live CPU state, and the search for words in it, which are recognized by their values."""
 
 from __future__ import annotations
 

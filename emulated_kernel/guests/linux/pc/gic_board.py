@@ -58,7 +58,7 @@ class GicBoard(Board):
         self.control = 0
         """Value of the timer's control register cntv_ctl_el0, without the bit TIMER_FIRED."""
         self.compare = 0
-        """Value of cntv_cval_el0: the time in cycles of the counter at which the timer fires."""
+        """Value of cntv_cval_el0: the value of the counter at which the timer fires."""
 
     @property
     def timer_vector(self) -> int | None:

@@ -39,10 +39,10 @@ from emulated_kernel.util.abi import PAGE_SIZE, Vector
 
 _DIRECTION_FLAG = 1 << 10
 _FLUSH_FROM = 1000
-"""Number of writes of text from which on the next do_sync_core() drops all translated code.
+"""Minimum number of writes of text after which do_sync_core() drops all translated code.
 
-The guest writes in batches of 256 addresses and runs between the batches. Dropping all code is expensive,
-because the guest's code must then be translated again.
+After fewer writes, only the code of the written text is dropped. The guest writes in batches of 256 addresses
+and runs between the batches, and would have to translate all of its code again.
 """
 _WRITTEN = 0x63
 """Bits of an entry for a page that the guest has written: present, writable, accessed and dirty."""

@@ -101,8 +101,8 @@ class RiscvLinuxCpu(LinuxCpu):
     def set_pending(self, interrupts: int, *, cleared: int = 0) -> None:
         """Make the interrupts in the mask `interrupts` pending, and the interrupts in `cleared` not pending.
 
-        Unicorn delivers a pending interrupt when the guest has enabled it. Unicorn: a write of the word mip
-        in the CPU state would not interrupt the CPU.
+        Unicorn delivers a pending interrupt when the guest has enabled it. Unicorn: only a write of mip by
+        the API, in machine mode, interrupts the CPU. A write of the word in the CPU state does not.
         """
         engine = self._engine
         kept = self.mode[0]

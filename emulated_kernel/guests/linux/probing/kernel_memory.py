@@ -213,7 +213,8 @@ class KernelMemory(GuestMemory):
 
         `pages`: virtual addresses of the pages.
 
-        Hazard: giving back a page that differs from the file would lose its content, so the page is restored.
+        Hazard: a page that differs from the file loses its content when it is given back. So its content is
+        written again.
         """
         run = range(0)
         for pa in sorted(map(self.translate, pages)):

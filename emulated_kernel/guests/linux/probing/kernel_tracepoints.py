@@ -523,7 +523,10 @@ class KernelStaticEvent(StaticEvent):
         return self._batch.is_gone
 
     def hold(self) -> None:
-        """Take a reference to the event and its module. Raises: KernelError EBUSY (the module is going)."""
+        """Take a reference to the event and its module.
+
+        Raises: KernelError EBUSY (the module is being unloaded).
+        """
         self._batch.hold()
         super().hold()
 

@@ -87,8 +87,8 @@ class ModuleEvents:
 
         No task runs in the module any more, and the kernel has not yet checked whether its tracepoints are
         used.
-        Linux: a buffer that may have records of these events is emptied.
-        Deviates: their triggers are removed too.
+        Linux empties each buffer that may have records of these events. Deviates: the events' triggers are
+        removed too.
         Mirrors: kernel/trace/trace_events.c:trace_module_remove_events (v6.1).
         """
         batch, events = self._there.pop(name, (None, []))

@@ -47,7 +47,8 @@ class LinuxX86Model(X86_64Cpu):
 class KernelCode(CodeCache):
     """Drops translated code of the kernel's text, at any privilege level of the CPU.
 
-    Unicorn: in user mode, the request to drop code does nothing and leaves a page fault in flight.
+    Unicorn: in user mode, the request to drop code does nothing and leaves a page fault in flight. So the CPU
+    gets the kernel's rights for the request.
     """
 
     def __init__(self, engine: Engine, cpu: LinuxCpu) -> None:

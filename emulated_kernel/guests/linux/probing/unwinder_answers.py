@@ -30,7 +30,7 @@ ANSWERED_FUNCTIONS = (_FIND,)
 def return_place(kernel: LinuxKernel, arch: Arch) -> dict[str, int]:
     """Return RETURN_PLACE -> the address after the code of one of the kernel's own trampolines.
 
-    Return {} if there is not enough room, or if the unwinders need no such address.
+    Return {} if there is not enough space after the code, or if the unwinders need no such address.
     """
     text_returns = arch.text_returns
     if text_returns is None:

@@ -115,6 +115,6 @@ class VmcoreFs(FileSystem):
 def _shown_kind(kind: int) -> int:
     """Return the S_IFMT bits to show: a regular file, except for directories and symbolic links.
 
-    Hazard: the host itself would open devices and FIFOs, and would block at a FIFO.
+    Hazard: if devices and FIFOs were shown, the host itself would open them, and would block at a FIFO.
     """
     return kind if kind in (stat.S_IFDIR, stat.S_IFLNK) else stat.S_IFREG
