@@ -146,7 +146,7 @@ class AggrKprobe(AssemblyOwner):
     is_held: bool = field(default=False, init=False)
     """Whether the user wants the probes to stay unoptimized."""
     jprobe: Kprobe | None = field(default=None, init=False, repr=False)
-    """The member that is a jprobe or has a break_handler, or None. An address has at most one such member."""
+    """The member that is a jprobe or has a break_handler; None without one. There is at most one."""
     _stopped_by: Kprobe | None = field(default=None, init=False, repr=False)
     """Member whose pre_handler ended the latest hit; None if no pre_handler did. Linux: kprobe_instance."""
     _with_post_handler: int = field(default=0, init=False, repr=False)
@@ -222,7 +222,8 @@ class AggrKprobe(AssemblyOwner):
     def codes(self) -> Iterator[tuple[int, CompiledCode | DetourBuffer, Region | None]]:
         """Iterate over the guest code that hits run: stub, detour and compiled detour.
 
-        Each item has the entry address, the code, and the region of which the code contains a copy, or None.
+        Each item has the entry address, the code, and the region that the code contains a copy of; None if it
+        contains no copy.
         """
         if self.stub is not None:
             yield self.stub.entry, self.stub, self.stub.region

@@ -207,7 +207,7 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
         )
     }
 )
-"""Name of a profile -> preset."""
+"""Name of a preset -> the preset."""
 
 
 def with_strategy(profile: Profile, strategy: str | None) -> Profile:

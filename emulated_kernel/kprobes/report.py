@@ -127,7 +127,7 @@ def _passing_rule(optimizer: Optimizer | None, head: AggrKprobe, place: Callable
 
 
 _OWN = KprobeFlag.GONE.value | KprobeFlag.DISABLED.value
-"""Flags of the user's probe that its line in kprobes/list shows."""
+"""Flags of a user's probe that the probe's line in kprobes/list shows."""
 _WAYS = KprobeFlag.OPTIMIZED.value | KprobeFlag.FTRACE.value
 """Flags of the aggregator probe that lines in kprobes/list show: they describe the handling of hits."""
 

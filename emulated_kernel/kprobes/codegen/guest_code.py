@@ -34,7 +34,7 @@ class CompiledCode:
     None if the host continues the hit, or if the relocated form of `region` follows the handler.
     """
     region: Region | None = field(default=None, init=False)
-    """The emulated instruction whose relocated form follows the handler of a stub, or None."""
+    """The emulated instruction whose relocated form follows the handler of a stub; None without one."""
     leads: tuple[int, ...] = field(default=(), init=False, metadata=ADDRESS)
     """Addresses of the breakpoints at the end of a stub that send the guest on. A hit runs one of them."""
     tail: int = field(default=0, init=False, metadata=ADDRESS)

@@ -57,7 +57,7 @@ class BreakpointDispatch:
         self._on_debug_trap = hits.on_debug_trap
 
     def update(self, head: AggrKprobe) -> None:
-        """Update the routes of the probe's traps after its state has changed, if it was ever armed."""
+        """Update the routes of the probe's traps after its state has changed, if the probe was ever armed."""
         if head.insn is None or head.address in self.breakpoints:
             self.install(head)
 

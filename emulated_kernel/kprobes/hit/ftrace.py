@@ -449,7 +449,8 @@ class FtraceSites:
     def _targets(self, groups: SiteGroups) -> dict[int, int]:
         """Return a map site -> address that the site calls, for the sites that have users.
 
-        A site with several users calls the trampoline. A probe's site does so until its first hit.
+        A site with several users calls the trampoline. The site of a probe calls the trampoline until the
+        first hit.
         """
         trampoline = self.trampoline
         targets = dict.fromkeys(groups.several, trampoline)

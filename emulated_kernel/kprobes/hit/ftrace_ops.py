@@ -68,7 +68,10 @@ class FtraceOps:
     A site calls this code if no other ftrace_ops hooks the site.
     """
     assembly: AssemblyOwner | None = field(default=None, init=False)
-    """Owner of handlers in assembly, or None. The handlers run before the `func` of each user of a site."""
+    """Owner of the user's handlers in assembly; None without such handlers.
+
+    The handlers run before the `func` of each user of a site.
+    """
     sites: set[int] = field(default_factory=set, init=False)
     """Addresses of the fentry sites that this ftrace_ops hooks. Only FtraceOpsList changes the set."""
 
@@ -100,7 +103,7 @@ class FtraceOpsList:
         self._few: dict[int, dict[FtraceOps, None]] = {}
         """Site -> its users that have at most _FEW sites."""
         self._many: dict[FtraceOps, None] = {}
-        """The other users."""
+        """The users that have more than _FEW sites."""
 
     def __contains__(self, ops: FtraceOps) -> bool:
         return ops in self._numbers

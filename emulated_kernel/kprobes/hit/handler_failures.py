@@ -63,7 +63,7 @@ class HandlerFailures:
                 raise failure
 
     def take(self) -> BaseException | None:
-        """Return the first exception of a handler since the last call of this method, or None."""
+        """Return the first exception of a handler since the last call of this method; None without one."""
         failure = self._first
         self._first = None
         return failure

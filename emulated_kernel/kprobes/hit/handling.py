@@ -166,7 +166,7 @@ class HitHandling:
     def singlestep(self, head: AggrKprobe, regs: Regs, *, reentered: bool) -> None:
         """Run the probed instruction: its copy in the slot or in the detour, or an emulation.
 
-        `reentered`: whether the hit is missed, within the handling of another hit.
+        `reentered`: whether the hit occurred within another hit, and so is a missed hit.
         Mirrors: arch/x86/kernel/kprobes/core.c:setup_singlestep, reenter_kprobe (v6.1).
         """
         ctlblk = self.ctlblk
@@ -335,7 +335,7 @@ class HitHandling:
         return hit if ends_in_python else Redirect(entry, hit)
 
     def ends_in_python(self, head: AggrKprobe, stub: CompiledCode) -> bool:
-        """Return True if Python handles the instruction or its end at hits that go to a stub."""
+        """Return True if, at hits that enter `stub`, Python emulates the instruction or ends its step."""
         insn = head.insn
         assert insn is not None
         if stub.target is None:
@@ -516,7 +516,7 @@ def _hit_again(
     started: int,
     _live: Regs,
 ) -> None:
-    """Continue a hit by a call of ftrace's trampoline, after the guest has run the assembly handler.
+    """Continue a hit that a call of ftrace's trampoline began, after the guest ran the assembly handler.
 
     Call `hit` again with `site`, `frame` and `then`, the arguments of its first call, and with `started`, the
     time at which the hit started. `_live`: the registers after the assembly handler; not used. This is a

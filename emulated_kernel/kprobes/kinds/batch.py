@@ -16,7 +16,7 @@ def register_all(
     register: Callable[[AnyProbe], None],
     unregister: Callable[[AnyProbe], None],
 ) -> None:
-    """Register probes in order; if a registration fails, unregister the probes before it.
+    """Register probes in order; if a registration fails, unregister the earlier probes.
 
     Raises: KernelError (as the failed registration), EINVAL (an empty sequence).
     Mirrors: kernel/kprobes.c:register_kprobes (v6.1).

@@ -43,7 +43,7 @@ class RingEntry:
     """One hit that a HitRing has recorded."""
 
     number: int
-    """Number of hits before this one on its CPU."""
+    """Number of earlier hits of the ring's probes on the same CPU."""
     address: int = field(metadata=ADDRESS)
     """The probed address."""
     registers: tuple[int, ...] = field(metadata=ADDRESS)

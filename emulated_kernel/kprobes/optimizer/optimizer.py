@@ -95,7 +95,7 @@ class Optimizer:
     def __post_init__(self) -> None:
         self.work = DelayedWork(self._run, self._scheduler)
         self.stages = PatchStages(self._poker, self._scheduler, self._finish_stages_of)
-        """The stops after the steps of patching, which users can switch on."""
+        """Changes of jumps that have stopped after a step of patching; users can switch the stops on."""
 
     # Detours
 
@@ -161,7 +161,9 @@ class Optimizer:
         self._text.free_text(detour.address)
 
     def kill(self, head: AggrKprobe) -> None:
-        """Drop a probe whose text is about to be freed, without touching the text.
+        """Cancel a probe's requests and discard its detour, because its text is about to be freed.
+
+        The text is not changed.
 
         Mirrors: kernel/kprobes.c:kill_optimized_kprobe (v6.1).
         """

@@ -249,7 +249,7 @@ class NativeReturns:
         builder.place(python)
 
     def close(self) -> None:
-        """Drop the trampoline; no call may be hooked any more."""
+        """Drop the trampoline. Precondition: calls are no longer hooked."""
         if self._dispatch is not None:
             self._trampoline.adopt_native(None)
             self._compiler.retire(self._dispatch)

@@ -61,7 +61,7 @@ class GuestHeap:
             raise MemoryFault(address, "not in a shadow stack", write=True) from None
 
     def view(self, address: int, size: int) -> memoryview:
-        """Return a view of guest memory in an allocated piece. A write to the view changes guest memory."""
+        """Return a live view of `size` bytes at `address` in an allocated piece, for reading and writing."""
         return self._source.memory.view(address, size)
 
     @property
@@ -124,9 +124,9 @@ class GuestHeap:
 
 _CACHE_SIZE = 1024
 RETHOOKS = 0
-"""Number of the field `rethooks` for TaskFields.of()."""
+"""Value of `field` in TaskFields.of() that selects the field `rethooks` of a task."""
 RET_STACK = 1
-"""Number of the field `ret_stack` for TaskFields.of()."""
+"""Value of `field` in TaskFields.of() that selects the field `ret_stack` of a task."""
 _FIELDS = "task_struct.rethooks", "task_struct.ret_stack"
 """Names of the fields RETHOOKS and RET_STACK in an ABI table."""
 

@@ -43,7 +43,7 @@ class HookSets(TaskObserver):
     ) -> None:
         """Make the first set of return hooks, and observe the guest's tasks.
 
-        `chosen` is the name of a shadow stack to use instead of the profile's, or None.
+        `chosen` is the name of a shadow stack to use instead of the profile's; None: use the profile's.
         """
         self._arch = arch
         self._hits = kprobes.hits
@@ -107,9 +107,10 @@ class HookSets(TaskObserver):
             yield (RETHOOK_TRAMPOLINE if hooks is self.first else GRAPH_TRAMPOLINE), hooks.trampoline
 
     def freed(self, task: int) -> None:
-        """Discard the hooked calls that an ended task never returned from; `task`: its freed task_struct.
+        """Discard the hooked calls from which an ended task never returned.
 
-        The built-in guest needs no such event, because rethook_flush_task() traps to the host there.
+        `task`: address of the freed task_struct. The built-in guest needs no such event, because
+        rethook_flush_task() traps to the host there.
         """
         for hooks in self._sets:
             hooks.flush(task)

@@ -28,9 +28,9 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
 )
 
 HEAD = 0
-"""Index of the word in a CPU's ring that counts the nodes taken from it."""
+"""Index of the word in a CPU's ring that counts the nodes taken from the ring."""
 TAIL = 1
-"""Index of the word in a CPU's ring that counts the nodes put into it."""
+"""Index of the word in a CPU's ring that counts the nodes put into the ring."""
 ENTRIES = 2
 """Index of the first entry in a CPU's ring, in words."""
 

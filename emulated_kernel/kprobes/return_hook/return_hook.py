@@ -65,17 +65,17 @@ class ReturnHook(AssemblyOwner):
     program: CompileHandler | None = None
     """Emits the handler as guest code; its entry kind is EntryKind.RETURN."""
     code: CompiledCode | None = None
-    """The handler compiled to guest code, or None."""
+    """The handler compiled to guest code; None if it is not compiled."""
     follows_convention: bool = False
     """Whether callers of the hooked function rely only on registers that the calling convention preserves."""
     node_type: type[RethookNode] = RethookNode
     """Class of the objects that handlers get for a call."""
     probe: Kprobe | None = None
-    """The return probe that owns the hook, or None."""
+    """The return probe that owns the hook; None if another object owns it."""
     place: int = field(default=0, metadata=ADDRESS)
     """Address of the hooked function; 0 if the hook serves several functions."""
     assembled: AssembledHandlers | None = None
-    """The handlers in assembly that run at returns, or None."""
+    """The handlers in assembly that run at returns; None if there are none."""
     missed_at: int = field(default=0, metadata=ADDRESS)
     """Address of a 32-bit number in the guest that also shows `missed`; 0 if there is none."""
     flushed: int = 0

@@ -128,7 +128,7 @@ class Trampoline:
         return address != 0 and address in (self.address, self.native)
 
     def locate(self, address: int) -> tuple[int, int] | None:
-        """Return the start address and size in bytes of the trampoline that contains `address`, or None."""
+        """Return start and size in bytes of the trampoline that contains `address`; None if none does."""
         code = self._native_code
         if code is not None and code.contains(address):
             return code.entry, code.address + code.size - code.entry

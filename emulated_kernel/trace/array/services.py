@@ -41,7 +41,7 @@ class TracingServices:
     tasks: Tasks
     stack: CallStack
     current_ctx: ProbeHit
-    """A ProbeHit for the current task and its context, which is passed to the triggers of markers."""
+    """A ProbeHit with the current task and its context; triggers of markers get it."""
     memory: GuestRecords
     """Allocator of the ring buffers' memory; it also lets guest code write to the buffers."""
     markers: PrintEvent

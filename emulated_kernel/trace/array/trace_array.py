@@ -111,7 +111,7 @@ class TraceArray(ArrayRings, Recorder):
         self._tracers = {NOP_TRACER: Tracer()}
         """Name -> tracer, in the order of registration."""
         self.buffer_percent = 50
-        """Percentage of a CPU's buffer that must be full before poll(2) reports its pipe as ready."""
+        """Percentage of a CPU's buffer that must be full before poll(2) reports the CPU's pipe as ready."""
         self.piped: set[int | None] = set()
         """CPUs whose trace_pipe is open; None is in the set if the trace_pipe of all CPUs is open."""
         self.open_pipes = 0
@@ -649,7 +649,9 @@ class TraceArray(ArrayRings, Recorder):
         self._tracers[self.current_tracer].option_changed(name)
 
     def write_tracing_on(self, number: int) -> None:
-        """Execute a write to tracing_on: switch recording off (0) or on. If it was off, notify the tracer.
+        """Execute a write to tracing_on: switch recording off (0) or on.
+
+        If recording was off and is on now, notify the tracer.
 
         Mirrors: kernel/trace/trace.c:rb_simple_write (v6.1).
         """
@@ -731,7 +733,7 @@ class TraceArray(ArrayRings, Recorder):
         self.notify()
 
     def set_buffer_percent(self, percent: int) -> None:
-        """Set buffer_percent: how full a buffer must be before poll(2) reports its CPU's pipe as ready.
+        """Set buffer_percent: how full a CPU's buffer must be before poll(2) reports the CPU's pipe as ready.
 
         Raises: KernelError EINVAL (more than 100).
         """

@@ -255,8 +255,9 @@ class FetchEmitter:
     def _long_element(self, insn: FetchInsn, bitfield: FetchInsn | None, shift: int, place: int) -> None:
         """Emit code that stores an element of two words at BASE + `place`.
 
-        `insn`: the store operation. `bitfield`: operation with the shifts that extract a bit field, or
-        None. `shift`: number of bytes to add to the offset in `insn`, for an element after the first.
+        `insn`: the store operation. `bitfield`: operation with the shifts that extract a bit field; None for
+        other elements. `shift`: number of bytes to add to the offset in `insn`, for an element after the
+        first.
         """
         builder = self._builder
         emit = self._emit
@@ -330,7 +331,7 @@ class FetchEmitter:
             builder.place(stored)
 
     def _copy_literal(self, data: bytes) -> None:
-        """Emit code that stores a constant string at POSITION, and sets OTHER to the address after it."""
+        """Emit code that stores the string `data` at POSITION, and sets OTHER to the address after it."""
         text = data.partition(b"\0")[0] + b"\0"
         for start, size in chunks(len(text), 8):
             value = int.from_bytes(text[start : start + size], "little")

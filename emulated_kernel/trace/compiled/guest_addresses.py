@@ -94,7 +94,7 @@ class GuestAddresses:
     last_pid: int
     """Per-CPU offset of a u64: the pid whose name was saved last."""
     request: int
-    """Per-CPU offset of a request for room in a ring buffer, whose words next_page.py lists.
+    """Per-CPU offset of a request for room in a ring buffer; next_page.py has its layout.
 
     The time and the length of the event in the request are the arguments of RecordTarget.make_room.
     """

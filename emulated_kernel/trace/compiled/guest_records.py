@@ -46,7 +46,8 @@ class GuestRecords(TaskObserver):
     ) -> None:
         """Allocate the memory of each CPU.
 
-        `compile_next_page`: compiles the code of next_page.py for requests at a per-CPU offset.
+        `compile_next_page`: compiles the code of next_page.py for the request for room at the per-CPU offset
+        in its argument, and returns the code's address, or None if there is no room for the code.
         """
         self._cells = cells
         self.budget = budget

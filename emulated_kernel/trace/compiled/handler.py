@@ -25,7 +25,7 @@ class Recording:
 
     target: RecordTarget
     filter: FilterProgram | None
-    """The filter for the event, or None."""
+    """The filter for the event, or None if the event has no filter in the trace array."""
     tasks: TaskCheck | None
     """The check of the lists of pids; None if there are no lists."""
 
@@ -153,7 +153,10 @@ class EventEmitter:
         builder.place(done)
 
     def _fields(self, at: int, too_large: Label) -> None:
-        """Emit code that stores the fields after the common fields of the entry at BASE + at."""
+        """Emit code that stores the event's own fields in the entry that begins at BASE + at.
+
+        If the entry gets larger than a ring buffer can hold, the code jumps to `too_large`.
+        """
         at += ENTRY_HEADER_SIZE
         self._builder.emit(StoreImmediate(BASE, at, self._address, self._word))
         at += self._word

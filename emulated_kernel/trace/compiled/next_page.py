@@ -33,13 +33,16 @@ from emulated_kernel.trace.ring.buffer_page import MAX_ORDER, PADDING, PAGE_HEAD
 from emulated_kernel.trace.ring.ring_layout import SLOTS, RingFlag, offset_of
 
 TIME: Final = 0
-"""Offset of the time stamp of the event that needs room, in the words of a request for room."""
+"""Offset in a request for room: time stamp of the event that needs room."""
 LENGTH: Final = 8
-"""Offset of the size of the event in bytes. The code sets the size to 0 if the event has room now."""
+"""Offset in a request for room: size of the event in bytes.
+
+The code sets the size to 0 if the event has room now.
+"""
 CONTROL: Final = 16
-"""Offset of the address of the ring's control block."""
+"""Offset in a request for room: address of the ring's control block."""
 NEXT_PAGE: Final = 24
-"""Offset of the address of the code; the address is 0 before the code is compiled.
+"""Offset in a request for room: address of this code, or 0 before it is compiled.
 
 The word after the address is for CallPerCpu.
 """
@@ -50,14 +53,14 @@ _OVERRUN = 64
 _ENTRIES = 72
 _ENTRIES_BYTES = 80
 REQUEST_SIZE: Final = 88
-"""Size in bytes of the words of a request for room."""
+"""Size of a request for room in bytes."""
 
 _CELL = 8
 """Size in bytes of a word of a control block, and of a request."""
 _COUNTERS = (("overrun", _OVERRUN), ("entries", _ENTRIES), ("entries_bytes", _ENTRIES_BYTES))
-"""(word, offset): `word` of the control block that the code increases, and the place of its new value.
+"""(word, offset): a word of the control block that the code increases, and where its new value is.
 
-The place is at `offset` in the words of a request for room.
+`offset`: offset of the new value in a request for room.
 """
 _TABLE = SLOTS * _CELL
 """Offset of the ring slots from the address of the buffer's memory, in bytes."""

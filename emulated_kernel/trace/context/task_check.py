@@ -42,7 +42,7 @@ class TaskCheck:
             pids[0] = pids[1] = _NO_PID
 
     def release(self) -> None:
-        """Free the pids. No guest code may use them any more."""
+        """Free the pids. Precondition: guest code no longer uses them."""
         self._cells.free_percpu(self.recorded)
 
     def is_recorded(self) -> bool:

@@ -69,7 +69,7 @@ class Recorder(ABC):
         return None
 
     def off_since(self) -> int | None:
-        """Return None if recording is on, else a number that identifies the period since it is off."""
+        """Return None if recording is on, else a number that identifies the present pause of recording."""
         return None
 
     @abstractmethod

@@ -178,7 +178,7 @@ class NamedArgs:
 
         `typed`: type of the value. If `is_cast` is set, `typed` is the type of the structure to which the
         value points, and the value points to byte `before` of the structure. `fields`: a text like
-        `FIELD.FIELD->FIELD` at `column`, or None.
+        `FIELD.FIELD->FIELD` at `column`, or None if no field is named.
         Raises: KernelError (logged).
         """
         code = [*root]

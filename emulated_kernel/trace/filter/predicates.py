@@ -102,7 +102,7 @@ class StringPredicate:
         return found is not None and self.pattern.matches(*found) is not self.negated
 
     def _string(self, entry: RawEntry) -> tuple[bytes, int] | None:
-        """Return the bytes from the string's start on, and the field's size; None if they cannot be read."""
+        """Return the bytes from the string's start on, and the field's size; None if they are unreadable."""
         match self.source:
             case FilterType.COMM:
                 return entry.comm.ljust(TASK_COMM_LEN, b"\0"), TASK_COMM_LEN

@@ -147,8 +147,8 @@ class ActionMaker:
     def _argument(self, action: Action, system: str | None, event_name: str | None, name: str) -> HistField:
         """Return the variable for an argument of a synthetic event; create it if `name` is that of a field.
 
-        `system` and `event_name`: group and name of the event in the argument, or None. `name`: name of a
-        field, or `$` and the name of a variable.
+        `system` and `event_name`: group and name of the event in the argument; None if it names no event.
+        `name`: name of a field, or `$` and the name of a variable.
         Mirrors: trace_action_find_var, trace_action_create_field_var (v6.1).
         """
         own = self._data.file.event

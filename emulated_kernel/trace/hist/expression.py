@@ -40,8 +40,8 @@ _PLAIN_MODIFIERS = {
 class ExpressionParser:
     """Parser of the expression of one key, value or variable.
 
-    In the methods, `flags` are Flag bits for the new field, and `variable` is the name of the variable that
-    the expression defines, or None.
+    In the methods, `flags` are Flag bits for the new field. `variable` is the name of the variable that the
+    expression defines; None if it defines no variable.
     Mirrors: parse_expr, parse_unary, parse_atom (v6.1).
     """
 
@@ -54,8 +54,8 @@ class ExpressionParser:
     def parse(self, text: str, flags: Flag, variable: str | None = None) -> HistField:
         """Parse an expression and return its field.
 
-        `flags`: Flag bits for the field. `variable`: name of the variable that the expression defines, or
-        None.
+        `flags`: Flag bits for the field. `variable`: name of the variable that the expression defines; None
+        if it defines no variable.
         Raises: KernelError EINVAL, ENOMEM (a field is not a number), EDOM (division by 0).
         """
         if self._subexpressions > _SUBEXPRESSIONS_MAX:

@@ -407,7 +407,7 @@ def make_field(
     """Create a field that is not an expression or a reference.
 
     `source`: field of the event, or None for a field such as the hit count. `variable`: name of the variable
-    that the new field defines, or None.
+    that the new field defines; None if it defines no variable.
     Raises: KernelError ENOMEM (the source field is an array of numbers, whose size is not 1, 2, 4 or 8
     bytes).
     Mirrors: kernel/trace/trace_events_hist.c:create_hist_field (v6.1).

@@ -275,7 +275,7 @@ class HistCommand(TriggerCommand):
     def _find_match(
         self, trigger: HistTrigger, file: EventFile, shared: HistTrigger | None
     ) -> HistTrigger | None:
-        """Return the event's trigger with a histogram equivalent to that of `trigger`, or None without one.
+        """Return the event's trigger with a histogram equivalent to that of `trigger`; None if there is none.
 
         `shared`: the trigger that owns the data with the name of `trigger`. If it is not None, only
         triggers with these data count; if it is None, only triggers without a name count.

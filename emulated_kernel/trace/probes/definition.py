@@ -103,7 +103,7 @@ class ProbedSymbols:
     symbols: KernelSymbols
     interface: Interface
     types: Callable[[], Btf | None]
-    """Returns the kernel's BTF, or None if it has none."""
+    """Returns the kernel's BTF, or None if the kernel has no BTF."""
     is_entry: Callable[[Location], bool]
     """Returns True if a location is the entry of a function, before or after its landing pad."""
 

@@ -51,7 +51,7 @@ class _Enabled:
     off_since: dict[Recorder, int | None] = field(default_factory=dict)
     """Trace array that has the event enabled -> its off_since() when note() first found it in use."""
     removed: dict[str, int] = field(default_factory=dict)
-    """Place of a removed probe of the event -> its hits."""
+    """Place of a removed probe of the event -> number of the probe's hits."""
     at_return: bool = False
     missed: int = 0
     """Number of missed hits of removed probes."""

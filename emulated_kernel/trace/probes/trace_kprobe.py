@@ -98,7 +98,7 @@ class ProbeEngine:
     why_unarmed: Callable[[Kprobe[Any]], str] = lambda _kprobe: ""
     """Returns the reason why an enabled probe cannot be hit now, or "" if it can be hit."""
     types: Callable[[], Btf | None] = no_types
-    """Returns the kernel's BTF, or None if it has none."""
+    """Returns the kernel's BTF, or None if the kernel has no BTF."""
     returns_by_breakpoint: bool = False
     """Whether Linux handles the returns of kretprobes in the exception of a breakpoint."""
     disabled_once: int = 0

@@ -54,7 +54,7 @@ class RawEntry:
     comm: bytes
     """The current task's name, without padding."""
     string_at: Callable[[int, bool], bytes | None]
-    """Returns the string at an address with its NUL, or None if the address cannot be read.
+    """Returns the string at an address, including its NUL, or None if the string cannot be read.
 
     The second argument is True for an address in user memory.
     """
@@ -232,8 +232,8 @@ def _function_binary(payload: bytes, style: AddressStyle) -> str:
 _REPEATS = Struct("<HHI")
 """Format of a FUNC_REPEATS record after ip and parent.
 
-The fields are the number of repetitions, and the bits from 32 on and the lower 32 bits of the time since
-the latest repetition.
+The first field is the number of repetitions. The others are the time since the latest repetition: its bits
+from 32 on, and its lower 32 bits.
 """
 
 

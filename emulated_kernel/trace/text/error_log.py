@@ -104,9 +104,9 @@ class LastCommandLog:
 
     @contextmanager
     def instead(self, error: CommandError, culprit: str = "") -> Iterator[None]:
-        """If the `with` block raises a KernelError, log `error` and raise one for it with the same errno.
+        """Log `error` if the `with` block raises a KernelError, and raise the exception of error() instead.
 
-        `culprit` is the wrong text in the command.
+        The new exception has the errno of the old one. `culprit` is the wrong text in the command.
         """
         try:
             yield

@@ -169,7 +169,10 @@ class FunctionGraph:
     # Calls
 
     def _entered(self, site: int, regs: Any) -> None:
-        """Handle a call from a fentry site. Mirrors: kernel/trace/fgraph.c:function_graph_enter (v6.1)."""
+        """Call the GraphUser's entered() for a call from `site`, and hook the call if its result is not None.
+
+        Mirrors: kernel/trace/fgraph.c:function_graph_enter (v6.1).
+        """
         running = self._running
         if running is None:
             return

@@ -164,7 +164,7 @@ class FilterFile(FunctionSet):
         return islice(chain(self._lines(shown), self._commands()), index, None)
 
     def execute(self, word: bytes, edit: FilterEdit) -> None:
-        """Apply a word to `edit`, the copy in an open file.
+        """Apply a word to `edit`, the copy of the set in an open file.
 
         The word is a pattern, PATTERN:mod:MODULE, or PATTERN:COMMAND. A command takes effect at once.
         Raises: KernelError EINVAL, ENOMEM. Mirrors: kernel/trace/ftrace.c:ftrace_process_regex (v6.1).

@@ -147,7 +147,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         """Record a call of `func` by `parent` if the tracer's settings select the call.
 
         Return the data to keep until the call returns, or None if the return need not be handled. `parent`:
-        the innermost traced call of the task, or None. `regs`: the registers at the entry.
+        the innermost traced call of the task; None if it has none. `regs`: the registers at the entry.
         """
         depth = 0 if parent is None else parent.depth + 1
         if parent is not None and parent.flags & CallFlag.HIDDEN:
@@ -172,8 +172,8 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
     def _ignores(self, func: int, parent: PendingCall | None, depth: int, *, in_irq: bool) -> bool:
         """Return True if set_graph_function, max_graph_depth or option funcgraph-irqs exclude a call.
 
-        `parent`: the innermost traced call of the task, or None. `depth`: nesting depth of the call.
-        `in_irq`: whether the call is made in a hard interrupt.
+        `parent`: the innermost traced call of the task; None if it has none. `depth`: nesting depth of the
+        call. `in_irq`: whether the call is made in a hard interrupt.
         Mirrors: ftrace_graph_ignore_func, ftrace_graph_ignore_irqs (v6.1).
         """
         chosen = self.functions.sites

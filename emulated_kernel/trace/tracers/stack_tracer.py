@@ -150,7 +150,7 @@ class StackFilter(FunctionSet):
     """The functions in stack_trace_filter, at whose calls the depth is checked. Commands are refused."""
 
     def execute(self, word: bytes, edit: FilterEdit) -> None:
-        """Apply a word, which is a pattern, to the copy in an open file.
+        """Apply `word`, a pattern, to `edit`, the copy of the set in an open file.
 
         Raises: KernelError EINVAL, ENODEV (a command, which is only valid for a trace array).
         """
