@@ -1,4 +1,4 @@
-"""Calls into Python, CPU time and memory of tracers of all functions of a distribution's kernel.
+"""Cost of tracing all functions of a distribution's kernel: calls into Python, CPU time and memory.
 
 The workload is that of the tests. It runs in this process, whose memory is read after each tracer.
 """

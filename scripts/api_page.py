@@ -161,7 +161,7 @@ class Source:
 
 
 def document(body: list[ast.stmt], number: int) -> str:
-    """Return the docstring after the field or constant `body[number]`, or an empty string."""
+    """Return the docstring after the field or constant `body[number]`, or "" if there is no docstring."""
     match body[number + 1 : number + 2]:
         case [ast.Expr(value=ast.Constant(value=str(text)))]:
             return cleandoc(text)
@@ -221,7 +221,7 @@ def arguments(source: Source, found: ast.ClassDef) -> Iterator[ast.AnnAssign]:
 
 
 def default(node: ast.AnnAssign) -> str:
-    """Return the source of a field's default value, or an empty string."""
+    """Return the source of a field's default value, or "" if it has no default."""
     return "" if node.value is None else ast.unparse(node.value)
 
 

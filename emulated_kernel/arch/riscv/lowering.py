@@ -203,9 +203,9 @@ class RiscvLowering(Lowering):
         self._read_register(NUMBERS[name], name)
 
     def _set_register(self, op: ir.SetRegister) -> None:
-        """Emit code that sets a register of the probed code.
+        """Emit code that sets the probed code's register `op.name`.
 
-        __init__ never assigns this register to a virtual register.
+        __init__ assigns no virtual register to it, so that no other op changes the register.
         """
         number = NUMBERS[op.name]
         src = self._real[op.src]

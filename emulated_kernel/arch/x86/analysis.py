@@ -101,7 +101,10 @@ class FunctionFlow:
         self.hazards = dict[RejectReason, int]()
         """Reason against optimization in the whole function -> lowest address of such a hazard."""
         self.jumps_through_register = False
-        """Whether an indirect jump is a hazard, or the function jumps to a thunk that is no return thunk."""
+        """Whether indirect jumps are hazards and the function has one, also as a jump to a thunk.
+
+        A jump to a return thunk does not count.
+        """
         self._calls: list[RelativeBranch] = []
         self._jumps: list[RelativeBranch] = []
         self.facts = known.all(code, function.addr, bug_size)

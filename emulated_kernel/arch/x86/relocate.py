@@ -94,7 +94,8 @@ def guarded_popf(code: bytes, bits: int) -> bytes:
 def _push_return(address: int, bits: int) -> bytes:
     """Encode the push of a return address.
 
-    Raises: KernelError ERANGE (it isn't the sign extension of 32 bits, as addresses in the upper 2 GiB are).
+    Raises: KernelError ERANGE (`address` isn't the sign extension of 32 bits, as addresses in the upper 2 GiB
+    are).
     """
     if bits == 64 and not is_signed(address, 32) and not is_signed(address - (1 << 64), 32):
         raise KernelError(ERANGE, f"{address:#x} is not in the upper 2 GiB, so it can't be pushed")

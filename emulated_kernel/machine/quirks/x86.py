@@ -174,7 +174,7 @@ CHECKS: tuple[Callable[[Bench], None], ...] = (
 def adapt(bench: Bench, cpu: int | None) -> list[SelfTest]:
     """Adapt the machine's hooks to this version of Unicorn, and check that Unicorn then behaves like a CPU.
 
-    `cpu` is the result of `find_cpu_state`.
+    Return the results of the self-tests. `cpu` is the result of `find_cpu_state`.
 
     Raises: HardwareError (a check failed: Unicorn can't be used).
     """
