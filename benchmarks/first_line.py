@@ -34,7 +34,7 @@ def first_line(*of_mount: str) -> float:
 
 
 def measure(runs: int) -> list[Distribution]:
-    """Start kprobefs `runs` times."""
+    """Measure first_line() `runs` times."""
     samples = tuple(first_line() for _ in range(runs))
     return [Distribution("start to first trace line", "s", samples, target=0.25)]
 

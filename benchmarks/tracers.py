@@ -34,7 +34,7 @@ def _resident() -> str:
 
 
 def _measure(engine: LinuxEngine, rounds: int) -> str:
-    """Run the workload; return its calls into Python, its traps, and its least CPU time."""
+    """Run the workload; return a text with its calls into Python, its traps and its least CPU time."""
     sites = engine.kprobes.sites
     assert sites is not None
     times = []

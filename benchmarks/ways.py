@@ -86,7 +86,7 @@ class Count:
     lookups: int = 0
 
     def amounts(self) -> dict[str, int]:
-        """Return a map unit -> amount."""
+        """Return the figures as a map unit -> amount."""
         return {
             "calls": self.calls,
             "files": len(self.files),
@@ -106,7 +106,7 @@ class Counting:
 
     @contextmanager
     def way(self) -> Iterator[Count]:
-        """Count the calls within the `with` block."""
+        """Count the calls within the `with` block, and yield the Count."""
         self._count = count = Count()
         sys.setprofile(self._profile)
         try:

@@ -260,7 +260,9 @@ class ProbeChecker(ABC, Generic[Analysis]):
             del self._known[start]
 
     def refuse_sites(self, sites: Set[int], insn_size: int) -> None:
-        """Refuse probes at `sites`, the addresses that ftrace changes, from now on: ftrace calls no probes.
+        """From now on, refuse probes at `sites`, the addresses that ftrace changes.
+
+        This is for a kernel whose ftrace calls no probes.
 
         `insn_size`: size in bytes of the instructions that boot writes to fentry sites. Other instructions in
         the sites can be probed.

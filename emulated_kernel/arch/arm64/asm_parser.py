@@ -142,7 +142,7 @@ class _Line:
     """Mnemonic."""
     operands: Sequence[str]
     label: str | None
-    """The label to which the statement jumps, or None."""
+    """The label to which the statement jumps; None if it jumps to no label."""
     cell: tuple[str, int] | None
     """Name of the cell that the statement refers to, and the offset in it; None if there is none."""
 

@@ -79,7 +79,7 @@ def relocated(region: Region, to: int, *, compressed: bool) -> bytes:
 
 
 def _relocated_insns(region: Region, to: int, *, compressed: bool) -> Iterator[tuple[int, RiscvInsn, bytes]]:
-    """Yield address, instruction and code for a copy, for each instruction of a region except padding.
+    """Yield (address, instruction, code of its copy) for each instruction of a region except padding.
 
     `to`: address of the first copy. `compressed`: the kernel uses RVC.
     """

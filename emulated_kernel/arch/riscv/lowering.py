@@ -274,7 +274,10 @@ class RiscvLowering(Lowering):
         self._change_status(clear_in_status(bits), USER_ACCESS_END)
 
     def _change_status(self, insn: bytes, offset: int) -> None:
-        """Emit the instruction `insn`, or a call of the same instruction at `offset` in USER_ACCESS."""
+        """Emit `insn`, which changes sstatus, or a call of the same instruction in USER_ACCESS.
+
+        `offset`: offset of this instruction in USER_ACCESS.
+        """
         if self._user_access is None:
             self._code += insn
         else:

@@ -59,10 +59,7 @@ class X86FunctionAnalysis:
 
     @cached_property
     def flow(self) -> FunctionFlow:
-        """Instructions and jumps of the function.
-
-        Probe registration needs them; liveness doesn't need them.
-        """
+        """Instructions and jumps of the function. Liveness is computed without them."""
         layout = self.layout if self._has_jump_tables else None
         return FunctionFlow(self.function, layout, self._code, self._known, self._bug_size)
 
@@ -113,7 +110,7 @@ class FunctionFlow:
         self._jumps.sort()
 
     def jump_into(self, first: int, last: int) -> RelativeBranch | None:
-        """Return the first jump of the function to a target in first..last, both inclusive, or None."""
+        """Return the function's first jump to a target in first..last, both inclusive, or else None."""
         index = bisect_left(self._jumps, (first, 0))
         if index == len(self._jumps) or self._jumps[index].target > last:
             return None

@@ -258,7 +258,7 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
 
     @cached_property
     def _excludes_jump_tables(self) -> bool:
-        """Whether the kernel's version relies on a build without jump tables, and this build has none.
+        """Whether indirect jumps are no hazards, because of the rule NO_JUMP_TABLES and the kernel's build.
 
         Builds with retpolines or landing pads have no jump tables, because both restrict indirect jumps.
         """

@@ -47,7 +47,7 @@ _FIRST_INTERRUPT = 32
 def cause_of(vector: int, error_code: int) -> int:
     """Return the value of scause for the exception or interrupt `vector`.
 
-    If the `error_code` of an exception isn't 0, it is this value.
+    An exception's `error_code` that isn't 0 is already this value.
     """
     if vector < _FIRST_INTERRUPT:
         return error_code or _EXCEPTIONS.get(Vector(vector), vector)

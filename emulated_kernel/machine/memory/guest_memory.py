@@ -180,7 +180,7 @@ class GuestPool:
         self._mapped = base
 
     def alloc(self, size: int) -> int:
-        """Allocate `size` bytes and return their virtual address; unused memory contains `fill`.
+        """Allocate `size` bytes and return their virtual address; newly mapped memory contains `fill`.
 
         Raises: HardwareError (no room in the window, or no host page left).
         """
