@@ -34,14 +34,14 @@ def theirs(data: bytes) -> int:
 
 
 def seconds(read: Callable[[bytes], int], data: bytes) -> float:
-    """Return the CPU time that one run of the reader takes, in seconds."""
+    """Return the CPU time in seconds that one call of the reader `read` takes."""
     start = time.process_time()
     read(data)
     return time.process_time() - start
 
 
 def measure(name: str, runs: int) -> list[Distribution]:
-    """Measure both readers with a file of the prebuilt image."""
+    """Measure both readers with the file `name` of the prebuilt image, `runs` times."""
     data = (PREBUILT / "x86_64" / name).read_bytes()
     assert ours(data) == theirs(data)
     return [

@@ -91,7 +91,7 @@ def resident(pid: int) -> int:
 
 
 def definitions(found: list[str], count: int) -> list[str]:
-    """Return the lines that define `count` events."""
+    """Return the lines that define `count` events, at the first places in `found`."""
     return [f"p:g/e{number} {place} a=%di\n" for number, place in enumerate(found[:count])]
 
 

@@ -18,7 +18,10 @@ grep -m 1 'reads: ' tracing/trace
 
 
 def first_line(*of_mount: str) -> float:
-    """Start kprobefs, and return the seconds until the trace line is read; unmounting is not counted."""
+    """Start kprobefs, and return the seconds until the trace line is read; unmounting is not counted.
+
+    `of_mount`: further options of `kprobefs run`.
+    """
     start = time.perf_counter()
     command = [*PROGRAM, "run", *of_mount, "--", "sh", "-c", PROBE_AND_HIT]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -31,7 +34,7 @@ def first_line(*of_mount: str) -> float:
 
 
 def measure(runs: int) -> list[Distribution]:
-    """Start kprobefs `runs` times."""
+    """Measure first_line() `runs` times."""
     samples = tuple(first_line() for _ in range(runs))
     return [Distribution("start to first trace line", "s", samples, target=0.25)]
 

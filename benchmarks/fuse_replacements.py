@@ -257,7 +257,10 @@ WORK: dict[str, tuple[bool, Callable[[str, int], None], str, int]] = {
 
 
 def _start(change: Callable[[], None], place: Path, *, is_own_kernel: bool) -> int:
-    """Serve a mount in a child process, and return its PID."""
+    """Serve a mount at `place` in a child process, which first calls `change`; return the child's PID.
+
+    `is_own_kernel`: the mount shows the built-in kernel, and not the class Files.
+    """
     daemon = os.fork()
     if daemon:
         return daemon
@@ -288,7 +291,7 @@ def _turn(daemon: int, work: Callable[[str, int], None], path: str, count: int) 
 
 
 def measure(name: str, turns: int) -> None:
-    """Measure one kind of work with all variants, and print the ratios."""
+    """Measure the work called `name` with all variants, in `turns` turns, and print the ratios."""
     is_own_kernel, work, file, count = WORK[name]
     with tempfile.TemporaryDirectory(prefix="kprobefs-bench-") as top:
         daemons: dict[str, tuple[int, Path]] = {}

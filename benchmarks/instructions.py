@@ -93,12 +93,12 @@ class Machines:
         return address, [places[value] if isinstance(value, str) else value for value in work.arguments]
 
     def run(self, work: Work) -> int:
-        """Call the function in the kernel, and return its result."""
+        """Call the function of `work` in the kernel, and return its result."""
         address, values = self._call(work)
         return self._machine.call(address, *values)
 
     def run_bare(self, work: Work) -> int:
-        """Call the function in bare Unicorn, and return its result."""
+        """Call the function of `work` in bare Unicorn, and return its result."""
         address, values = self._call(work)
         uc = self._uc
         uc.mem_write(self._return_at, self._return.to_bytes(8, "little"))
@@ -109,7 +109,7 @@ class Machines:
         return int(uc.reg_read(UC_X86_REG_RAX))
 
     def count(self, work: Work) -> int:
-        """Return the number of instructions that a call executes."""
+        """Return the number of instructions that a call of the function of `work` executes."""
         done = 0
 
         def step(_uc: object, _address: int, _size: int, _data: object) -> None:
@@ -126,7 +126,7 @@ class Machines:
 
 
 def seconds(run: Callable[[Work], int], work: Work) -> float:
-    """Return the CPU time of this thread for a call, in seconds; other load of the host does not count."""
+    """Return this thread's CPU time in seconds for `run(work)`; other load of the host does not count."""
     start = time.thread_time()
     run(work)
     return time.thread_time() - start

@@ -256,7 +256,7 @@ def check_tools(sides: Sequence[str]) -> None:
 
 
 def fetch(work: Path, *packages: str) -> list[Path]:
-    """Fetch packages with apt, and return their files. Raises: Skipped."""
+    """Fetch packages with apt into the directory `work`, and return their files. Raises: Skipped."""
     before = set(work.glob("*.deb"))
     command = ["apt-get", "download", "-qq", *packages]
     done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
@@ -279,7 +279,10 @@ def unpack(files: Sequence[Path], place: Path) -> Path:
 
 
 def compile_module(work: Path, release: str) -> Path:
-    """Compile qemu_guest/kb.c for a kernel of Debian with the headers of its packages. Raises: Skipped."""
+    """Compile qemu_guest/kb.c for Debian's kernel of the version `release`, and return the module's file.
+
+    The kernel's header packages are fetched into the directory `work`. Raises: Skipped.
+    """
     headers = f"linux-headers-{release}"
     needed = [name for name in depends(headers) if name.startswith(("linux-headers-", "linux-kbuild-"))]
     if not needed:
@@ -300,7 +303,7 @@ def compile_module(work: Path, release: str) -> Path:
 
 
 def functions(image: Path, count: int) -> list[str]:
-    """Boot the kernel, and return names of functions that can be probed and are unique."""
+    """Boot the kernel, and return `count` names of functions that can be probed and are unique."""
     files = "tracing/available_filter_functions", "kprobes/blacklist", "machine/kallsyms"
     text = f'cd "$KPROBEFS" && for file in {" ".join(files)}; do cat $file; echo; done'
     command = [*PROGRAM, "run", "--image", str(image), "--", "sh", "-c", text]
@@ -462,7 +465,7 @@ def write(options: argparse.Namespace, sides: Sequence[Side], skipped: Sequence[
 
 
 def able(names: Sequence[str], prepared: Prepared) -> tuple[list[Side], list[str]]:
-    """Return the sides that can run, and the reasons why the other sides cannot."""
+    """Return the sides of `names` that can run, and the reasons why the other sides cannot."""
     sides = []
     skipped = []
     for name in names:

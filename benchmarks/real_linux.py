@@ -44,7 +44,10 @@ def memory(mount: Mount) -> float:
 
 
 def files(mount: Mount, batches: int, size: int) -> tuple[float, ...]:
-    """Return the microseconds of open, read and close of a file in scratch/, a mean for each batch."""
+    """Return for each batch the mean microseconds to open, read and close a file in scratch/.
+
+    A batch has `size` rounds.
+    """
     place = mount.path / "scratch/file"
     place.write_text("hello\n", encoding="ascii")
     path = os.fspath(place)
@@ -53,7 +56,10 @@ def files(mount: Mount, batches: int, size: int) -> tuple[float, ...]:
 
 
 def hit(mount: Mount, batches: int, *, is_optimized: bool) -> tuple[float, ...]:
-    """Return the microseconds of a hit in the comparison function of sort(), as a mean for each batch."""
+    """Return for each batch the mean microseconds of a hit in the comparison function of sort().
+
+    `is_optimized`: whether kprobes may be optimized.
+    """
     switch = mount.path / "sysctl/debug/kprobes-optimization"
     switch.write_text(f"{is_optimized:d}\n", encoding="ascii")
     call = mount.path / "machine/call"

@@ -2,8 +2,8 @@
 
 The sum is measured with a real mount, once by the absolute path and once from the file's directory. The share
 of FUSE is measured with a mount whose methods do nothing, through the same adapter. For the share below FUSE,
-the benchmark calls the methods of Mount directly; it includes the runs of the emulator. Client and daemon
-share a CPU, and the times of both count.
+the benchmark calls the methods of Mount directly. This share includes the runs of the emulator. Client and
+daemon share a CPU, and the times of both count.
 """
 
 from __future__ import annotations

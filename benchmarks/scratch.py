@@ -42,7 +42,7 @@ def read(file: Path, size: int) -> float:
 
 
 def measure(theirs: Path, ours: Path, size: int, rounds: int) -> list[Distribution]:
-    """Write and read both files in turns."""
+    """Measure the speed of writes and reads of `size` bytes, with both files in turns."""
     samples: dict[str, list[float]] = {}
     for _ in range(rounds):
         for what, action in (("write", write), ("read", read)):

@@ -39,7 +39,9 @@ def kernel_in(directory: str | None, stack: ExitStack) -> Kernel:
 
 
 def measure(places: Sequence[str], runs: Sequence[Callable[[], float]], rounds: int) -> list[Distribution]:
-    """Measure the hits with all directories in turns; the first of `runs` has its buffers in memory.
+    """Measure the hits of all kernels in turns. `runs`: functions that return the nanoseconds of a hit.
+
+    The first of `runs` has its ring buffers in memory, and the others have them in the directories `places`.
 
     The differences are relative to the hit with ring buffers in memory, in the same round.
     """

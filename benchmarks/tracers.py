@@ -1,4 +1,4 @@
-"""Calls into Python, CPU time and memory of tracers of all functions of a distribution's kernel.
+"""Cost of tracing all functions of a distribution's kernel: calls into Python, CPU time and memory.
 
 The workload is that of the tests. It runs in this process, whose memory is read after each tracer.
 """
@@ -34,7 +34,7 @@ def _resident() -> str:
 
 
 def _measure(engine: LinuxEngine, rounds: int) -> str:
-    """Run the workload; return its calls into Python, its traps, and its least CPU time."""
+    """Run the workload; return a text with its calls into Python, its traps and its least CPU time."""
     sites = engine.kprobes.sites
     assert sites is not None
     times = []

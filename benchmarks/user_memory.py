@@ -38,7 +38,7 @@ _ARGUMENTS = {
 
 
 class _Loop(UserReads):
-    """Code that calls the function _HITS times."""
+    """Code that calls the probed function _HITS times."""
 
     took = 0
     _begun = 0
@@ -69,7 +69,7 @@ class _Loop(UserReads):
         super()._end(regs)
 
     def ns(self) -> float:
-        """Return the CPU time of a call of the function in nanoseconds: the least of three loops."""
+        """Return the CPU time in nanoseconds of a call of the probed function: the least of three loops."""
         found = []
         for _ in range(3):
             self.call(1, allowed=False)

@@ -86,7 +86,7 @@ class Count:
     lookups: int = 0
 
     def amounts(self) -> dict[str, int]:
-        """Return a map unit -> amount."""
+        """Return the figures as a map unit -> amount."""
         return {
             "calls": self.calls,
             "files": len(self.files),
@@ -106,7 +106,7 @@ class Counting:
 
     @contextmanager
     def way(self) -> Iterator[Count]:
-        """Count the calls within the `with` block."""
+        """Count the calls within the `with` block, and yield the Count."""
         self._count = count = Count()
         sys.setprofile(self._profile)
         try:
@@ -171,7 +171,7 @@ class Shell:
         self.read(GREETING)
 
     def write(self, path: str, text: str, flags: int = 0, client: Client = KNOWN) -> None:
-        """Write to a file as `echo TEXT >> PATH` does; with O_TRUNC, as `echo TEXT > PATH` does."""
+        """Write to a file as `echo TEXT >> PATH` does; if `flags` has O_TRUNC, as `echo TEXT > PATH` does."""
         handle = self._mount.open(client, path, os.O_WRONLY | flags)
         self._mount.write(client, handle, text.encode(), 0)
         self._mount.release(handle)
@@ -243,7 +243,7 @@ def _disarm(counting: Counting, probes: int) -> dict[str, Count]:
 
 
 def _define_many(shell: Shell, probes: int) -> None:
-    """Define a probe at the entry of each of the first functions that allow one."""
+    """Define a probe at the entry of each of the first `probes` functions that allow a probe."""
     functions = (symbol.name for symbol in shell.kernel.image.kallsyms.symbols if symbol.is_text)
     defined = 0
     while defined < probes:

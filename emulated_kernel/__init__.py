@@ -149,7 +149,7 @@ _MODULES = {
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        """Import a public name at its first use."""
+        """Import the public name `name` at its first use, and return its value."""
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
@@ -159,5 +159,5 @@ if not TYPE_CHECKING:
         return value
 
     def __dir__():
-        """Return the public names and the module's own."""
+        """Return the public names, and the names that this module itself has."""
         return sorted({*globals(), *__all__})

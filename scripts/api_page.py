@@ -123,13 +123,13 @@ class Source:
     """The source of one module."""
 
     def __init__(self, module: str) -> None:
-        """Read the module of this name, within the package."""
+        """Read the source of the package's module `module`."""
         text = (PACKAGE / f"{module.replace('.', '/')}.py").read_text()
         self.lines = text.splitlines()
         self.body = ast.parse(text).body
 
     def find(self, name: str) -> ast.ClassDef | ast.AnnAssign:
-        """Return the class or annotated constant of this name; an alias `NAME = CLASS` is followed."""
+        """Return the class or annotated constant called `name`; an alias `NAME = CLASS` is followed."""
         for node in self.body:
             match node:
                 case ast.ClassDef(name=found) if found == name:
@@ -141,7 +141,7 @@ class Source:
         raise LookupError(f"{name}: no class or annotated constant of this name")
 
     def imported(self, name: str) -> ast.ClassDef | ast.AnnAssign:
-        """Return the class or annotated constant that the module imports under this name."""
+        """Return the class or annotated constant that the module imports under the name `name`."""
         for node in self.body:
             if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
                 module = str(node.module).removeprefix(f"{PACKAGE.name}.")
@@ -149,7 +149,7 @@ class Source:
         raise LookupError(f"{name}: it is not imported")
 
     def group(self, node: ast.stmt, after: int) -> str | None:
-        """Return the comment that heads the group of methods of `node`, or None.
+        """Return the comment that heads the group of methods of `node`; None if there is no such comment.
 
         The comment must be between the line `after` and the node.
         """
@@ -161,7 +161,7 @@ class Source:
 
 
 def document(body: list[ast.stmt], number: int) -> str:
-    """Return the docstring after the field or constant `body[number]`, or an empty string."""
+    """Return the docstring after the field or constant `body[number]`, or "" if there is no docstring."""
     match body[number + 1 : number + 2]:
         case [ast.Expr(value=ast.Constant(value=str(text)))]:
             return cleandoc(text)
@@ -221,7 +221,7 @@ def arguments(source: Source, found: ast.ClassDef) -> Iterator[ast.AnnAssign]:
 
 
 def default(node: ast.AnnAssign) -> str:
-    """Return the source of a field's default value, or an empty string."""
+    """Return the source of a field's default value, or "" if it has no default."""
     return "" if node.value is None else ast.unparse(node.value)
 
 

@@ -252,7 +252,7 @@ def write_control(tree: Path, vendored: list[str]) -> str:
 
 
 def put(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Write a file, and the directories above it."""
+    """Write `data` to the file `path` with the permissions `mode`; create the directories above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     path.chmod(mode)

@@ -123,10 +123,10 @@ def kernel_functions() -> str:
 
 
 def callables(value: object, depth: int = 6) -> Iterator[tuple[str, str]]:
-    """Yield (path, qualified name) of the functions outside of vfs/core that a callable calls.
+    """Yield (path, qualified name) of each function that a call of `value` runs, except those of vfs/core.
 
-    A lambda stands for the functions that it encloses and the methods that it calls. A nested function is
-    followed by the functions that it calls.
+    In place of a lambda, yield the functions that it encloses and the methods that it calls. After a nested
+    function, yield the functions that it calls. `depth`: limit of the search.
     """
     if isinstance(value, MethodType):
         yield from callables(value.__func__, depth)
@@ -248,7 +248,10 @@ def _option_objects(path: str, name: str, node: ast.FunctionDef) -> Mapping[str,
 
 
 def _kind(owner: str, objects: Mapping[str, str]) -> str:
-    """Return the item of `objects` for an expression or for its end after a dot; "" if there is none."""
+    """Return the item of `objects` for the expression `owner`, or for its longest end after a dot.
+
+    Leading underscores do not count. If there is no item, return "".
+    """
     words = owner.split(".")
     ends = (".".join(words[first:]).lstrip("_") for first in range(len(words)))
     return next((objects[end] for end in ends if end in objects), "")

@@ -215,7 +215,7 @@ class ReturnCode(ABC):
 class Arch(ABC):
     """The hooks of one instruction set.
 
-    In all methods, `code` is the machine code at `addr`, which may be longer than one instruction.
+    In all methods, `code` is the machine code at `addr`. It may contain more than one instruction.
     """
 
     name: str
@@ -453,7 +453,7 @@ class Arch(ABC):
         return self.trampoline_slot + (self.word_size if self.registers.link is None else 0)
 
     def hooked_slot(self, pointer: int, slots: Iterable[int]) -> int | None:  # noqa: ARG002 - some need them
-        """Return the stack slot of the hooked call that the kernel's unwinder has found, or None.
+        """Return the stack slot of the hooked call that the kernel's unwinder has found; None if none fits.
 
         `slots`: stack slots of all pending calls. `pointer`: address that the unwinder passes to
         ftrace_graph_ret_addr(). In this base class, that address is the slot itself.
@@ -478,7 +478,7 @@ class Arch(ABC):
         """Compile the handler of a probe at `addr` into code that works in any number of detours and stubs.
 
         With `live`, the code saves only registers that are both in `live` and written by the program. Without
-        `live`, the code saves every register in a struct pt_regs, at which sp points in host calls.
+        `live`, the code saves every register in a struct pt_regs, to which sp points during host calls.
         """
 
     def called_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:

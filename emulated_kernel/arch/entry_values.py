@@ -1,7 +1,7 @@
 """EntryValues: finds registers and stack words that still hold values from a function's entry.
 
-In the middle of the function, a fetch argument can then read a parameter of the function from such a
-location.
+In the middle of the function, a fetch argument can then read a parameter of the function from such a register
+or word.
 """
 
 from __future__ import annotations

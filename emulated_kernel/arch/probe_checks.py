@@ -260,7 +260,9 @@ class ProbeChecker(ABC, Generic[Analysis]):
             del self._known[start]
 
     def refuse_sites(self, sites: Set[int], insn_size: int) -> None:
-        """Refuse probes at `sites`, the addresses that ftrace changes, from now on: ftrace calls no probes.
+        """From now on, refuse probes at `sites`, the addresses that ftrace changes.
+
+        This is for a kernel whose ftrace calls no probes.
 
         `insn_size`: size in bytes of the instructions that boot writes to fentry sites. Other instructions in
         the sites can be probed.
@@ -301,7 +303,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return body if addr in (start, body) else None
 
     def moved_place(self, where: Location) -> tuple[Location, bool]:
-        """Return where a probe that was requested for `where` is put, and whether this is a function's entry.
+        """Return the place of a probe that was requested at `where`, and whether it is a function's entry.
 
         A probe on a function's landing pad is moved to the instruction after the pad.
         Mirrors: kernel/kprobes.c:_kprobe_addr (v6.1).
@@ -389,7 +391,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return _inside(self._mcount, symbol)
 
     def _forbidden(self, symbol: Symbol, addr: int) -> Rejection | None:
-        """Return the rejection if `addr` is a refused fentry site or in the kprobe blacklist, or None.
+        """Return a rejection if `addr` is a refused fentry site or in the kprobe blacklist; otherwise None.
 
         The blacklist entry of `foo` also covers parts that the compiler split off (`foo.cold`, `foo.part.0`).
         Mirrors: kernel/kprobes.c:within_kprobe_blacklist (v6.1).
@@ -475,7 +477,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
     def _entered(
         self, strategy: OptimizationPolicy[Analysis], inside: range, symbol: Symbol
     ) -> Rejection | None:
-        """Return the rejection if code or data outside the function `symbol` leads into `inside`, or None.
+        """Return a rejection if code or data outside the function `symbol` leads into `inside`; else None.
 
         Jump labels and branches always count. Fixups and pointers in data count only if `strategy` has
         by_data. Addresses that instructions take count only if `strategy` has by_code.

@@ -30,7 +30,10 @@ class ProbedKernel:
     image: ProbedTables
     """Symbols and text tables of the kernel without modules."""
     abi: Mapping[str, int]
-    """Name -> offset in a structure or per-CPU area. The names are those of kprobefs's own image."""
+    """Name, such as `task_struct.comm`, -> offset in a structure or per-CPU area.
+
+    The names are those in the ABI table of kprobefs's own image.
+    """
     arch: Arch
     grace_period: GracePeriod
     log: Callable[[str], None]

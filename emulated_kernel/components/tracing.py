@@ -74,7 +74,10 @@ class TracedKernel:
     live: LiveImage[Any]
     """Text and tables of the kernel and its loaded modules."""
     abi: Mapping[str, int]
-    """Name -> offset in a structure or per-CPU area. The names are those of kprobefs's own image."""
+    """Name, such as `task_struct.comm`, -> offset in a structure or per-CPU area.
+
+    The names are those in the ABI table of kprobefs's own image.
+    """
     symbols: KernelSymbols
     tasks: Tasks
     context: HitContext
@@ -309,7 +312,7 @@ def _build_graphs(
     functions: KernelFunctions,
     addresses: GuestAddresses,
 ) -> tuple[GraphTracer | None, FunctionProfiler | None]:
-    """Return (function_graph tracer, function profiler), or (None, None) if the kernel lacks them."""
+    """Return (function_graph tracer, function profiler), or (None, None) if calls can't be followed."""
     if not (kernel.has_graph and functions.has_sites):
         return None, None
     top = arrays.top

@@ -44,7 +44,7 @@ class GuestClock(ABC):
     """The clock of a guest, which handlers and tracing read. The time is in nanoseconds since boot."""
 
     is_virtual: bool
-    """Whether only runs of the guest advance the time."""
+    """Whether the time is virtual or model time, so that it does not pass while the guest is stopped."""
 
     def __init__(self) -> None:
         self._is_held = False

@@ -222,10 +222,11 @@ class Machine(ProbedMachine):
         self._runner.watchdog.budget = seconds
 
     def run(self, budget: float | None = None) -> Trap:
-        """Run the guest until it stops, or for `budget` seconds instead of the configured budget.
+        """Run the guest until it stops, and return the trap with the reason.
 
-        Raises: HardwareError (called during a run; the emulator failed), Exception (raised by a breakpoint
-        handler or fault hook; the guest remains at its instruction).
+        `budget`: maximum CPU time of the run in seconds; None selects the configured budget. Raises:
+        HardwareError (called during a run; the emulator failed), Exception (raised by a breakpoint handler or
+        fault hook; the guest remains at its instruction).
         """
         if self._quantum is None:
             return self._runner.run(budget=budget)

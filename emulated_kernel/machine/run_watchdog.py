@@ -28,7 +28,7 @@ The rest counts, so that a guest that loops from hit to hit is stopped.
 class HandlerTime:
     """Measures the CPU time of callbacks within long runs of the guest, such as probe handlers.
 
-    The guest isn't responsible for the time of handlers, however many probes a function has.
+    Most of this time does not count towards the run budget, because the guest isn't responsible for it.
     """
 
     __slots__ = ("_start_seconds", "callbacks", "is_continued", "is_measured", "seconds", "since")

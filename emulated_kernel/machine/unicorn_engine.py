@@ -81,7 +81,11 @@ _LIBRARIES = {"darwin": "libunicorn.2.dylib"}
 
 
 def _library_path() -> str:
-    """Return the path of libunicorn in Unicorn's package, without importing it, or the library's name."""
+    """Return the path of libunicorn in Unicorn's Python package, without importing the package.
+
+    The directory LIBUNICORN_PATH comes first. If the library is in no such place, return its name, for the
+    dynamic linker.
+    """
     name = _LIBRARIES.get(sys.platform, "libunicorn.so.2")
     spec = importlib.util.find_spec("unicorn")
     places = [os.environ.get("LIBUNICORN_PATH", "")]
@@ -109,7 +113,8 @@ class CodeCache(ABC):
     def remove_code(self, va: int, size: int) -> None:
         """Drop the code translated from `size` bytes at the virtual address `va`, page by page.
 
-        Unicorn: remove_cache() looks up only the physical page of the first address.
+        Unicorn: remove_cache() looks up only the physical page of the first address, so it is called for each
+        page.
         """
         end = va + size
         while va < end:
@@ -253,8 +258,8 @@ class Engine(CodeCache):
     ) -> None:
         """Map `size` bytes of device registers at a physical address.
 
-        An access to a register calls `read` with the register's offset, which returns the value, or `write`
-        with the offset and the new value.
+        A load from a register calls `read` with the register's offset, and `read` returns the value. A store
+        calls `write` with the offset and the new value.
         """
 
         def reading(_engine: int, offset: int, _size: int, _data: int) -> int:

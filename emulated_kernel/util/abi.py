@@ -36,8 +36,7 @@ class Hypercall(IntEnum):
     IDLE = 0
     """This CPU has no runnable task."""
     RETURN = 1
-    """A function that the host has called returned; the function's result is in the first argument register.
-    """
+    """A function called by the host has returned. The first argument is the function's result."""
     USER = 2
     """The current task is in user mode and needs its next system call.
 

@@ -113,7 +113,7 @@ class ControlLock:
         stops.
         """
         self.is_interrupted: Callable[[int], bool] = lambda _thread: False
-        """Function that returns True if the process whose request a thread serves got a signal meanwhile.
+        """Function that returns True if the process whose request a thread serves has got a signal.
 
         The argument is that of `is_dying`. While a debugger holds the guest, such a request fails with EINTR,
         because the guest has done nothing for it. So a debugger that waits for itself can be interrupted.

@@ -11,7 +11,7 @@ BUSY_INTERVAL = 0.02
 def is_runnable(task: str) -> bool:
     """Return True if a process or thread of the host uses a CPU or waits for one.
 
-    `task`: its directory in /proc. Mirrors: proc(5), the field `state` of /proc/PID/stat.
+    `task`: path of the task's directory in /proc. Mirrors: proc(5), the field `state` of /proc/PID/stat.
     """
     with suppress(OSError), open(f"{task}/stat", "rb") as stat:
         return stat.read().rpartition(b")")[2].split()[:1] == [b"R"]

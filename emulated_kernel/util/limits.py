@@ -91,7 +91,7 @@ BYTES_PER_CHARACTER = 60
 _NUMBER = lazy_pattern(r"[0-9]{1,20}")
 _MAX_VALUE = 1 << 48
 _RUN_BUDGETS_MS = range(10, 600_001)
-"""Allowed run budgets in milliseconds. While the guest loops, all clients wait for the run budget."""
+"""Allowed run budgets in milliseconds. A looping guest makes all clients wait until its budget ends."""
 
 
 def parse_limit(name: str, text: str, offered: Sequence[Limit] = tuple(Limit)) -> tuple[Limit, int | None]:

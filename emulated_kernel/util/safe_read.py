@@ -108,9 +108,10 @@ def read_open(file: BinaryIO, limit: int) -> bytes:
 
 
 def read_regular(path: str | os.PathLike[str], limit: int, flags: int = 0) -> bytes:
-    """Return the contents of the regular file at `path`. `flags` are additional flags of open(2).
+    """Return the contents of the regular file at `path`, which has at most `limit` bytes.
 
-    Raises: the errors of open_regular() and read_open(), with the path as file name.
+    `flags` are additional flags of open(2). Raises: the errors of open_regular() and read_open(), with the
+    path as file name.
     """
     with open_regular(path, flags) as file:
         try:
@@ -227,10 +228,10 @@ class _Reading(Generic[T]):
 
 
 def read_named(path: str | os.PathLike[str], limit: int) -> bytes:
-    """Return the contents of a file that a user names on the command line.
+    """Return the contents of a file that a user names on the command line; at most `limit` bytes are allowed.
 
-    If the path is an inherited descriptor, such as /dev/stdin or <(...), it is read until its end.
-    Raises: as read_regular().
+    If the path is an inherited descriptor, such as /dev/stdin or <(...), it is read until its end. Raises: as
+    read_regular().
     """
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):

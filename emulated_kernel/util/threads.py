@@ -10,7 +10,10 @@ from emulated_kernel.util.errors import KernelError
 
 
 def start_thread(name: str, target: Callable[..., object], *arguments: object) -> threading.Thread:
-    """Start and return a daemon thread, which doesn't keep the process alive. Raises: KernelError ENOMEM."""
+    """Start a daemon thread, which calls `target` with `arguments`, and return the thread.
+
+    A daemon thread doesn't keep the process alive. Raises: KernelError ENOMEM.
+    """
     try:
         thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
         thread.start()

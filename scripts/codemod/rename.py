@@ -82,7 +82,7 @@ def table(sections: Iterable[str]) -> dict[str, str]:
 
 
 def file_of(module: str) -> Path | None:
-    """Return the file of a module or package that exists."""
+    """Return the file of a module or package; None if it does not exist."""
     path = ROOT / module.replace(".", "/")
     return next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()), None)
 
@@ -115,7 +115,7 @@ def move(moves: dict[str, str]) -> None:
 
 
 def dotted(moves: dict[str, str], text: str) -> str:
-    """Rewrite dotted names in a text. If several modules match the start of a name, the longest is used.
+    """Return `text` with new dotted names. If several modules match the start of a name, use the longest.
 
     `moves`: old module -> new module.
     """
@@ -131,9 +131,10 @@ def dotted(moves: dict[str, str], text: str) -> str:
 
 
 def paths(moves: dict[str, str], packages: set[str], text: str) -> str:
-    """Rewrite paths of files and directories in a text, with or without the name of the package.
+    """Return `text` with new paths of files and directories, with or without the name of the package.
 
-    A path without its package is rewritten only if it has at least two parts.
+    `moves`: old module -> new module. `packages`: old modules that are packages. A path without its package
+    is rewritten only if it has at least two parts.
     """
     known = {}
     for old, new in moves.items():
@@ -163,7 +164,11 @@ def paths(moves: dict[str, str], packages: set[str], text: str) -> str:
 
 
 def imports(moves: dict[str, str], modules: set[str], path: Path, source: str) -> str:
-    """Rewrite `from PACKAGE import MODULE` in a source, and uses of the module if its last name changes."""
+    """Return `source` with new statements `from PACKAGE import MODULE`.
+
+    If the module's last name changes, its uses change, too. `moves`: old module -> new module. `modules`:
+    names of all modules. `path`: the file of `source`, for messages.
+    """
     if "import" not in source:
         return source
     tree = ast.parse(source)

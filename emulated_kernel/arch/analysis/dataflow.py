@@ -19,7 +19,7 @@ LEAVES = Control(falls_through=False, leaves=True)
 
 
 class Effect(NamedTuple):
-    """Data flow of one instruction: the registers and flags that it reads and keeps, and its control flow."""
+    """Data flow of one instruction: which registers and flags it reads and may keep, and where it leads."""
 
     reads: int
     keeps: int
@@ -29,7 +29,7 @@ class Effect(NamedTuple):
 
 
 def solve(effects: dict[int, Effect], everything: int) -> dict[int, int]:
-    """Return address of an instruction -> mask of the registers and flags that are live before it.
+    """Return a map: address of an instruction -> mask of the registers and flags that are live before it.
 
     `effects`: address -> effect of the instruction, ordered by address and without gaps between
     instructions. `everything`: mask that counts as live where control leaves the function.

@@ -11,7 +11,7 @@ from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 
 class RejectSubject(Enum):
-    """Object that the text of a rejection also shows: the instruction at the address, or a register."""
+    """What the text of a rejection names besides the rule: the instruction at the address, or a register."""
 
     INSN = auto()
     REGISTER = auto()

@@ -261,7 +261,7 @@ def search_frames(
     ways: Mapping[int, Iterable[int]],
     stack_pointer: str,
 ) -> FrameSearch:
-    """Run a search for a function's stack frames, and return it.
+    """Search for a function's stack frames until a search is complete; return this search.
 
     The parameters are those of find_frames().
     """

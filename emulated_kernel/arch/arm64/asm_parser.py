@@ -107,7 +107,10 @@ class Arm64Assembler(Assembler):
         return Assembly(code, reads, register_names(writes, REGISTER_NAMES), writes_flags, starts)
 
     def _encoded(self, line: _Line, at: int, labels: Mapping[str, int]) -> bytes:
-        """Return the instruction of a statement for the address `at`. Raises: KernelError EINVAL."""
+        """Return the instruction of the statement `line` for the address `at`. Raises: KernelError EINVAL.
+
+        `labels`: name -> address.
+        """
         text = line.text
         if line.label is not None:
             text = f"{text[: -len(line.label)]}#{labels[line.label]:#x}"
@@ -139,7 +142,7 @@ class _Line:
     """Mnemonic."""
     operands: Sequence[str]
     label: str | None
-    """The label to which the statement jumps, or None."""
+    """The label to which the statement jumps; None if it jumps to no label."""
     cell: tuple[str, int] | None
     """Name of the cell that the statement refers to, and the offset in it; None if there is none."""
 

@@ -29,9 +29,9 @@ MAX_COPIED = MAX_RELOCATED + SIZE
 MAX_DETOUR = 256
 MAX_REPETITION = 64
 _LINK_ROOM = 16
-"""Size in bytes of the stack memory in which a loop saves x30."""
+"""Size in bytes of the stack memory in which the loop of repetition() saves x30."""
 _COUNT = 17
-"""Number of the register in which a loop decrements its number of calls."""
+"""Number of the register in which the loop of repetition() counts down the calls."""
 
 
 def around_handler(region: Region) -> tuple[bytes, bytes]:

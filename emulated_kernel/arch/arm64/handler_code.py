@@ -85,7 +85,7 @@ def _frame_slots(body: Arm64Lowering, room: int) -> dict[int, int]:
 
 
 def _save_all(program: Program, constants: Mapping[str, int], before: bytes) -> HandlerCode:
-    """Return a program's code with code around it that saves all registers in a frame, after `before`.
+    """Return code that runs `before`, saves all registers in a frame, runs a program, and restores them.
 
     At each host call of the program, sp points at the complete frame (struct user_pt_regs). `constants`:
     pt_regs name -> known value.
@@ -210,7 +210,7 @@ class Arm64ReturnCode(ReturnCode):
         return lay_out(body, before, after + _RETURN, slots)
 
     def _in_frame(self, program: Program, before: bytes = b"", leave: bytes = b"") -> HandlerCode:
-        """Wrap a program to run on the frame in which the return trampoline has saved the registers.
+        """Return code that runs a program on the register frame that the return trampoline has saved.
 
         `before` is code to run before the program, and `leave` is code at each JumpTo of the program.
         """

@@ -75,7 +75,7 @@ _SIMULATED = (B_COND, CBZ, TBZ, ADR, ADRP, B, BL, BR, BLR, RET, LDR_LITERAL, LDR
 _DAIF = 0xDA11
 """Encoding of the system register DAIF, the exception masks, in bits 5 to 20 of an mrs instruction."""
 _STEPPED_HINTS = frozenset((0x00, 0x07, 0x08, 0x0A, 0x18, 0x19, 0x1A, 0x1B, 0x20, 0x22, 0x24, 0x26))
-"""Numbers of the hint instructions that can be executed in an instruction slot.
+"""Numbers of the hint instructions that can be executed in an insn slot.
 
 The hints are nop, xpaclri, the paci* instructions and bti.
 """
@@ -85,7 +85,7 @@ class Handling(Enum):
     """How a probed instruction is executed."""
 
     COPIED = auto()
-    """A copy of the instruction is executed in an instruction slot."""
+    """A copy of the instruction is executed in an insn slot."""
     SIMULATED = auto()
     REJECTED = auto()
     """The instruction cannot be probed."""

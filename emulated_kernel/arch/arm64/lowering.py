@@ -174,9 +174,9 @@ class Arm64Lowering(Lowering):
         self.overwrites_flags |= op.assembly.writes_flags
 
     def _set_register(self, op: ir.SetRegister) -> None:
-        """Emit code that sets a register of the probed code.
+        """Emit code that sets the probed code's register `op.name`.
 
-        __init__ never assigns this register to a virtual register.
+        __init__ assigns no virtual register to it, so that no other op changes the register.
         """
         number = NUMBERS[op.name]
         src = self._real[op.src]

@@ -115,7 +115,7 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
         return analysis.insns
 
     def check_insn(self, analysis: Arm64FunctionAnalysis, addr: int) -> Rejection | None:
-        """Return the reason why Linux rejects a probe on the instruction at `addr`, or None.
+        """Return the reason why Linux rejects a probe on the instruction at `addr`; None if Linux accepts it.
 
         Linux rejects an address that is not aligned, an instruction with a fixup in the exception table, and
         one that can be neither copied nor simulated. It also rejects instructions between an exclusive load

@@ -147,7 +147,10 @@ class Lowering(ABC):
         self._code += op.assembly.code
 
     def _number(self, value: int, spare: int) -> int:
-        """Return a register that holds a constant; load the constant into `spare` unless it is 0."""
+        """Return a register that holds the constant `value`.
+
+        If the constant isn't 0, emit code that loads it into the register of `spare`.
+        """
         if value == 0:
             return self.zero
         register = self._real[spare]

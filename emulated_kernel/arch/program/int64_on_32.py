@@ -64,7 +64,7 @@ def _shift(
 ) -> None:
     """Emit a shift of a 64-bit value by `count` bits, 0 to 63: from the half `source` to the half `sink`.
 
-    `away` is the direction of the shift, and `back` is the opposite direction.
+    `away` is the direction of the shift, and `back` is the opposite direction. The code overwrites `spare`.
     """
     if count >= WORD_BITS:
         builder.emit(

@@ -247,7 +247,7 @@ class Multiply(Op):
 class CompareExchange(Op):
     """Replace the word at base + offset by `new` atomically if it equals `expected`. The access can't fault.
 
-    Otherwise set `expected` to the word in memory and go to the label.
+    Otherwise set `expected` to the word in memory, and go to `label`.
     """
 
     base: int

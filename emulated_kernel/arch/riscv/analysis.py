@@ -250,7 +250,7 @@ class RiscvFunctionAnalysis:
 
     @property
     def has_idle_register(self) -> bool:
-        """Whether the function never names some temporary register, which is then free everywhere in it."""
+        """Whether some temporary register is free in the whole function, because no instruction names it."""
         return self._relevant & TEMPORARIES != TEMPORARIES
 
     @cached_property

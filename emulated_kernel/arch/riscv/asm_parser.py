@@ -210,7 +210,10 @@ class _SourceLine:
         return base, self.number(found[1].strip() or "0", range(-0x800, 0x800))
 
     def place(self, size: int, cells: Mapping[str, int]) -> int | None:
-        """Return the offset from gp to the accessed bytes of a cell; None if the line accesses no cell."""
+        """Return the offset from gp to the `size` bytes of a cell that the line accesses.
+
+        `cells`: name of a cell -> its offset from gp. Return None if the line accesses no cell.
+        """
         cell = self.cell_operand()
         return None if cell is None else cells[cell[0]] + cell_offset(self.statement, cell[1], size)
 

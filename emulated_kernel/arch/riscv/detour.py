@@ -58,7 +58,7 @@ _NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
 
 
 def detour_jump(region: Region, target: int) -> bytes:
-    """Encode the replacement of a region: auipc and jalr through a free register, padded by a c.nop.
+    """Encode the jump to `target` that replaces a region: auipc and jalr through a free register, padded.
 
     Raises: KernelError ERANGE.
     Mirrors: opt.c:arch_optimize_kprobes (optprobes v6, 2023).
@@ -79,7 +79,7 @@ def relocated(region: Region, to: int, *, compressed: bool) -> bytes:
 
 
 def _relocated_insns(region: Region, to: int, *, compressed: bool) -> Iterator[tuple[int, RiscvInsn, bytes]]:
-    """Yield address, instruction and code for a copy, for each instruction of a region except padding.
+    """Yield (address, instruction, code of its copy) for each instruction of a region except padding.
 
     `to`: address of the first copy. `compressed`: the kernel uses RVC.
     """

@@ -225,9 +225,9 @@ def jump_register(register: int) -> bytes:
 
 
 def long_jump(link: int, scratch: int, source: int, target: int) -> bytes:
-    """Encode a jump by auipc and jalr through `scratch`; `link` receives the return address.
+    """Encode a jump from `source` to `target` by auipc and jalr through `scratch`.
 
-    Raises: KernelError ERANGE (farther than 2 GiB).
+    `link`: register that receives the return address. Raises: KernelError ERANGE (farther than 2 GiB).
     Mirrors: opt.c:in_auipc_jalr_range (optprobes v6, 2023).
     """
     check_reach(source, target)

@@ -44,7 +44,7 @@ class _Replaced:
 
     @property
     def leaves(self) -> bool:
-        """Whether control never continues after the last copied instruction. Then no jump back is needed."""
+        """Whether control always leaves at the last copied instruction, so that no jump back is needed."""
         return self.relocations[-1] in (*LEAVES, *RELOCATED_CALLS)
 
 
@@ -158,7 +158,7 @@ def _free_at(analysis: RiscvFunctionAnalysis, target: int) -> int:
 
 
 def _free_at_entry(analysis: RiscvFunctionAnalysis, target: int) -> int:
-    """Return the mask of the registers that are free at a function's entry: only t0, or none.
+    """Return the mask of the registers that are free at the function entry `target`: only t0, or 0.
 
     t0 is free if the entry is an fentry site, which overwrites t0 while its function is traced. For a
     function without an fentry site, no register is known to be free.

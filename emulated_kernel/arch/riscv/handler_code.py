@@ -199,7 +199,7 @@ class RiscvReturnCode(ReturnCode):
     def _in_frame(
         self, program: Program, before: bytes = b"", leave: bytes = b"", *, far: bool
     ) -> HandlerCode:
-        """Wrap a program to run on the frame in which the return trampoline has saved the registers.
+        """Return code that runs a program on the register frame that the return trampoline has saved.
 
         `before` is code to run before the program, and `leave` is code at each JumpTo of the program. `far`:
         branches may lead farther than 4 KiB.

@@ -144,7 +144,10 @@ class RiscvInsnAttributes:
     __slots__ = ("_effect", "_word", "handling", "kind", "length", "mentioned", "opcode", "relative_target")
 
     def __init__(self, length: int, word: int) -> None:
-        """Decode `word`: an instruction, or the expansion of a compressed one; 0 for a reserved encoding."""
+        """Decode an instruction of `length` bytes.
+
+        `word`: the instruction, or the expansion of a compressed one; 0 for a reserved encoding.
+        """
         self.length = length
         """Length of the instruction in bytes."""
         self._word = word
@@ -330,7 +333,7 @@ def relative_target(bits: int) -> int | None:
 
 
 def insn_length(half: int) -> int:
-    """Return an instruction's length in bytes, given its first 16 bits.
+    """Return an instruction's length in bytes; `half` are its first 16 bits.
 
     Mirrors: arch/riscv/include/asm/bug.h:GET_INSN_LENGTH (v6.1).
     """
@@ -363,7 +366,7 @@ def decode_all(code: bytes, addr: int, *, compressed: bool) -> Iterator[tuple[in
 
 
 def attributes_of_all(code: bytes, addr: int, *, compressed: bool) -> dict[int, RiscvInsnAttributes]:
-    """Return address -> attributes of the instruction, up to the first undecodable instruction.
+    """Return a map: address -> attributes of the instruction, up to the first undecodable instruction.
 
     `compressed`: the kernel uses RVC.
     """

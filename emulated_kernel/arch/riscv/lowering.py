@@ -203,9 +203,9 @@ class RiscvLowering(Lowering):
         self._read_register(NUMBERS[name], name)
 
     def _set_register(self, op: ir.SetRegister) -> None:
-        """Emit code that sets a register of the probed code.
+        """Emit code that sets the probed code's register `op.name`.
 
-        __init__ never assigns this register to a virtual register.
+        __init__ assigns no virtual register to it, so that no other op changes the register.
         """
         number = NUMBERS[op.name]
         src = self._real[op.src]
@@ -274,7 +274,10 @@ class RiscvLowering(Lowering):
         self._change_status(clear_in_status(bits), USER_ACCESS_END)
 
     def _change_status(self, insn: bytes, offset: int) -> None:
-        """Emit the instruction `insn`, or a call of the same instruction at `offset` in USER_ACCESS."""
+        """Emit `insn`, which changes sstatus, or a call of the same instruction in USER_ACCESS.
+
+        `offset`: offset of this instruction in USER_ACCESS.
+        """
         if self._user_access is None:
             self._code += insn
         else:

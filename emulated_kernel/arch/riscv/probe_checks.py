@@ -166,7 +166,7 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
     def reasons_at_once(
         self, known: AnalyzedFunction[RiscvFunctionAnalysis]
     ) -> dict[int, RejectReason | None]:
-        """Return address of each instruction of a function -> first reason against a jump there, or None.
+        """Return a map: address of an instruction of `known` -> first reason against a jump there, or None.
 
         The results equal those of optimized_region(); tests/arch/riscv/test_reasons.py compares the results
         of both. A kernel has millions of instructions, so a table decides first, by the kinds of four
@@ -207,7 +207,7 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
         return found
 
     def _shared_places(self, known: AnalyzedFunction[RiscvFunctionAnalysis]) -> set[int]:
-        """Return the addresses at which a jump needs the checks of _shared_reason().
+        """Return the addresses in the function `known` at which a jump needs the checks of _shared_reason().
 
         A jump at such an address may overlap a patch site, or another function may jump into its region.
         """
@@ -222,10 +222,10 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
     def _shared_reason(
         self, known: AnalyzedFunction[RiscvFunctionAnalysis], replaced: range
     ) -> RejectReason | None:
-        """Return the reason against a jump at an address that _shared_places() returns, or None.
+        """Return the reason against a jump that would replace the addresses `replaced`; None if allowed.
 
-        `known`: the function. `replaced`: addresses of the region that the jump replaces. The last rules of
-        detoured_region() are applied, and the rules about branches from outside the function.
+        The jump is in the function `known`, at an address that _shared_places() returns. The method checks
+        the last rules of detoured_region(), and the rules about branches from outside the function.
         """
         analysis = known.analysis
         addr = replaced.start
@@ -244,9 +244,9 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
         return analysis.at(addr)
 
     def register_text(self, addr: int) -> str:
-        """Return a text that names the instruction that may need the first register of REGISTER_PREFERENCE.
+        """Return a text that shows why no register is free for the jump of a probe at `addr`.
 
-        `addr`: address of a probe for whose jump no register is free.
+        The text names the first register of REGISTER_PREFERENCE, and an instruction that may need it.
         """
         analysis = self._analysis(addr)
         register = REGISTER_PREFERENCE[0]

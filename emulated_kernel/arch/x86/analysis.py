@@ -59,10 +59,7 @@ class X86FunctionAnalysis:
 
     @cached_property
     def flow(self) -> FunctionFlow:
-        """Instructions and jumps of the function.
-
-        Probe registration needs them; liveness doesn't need them.
-        """
+        """Instructions and jumps of the function. Liveness is computed without them."""
         layout = self.layout if self._has_jump_tables else None
         return FunctionFlow(self.function, layout, self._code, self._known, self._bug_size)
 
@@ -101,7 +98,10 @@ class FunctionFlow:
         self.hazards = dict[RejectReason, int]()
         """Reason against optimization in the whole function -> lowest address of such a hazard."""
         self.jumps_through_register = False
-        """Whether an indirect jump is a hazard, or the function jumps to a thunk that is no return thunk."""
+        """Whether indirect jumps are hazards and the function has one, also as a jump to a thunk.
+
+        A jump to a return thunk does not count.
+        """
         self._calls: list[RelativeBranch] = []
         self._jumps: list[RelativeBranch] = []
         self.facts = known.all(code, function.addr, bug_size)
@@ -110,7 +110,7 @@ class FunctionFlow:
         self._jumps.sort()
 
     def jump_into(self, first: int, last: int) -> RelativeBranch | None:
-        """Return the first jump of the function to a target in first..last, both inclusive, or None."""
+        """Return the function's first jump to a target in first..last, both inclusive, or else None."""
         index = bisect_left(self._jumps, (first, 0))
         if index == len(self._jumps) or self._jumps[index].target > last:
             return None

@@ -112,7 +112,10 @@ def relocated(region: Region, to: int, bits: int) -> bytes:
 
 
 def _relocated_insns(region: Region, to: int, bits: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the original address and the code for a copy at `to` of each instruction except padding."""
+    """Yield (original address, code of its copy) for each instruction except padding.
+
+    The copies begin at the address `to`.
+    """
     at = region.addr
     while at < region.end - region.padding:
         code, length = relocate(region.code[at - region.addr :], at, to, bits)

@@ -98,9 +98,10 @@ def _covered(analysis: X86FunctionAnalysis, addr: int, kept: int) -> Region | Re
 def _refusal(
     analysis: X86FunctionAnalysis, addr: int, at: int, facts: InsnAttributes | None
 ) -> Rejection | None:
-    """Return the reason why the instruction at `at` can't be in the region of a probe at `addr`, or None.
+    """Return the reason why the instruction at `at` can't be in a probe's region; None if it can.
 
-    `facts`: attributes of the instruction; None if no instruction begins at `at`.
+    `addr`: address of the probe. `facts`: attributes of the instruction; None if no instruction begins at
+    `at`.
     """
     if facts is None:
         return Rejection(RejectReason.NOT_A_BOUNDARY, at)

@@ -104,8 +104,9 @@ class DecodeCache:
         self._root: dict[int, Any] = {}
 
     def all(self, code: bytes, start: int, bug_size: int) -> dict[int, InsnAttributes]:
-        """Return address -> attributes of the instruction, up to the first one that Linux can't decode.
+        """Return a map: address -> attributes of the instruction.
 
+        The map ends before the first instruction that Linux can't decode. `start`: address of `code`.
         `bug_size`: size in bytes of a BUG(), including its ud2.
         """
         found: dict[int, InsnAttributes] = {}

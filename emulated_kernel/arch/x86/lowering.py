@@ -261,7 +261,7 @@ class X86Lowering(Lowering):
     def _holds_original(self, number: int) -> bool:
         """Return True if register `number` contains the probed code's value at the current op on every path.
 
-        If pinning the register ensures this, pin it.
+        If that holds only as long as the register is not assigned, pin the register; see Assignment.pinned.
         """
         if number in self._real.overwritten:
             return False
@@ -374,9 +374,10 @@ class X86Lowering(Lowering):
             self._code += encoder.set_register(dst, op.address) + encoder.load(dst, dst, 0, op.size)
 
     def _add_to_absolute(self, op: ir.AddToAbsolute) -> None:
-        """Emit an addition to memory by one instruction.
+        """Emit an addition to memory by one instruction, which no interrupt can split.
 
-        On i386, a second instruction adds the carry, which is a flag of this CPU.
+        On i386, a second instruction adds the carry to the upper half. An interrupt between the two
+        instructions preserves the carry flag.
         """
         encoder = self._encoder
         value = op.value

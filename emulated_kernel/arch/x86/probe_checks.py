@@ -36,7 +36,7 @@ def detoured_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Reject
 
 
 def reasons(_checker: object, known: AnalyzedFunction[X86FunctionAnalysis]) -> dict[int, RejectReason | None]:
-    """Return address of each instruction of a function -> first reason against a jump there, or None.
+    """Return a map: address of an instruction of `known` -> first reason against a jump there, or None.
 
     The results equal those of detoured_region(); tests/arch/test_x86_reasons.py compares the results of both
     for random functions. But detoured_region() makes an object for each address, and a kernel has millions of
@@ -84,7 +84,7 @@ def reasons(_checker: object, known: AnalyzedFunction[X86FunctionAnalysis]) -> d
 
 
 def _places_to_ask(known: AnalyzedFunction[X86FunctionAnalysis]) -> set[int]:
-    """Return the addresses for which reasons() must call detoured_region().
+    """Return the addresses in the function `known` for which reasons() must call detoured_region().
 
     A jump at these addresses may overlap a patch site, a BUG, entry text, or the function's end.
     """
@@ -101,7 +101,7 @@ def _places_to_ask(known: AnalyzedFunction[X86FunctionAnalysis]) -> set[int]:
 def _asked(
     known: AnalyzedFunction[X86FunctionAnalysis], addr: int, refusal: RejectReason | None
 ) -> RejectReason | None:
-    """Return the first reason against a probe or its jump at `addr`, or None if there is none.
+    """Return the first reason against a probe at `addr` or against its jump; None if both are allowed.
 
     Reasons against registering a probe come before those of detoured_region(). `refusal` is the reason
     against probing the instruction, or None.
@@ -258,7 +258,7 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
 
     @cached_property
     def _excludes_jump_tables(self) -> bool:
-        """Whether the kernel's version relies on a build without jump tables, and this build has none.
+        """Whether indirect jumps are no hazards, because of the rule NO_JUMP_TABLES and the kernel's build.
 
         Builds with retpolines or landing pads have no jump tables, because both restrict indirect jumps.
         """

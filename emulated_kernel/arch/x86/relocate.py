@@ -24,15 +24,17 @@ _SHORT_JUMP_SIZE = 2
 _ADDRESS_SIZE_PREFIX = 0x67
 _POPF = 0x9D
 _TEST_TOP = bytes.fromhex("f7042400010000")
-"""Code of `test dword ptr [esp], 0x100`: does the word that a popf pops set TF? With REX.W, of 8 bytes."""
+"""Code of `test dword ptr [esp], 0x100`, which tests TF in the word that a popf pops.
+
+With REX.W, the word has 8 bytes.
+"""
 _JNZ = 0x75
 
 
 def relocate(code: bytes, addr: int, to: int, bits: int) -> tuple[bytes, int]:
-    """Return code for the address `to` with the effect of the first instruction of `code`, and its length.
+    """Return code at `to` with the effect of the first instruction of `code`, and this instruction's length.
 
-    `addr` is the original address, and the length in bytes is that of the original instruction. A call pushes
-    its original return address.
+    `addr` is the original address. The length is in bytes. A call pushes its original return address.
     Raises: KernelError EINVAL (the instruction must not be copied), ERANGE (out of reach).
     """
     insn = decode_insn(code, bits)
@@ -94,7 +96,8 @@ def guarded_popf(code: bytes, bits: int) -> bytes:
 def _push_return(address: int, bits: int) -> bytes:
     """Encode the push of a return address.
 
-    Raises: KernelError ERANGE (it isn't the sign extension of 32 bits, as addresses in the upper 2 GiB are).
+    Raises: KernelError ERANGE (`address` isn't the sign extension of 32 bits, as addresses in the upper 2 GiB
+    are).
     """
     if bits == 64 and not is_signed(address, 32) and not is_signed(address - (1 << 64), 32):
         raise KernelError(ERANGE, f"{address:#x} is not in the upper 2 GiB, so it can't be pushed")
@@ -110,10 +113,10 @@ def _indirect_jump(code: bytes, insn: X86Insn, addr: int, to: int, bits: int) ->
 
 
 def _loop(insn: X86Insn, to: int, target: int) -> bytes:
-    """Return code at `to` with the effect of a loop or jcxz, which only has a short form, to `target`.
+    """Return code at `to` with the effect of the loop or jcxz `insn`, whose target is `target`.
 
-    The short jump leads to a long jump to the target. If the short jump isn't taken, another jump skips the
-    long jump.
+    Such an instruction has only a short form, so its copy leads to a long jump to the target. If the copy
+    isn't taken, another jump skips the long jump.
     """
     prefix = bytes((_ADDRESS_SIZE_PREFIX,)) if _ADDRESS_SIZE_PREFIX in insn.prefixes else b""
     short = prefix + insn.opcode + bytes((_SHORT_JUMP_SIZE,))

@@ -102,7 +102,10 @@ class CpuModel(ABC):
 
     @abstractmethod
     def exception(self, engine: Engine, ip: int, vector: int, error_code: int) -> Trap:
-        """Return the trap for an exception or `int n` that Unicorn reported at `ip`."""
+        """Return the trap for an exception or `int n` that Unicorn reported at `ip`.
+
+        `vector` and `error_code`: numbers of the exception as Unicorn reports them.
+        """
 
     @abstractmethod
     def access_fault(self, ip: int, address: int, *, write: bool, present: bool) -> Trap:
@@ -117,7 +120,7 @@ class CpuModel(ABC):
 
     @abstractmethod
     def as_called(self, memory: Memory, start: Any, return_address: int) -> Any:
-        """Return the registers that a call of a function sets, starting from the registers `start`.
+        """Return the registers at the entry of a function that was called with the registers `start`.
 
         The called function returns to `return_address`. On x86, also write `return_address` to the stack at
         `start.sp`.

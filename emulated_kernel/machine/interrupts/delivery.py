@@ -50,7 +50,7 @@ class Delivery:
     def enter(self, vector: int, error_code: int, cr2: int) -> None:
         """Interrupt the guest at its current instruction with the exception or interrupt `vector`.
 
-        `cr2`: faulting address of a page fault.
+        `error_code`: the exception's error code. `cr2`: faulting address of a page fault.
         Raises: MemoryFault (the guest's stack can't take the frame; nothing was changed).
         """
         regs = self._regs

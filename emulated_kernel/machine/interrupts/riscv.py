@@ -45,7 +45,10 @@ _FIRST_INTERRUPT = 32
 
 
 def cause_of(vector: int, error_code: int) -> int:
-    """Return the value of scause for `vector`; for an exception, return `error_code` if it isn't 0."""
+    """Return the value of scause for the exception or interrupt `vector`.
+
+    An exception's `error_code` that isn't 0 is already this value.
+    """
     if vector < _FIRST_INTERRUPT:
         return error_code or _EXCEPTIONS.get(Vector(vector), vector)
     return INTERRUPT | _INTERRUPTS.get(Vector(vector), _PLATFORM_INTERRUPT + vector - Vector.WATCHDOG)
@@ -62,7 +65,7 @@ class RiscvDelivery(Delivery):
     def enter(self, vector: int, error_code: int, cr2: int) -> None:
         """Interrupt the guest at its current instruction with the exception or interrupt `vector`.
 
-        `cr2`: faulting address of a page fault.
+        `error_code`: the exception's error code. `cr2`: faulting address of a page fault.
         Raises: MemoryFault (the guest's stack can't take the registers; only unused stack was changed).
         """
         regs = self._regs

@@ -40,7 +40,7 @@ class LinkedJump(NamedTuple):
     kept_bits: int
     """Mask of the sum's bits that are the address."""
     link_register: str
-    """Register that then contains the return address; it may be `register`."""
+    """Register that receives the return address; it may be the register `register`."""
     link: int
     """The return address."""
 
@@ -77,8 +77,8 @@ def _jump_and_link(jump: LinkedJump, regs: Regs) -> None:
 class TrapHandlers(MutableMapping[int, TrapHandler]):
     """The handlers of one kind of trap.
 
-    The table of the host's routine follows each change: an address has an entry in it if and only if its
-    handler is a Redirect.
+    The table of the host's routine follows each change: an address has an entry in the table if and only if
+    the handler of this address is a Redirect.
     """
 
     def __init__(self) -> None:

@@ -50,7 +50,10 @@ class GuestMemory(ABC):
 
     @abstractmethod
     def map(self, va: int, pa: int, size: int, prot: Prot) -> None:
-        """Map pages that aren't mapped yet. Raises: MemoryFault (not page-aligned, or already mapped)."""
+        """Map [va, va + size) to [pa, pa + size) with the rights `prot`.
+
+        Raises: MemoryFault (not page-aligned, or a page is already mapped).
+        """
 
     def prepare(self, va: int, size: int) -> None:  # noqa: B027
         """Ensure that later calls of map() in [va, va + size) change no memory that the guest owns.
@@ -81,7 +84,7 @@ class GuestMemory(ABC):
         yield 0, len(self.ram)
 
     def overlaid(self, start: int, size: int, file: BinaryIO, offset: int) -> None:  # noqa: B027
-        """Record that a range of `ram` is now a mapping of `file`, from the file offset `offset` on."""
+        """Record that [start, start + size) of `ram` is now a mapping of `file`, from offset `offset` on."""
 
     @abstractmethod
     def locate_text(self, va: int, size: int) -> int | None:
@@ -177,7 +180,7 @@ class GuestPool:
         self._mapped = base
 
     def alloc(self, size: int) -> int:
-        """Allocate `size` bytes and return their virtual address; unused memory contains `fill`.
+        """Allocate `size` bytes and return their virtual address; newly mapped memory contains `fill`.
 
         Raises: HardwareError (no room in the window, or no host page left).
         """

@@ -39,7 +39,10 @@ class PageTables(ABC):
 
     @abstractmethod
     def leaf(self, pa: int, prot: Prot, large: bool) -> int:
-        """Return the entry that maps the page at physical address `pa`: 2 MiB if `large`, else 4 KiB."""
+        """Return the entry that maps the page at physical address `pa` with the rights `prot`.
+
+        The page has 2 MiB if `large` is True, else 4 KiB.
+        """
 
     @abstractmethod
     def branch(self, pa: int, shift: int) -> int:
@@ -57,7 +60,7 @@ class PageTables(ABC):
         """Return True if `entry`, in a table of the level `shift`, maps a page."""
 
     def map(self, va: int, pa: int, size: int, prot: Prot) -> None:
-        """Map [va, va + size) to [pa, pa + size) with the largest possible pages."""
+        """Map [va, va + size) to [pa, pa + size) with the rights `prot`, by the largest possible pages."""
         end = va + size
         while va < end:
             step = 0 if (va | pa) % LARGE_PAGE_SIZE else self._map_large(va, pa, end - va, prot)
@@ -206,9 +209,9 @@ class PaePageTables(X86PageTables):
     shifts = (30, 21, 12)
 
     def branch(self, pa: int, shift: int) -> int:
-        """Return the entry that points to the next table. In the root, the bits for rights are 0.
+        """Return the entry that points to the next table.
 
-        In the root table of PAE, these bits are reserved.
+        In the root table, the bits for rights are 0, because PAE reserves them.
         """
         return pa | self._PRESENT if shift == self.shifts[0] else super().branch(pa, shift)
 
@@ -240,7 +243,7 @@ class Sv39PageTables(PageTables):
     def branch(self, pa: int, shift: int) -> int:  # noqa: ARG002 - all levels are alike
         """Return the entry that points to the next table.
 
-        Bits for rights are 0, because they would make it a leaf.
+        The bits for rights are 0, because an entry with such a bit is a leaf.
         """
         return pa >> 2 | self._VALID
 

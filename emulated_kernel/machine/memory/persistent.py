@@ -67,10 +67,10 @@ def put_into(descriptor: int, offset: int, data: bytes) -> None:
 
 
 def map_over(ram: mmap.mmap, start: int, size: int, descriptor: int, offset: int) -> None:
-    """Replace a range of `ram` by a mapping of a file; all numbers are multiples of the page size.
+    """Replace [start, start + size) of `ram` by a mapping of a file.
 
-    `descriptor`: descriptor of the open file. `offset`: offset in the file at which the mapping begins.
-    Hazard: a store to a page without disk space kills the process.
+    `descriptor`: descriptor of the open file. `offset`: offset in the file at which the mapping begins. All
+    numbers are multiples of the page size. Hazard: a store to a page without disk space kills the process.
     Raises: OSError (with nothing changed).
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(ram)) + start
@@ -85,7 +85,10 @@ def map_over(ram: mmap.mmap, start: int, size: int, descriptor: int, offset: int
 
 
 def _call(name: str, address: int | None, size: int, *further: object) -> int:
-    """Call the C library's function `name` on a range of this process's memory. Raises: OSError."""
+    """Call the C library's function `name` with `address`, `size` and `further` arguments; return its result.
+
+    Raises: OSError.
+    """
     function = getattr(ctypes.CDLL(None, use_errno=True), name)
     function.restype = ctypes.c_ssize_t
     found: int = function(ctypes.c_void_p(address), ctypes.c_size_t(size), *further)

@@ -42,7 +42,10 @@ class Move(ctypes.Structure):
 def moved(
     target: int, source: int, mask: int = WORD, *, factor: int = 1, added: int = 0, kept: int = 0
 ) -> Move:
-    """Return the Move that copies the word at the address `source` to the address `target`."""
+    """Return the Move that copies the word at the address `source` to the address `target`.
+
+    `mask`, `factor`, `added` and `kept`: see Move.
+    """
     return Move(target, source, mask & WORD, factor, added & WORD, kept & WORD)
 
 

@@ -153,7 +153,10 @@ def check_trap_flag(bench: Bench) -> None:
 
 
 def check_flags(bench: Bench) -> None:
-    """Check that the guest sees written flags, including the fixed bit. Unicorn computes flags lazily."""
+    """Check that the guest sees the flags that the host has set, and bit 1, which is always set.
+
+    Unicorn: flags are computed lazily.
+    """
     bench.regs.flags = 0x8D5 & ~0x100
     end = bench.run(bytes.fromhex("9c58"))  # pushf; pop rax
     if end.ax & 0x8D5 != 0x8D5 & ~0x100 or end.flags & 0x8D5 != 0x8D5 & ~0x100:
@@ -174,7 +177,7 @@ CHECKS: tuple[Callable[[Bench], None], ...] = (
 def adapt(bench: Bench, cpu: int | None) -> list[SelfTest]:
     """Adapt the machine's hooks to this version of Unicorn, and check that Unicorn then behaves like a CPU.
 
-    `cpu` is the result of `find_cpu_state`.
+    Return the results of the self-tests. `cpu` is the result of `find_cpu_state`.
 
     Raises: HardwareError (a check failed: Unicorn can't be used).
     """

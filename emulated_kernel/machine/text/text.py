@@ -220,10 +220,11 @@ class Text:
                 self.ledger.write(address, original, original)
 
     def poke(self, va: int, data: bytes) -> None:
-        """Write text and drop the code translated from it. All CPUs see the change at once.
+        """Write `data` to text at `va`, and drop the code translated from this text.
 
+        All CPUs see the change at once. Raises: MemoryFault (a part isn't mapped executable; nothing was
+        written).
         Mirrors: text_poke() (v6.1).
-        Raises: MemoryFault (a part isn't mapped executable; nothing was written).
         """
         has_original = self.is_original(va) or self.is_original(va + len(data) - 1)
         if self._is_recorded or has_original or not self.is_generated(va):
@@ -372,7 +373,7 @@ class Text:
         return max(page, start), min(page + PAGE_SIZE, end), pa - page
 
     def substitute(self, va: int, data: bytes) -> None:
-        """Write bytes to text for temporary use; neither the ledger nor the watcher records the change.
+        """Write `data` to text for temporary use; neither the ledger nor the watcher records the change.
 
         Raises: MemoryFault.
         """
@@ -380,7 +381,7 @@ class Text:
         self._engine.remove_code(va, len(data))
 
     def replace(self, va: int, data: bytes) -> None:
-        """Change original text permanently: the new bytes become the original. Raises: MemoryFault."""
+        """Change original text permanently: `data` becomes the original text at `va`. Raises: MemoryFault."""
         if self._written is not None:
             self._written.append((va, data))
         self.substitute(va, data)

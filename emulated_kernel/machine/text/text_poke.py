@@ -36,7 +36,7 @@ class TextPoker:
         self._breakpoint = breakpoint_
         self._lock = lock
         self._patched: tuple[Collection[int], ...] = ()
-        """Addresses of the instructions that are being replaced, for each nested call that replaces some."""
+        """Addresses of the instructions that are being replaced: one collection for each nested call."""
 
     @property
     def is_busy(self) -> bool:
