@@ -101,7 +101,7 @@ class TraceSession:
             raise CliError("trace: no probe given; add PROBE or --graph FUNCTION", ExitStatus.USAGE)
 
     def filters(self) -> dict[str, str]:
-        """Return event as group/name -> its filter; "" if it has none.
+        """Return a map event as group/name -> its filter; "" if the event has no filter.
 
         A probe's own filter takes the place of the filter for all probes.
         """

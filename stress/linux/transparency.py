@@ -176,10 +176,10 @@ class Effect:
     def without(self, names: Sequence[str], own: Callable[[int, int], int], like: Effect) -> Effect:
         """Return the effect without its permitted differences from the effect `like`.
 
-        All registers except those in `names` are taken from `like`. `own` returns its second argument if two
-        words differ only because of the host's own data. The words `like.pending` are taken from `like`: a
-        task that calls hooked functions has pending calls there. The kernel clears a copy of them, unless
-        the fork fails before.
+        All registers except those in `names` are taken from `like`. `own` gets a word of this effect and the
+        word of `like`. It returns the second word if the words differ only because of the host's own data,
+        else the first. The words `like.pending` are taken from `like`: a task that calls hooked functions has
+        pending calls there. The kernel clears a copy of them, unless the fork fails before.
         """
         registers = tuple(
             own(one, two) if name in names else two
@@ -400,7 +400,7 @@ class Caller:
         return tuple(self.machine.regs.get(name) for name in REGISTERS)
 
     def _named(self, address: int) -> str:
-        """Return FUNCTION+OFFSET of an address; for a copied instruction, return that of the original."""
+        """Return FUNCTION+OFFSET of an address. For a copied instruction, name the original instruction."""
         copied = self.engine.kprobes.resolve_probed_address(address)
         where = kernel().kallsyms.lookup(copied.address if copied else address)
         return f"{where.name}+{where.offset:#x}" if where is not None else f"{address:#x}"
