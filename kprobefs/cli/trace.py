@@ -166,9 +166,10 @@ class AttachedProbes:
     """Context manager that adds a session's probes to a mount, and removes them at its end.
 
     The probes record into a trace instance of their own, or with a call graph into the top-level trace array.
-    Entering the context returns the directory in which the command must run: scratch/ of the mount or a
-    directory in it, whose files belong to the guest. If the mount has no scratch/, the directory is the
-    current one. Inside the context, the directory contains copies of the files that the command's words name.
+    Entering the context returns the directory in which the command must run. It is scratch/ of the mount,
+    whose files belong to the guest, or a directory in scratch/. If the mount has no scratch/, the directory
+    is the current one. Inside the context, the directory contains copies of the files that the command's
+    words name.
     """
 
     def __init__(

@@ -405,7 +405,7 @@ class Explanation:
 
     @cached_property
     def entry_values(self) -> EntryValues:
-        """Registers and stack words in which the function keeps the values with which it was called."""
+        """Registers and stack words that still contain the values with which the function was called."""
         symbol = self.symbol
         return EntryValues(
             self.judge.arch,

@@ -49,7 +49,7 @@ PROBED = tuple(mode for mode in MODES if mode != "ftrace")
 BATCH = 50
 """Number of functions that are armed together."""
 RETURN = 0xFFFFFFFF70400000
-"""Address, which is not mapped, to which the called functions return."""
+"""Unmapped address to which the called functions return, so that a fault ends the call."""
 STACK = 64 << 10
 """Size of the stack for calls in bytes."""
 IRQ_STACK = 16 << 10
@@ -321,9 +321,9 @@ class Caller:
         """Return the physical addresses of words on tasks' stacks that hold remains of calls that have ended.
 
         A function need not write all words of its frame. Such a word, and each word below the stack pointer,
-        has what an earlier call has left there, and detours and the trampolines of tracers leave something
-        else. So the call, whose effect was `effect`, is made again while each function's entry overwrites
-        the memory below the stack pointer. The words on stacks that differ then are the remains.
+        contains data of earlier calls. Detours and the trampolines of tracers leave other data there. So the
+        call, whose effect was `effect`, is made again while each function's entry overwrites the memory below
+        the stack pointer. The words on stacks that differ then are the remains.
         """
         machine, watchdog = self.machine, self.machine._watchdog
         hook = machine.engine.add_hook(HOOK_BLOCK, CODE_CALLBACK(self._overwrite), at=range(*kernel().text))
