@@ -163,7 +163,7 @@ class Chains:
         return int(self._kernel.machine.regs.get("sepc"))
 
     def _kind(self, address: int) -> tuple[str, int]:
-        """Return the kind of an instruction, and a call's return address.
+        """Return (kind, return address) of an instruction; the return address is that of a call.
 
         The kind is "call", "leaves" (the function ends) or "". A detour contains a relocated call as a push
         of the original return address and a jump.

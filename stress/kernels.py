@@ -144,7 +144,7 @@ class Checked:
         return True
 
     def needs_tracer(self, name: str) -> None:
-        """Raise NotBuilt if the kernel, or its profile, lacks a tracer."""
+        """Raise NotBuilt if the kernel, or its profile, lacks the tracer `name`."""
         if name not in self.read("/tracing/available_tracers").split():
             raise NotBuilt
 

@@ -62,8 +62,8 @@ HOST_SWITCHES = (
 )
 """Paths, relative to /proc/sys, of switches of the host that tracing programs set.
 
-trace-cmd sets kptr_restrict. If the mount lacks one of the switches, a file with the same content is
-mounted over the host's switch.
+Among them is kptr_restrict, which trace-cmd sets. If the mount lacks one of the switches, a file with the
+same content is mounted over the host's switch.
 """
 HOST = ".host"
 """Name of a directory in a replaced directory of /proc/sys, with the host's files.

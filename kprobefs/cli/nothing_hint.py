@@ -150,7 +150,7 @@ def counted(hits: int) -> str:
 
 
 def _with_hex_offset(place: str) -> str:
-    """Return a place with its offset as `explain` shows it; Linux's list of events has decimal offsets."""
+    """Return `place` with a hexadecimal offset, as `explain` shows it, in place of a decimal one."""
     return re.sub(r"\+([0-9]+)$", lambda found: f"+{int(found[1]):#x}", place)
 
 
@@ -184,7 +184,10 @@ def why_missed(missed: int, *, at_return: bool) -> str:
 
 
 def profile_counts(tracefs: Path) -> tuple[Counter[str], Counter[str]]:
-    """Return event -> hits and event -> missed hits, from kprobe_profile. The events have no groups."""
+    """Return two maps from kprobe_profile: event -> hits, and event -> missed hits.
+
+    The events have no groups.
+    """
     hits: Counter[str] = Counter()
     missed: Counter[str] = Counter()
     for name, count, misses in HITS.findall((tracefs / "kprobe_profile").read_text()):

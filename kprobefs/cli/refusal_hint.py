@@ -131,7 +131,7 @@ def _no_such_kind(text: str, reason: str, tracefs: Path) -> str:
     """Return the message that the kernel has no such kind of event; "" if this is not the reason.
 
     `text`: the refused write. `reason`: the kernel's reason. A kernel with its own kprobes reports only the
-    errno. Its README lists the kinds of events.
+    errno. In that case, check whether its README lists the kind of event.
     """
     found = DEFINITION.match(text)
     if reason.startswith(NO_SUCH_KIND) or found is None:
@@ -147,8 +147,8 @@ def _no_such_kind(text: str, reason: str, tracefs: Path) -> str:
 def _no_such_trigger(directory: Path, file: str, text: str) -> str:
     """Return the message that the kernel has no such trigger; "" if this is not the reason.
 
-    `file`: path of the refused write from `directory` on. If no trigger is set, the trigger file lists the
-    names of all triggers.
+    `file`: path of the refused write from `directory` on. `text`: the refused write. If no trigger is set,
+    the trigger file lists the names of all triggers; otherwise, return "".
     """
     name = re.match(r"\s*!?(\w+)", text)
     if not file.endswith("/trigger") or name is None:

@@ -108,9 +108,9 @@ def _import_hints() -> None:
 def _print_hints(options: MountOptions, ended: EndedCommand, past: Past) -> None:
     """Print hints for the user on standard error.
 
-    If the kernel has panicked, the only hint is the reason. Otherwise, the hints explain why no probe was
-    hit, why no hit was recorded, why a histogram is empty, why durations are those of the virtual clock, or
-    what the kernel refused. `past`: the history of the mount's events.
+    If the kernel has panicked, the only hint is the reason. Otherwise, the hints are about probes without
+    hits, hits without records, empty histograms, durations of the virtual clock, and refused requests.
+    `past`: the history of the mount's events.
     """
     from kprobefs.cli.panic_hint import panic_hint
 

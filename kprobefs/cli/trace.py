@@ -101,7 +101,7 @@ class TraceSession:
             raise CliError("trace: no probe given; add PROBE or --graph FUNCTION", ExitStatus.USAGE)
 
     def filters(self) -> dict[str, str]:
-        """Return event as group/name -> its filter; "" if it has none.
+        """Return a map event as group/name -> its filter; "" if the event has no filter.
 
         A probe's own filter takes the place of the filter for all probes.
         """
@@ -166,9 +166,10 @@ class AttachedProbes:
     """Context manager that adds a session's probes to a mount, and removes them at its end.
 
     The probes record into a trace instance of their own, or with a call graph into the top-level trace array.
-    Entering the context returns the directory in which the command must run: scratch/ of the mount or a
-    directory in it, whose files belong to the guest. If the mount has no scratch/, the directory is the
-    current one. Inside the context, the directory contains copies of the files that the command's words name.
+    Entering the context returns the directory in which the command must run. It is scratch/ of the mount,
+    whose files belong to the guest, or a directory in scratch/. If the mount has no scratch/, the directory
+    is the current one. Inside the context, the directory contains copies of the files that the command's
+    words name.
     """
 
     def __init__(

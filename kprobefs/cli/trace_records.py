@@ -189,7 +189,7 @@ def record(line: str, layouts: Layouts) -> dict[str, object]:
 
 
 def _arguments(text: str) -> dict[str, object]:
-    """Return name -> value of a system call's arguments, which are hexadecimal without a prefix."""
+    """Return a map name -> value of a system call's arguments. In `text`, values are hexadecimal."""
     pairs = (each.partition(": ") for each in text.split(", ") if each)
     # The option verbose prints the type before the name.
     return {name.rpartition(" ")[2]: _converted(value, "x") for name, _, value in pairs}

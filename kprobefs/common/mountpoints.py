@@ -23,7 +23,7 @@ FSTYPE = "fuse.kprobefs"
 STATE_LINK = ".kprobefs"
 """Name of a hidden symbolic link in the root of each mount. Its target is a word for the mount's state."""
 LOST = "lost "
-"""Start of a line of machine/power about something that the kernel before the last reboot had.
+"""Start of a line of machine/power that names something that the last reboot has lost.
 
 The reboot command prints these lines.
 """
@@ -309,7 +309,7 @@ def _names(directory: str) -> list[str]:
 
 
 def _ask(directory: str, writer: int) -> NoReturn:
-    """Request the mount's state, and write two lines to the descriptor `writer`.
+    """Request the mount's state, and write one or two lines to the descriptor `writer`.
 
     The first line is the errno of a request that only the daemon must answer. If the errno is 0, the second
     line is the state, for which the kernel of the mount must answer, too. After another errno, there is no

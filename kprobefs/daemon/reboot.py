@@ -106,8 +106,8 @@ class RebootableKernel:
     ) -> None:
         """Boot the first kernel, and restore `state`, which an earlier daemon has saved.
 
-        `watch` is called for each kernel, and returns the kernel's view of the host's processes. Raises:
-        OSError (the error of Kernel).
+        `layout`, `owner`: directories and owner of the mount's files. `watch` is called for each kernel, and
+        returns the kernel's view of the host's processes. Raises: OSError (the error of Kernel).
         """
         self._watch = watch
         self._layout = layout

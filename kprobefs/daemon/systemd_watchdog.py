@@ -108,8 +108,8 @@ class _Condition:
         self.is_alive = True
         """Whether the daemon seemed alive at the last ask().
 
-        False if the read of the state blocks, and either has blocked for BUSY_LIMIT seconds or the daemon
-        has used no CPU time since the previous ask().
+        False if the read of the state has blocked for BUSY_LIMIT seconds. Also False if the read blocks and
+        the daemon has used no CPU time since the previous ask().
         """
         self._link = link
         self._stat = Path(f"/proc/{daemon}/stat")

@@ -110,8 +110,8 @@ def _wait_for_end(process: int) -> None:
 def _close_all_but(*kept: int) -> None:
     """Close the child's descriptors from 3 on except `kept`, and redirect 0, 1 and 2 to /dev/null.
 
-    The child must not keep copies of the daemon's descriptors. Some of them lock the daemon's record, and
-    some are ends of pipes.
+    The child must not keep copies of the daemon's descriptors, because some of them lock the daemon's record,
+    and others are ends of pipes.
     """
     null = os.open(os.devnull, os.O_RDWR)
     for target in range(3):

@@ -50,7 +50,7 @@ LAGGING_FILES = ("enable", "optimized")
 
 
 class DefinitionError(Exception):
-    """Exception for a line that cannot be applied. The message does not name the file and the line."""
+    """Exception for a line that cannot be applied. The message names neither the file nor the line."""
 
     def __init__(self, message: str, cursor: int | None = None, number: int | None = None) -> None:
         """Create the error.
@@ -402,7 +402,10 @@ class _ExistingDefinitions:
 
 
 def _last_error(log: str, value: str) -> tuple[str, int | None]:
-    """Return the message of the newest entry of an error_log, and the marked index in `value`."""
+    """Return the message of the newest entry of an error_log, and the index in `value` that it marks.
+
+    The message is "" if there is no entry. The index is None if the entry marks nothing in `value`.
+    """
     lines = log.splitlines()
     heads = [number for number, line in enumerate(lines) if line.startswith("[")]
     if not heads:

@@ -262,7 +262,7 @@ def _is_default(word: str) -> bool:
 def _single_probes(
     files: Files, arrays: Iterable[_Array], probes: Iterable[ProbeSwitches] | None
 ) -> Iterator[str]:
-    """Yield the switches of single probes that differ from the switches of their events.
+    """Yield lines that set the switches of single probes, if they differ from the switches of their events.
 
     These lines come after the switches of events, because switching an event switches its probes.
     """

@@ -181,7 +181,7 @@ class Server:
         workers.run()
 
     def stop(self) -> None:
-        """End blocked requests with EIO. Afterwards the caller unmounts."""
+        """End blocked requests with EIO. Afterwards, the caller must unmount."""
         self._stopping.set()
 
     @property

@@ -30,7 +30,7 @@ class OwnPaths:
         """Lock around each change of names, and around each new path."""
         self._paths: dict[int, str] = {}
         self._roots: dict[int, str] = {}
-        """Paths of directories in the root, which no client can rename or remove."""
+        """Node id of a directory in the root, which no client can rename or remove -> path of it."""
         self._changing = 0
         """Number of requests that change names now."""
         self._changes = 0

@@ -471,7 +471,7 @@ class SessionLoop:
                     os.write(self._device, OUT_HEADER.pack(OUT_HEADER.size, -errno.EINTR, unique))
 
     def _postpones(self, handle: int) -> bool:
-        """Return True if another thread, which executes an abandoned WRITE to `handle`, will release it."""
+        """Return True if another thread executes an abandoned WRITE to `handle`, and will release it."""
         for unique, state in self._abandoned.copy().items():
             if state.is_writing(unique) and state.handle == handle:
                 self._postponed[unique] = handle

@@ -21,7 +21,7 @@ _PATIENCE = 15
 """Maximum seconds until the scheduler must answer."""
 _log = logging.getLogger(__name__)
 _LOGGERS = ("distributed.client", "distributed.core", "distributed.comm")
-"""Loggers of Dask that report a lost connection, which a CliError reports too."""
+"""Loggers of Dask that report a lost connection. They are silenced, because a CliError reports it, too."""
 
 
 def check_installed() -> None:

@@ -107,7 +107,7 @@ class Source:
     pattern: str | None = None
     """Pattern of a shell for the names of the functions to count; None: count all functions."""
     kprobes: str = KPROBES[0]
-    """Way of probing a distribution's kernel."""
+    """Value of --kprobes: "kprobefs", or "kernel" for the own kprobes of a distribution's kernel."""
 
     def group(self) -> list[Subject]:
         """Read the kernels that the options name, and return them as subjects. Raises: CliError."""

@@ -107,7 +107,7 @@ class Subject:
         return self._has("arch_prepare_optimized_kprobe")
 
     def own_kprobes(self, *, has_jumps: bool) -> str:
-        """Return a clause that names what a kernel's own kprobes lack in comparison with kprobefs's.
+        """Return a clause about the features of kprobefs's kprobes that the kernel's own kprobes lack.
 
         Return "" if nothing is missing, if the kernel's symbols do not say so, or on x86.
         `has_jumps`: whether kprobefs's kprobes are optimized.

@@ -77,7 +77,7 @@ class Verdict:
 
     @property
     def outcome(self) -> ProbeOutcome:
-        """Way in which the probe takes its hits."""
+        """Way in which the probe takes its hits, or its refusal."""
         return outcome_of(None if self.rejection is None else self.rejection.reason)
 
 

@@ -48,7 +48,7 @@ class Reading:
     base: str
     """The parameter or result as the argument names it, such as `$arg1`."""
     parameter: Parameter
-    """The parameter or result that the base is."""
+    """The parameter or result of the function that `base` names."""
     offsets: tuple[int, ...]
     """Offsets of the dereferences, from the base on."""
     type: str
@@ -160,7 +160,7 @@ class _Walk:
     def warning(self) -> tuple[str, str] | None:
         """Return rule and message of the first dereference that differs from the types; None if all match.
 
-        A dereference of an unknown type ends the walk, for example of `void *`.
+        A dereference of an unknown type, such as `void *`, ends the walk.
         """
         base = self._reading.parameter
         if not is_address(self._btf, base.type_id):

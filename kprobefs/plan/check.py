@@ -65,8 +65,8 @@ def check_lines(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
     """Return a kernel's answers to lines, as if they were written to its kprobe_events in this order.
 
     The lines that write a value to another file (FILE = VALUE) are checked in part. The modules that places
-    name are loaded if they come with the kernel, and the answers say what differs while these modules are not
-    loaded.
+    name are loaded if they come with the kernel. The answers also contain the outcomes while these modules
+    are not loaded, if they differ.
     """
     known = list(lines)
     answers = _answers(kernel, known)

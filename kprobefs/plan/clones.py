@@ -19,9 +19,10 @@ def clone_names(kallsyms: Kallsyms) -> Iterable[str]:
 
 
 def clones_by_function(names: Iterable[str]) -> Mapping[str, Sequence[str]]:
-    """Return name of a function -> names of its clones. `names`: names of symbols; other names are ignored.
+    """Return a map name of a function -> names of its clones, from the names of symbols in `names`.
 
-    A clone can be made from a clone: NAME.isra.0.part.1 belongs to NAME and to NAME.isra.0.
+    Names that are not those of clones are ignored. A clone can be made from a clone: NAME.isra.0.part.1
+    belongs to NAME and to NAME.isra.0.
     """
     found: dict[str, dict[str, None]] = {}
     for name in names:

@@ -92,8 +92,8 @@ class Explanation:
     def __init__(self, kernel: PlannedKernel, place: Place, variant: Variant | None = None) -> None:
         """Explain a place.
 
-        `variant` is the kernel with its returns rewritten. If it is None, only the returns of the place's
-        function are rewritten.
+        `variant`: the kernel with its returns rewritten. If it is None, use a variant in which only the
+        returns of the place's function are rewritten.
         """
         self.kernel = kernel
         self.place = place
@@ -209,9 +209,9 @@ class Explanation:
 
     @property
     def detoured(self) -> Sequence[ListedInsn]:
-        """The jumps of optimized kprobes that are in the function's text in a dump.
+        """The jumps of optimized kprobes in the function's text, if the kernel is a dump.
 
-        No symbol is at their targets. The instructions that they replace are not known.
+        Each jump that leads out of all text counts. The instructions that the jumps replace are not known.
         """
         if not self.kernel.is_dump:
             return ()
@@ -405,7 +405,7 @@ class Explanation:
 
     @cached_property
     def entry_values(self) -> EntryValues:
-        """Registers and stack words in which the function keeps the values with which it was called."""
+        """Registers and stack words that still contain the values with which the function was called."""
         symbol = self.symbol
         return EntryValues(
             self.judge.arch,

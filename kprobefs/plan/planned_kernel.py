@@ -441,7 +441,7 @@ def _with_fields(
 ) -> Iterator[tuple[str, str, tuple[EventField, ...]]]:
     """Yield group, name and fields of events.
 
-    The fields of system calls are empty, because the kernel makes them at boot.
+    The fields of system calls' events are empty, because the kernel makes these fields at boot.
     """
     for event in events:
         fields = () if event.system == syscall_events.GROUP else tuple(layout_fields(event.fields))

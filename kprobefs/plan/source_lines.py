@@ -210,7 +210,7 @@ def _other_build(why: str) -> KernelError:
 
 @contextmanager
 def _damage_explained(path: str) -> Iterator[None]:
-    """Convert exceptions of pyelftools to CliError: it does not check the numbers in a damaged file."""
+    """Convert exceptions of pyelftools, which trusts the numbers in a damaged file, to CliError."""
     try:
         yield
     except (CliError, KeyboardInterrupt):

@@ -137,7 +137,7 @@ class CompiledPlace(Place):
             self._note("unregistered", "code isn't freed")
 
     def _stubs(self) -> Group:
-        """Compile a stub by a hit of the breakpoint; return the CPUs in its code and in the slot after it.
+        """Compile a stub by a hit of the breakpoint; return the states of CPUs in its code and in the slot.
 
         In the stub and in the slot, the host's routine handles traps, so that only a CPU's ip says where it
         is. Python handles the hits of an emulated instruction that is not relocated.

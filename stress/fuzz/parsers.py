@@ -199,7 +199,7 @@ def _image(data: bytes) -> None:
 
 
 class _Modules:
-    """The guest's module loader, in a booted kernel."""
+    """Target that loads modules with the guest's module loader, in a booted kernel."""
 
     def __init__(self) -> None:
         self._kernel: Kernel | None = None

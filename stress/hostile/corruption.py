@@ -28,7 +28,7 @@ class Runaway(BaseException):
 
 
 class Field(NamedTuple):
-    """A number in the guest's memory that some reader has read."""
+    """A word, or the part of one, in the guest's memory that some reader has read."""
 
     va: int
     pa: int

@@ -1,4 +1,4 @@
-"""Probe every instruction of thousands of a real kernel's functions: python -m stress.linux.everywhere."""
+"""Probe every instruction of thousands of functions of a real kernel: python -m stress.linux.everywhere."""
 
 from __future__ import annotations
 

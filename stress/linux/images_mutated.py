@@ -354,7 +354,7 @@ def _change(dice: random.Random, about: dict[str, object]) -> None:
 
 
 def real_cases(mutated: Mutated, image: Path, count: int) -> None:
-    """Check a distribution's kernel with damage in one of its tables at a time.
+    """Check `count` copies of a distribution's kernel, each with damage in one of its tables.
 
     The rest of the file stays valid, so that reading continues as far as possible.
     """

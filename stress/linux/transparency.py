@@ -49,7 +49,7 @@ PROBED = tuple(mode for mode in MODES if mode != "ftrace")
 BATCH = 50
 """Number of functions that are armed together."""
 RETURN = 0xFFFFFFFF70400000
-"""Address, which is not mapped, to which the called functions return."""
+"""Unmapped address to which the called functions return, so that a fault ends the call."""
 STACK = 64 << 10
 """Size of the stack for calls in bytes."""
 IRQ_STACK = 16 << 10
@@ -176,10 +176,10 @@ class Effect:
     def without(self, names: Sequence[str], own: Callable[[int, int], int], like: Effect) -> Effect:
         """Return the effect without its permitted differences from the effect `like`.
 
-        All registers except those in `names` are taken from `like`. `own` returns its second argument if two
-        words differ only because of the host's own data. The words `like.pending` are taken from `like`: a
-        task that calls hooked functions has pending calls there. The kernel clears a copy of them, unless
-        the fork fails before.
+        All registers except those in `names` are taken from `like`. `own` gets a word of this effect and the
+        word of `like`. It returns the second word if the words differ only because of the host's own data,
+        else the first. The words `like.pending` are taken from `like`: a task that calls hooked functions has
+        pending calls there. The kernel clears a copy of them, unless the fork fails before.
         """
         registers = tuple(
             own(one, two) if name in names else two
@@ -321,9 +321,9 @@ class Caller:
         """Return the physical addresses of words on tasks' stacks that hold remains of calls that have ended.
 
         A function need not write all words of its frame. Such a word, and each word below the stack pointer,
-        has what an earlier call has left there, and detours and the trampolines of tracers leave something
-        else. So the call, whose effect was `effect`, is made again while each function's entry overwrites
-        the memory below the stack pointer. The words on stacks that differ then are the remains.
+        contains data of earlier calls. Detours and the trampolines of tracers leave other data there. So the
+        call, whose effect was `effect`, is made again while each function's entry overwrites the memory below
+        the stack pointer. The words on stacks that differ then are the remains.
         """
         machine, watchdog = self.machine, self.machine._watchdog
         hook = machine.engine.add_hook(HOOK_BLOCK, CODE_CALLBACK(self._overwrite), at=range(*kernel().text))
@@ -400,7 +400,7 @@ class Caller:
         return tuple(self.machine.regs.get(name) for name in REGISTERS)
 
     def _named(self, address: int) -> str:
-        """Return FUNCTION+OFFSET of an address; for a copied instruction, return that of the original."""
+        """Return FUNCTION+OFFSET of an address. For a copied instruction, name the original instruction."""
         copied = self.engine.kprobes.resolve_probed_address(address)
         where = kernel().kallsyms.lookup(copied.address if copied else address)
         return f"{where.name}+{where.offset:#x}" if where is not None else f"{address:#x}"

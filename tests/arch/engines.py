@@ -17,7 +17,10 @@ _FREE: dict[tuple[int, int], list[tuple[unicorn.Uc, Any]]] = defaultdict(list)
 """(architecture, mode) -> free engines, each with its initial registers."""
 _LENT: dict[unicorn.Uc, tuple[int, int, Any]] = {}
 _MOST_LENT = 100
-"""Number of engines in use from which on a reference cycle must hold them; each takes some MiB of memory."""
+"""Maximum number of engines that tests use at a time, unless a reference cycle keeps some of them alive.
+
+Each engine takes some MiB of memory.
+"""
 
 
 def take(arch: int, mode: int) -> unicorn.Uc:

@@ -38,7 +38,10 @@ _PR_SET_PDEATHSIG = 1
 _RELEASE = tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
 _CONTENT = b"a line\n"
 _STARVED = 1000
-"""A read at this offset plus n returns, and makes the n-th allocation after it fail."""
+"""Offset of a read for running out of memory.
+
+A read at _STARVED + n succeeds, but makes the n-th allocation after it fail.
+"""
 _ASKING = """
 import os, sys
 from contextlib import suppress

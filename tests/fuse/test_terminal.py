@@ -118,7 +118,7 @@ def test_an_ambiguous_command_lists_the_mounts(
 
 
 NAMED = ("-c", r"import ctypes; ctypes.CDLL(None).prctl(15, b'\x1b[2J'); open('f').read()")
-"""Python that reads under a name that empties a terminal (15: PR_SET_NAME)."""
+"""Arguments of a Python that reads a file under a process name that clears a terminal (15: PR_SET_NAME)."""
 
 
 @needs_fuse

@@ -24,7 +24,7 @@ from tests.sample import share
 
 PROBE = {"mode": "optimized", "enabled": True, "optimized": True, "hits": 10, "nmissed": 1, "reason": ""}
 SCREENS = [(width, height) for width in (20, 40, 50, 60, 72, 80, 132) for height in (5, 12, 24)]
-"""Sizes in characters."""
+"""Sizes of the screen: (number of columns, number of lines)."""
 
 
 class Watched:

@@ -30,7 +30,7 @@ STOPS = 2000
 CELLS = (0, 8, 24)
 """Offsets from the base register of the words to which a round adds 1."""
 X86_64 = bytes.fromhex("51 59 f048ff03 48ff4308 ba01000000 f0480fc15318 48ffc9")
-"""push, pop, lock inc [rbx], inc [rbx+8], lock xadd [rbx+24], 1, dec rcx"""
+"""Machine code of a round: push, pop, lock inc [rbx], inc [rbx+8], lock xadd [rbx+24], 1, dec rcx."""
 I386 = bytes.fromhex("51 59 f0ff03 ff4308 ba01000000 f00fc15318 49")
 RISCV = struct.pack(
     "<8I",

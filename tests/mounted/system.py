@@ -21,7 +21,10 @@ TIMEOUT = 100
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="a user namespace with all ids needs root")
 OWN_LOCK = """case $HOME/ in /var/tmp/*) ;; *) mount --rbind "$HOME" /var/tmp ;; esac
 """
-"""perf-tools allow one tracing tool at a time, by /var/tmp/.ftrace-lock. Each test gets a file of its own."""
+"""Shell code that gives a test its own file /var/tmp/.ftrace-lock.
+
+By this file, perf-tools allow only one tracing tool at a time.
+"""
 
 
 def as_system(script: str, home: Path, *options: str) -> str:

@@ -170,7 +170,7 @@ END
         assert "sched_process_fork:   comm=bash pid=" in out
 
     CPUS = str(os.sysconf("SC_NPROCESSORS_CONF"))
-    """trace-cmd asks the host for the number of CPUs, and needs a buffer for each CPU."""
+    """Number of CPUs of the mount: that of the host, for each CPU of which trace-cmd needs a buffer."""
     PROBE = """
         cd "$HOME"
         touch /sys/kernel/debug/scratch/many

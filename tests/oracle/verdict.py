@@ -62,7 +62,10 @@ class Report:
     kprobefs's answer for a traced function.
     """
     by_parent: int = 0
-    """Number of these points that only the other part explains: EINVAL although the point itself is valid."""
+    """Number of points in `parentless` that only the other part explains.
+
+    Their answer is EINVAL, although each point itself is valid.
+    """
     unknown: int = 0
     """Number of points in modules, whose bytes were not recorded."""
     seconds: float = 0.0

@@ -145,7 +145,7 @@ def test_starts_from_a_venv_of_its_own(venv: Path, tmp_path: Path) -> None:
 
 
 EVIL = "import os; os.write(2, b'evil'); os._exit(66)"
-"""Python that must not run."""
+"""Python code of a module that must not be imported: it prints a word and ends the process."""
 VARIABLES = {
     "PYTHONHOME": "/nonexistent",
     "PYTHONPATH": "{evil}",

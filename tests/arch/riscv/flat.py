@@ -14,7 +14,7 @@ from tests.arch import engines
 
 PAGE = 0x1000
 NAMES = REGISTER_NAMES[1:]
-"""x1 to x31."""
+"""Names of the registers x1 to x31."""
 _IDS = {name: getattr(const, f"UC_RISCV_REG_{name.upper()}") for name in NAMES}
 
 OnBreak = Callable[["Flat", int], int | None]

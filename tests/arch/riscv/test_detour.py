@@ -24,7 +24,7 @@ SP = STACK + 0x800
 ARCHS = [RISCV64(), RISCV64I()]
 WIDE = asm.addi(10, 10, 5) + asm.arithmetic(asm.ArithmeticFunct3.XOR, 11, 10, 12)
 NARROW = bytes.fromhex("1505 aa95 0145") + asm.addi(13, 12, 1)
-"""addi a0, 5; add a1, a0; li a0, 0; and 4 bytes: 10 in all."""
+"""Machine code of 10 bytes: addi a0, 5; add a1, a0; li a0, 0; and an instruction of 4 bytes."""
 ECALL = bytes.fromhex("73000000")
 REGIONS = [(ARCHS[0], NARROW), (ARCHS[0], WIDE), (ARCHS[1], WIDE)]
 

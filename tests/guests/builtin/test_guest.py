@@ -54,7 +54,7 @@ def test_null_pointer_is_an_oops_and_the_machine_goes_on(kernel: Kernel) -> None
 
 
 def test_messages_of_the_host_have_their_places_in_the_log(kernel: Kernel) -> None:
-    """Messages that the guest has not logged itself stand between its own messages, in order of time."""
+    """Messages that the guest has not logged itself are listed between its own messages, in order of time."""
     kernel.guest.log("before the note")
     kernel.call("gcd", 12, 18)
     kernel.guest.runner.note("a note")

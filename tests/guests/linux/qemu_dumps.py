@@ -28,7 +28,7 @@ from tests.guests.linux.files import Files
 
 NOTE = "kept in the dump\n"
 PAUSE = bytes.fromhex("b8220000000f05ebf7")
-"""for (;;) pause();"""
+"""Machine code of an endless loop of pause(2) calls."""
 PATIENCE = 600.0
 """Seconds in which the kernel must start init. A busy host needs minutes."""
 

@@ -12,9 +12,9 @@ from functools import cache
 PAGE = 4096
 _ENTRY = 8
 _WRITTEN = re.compile(rb"[\x40-\x5f\x80-\x9f\xc0-\xdf]")
-"""Pattern of the highest byte of the entry of a page that was written.
+"""Pattern of the highest byte of the pagemap entry of a page that was written.
 
-It is present (0x80) or swapped (0x40), and not a page of the file (0x20). Source:
+Such a page is present (0x80) or swapped (0x40), and is not a page of the file (0x20). Source:
 Documentation/admin-guide/mm/pagemap.rst.
 """
 

@@ -52,7 +52,10 @@ CLIENT = Client(4242, 0, 0)
 TAKEN = (*REPLACED_FUNCTIONS, *ANSWERED_FUNCTIONS)
 """Kernel functions whose first instruction the engine may replace, and on which there are no probes."""
 SUITES = ("", "trixie")
-"""A module has two pieces of memory up to 6.3, and seven later."""
+"""Suites of the kernels. A module of the first kernel has two pieces of memory (up to Linux 6.3).
+
+A module of the second kernel has seven.
+"""
 NLS = "nls_cp437"
 CALL = f'{NLS}:uni2char 65 "....." 5'
 EVENTS = "/tracing/events/kprobes"

@@ -102,7 +102,7 @@ grep -c 'Linux version' machine/dmesg
 
 
 def links_and_room(directory: Path) -> None:
-    """Check links, FIFOs and free room in scratch/, by system calls of the host."""
+    """Check links, FIFOs and the free space in scratch/, by system calls of the host."""
     scratch = directory / "scratch"
     room = os.statvfs(scratch)
     assert room.f_blocks >= room.f_bfree > 0

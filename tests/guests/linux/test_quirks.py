@@ -137,7 +137,7 @@ def rewriting(told: bytes, *, frees: bool) -> bytes:
 
 
 TOLD = b"\xbe" + FUNCTION.to_bytes(4, "little") + b"\xba\x08\0\0\0"
-"""mov esi, FUNCTION; mov edx, 8"""
+"""Machine code that passes the address FUNCTION and the size 8: mov esi, FUNCTION; mov edx, 8."""
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,12 @@ _SECONDS = 80
 A test may take longer, so that a slow network skips tests and fails none.
 """
 _AFTER_A_LATE_ONE = 15
-"""The same for further packages, of which one test may need several, after apt was not done in time."""
+"""Maximum seconds for each further package, after apt was not done in time.
+
+One test may need several packages.
+"""
 _LISTS = f"lists-{os.getpid()}"
-"""Name of this process's directory, because another worker may use apt at the same time."""
+"""Name of a directory for this process only, because another worker may use apt at the same time."""
 _APT_LISTS = Path("/var/lib/apt/lists")
 """apt's lists of packages; each update of them changes the directory."""
 _KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"

@@ -37,7 +37,7 @@ FAMILIES = ("x86", "riscv", "arm64")
 ADDRESSES = st.integers(1, 24).map(lambda n: 0xFFFFFFFF81000000 + 16 * n) | st.integers(0, 2**64 - 1)
 TARGETS = st.integers(1, 2**64 - 1)
 ROUNDS = st.just(None)
-"""A target that is the trap's own address."""
+"""Strategy for a target that is the trap's own address, written as None."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)

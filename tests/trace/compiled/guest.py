@@ -233,8 +233,9 @@ class RingRecorder(Recorder):
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a kernel's mark that rescheduling is needed. The preempt count is always at offset 0x7C
-    of the CPU's area.
+    """Offsets of a kernel's need_resched flags, in the CPU's area and in the task.
+
+    The preempt count is always at offset 0x7C of the CPU's area.
     """
 
     need_resched: int

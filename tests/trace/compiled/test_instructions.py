@@ -17,7 +17,10 @@ MAX_INSTRUCTIONS = {
     ("riscv64", bench.STEPPED): 60,
     ("riscv64", bench.OPTIMIZED): 69,
 }
-"""Architecture and mode -> bound, which leaves room for the turn of a page."""
+"""(architecture, mode) -> maximum number of guest instructions of a hit.
+
+The limit allows for a hit that moves to the next page of the ring buffer.
+"""
 
 
 @pytest.mark.parametrize(("arch", "mode"), MAX_INSTRUCTIONS)

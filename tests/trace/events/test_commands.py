@@ -199,7 +199,10 @@ _TYPES = st.sampled_from(
     ["", ":u8", ":string", ":ustring", ":symbol", ":symstr", ":b4@2/8", ":x64", ":u8[2]"]
 )
 _ARGUMENTS = st.lists(st.builds("{}{}".format, _FETCHED, _TYPES), min_size=1, max_size=3).map(" ".join)
-"""Arguments of which most are valid. Of arguments that are made of any words, one of 75 is valid."""
+"""Strategy for one to three fetch arguments, most of which are valid.
+
+Of arguments that consist of arbitrary words, only one in 75 would be valid.
+"""
 
 
 @settings(max_examples=fewer(200, 4), suppress_health_check=[HealthCheck.filter_too_much])

@@ -111,7 +111,7 @@ def text_with_option(bench: Bench, name: str) -> str:
 def with_counts(text: str, events: int) -> str:
     """Return the recorded text `text` with `events` as the number of entries.
 
-    Of some recordings, only the first lines were kept.
+    The recorded number can be larger, because only the first lines of some recordings were kept.
     """
     return re.sub(r"(entries-written: )\d+/\d+", rf"\g<1>{events}/{events}", text)
 

@@ -16,7 +16,7 @@ from tests.trace.static.conftest import Enable, find, records
 
 _LINE = re.compile(r"\s*.*-(\d+)\s+\[(\d+)\] \S+\s+([\d.]+): (\w+): (.*)")
 _UNMAPPED = 0x10
-"""An address of user mode."""
+"""An address in user space at which nothing is mapped."""
 
 
 def told(kernel: Kernel) -> list[tuple[int, int, str, str]]:
