@@ -480,5 +480,5 @@ def as_junit(results: Sequence[Result], command: Sequence[str]) -> bytes:
 
 
 def _for_xml(text: str) -> str:
-    """Replace the characters that XML cannot contain."""
+    """Return `text` with a replacement for each character that XML cannot contain."""
     return NOT_XML.sub("\ufffd", text)

@@ -46,7 +46,7 @@ class TraceOutput(ABC):
     needs_entries = False
     """Whether a return probe needs a probe at the function's entry."""
     graph_options: tuple[str, ...] = ()
-    """Options of the function graph tracer that make its lines complete."""
+    """Options of the function graph tracer that are needed for complete records."""
 
     def __init__(self, output: TextIO, files: TraceFiles) -> None:
         self.output = output
