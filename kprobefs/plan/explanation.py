@@ -405,7 +405,7 @@ class Explanation:
 
     @cached_property
     def entry_values(self) -> EntryValues:
-        """Registers and stack words that still contain the values with which the function was called."""
+        """Analysis that finds registers and stack words with the values of the function's entry."""
         symbol = self.symbol
         return EntryValues(
             self.judge.arch,
