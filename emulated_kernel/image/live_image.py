@@ -197,7 +197,7 @@ class LiveImage(Generic[Core]):
     def __init__(self, image: Core) -> None:
         self.kallsyms = LiveKallsyms(image.kallsyms)
         self.core = image.with_symbols(self.kallsyms)
-        """The kernel without its modules, except that its symbol table includes those of the modules."""
+        """The kernel without its modules, but its symbol table includes the symbols of the modules."""
         self._modules: dict[str, Module] = {}
 
     def put(self, module: Module) -> None:

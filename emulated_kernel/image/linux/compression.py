@@ -172,7 +172,7 @@ MAGICS = tuple(magic for magic, _, _ in _FORMATS if len(magic) > 3 or magic == G
 
 
 class Pieces(io.RawIOBase):
-    """A file object with the bytes of an iterator of pieces, which can be read once and sequentially."""
+    """A file object with the bytes that an iterator yields in pieces. They can be read once, in order."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces

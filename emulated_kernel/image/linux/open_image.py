@@ -168,7 +168,7 @@ def _bounded(file: BinaryIO) -> bytes:
 
 
 def _foreign_machine(start: bytes) -> str | None:
-    """Return the machine's name in _FOREIGN if a file that begins with `start` is a kernel for it.
+    """Return the name of the unsupported machine whose kernel begins with `start`, from _FOREIGN.
 
     Return None if no item of _FOREIGN matches.
     """

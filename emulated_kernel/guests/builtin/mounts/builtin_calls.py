@@ -347,7 +347,7 @@ class BuiltinCalls(GuestCalls):
         return elsewhere if inner.node.runs_guest else consume
 
     def give_up(self, client: Client, file: ControlFile, error: int) -> None:
-        """Make the call in which the client's task waits fail with the errno `error`; see GuestCalls."""
+        """End the call in which the client's task waits: it fails with the errno `error`; see GuestCalls."""
         if file.fd is not None or self._stand_in is not None:
             with suppress(KernelError):
                 self._guest.give_up(self._guest.processes.known(client.pid), error)

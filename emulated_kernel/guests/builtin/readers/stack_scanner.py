@@ -28,7 +28,7 @@ class StackScanner:
     def __init__(
         self, reader: Callable[[], GuestReader], symbols: Kallsyms, abi: Mapping[str, int], cpus: Machine
     ) -> None:
-        """Scan the tasks and CPUs of one guest. `reader` returns a new reader of its memory."""
+        """Create a scanner for the tasks and CPUs of a guest. `reader` returns a new reader of its memory."""
         self._reader = reader
         self._symbols = symbols
         self._abi = abi

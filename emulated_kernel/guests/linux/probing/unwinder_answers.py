@@ -74,7 +74,9 @@ class UnwinderAnswers:
         _, _, address, pointer = self._arch.registers.arguments[:4]
 
         def asked(regs: Any) -> None:
-            """Return the real return address for a trampoline; otherwise run the kernel's own function.
+            """Make the function return the real return address, if it is called for a trampoline of kprobefs.
+
+            Otherwise run the kernel's own function.
 
             Mirrors: kernel/trace/fgraph.c:ftrace_graph_ret_addr (v6.1).
             """
