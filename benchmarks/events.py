@@ -99,8 +99,9 @@ def measure_memory(options: argparse.Namespace, lines: list[str]) -> Distributio
     """Measure the memory of an event in kB, with a new daemon for each sample.
 
     A daemon that has cleared many events would use their freed memory again. Before the measurement, each
-    daemon defines a few events that are spread over the kernel. They load the disassembler and the table of
-    the kernel's branches (together 7 MB), which all events share.
+    daemon defines a few events that are spread over the kernel. Thus it has already loaded the disassembler
+    and the table of the kernel's branches (together 7 MB), which all events share. `lines`: definitions of
+    the events.
     """
     samples = []
     for _ in range(options.daemons):

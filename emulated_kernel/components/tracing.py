@@ -357,7 +357,7 @@ def _build_handler_costs(
     records: GuestRecords,
     addresses: GuestAddresses,
 ) -> HandlerCosts | None:
-    """Build the measurement of handlers' costs, or return None if the kernel cannot be measured."""
+    """Build the measurement of handlers' costs, or return None if the kernel doesn't allow measurements."""
     if kernel.measured is None:
         return None
     return HandlerCosts(kernel.measured, arch, engine.kprobes.compiler, records, addresses)

@@ -74,8 +74,8 @@ class HostCalls:
 
         All exceptions stop the run, except those with a fixup if `fixup` is set. If TF is set in
         `start.flags`, the run ends after one instruction with the trap DEBUG. Nothing is pushed: `start.sp`
-        can be any value. The guest's own registers are restored. If the caller will continue from the
-        returned state, it sets `goes_on`, and `on_leave` isn't called.
+        can be any value. The guest's own registers are restored. A caller that will continue from the
+        returned state must set `goes_on`: then `on_leave` isn't called.
         """
         return self._run(start, self._fixup if fixup else self._hooks.stop, tick=False, leaves=not goes_on)
 

@@ -293,7 +293,10 @@ else:
         return made
 
     def _check_order(made, positional):
-        """Raise TypeError if a field without a default is after a field with a default."""
+        """Raise TypeError if, in `positional`, a field without a default is after one with a default.
+
+        `made`: the class, for the message. `positional`: its fields that are positional parameters.
+        """
         has_default = False
         for each in positional:
             if each.has_default:

@@ -62,7 +62,11 @@ else:
             return type(name, (_Methods,), {"__slots__": (), "__new__": new, **facts, **members, **body})
 
     def _new(fields, defaults, name):
-        """Return the __new__ of a class. All classes with the same number of fields share a template."""
+        """Return the __new__ of a class; its qualified name is `name`.
+
+        `fields`: names of the fields. `defaults`: defaults of the last fields. All classes with the same
+        number of fields share a template.
+        """
         template = _template(len(fields))
         code = template.replace(co_varnames=("cls", *fields), co_qualname=name)
         return FunctionType(code, {"new": tuple.__new__}, "__new__", defaults)

@@ -40,7 +40,7 @@ from emulated_kernel.arch.program.ir import Arithmetic, Condition, Program
 
 NUMBERS = {name: number for number, name in enumerate((*REGISTER_NAMES, "sp"))}
 LEAVING = LINK
-"""Register to which the op JumpTo moves the address where execution continues after the program.
+"""Register that JumpTo sets to the address at which execution continues after the program.
 
 Only return trampolines contain JumpTo. At a return, x30 is not live.
 """

@@ -174,7 +174,7 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
     def reasons(self, symbol: Symbol) -> Mapping[int, RejectReason | Tactics | None]:
         """Return the first reason against a jump at each instruction of a function; see ProbeChecker.
 
-        The function decides about all instructions at once. A check of each instruction would take too long,
+        This method decides about all instructions at once. A check of each instruction would take too long,
         because a kernel has millions of instructions. The results equal those of check_each_insn(). Only a
         function with blacklisted addresses is checked instruction by instruction.
         """

@@ -110,7 +110,8 @@ def needed(effects: Iterable[tuple[int, int, bool]]) -> int:
     """Return the mask of the registers that code may read before it writes them.
 
     `effects` holds for each instruction the mask of registers that it reads, the mask of registers that it
-    certainly overwrites, and whether it jumps. Only writes before the first jump happen on every path.
+    certainly overwrites, and whether it jumps. Only writes before the first jump count, because only these
+    happen on every path.
     """
     found = 0
     written = 0

@@ -209,9 +209,9 @@ class RiscvFunctionAnalysis:
         All registers are live where control leaves the function, because kernel assembly follows no reliable
         calling convention. All registers also count as live if no instruction begins at `addr`. But a
         temporary register that no instruction of the function names is always free.
-        Mirrors: opt.c:find_register, update_free_reg (optprobes v6, 2023). Deviates: all paths are followed,
-        not only the straight path. Arguments that the function doesn't name count as live, because the
-        function may pass them on.
+        Mirrors: opt.c:find_register, update_free_reg (optprobes v6, 2023). Deviates: the analysis follows all
+        paths, while optprobes v6 follows only the straight path. Arguments that the function doesn't name
+        count as live, because the function may pass them on.
         """
         live = self.live.get(addr)
         return ALL_REGISTERS & self._relevant | _NEVER_DEAD if live is None else live

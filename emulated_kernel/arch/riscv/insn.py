@@ -155,8 +155,9 @@ class RiscvInsnAttributes:
         self.handling = _HANDLING.get(self.opcode, Handling.COPIED)
         """Way in which the instruction is executed out of line.
 
-        Deviates: v6.1 refuses compressed jumps and branches, which v6.6 simulates. v6.1 also mistakes c.addiw
-        for the c.jal of 32-bit RISC-V, and refuses it too.
+        Deviates: compressed jumps and branches are simulated, as in v6.6, and c.addiw is copied. v6.1 refuses
+        compressed jumps and branches. It also refuses c.addiw, which it mistakes for the c.jal of 32-bit
+        RISC-V.
         Mirrors: arch/riscv/kernel/probes/decode-insn.c:riscv_probe_decode_insn (v6.6).
         """
         form = self._form

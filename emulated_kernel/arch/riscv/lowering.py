@@ -55,7 +55,7 @@ _ORDER = (T1, T2, *range(T3, T6 + 1), *range(A7, A0 - 1, -1), RA, *range(18, T3)
 t0 is missing, because a handler that an fentry site calls returns through it.
 """
 LEAVING = T0
-"""Register to which the op JumpTo moves the address where execution continues after the program.
+"""Register that JumpTo sets to the address at which execution continues after the program.
 
 The register must not be live in the probed code.
 """

@@ -124,7 +124,7 @@ _USING_FLAGS = frozenset(
 )
 _CARRIES = {Arithmetic.ADD: asm.ADC, Arithmetic.SUB: asm.SBB}
 LEAVING = CX
-"""Register to which the op JumpTo moves the address where execution continues after the program.
+"""Register that JumpTo sets to the address at which execution continues after the program.
 
 The register must not be live in the probed code.
 """

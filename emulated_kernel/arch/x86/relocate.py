@@ -69,7 +69,7 @@ def is_exact(code: bytes, bits: int) -> bool:
 
     The instruction must be one that kprobes emulate. Return False for a branch with a 16-bit operand, because
     the CPU truncates its target, and relocate() does not. Also return False for a call through sp, because
-    relocate() reads sp after the push. The code of popf is that of guarded_popf().
+    relocate() reads sp after the push. For a popf, the code is that of guarded_popf().
     """
     insn = decode_insn(code, bits)
     calls_sp = insn.opcode[0] == _GROUP_5 and insn.reg == _CALL_NEAR and insn.rm == SP

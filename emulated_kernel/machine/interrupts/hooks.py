@@ -72,7 +72,7 @@ class TrapHooks:
         self.dispatch: Callable[[Trap], None] = self.stop
         """Function to call with an exception that no breakpoint handler and no fault hook handled."""
         self.call_from_user: Callable[[], bool] = lambda: False
-        """Function to call first with a system call on arm64 and riscv64, which needs no Trap.
+        """Function to call first at a system call on arm64 and riscv64; it handles the call without a Trap.
 
         It returns False if the instruction is not in user mode, and then changes nothing.
         """

@@ -122,7 +122,7 @@ class StaleFetch:
     def synchronised(self) -> None:
         """Do nothing; see TextWatcher.
 
-        Each CPU that text_poke_sync() interrupted has called serialise() already.
+        For each CPU that text_poke_sync() interrupted, serialise() has been called already.
         """
 
     def serialise(self, cpu: int) -> None:
