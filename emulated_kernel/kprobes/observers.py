@@ -77,7 +77,7 @@ class Observers:
     def _find_heads(self) -> Sequence[AggrKprobe] | None:
         """Return the AggrKprobes that have patched the text; None if any patch cannot be examined.
 
-        This is a patch of other code than a probe, or a patch within one of `loops`; see __init__().
+        Such a patch is not that of a probe, or it is within one of `loops`; see __init__().
         """
         found: list[AggrKprobe] = []
         patch = range(0)

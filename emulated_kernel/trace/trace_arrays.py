@@ -66,7 +66,7 @@ class TraceArrays(TaskObserver):
         self._lock = lock
         self._instances: dict[str, Tracing] = {}
         self._has_recorded = False
-        """Whether an instance that was removed has had a record."""
+        """Whether a record was ever written to an instance that has been removed."""
         self._unlimited: set[str] = set()
         """Names of instances that no user has created; they do not count towards the limit on instances."""
         self.top = self._tracing(TraceArray(system), None)

@@ -32,7 +32,7 @@ class DeferredFree:
 
     @property
     def spans(self) -> list[Span]:
-        """Address ranges of all pieces. A CPU that executes code in a piece may still jump into text."""
+        """Address ranges of the pieces that are not freed yet; a CPU in a piece may still jump into text."""
         return [piece.span for piece in self._pieces]
 
     def add(self, span: Span, free: Callable[[], None], *, leads_on: bool = False) -> None:

@@ -91,7 +91,10 @@ class KprobeCtlblk:
         self.running = head
 
     def restore_previous(self) -> None:
-        """End a hit within another hit, which continues. Mirrors: restore_previous_kprobe (v6.1)."""
+        """End a hit that occurred within another hit; the other hit continues.
+
+        Mirrors: restore_previous_kprobe (v6.1).
+        """
         self.running = self.interrupted.pop()
 
     def forget_current(self) -> None:

@@ -275,7 +275,7 @@ class FtraceSites:
     # Probes
 
     def arm(self, heads: Sequence[AggrKprobe]) -> None:
-        """Make the fentry sites of the probes `heads` call them.
+        """Make the fentry sites of the probes `heads` call the probes.
 
         Mirrors: kernel/kprobes.c:__arm_kprobe_ftrace (v6.1).
         """

@@ -388,10 +388,10 @@ class HitHandling:
     def by_call(self, head: AggrKprobe) -> CallHandler:
         """Return the handler of hits by a call of ftrace's trampoline.
 
-        The handler returns False for a missed hit. Its arguments are the site's address, the saved
-        registers, and a function that calls the site's users that were attached before the probe, or None.
-        The handler calls this function after the probe's handlers, but not if the hit is missed. The
-        trampoline returns to the ip of the saved registers.
+        The handler returns False for a missed hit. Its arguments are the site's address, the saved registers,
+        and a function that calls the site's users that were attached before the probe. The function is None
+        if there are no such users. The handler calls this function after the probe's handlers, but not if the
+        hit is missed. The trampoline returns to the ip of the saved registers.
         """
         ctlblk = self.ctlblk
         keep_cost = head.cost.kept().append

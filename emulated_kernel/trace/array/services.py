@@ -59,7 +59,7 @@ class TracingServices:
     function_args: FunctionArgs | None = None
     """Printer of the functions' arguments in records of calls; None if these records have no arguments."""
     user_data: UserDataSize | None = None
-    """Setting of the number of bytes of user memory in a record of a system call.
+    """Setting for the number of bytes of user memory that a record of a system call contains.
 
     The value is None if these records contain no user memory.
     """

@@ -85,7 +85,7 @@ _TEMP = 6
 
 
 def compile_next_page(compiler: Compiler, word_size: int, request: int) -> int | None:
-    """Compile the step to the next sub-buffer. Return the code's address, or None if the code has no room.
+    """Compile the step to the next sub-buffer. Return the code's address, or None without memory for it.
 
     `request`: per-CPU offset of the memory in which a handler stores its request for room.
     """

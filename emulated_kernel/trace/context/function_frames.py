@@ -170,7 +170,7 @@ def _exits_to(frames: FunctionFrames, part: range) -> Mapping[int, Frame]:
 
 
 def _filled_in(effect: Callable[[Frame], None], slot: int, frame: Frame) -> None:
-    """Apply an instruction's `effect` to `frame`, after the handler has stored the real return address.
+    """Apply an instruction's `effect` to `frame`, when the handler has stored the real return address.
 
     Afterwards only the stack slot at offset `slot` from the CFA holds the real return address.
     """

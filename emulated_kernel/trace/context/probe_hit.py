@@ -68,7 +68,10 @@ class Tasks:
         return self._field(self._comm, _COMM_SIZE).split(b"\0", 1)[0]
 
     def comm_view(self) -> memoryview:
-        """Return a view of the current task's name in the guest. Raises: MemoryFault."""
+        """Return a view of the current task's name in the guest.
+
+        Raises: MemoryFault (the guest has damaged the address of its current task).
+        """
         return self._memory.view(self.current() + self._comm, _COMM_SIZE)
 
     def _field(self, offset: int, size: int) -> bytes:

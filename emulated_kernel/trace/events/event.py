@@ -397,7 +397,7 @@ class EventFile:
         self._changed()
 
     def disable_soft(self) -> None:
-        """Remove a user that enable_soft() added."""
+        """Remove a user that enable_soft() added; soft mode ends with the last user."""
         self._soft_references -= 1
         if self._soft_references:
             return

@@ -79,7 +79,10 @@ def _parsed(
     in_kernel: bool,
     in_fprobe: bool,
 ) -> tuple[ProbeArg, ...]:
-    """Compile arguments without logging errors. Many events have equal arguments, so results are cached."""
+    """Compile arguments without logging errors. Many events have equal arguments, so results are cached.
+
+    The parameters after `words` are those of FetchContext.
+    """
     log = TraceProbeLog(ErrorLog(lambda: 0), "", words)
     context = FetchContext(arch, log, interface, on_return, on_entry, in_kernel, in_fprobe=in_fprobe)
     return _parse_args(words, context)

@@ -1,6 +1,7 @@
 """NamedArgs: compiles `NAME->FIELD.FIELD` and `$retval`, whose types are looked up in the kernel's BTF.
 
-fetch_expression.py imports this file at the first argument of this kind, because most kernels never get one.
+fetch_expression.py imports this file at the first argument of this kind, because most kernels never get such
+an argument.
 """
 
 from __future__ import annotations

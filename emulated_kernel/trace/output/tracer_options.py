@@ -96,11 +96,11 @@ class TracerOptions:
         return tuple(str(option) for option in options if self.has_args or option not in _OF_ARGS)
 
     def is_on(self, name: str) -> bool:
-        """Return True if an option is on."""
+        """Return True if the option `name` is on."""
         return name in self._on
 
     def switch(self, name: str, *, on: bool) -> None:
-        """Switch an option on or off. Raises: KernelError EINVAL (the tracer refuses)."""
+        """Switch the option `name` on or off. Raises: KernelError EINVAL (the tracer refuses)."""
         if name == NopOption.REFUSE:
             raise KernelError(errno.EINVAL, f"{name}: the nop tracer refuses this option")
         if on and name in tuple(FunctionOption):

@@ -111,7 +111,7 @@ class ProbedSymbols:
 def parse_definition(
     argv: Sequence[str], kernel: ProbedSymbols, log: TraceProbeLog, letters: str = "pr"
 ) -> ProbeDefinition | None:
-    """Parse a command of at least one word. Return None if the command may be for another kind of event.
+    """Parse `argv`, the words of a command; return None if it may be for another kind of event.
 
     `letters` are the allowed first letters; they include `j` if the kernel has jprobes.
     Raises: KernelError EINVAL, ENOENT, EADDRNOTAVAIL, ERANGE, E2BIG (logged, except in 6.1 for a wrong type

@@ -26,7 +26,7 @@ WRITE_BUFSIZE = 4096
 
 
 def run_commands(data: bytes, execute: Callable[[str], None], printk: Callable[[str], None]) -> int:
-    """Execute each line of one write(2), and return the number of bytes of `data`.
+    """Call `execute` for each line of one write(2), and return the number of bytes of `data`.
 
     A line with its newline has at most 4,095 bytes. A line with a NUL is refused as too long.
     Raises: KernelError EINVAL (a line is too long), or the error of `execute`. The lines before a line that

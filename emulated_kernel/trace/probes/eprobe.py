@@ -134,7 +134,10 @@ class Eprobe(TraceProbe):
             self.event.record(store(self.args, b"", environment), hit)
 
     def _field(self, entry: RawEntry, name: str) -> Value:
-        """Return the value of a field in an entry of the target event. Mirrors: get_event_field (v6.1)."""
+        """Return the value of the field `name` in an entry of the target event.
+
+        Mirrors: get_event_field (v6.1).
+        """
         field = self._fields[name]
         data = entry.data[field.offset : field.offset + field.size]
         match filter_type_of(field.type):

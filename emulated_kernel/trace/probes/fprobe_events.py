@@ -334,7 +334,7 @@ class FprobeEvents(KprobeEvents):
         return kind(self, definition, self._engine)
 
     def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> ProbeDefinition | None:
-        """Parse a command of at least one word, or return None for other commands.
+        """Parse `argv`, the words of an `f` or `t` command; return None for other commands.
 
         The commands are `f[N][:[GRP/][EVENT]] SYMBOL[%return] [FETCHARGS]` and
         `t[:[GRP/][EVENT]] TRACEPOINT [FETCHARGS]`. SYMBOL may be a glob, whose functions are looked up when

@@ -507,10 +507,10 @@ class TraceKprobe(TraceProbe):
 
     @property
     def more_count(self) -> int:
-        """Amount by which Linux's own code has increased the preempt count in records of the probe.
+        """Amount that Linux's handling of a hit adds to the preempt count in records of the probe.
 
-        Linux subtracts one preempt_disable() from the count. If a return is handled in the exception of a
-        breakpoint, there are two: that of the exception, and that of the trampoline's handler.
+        Linux subtracts one preempt_disable() from the count. A return that is handled in the exception of a
+        breakpoint disables preemption twice: in the exception, and in the trampoline's handler.
         Mirrors: arch/arm64/kernel/debug-monitors.c:brk_handler, kernel/trace/rethook.c (v7.2).
         """
         return self.engine.disabled_once if self.place.is_return and self._returns_by_breakpoint else 0

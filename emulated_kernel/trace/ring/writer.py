@@ -58,7 +58,7 @@ _OVERRUN = offset_of("overrun") >> 3
 _DROPPED = offset_of("dropped") >> 3
 _ENTRIES_BYTES = offset_of("entries_bytes") >> 3
 _STATE = Struct(f"<{_ENTRIES_BYTES + 1}Q")
-"""Format of the words at the start of a control block, which include all that make_room() needs."""
+"""Format of the words at the start of a control block; they include all words that make_room() needs."""
 _CHANGING = offset_of("changing") >> 3
 
 

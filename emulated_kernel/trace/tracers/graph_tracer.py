@@ -81,7 +81,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         self._graph.user_changed()
 
     def set_threshold(self, nanoseconds: int) -> None:
-        """Set tracing_thresh, in nanoseconds."""
+        """Set tracing_thresh to `nanoseconds`."""
         self.threshold_ns = nanoseconds
         self._graph.user_changed()
 

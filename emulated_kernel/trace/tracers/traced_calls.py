@@ -32,7 +32,7 @@ class TracedCalls:
         self._functions.attach(self._ops, sites)
 
     def detach(self) -> None:
-        """Stop recording."""
+        """Stop recording the calls from all sites, and free the guest code."""
         self._functions.detach(self._ops)
         if self._code is not None:
             self._code.close()
