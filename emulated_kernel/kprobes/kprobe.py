@@ -144,7 +144,7 @@ class Kprobe(FailureCount, Generic[RegsT]):
 
     @property
     def nmissed(self) -> int:
-        """Number of missed hits since registration, which users may set.
+        """Number of missed hits since registration; users may set this number.
 
         A hit is missed if it occurs while another hit is handled, or if there is no room for the machine
         code of `code` or `post_code`. As in Linux, a memory fault of a handler counts too, if the probe has

@@ -19,9 +19,9 @@ POOL = 2
 CONTROL_WORDS = 6
 """Number of words of a hook (struct rethook: data, handler, pool, ref, rcu). The hook's counters follow."""
 MISSED = 0
-"""Index of the counter of missed calls in a hook."""
+"""Index of a hook's counter of missed calls."""
 RETURNED = 1
-"""Index of the counter of calls whose return was handled, in a hook."""
+"""Index of a hook's counter of calls whose return was handled."""
 ACTIVE = 2
 """Index of a hook's counter of nodes in use. The counter stays 0 if the free nodes show the number."""
 HIGH_WATER = 3

@@ -68,7 +68,7 @@ class PipeReader:
         self._changed.wait(timeout)
 
     def subscribe(self, notify: Callable[[], None]) -> None:
-        """Call `notify` once, when the pipe is ready or closed. If it is already, call `notify` at once."""
+        """Call `notify` once: at once if the pipe is ready or closed already, else when it becomes so."""
         if self.ready() or self._closed:
             notify()
         else:

@@ -32,9 +32,9 @@ class FilterWords:
     word_size: int = 8
     """Size of an address in bytes."""
     find_function: Callable[[str | int], range | None] = _no_function
-    """Returns the addresses of the function called by its argument, or of the function at the address.
+    """Returns the addresses of the function whose name, or an address in it, is the argument.
 
-    The function returns None if the kernel has no such function.
+    The result is None if the kernel has no such function.
     """
     memory: MemoryBudget = field(default_factory=_no_limit)
     """Limit of the host memory that all filters, synthetic events and lists of pids of the kernel take."""

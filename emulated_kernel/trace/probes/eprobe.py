@@ -109,8 +109,7 @@ class Eprobe(TraceProbe):
     def enable(self) -> None:
         """Add the trigger to the target event, in the first trace array that has the probe's event enabled.
 
-        Deviates: in Linux, trace arrays that enable the probe's event later get no hits. Here they get
-        them.
+        Deviates: trace arrays that enable the probe's event later also get hits. In Linux, they get none.
         Raises: errors of TraceEvent.enable().
         """
         self.target.file(self.event.recorders[0]).add(self._trigger, last=True)

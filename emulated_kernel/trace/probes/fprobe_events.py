@@ -169,8 +169,8 @@ class TraceFprobe(TraceKprobe):
     def more_count(self) -> int:
         """Amount by which ftrace has increased the preempt count in records; see TraceKprobe.more_count.
 
-        At a return there are two preempt_disable(): those of the trampoline's handler and of ftrace's guard
-        against recursion. In some versions of Linux, entries have two as well.
+        At a return, both the trampoline's handler and ftrace's guard against recursion call
+        preempt_disable(). In some versions of Linux, there are two such calls at an entry as well.
         """
         has_two = self.place.is_return or InterfaceRule.FPROBE_ENTRY_COUNT in self.kind.interface
         return self.engine.disabled_once if has_two else 0

@@ -172,7 +172,7 @@ class Functions(Collection[TraceableFunction]):
     def remove(self, sites: frozenset[int]) -> None:
         """Remove those functions of a module that have the fentry sites `sites`.
 
-        They are all functions of the module, or the functions in its init text.
+        `sites` are those of all functions of the module, or of the functions in its init text.
 
         Mirrors: kernel/trace/ftrace.c:ftrace_release_mod, ftrace_free_mem (v6.1).
         """
