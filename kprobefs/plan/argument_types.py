@@ -34,6 +34,10 @@ _EXPRESSION = lazy_pattern(
 )
 """Pattern for the expression of a fetch argument that dereferences a base by offsets, or not at all."""
 _POINTER_SIZE = 8
+_SOCKADDR = "struct sockaddr"
+"""The structure to which the kernel casts the socket addresses of each family; they have only its start."""
+_SOCKADDR_DATA = 2
+"""Offset of the first byte of a socket address that depends on the family."""
 _BIG_ENDIAN = lazy_pattern(r"__be(?:16|32|64)|__sum16|__wsum")
 """Pattern for the types of numbers in the network's byte order, whose bytes are often read one by one."""
 
@@ -198,6 +202,8 @@ class _Walk:
             if target is None:
                 return (), None
             name = declaration(self._btf, target)
+            if name == _SOCKADDR and offset >= _SOCKADDR_DATA:
+                return (), None
             if is_structure(self._btf, target):
                 members = members_at(self._btf, target, offset) if offset >= 0 else []
                 found += [_Named(f"{name}.{each.path}", each) for each in members]

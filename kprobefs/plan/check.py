@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.image.linux.btf_declaration import prototype
-from emulated_kernel.trace.interface import Interface, InterfaceRule
+from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.probes.definition import MAX_EVENT_NAME_LEN
 from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe
 from emulated_kernel.trace.text.chars import argv_split
@@ -44,14 +44,14 @@ from kprobefs.plan.place import (
 from kprobefs.plan.planned_kernel import ONLY_COUNTED, UNGUARDED, PlannedKernel
 
 _OTHER_KINDS = {
-    "s": None,
-    "e": InterfaceRule.EVENT_PROBES,
-    "f": InterfaceRule.FPROBE_EVENTS,
-    "t": InterfaceRule.TRACEPOINT_EVENTS,
+    "s": (None, "synth_event_delete"),
+    "e": (InterfaceRule.EVENT_PROBES, "__trace_eprobe_create"),
+    "f": (InterfaceRule.FPROBE_EVENTS, "trace_fprobe_show"),
+    "t": (InterfaceRule.TRACEPOINT_EVENTS, "trace_fprobe_show"),
 }
-"""Letter of an event's kind, except kprobe events -> interface rule of kernels that have the kind.
+"""Letter of an event's kind, except kprobe events -> what kernels with the kind have.
 
-The value is None if all kernels have it.
+An interface rule, or None if the interfaces of all versions have the kind, and a function of the kernel.
 """
 _PARAMETER = re.compile(r"\$arg([0-9]+)\b")
 """Pattern for a parameter of the function in a fetch argument."""
@@ -75,7 +75,8 @@ def check_lines(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
         before = answers
         answers = _answers(kernel.with_modules(modules), known)
         for answer, unloaded in zip(answers, before, strict=True):
-            _compare(answer, unloaded, ", ".join(modules))
+            module = _place(answer.line).partition(":")[0]
+            _compare(answer, unloaded, module if module in modules else ", ".join(modules))
     for answer in answers:
         if why := missing.get(_place(answer.line)):
             if answer.is_error and _is_accepted_at_entry(kernel, answer.line):
@@ -157,7 +158,7 @@ def _answers(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
 def _answer(kernel: PlannedKernel, engine: OfflineEngine, settings: SettingChecks, line: Line) -> Answer:
     if SETTING.match(line.text):
         return settings.answer(line)
-    if _is_foreign(line.text, kernel.interface):
+    if _is_foreign(line.text, kernel):
         settings.named(line.text)
         return Answer(line, UNCHECKED, findings=[*_of_foreign(kernel, line)])
     events = engine.kprobe_events
@@ -173,15 +174,15 @@ def _answer(kernel: PlannedKernel, engine: OfflineEngine, settings: SettingCheck
     return _created(kernel, line, events.newest)
 
 
-def _is_foreign(text: str, interface: Interface) -> bool:
+def _is_foreign(text: str, kernel: PlannedKernel) -> bool:
     """Return True if a line defines an event of another kind that the kernel has, such as a uprobe."""
     found = DEFINITION.match(text)
     if found is None:
         return False
     kind = found["kind"]
     if kind in _OTHER_KINDS:
-        rule = _OTHER_KINDS[kind]
-        return rule is None or rule in interface
+        rule, function = _OTHER_KINDS[kind]
+        return (rule is None or rule in kernel.interface) and kernel.has_feature(function)
     # Linux: a place with "/" and ":" is a uprobe's, and an offset follows the last ":".
     place = found["rest"].split(maxsplit=1)[0] if found["rest"] else ""
     return kind in "pr" and "/" in place and place.rpartition(":")[2][:1].isdigit()

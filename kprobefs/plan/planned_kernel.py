@@ -84,6 +84,8 @@ class PlannedKernel:
         self.profile = profile
         self.has_own_kprobes = False
         """Whether the verdicts are those of the kernel's own kprobes, and not of kprobefs's."""
+        self.has_own_tracing = False
+        """Whether answers are for the kernel's own kprobes, and so for its own tracefs."""
         self.strategy: str | None = None
         """Optimization policy whose verdicts are given in addition to Linux's, or None for only Linux's."""
         self.image: str | None = None
@@ -153,6 +155,7 @@ class PlannedKernel:
             found.remarks = self.remarks
             found.is_booted = self.is_booted
             found.has_own_kprobes = self.has_own_kprobes
+            found.has_own_tracing = self.has_own_tracing
             found.strategy = self.strategy
             found.modules = tuple(link_modules(core, [*files.items()]))
             return found
@@ -315,10 +318,14 @@ class PlannedKernel:
     @property
     def triggers(self) -> Collection[str]:
         """Names of the commands that the trigger files of events take."""
-        if not self.has_own_kprobes:
-            return _TRIGGERS.keys()
-        count = self.tables.kallsyms.count_name
-        return [name for name, function in _TRIGGERS.items() if count(function)]
+        return [name for name, function in _TRIGGERS.items() if self.has_feature(function)]
+
+    def has_feature(self, function: str) -> bool:
+        """Return True if the kernel was built with the feature that `function` belongs to.
+
+        kprobefs's own tracefs has all features.
+        """
+        return not self.has_own_tracing or bool(self.tables.kallsyms.count_name(function))
 
     def argument_count(self, function: str) -> int | None:
         """Return the number of a function's parameters in the built-in kernel; None if it isn't known."""
@@ -352,7 +359,8 @@ def planned_kernel(
         raise CliError(f"--cpu: {why}", ExitStatus.USAGE)
     made = _planned(arch, image, vmcore, profile_name, cpu)
     made.strategy = strategy
-    if kprobes == KERNEL_KPROBES:
+    made.has_own_tracing = kprobes == KERNEL_KPROBES
+    if made.has_own_tracing:
         _use_own_kprobes(made)
     elif remarks := made.judge.remarks:
         made.title += " with kprobefs's kprobes"

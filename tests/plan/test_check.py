@@ -347,6 +347,18 @@ def test_places_for_a_name_that_is_not_unique(typed: str, capsys: pytest.Capture
     assert not any(answer.findings for answer in answers)
 
 
+@pytest.mark.parametrize("kprobes", ["kprobefs", "kernel"])
+def test_a_kernel_s_own_tracefs_has_what_it_was_built_with(typed: str, kprobes: str) -> None:
+    """The made kernel has none of the functions of triggers and synthetic events, as a kernel without
+    CONFIG_HIST_TRIGGERS and CONFIG_SYNTH_EVENTS.
+    """
+    kernel = planned_kernel(None, typed, None, None, kprobes=kprobes)
+    texts = "p:x f", "events/kprobes/x/trigger = hist:keys=common_pid", "s:lat u64 d"
+    answers = check_lines(kernel, [Line("x", number, text) for number, text in enumerate(texts)])
+    refused = "unchecked" if kprobes == "kprobefs" else "EINVAL"
+    assert [answer.outcome for answer in answers] == ["ftrace", refused, refused]
+
+
 @pytest.mark.parametrize(("offset", "rules"), [(0, []), (5, []), ("size", ["other-function"])])
 def test_an_offset_may_lead_out_of_the_function(typed: str, offset: int | str, rules: list[str]) -> None:
     """A place in the next function has a warning; the same place as an offset from _stext has none."""
@@ -445,6 +457,7 @@ def test_lines_with_modules_are_judged_with_them_loaded(
     package = debian.package("linux-image-cloud-amd64")
     lines = {
         "p:a nls_cp437:uni2char a=$arg1": ("ftrace", "EINVAL", ["needs-module"]),
+        "p:b nls_ascii:uni2char a=$arg1": ("ftrace", "EINVAL", ["needs-module"]),
         "r:c nls_cp437:uni2char": ("ftrace", "pending", []),
         "p:d nls_cp437:uni2char+3": ("EILSEQ", "pending", ["BAD_INSN_BNDRY"]),
         "p:e nls_cp437:uni2chra": ("ENOENT", "pending", ["BAD_PROBE_ADDR"]),
@@ -461,6 +474,7 @@ def test_lines_with_modules_are_judged_with_them_loaded(
     }
     assert found == lines
     messages = {each.line.text: each.findings[0].message for each in answers if each.findings}
+    assert "not loaded (nls_cp437): " in messages["p:a nls_cp437:uni2char a=$arg1"]
     assert "similar names: nls_cp437:uni2char" in messages["p:e nls_cp437:uni2chra"]
     assert messages["p:f nls_cp43:uni2char"].startswith(
         "no module nls_cp43 comes with this kernel; similar names: nls_cp437"

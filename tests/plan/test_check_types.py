@@ -150,6 +150,24 @@ def test_parameters_that_a_function_does_not_have(typed: str, line: str, message
     assert [line[finding.column :] for finding in found] == [line.rsplit(maxsplit=1)[-1]] * len(found)
 
 
+@pytest.mark.parametrize(
+    ("argument", "rules"),
+    [
+        ("+0($arg1):u16", []),
+        ("+0($arg1):u32", ["type-size"]),
+        ("+2($arg1):u16", []),
+        ("+4($arg1):x32", []),
+        ("+20($arg1):x64", []),
+    ],
+)
+def test_a_socket_address_has_the_members_of_its_family(typed: str, argument: str, rules: list[str]) -> None:
+    """Only the family is known of the address to which a struct sockaddr pointer points."""
+    (answer,) = check_lines(
+        planned_kernel(None, typed, None, None), [Line("x", 1, f"p:x connect a={argument}")]
+    )
+    assert [finding.rule for finding in answer.findings] == rules
+
+
 @pytest.mark.parametrize(("kind", "rules"), [("s32", []), ("u32", ["type-sign"]), ("s64", ["type-size"])])
 def test_the_type_of_a_result(typed: str, kind: str, rules: list[str]) -> None:
     kernel = planned_kernel(None, typed, None, None)

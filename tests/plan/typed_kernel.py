@@ -23,6 +23,7 @@ def kernel_with_types(tmp_path: Path, body: bytes = BODY, *, is_later: bool = Fa
     source.function("split.isra.0", CALL_FENTRY + BODY + b"\xc3")
     for name in ("whole", "whole.part.0", "whole.constprop.1.isra.0", "whole.cold", "wholesale.part.0"):
         source.function(name, CALL_FENTRY + BODY + b"\xc3")
+    source.function("connect", CALL_FENTRY + BODY + b"\xc3")
     for _ in range(2):
         source.function("twice", CALL_FENTRY + BODY + b"\xc3")
     sites = [address for address, letter, _ in source.symbols if letter == "T" and address >= at]
@@ -37,6 +38,9 @@ def kernel_with_types(tmp_path: Path, body: bytes = BODY, *, is_later: bool = Fa
     proto = btf.prototype(number, ("number", number), ("size", size), ("pair", pointer))
     btf.add(12, "f", proto)
     add_nodes(btf, number, size, pair, is_later=is_later)
+    data = btf.array(btf.add(1, "unsigned char", 1, (8).to_bytes(4, "little")), 14)
+    address = btf.structure("sockaddr", 16, ("sa_family", port, 0), ("sa_data", data, 2))
+    btf.add(12, "connect", btf.prototype(number, ("address", btf.add(2, "", address))))
     btf.add(12, "whole", btf.prototype(0))
     btf.add(12, "many", btf.prototype(number, ("number", number), ("", 0)))
     stub = btf.prototype(0, ("__data", pointer), ("number", number), ("size", size))
