@@ -24,6 +24,7 @@ class HostCalls:
         runner: Runner,
         ex_table: Mapping[int, int],
         on_leave: Sequence[Callable[[], None]],
+        on_give_up: Sequence[Callable[[int], None]],
         *,
         return_pad: int,
         stack_top: int,
@@ -38,6 +39,7 @@ class HostCalls:
         self.stack_top = stack_top
         """Stack pointer at the entry of a called function; on x86 it points to the return address."""
         self._on_leave = on_leave
+        self._on_give_up = on_give_up
 
     def call(self, address: int, *args: int, variadic: bool = False) -> int:
         """Call the function at `address` with up to six one-word arguments; return the value that it returns.
@@ -106,6 +108,9 @@ class HostCalls:
         finally:
             hooks.dispatch = usual
             regs.restore(saved)
+        if not self._has_returned(trap):
+            for callback in self._on_give_up:
+                callback(start.sp)
         self._check_returned(trap)
         return result
 
@@ -115,8 +120,11 @@ class HostCalls:
         self._check_returned(trap)
         return end
 
+    def _has_returned(self, trap: Trap) -> bool:
+        return trap.address == self._return_pad + len(self._cpu.halt)
+
     def _check_returned(self, trap: Trap) -> None:
-        if trap.address != self._return_pad + len(self._cpu.halt):
+        if not self._has_returned(trap):
             raise BudgetExceeded(trap) if trap.kind is TrapKind.BUDGET else GuestFault(trap)
 
     def _run(

@@ -148,6 +148,7 @@ class Machine(ProbedMachine):
             self._runner,
             dict(image.ex_table),
             self.on_leave,
+            self.on_give_up,
             return_pad=self._pad,
             stack_top=self._stack - self.model.call_stack_gap,
         )

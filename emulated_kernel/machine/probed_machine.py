@@ -46,6 +46,11 @@ class ProbedMachine(ABC):
         The call may have ended before the guest function returned. If the host continues the call from the
         state in which it ended, the functions are not called.
         """
+        self.on_give_up: list[Callable[[int], None]] = []
+        """Functions to call if a guest function that a handler of a hit has called did not return.
+
+        The argument is the function's stack pointer at its entry. The interrupted code continues.
+        """
         self.on_switch: list[Callable[[int], None]] = []
         """Functions to call with the CPU's number when another CPU becomes the current one."""
         self.clock_loops: list[range] = []

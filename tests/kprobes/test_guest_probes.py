@@ -11,7 +11,10 @@ from enum import IntEnum
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.kinds.fprobe import Fprobe
 from emulated_kernel.kprobes.kprobe import Kprobe, Regs
+from emulated_kernel.kprobes.profile import Profile
+from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
 from emulated_kernel.util.config import MachineConfig
 from tests.kprobes.listed import list_lines
 from tests.ledger import ledger_mismatches
@@ -178,6 +181,63 @@ def test_a_handler_that_does_not_return(probing: Probing, which: Which) -> None:
     assert len(told) == 1
     assert told[0].startswith("kprobefs: a handler of the probe at gcd was given up: ")
     assert not probing.executive.is_dead
+
+
+def register(kernel: Kernel, function: str, place: str, handler: str) -> None:
+    """Register a probe structure in guest memory, as a module does.
+
+    `function`: register_kprobe or register_kretprobe. `place`: symbol of the probe. `handler`: function of
+    the guest that is its pre_handler or entry_handler.
+    """
+    abi, memory = kernel.image.abi, kernel.machine.memory
+    find = kernel.kprobes.symbols.lookup_name
+    probe = kernel.machine.records.alloc_pages(4096)
+    memory.write(probe, bytes([1] * 4 + [0] * 4092))
+    member = "kprobe.pre_handler" if function == "register_kprobe" else "kretprobe.entry_handler"
+    for name, symbol in (("kprobe.addr", place), (member, handler)):
+        address = find(symbol)
+        assert address is not None
+        memory.write_word(probe + abi[name], address)
+    assert kernel.call(function, probe) == 0
+
+
+@pytest.mark.parametrize("stack", SHADOW_STACKS)
+@pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
+def test_calls_of_a_handler_that_is_given_up_are_not_pending(arch: str, stack: str) -> None:
+    """The hooked call in which a handler faults is flushed. Calls around the hit still return."""
+    with Kernel(MachineConfig(arch=arch, return_hook=stack)) as kernel:
+        kernel.load_module("probing")
+        inner, outer = (Fprobe(name, exit_handler=lambda *_: None) for name in ("fault", "lcm"))
+        for fprobe in (inner, outer):
+            kernel.register_fprobe(fprobe)
+        register(kernel, "register_kretprobe", "gcd", "fault")
+        assert [kernel.call("lcm", 4, 6) for _ in range(3)] == [12] * 3
+        assert inner.hook is not None
+        assert outer.hook is not None
+        assert (inner.hook.active, inner.hook.returned, inner.hook.flushed) == (0, 0, 1)
+        assert (outer.hook.active, outer.hook.returned, outer.hook.flushed) == (0, 3, 0)
+
+
+def test_a_hit_in_a_handler_that_is_given_up_has_ended() -> None:
+    """A handler waits for a spin lock for ever. It is given up while a probed instruction of its loop is
+    stepped. Later hits are not missed because of this.
+    """
+    profile = Profile("stepped", ftrace=False, optimizer=False)
+    with Kernel(MachineConfig(run_budget=BUDGET), profile=profile) as kernel:
+        start = kernel.kprobes.symbols.lookup_name("queued_spin_lock_slowpath")
+        assert start is not None
+        pause = kernel.machine.memory.read(start, 64).index(b"\xf3\x90")
+        inner = Kprobe(symbol_name="queued_spin_lock_slowpath", offset=pause, pre_handler=lambda *_: None)
+        seen: list[int] = []
+        after = Kprobe(symbol_name="int_sqrt", pre_handler=lambda _kprobe, regs: seen.append(regs.di))
+        for kprobe in (inner, after):
+            kernel.register_kprobe(kprobe)
+        register(kernel, "register_kprobe", "gcd", "_raw_spin_lock")
+        for number in range(1, 4):
+            assert kernel.call("gcd", 12, 18) == 6
+            assert kernel.call("int_sqrt", number * number) == number
+        assert seen == [1, 4, 9]
+        assert inner.nmissed > 1
 
 
 def test_what_a_handler_hits_is_missed(probing: Probing) -> None:

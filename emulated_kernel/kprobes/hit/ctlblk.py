@@ -104,6 +104,14 @@ class KprobeCtlblk:
         else:
             self.set_running(None)
 
+    def restore_to(self, depth: int) -> None:
+        """End the hits that occurred in a call that a handler made and that was given up.
+
+        `depth`: length of `interrupted` before the call.
+        """
+        while len(self.interrupted) > depth:
+            self.restore_previous()
+
     def abandon(self) -> None:
         """Forget all hits of the CPU, because the guest's run was given up and the hits never end."""
         self.interrupted.clear()

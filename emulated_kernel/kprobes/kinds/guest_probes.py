@@ -311,6 +311,7 @@ class GuestProbes:
             return 0
         machine = self._machine
         ctlblk = self._kprobes.hits.ctlblk
+        depth = len(ctlblk.interrupted)
         memory = self._memory
         word = self._word
         size = len(self._names) * word
@@ -329,6 +330,7 @@ class GuestProbes:
                 memory.write_u32(count, preempt_count)
             data = memory.read(frame, size)
         except (GuestFault, BudgetExceeded, HardwareError, MemoryFault) as fault:
+            ctlblk.restore_to(depth)
             self._failed_handlers.add(handler)
             where = kprobe.symbol_name or f"{kprobe.address:#x}"
             self._note(f"a handler of the probe at {where} was given up: {fault}")

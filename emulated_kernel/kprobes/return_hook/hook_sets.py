@@ -56,6 +56,7 @@ class HookSets(TaskObserver):
         )
         self._graph: ReturnHooks | None = None
         machine.on_leave.append(self._abandon)
+        machine.on_give_up.append(self._give_up)
         machine.preempt_if(lambda: not self.first.stack.is_locked)
         machine.on_switch.append(self._look_from)
 
@@ -129,6 +130,14 @@ class HookSets(TaskObserver):
         self._hits.ctlblk.abandon()
         for hooks in self._sets:
             hooks.abandon()
+
+    def _give_up(self, sp: int) -> None:
+        """Forget the hooked calls of a guest function that a handler of a hit has called and given up.
+
+        `sp`: stack pointer at the function's entry.
+        """
+        for hooks in self._sets:
+            hooks.abandon_below(sp)
 
 
 def return_place_size(arch: Arch, sets: int = 2) -> int:

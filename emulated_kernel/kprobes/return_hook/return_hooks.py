@@ -458,8 +458,17 @@ class ReturnHooks:
         area = self._machine.per_cpu_bases[self._machine.cpu]
         top = self._memory.read_word(area + self._abi["percpu.hardirq_stack_ptr"])
         size = self._abi["thread.size"]
+        self._drop_until(task, lambda frame: low <= frame < low + size or top - size <= frame < top)
+
+    def abandon_below(self, sp: int) -> None:
+        """Remove the current task's newest hooked calls whose frames are not above `sp`."""
+        if self.stack.hooks:
+            self._drop_until(self._tasks.current(), lambda frame: frame > sp)
+
+    def _drop_until(self, task: int, stays: Callable[[int], bool]) -> None:
+        """Remove a task's newest pending calls, and count them as flushed, until `stays(frame)` is true."""
         for call in list(self.stack.pending(task)):
-            if low <= call.frame < low + size or top - size <= call.frame < top:
+            if stays(call.frame):
                 break
             self.stack.pop(task, 1)
             self._count_flushed(call.hook)
