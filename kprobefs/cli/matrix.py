@@ -28,18 +28,21 @@ from kprobefs.common.output_file import OutputFile
 from kprobefs.common.terminal import lines_of
 
 BLAMED = re.compile(
-    r"error|fail|not found|no such|cannot|can't|invalid|traceback|assert|exception|panic|denied",
+    r"error|fail|not found|no such|cannot|can't|invalid|traceback|assert|exception|panic|denied|"
+    # The prefix of a shell's own messages: of bash, of dash, and of both for the text of -c.
+    r"^[^\s:+][^:]*: line \d+: |^\S*(?:/\S+|sh): \d+: |^(?:\S*/)?(?:ba|da|a)?sh: ",
     re.IGNORECASE,
 )
 """Pattern for a line of a log that probably contains the reason why the command failed."""
-_TRACEBACK = re.compile(r"Traceback \(most recent call last\):|Exception (?:in thread|ignored in).*")
+_TRACEBACK_HEAD = "Traceback (most recent call last):"
+_TRACEBACK = re.compile(rf"{re.escape(_TRACEBACK_HEAD)}|Exception (?:in thread|ignored in).*")
 """Pattern for the first line of a Python traceback; the next line that is not indented has the exception."""
 _FAILURES = re.compile(r"=+ (?:FAILURES|ERRORS) =+")
 """Pattern for the line of pytest before the reports of failed tests."""
 _FAILED_TEST = re.compile(r"_+ (?!_)(.+?) _+")
 """Pattern for the first line of a failed test's report; its group is the name of the test."""
-_REASON = re.compile(r"E {3,}(.*)")
-"""Pattern for a line of a failed test's report with the exception, as its group."""
+_REASON = re.compile(r"E( {3,}.*)")
+"""Pattern for a line of a failed test's report with a part of the exception, as its group."""
 _REFUSALS = re.compile(r"-+ kprobefs -+")
 """Pattern for the line of a failed test's report before the kernel's refusals."""
 COLUMNS = 80
@@ -59,6 +62,8 @@ INTERRUPTED = 128 + SIGINT
 _STOPPED = (INTERRUPTED, 128 + SIGTERM)
 MOUNT = re.compile(r"/[^\s'\":]*/kprobefs-[a-z0-9_]{8}/mnt")
 """Pattern for the path of a mount that `run` has made."""
+_NAME = re.compile(r"\b[^\W\d]\w*")
+"""Pattern for a name in a hint."""
 NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -388,17 +393,36 @@ def _first_failed_test(report: Sequence[str]) -> str:
 
     Return "" if the report has no reason.
     """
-    name = reason = refusal = ""
+    name = refusal = ""
+    exception = []
     for line, following in zip(report, [*report[1:], ""], strict=True):
         if line.startswith("==") or (name and _FAILED_TEST.fullmatch(line)):
             break
         if found := _FAILED_TEST.fullmatch(line):
             name = f"{found[1]}: "
         elif found := _REASON.match(line):
-            reason = reason or found[1].strip()
+            exception.append(found[1])
         elif _REFUSALS.fullmatch(line):
             refusal = f"; {following.strip()}"
-    return reason and f"{name}{reason}{refusal}"
+    return f"{name}{_reason(exception)}{refusal}" if exception else ""
+
+
+def _reason(exception: Sequence[str]) -> str:
+    """Return the first line of the text of an exception, which consists of the lines `exception`.
+
+    If the text begins with a traceback of another program, return that traceback's exception in its place.
+    """
+    first, *rest = map(str.rstrip, exception)
+    if rest and first.endswith(_TRACEBACK_HEAD):
+        # The frames are indented, and the exception after them is not.
+        frame = _indentation(rest[0])
+        ended = next((line for line in rest if _indentation(line) < frame), "")
+        first = first.removesuffix(_TRACEBACK_HEAD) + (ended.strip() or _TRACEBACK_HEAD)
+    return first.strip()
+
+
+def _indentation(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
@@ -406,7 +430,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
 
     If a failure's line does not fit into its column, it follows the row. If a kernel has not passed, a line
     after the table names the directory of the logs. Last comes each hint of `run`, with the names of the
-    kernels for which it was printed.
+    kernels for which it was printed. Hints that differ only in numbers in names count as one hint.
     """
     width = max(len("kernel"), *(len(escape_for_terminal(result.case.name)) for result in results))
     room = max(COLUMNS - width - len("  result   seconds  "), MIN_SHOWN)
@@ -421,13 +445,20 @@ def table(results: Sequence[Result]) -> Iterator[str]:
             yield from lines_of(line, COLUMNS, "    ", "    ")
     if failed := [result for result in results if not result.has_passed]:
         yield f"logs: {escape_for_terminal(str(failed[0].log.parent))}"
-    hints: dict[str, list[str]] = {}
+    hints: dict[str, list[Result]] = {}
     for result in results:
         if result.hint:
-            hints.setdefault(result.hint, []).append(result.case.name)
-    for hint, names in hints.items():
-        which = f"{len(names)} of {len(results)} kernels ({', '.join(names)})"
-        yield from lines_of(escape_for_terminal(f"hint of {which}: {hint}"), COLUMNS)
+            hints.setdefault(_without_numbers(result.hint), []).append(result)
+    for given in hints.values():
+        names = ", ".join(result.case.name for result in given)
+        differ = "; numbers in names differ" if len({result.hint for result in given}) > 1 else ""
+        which = f"{len(given)} of {len(results)} kernels ({names}{differ})"
+        yield from lines_of(escape_for_terminal(f"hint of {which}: {given[0].hint}"), COLUMNS)
+
+
+def _without_numbers(hint: str) -> str:
+    """Return a hint without the digits of its names, which may contain the pid of a tool."""
+    return _NAME.sub(lambda name: re.sub(r"\d+", "0", name[0]), hint)
 
 
 def as_json(results: Sequence[Result]) -> str:

@@ -332,6 +332,23 @@ def test_a_table_shows_what_failed() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("hints", "shown"),
+    [
+        (["lat_41_read is empty", "lat_52_read is empty", "a"], ["lat_41_read is empty", "a"]),
+        (["in41 has 2 hits", "in52 has 2 hits"], ["in41 has 2 hits"]),
+        (["in has 2 hits", "in has 3 hits"], ["in has 2 hits", "in has 3 hits"]),
+        (["never came to f+0x10", "never came to f+0x20"], ["never came to f+0x10", "never came to f+0x20"]),
+    ],
+)
+def test_hints_that_differ_in_numbers_of_names_are_one(hints: list[str], shown: list[str]) -> None:
+    case = matrix.Case("6.1", ())
+    results = [matrix.Result(case, 0, 2, Path("log"), "", hint) for hint in hints]
+    lines = [line for line in matrix.table(results) if line.startswith("hint of ")]
+    assert [line.partition("): ")[2] for line in lines] == shown
+    assert any("differ" in line for line in lines) == (len(shown) < len(hints))
+
+
 def test_a_renamed_package_is_named_with_its_release(tmp_path: Path) -> None:
     package = debian.package("linux-image-cloud-amd64")
     (tmp_path / "mine.deb").symlink_to(package)
@@ -384,6 +401,28 @@ def test_a_renamed_package_is_named_with_its_release(tmp_path: Path) -> None:
             "test_a: OSError: a",
         ),
         ("=== FAILURES ===\n_ test_a _\n", "=== FAILURES ==="),
+        (
+            "=== FAILURES ===\n_ test_a _\nE   AssertionError: tool: Traceback (most recent call last):\n"
+            "E           File 'a', line 1, in f\nE             raise KeyError('b')\nE         KeyError: 'b'\n"
+            "E         \nE       assert 1 == 0\n",
+            "test_a: AssertionError: tool: KeyError: 'b'",
+        ),
+        (
+            "=== FAILURES ===\n_ test_a _\nE   RuntimeError: Traceback (most recent call last):\n"
+            "E     File 'a', line 1, in f\nE   KeyError: 'b'\n",
+            "test_a: RuntimeError: KeyError: 'b'",
+        ),
+        (
+            "=== FAILURES ===\n_ test_a _\nE   OSError: Traceback (most recent call last):\n",
+            "test_a: OSError: Traceback (most recent call last):",
+        ),
+        ("== 5.10\n./try.sh: line 10: REPO: unbound variable\n", "./try.sh: line 10: REPO: unbound variable"),
+        ("== 5.10\nmy try: line 10: REPO: unbound variable\n", "my try: line 10: REPO: unbound variable"),
+        ("== 5.10\n./try: 3: REPO: parameter not set\n", "./try: 3: REPO: parameter not set"),
+        ("== 5.10\ntry.sh: 3: REPO: parameter not set\n", "try.sh: 3: REPO: parameter not set"),
+        ("== 5.10\nsh: 3: REPO: parameter not set\n", "sh: 3: REPO: parameter not set"),
+        ("== 5.10\nbash: REPO: unbound variable\n", "bash: REPO: unbound variable"),
+        ("== 5.10\ncpu: 3: idle\nflush: 3\n+ ./a: line 3: true\ngrep.c:3: a\n", "== 5.10"),
         ("cat: /t/kprobefs-a1_b2c3d/mnt/x: No such file", "cat: $KPROBEFS/x: No such file"),
     ],
 )
