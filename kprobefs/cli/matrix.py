@@ -88,7 +88,8 @@ class Result:
     status: int
     """Exit status of `kprobefs run`: that of the command, or RUN_FAILED if the kernel could not be mounted.
 
-    INTERRUPTED if the run has not begun.
+    INTERRUPTED if a signal has kept the run from beginning or has cut it short, also if the command has
+    handled the signal.
     """
     seconds: float
     log: Path
@@ -265,6 +266,8 @@ class _Runs:
 
     def __init__(self) -> None:
         self._processes: set[subprocess.Popen[bytes]] = set()
+        self._stopped: set[subprocess.Popen[bytes]] = set()
+        """The processes that ran when a signal came."""
 
     @contextmanager
     def stopped_by_signals(self) -> Iterator[None]:
@@ -281,6 +284,7 @@ class _Runs:
                 signal(number, handler)
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
+        self._stopped |= self._processes
         # A terminal has sent its interrupt to all processes. A shell that gets SIGINT alone waits for its
         # child.
         if number != SIGINT or not in_foreground():
@@ -289,12 +293,16 @@ class _Runs:
         raise KeyboardInterrupt
 
     def call(self, process: subprocess.Popen[bytes]) -> int:
-        """Wait until a process has ended, and return its exit status; meanwhile signals end it."""
+        """Wait until a process has ended, and return its exit status; meanwhile signals end it.
+
+        Return INTERRUPTED if a signal came meanwhile.
+        """
         self._processes.add(process)
         try:
-            return process.wait()
+            status = process.wait()
         finally:
             self._processes.discard(process)
+        return INTERRUPTED if process in self._stopped else status
 
 
 def _run(

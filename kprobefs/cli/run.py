@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import select
 import shlex
 import shutil
 import signal
@@ -39,6 +41,11 @@ if TYPE_CHECKING:
     from kprobefs.cli.nothing_hint import EndedCommand, Past
     from kprobefs.cli.trace import TraceSession
 
+CLEANUP_TIMEOUT = 10.0
+"""Maximum seconds that the processes left by a command may take to end after a signal.
+
+Their clean-up needs the mount, for example to remove probes.
+"""
 READ_TIMEOUT = 1.0
 """Maximum seconds that a read of a process's environment may take, also on a busy host."""
 
@@ -243,6 +250,8 @@ class _Runner:
         self._ignored = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN]
         self._passed: signal.Signals | None = None
         """The latest signal that was forwarded to the command."""
+        self._received: signal.Signals | None = None
+        """The latest signal that came while the command ran."""
         self._stdout = stdout
         self.kernel_words: Sequence[str] | None = None
         """Options that select the mounted kernel; None if the mount existed before."""
@@ -311,6 +320,8 @@ class _Runner:
         if self._passed:
             signal_left(directory, os.getsid(0), self._passed)
         self.end_by_signals()
+        if self._received and (self._passed or status < 0) and self.kernel_words is not None:
+            await_left(directory, os.getsid(0), self._received)
         return 128 - status if status < 0 else status
 
     def _not_found(self) -> CliError:
@@ -338,6 +349,7 @@ class _Runner:
             self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
+        self._received = signal.Signals(number)
         # A terminal has sent its interrupt to the command, too.
         if self._process is not None and (number != signal.SIGINT or not in_foreground()):
             self._passed = signal.Signals(number)
@@ -345,28 +357,60 @@ class _Runner:
 
 
 def signal_left(directory: str, session: int, number: signal.Signals) -> None:
-    """Send a signal to all processes of a session that have the mount in their environment.
+    """Send a signal to the processes that a command has left behind; see _left().
 
-    A command has left these processes behind. A process that made its own session gets no signal, because
-    it is meant to outlive the command. If the environment of a process cannot be read in time, the process
-    gets no signal. Stopped processes are continued, as after a hangup. `session`: id of the session.
+    Stopped processes are continued, as after a hangup.
+    """
+    for _pid, descriptor in _left(directory, session):
+        with suppress(OSError):
+            signal.pidfd_send_signal(descriptor, number)
+            signal.pidfd_send_signal(descriptor, signal.SIGCONT)
+
+
+def await_left(directory: str, session: int, number: signal.Signals) -> None:
+    """Wait until the processes that a command has left behind have ended, but at most CLEANUP_TIMEOUT.
+
+    Processes that ignore the signal `number` are meant to survive it, so do not wait for them.
+    """
+    deadline = time.monotonic() + CLEANUP_TIMEOUT
+    for pid, descriptor in _left(directory, session):
+        if not _ignores(pid, number):
+            ended = select.poll()
+            ended.register(descriptor, select.POLLIN)
+            ended.poll(max(0, deadline - time.monotonic()) * 1000)
+
+
+def _left(directory: str, session: int) -> Iterator[tuple[int, int]]:
+    """Yield pid and pidfd of all processes of a session that have the mount in their environment.
+
+    A command has left these processes behind. A process that made its own session is not among them, because
+    it is meant to outlive the command. If the environment of a process cannot be read in time, the process is
+    not among them. `session`: id of the session.
     """
     mark = os.fsencode(f"KPROBEFS={directory}")
-    memory = ProcessMemory(READ_TIMEOUT)
-    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
-        with suppress(OSError):
-            if pid == os.getpid() or os.getsid(pid) != session:
-                continue
-            descriptor = os.pidfd_open(pid)
-            try:
-                # While the pidfd is open, the pid cannot belong to another process.
-                environment = memory.read(f"/proc/{pid}/environ", [(0, MAX_ENVIRONMENT)])
-                if environment is not None and mark in environment[0].split(b"\0"):
-                    signal.pidfd_send_signal(descriptor, number)
-                    signal.pidfd_send_signal(descriptor, signal.SIGCONT)
-            finally:
-                os.close(descriptor)
-    memory.close()
+    with closing(ProcessMemory(READ_TIMEOUT)) as memory:
+        for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+            with suppress(OSError):
+                if pid == os.getpid() or os.getsid(pid) != session:
+                    continue
+                descriptor = os.pidfd_open(pid)
+                try:
+                    # While the pidfd is open, the pid cannot belong to another process.
+                    environment = memory.read(f"/proc/{pid}/environ", [(0, MAX_ENVIRONMENT)])
+                    if environment is not None and mark in environment[0].split(b"\0"):
+                        yield pid, descriptor
+                finally:
+                    os.close(descriptor)
+
+
+def _ignores(pid: int, number: signal.Signals) -> bool:
+    """Return True if a process ignores a signal, or has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+    ignored = re.search(r"^SigIgn:\t([0-9a-f]+)$", status, re.MULTILINE)
+    return ignored is not None and bool(int(ignored[1], 16) >> number - 1 & 1)
 
 
 def _is_in_no_path(name: str) -> bool:

@@ -26,6 +26,11 @@ def drawn(view: View, probes: Probes, width: int, height: int) -> list[str]:
     return re.sub(r"\x1b\[[0-9;]*m", "", capture.get()).rstrip("\n").split("\n")
 
 
+def _control_by_terminal() -> None:
+    """Let the terminal send the signals of its keys, such as Ctrl-C, to this process's group."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 class Terminal:
     """A program that runs on a pseudoterminal of a given size."""
 
@@ -43,6 +48,7 @@ class Terminal:
             stderr=slave,
             env=found,
             start_new_session=True,
+            preexec_fn=_control_by_terminal,  # noqa: PLW1509 - it makes only one system call
         )
         os.close(slave)
         self.said = ""

@@ -20,6 +20,7 @@ from kprobefs.cli.nothing_hint import NO_HIT, NO_RECORD
 from kprobefs.common import production_cpus
 from kprobefs.common.errors import ExitStatus
 from tests.fuse.harness import REAL_PROGRAM, eventually, is_alive, needs_fuse
+from tests.fuse.on_terminal import Terminal
 from tests.image.linux import debian
 
 X86, ARM = "/x86.deb", "/arm.deb"
@@ -305,6 +306,68 @@ def test_a_signal_leaves_the_results_of_ended_runs(number: signal.Signals, tmp_p
     pid, mount = (tmp_path / "pid").read_text().split()
     eventually(lambda: not is_alive(int(pid)))
     assert not os.path.lexists(mount)
+
+
+CLEANS_UP = """
+import os, signal, sys, time
+
+def write(text):
+    with open(os.environ["KPROBEFS"] + "/tracing/kprobe_events", "a") as events:
+        events.write(text)
+
+def clean_up(*_):
+    time.sleep(1)
+    write("-:mine")
+    open("cleaned", "w").close()
+    sys.exit(0)
+
+signal.signal(signal.SIGINT, clean_up)
+signal.signal(signal.SIGTERM, clean_up)
+write("p:mine vfs_read")
+open("ready", "w").close()
+time.sleep(600)
+"""
+"""A program that removes its probe some time after the signal that ends it, and ends with status 0."""
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize("shell", ["exec", ""], ids=["itself", "below a shell"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_tool_cleans_up_after_a_signal(shell: str, number: signal.Signals, tmp_path: Path) -> None:
+    """The mount exists until the processes of a stopped run have cleaned up. The run has not passed, although
+    its command has handled the signal.
+    """
+    (tmp_path / "tool.py").write_text(CLEANS_UP)
+    script = f"{shell} {sys.executable} tool.py; exit 0"
+    started = subprocess.Popen(
+        [*REAL_PROGRAM, "matrix", "--json", "--", "sh", "-c", script],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    eventually((tmp_path / "ready").exists, patience=60)
+    started.send_signal(number)
+    report, _ = started.communicate(timeout=60)
+    assert started.returncode == matrix.INTERRUPTED
+    assert [found["result"] for found in json.loads(report)] == ["stopped"]
+    assert (tmp_path / "cleaned").exists()
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_tool_cleans_up_after_the_interrupt_of_a_terminal(tmp_path: Path) -> None:
+    """The terminal's interrupt ends the shell at once, but the mount exists until the tool has cleaned up."""
+    (tmp_path / "tool.py").write_text(CLEANS_UP)
+    script = f"cd {tmp_path}; {sys.executable} tool.py; exit 0"
+    terminal = Terminal(80, 24, "matrix", "--logs", str(tmp_path / "logs"), "--", "sh", "-c", script)
+    eventually((tmp_path / "ready").exists, patience=60)
+    terminal.press("\x03")
+    terminal.until("stopped")
+    assert terminal.end() == matrix.INTERRUPTED
+    assert (tmp_path / "cleaned").exists()
 
 
 def test_a_table_shows_what_failed() -> None:
