@@ -29,7 +29,10 @@ PLUGIN = "kprobefs.pytest_plugin"
 
 
 def run_pytest(directory: Path, *arguments: str, run: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    """Run the tests in a directory. `run`: words before the command, such as `kprobefs run --`."""
+    """Run the tests in a directory, without plugins of others.
+
+    `run`: words before the command, such as `kprobefs run --`.
+    """
     return subprocess.run(
         [
             *run,
@@ -44,7 +47,12 @@ def run_pytest(directory: Path, *arguments: str, run: Sequence[str] = ()) -> sub
             *arguments,
         ],
         cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PYTEST_ADDOPTS": "",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        },
         capture_output=True,
         text=True,
         timeout=100,
