@@ -86,6 +86,8 @@ def test_killing_the_whole_process_group_leaves_nothing(directory: Path) -> None
             "it has not mounted",
             patience=WATCHDOG,
         )
+        # The watcher leaves the group soon after the mount.
+        eventually(lambda: any(os.getpgid(each) != process.pid for each in children(process.pid)))
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(WATCHDOG)
