@@ -253,7 +253,7 @@ WORK: dict[str, tuple[bool, Callable[[str, int], None], str, int]] = {
     "pread of 128 KiB": (False, lambda path, count: _pread(path, count, 1 << 17), "scratch/file", 200),
     "list of 5000 names": (False, _list, "scratch/directory", 2),
 }
-"""Name of the work -> whether it needs the built-in kernel, function, file, and repetitions in a turn."""
+"""Name of the work -> (whether the built-in kernel is needed, function, file, repetitions in a turn)."""
 
 
 def _start(change: Callable[[], None], place: Path, *, is_own_kernel: bool) -> int:

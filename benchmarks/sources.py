@@ -42,7 +42,7 @@ class Row:
     unit: str
     cells: dict[str, Measure]
     compared: int = 0
-    """Number of cells for which a cell at the end of the row gives the ratio; 0 for a row without ratios."""
+    """Number of cells in a group; a ratio of each group follows the cells. 0 for a row without ratios."""
 
     def line(self, medians: list[float]) -> str:
         """Return the row's line in the page, from medians in nanoseconds or counts."""

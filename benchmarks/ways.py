@@ -77,7 +77,7 @@ class Layers:
 
 @dataclass
 class Count:
-    """The figures for one way."""
+    """Counts for one way (open, one read or write, release): calls, files, upward calls and lookups."""
 
     calls: int = 0
     files: set[str] = field(default_factory=set)

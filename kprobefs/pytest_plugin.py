@@ -30,7 +30,7 @@ KERNELS_ARCH = "x86_64"
 KERNELS_ARCHES = {"x86_64": "cloud", "arm64": "arm64", "riscv64": "riscv64"}
 """Architecture that a version in the marker `kernels` may have -> flavour of Debian's kernel to fetch."""
 OLDEST = {"arm64": (6, 5)}
-"""Architecture -> oldest version of Linux whose kernel for it kprobefs can run, if older ones exist."""
+"""Architecture -> oldest version of Linux whose kernels kprobefs can run; not all have a limit."""
 _OWN_MODULES = ("emulated_kernel.", "kprobefs.", "contextlib")
 """Beginnings of the names of modules whose frames are hidden from the report of a refusal."""
 END_TIMEOUT = 20.0

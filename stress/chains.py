@@ -47,7 +47,7 @@ class Code(Enum):
 
 
 NEW_ONE_OF = 4
-"""In a sample, one of this many instructions in code that the host has added is compared once."""
+"""Of the instructions in code that the host has added, one of this many is compared when it first runs."""
 
 
 class Chains:
@@ -89,7 +89,10 @@ class Chains:
         self._last_sp = 0
         self._kinds: dict[tuple[int, bytes], tuple[str, int]] = {}
         self._relocated: dict[int, int | None] = {}
-        """Address of an executed instruction -> the result of _relocated_call."""
+        """Address of an executed instruction -> original return address, if a relocated call ends there.
+
+        The value is None if no relocated call ends there.
+        """
         self.compared: Counter[Code] = Counter()
         self.wrong: Counter[str] = Counter()
         self.examples: list[str] = []

@@ -51,7 +51,11 @@ def unseen(_done: int, _total: int) -> None:
 
 
 def cpu_of_dump(name: str, dumped: LinuxKernel, kernel: LinuxKernel) -> ProductionCpu:
-    """Return the CPU on which a dumped kernel ran, according to its variable boot_cpu_data."""
+    """Return the CPU on which the kernel of a dump ran, according to its variable boot_cpu_data.
+
+    `name`: name of the returned CPU. `dumped`: the kernel in the dump. `kernel`: the same kernel from its
+    file, which has the BTF and the names of the CPU features.
+    """
     start = dumped.required("boot_cpu_data")
     btf = kernel.btf
 

@@ -56,7 +56,10 @@ TEXT = "hello, kernel"
 FILE = "/scratch/checked"
 EVENTS = "/tracing/events"
 MODULES = ("dummy", "nls_cp437", "nls_utf8")
-"""Names of small modules. Each kernel has at least one of them. Functions of lib/ cannot be traced."""
+"""Names of small modules outside of lib/, because functions of lib/ cannot be traced.
+
+Each kernel has at least one of the modules.
+"""
 REQUESTS = 400
 """Maximum number of requests after which a probe must have become a jump."""
 TROUBLE = re.compile(r"\b(?:BUG|Oops|WARNING|Call Trace|general protection fault)\b")
@@ -71,7 +74,11 @@ MEASURED = {
     "selftests": ("selftests", "selftests that fail"),
     "first boot": ("first boot",),
 }
-"""Column that is empty if a run did not measure it -> the columns of this measurement."""
+"""First column of a measurement -> all columns of the measurement.
+
+If a run leaves the first column empty, it has not made the measurement, and the table keeps the former values
+of all these columns.
+"""
 _CACHED = 1.0
 """A kernel that starts in fewer seconds has booted before."""
 EXAMPLES = 5

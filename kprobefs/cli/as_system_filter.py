@@ -131,7 +131,7 @@ _GENERIC = _calls(
     _NATIVE,
 )
 _OLD = {"mount": 21, "statfs": 99, "fstatfs": 100, "sendfile": 187, "sendfile64": 239}
-"""Name -> number of system calls that have the same numbers on 32-bit x86 and on ARM."""
+"""Name of a system call -> its number, for calls with the same number on 32-bit x86 and on ARM."""
 _I386 = _calls(
     {**_OLD, "statfs64": 268, "fstatfs64": 269, "splice": 313, "copy_file_range": 377},
     _STATFS_32,

@@ -19,7 +19,7 @@ COUNTING_CLOCK = "model"
 """Name of the clock that counts instructions, as `--clock` names it."""
 SLOW_PATCHING = "--graph: the kernel patches all its functions, which takes long with the model clock"
 FEWEST = 10
-"""Minimum number of a histogram's durations for a hint."""
+"""Minimum number of durations that a histogram must contain for a hint."""
 HINT = (
     "the durations {where} count readings of the virtual clock, which advances with readings and not with "
     "the work done; use --clock model or real"

@@ -179,9 +179,10 @@ def _distinct(found: Sequence[Case]) -> list[Case]:
 
 
 def clear_logs(found: Sequence[Case], logs: Path) -> None:
-    """Make the directory `logs`, and check that each kernel's log can be written there. Remove old logs.
+    """Make the directory `logs`, remove the kernels' old logs, and check that new ones can be written.
 
-    A run that does not begin has no log. Raises: OSError, CliError (a log cannot be written).
+    No log is left, so that a kernel whose run does not begin has none. Raises: OSError, CliError (a log
+    cannot be written).
     """
     logs.mkdir(parents=True, exist_ok=True)
     for case in found:

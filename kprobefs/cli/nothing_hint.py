@@ -33,7 +33,7 @@ HINT_LINE = lazy_pattern(
 )
 """Pattern for a line with a hint of this module in the output of `kprobefs run`."""
 OTHER_WAYS = {"load": "machine/load (fork, tcp, timers...)", "call": "machine/call"}
-"""File in machine/ that makes the kernel run code, without a file in scratch/ -> its text for a hint."""
+"""Name of a file in machine/ whose writes make the kernel run code -> text for the file in a hint."""
 KPROBES_OFF = "kprobes/enabled was 0"
 DISARMED = "Kprobes globally disabled"
 """Text of Linux's message when all kprobes are disarmed."""
@@ -78,13 +78,13 @@ class Past:
     recorded: bool = False
     """Whether any trace array has had a record."""
     forgotten_hits: int = 0
-    """Number of hits of events that `events` does not have any more."""
+    """Sum of the hits of removed events that the history has dropped, so that `events` lacks them."""
     is_partial: bool = False
-    """Whether the mount's kernel keeps no history of events; see present_events()."""
+    """Whether the data come from present_events(), because the mount's kernel keeps no history of events."""
     reads_clock: bool = False
     """Whether a removed trigger of a probe's event has read common_timestamp."""
     removed_hists: Mapping[str, int] = field(default_factory=dict)
-    """Name of a synthetic event -> hits of a removed histogram."""
+    """Name of a synthetic event -> number of hits of the event's removed histogram with the most hits."""
     used: Sequence[str] | None = None
     """Directories of the mount that had requests, as "/" and "/scratch"; None if they are unknown."""
     missing: str | None = None

@@ -26,7 +26,7 @@ LOGGED = 'tracing/error_log ends with "{error}" for "{command}"{place}'
 UNLOGGED = '{file} has refused "{command}": {reason}'
 MISSING = "this kernel has no file {file}, and no command can create it"
 DEFAULTS = {("--arch", ARCHITECTURES[0]), ("--kprobes", KPROBES[0])}
-"""Options of `kprobefs explain` that a command can leave out."""
+"""(option, value) pairs that a hint omits from `kprobefs explain`, because the values are the defaults."""
 NO_SUCH_KIND = "this kernel has no events of kind "
 HINT_LINE = lazy_pattern(
     r'kprobefs: (tracing/error_log ends with .*|\S+ has refused ".*|this kernel has no file .*)'

@@ -127,7 +127,7 @@ STEPS = (
     ),
 )
 _LOOK = ("echo 'gcd 12 18' > machine/call", "cat kprobes/stats/kprobes/inside/{hits,bytes}")
-"""Commands that hit the probe once and show its text."""
+"""Commands that hit the probe once, and show the number of its hits and the bytes at its address."""
 _STAGES = (
     Step(
         "Stops between the stages",

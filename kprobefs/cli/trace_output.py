@@ -44,7 +44,7 @@ class TraceOutput(ABC):
 
     needs_stacks = False
     needs_entries = False
-    """Whether a return probe needs a probe at the function's entry."""
+    """Whether the output needs records of a function's entries, too, if only its returns are probed."""
     graph_options: tuple[str, ...] = ()
     """Options of the function graph tracer that are needed for complete records."""
 
@@ -232,6 +232,8 @@ def _weighted(found: Iterator[RawRecord], symbols: SymbolNames) -> Iterator[tupl
 
 @dataclass
 class _OpenCall:
+    """A call on the stack of a task: its entry is recorded, and its return is not read yet."""
+
     name: str
     start: int
     """Time of the call's entry in nanoseconds."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 FILE_NAME = "kprobefs-bytecode"
 """Name of the anonymous files, as in /proc/PID/fd."""
 _PLACE = os.path.dirname(emulated_kernel.__path__[0])
-"""Directory of the packages."""
+"""Directory that contains the packages emulated_kernel and kprobefs."""
 _PACKAGES = (
     "emulated_kernel.arch.x86",
     "emulated_kernel.vfs",
@@ -54,9 +54,9 @@ _PACKAGES = (
 Packages whose modules a mount imports late come first, so that they are compiled before their import.
 """
 _SIZE = struct.Struct("Q")
-"""Number before each record in the file: the size of the record."""
+"""Layout of the number before each record in the file: the size of the record in bytes."""
 _MISSED_SIZE = 1 << 20
-"""Number of bytes that suffices for the paths of all modules."""
+"""Number of bytes that one read of the list of missed modules requests; the list is always shorter."""
 
 
 class CompileAhead:

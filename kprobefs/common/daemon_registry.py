@@ -37,7 +37,7 @@ The directory is used if the user has no better one.
 MAX_OLD_LOGS = 10
 """Maximum number of logs of failed daemons that are kept; older logs are removed."""
 STARTING = 10.0
-"""Maximum seconds from the creation of a daemon's log to the creation of its record."""
+"""Maximum seconds from the creation of a daemon's log to that of its record. Younger logs are not removed."""
 STATE = 0
 """Index of the process's state among the fields after the name in /proc/PID/stat. Mirrors: proc(5)."""
 PARENT = 1

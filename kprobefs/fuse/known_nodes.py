@@ -65,7 +65,7 @@ _WITHOUT_DIRECTORY = frozenset({0, FUSE_OPEN, FUSE_READ, FUSE_WRITE, FUSE_RELEAS
 
 
 class Names(Protocol):
-    """Interface of the mount for KnownNodes, which checks properties of paths."""
+    """The methods of a mount by which KnownNodes checks properties of paths."""
 
     def is_control(self, path: str, /) -> bool:
         """Return True if `path` is in a file system of control files."""

@@ -45,7 +45,10 @@ ENDING = (b"", b"0", b"nop")
 ENDING_LINE = b"-:"
 """Start of a line that deletes an event."""
 ENDING_WORD = b"!"
-"""Start of each word before the condition in a line that removes functions, events or a trigger."""
+"""Start of a word that removes a function, an event or a trigger.
+
+A line of only such words needs no memory. The condition after ` if ` does not count.
+"""
 
 
 def share_heap() -> None:

@@ -255,7 +255,10 @@ class _Operations:
         self.follows_processes = True
         """Whether forks and exits of clients' processes are repeated in the guest while a client waits."""
         self._follower = threading.Lock()
-        """Held while a thread runs _follow()."""
+        """Held by the thread that repeats processes' forks and exits while clients wait in poll(2).
+
+        At most one thread does this.
+        """
         self.faults = 0
         self.reserve = MemoryReserve()
         self.attributes = _AttributesFor()

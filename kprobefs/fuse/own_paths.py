@@ -23,21 +23,24 @@ _PAUSE = 0.0001
 
 
 class OwnPaths:
-    """Paths of regular files and directories by node id. libfuse opens the nodes without a path."""
+    """Paths of regular files and directories by node id, with which an OPEN is answered without libfuse.
+
+    If a node has no path here, libfuse answers the OPEN of the node.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         """Lock around each change of names, and around each new path."""
         self._paths: dict[int, str] = {}
         self._roots: dict[int, str] = {}
-        """Node id of a directory in the root, which no client can rename or remove -> path of it."""
+        """Node id -> path of a directory in the root. No client can rename or remove such a directory."""
         self._changing = 0
-        """Number of requests that change names now."""
+        """Number of requests in progress that change names."""
         self._changes = 0
-        """Number of requests that have begun to change names."""
+        """Number of requests so far that change names, including those in progress."""
         self._numbers = count()
         self._opening: set[int] = set()
-        """Numbers of the opens in progress."""
+        """Numbers of the opens in progress, as begin_open() has returned them."""
         self._looked_up = threading.local()
         """Arguments of learn() while libfuse looks up a name in this thread."""
 

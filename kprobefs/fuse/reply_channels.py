@@ -129,7 +129,11 @@ class ReplyChannels:
         self._own_nodes: set[int] = set()
         """Node ids of the directories `clients_own` and of the directories below them."""
         self.own_paths = OwnPaths()
-        """Paths of the directories in `_own_nodes`, and of files in them."""
+        """Node id -> path, for directories in `_own_nodes` and regular files in them: OPEN needs no libfuse.
+
+        A file that had several links when it was looked up has no path here. A path whose name may have
+        changed is dropped.
+        """
         self._linked_nodes: set[int] = set()
         """Node ids of files to which clients have made further links."""
         self._rename_window_end = 0.0

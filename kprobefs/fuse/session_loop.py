@@ -228,7 +228,7 @@ class SessionLoop:
         self._states: dict[int, _LoopState] = {}
         """The loop's threads: threading.get_ident() -> state of the thread."""
         self._abandoned: dict[int, _LoopState] = {}
-        """WRITEs that were answered before their end: `unique` -> state of the thread that executes it.
+        """`unique` of a WRITE that was answered before its end -> state of the thread that executes it.
 
         Entries may be left of WRITEs that have ended.
         """

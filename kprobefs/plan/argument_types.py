@@ -35,7 +35,7 @@ _EXPRESSION = lazy_pattern(
 """Pattern for the expression of a fetch argument that dereferences a base by offsets, or not at all."""
 _POINTER_SIZE = 8
 _SOCKADDR = "struct sockaddr"
-"""The structure to which the kernel casts the socket addresses of each family; they have only its start."""
+"""The structure as which the kernel passes socket addresses of all families; it declares only their start."""
 _SOCKADDR_DATA = 2
 """Offset of the first byte of a socket address that depends on the family."""
 _BIG_ENDIAN = lazy_pattern(r"__be(?:16|32|64)|__sum16|__wsum")
@@ -144,7 +144,7 @@ def _scalar(arg: ProbeArg, parameter: Parameter, kind: str) -> tuple[str, str] |
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """A member, with its name for messages, which begins with the structure."""
+    """A member, and its name for messages, which begins with the name of the structure."""
 
     name: str
     member: ScalarMember

@@ -49,9 +49,10 @@ _OTHER_KINDS = {
     "f": (InterfaceRule.FPROBE_EVENTS, "trace_fprobe_show"),
     "t": (InterfaceRule.TRACEPOINT_EVENTS, "trace_fprobe_show"),
 }
-"""Letter of an event's kind, except kprobe events -> what kernels with the kind have.
+"""Letter of a kind of events, except kprobe events -> (interface rule, function) of kernels with the kind.
 
-An interface rule, or None if the interfaces of all versions have the kind, and a function of the kernel.
+The rule is None if the interfaces of all versions have the kind. A kernel without the function was built
+without the kind.
 """
 _PARAMETER = re.compile(r"\$arg([0-9]+)\b")
 """Pattern for a parameter of the function in a fetch argument."""

@@ -57,13 +57,18 @@ def picture(found: Sequence[Explanation], *, whole: bool) -> str:
 
 
 class _Drawing:
+    """The drawing of one explanation's listing, from the y coordinate `top` on."""
+
     def __init__(self, explained: Explanation, shown: Listing, top: int) -> None:
         self._explained = explained
         self._shown = shown
         self._arrows = arrows(shown.jumps, _LANES)
         lanes = 1 + max((arrow.lane for arrow in self._arrows), default=-1)
         self._left = _MARGIN + _LANE * (lanes + 2)
-        """Horizontal position of the bracket in pixels."""
+        """x coordinate, in pixels, of the bracket around the instructions that a jump replaces.
+
+        The arrows are left of it, and the columns of text are right of it.
+        """
         code = max((len(row.insn.code) for row in shown.rows), default=0)
         text = max((len(row.insn.text) for row in shown.rows), default=0)
         self._columns: list[float] = [self._left + _MARGIN]
@@ -80,9 +85,9 @@ class _Drawing:
             ),
         )
         self._title = top + _ROW
-        """Vertical position of the first title's base line in pixels."""
+        """y coordinate, in pixels, of the first title's base line."""
         self._top = top + (1 + len(self._titles)) * _ROW
-        """Vertical position of the first row in pixels."""
+        """y coordinate, in pixels, of the upper edge of the listing's first row."""
         longest = max((len(text) for _, text in shown.notes), default=0) + 3
         longest = max(longest, *map(len, self._titles))
         self.width = max(self._columns[-1] + 13 * _CHARACTER, _MARGIN + longest * _CHARACTER) + _MARGIN

@@ -29,7 +29,7 @@ class Place:
     others: tuple[Symbol, ...]
     """Other symbols with the same name; the kernel refuses the name if there are any."""
     passed: Symbol | None = None
-    """See passed_symbol()."""
+    """The symbol that the user named, if the offset leads out of it to another symbol; otherwise None."""
     line: str = ""
     """Source file and line of the place, as FILE:LINE; "" if the user named no line."""
 

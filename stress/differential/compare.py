@@ -1,4 +1,4 @@
-"""Comparison of the answers of both kernels to the steps of cases."""
+"""Comparison of the answers of a distribution's kernel and of the built-in kernel to the steps of cases."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ class Tally:
 
 
 class Kernels:
-    """Both kernels. They are restarted if a case may have left them in different states."""
+    """A distribution's kernel and the built-in kernel, which execute the same cases.
+
+    Callers call start() again if a case may have left the kernels in different states.
+    """
 
     def __init__(self, start_linux: Callable[[], Side], start_ours: Callable[[], Side]) -> None:
         self._starters = start_linux, start_ours

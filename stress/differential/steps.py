@@ -12,7 +12,7 @@ class Step(NamedTuple):
     """One access; the path is relative to tracing/, or to the root of the mount if it begins with a slash."""
 
     verb: str
-    """A key of sides.VERBS."""
+    """Kind of the access, such as `read` or `append`; the kinds are the keys of sides.VERBS."""
     path: str
     text: str = ""
 

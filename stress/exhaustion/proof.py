@@ -159,7 +159,10 @@ class Place:
         self.probed = self.proof.probed
         self.kernel, self.scheduler = self.probed.kernel, self.proof.scheduler
         self.in_jump: Group = [[] for _ in self.cpus]
-        """States of CPUs that have executed a part of the jump and may be interrupted there; see `_stays`."""
+        """States of CPUs that have executed a part of the jump.
+
+        After a synchronization, only the states remain in which the CPU may be interrupted.
+        """
         self.in_kept: Group = [[] for _ in self.cpus]
         """States of CPUs at instructions that the jump covers but keeps; no stage waits for them."""
         self.is_sole = False
@@ -420,9 +423,11 @@ class Place:
         return 1 if self.is_sole and starts_with_breakpoint(self.kernel.arch, code) else hits
 
     def _windows(self, address: int, *, changed: bool = False) -> set[bytes]:
-        """Return all byte sequences that a CPU may have fetched at an address and that can be stepped.
+        """Return the variants of the bytes at `address` that a CPU may have fetched since the last sync.
 
-        With `changed`, return an empty set if the bytes at the address have not changed.
+        On an architecture with a trap flag, variants with a pushf are left out, because a single step changes
+        the flags that it pushes. With `changed`, return an empty set if no write since then concerns these
+        bytes.
         """
         watch = self.proof.watch
         if changed and not watch.concerns(address):

@@ -18,7 +18,7 @@ MAX_BYTES = 64 << 20
 NOT_CANONICAL = 0x1234_5678_9ABC_DEF0
 _WORD = 8
 _WHOLE = 16
-"""Maximum number of words that are damaged of one read. Of a longer read, random words are chosen."""
+"""Maximum number of words of one read that are damaged. In a longer read, this many random words are."""
 Readers = Mapping[str, Callable[[], object]]
 """Name -> a function that reads the guest's memory."""
 

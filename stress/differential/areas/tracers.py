@@ -28,12 +28,12 @@ _READING = ("vfs_read", "ksys_read")
 _ANY = ("stacktrace", "traceoff", "traceoff:2")
 """Commands for any function."""
 _UNREAD = ("snapshot", "snapshot:1", "stacktrace:3")
-"""Commands for functions outside of _READING: the kernels do not call those in _READING equally often."""
+"""Commands for functions except vfs_read() and ksys_read(), which the kernels do not call equally often."""
 
 _EVENTS = ("enable_event:keep:probed", "disable_event:keep:probed")
 """Commands that enable or disable events, for the same functions as the commands in _UNREAD."""
 _UNSEEN = ("traceon", "traceon:1")
-"""Commands for functions outside of _IN_ACCESSES: an access to a file must not switch tracing on again."""
+"""Commands for functions that no access to a file calls: an access must not switch tracing on again."""
 _CHOICES = ("set_ftrace_notrace", "set_graph_function", "set_graph_notrace")
 _PIDS = ("set_ftrace_pid", "set_ftrace_notrace_pid")
 _RESET: Case = (
