@@ -584,6 +584,8 @@ def _check(parsed: argparse.Namespace) -> int:
         strategy=parsed.strategy,
         kprobes=parsed.kprobes,
         form=form,
+        allowed=parsed.allow,
+        strict=parsed.strict,
     )
     return ExitStatus.OK if passed else ExitStatus.FAILURE
 

@@ -589,6 +589,14 @@ def _add_check(command: argparse.ArgumentParser) -> None:
     _add_cpu(command, several=True)
     _add_planned_kprobes(command)
     _add_strategy(command)
+    command.add_argument("--strict", action="store_true", help="exit with status 1 for a warning, too")
+    command.add_argument(
+        "--allow",
+        metavar="RULE",
+        action="append",
+        default=[],
+        help="leave out the warnings of this rule, such as needs-module; may be repeated",
+    )
     form = command.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON array")
     form.add_argument("--sarif", action="store_true", help="print a SARIF 2.1.0 log, for code hosts")

@@ -13,13 +13,14 @@ from typing import Any
 from emulated_kernel.kprobes.codegen.guest_code import BreakpointKind
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.safe_read import read_named
+from emulated_kernel.util.similar_names import similar_names, similar_names_hint
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.common.production_cpus import images_and_cpus
 from kprobefs.common.terminal import lines_of
 from kprobefs.definitions.syntax import SETTING, Line, read_lines
 from kprobefs.measure.verdicts import ProbeOutcome, profile_text
 from kprobefs.mount_options import KPROBES
-from kprobefs.plan.answer import PENDING, UNCHECKED, Answer, Finding
+from kprobefs.plan.answer import PENDING, UNCHECKED, WARNINGS, Answer, Finding
 from kprobefs.plan.check import check_lines
 from kprobefs.plan.differences import warn_of_differences
 from kprobefs.plan.planned_kernel import PlannedKernel, planned_kernel
@@ -64,13 +65,20 @@ def run(
     strategy: str | None,
     form: str,
     kprobes: str = KPROBES[0],
+    allowed: Sequence[str] = (),
+    strict: bool = False,
 ) -> bool:
     """Check the files `paths` for `kprobefs check`; return True if no kernel refuses a line.
 
-    The other arguments are the command's options, which select the kernels. Each kernel for x86-64 is checked
-    for each of `cpus`. `form`: text, json or sarif.
-    Raises: CliError (a file can't be read; no such kernel or profile).
+    `allowed`: rules whose warnings are left out. `strict`: return False if there is a warning, too. `form`:
+    text, json or sarif. The other arguments are the command's options, which select the kernels. Each kernel
+    for x86-64 is checked for each of `cpus`.
+    Raises: CliError (a file can't be read; no such kernel, profile or rule).
     """
+    for rule in allowed:
+        if rule not in WARNINGS:
+            hint = similar_names_hint(similar_names(rule, WARNINGS)) or "; kprobefs(1) lists them"
+            raise CliError(f"--allow: no warning has the rule {rule}{hint}", ExitStatus.USAGE)
     machines = images_and_cpus(images, cpus) if images else product((None,), cpus or (None,))
     kernels = [
         planned_kernel(arch, image, vmcore, profile, strategy, cpu, kprobes) for image, cpu in machines
@@ -82,6 +90,8 @@ def run(
         settings = sum(map(_is_setting, lines))
         answers = tuple((each, _checked(each, lines)) for each in kernels)
         warn_of_differences(answers)
+        for answer in (answer for _, those in answers for answer in those):
+            answer.findings = [each for each in answer.findings if each.is_error or each.rule not in allowed]
         found.append(CheckedFile(path, text, settings, answers))
     if form == "json":
         print(json.dumps([_as_dict(each) for each in found], indent=1))
@@ -90,7 +100,7 @@ def run(
     else:
         print("\n\n".join("\n".join(_text(each)) for each in found))
     every = [answer for each in found for _, answers in each.answers for answer in answers]
-    return not any(answer.is_error for answer in every)
+    return not any(answer.is_error or (strict and answer.findings) for answer in every)
 
 
 def _checked(kernel: PlannedKernel, lines: Sequence[Line]) -> tuple[Answer, ...]:

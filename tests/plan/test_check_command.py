@@ -42,6 +42,41 @@ def test_the_table_has_the_beginning_of_a_long_definition(
     assert len(shown) < 10_000
 
 
+@pytest.mark.parametrize(
+    ("options", "status", "rules"),
+    [
+        ([], 0, ["type-size", "no-member"]),
+        (["--strict"], 1, ["type-size", "no-member"]),
+        (["--strict", "--allow", "no-member"], 1, ["type-size"]),
+        (["--strict", "--allow", "no-member", "--allow", "type-size"], 0, []),
+    ],
+)
+def test_warnings_may_be_failures_or_left_out(
+    typed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], status: int,
+    rules: list[str],
+) -> None:  # fmt: skip
+    file = tmp_path / "x.probes"
+    file.write_text("p:x f a=$arg1 b=+4($arg3):u32\n")
+    command = ["check", str(file), "--image", typed, *options]
+    assert main(command) == status
+    assert re.findall(r"\[([a-z-]+)\]", capsys.readouterr().out) == rules
+    assert main([*command, "--json"]) == status
+    (checked,) = json.loads(capsys.readouterr().out)
+    (line,) = checked["kernels"][0]["lines"]
+    assert [finding["rule"] for finding in line["findings"]] == rules
+
+
+def test_a_rule_that_does_not_exist_cannot_be_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Errors have rules, too, but these cannot be left out."""
+    file = tmp_path / "x.probes"
+    file.write_text("p:x vfs_raed\n")
+    for rule, hint in (("no-membre", "no-member"), ("BAD_PROBE_ADDR", "kprobefs(1)")):
+        assert main(["check", str(file), "--allow", rule]) == 2
+        assert hint in capsys.readouterr().err
+
+
 def test_several_kernels_have_a_column_each(
     typed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
