@@ -108,7 +108,10 @@ class OriginalPlace(NamedTuple):
 
 
 class StubEnd(NamedTuple):
-    """Code at the end of a stub; it has the effect of an emulated instruction."""
+    """Code at the end of a stub, with the effect of the emulated instruction at the probed address.
+
+    A stub is the compiled handlers of a breakpoint hit.
+    """
 
     code: bytes
     leads: Mapping[int, int | LinkedJump] = MappingProxyType({})
@@ -166,7 +169,7 @@ class Registers:
 
 
 class TextReturns(ABC):
-    """Generator of code in unused bytes of the kernel's text, by which hooked calls enter a trampoline."""
+    """Generator of code in unused bytes of the kernel's text, by which functions return to a trampoline."""
 
     @abstractmethod
     def filler_size(self, code: bytes) -> int:
@@ -288,12 +291,12 @@ class Arch(ABC):
     user_access = b""
     """Code that handlers call to allow loads from user memory, and to forbid them again; see reads_user.
 
-    It is empty if handlers have the instructions themselves.
+    The value is empty if the code of handlers contains these instructions itself.
     """
     user_access_sites: tuple[int, ...] = ()
     """Offsets in `user_access` of the instructions that the host can execute in place of the CPU."""
     trap_flag: int
-    """Mask of the flag that makes the CPU trap after the next instruction."""
+    """Mask of the flag that makes the CPU trap after the next instruction; 0 if the CPU has no such flag."""
     trap_flag_lead = b""
     """Code that sets the trap flag for the instruction that follows, with no other visible effect."""
 
@@ -393,7 +396,7 @@ class Arch(ABC):
         *("startup_64", "startup_32", "_start", "_text", "_stext", "host_secondary_entry", "host_return"),
         *("ret_from_fork", "host_user_mode", "host_user_hlt", "host_user_resume", "host_syscall_return"),
     ))  # fmt: skip
-    """Symbols of the image that no function calls, and labels inside them. Unwinding ends there."""
+    """Symbols at which unwinding ends, because no function calls this code: entry points and their labels."""
     interrupt_entries = frozenset(("asm_host_interrupt", "handle_exception"))
     """Symbols at which interrupts enter the kernel."""
     callee_saved: frozenset[str]
@@ -533,9 +536,10 @@ class Arch(ABC):
 
     @abstractmethod
     def emulated_region(self, code: bytes, addr: int) -> Region | None:
-        """Return the region that consists only of the emulated instruction `code` at `addr`.
+        """Return the emulated instruction `code` at `addr` as a region, from which stub_end() makes code.
 
-        Return None if stub_end() cannot reproduce the effect of the instruction in all cases.
+        A stub is the compiled handlers of a breakpoint hit. Return None if code at the end of a stub cannot
+        have the effect of the instruction in all cases. Then Python emulates the instruction after the stub.
         """
 
     def stub_end(self, region: Region, to: int) -> StubEnd:

@@ -44,7 +44,8 @@ def eventfs_functions(events: int) -> DirectoryFunctions:
 class GuestDirectories(EventWatcher):
     """Creates directories in the guest for new groups and events, and removes the directories.
 
-    A directory is created only if the guest's text is patched at that time.
+    A directory is created only if text of the guest is patched at that time; otherwise no probe can notice
+    the call.
     Deviates: the daemon's task calls the functions, because the task that writes the definition sleeps
     meanwhile.
     """

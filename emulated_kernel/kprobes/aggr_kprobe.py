@@ -121,7 +121,7 @@ class AggrKprobe(AssemblyOwner):
     compiled: CompiledCode | None = field(default=None, init=False, repr=False)
     """Compiled handler to which the jump or call in the text leads; None: Python handles these hits."""
     sample: dict[str, int] | None = field(default=None, init=False, repr=False)
-    """Register name -> value at the last hit before the handlers were compiled, for benchmarks."""
+    """Register name -> value at the last hit before handlers were compiled, for benchmarks; None before."""
     is_python: bool = field(default=False, init=False, repr=False)
     """Whether Python handles all hits until the handlers change, because they cannot be compiled."""
     has_assembly: bool = field(default=False, init=False, repr=False)
@@ -136,7 +136,10 @@ class AggrKprobe(AssemblyOwner):
     If the probes were registered disabled, the detour is created when one is enabled or examined.
     """
     awaits_detour: bool = field(default=False, init=False, repr=False)
-    """Whether several disabled probes were registered, and nobody has tried to create the detour yet."""
+    """Whether the detour of several probes, which were all registered disabled, has yet to be created.
+
+    It is created when one of the probes is enabled or examined.
+    """
     has_used_detour: bool = field(default=False, init=False, repr=False)
     """Whether the detour has been in use since it was created, so that a CPU may be executing its code."""
     is_patched: bool = field(default=False, init=False)
@@ -399,7 +402,10 @@ class AggrKprobe(AssemblyOwner):
         return True
 
     def emit_assembly(self, builder: ProgramBuilder, point: HandlerPoint) -> None:
-        """Emit the enabled members' handlers in assembly for `point`, and no other code."""
+        """Emit the handlers for `point` that users wrote in assembly, for the enabled members.
+
+        The method emits no `program` of a member.
+        """
         for kprobe in self._enabled():
             _emit_assembly(kprobe, builder, point)
 

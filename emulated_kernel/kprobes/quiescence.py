@@ -12,7 +12,10 @@ Span = tuple[int, int]
 
 
 class GracePeriod:
-    """The guest's time in jiffies, and its tasks and stacks; used only while the guest is stopped."""
+    """Waits and checks by which the host makes sure that CPUs and tasks no longer use a piece of text.
+
+    The methods may be called only while the guest is stopped.
+    """
 
     def __init__(
         self,

@@ -56,9 +56,10 @@ class ProbedPlace(NamedTuple):
     address: int
     """Address of the original instruction that the CPU is about to execute."""
     detour: tuple[int, range] | None = None
-    """Entry address of the detour or stub, and range of its addresses.
+    """Entry address and range of addresses of the detour or stub whose handlers the CPU executes.
 
-    None if the CPU is in an insn slot, or has left the handlers of the detour or stub.
+    The value is None if the CPU is in an insn slot, or in the copied instructions at the end of a detour or
+    stub.
     """
     pushed: int = 0
     """Number of bytes that the copy of the instruction has pushed so far."""

@@ -38,7 +38,10 @@ class Quantum:
         self._dice = Random(seed)
         self._within: Callable[[int], bool] | None = None
         self.may_end: list[Callable[[], bool]] = []
-        """Functions that can delay the end of a quantum; see Machine.preempt_if."""
+        """Functions that must all return True at the end of a quantum.
+
+        If one returns False, the CPU runs one more instruction; see Machine.preempt_if.
+        """
         callback = CODE_CALLBACK(self._count)
         routine = routine_address("end_quantum")
         self._words = QuantumWords(count_in_python=ctypes.cast(callback, ctypes.c_void_p).value)

@@ -129,9 +129,9 @@ class Watchdog:
         self._seen = 0.0
         self._last_cpu = 0.0
         self._half: float | None = None
-        """CPU seconds of the run at the start of its budget's second half, less the free share of callbacks.
+        """CPU seconds of the run at the start of its budget's second half, without callbacks' free time.
 
-        The free share is HANDLERS_FREE of HandlerTime.seconds. The value is None in the first half.
+        The free time is HANDLERS_FREE times HandlerTime.seconds. The value is None in the first half.
         """
         self._expired = -1.0
         self._stopping = -1.0

@@ -73,7 +73,7 @@ else:
     _NO_METADATA = MappingProxyType({})
 
     class _Factory:
-        """Class of _FACTORY, the default of a parameter of `__init__` whose field has a default_factory."""
+        """Class of the marker _FACTORY: the default of a parameter whose field has a default_factory."""
 
         __slots__ = ()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 SHOWN = 3
-"""Maximum number of similar names that an error message has."""
+"""Maximum number of similar names that an error message suggests."""
 _SIMILAR = 0.7
-"""Least similarity, from 0 to 1, of a name that an error message has."""
+"""Minimum similarity of a suggested name to the unknown name: difflib's ratio, from 0 to 1."""
 
 
 def similar_names_hint(names: Iterable[str]) -> str:

@@ -240,9 +240,9 @@ def small_kernel() -> made.Kernel:
     built.table("mcount_loc", struct.pack("<2Q", text, text + 16))
     built.table("__jump_table", struct.pack("<iiq", 16, 32, 64))
     built.table("__bug_table", struct.pack("<iiHH", 16, 32, 7, 1))
-    built.table("kprobe_blacklist", struct.pack("<Q", text), "__stop_kprobe_blacklist")
+    built.table("kprobe_blacklist", struct.pack("<Q", text))
     built.table("ftrace_events", struct.pack("<2Q", made.DATA, made.DATA + 8))
-    built.table("BTF", btf.data(), "__stop_BTF")
+    built.table("BTF", btf.data())
     return built
 
 

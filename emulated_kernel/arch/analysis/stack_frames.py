@@ -292,7 +292,10 @@ class FrameSearch:
         """Address of each instruction that control reaches -> frame before it."""
         self.exits: dict[int, Frame] = {}
         self._after: dict[int, int] = {}
-        """Address -> address of the call or trap through which the search has reached the first address."""
+        """Address that the search first reached through a call or trap -> address of this call or trap.
+
+        If two paths meet at the address with different stack pointers, the call or trap may never return.
+        """
         self._pending = list(entries)
         self._behind: dict[Flow, list[tuple[int, int, Frame]]] = {Flow.CALL: [], Flow.TRAP: []}
         """Calls and traps after which the search has not continued yet.

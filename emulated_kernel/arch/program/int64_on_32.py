@@ -22,10 +22,9 @@ _ONE_OF_BOTH = {
     Condition.ANY_BIT: (Condition.ANY_BIT, True),
     Condition.NO_BIT: (Condition.ANY_BIT, False),
 }
-"""Condition on 8 bytes -> condition on each half, and a bool.
+"""Condition on 8 bytes -> (condition to test on each half, result if it holds for at least one half).
 
-The bool is the result of the condition on 8 bytes if the condition on a half holds for at least one half.
-Otherwise the result is the opposite of the bool.
+If the condition on a half holds for neither half, the result is the opposite.
 """
 _ORDER = {
     Condition.BELOW: (Condition.BELOW, Condition.BELOW),

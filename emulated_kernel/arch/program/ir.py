@@ -247,7 +247,7 @@ class Multiply(Op):
 class CompareExchange(Op):
     """Replace the word at base + offset by `new` atomically if it equals `expected`. The access can't fault.
 
-    Otherwise set `expected` to the word in memory, and go to `label`.
+    If the words differ, set `expected` to the word in memory, and go to `label`.
     """
 
     base: int
@@ -296,9 +296,9 @@ class BranchImmediate(Op):
 
 
 class BranchPerCpu(Op):
-    """Go to a label if `condition` holds for `size` bytes of per-CPU data and the same part of a value.
+    """Go to `label` if `condition` holds between `size` bytes at `offset` in the per-CPU data and `value`.
 
-    The value fits in 32 signed bits, and only its low `size` bytes are compared; `size` is at most a word.
+    `value` fits in 32 signed bits, and only its low `size` bytes are compared. `size` is at most a word.
     """
 
     condition: Condition
@@ -323,8 +323,8 @@ class CallPerCpu(Op):
     """Call guest code whose address is the word at `offset` in the per-CPU data.
 
     The code keeps all general registers, except the link register of a call at an fentry site. On an
-    architecture with a link register, the op keeps the register's value in the word after the address.
-    Virtual registers keep their values.
+    architecture with a link register, the op saves the register in the word after the address during the
+    call. Virtual registers keep their values.
     """
 
     offset: int
@@ -334,7 +334,7 @@ class RunAssembly(Op):
     """Run an assembly handler on the registers of the probed code, with their values at the hit.
 
     If the code faults, control goes to `on_fault`. All virtual registers are undefined after the op and at
-    this label.
+    `on_fault`.
     """
 
     assembly: Assembly

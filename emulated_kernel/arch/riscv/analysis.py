@@ -71,7 +71,7 @@ class RiscvFunctionAnalysis:
         self.end = function.addr if last is None else last + self.insns[last].length
         """Address after the last instruction."""
         self._sources: dict[int, list[int]] = {}
-        """Target -> addresses of the jumps and branches to it."""
+        """Address of a target -> addresses of the function's jumps and branches to it."""
         self._indirect_jumps: list[int] = []
         self.kinds = bytes(map(_KIND, self.insns.values()))
         """The instructions' RiscvInsnAttributes.kind, one byte each, in address order."""

@@ -53,7 +53,7 @@ MAX_DETOUR = 384
 RETURN_ROOM = SIZE + 2 * WORD
 """Size in bytes of a return trampoline's stack frame: pt_regs and the return address, 16-byte aligned."""
 _EVEN = (1 << 64) - 2
-"""Mask of the bits of an address to which a jalr jumps."""
+"""Mask that a jalr applies to its target address: the mask clears bit 0."""
 _NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
 
 

@@ -95,9 +95,9 @@ _LINK = -7
 _OF_USER_ACCESS = {_STATUS: T6, _BITS: T4, _LINK: T5}
 """Pseudo virtual register -> real register, for programs that call USER_ACCESS."""
 USER_ACCESS = set_in_status(ZERO, T4) + asm.jump_register(T5) + clear_in_status(T4) + asm.jump_register(T5)
-"""Code that handlers call to change sstatus. At its start it sets bits."""
+"""Code that handlers call to set or clear bits of sstatus: at its start, it sets the bits in t4."""
 USER_ACCESS_END = 8
-"""Offset in USER_ACCESS of the code that clears bits."""
+"""Offset in USER_ACCESS, in bytes, of the code that clears the bits."""
 _BRANCH_RANGE = range(-0x1000, 0x1000)
 _HOLE = asm.jal(ZERO, 0, 0)
 _FAR_BRANCH_SIZE = 8

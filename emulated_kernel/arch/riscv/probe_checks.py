@@ -168,12 +168,13 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
     ) -> dict[int, RejectReason | None]:
         """Return a map: address of an instruction of `known` -> first reason against a jump there, or None.
 
-        The results equal those of optimized_region(); tests/arch/riscv/test_reasons.py compares the results
-        of both. A kernel has millions of instructions, so a table decides first, by the kinds of four
-        consecutive instructions. The few addresses that need other checks follow.
-        Invariant: the steps below come in the order in which detoured_region() checks its rules. Each step
-        adds a reason only for addresses that have none yet. Reserved bytes and fentry sites come last,
-        because their reason replaces any other one.
+        The reason is that of the first rejection by check_each_insn(); tests/arch/riscv/test_reasons.py
+        compares the results of both. A kernel has millions of instructions, so a table decides first, by the
+        kinds of four consecutive instructions. The few addresses that need other checks follow.
+        Invariant: the steps up to the register checks come in the order of the rules of detoured_region().
+        Each of them adds a reason only for addresses that have none yet. The last two steps, for fentry sites
+        and for reserved bytes, replace earlier reasons. This is correct because check_each_insn() checks
+        their rules before those of detoured_region().
         """
         analysis = known.analysis
         function = known.function

@@ -59,7 +59,7 @@ class X86FunctionAnalysis:
 
     @cached_property
     def flow(self) -> FunctionFlow:
-        """Instructions and jumps of the function. Liveness is computed without them."""
+        """Instructions and jumps of the function, decoded at first use; `liveness` does not need them."""
         layout = self.layout if self._has_jump_tables else None
         return FunctionFlow(self.function, layout, self._code, self._known, self._bug_size)
 
@@ -98,9 +98,9 @@ class FunctionFlow:
         self.hazards = dict[RejectReason, int]()
         """Reason against optimization in the whole function -> lowest address of such a hazard."""
         self.jumps_through_register = False
-        """Whether indirect jumps are hazards and the function has one, also as a jump to a thunk.
+        """Whether the function has an indirect jump, or a jump to a thunk other than a return thunk.
 
-        A jump to a return thunk does not count.
+        Always False if indirect jumps are no hazards in this kernel.
         """
         self._calls: list[RelativeBranch] = []
         self._jumps: list[RelativeBranch] = []

@@ -21,7 +21,7 @@ RET = b"\xc3"
 OWN_SIZE = len(push_address(0))
 """Size in bytes of the instruction with which a return trampoline pushes its own address."""
 _FILLERS = (INT3, b"\x90", b"\x0f\x1f")
-"""Opcodes of int3 and of nops."""
+"""Opcodes of int3 and of nops, with which the compiler fills the space after a function's code."""
 MAX_DETOUR = 160
 """Maximum size in bytes of a detour: the template, and at most MAX_COPIED bytes."""
 MAX_DETOURED = MAX_INSN_SIZE + DISP32_SIZE

@@ -42,7 +42,7 @@ class RegsFrame:
         """Size of the frame in bytes."""
         general = [REGISTER_NAMES.index(name) for name in pt_regs if name in REGISTER_NAMES and name != "sp"]
         self.above_general = len(general) * encoder.word
-        """Size in bytes of the general registers, which are the lowest fields."""
+        """Offset in bytes from sp of the field above the general registers, which are the lowest fields."""
         at = self.offsets["flags"]
         below = self.above_general
         assert max(self.offsets[REGISTER_NAMES[number]] for number in general) < below

@@ -22,7 +22,7 @@ class DeferredFree:
     """Frees unused pieces of executable memory (slots, detours and handlers) when they are quiescent.
 
     A piece is quiescent when no CPU's register and no live stack holds an address in the piece. Linux waits
-    for grace periods, of which that of synchronize_rcu_tasks() is the longest.
+    for grace periods; the longest one is that of synchronize_rcu_tasks().
     """
 
     def __init__(self, scheduler: GracePeriod) -> None:

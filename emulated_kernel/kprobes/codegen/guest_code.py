@@ -38,7 +38,7 @@ class CompiledCode:
     leads: tuple[int, ...] = field(default=(), init=False, metadata=ADDRESS)
     """Addresses of the breakpoints at the end of a stub that send the guest on. A hit runs one of them."""
     tail: int = field(default=0, init=False, metadata=ADDRESS)
-    """Address of the breakpoint in which the code ends, at least in some cases; 0 if there is none."""
+    """Address of the breakpoint at the end of the code, which some or all hits reach; 0 if there is none."""
     retired: bool = field(default=False, init=False)
 
     def contains(self, address: int) -> bool:

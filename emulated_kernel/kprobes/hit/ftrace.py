@@ -89,7 +89,7 @@ class FtraceSites:
         """Number of calls from sites that Python handled."""
         self._ops = FtraceOpsList()
         self._leaving: dict[FtraceOps, set[int]] = {}
-        """User -> sites that the user has left, but whose text still calls: the user gets these calls."""
+        """User -> sites that the user has left, but whose text is still a call. The user gets these calls."""
         self._lists: dict[tuple[FtraceOps, ...], Called] = {}
         """Users, newest first -> handler of the sites with these users. A change of users empties the map."""
         self._of_kprobes = tuple(

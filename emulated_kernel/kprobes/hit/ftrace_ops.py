@@ -20,10 +20,7 @@ The function handles sets, because there may be tens of thousands of sites.
 """
 
 _FEW = 16
-"""Maximum number of sites of an ftrace_ops that is found by its sites.
-
-A tracer hooks tens of thousands of sites, and an index of them would take megabytes.
-"""
+"""Maximum number of sites of an ftrace_ops that FtraceOpsList puts into its index by site."""
 
 
 def no_code(sites: AbstractSet[int]) -> Iterable[tuple[int | None, AbstractSet[int]]]:
@@ -46,7 +43,9 @@ class FtraceOps:
 
     func: Called
     symbol: Callable[[], str]
-    """Function that returns the name of Linux's function in place of `func`, for the file enabled_functions.
+    """Function that returns the name of the Linux function that does the work of `func`.
+
+    The file enabled_functions shows this name.
     """
     saves_regs: bool = False
     """Whether `func` needs all registers. Mirrors: FTRACE_OPS_FL_SAVE_REGS (v6.1)."""

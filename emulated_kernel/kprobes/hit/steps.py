@@ -7,7 +7,7 @@ from emulated_kernel.kprobes.codegen.guest_code import OutOfLine
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _UNIT = 4
-"""Base-2 logarithm of the size of an aligned block of memory. No two slots share such a block of 16 bytes."""
+"""Number of low bits dropped from an address to get the key in Steps. No two slots share a key."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

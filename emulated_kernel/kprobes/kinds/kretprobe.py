@@ -74,7 +74,7 @@ class Kretprobe(Kprobe[RegsT]):
     data_size: int = 0
     """Size in bytes of the data that belong to each call; at most 4096."""
     instances_missed_at: int = field(default=0, metadata=ADDRESS)
-    """Address of an int in the guest that shows `instances_missed`; 0 if there is none."""
+    """Address of an int in the guest that shows `instances_missed` there; 0 if there is none."""
     hook: ReturnHook | None = field(default=None, init=False, repr=False)
     _ended: tuple[int, int] = field(default=(0, 0), init=False, repr=False)
     """Counts at the last unregistration: number of missed calls, and number of handled returns."""

@@ -20,7 +20,7 @@ from emulated_kernel.util.lazy_pattern import lazy_pattern
 RETHOOK_TRAMPOLINE = "arch_rethook_trampoline"
 GRAPH_TRAMPOLINE = "return_to_handler"
 RETURN_PLACE = "return_place"
-"""Key in the ABI table of an address in the kernel's text, to whose unused bytes hooked functions return."""
+"""Key in the ABI table of the address of unused bytes in the kernel's text, to which functions return."""
 _COLD = r"\.cold(\.\d+)?"
 COLD_PART = lazy_pattern(f"{_COLD}$")
 

@@ -56,7 +56,10 @@ at the return.
 
 @dataclass(eq=False, slots=True)
 class ReturnHook(AssemblyOwner):
-    """One user of return hooks. Mirrors: struct rethook (v6.1)."""
+    """A user of return hooks, such as a return probe: its handler runs when a hooked call returns.
+
+    Mirrors: struct rethook (v6.1).
+    """
 
     address: int = field(metadata=ADDRESS)
     handler: ReturnHandler
@@ -77,7 +80,7 @@ class ReturnHook(AssemblyOwner):
     assembled: AssembledHandlers | None = None
     """The handlers in assembly that run at returns; None if there are none."""
     missed_at: int = field(default=0, metadata=ADDRESS)
-    """Address of a 32-bit number in the guest that also shows `missed`; 0 if there is none."""
+    """Address of a 32-bit number in the guest that shows `missed` there; 0 if there is none."""
     flushed: int = 0
     """Number of calls that never returned, because their task ended or their run was given up."""
 

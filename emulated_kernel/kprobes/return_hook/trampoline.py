@@ -66,7 +66,10 @@ class Trampoline:
         self.size = 0
         """Size in bytes of the trampoline's code."""
         self.filled_in = 0
-        """Address in the trampoline. Code from there on finds the real return address in the stack slot."""
+        """Address after the trampoline's breakpoint; 0 before, and in the form BREAKPOINT.
+
+        When the CPU is there or after it, the stack slot holds the real return address, as unwinders need.
+        """
         self.native = 0
         """Address to which functions return if a hook has a handler in guest code; 0 if no hook has one."""
         self.native_breakpoint: int | None = None

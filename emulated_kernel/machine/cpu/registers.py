@@ -34,7 +34,7 @@ class Regs:
 
     _names: ClassVar[tuple[str, ...]]
     _absent: ClassVar[tuple[int, ...]]
-    """Zeros, one for each field of a register set that this CPU doesn't have."""
+    """Zeros for those registers of a RegisterSet that this CPU lacks, one for each."""
     _register_set: ClassVar[Callable[..., Any]]
     _flags_register: ClassVar[int]
     _flags_mask: ClassVar[int]
@@ -167,7 +167,10 @@ class FastRegs(Regs):
 
 
 class ClosedRegs(Regs, ctypes.Structure):
-    """Class of FastRegs objects after close(): it has the layout of FastRegs, but no registers."""
+    """Class that close() gives to a FastRegs object, so that it accesses the freed CPU structure no more.
+
+    The class has the layout of FastRegs, but no attributes for registers.
+    """
 
     __slots__ = (*_SLOTS,)
 

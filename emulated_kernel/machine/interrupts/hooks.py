@@ -48,7 +48,7 @@ class TrapHooks:
     """
 
     family: ClassVar[str] = "x86"
-    """Family of guest architectures, which selects the host's routine."""
+    """Family of guest architectures; it selects the host's routine for traps, in `machine.native`."""
     reported_ahead: ClassVar[int] = 0
     """Number of bytes by which Unicorn's instruction pointer is ahead when it reports an exception."""
 
@@ -77,9 +77,10 @@ class TrapHooks:
         It returns False if the instruction is not in user mode, and then changes nothing.
         """
         self.guest_callers: set[object] = set()
-        """Owners of handlers that call guest functions; while there are any, all handlers are deferred.
+        """Owners of handlers that call guest functions.
 
-        Only `set_guest_caller` changes the set.
+        While the set has members, every handler runs only after its trap has interrupted the run, since
+        Unicorn isn't re-entrant. Only `set_guest_caller` changes the set.
         """
         self.words = TrapWords()
         """Host memory that the host's routine for traps reads."""
@@ -90,9 +91,9 @@ class TrapHooks:
         Python gets all traps.
         """
         self._hooks: dict[int, ctypes.c_void_p] = {}
-        """Kind of a hook that can call the host's routines -> the hook's handle."""
+        """Kind of a Unicorn hook, such as HOOK_INTR -> handle of the hook that calls the host's routine."""
         self._native: int | None = None
-        """Kind of the hook that calls the host's routine for traps, if the host has one."""
+        """Kind of the hook that calls the host's routine for traps; None if the host has no such routine."""
         self.arrivals = _word(self.words, "arrivals")
         """View of the field `arrivals` of `words`: the number of runs that end_runs_at() has ended."""
         self._arrival: tuple[int, int] | None = None
@@ -236,7 +237,11 @@ class TrapHooks:
 
     @property
     def is_native(self) -> bool:
-        """Whether the host's routine handles the traps that have a Redirect, without Python."""
+        """Whether the routine of `machine.native`, and not Python, follows Redirects at traps.
+
+        The value is False if the host cannot run the routine. It does not change while Python temporarily
+        gets all traps.
+        """
         return bool(self.words.callback)
 
     @property

@@ -107,10 +107,10 @@ class RiscvTrapHooks(TrapHooks):
 
     @property
     def is_native(self) -> bool:
-        """Whether the host's routine follows Redirects.
+        """Whether the routine of `machine.native`, and not Python, follows Redirects at traps.
 
-        It follows them only if the address of Unicorn's error field is known, because the routine must reset
-        it.
+        The routine is used only if the address of Unicorn's error field is known, because it must reset this
+        field.
         """
         return self._error_cell is not None and super().is_native
 

@@ -35,7 +35,7 @@ class DamageReports:
     def __init__(self) -> None:
         self._known: set[str] = set()
         self.tell: Callable[[str], object] | None = None
-        """Function to call with the text of each report, for example to show the text in the guest's log."""
+        """Function to call with the text of each report, for example to log it; None before it is set."""
 
     def report(self, what: str, why: object) -> None:
         """Log that `what` is damaged, with the reason `why`, and that a part of it is left out.
@@ -66,8 +66,9 @@ class GuestReader:
     """Reads one structure of a stopped guest. Each count and pointer in guest memory may be wrong.
 
     `what` is the structure's name in the reports of damage. `steps` and `size` limit the steps and bytes of
-    the reader's whole life. If the guest's data are damaged, methods raise MemoryFault. Damage is an address
-    that is not mapped, more data than the limits allow, a pointer that is not aligned, or a circular list.
+    all of this reader's calls together. If the guest's data are damaged, methods raise MemoryFault. Damage is
+    an address that is not mapped, more data than the limits allow, a pointer that is not aligned, or a
+    circular list.
     """
 
     def __init__(

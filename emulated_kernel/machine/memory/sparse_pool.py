@@ -10,17 +10,14 @@ from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 _SHARE = 4
-"""Divisor of the number of the host's pages: the pool takes at most a quarter of them.
+"""Divisor for the pool's limit: the pool takes at most this part of the pages at memory.host_pages.
 
-Thus other allocations of host pages never fail because of the pool.
+Thus other allocations of these pages never fail because of the pool.
 """
 
 
 class SparsePool:
-    """Allocator of memory in address ranges of which only the pages in use are mapped.
-
-    A page is mapped with the first allocation in it, and unmapped with the last.
-    """
+    """Allocator of memory in given address ranges. It maps only the pages that contain an allocation."""
 
     def __init__(self, memory: GuestMemory, spaces: Sequence[range], *, prot: Prot, fill: bytes) -> None:
         self._memory = memory

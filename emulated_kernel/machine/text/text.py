@@ -74,14 +74,14 @@ class OriginalBytes(Mapping[int, int]):
 
     def __init__(self) -> None:
         self.changes = 0
-        """Number of completed changes of `words` so far."""
+        """Number of completed changes of `words` so far, by which users of cached results notice changes."""
         self.words: dict[int, int] = {}
         """Number of a word -> integer with the word's original bytes that differ from the current ones.
 
         The upper half of the integer is a mask, which has 0xFF for each byte that differs.
         """
         self.shared: dict[int, int] = {}
-        """Integers in `words`. Equal integers are one object, because the nops of fentry sites are alike."""
+        """Integer in `words` -> object that all equal integers share; nops of fentry sites are alike."""
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

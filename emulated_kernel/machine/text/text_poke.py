@@ -19,7 +19,7 @@ class PokeStep(Enum):
     BREAKPOINT = auto()
     """Write an int3 over the first byte."""
     TAIL = auto()
-    """Write the new bytes after the breakpoint, if the instruction is longer."""
+    """Write the new bytes after the breakpoint, if the instruction is longer than the breakpoint."""
     FIRST_BYTE = auto()
     """Write the new bytes in place of the breakpoint."""
 

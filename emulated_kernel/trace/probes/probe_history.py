@@ -56,7 +56,7 @@ class _Enabled:
     missed: int = 0
     """Number of missed hits of removed probes."""
     forgotten_hits: int = 0
-    """Number of hits of removed probes that `removed` does not have any more."""
+    """Number of hits of places that were dropped from `removed`, which keeps at most MAX_REMOVED places."""
     filters: list[str] = field(default_factory=list)
     """The event's filters at its removal."""
 
@@ -71,7 +71,7 @@ class ProbeHistory:
         self._present: dict[KprobeTraceEvent, _Enabled] = {}
         self._removed: list[PastEvent] = []
         self.forgotten_hits = 0
-        """Number of hits of removed events that are not in the history any more."""
+        """Number of hits of removed events that were dropped from the history, which keeps MAX_REMOVED."""
 
     def note(self, events: Iterable[KprobeTraceEvent] | None = None) -> None:
         """Record the state of each enabled event of `events`, and empty `off_since` of each disabled one.

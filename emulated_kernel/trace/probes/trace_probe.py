@@ -244,7 +244,10 @@ P = TypeVar("P", bound=TraceProbe)
 
 
 class ProbeKind(EventKind[P]):
-    """A kind of dynamic events of which each is a probe of an event, such as a kprobe."""
+    """A kind of dynamic events that record hits of probes, such as kprobes.
+
+    An event of the kind can have several probes.
+    """
 
     def probes(self) -> list[P]:
         """Return all probes of this kind, in order of creation."""

@@ -799,7 +799,8 @@ def test_places_of_a_dump_are_explained_without_running_it(
 ) -> None:
     """`explain` gives the same verdict, detour and arguments for a dump as for the image.
 
-    It does not consider other CPUs for the dump, whose text is already patched for one CPU.
+    For the image, `others` has verdicts for the ways in which boot rewrites returns on other CPU models. For
+    the dump, `others` is empty, because boot has rewritten its returns already.
     """
     image = str(debian_kernel.image())
     answers = []

@@ -230,10 +230,10 @@ class Kernel:
         """Add data with a symbol, and return its address."""
         return self.mark(name, self.area.add(data), letter)
 
-    def table(self, name: str, data: bytes, stop: str | None = None) -> int:
-        """Add data between __start_NAME and __stop_NAME, and return its address."""
+    def table(self, name: str, data: bytes) -> int:
+        """Add data between new symbols __start_NAME and __stop_NAME, and return the data's address."""
         at = self.mark(f"__start_{name}", self.area.add(data), "D")
-        self.mark(stop or f"__stop_{name}", self.area.end, "D")
+        self.mark(f"__stop_{name}", self.area.end, "D")
         return at
 
     def next_data(self) -> int:

@@ -49,7 +49,7 @@ def built() -> tuple[made.Kernel, dict[str, int]]:
     kernel.function("its_return_thunk", b"\xc3\xcc")
     name = kernel.area.string("fs/read.c")
     at = kernel.next_data()
-    kernel.table("__ex_table", relative(at, first + 5, first + 8) + struct.pack("<i", 3), "__stop___ex_table")
+    kernel.table("__ex_table", relative(at, first + 5, first + 8) + struct.pack("<i", 3))
     kernel.symbols[-2] = (at, "D", "__start___ex_table")
     kernel.table("mcount_loc", struct.pack("<3Q", first, third, 0))
     at = kernel.next_data()
@@ -228,7 +228,7 @@ def test_reading_beyond_memory() -> None:
 
 def test_kept_parts_tell_the_same() -> None:
     made_kernel, _ = built()
-    made_kernel.table("BTF", sample().data(), "__stop_BTF")
+    made_kernel.table("BTF", sample().data())
     kernel = read(made_kernel)
     parts = {name: memoryview(data) for name, data in cached_parts(kernel).items()}
     kept = CachedKernelTables(parts)
@@ -250,7 +250,7 @@ def test_kept_parts_tell_the_same() -> None:
 )
 def test_kept_parts_that_nobody_has_written(missing: str) -> None:
     made_kernel, _ = built()
-    made_kernel.table("BTF", sample().data(), "__stop_BTF")
+    made_kernel.table("BTF", sample().data())
     parts = {name: memoryview(data) for name, data in cached_parts(read(made_kernel)).items()}
     whole = bytes(parts[missing])
     for strange in (None, b"", b"\xff" * 7, whole[:-4], whole[:-8]):

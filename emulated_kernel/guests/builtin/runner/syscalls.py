@@ -80,10 +80,11 @@ _AT_PATHS: dict[str, Callable[[int, int], tuple[str, tuple[int, ...]]]] = {
 
 
 class HostLookup(IntEnum):
-    """Result of the host's lookup of a name in a directory of control files.
+    """Result of the guest's lookup of a name in a directory of control files, during one system call.
 
-    The result is passed to the guest for one system call. DEFAULT: the name exists, unless the call is about
-    to create it.
+    MISSING and EXISTS are results of the host, which has looked up the name already. DEFAULT means that the
+    host passes no result. Then a name is missing if the call must create it or is a rename to it; otherwise
+    the name exists.
     Mirrors: HOST_LOOKUP_* of the guest's host_abi.h.
     """
 
