@@ -47,7 +47,7 @@ def files(probed: Probed) -> Files:
 
 
 def clock(now: int, *, virtual: bool) -> Any:
-    """Return a clock of a machine that always shows the time `now`."""
+    """Return a machine's clock that stands still at `now` nanoseconds. `virtual`: value of is_virtual."""
     return SimpleNamespace(now_ns=lambda: now, is_virtual=virtual)
 
 
