@@ -33,14 +33,14 @@ LEEWAY = 30
 """Seconds from the time limit of a test until the worker is ended, if the limit has not stopped the test."""
 
 YOUNG = 2_000_000
-"""Allocations between two collections of young garbage.
+"""Number of allocations between two collections of young garbage.
 
-The number is high, because most objects of a boot and of the tables of a kernel's functions stay.
+The number is high, because most objects of a boot and of the tables of a kernel's functions are no garbage.
 """
 FEW_DESCRIPTORS = 256
-"""Open descriptors of a worker; if there are more, uncollected garbage holds them."""
+"""Number of open descriptors of a worker above which garbage is collected, because it holds most of them."""
 MUCH_MEMORY = 300 << 20
-"""Bytes by which a worker may grow until garbage is collected; the RAM of a kernel may be garbage."""
+"""Number of bytes by which a worker grows until garbage, such as the RAM of kernels, is collected."""
 
 # Variables of the user's terminal, CI or journal would change the output of programs under test.
 _FROM_OUTSIDE = ("BUILD_NUMBER", "CI", "COLUMNS", "FORCE_COLOR", "LINES", "NOTIFY_SOCKET", "NO_COLOR", "TERM")
@@ -95,7 +95,7 @@ def strict_lock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 _freeze = gc.freeze
 TIMER = pytest.StashKey[WorkerTimer]()
-"""The timer that ends the worker."""
+"""Key in pytest's stash of the timer that ends the worker."""
 CLONE_NEWNS = 0x20000
 MS_REC = 0x4000
 MS_PRIVATE = 1 << 18

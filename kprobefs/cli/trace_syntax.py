@@ -22,7 +22,10 @@ USAGE = (
 )
 """Forms of a probe on the command line, for messages."""
 IF = " if "
-"""Text before the filter of a probe, as before that of a trigger. No argument of a probe contains a blank."""
+"""Text before the filter of a probe, as before that of a trigger.
+
+The filter follows the first such text, because no argument of a probe contains a blank.
+"""
 MAX_NAME = 40
 """Maximum length of an event name that is derived from the place of a probe, before a number is added."""
 

@@ -287,7 +287,8 @@ def make_case(
 ) -> Case:
     """Return a case with a random program.
 
-    `registers` get random values, except sp; `others` are further registers that the program may read.
+    `registers` get random values, except sp; `others` are further registers that the program may read, with
+    their values. `per_cpu`: base address of per-CPU memory.
     """
     names = [name for name in (*registers, *others) if name != "sp"]
     program = Maker(rng, bits, names, per_cpu).make()

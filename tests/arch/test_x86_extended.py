@@ -30,7 +30,11 @@ def jump(at: int, target: int) -> str:
 
 
 def found(code: str, offset: int = 0, kept: int = 0, **fields: Any) -> Region | Rejection:
-    """Return the strategy's region or rejection at `offset` of a function with this code."""
+    """Return the strategy's region or rejection at `offset` of a function with this code.
+
+    `kept`: number of bytes at the end of the jump that are not written. `fields`: other attributes of the
+    function.
+    """
     data = bytes.fromhex(code.replace(" ", ""))
     function = Function("foo", ADDR, fields.pop("size", len(data)), data, **fields)
     return region(X86FunctionAnalysis(function, DecodeCache(64), LAYOUT), ADDR + offset, kept)

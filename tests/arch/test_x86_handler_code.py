@@ -166,13 +166,16 @@ def test_programs_in_a_frame(bits: int, first: int) -> None:
 
 
 CELL = 0x1000
-"""Offset of a cell."""
+"""Offset of a cell of the programs from the base of per-CPU addresses."""
 COUNT = (ir.AddToPerCpu(CELL, 1),)
 ALL_REGISTERS = frozenset(REGISTER_NAMES)
 
 
 def listing(program: Program, live: LiveRegisters | None, start: int | None = None) -> list[str]:
-    """Return the mnemonics of a program's code from `start` on, by default from its entry."""
+    """Return the mnemonics of a program's code from the offset `start` on, by default from its entry.
+
+    `live`: registers that the code must preserve, as for handler_code().
+    """
     arch = X86_64()
     handler = arch.handler_code(program, PROBE, live)
     code = handler.code[handler.entry if start is None else start :]

@@ -52,7 +52,11 @@ def verdict(
     blacklisted: tuple[str, ...] = (),
     **fields: Any,
 ) -> Answer:
-    """Return the answer of Linux's rules at `offset` of a function `foo` with this code."""
+    """Return the answer of Linux's rules at `offset` of a function `foo` with this code.
+
+    `others`: further functions of the kernel. `blacklisted`: names of blacklisted functions. `fields`: as for
+    foo().
+    """
     known = sample(foo(code, **fields), *others, blacklisted=frozenset(blacklisted))
     return answer(linux_verdict(known), ADDR + offset)
 

@@ -33,7 +33,8 @@ def run(
 ) -> tuple[object, ...]:
     """Run code until the CPU leaves it. Return the next address, the registers, the flags and the memory.
 
-    `top`: word at the top of the stack.
+    `at`: address of the code. `values`, `flags`: registers and flags at the start. `top`: word at the top of
+    the stack.
     """
     prefix = "R" if bits == 64 else "E"
     with engines.lent(unicorn.UC_ARCH_X86, MODES[bits]) as uc:

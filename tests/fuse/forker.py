@@ -115,7 +115,10 @@ class Forker:
         return Forked(self, self.ask(output, errors, **own))
 
     def ask(self, *descriptors: int, **request: object) -> Any:
-        """Send a request to the process that forks, and return the answer."""
+        """Send a request, with open `descriptors`, to the process that forks; return the answer.
+
+        `request`: the fields of the request, which are sent as JSON.
+        """
         with self._lock:
             socket.send_fds(self._channel, [json.dumps(request).encode()], descriptors)
             return json.loads(self._channel.recv(100))

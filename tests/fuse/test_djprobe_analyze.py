@@ -166,8 +166,10 @@ void _start(void) { for (;;) __asm__ volatile(""); }
 
 
 def stripped(directory: Path, *flags: str, result: int = 1) -> Path:
-    """Compile a kernel and return the path of its stripped file `vmlinux`. The file `whole` in the same
-    directory is not stripped.
+    """Compile a kernel, and return the path of its stripped file `vmlinux`.
+
+    The file `whole` in the same directory is not stripped. `flags`: additional options of gcc. `result`:
+    number that replaces RESULT in SOURCE.
     """
     directory.mkdir(exist_ok=True)
     source, whole, code = directory / "t.c", directory / "whole", directory / "vmlinux"

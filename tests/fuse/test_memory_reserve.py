@@ -96,9 +96,9 @@ class _Mount:
 
 
 def is_answered(adapter: Any, name: str, **given: object) -> bool:
-    """Return True if, while the memory reserve is released, the operation `name` is done.
+    """Return False if the operation `name` fails with ENOMEM while the memory reserve is released, else True.
 
-    Return False for ENOMEM.
+    `given`: arguments that differ from the usual ones.
     """
     operations = adapter._Operations(_Mount(), threading.Event())
     operations.ready, operations.blocking = lambda: None, lambda: nullcontext(1)

@@ -60,7 +60,7 @@ OF_MOUNT_FUSE = {
     "nodev,nosuid": ("", mount_helper.FAILED),
     "arch=z80,dev,suid": ("--arch=z80", mount_helper.WRONG_USAGE),
 }
-"""Options from mount.fuse3 3.14 -> options of the program, and its exit status without the directory."""
+"""Options from mount.fuse3 3.14 -> options for the program, and exit status if the mount point is missing."""
 
 
 @pytest.mark.parametrize("options", OF_MOUNT_FUSE)

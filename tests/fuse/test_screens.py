@@ -81,7 +81,10 @@ class Screen:
         return self._run("capture-pane", "-p", "-t", self._pane, *options).rstrip("\n").split("\n")
 
     def wraps(self, *options: str) -> bool:
-        """Return True if the terminal has wrapped any line that the program wrote."""
+        """Return True if the terminal has wrapped any line that the program wrote.
+
+        `options`: further options of tmux's capture-pane.
+        """
         columns = int(self._run("display-message", "-p", "-t", self._pane, "#{pane_width}"))
         # Read the screen once: a program that redraws shows another picture at the next read.
         return any(len(line.rstrip()) > columns for line in self.lines(*options, "-J"))
@@ -179,8 +182,9 @@ Start = Callable[..., Screen]
 
 @pytest.fixture
 def start(server: str, runtime_directory: Path) -> Iterator[Start]:
-    """Return a function that starts the program on a terminal of a given size. The programs are killed after
-    the test.
+    """Yield a function that starts the program on a terminal of a given size.
+
+    The programs are killed after the test.
     """
     started: list[Screen] = []
 

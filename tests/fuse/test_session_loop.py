@@ -38,7 +38,7 @@ _PR_SET_PDEATHSIG = 1
 _RELEASE = tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
 _CONTENT = b"a line\n"
 _STARVED = 1000
-"""Offset of a read for running out of memory.
+"""Base of the offsets of reads during which memory runs out.
 
 A read at _STARVED + n succeeds, but makes the n-th allocation after it fail.
 """

@@ -16,7 +16,11 @@ _ABBREVIATIONS = (
 
 
 def dwarf_file(functions: Sequence[tuple[str, bytes]], *, text: bool = True, debug: bool = True) -> bytes:
-    """Return an ELF file whose .text, at TEXT, contains the functions one after the other."""
+    """Return an ELF file whose .text, at TEXT, contains the functions one after the other.
+
+    `functions`: (name, code) of each. Without `text`, the contents of .text are left out, as in a debug file.
+    `debug`: with debug information.
+    """
     code = b"".join(body for _, body in functions)
     sections = [(".text", 1 if text else 8, 6, TEXT, code if text else b"", len(code))]
     if debug:

@@ -216,7 +216,10 @@ class Guest:
         assert trap.reason is Hypercall.IDLE
 
     def idle_until(self, done: Callable[[], bool], ticks: int = 1000) -> None:
-        """Let time pass until `done` returns True; park tasks that arrive in user mode."""
+        """Let time pass until `done` returns True; park tasks that arrive in user mode.
+
+        Raises: GuestStuck (`done` still returns False after `ticks` timer ticks).
+        """
         for _ in range(ticks):
             if done():
                 return

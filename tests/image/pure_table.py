@@ -331,7 +331,7 @@ def _words(c: Call) -> tuple[Argument, ...]:
 def _transformed(least: int, most: int, out: int, values: int = 256) -> Make:
     """Return a generator of calls of a function in lib/test_pure.c.
 
-    The function gets `least` to `most` bytes below `values`, and room for `out` bytes of its result.
+    The function gets `least` to `most` bytes below `values`, and a buffer of `out` bytes for its result.
     """
 
     def make(c: Call) -> tuple[Argument, ...]:

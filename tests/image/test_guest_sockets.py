@@ -44,7 +44,7 @@ class Net(Files):
         return self.call(CONNECT, fd, address(port, host), 16)
 
     def name(self, fd: int, number: int = GETSOCKNAME) -> tuple[int, int]:
-        """Return the host address and the port of a socket, or of its peer."""
+        """Return the host address and the port of a socket, or with number GETPEERNAME those of its peer."""
         self.guest.write(ANSWER, struct.pack("<i", 16))
         assert self.call(number, fd, ANSWER + 16, ANSWER) == 0
         port, host = struct.unpack(">HI", self.guest.read(ANSWER + 18, 6))

@@ -205,7 +205,11 @@ class Modelled(OnKernel):
         stepped: bool = False,
         length: int = 0,
     ) -> Kprobe:
-        """Return a probe whose handlers count its hits."""
+        """Return a probe whose handlers count its hits.
+
+        `by_name`: give its place as symbol and offset. `stepped`: with a post_handler, so that each hit is
+        stepped. `length`: length of a djprobe's region; 0 for a kprobe.
+        """
         number, handlers = self.counter()
         if not stepped:
             del handlers["post_handler"]

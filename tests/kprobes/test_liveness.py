@@ -36,7 +36,7 @@ from tests.sample import WHOLE, fewer, share
 SEED = 4
 PARTS = 12
 PROBED = 5
-"""Number of instructions of which one has a probe."""
+"""One of this many instructions has a probe."""
 SKIPPED = 0.5 if WHOLE else 0.8
 """Share of the places for jumps that get no jump."""
 MAX_HITS = 5000

@@ -106,7 +106,10 @@ class FakeImage:
 
 
 def boot(source: str = "", **options: object) -> Machine:
-    """Return a machine with the code `source` at CODE, where the next run begins."""
+    """Return a machine with the code `source` at CODE, where the next run begins.
+
+    `options`: attributes of MachineConfig, and `handler` and `ex_table` of FakeImage.
+    """
     image_options = {k: options.pop(k) for k in ("handler", "ex_table") if k in options}
     machine = Machine(MachineConfig(**options), FakeImage(asm(source) if source else b"", **image_options))
     machine.regs.ip = CODE

@@ -48,7 +48,7 @@ SESSIONS = [
     ),
 ]
 DAY = 86400
-"""Seconds for which the objects of other sources are kept."""
+"""Seconds after which unused compiled objects of another version of the sources are removed."""
 MARK = "\x1e"
 """Character that ends the output of each command. No file of a mount contains it."""
 

@@ -29,7 +29,7 @@ DATA = 0x9000_0000
 DATA_SIZE = 1 << 16
 """Size in bytes of the memory to whose middle all registers point."""
 STEPS = 8
-"""Maximum number of instructions of a relocated instruction with its jump back."""
+"""Maximum number of instructions of which a relocated instruction and its jump back consist."""
 _GENERAL = [getattr(const, f"UC_ARM64_REG_X{number}") for number in range(31)]
 _INTEGER_STATE = [*_GENERAL, const.UC_ARM64_REG_SP, const.UC_ARM64_REG_NZCV]
 _STATE = [*_INTEGER_STATE, *(getattr(const, f"UC_ARM64_REG_V{number}") for number in range(32))]

@@ -37,7 +37,7 @@ STATE = 0x3C5
 HANDLER = CODE + PAGE
 CALLER = CODE + 2 * PAGE
 CHOICE = CPU + 0x80
-"""Word in which the trampoline's program finds its handler, or 0."""
+"""Address of the word with the address at which the trampoline's program continues; 0: in Python."""
 
 
 class Arm64LockedMaker(LockedMaker):
@@ -142,7 +142,7 @@ def test_a_called_handler_sees_the_traced_functions_return_address(live: LiveReg
 
 
 def _dispatch() -> Program:
-    """Return a program that continues at the address in a word of memory, or in Python if the word is 0."""
+    """Return a program that continues at the address in the word at CHOICE, or in Python if the word is 0."""
     python = Label(0)
     return (
         ir.LoadPerCpu(0, CHOICE, 8),

@@ -41,7 +41,10 @@ def straight(region: bytes, values: dict[str, int], arch: Riscv) -> dict[str, in
 
 
 def probed(arch: Riscv, region: Region, detour: Detour | HandlerCode, values: dict[str, int]) -> Flat:
-    """Return a machine with the jump of a probe at CODE and the detour at BUFFER."""
+    """Return a machine with the jump of a probe at CODE and the detour at BUFFER.
+
+    `values`: register -> value at the start.
+    """
     jump = arch.detour_jump(region, BUFFER + (detour.entry if isinstance(detour, HandlerCode) else 0))
     assert len(jump) == region.length
     areas = {CODE: jump + arch.breakpoint, BUFFER: detour.code, STACK: bytes(PAGE), DATA: bytes(PAGE)}

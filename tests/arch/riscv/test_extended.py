@@ -29,7 +29,7 @@ from emulated_kernel.arch.riscv.insn import A0, A1, RA, SP, T0, T1, ZERO
 
 ADDR = 0xFFFF_FFFF_8020_1000
 TRACED = ADDR + 0x1000
-"""A function with an fentry site."""
+"""Address of a function with an fentry site."""
 MOVE = addi(A0, A1, 1)
 RET = jump_register(RA)
 FENCE = bytes.fromhex("0f00f00f")

@@ -27,7 +27,7 @@ from tests.arch.riscv.flat import NAMES, Flat
 
 ARCHS = [RISCV64(), RISCV64I()]
 FIXED = [name for name in NAMES if name not in ("gp", "sp")]
-"""Registers that get random values: gp is the per-CPU base."""
+"""Registers that get random values: all except gp, the base of per-CPU memory, and the stack pointer."""
 
 
 def make(seed: int) -> Case:

@@ -22,7 +22,7 @@ from tests.arch.riscv.test_handler_code import ARCHS, FIXED, check, make
 HANDLER = CODE + PAGE
 CALLER = CODE + 2 * PAGE
 CHOICE = CPU + 0x80
-"""Word in which the trampoline's program finds its handler, or 0."""
+"""Address of the word with the address at which the trampoline's program continues; 0: in Python."""
 
 
 class RiscvLockedMaker(LockedMaker):
@@ -56,7 +56,7 @@ def test_locked_words_in_a_frame(arch: Riscv) -> None:
 
 
 def _dispatch() -> Program:
-    """Return a program that continues at the address in a word of memory, or in Python if the word is 0."""
+    """Return a program that continues at the address in the word at CHOICE, or in Python if the word is 0."""
     python = Label(0)
     return (
         ir.LoadPerCpu(0, CHOICE - CPU, 8),

@@ -29,7 +29,11 @@ def memory() -> Iterator[ProcessMemory]:
 
 @contextmanager
 def waiting_in_open(path: str, flags: int, memory: ProcessMemory) -> Iterator[int]:
-    """Yield the pid of a process that waits in open(2) for the other end of a FIFO."""
+    """Yield the pid of a process that waits in open(2) for the other end of a FIFO.
+
+    `path`: path of the FIFO, which is made first. `flags`: flags of open(2). `memory`: reads the process's
+    memory, to see whether the process waits.
+    """
     os.mkfifo(path)
     with subprocess.Popen([sys.executable, "-c", _FIFO_READER, path, str(flags)]) as process:
 

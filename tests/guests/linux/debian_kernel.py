@@ -117,7 +117,11 @@ def modules(release: str, meta: str = META, suite: str = SUITE) -> ModuleFiles:
 def mount(
     watch: ProcessWatch | None = None, meta: str = META, suite: str = SUITE, *, is_tracefs: bool = False
 ) -> Mount:
-    """Return a mount of the kernel, whose files belong to root."""
+    """Return a mount of the kernel with its own kprobes. Its files belong to root.
+
+    `watch`: watch of the clients' processes; None for one that reports nothing. `is_tracefs`: tracefs is the
+    root of the mount, which shows nothing else.
+    """
     guest = tasks(meta, suite)
     files = modules(guest.release, meta, suite)
     return native_mount(guest, watch or ProcessWatch(), Owner(0, 0), files, is_tracefs=is_tracefs)

@@ -188,9 +188,10 @@ def check_unnoticed(
 ) -> None:
     """Check that the workload has the same answers and hits in all modes.
 
-    If Python handles stepped probes, the workload also leaves the same memory as without probes. `least`: the
-    number of probed places exceeds the first number without an optimizer, and the second number with an
-    optimizer.
+    If Python handles stepped probes, the workload also leaves the same memory as without probes.
+    `new_engine`: function that boots a kernel, with or without `optimizer`. `family`: kind of guest, by which
+    the host's routine for traps is found. `least`: the number of probed places exceeds the first number
+    without an optimizer, and the second number with an optimizer.
     """
     alone = new_engine(optimizer=False)
     alone.machine.text.free_text(alone.machine.text.alloc_text(16))

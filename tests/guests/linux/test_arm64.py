@@ -317,7 +317,8 @@ def made_image(
 ) -> bytes:
     """Return an Image whose relocation table fills in words of the Image.
 
-    The first word becomes the Image's address.
+    The first word becomes the Image's address. `size`, `flags`, `offset`: fields of the header, where
+    `offset` is the text offset. `linked`: address for which the Image is linked.
     """
     header = struct.pack("<8x3Q", offset, size, flags).ljust(0x38, b"\0") + b"ARMd"
     data = bytearray(header.ljust(size, b"\0"))

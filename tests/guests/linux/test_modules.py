@@ -323,7 +323,7 @@ WHO_AND_WHEN = re.compile(r"^.*?-(?=\d+ )| +\d+\.\d{6}:|entry=\S+$|^ID: \d+$", r
 
 
 def update(shell: Files, domain: str) -> None:
-    """Write an entry of one of sunrpc's caches."""
+    """Write an entry for `domain` to sunrpc's cache auth.unix.ip, as rpc.mountd does."""
     syscalls, init = guest_of(shell.mount).syscalls, guest_of(shell.mount).tasks.init
     channel = syscalls.open(init, f"{PROC}/net/rpc/auth.unix.ip/channel", os.O_RDWR)
     syscalls.write(init, channel, f"nfsd 127.0.0.1 9999999999 {domain}\n".encode(), None)

@@ -29,9 +29,9 @@ FILE = "/scratch/file"
 TICK = 4
 """Milliseconds of guest time between two ticks."""
 SOON = 64
-"""Requests within which a probe is optimized: five ticks, and a grace period of RCU."""
+"""Number of requests within which a probe is optimized: five ticks, and a grace period of RCU."""
 SECOND = 250
-"""Requests in a second of the guest's time."""
+"""Number of requests in a second of the guest's time."""
 
 
 class Shell(Files):

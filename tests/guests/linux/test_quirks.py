@@ -50,7 +50,10 @@ UP, DOWN = 0x2, 0x402
 
 
 def small_machine(code: bytes, budget: float = 1.0) -> tuple[PcMachine, mmap.mmap]:
-    """Return a machine that maps its first 2 MiB, with `code` at CODE, and its RAM."""
+    """Return a machine that maps its first 2 MiB, with `code` at CODE, and its RAM.
+
+    `budget`: maximum seconds of a run.
+    """
     ram = mmap.mmap(-1, 4 << 20)
     for table in (ROOT, ROOT + 0x1000):
         ram[table : table + 8] = (table + 0x1000 | 3).to_bytes(8, "little")
@@ -64,8 +67,8 @@ def small_machine(code: bytes, budget: float = 1.0) -> tuple[PcMachine, mmap.mma
 def stored(count: int, at: int, flags: int, *, in_host: bool) -> tuple[list[int], bytes, int]:
     """Run a `rep stosb`. Return the registers, the RAM, and how often the CPU reached the instruction.
 
-    `count`, `at`: number and address of the bytes. `flags`: the flags before. `in_host`: let the host do the
-    stores.
+    `count`: number of stored bytes. `at`: address of the first one. `flags`: the flags register before the
+    instruction. `in_host`: let the host do the stores.
     """
     machine, ram = small_machine(REP_STOSB + b"\xf4")
     rounds: list[None] = []

@@ -33,7 +33,7 @@ def functions(engine: LinuxEngine, seed: int) -> list[str]:
 
 
 def hooked(profile: Profile, seed: int) -> tuple[list[object], dict[str, list[str]], LinuxEngine]:
-    """Run the workload with return probes on functions.
+    """Run the workload with return probes on the functions that functions() returns for `seed`.
 
     Return the answers, event -> [hits, misses], and the engine.
     """

@@ -22,9 +22,9 @@ KERNEL = 0xFFFFFFC000000000
 """Virtual address of the physical address 0; the kernel's part of the tables is one large page."""
 CODE, HANDLER, ROOT, TABLES, USER = 0x10000, 0x20000, 0x1000, (0x2000, 0x3000), 0x100000
 HIGH, HIGH_TABLES = KERNEL + (1 << 30), (0x4000, 0x5000)
-"""A kernel page with a table entry of its own."""
+"""Virtual address of a kernel page, and physical addresses of the two page tables that map only this page."""
 FIRST, PAGES = 0x600000, 400
-"""Virtual address and number of user pages, which are more than the emulator's table and victims have."""
+"""Virtual address of the first user page, and number of user pages: more than the emulator's TLB holds."""
 CSRS, CSRC = 0x100FA073, 0x100FB073
 LISTING = (
     CSRS,  # csrs sstatus, t6

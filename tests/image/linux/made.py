@@ -100,8 +100,10 @@ def _addresses(addresses: list[int], form: Addresses, base: int) -> bytes:
 
 
 def _tokens(symbols: Iterable[tuple[int, str, str]]) -> list[bytes]:
-    """Return the 256 tokens: characters that occur in names and digits stand for themselves, others for
-    pieces of names.
+    """Return the 256 tokens of the table.
+
+    Digits, and the characters that occur in names, stand for themselves. Other tokens stand for pieces of
+    names.
     """
     used = {ord(char) for _, letter, name in symbols for char in letter + name} | set(b"0123456789")
     pieces = iter((b"vfs_", b"__start", b"sys_", b"Tdo_", b"_text_", b"func_"))
@@ -267,7 +269,11 @@ def elf(
     sections: bool = True,
     bss: int = 0x1000,
 ) -> bytes:
-    """Return an ELF file with these segments, of which the last one has `bss` zero bytes more in memory."""
+    """Return an ELF file with `segments`, which are (address, contents).
+
+    The last segment has `bss` zero bytes more in memory. `machine`, `kind`: e_machine and e_type. `sections`:
+    with section headers.
+    """
     offset, headers, body = 64 + 56 * len(segments), b"", b""
     names = b"\0.text\0.rodata\0.data\0.shstrtab\0"
     rows = [struct.pack("<IIQQQQIIQQ", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)]
@@ -309,7 +315,10 @@ def elf(
 
 
 def vmlinuz(vmlinux: bytes, packed_by: str = "gzip", *, protocol: int = 0x20F) -> bytes:
-    """Return a bzImage that contains a vmlinux."""
+    """Return a bzImage that contains a vmlinux.
+
+    `packed_by`: name of the compression, as for packed(). `protocol`: version of the boot protocol.
+    """
     payload = packed(vmlinux, packed_by)
     if packed_by != "gzip":
         payload += struct.pack("<I", len(vmlinux))
@@ -317,7 +326,7 @@ def vmlinuz(vmlinux: bytes, packed_by: str = "gzip", *, protocol: int = 0x20F) -
 
 
 def around(payload: bytes, *, protocol: int = 0x20F) -> bytes:
-    """Return a bzImage whose payload is `payload`."""
+    """Return a bzImage whose payload is `payload`. `protocol`: version of the boot protocol."""
     setup = bytearray(5 * 512)
     setup[:2], setup[0x1F1], setup[0x1FE:0x200] = b"MZ", 4, b"\x55\xaa"
     setup[0x202:0x208] = b"HdrS" + struct.pack("<H", protocol)

@@ -234,7 +234,11 @@ def test_fentry_sites(arch: str, save_regs: str) -> None:
 def replace_all_at_once(
     poker: TextPoker, insns: Mapping[int, bytes], restored: Collection[int] = (), size: int = 0
 ) -> None:
-    """Write all bytes of the instructions, and of the restored text, at once, without a breakpoint first."""
+    """Write all instructions, and all restored text, at once, without a breakpoint first.
+
+    `insns`: address -> bytes of an instruction. `restored`: addresses at which `size` bytes of the original
+    text are written again.
+    """
     poker._text.poke_batch(insns.items())
     poker._text.restore_batch([*restored], size)
     poker._text.sync()

@@ -79,9 +79,9 @@ class Expected:
     end: End
     written: Mapping[int, int]
     live: tuple[int, ...]
-    """Mask of the bits of each register that must be the same."""
+    """Masks of the bits that must be the same in a probed run, one mask for each register."""
     registers: tuple[int, ...] | None
-    """Values of these bits."""
+    """Value of each register at the end, masked by `live`; None if the run has faulted."""
     memory: DataSnapshot
     """All memory at the end, except `free`."""
     free: range

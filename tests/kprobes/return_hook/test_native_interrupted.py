@@ -75,7 +75,8 @@ class Calls:
 def calls(stack: str, way: str, maxactive: int) -> Iterator[tuple[Calls, Kretprobe]]:
     """Yield a Calls for a function that guest code hooks, and the kretprobe of the function.
 
-    The kernel has two CPUs, and each has a task.
+    `stack`: name of the shadow stack. `way`: key of WAYS, the mode in which the call is hooked. The kernel
+    has two CPUs, and each has a task.
     """
     with Kernel(MachineConfig(return_hook=stack, cpus=2), profile=WAYS[way]) as kernel:
         rp = Kretprobe(symbol_name="int_sqrt", maxactive=maxactive)

@@ -270,7 +270,7 @@ class Guest:
         self.now = 1_000_000
         self.saves = 0
         self.rooms = 0
-        """Number of calls of make_room()."""
+        """Number of times that guest code has asked the host for room in the ring buffer."""
         self.host_saved: list[int] = []
         memory.map(target.kernel, 8192)
         memory.map(target.stack, 16384)

@@ -62,7 +62,7 @@ def test_records_are_equal(arch: str, data: st.DataObject) -> None:
 
 
 STEP_MARGIN = 57
-"""Margin with which one of the pauses gives the longest delta without a time extend."""
+"""Nanoseconds by which a pause is below 1 << 27, so that the longest delta without a time extend occurs."""
 
 
 def set_filter(kernel: Kernel, event: KprobeTraceEvent, recorder: RingRecorder, text: str) -> None:

@@ -289,7 +289,12 @@ def make_kernel(
     interface: Interface = LINUX_6_1,
     types: Btf | None = None,
 ) -> Kernel:
-    """Return a stand-in for a kernel, without events."""
+    """Return a stand-in for a kernel, without events.
+
+    `functions`: all functions of the kernel. `modules`: names of the loaded modules. `arch`: None for x86-64.
+    `recorder`: receives the records; None for a new FakeRecorder. `first_id`: id of the first event. `types`:
+    BTF, or None if the kernel has none.
+    """
     symbols: Any = Symbols(functions, modules)
     backend: Any = Backend(symbols)
     recorder = recorder or FakeRecorder()

@@ -19,7 +19,7 @@ CONTEXT = re.compile(
     re.DOTALL,
 )
 KINDS = {"Z": 0x48, "z": 0x40, "H": 0x18, "h": 0x08, "s": 0x10, ".": 0}
-"""Third flag character -> common_flags."""
+"""Third character of a record's flags in the trace -> bits of common_flags that it stands for."""
 
 PLAIN = [
     "trace_mixed.txt",

@@ -18,7 +18,7 @@ from emulated_kernel.trace.ring.buffer_page import (
 from emulated_kernel.trace.ring.ring_layout import RingControl, RingMemory, memory_size, pages_for
 
 BIG = bytes(1000)
-"""A payload. Events with four of these payloads fill a page except 64 bytes."""
+"""Payload of 1000 bytes. Four events with this payload fill a page except 64 bytes."""
 
 
 def ring(pages: int = 2, **more: bool) -> RingBuffer:
