@@ -445,7 +445,7 @@ def _matrix(parsed: argparse.Namespace) -> int:
     cases = matrix.cases(machines, parsed.arch, parsed.profile, parsed.kprobes, parsed.clock)
 
     def report(result: matrix.Result) -> None:
-        colour = "32" if result.has_passed else "31"
+        colour = "32" if result.is_good else "31"
         _print_error(f"matrix: {escape_for_terminal(result.case.name)}: {result.verdict}", colour)
 
     logs = Path(parsed.logs)
@@ -463,7 +463,7 @@ def _matrix(parsed: argparse.Namespace) -> int:
             print(matrix.as_json(results) if parsed.json else "\n".join(matrix.table(results)))
     if any(result.verdict == "stopped" for result in results):
         return matrix.INTERRUPTED
-    return ExitStatus.OK if all(result.has_passed for result in results) else ExitStatus.FAILURE
+    return ExitStatus.OK if all(result.is_good for result in results) else ExitStatus.FAILURE
 
 
 def _bench(parsed: argparse.Namespace) -> int:

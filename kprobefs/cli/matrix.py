@@ -60,6 +60,8 @@ HINT_LINES = (*ADVICE_LINES, panic_hint.HINT_LINE, refusal_hint.HINT_LINE)
 INTERRUPTED = 128 + SIGINT
 """Exit status of a command that SIGINT ends, as in shells."""
 _STOPPED = (INTERRUPTED, 128 + SIGTERM)
+SKIPPED = 77
+"""Exit status of a command that cannot run on a kernel, as in Automake's tests."""
 MOUNT = re.compile(r"/[^\s'\":]*/kprobefs-[a-z0-9_]{8}/mnt")
 """Pattern for the path of a mount that `run` has made."""
 _NAME = re.compile(r"\b[^\W\d]\w*")
@@ -96,14 +98,15 @@ class Result:
     line: str
     """Reason why the kernel has panicked, or else the first line of the log that says why the command failed.
 
-    The line is "" if the run has passed.
+    The line is "" if the run has passed. If the run is skipped, it is the last line of the command's output.
     """
     hint: str = ""
     """The first hint that `run` has added to the log, without its prefix; "" if there is none."""
+    has_panicked: bool = False
 
     @property
     def verdict(self) -> str:
-        """Result in one word: passed, failed, stopped (by SIGINT or SIGTERM), or error (the mount failed).
+        """Result in one word: passed, failed, skipped, stopped (by a signal), or error (the mount failed).
 
         If the kernel has panicked, the run has failed, whatever the command's status.
         """
@@ -111,12 +114,14 @@ class Result:
             return "stopped"
         if self.status == ExitStatus.RUN_FAILED:
             return "error"
+        if self.status == SKIPPED and not self.has_panicked:
+            return "skipped"
         return "failed" if self.status or self.line else "passed"
 
     @property
-    def has_passed(self) -> bool:
-        """Whether the command has passed, and the kernel has not panicked."""
-        return self.verdict == "passed"
+    def is_good(self) -> bool:
+        """Whether the run has passed or was skipped."""
+        return self.verdict in ("passed", "skipped")
 
 
 def cases(
@@ -348,11 +353,14 @@ def result(case: Case, status: int, seconds: float, log: Path) -> Result:
     """Return the result of a run with this exit status and log. Raises: OSError."""
     text = _text(log)
     line = _blamed(text) or f"status {status}" if status else ""
-    if panic := _printed(panic_hint.HINT_LINE, text):
+    panic = _printed(panic_hint.HINT_LINE, text)
+    if panic:
         line = panic
+    elif status == SKIPPED:
+        line = next((line for line in reversed(text.splitlines()) if line.strip() and not _is_hint(line)), "")
     elif status and (refusal := _printed(refusal_hint.HINT_LINE, text)):
         line = f"{line.rstrip(':')}; {refusal}"
-    return Result(case, status, seconds, log, line, _hint(text))
+    return Result(case, status, seconds, log, line, _hint(text), has_panicked=bool(panic))
 
 
 def _printed(pattern: re.Pattern[str], text: str) -> str:
@@ -452,7 +460,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
         yield f"{name:<{width}}  {result.verdict:<7}{result.seconds:>9.1f}  {shown}".rstrip()
         if not has_room:
             yield from lines_of(line, COLUMNS, "    ", "    ")
-    if failed := [result for result in results if not result.has_passed]:
+    if failed := [result for result in results if not result.is_good]:
         yield f"logs: {escape_for_terminal(str(failed[0].log.parent))}"
     hints: dict[str, list[Result]] = {}
     for result in results:
@@ -496,7 +504,7 @@ def as_junit(results: Sequence[Result], command: Sequence[str]) -> bytes:
         tests=str(len(results)),
         failures=str(verdicts.count("failed")),
         errors=str(verdicts.count("error")),
-        skipped=str(verdicts.count("stopped")),
+        skipped=str(verdicts.count("stopped") + verdicts.count("skipped")),
         time=f"{sum(result.seconds for result in results):.3f}",
     )
     for result in results:
@@ -509,7 +517,9 @@ def as_junit(results: Sequence[Result], command: Sequence[str]) -> bytes:
         )
         if result.verdict == "stopped":
             ElementTree.SubElement(case, "skipped", message="stopped by a signal")
-        elif not result.has_passed:
+        elif result.verdict == "skipped":
+            ElementTree.SubElement(case, "skipped", message=_for_xml(result.line))
+        elif not result.is_good:
             kind = "error" if result.verdict == "error" else "failure"
             problem = ElementTree.SubElement(case, kind, message=_for_xml(result.line))
             problem.text = f"status {result.status}"

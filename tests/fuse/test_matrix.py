@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kprobefs.cli import matrix
+from kprobefs.cli import matrix, panic_hint
 from kprobefs.cli.duration_hint import HINT
 from kprobefs.cli.main import main
 from kprobefs.cli.nothing_hint import NO_HIT, NO_RECORD
@@ -233,6 +233,37 @@ def test_the_row_of_pytest_names_the_test_and_the_refusal(tmp_path: Path) -> Non
     [found] = json.loads(done.stdout)
     assert found["line"].startswith("test_a: ")
     assert "Invalid register name" in found["line"]
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_command_that_exits_with_77_is_skipped(tmp_path: Path) -> None:
+    """The last line of the command's output is the reason. A skipped kernel is no failure."""
+    script = "echo error: tried; test -e tracing/touched_functions || { echo needs Linux 6.4; exit 77; }"
+    kernels = ("--arch", "x86_64", "--profile", "linux-6.1", "--profile", "linux-7.2")
+    done = subprocess.run(
+        [*REAL_PROGRAM, "matrix", "--junit", "r.xml", *kernels, "--", "sh", "-c", f"cd $KPROBEFS; {script}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == ExitStatus.OK, done.stderr
+    _, skipped, passed = done.stdout.splitlines()
+    assert skipped.split()[2:] == ["skipped", skipped.split()[3], "needs", "Linux", "6.4"]
+    assert passed.split()[2] == "passed"
+    suite = ElementTree.parse(tmp_path / "r.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("2", "0", "1")
+    assert [each.get("message") for each in suite.iter("skipped")] == ["needs Linux 6.4"]
+
+
+def test_a_panicked_kernel_is_not_skipped(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(f"kprobefs: {panic_hint.HINT.format(why='on fire')}\n")
+    assert matrix.result(matrix.Case("x", ()), 77, 0.1, log).verdict == "failed"
+    log.write_text("on fire\n")
+    assert matrix.result(matrix.Case("x", ()), 77, 0.1, log).verdict == "skipped"
 
 
 @needs_fuse
