@@ -12,7 +12,7 @@ from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.array_events import ArrayEvents
 from emulated_kernel.trace.events.event_filters import EventFilters
 from emulated_kernel.trace.events.event_pids import EventPids
-from emulated_kernel.trace.hist.services import RemovedHists
+from emulated_kernel.trace.hist.services import PastHist, holders_of, past_hist
 from emulated_kernel.trace.hist.trigger import HistCommand
 from emulated_kernel.trace.interface import InterfaceRule
 from emulated_kernel.trace.output.options import INHERITED_OPTIONS, TraceOption
@@ -126,10 +126,17 @@ class TraceArrays(TaskObserver):
         """Return the instance called `name`, or None if there is no such instance."""
         return self._instances.get(name)
 
+    def past_hists(self) -> Iterator[PastHist]:
+        """Yield all histograms of all trace arrays: first the removed ones, as RemovedHists has them."""
+        yield from self._hists.system.removed
+        for tracing in self:
+            files = [event.files.get(tracing.array) for event in self._system.events]
+            yield from (past_hist(holder) for file in files if file for holder in holders_of(file))
+
     @property
-    def removed_hists(self) -> RemovedHists:
-        """Data about removed histograms that showed durations; see RemovedHists."""
-        return self._hists.system.removed
+    def has_forgotten_hists(self) -> bool:
+        """Whether past_hists() lacks a removed histogram."""
+        return self._hists.system.removed.has_forgotten
 
     @property
     def has_recorded(self) -> bool:
@@ -152,7 +159,7 @@ class TraceArrays(TaskObserver):
             raise KernelError(errno.EEXIST, f"instances/{name}: it exists already; choose another name")
         if is_limited:
             self._limits.check(Limit.INSTANCES, self.limited)
-        array = TraceArray(self._system, expanded=True)
+        array = TraceArray(self._system, name, expanded=True)
         array.take_over(self.top.array.options.flags & INHERITED_OPTIONS)
         array.options.printk_dest = self._printk_dest
         tracing = self._tracing(array, self.top.array)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
+from itertools import islice
 
 from emulated_kernel.util.lazy_pattern import lazy_pattern
 from kprobefs.cli.nothing_hint import Past
 from kprobefs.common.daemon_registry import running
-from kprobefs.common.errors import CliError
-from kprobefs.definitions.tracefs_files import HostFiles, control_root
+from kprobefs.definitions.tracefs_files import control_root
 from kprobefs.mount_options import CLOCKS, KERNEL_KPROBES
 
-ENTRY = lazy_pattern(r"^\{ .*\} +hitcount: +(\d+)", re.MULTILINE)
 COUNTING_CLOCK = "model"
 """Name of the clock that counts instructions, as `--clock` names it."""
 SLOW_PATCHING = "--graph: the kernel patches all its functions, which takes long with the model clock"
@@ -47,42 +45,13 @@ def patches_slowly(directory: str) -> bool:
     return daemon is not None and (daemon.profile, daemon.clock) == (KERNEL_KPROBES, COUNTING_CLOCK)
 
 
-def virtual_durations(directory: str, past: Past) -> Iterator[str]:
-    """Yield one hint if a histogram of the mount at `directory` has durations of the virtual clock.
+def virtual_durations(past: Past) -> Iterator[str]:
+    """Yield one hint if a histogram in `past` has durations of the virtual clock.
 
-    Only histograms of synthetic events are examined, and only if a trigger computes with `common_timestamp`.
-    `past` contains the removed histograms and triggers. The caller must have disarmed all probes, because
-    they would be hit by the requests of this function. So the mount must be about to end.
+    Only histograms of synthetic events are examined, and only if a trigger of another event computes with
+    `common_timestamp`.
     """
-    with suppress(OSError, CliError):
-        tracefs = Path(directory, HostFiles(directory).tracefs())
-        for event, hits in _histograms(tracefs, past):
-            if hits >= FEWEST and (past.reads_clock or any(_measures(tracefs))):
-                yield HINT.format(where=f"of {event}")
-                return
-
-
-def _histograms(tracefs: Path, past: Past) -> Iterator[tuple[str, int]]:
-    """Yield (event, hits of a histogram) for the histograms of synthetic events.
-
-    Histograms that were removed, which `past` contains, are yielded, too.
-    """
-    for line in (tracefs / "synthetic_events").read_text().splitlines():
-        event = line.split()[0]
-        yield event, sum(_entries(tracefs / "events" / "synthetic" / event / "hist"))
-    yield from past.removed_hists.items()
-
-
-def _entries(hist: Path) -> list[int]:
-    """Return the hit counts of a histogram's entries."""
-    return [int(hits) for hits in ENTRY.findall(hist.read_text())]
-
-
-def _measures(tracefs: Path) -> Iterator[bool]:
-    """Yield, for each trigger file of a probe's event, whether the file contains `common_timestamp`."""
-    lines = (tracefs / "dynamic_events").read_text().splitlines()
-    groups = {line.partition(":")[2].partition("/")[0] for line in lines if not line.startswith("s:")}
-    for group in sorted(groups):
-        for trigger in (tracefs / "events" / group).glob("*/trigger"):
-            with suppress(OSError):
-                yield "common_timestamp" in trigger.read_text()
+    if any("common_timestamp" in hist.trigger for hist in past.hists if not hist.synthetic):
+        shown = (hist.synthetic for hist in past.hists if hist.synthetic and hist.hits >= FEWEST)
+        for event in islice(shown, 1):
+            yield HINT.format(where=f"of {event}")

@@ -6,12 +6,13 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from emulated_kernel.util.fast_dataclass import dataclass, field
+from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.lazy_pattern import lazy_pattern
+from kprobefs.cli.past_hists import PastHist, present_hists
 from kprobefs.common.errors import escape_for_terminal
 from kprobefs.definitions.tracefs_files import HostFiles, control_root
 
@@ -81,10 +82,10 @@ class Past:
     """Sum of the hits of removed events that the history has dropped, so that `events` lacks them."""
     is_partial: bool = False
     """Whether the data come from present_events(), because the mount's kernel keeps no history of events."""
-    reads_clock: bool = False
-    """Whether a removed trigger of a probe's event has read common_timestamp."""
-    removed_hists: Mapping[str, int] = field(default_factory=dict)
-    """Name of a synthetic event -> number of hits of the event's removed histogram with the most hits."""
+    hists: Sequence[PastHist] = ()
+    """The histograms that exist, or that were removed or cleared."""
+    has_forgotten_hists: bool = False
+    """Whether `hists` lacks a removed histogram."""
     used: Sequence[str] | None = None
     """Directories of the mount that had requests, as "/" and "/scratch"; None if they are unknown."""
     missing: str | None = None
@@ -115,7 +116,8 @@ class History:
         # The daemon may have ended, and then the command has no hint.
         with suppress(OSError):
             first, *lines = map(json.loads, self._text().splitlines())
-            return Past([PastEvent(**line) for line in lines], **first)
+            hists = [PastHist(**hist) for hist in first.pop("hists", ())]
+            return Past([PastEvent(**line) for line in lines], hists=hists, **first)
         return Past()
 
     def _text(self) -> bytes:
@@ -313,7 +315,8 @@ def _disarmings(root: Path) -> list[str]:
 def present_events(directory: str) -> Past:
     """Disarm all probes, and return the data about the mount's kprobe events from its files.
 
-    This is for a kernel that keeps no history of events. Events that were disabled or removed are missing.
+    This is for a kernel that keeps no history of events. Events that were disabled or removed are missing,
+    and so are histograms that were removed.
     """
     root = control_root(directory)
     # The kernel logs nothing if the probes were disarmed before. It does not see a read of its log.
@@ -345,7 +348,11 @@ def present_events(directory: str) -> Past:
                 filters=[] if text == "none" else [text],
             )
         )
-    return Past(events, _has_records(tracefs))
+    hists: list[PastHist] = []
+    # A kernel may have no synthetic events.
+    with suppress(OSError):
+        hists += present_hists(tracefs)
+    return Past(events, _has_records(tracefs), hists=hists)
 
 
 def switched_off(directory: str, *, kprobes: bool, calls_alone: bool) -> str:

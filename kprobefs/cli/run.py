@@ -148,11 +148,11 @@ def _hints(options: MountOptions, ended: EndedCommand, past: Past) -> list[str]:
     # A command that ends because of a refused request comes to no probe, which is no hint then.
     early = ENDED_EARLY.format(status=ended.status) if hints else None
     hints += [hint for hint in nothing_hints(ended, past) if early is None or early not in hint]
-    hints += unmatched(directory)
+    hints += unmatched(past)
     if options.machine.clock == CLOCKS[0]:
         from kprobefs.cli.duration_hint import virtual_durations
 
-        hints += virtual_durations(directory, past)
+        hints += virtual_durations(past)
     return hints
 
 

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from kprobefs.cli.unmatched_hint import HINT_LINE
+from kprobefs.cli.nothing_hint import Past
+from kprobefs.cli.past_hists import PastHist
+from kprobefs.cli.unmatched_hint import HINT_LINE, unmatched
 from tests.fuse import durations
-from tests.fuse.durations import READ
+from tests.fuse.durations import READ, in_instance
 from tests.fuse.harness import REAL_PROGRAM, kprobefs, needs_fuse
+from tests.image.linux.debian import package
 
 MEASURED = durations.MEASURED.replace("VALUE", "common_timestamp-$t") + READ
+REMOVED = "\n" + durations.REMOVED.replace("VALUE", "common_timestamp-$t")
+ALL_REMOVED = f"{REMOVED}rmdir instances/i; echo > synthetic_events; echo > kprobe_events"
+CLEARED = """
+echo 'hist:keys=ns.log2:clear' >> events/synthetic/lat/trigger
+echo 'hist:keys=common_pid:t=common_timestamp:clear' >> events/kprobes/in/trigger
+"""
+
+
+def hints_of(script: str, *options: str) -> list[str]:
+    """Run a script with a mount, and return the hints about empty histograms on standard error."""
+    done = kprobefs("run", *options, "--", "sh", "-c", script, program=REAL_PROGRAM)
+    return [line for line in done.stderr.splitlines() if HINT_LINE.fullmatch(line)]
 
 
 @needs_fuse
@@ -24,9 +41,66 @@ MEASURED = durations.MEASURED.replace("VALUE", "common_timestamp-$t") + READ
     ],
     ids=["a match", "another key", "no first hit", "no last hit"],
 )
-def test_why_a_histogram_is_empty(old: str, new: str, why: str) -> None:
-    script = MEASURED.replace(old, new) if old else MEASURED
-    done = kprobefs("run", "--", "sh", "-c", script, program=REAL_PROGRAM)
-    hints = [line for line in done.stderr.splitlines() if HINT_LINE.fullmatch(line)]
+@pytest.mark.parametrize(
+    ("end", "place"),
+    [("", str), (ALL_REMOVED, str), ("", in_instance), (ALL_REMOVED, in_instance)],
+    ids=["kept", "removed", "in an instance", "removed with the instance"],
+)
+def test_why_a_histogram_is_empty(
+    old: str, new: str, why: str, end: str, place: Callable[[str], str]
+) -> None:
+    """The hint says why, wherever the histogram is, and also if everything was removed."""
+    script = f"{MEASURED}{end}"
+    hints = hints_of(place(script.replace(old, new) if old else script))
     assert len(hints) == bool(why)
     assert all(f"the histogram of lat is empty: {why}" in hint for hint in hints)
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize("place", [str, in_instance], ids=["at the top", "in an instance"])
+def test_the_guests_own_histograms(place: Callable[[str], str]) -> None:
+    """With `--kprobes kernel`, the hint is the same for histograms that exist."""
+    image = str(package("linux-image-cloud-amd64"))
+    script = MEASURED.replace("../dev/zero", "../scratch/file").replace(
+        "=common_pid:d", "=common_timestamp:d"
+    )
+    script = f'echo text > "$KPROBEFS/scratch/file"\n{script}'
+    (hint,) = hints_of(place(script), "--image", image, "--kprobes", "kernel")
+    assert "the histogram of lat is empty: no hit of out found a variable that in had set" in hint
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize(
+    "end",
+    [CLEARED, f"{REMOVED}echo 'hist:keys=ns.log2' > events/synthetic/lat/trigger"],
+    ids=["cleared", "replaced"],
+)
+def test_a_histogram_that_had_hits_gets_no_hint(end: str) -> None:
+    assert hints_of(f"{MEASURED}{end}") == []
+
+
+def past(*hists: tuple[str, str, str, int], has_forgotten_hists: bool = False) -> Past:
+    return Past(hists=[PastHist(*hist) for hist in hists], has_forgotten_hists=has_forgotten_hists)
+
+
+FIRST = "kprobes/in", "hist:keys=a:t=common_timestamp"
+LAST = "kprobes/out", "hist:keys=a:d=b-$t:onmatch(kprobes.in).lat($d)"
+SHOWN = "synthetic/lat", "hist:keys=ns"
+
+
+def test_the_array_of_a_variable_counts() -> None:
+    """A variable belongs to one trace array. A synthetic event goes to all arrays."""
+    missing = past(("i", *FIRST, 0), ("i", *LAST, 0), ("j", *FIRST, 3), ("", *SHOWN, 0))
+    (hint,) = unmatched(missing)
+    assert hint.endswith("in had no hit that sets a variable")
+    assert not list(unmatched(past(("j", *FIRST, 0), ("i", *LAST, 0), ("i", *SHOWN, 0))))
+    matched = past(("i", *FIRST, 1), ("i", *LAST, 1), ("j", *FIRST, 0), ("j", *LAST, 0), ("", *SHOWN, 0))
+    assert not list(unmatched(matched))
+
+
+def test_no_hint_without_all_histograms() -> None:
+    empty = (("", *FIRST, 0), ("", *LAST, 0), ("", *SHOWN, 0))
+    assert list(unmatched(past(*empty)))
+    assert not list(unmatched(past(*empty, has_forgotten_hists=True)))

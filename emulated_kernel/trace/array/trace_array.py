@@ -85,12 +85,14 @@ class TraceArray(ArrayRings, Recorder):
     Mirrors: kernel/trace/trace.c:struct trace_array (v6.1).
     """
 
-    def __init__(self, system: TracingServices, *, expanded: bool = False) -> None:
+    def __init__(self, system: TracingServices, name: str = "", *, expanded: bool = False) -> None:
         """Allocate the ring buffers: of full size if `expanded`, else of the smallest size.
 
+        `name`: name of the instance; "" for the top trace array.
         Raises: KernelError ENOMEM (nothing stays allocated).
         """
         super().__init__(system, expanded=expanded)
+        self.name = name
         self.options = TraceOptions(
             system.interface,
             system.tracer_options,

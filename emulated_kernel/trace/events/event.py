@@ -30,6 +30,9 @@ class Recorder(ABC):
     events.
     """
 
+    name = ""
+    """Name of the instance; "" for the top trace array."""
+
     @abstractmethod
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> RawEntry:
         """Return the entry that record() would write, without writing it."""

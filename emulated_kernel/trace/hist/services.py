@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypedDict
 
 from emulated_kernel.trace.events.event import EventFile, Recorder
 from emulated_kernel.trace.events.registry import EventRegistry
@@ -11,11 +12,12 @@ from emulated_kernel.trace.filter.predicates import EventFilter
 from emulated_kernel.trace.hist.field import Histogram
 from emulated_kernel.trace.interface import LINUX_6_1, Interface
 from emulated_kernel.trace.synth.synth_event import SYSTEM, SyntheticEvent
+from emulated_kernel.trace.text.chars import to_text
 from emulated_kernel.util.fast_dataclass import dataclass, field
 from emulated_kernel.util.limits import Limit, Limits, MemoryBudget
 
 MAX_REMOVED = 100
-"""Maximum number of synthetic events whose removed histograms are recorded."""
+"""Maximum number of removed histograms that are recorded."""
 
 
 class HistHolder(Trigger):
@@ -27,6 +29,8 @@ class HistHolder(Trigger):
     def __init__(self, data: Histogram, filter_: EventFilter | None) -> None:
         super().__init__(filter_)
         self.data = data
+        self.file = data.file
+        """The trigger's event. Triggers with the same name share data, but not events."""
 
 
 def holders_of(file: EventFile) -> Iterator[HistHolder]:
@@ -39,33 +43,53 @@ def hists_of(file: EventFile) -> Iterator[Histogram]:
     return (holder.data for holder in holders_of(file))
 
 
+class PastHist(TypedDict):
+    """A histogram that exists or has existed."""
+
+    array: str
+    """Name of the trace array; "" for the top array."""
+    event: str
+    """The event as GROUP/EVENT."""
+    trigger: str
+    """The histogram's line in the trigger file, without its state."""
+    hits: int
+
+
+def past_hist(holder: HistHolder) -> PastHist:
+    """Return the data about a histogram that has not been removed yet."""
+    event = holder.file.event
+    return {
+        "array": holder.file.recorder.name,
+        "event": f"{event.group}/{event.name}",
+        "trigger": to_text(holder.show().rpartition(" [")[0]),
+        "hits": holder.data.map.hits,
+    }
+
+
 class RemovedHists:
-    """Data about removed histograms that showed durations, for a hint about the clock.
+    """The histograms that were removed or cleared, for hints about histograms.
 
     Linux keeps no such data.
     """
 
     def __init__(self) -> None:
-        self.reads_clock = False
-        """Whether a removed trigger of an event other than a synthetic one has read common_timestamp."""
-        self.synthetic: dict[str, int] = {}
-        """Name of a synthetic event -> number of hits of the event's removed histogram with the most hits."""
+        self._hists: dict[tuple[str, str, str], PastHist] = {}
+        """Trace array, event and trigger -> the removed histogram with the most hits."""
+        self.has_forgotten = False
+        """Whether a removed histogram is not recorded, because there were too many."""
 
-    def note(self, holder: HistHolder, event: SyntheticEvent | None) -> None:
-        """Record a histogram before its removal.
+    def __iter__(self) -> Iterator[PastHist]:
+        return iter(tuple(self._hists.values()))
 
-        `event`: the histogram's event if the event is synthetic, else None.
-        """
-        data = holder.data
-        if event is None:
-            self.reads_clock = self.reads_clock or data.uses_time
-            return
-        hits = data.map.hits
-        if hits > self.synthetic.get(event.name, 0):
-            self.synthetic.pop(event.name, None)
-            self.synthetic[event.name] = hits
-            if len(self.synthetic) > MAX_REMOVED:
-                del self.synthetic[next(iter(self.synthetic))]
+    def note(self, holder: HistHolder) -> None:
+        """Record a histogram before it is removed or cleared."""
+        hist = past_hist(holder)
+        key = hist["array"], hist["event"], hist["trigger"]
+        known = self._hists.get(key)
+        if known is None and len(self._hists) == MAX_REMOVED:
+            self.has_forgotten = True
+        elif known is None or known["hits"] < hist["hits"]:
+            self._hists[key] = hist
 
 
 @dataclass

@@ -72,7 +72,7 @@ class HistTrigger(HistHolder):
         return f"{_PREFIX}{name}{command_text(self.data)}{self.filter_text()}{state}"
 
     def released(self) -> None:
-        self._command.system.removed.note(self, self.synthetic)
+        self._command.system.removed.note(self)
         if self.synthetic is not None:
             self.synthetic.hist_references -= 1
         self._command.release(self)
@@ -213,6 +213,7 @@ class HistCommand(TriggerCommand):
         elif attrs.resume:
             existing.paused = False
         else:
+            self.system.removed.note(existing)
             existing.data.map.clear()
         return True
 

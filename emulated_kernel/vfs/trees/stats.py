@@ -120,7 +120,7 @@ def probes_file(kernel: KernelComponents) -> SeqFile:
 class HistoryFile(StreamFile):
     """The file machine/history, with JSON lines about all kprobe events that were enabled.
 
-    The first line is about all trace arrays, and about histograms that were removed. Linux has no such file.
+    The first line is about all trace arrays and histograms, also removed ones. Linux has no such file.
     One iterator makes all lines that a reader gets, so that no event is missing if others are removed between
     two reads.
     """
@@ -134,12 +134,11 @@ class HistoryFile(StreamFile):
         def lines() -> Iterator[str]:
             tracing = kernel.tracing
             history = tracing.kprobe_events.history
-            removed = tracing.arrays.removed_hists
             first = {
                 "recorded": tracing.arrays.has_recorded,
                 "forgotten_hits": history.forgotten_hits,
-                "reads_clock": removed.reads_clock,
-                "removed_hists": removed.synthetic,
+                "hists": [*tracing.arrays.past_hists()],
+                "has_forgotten_hists": tracing.arrays.has_forgotten_hists,
                 "used": sorted(past().used),
                 "missing": past().missing,
                 "refused": past().refused,
