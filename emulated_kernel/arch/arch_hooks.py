@@ -439,7 +439,7 @@ class Arch(ABC):
         return Frame(regs | {self.registers.sp: (CFA, 0)}, {})
 
     no_return_hook: tuple[str, ...] = ()
-    """Functions that can't be return-probed, because they return on another stack than they were called on.
+    """Functions that can't be return-probed, because they return on another stack than that of their call.
 
     Mirrors: kretprobe_blacklist.
     """

@@ -51,7 +51,7 @@ class OptimizationPolicy(Generic[Analysis]):
     by_code: bool = False
     """Whether addresses that instructions take also count as branches from outside."""
     beyond: OptimizationPolicy[Analysis] | None = None
-    """Policy that decides next if this policy rejects a jump in a function that ftrace knows.
+    """Policy that decides next if this one rejects a jump in a function that ftrace knows; None: none does.
 
     The next policy may have a `beyond` policy, too. The restriction to functions that ftrace knows excludes
     assembly, such as the trampolines of ftrace and of static calls. The kernel rewrites calls in these

@@ -30,7 +30,7 @@ _TABLE = "sys_call_table"
 _NUMBER = "nr."
 """Prefix of the names of system calls in the image's ABI table, such as `nr.read`."""
 _NOT_CALLED = (_TABLE, "__stop_kprobe_blacklist", "__stop___ex_table", "__start_mcount_loc", "__guest_abi")
-"""Symbols at the start of those tables of functions' addresses that no code uses for calls.
+"""Symbols at the start of tables with addresses of functions, through which no code calls the functions.
 
 The second and the third symbol precede the tables of kallsyms and of fentry sites.
 """

@@ -18,7 +18,7 @@ PUN_SPACES = {
     ),
     32: (range(0xF5000000, 0xF8000000),),
 }
-"""Word size in bits -> address ranges on x86 for detours of punned jumps, which the kernel leaves unused.
+"""Word size in bits -> x86 address ranges that the kernel leaves unused, for detours of punned jumps.
 
 From each range, 32-bit displacements reach the kernel's text and the other code of the host. The gaps
 between the ranges hold pages of the host.

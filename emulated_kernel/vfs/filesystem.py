@@ -68,7 +68,7 @@ class FileSystem(ABC):
         A method that opens a file adds the file's description.
         """
         self.on_names_end: Callable[[str | None], object] | None = None
-        """Function to call when a front end must look up names again for which name_lasts() was True.
+        """Function to call when front ends must look up again names for which name_lasts() was True.
 
         The caller holds the lock. The argument is the last part of the paths of removed directories, such as
         GROUP/EVENT. It is "" if any name may be gone. It is None if no name may be used without a lookup any

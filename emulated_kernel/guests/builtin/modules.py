@@ -39,7 +39,7 @@ class ModuleFile:
     """Name of a module that comes with the image, or the path of a file. Only a path contains a slash."""
     data: bytes = field(default=b"", repr=False)
     refusal: tuple[int, str] | None = None
-    """If the file could not be read, the errno and the line for the kernel log."""
+    """Errno and line for the kernel log if the file could not be read; otherwise None."""
 
 
 class Modules:

@@ -10,7 +10,7 @@ from time import time_ns
 GRANULARITY_NS = 1_000_000
 """Maximum nanoseconds by which a file's time may be earlier than the wall clock."""
 MAX_MOMENTS = 1 << 16
-"""Maximum number of moments that are remembered. Beyond it, every other moment is forgotten."""
+"""Maximum number of pairs of guest time and wall time that are kept. If there are more, half are dropped."""
 EXPLICIT_NS = (1 << 33) * 1_000_000_000
 """Nanoseconds that are added to times which a process sets, so that they differ from the clock's times."""
 _LATEST_CLOCK = EXPLICIT_NS // 2 - 1
@@ -20,7 +20,7 @@ LATEST_NS = ((1 << 63) - 1) * 1_000_000_000
 
 
 class WallTime:
-    """Converts the guest's times to wall times, by pairs of both that remember() has stored.
+    """Converts the guest's times to wall times, by the pairs (guest time, wall time) that remember() stores.
 
     Files show the wall time at which they were written. The guest itself never sees the wall clock, so it
     behaves the same in every run. Times that utimensat(2) sets are in a separate range and are kept exactly.

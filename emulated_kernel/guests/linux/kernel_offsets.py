@@ -154,7 +154,7 @@ class KernelOffsets:
     asks: int
     """Mask of the flags in d_flags that forbid the host to look up a dentry in guest memory."""
     need_resched: int = 0
-    """Bit of TIF_NEED_RESCHED in thread_info.flags, found in the booted kernel; 0 before the boot."""
+    """Mask of the bit TIF_NEED_RESCHED in thread_info.flags of the booted kernel; 0 before the boot."""
     executed: dict[str, int] = field(default_factory=dict)
     """Address of an instruction that the host executes in place of the CPU -> the instruction's code.
 
@@ -166,7 +166,7 @@ class KernelOffsets:
     These are instructions in the functions GuestAbi.user_access.
     """
     syscall_trace: int = 0
-    """Bit of TIF_SYSCALL_TRACEPOINT in thread_info.flags; 0 if the kernel has syscall_work in place of it."""
+    """Mask of the bit TIF_SYSCALL_TRACEPOINT in thread_info.flags; 0 if syscall_work replaces it."""
 
 
 def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:

@@ -144,9 +144,9 @@ class Btf:
         self._located: dict[str, tuple[int, Member] | str] = {}
         """Cache of locate(): path -> result, or message of ENOENT. Each event looks up the same few paths."""
         self._starts: Sequence[int]
-        """Offsets of the types, from type id 1 on."""
+        """Offset of each type in the data of all types; the first item is that of the type with id 1."""
         self._named: NameIndex
-        """All names, in the order of the types.
+        """All names, in the order of the types; `_index` sorts them by name.
 
         Names from the kernel's string table also occur in the BTF of modules, which continues this table.
         """

@@ -139,7 +139,7 @@ class _Writer:
         self.word_size = word_size
         self.dwarf = DwarfSections(word_size)
         self._written: dict[int, int] = {}
-        """Cache of reference(): id of a type -> id of the type to write in a reference; 0 for None."""
+        """Cache of reference(): id of a type -> id to write in a reference to the type; 0 for void."""
         self._next = len(btf)
         """Id for the next type that is written to the DWARF although the BTF does not have the type."""
 

@@ -42,7 +42,7 @@ class ScalarMember:
     """Size of the type in bytes."""
     is_bitfield: bool
     skipped: int = 0
-    """Number of the member's bytes before the offset; 0 if the member begins there."""
+    """Number of the member's bytes before the searched offset; 0 if the member begins at this offset."""
 
 
 def pointed_to(btf: Btf, number: int) -> int | None:

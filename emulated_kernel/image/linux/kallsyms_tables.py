@@ -21,10 +21,7 @@ _TOKENS = 256
 _MARKED = 256
 """Number of symbol names from one marker to the next."""
 _DIGITS = b"\0" + b"".join(b"%d\0" % digit for digit in range(10))
-"""The tokens for "0" to "9" in the token table, and the end of the token before them.
-
-Digits practically always have tokens of their own.
-"""
+"""Bytes by which the token table is found: the end of a token, and then the tokens for "0" to "9"."""
 _FIRST_DIGIT = ord("0")
 _TOKEN_TABLE_LIMIT = 1 << 14
 _TYPES = frozenset(bytes((letter,)) for letter in b"aAbBcCdDgGiInNpPrRsStTuUvVwW-?")

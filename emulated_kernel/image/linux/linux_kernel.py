@@ -109,7 +109,7 @@ _OPTIONS = {
 }  # fmt: skip
 """Symbol -> build option without which a kernel does not have the symbol."""
 _BTF_MAGIC_SIZE = 2
-"""Number of bytes at the start of BTF, of which at least one is not 0."""
+"""Size in bytes of the magic number at the start of BTF. If it is 0, objcopy(1) has removed the BTF."""
 _LAST = "_end"
 """Symbol of the end of a kernel.
 

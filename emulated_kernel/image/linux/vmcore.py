@@ -109,7 +109,7 @@ class CoreFile:
         self.vmcoreinfo = self._first_info(noted) or self._first_info(self._scanned())
         """VMCOREINFO: name -> value. Source: Documentation/admin-guide/kdump/vmcoreinfo.rst."""
         self.original_text: Sequence[tuple[int, bytes]]
-        """Address and original text of each range that kprobefs had patched; empty in cores of others."""
+        """(address, original text) of each range that kprobefs had patched; empty in others' cores."""
         if not self.vmcoreinfo:
             raise unusable_core("no VMCOREINFO is in it: a kernel with CONFIG_CRASH_CORE has that")
         packed = next((text for where in notes for text in self._noted(OWNER, *where)), None)

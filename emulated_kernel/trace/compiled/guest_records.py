@@ -53,7 +53,7 @@ class GuestRecords(TaskObserver):
         self.budget = budget
         """The memory budget to which ring buffers are charged, with a limit for each user."""
         self._users: dict[int, tuple[int, int]] = {}
-        """Address of pages -> their size, and the user to whom they are charged."""
+        """Address of a ring buffer's pages -> (size of the pages in bytes, user to whom they are charged)."""
         self._damage = damage
         self.tasks = tasks
         self._cmdlines = cmdlines

@@ -58,9 +58,9 @@ REQUEST_SIZE: Final = 88
 _CELL = 8
 """Size in bytes of a word of a control block, and of a request."""
 _COUNTERS = (("overrun", _OVERRUN), ("entries", _ENTRIES), ("entries_bytes", _ENTRIES_BYTES))
-"""(word, offset): a word of the control block that the code increases, and where its new value is.
+"""(name, offset): word of the control block that the code increases, and offset of its new value.
 
-`offset`: offset of the new value in a request for room.
+The new value is at this offset in the request for room.
 """
 _TABLE = SLOTS * _CELL
 """Offset of the ring slots from the address of the buffer's memory, in bytes."""

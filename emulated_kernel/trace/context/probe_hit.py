@@ -120,7 +120,7 @@ class ProbeHit:
         self.nested = 0
         """Nesting depth of entries that are written while the hit's entry is still open."""
         self._origin: tuple[int, Origin] | None = None
-        """Value of handler_preempt_count, and the kept result of origin() for it."""
+        """(handler_preempt_count, result of origin() with it), kept after keep_origin(True); else None."""
         self._keeps_origin = False
         self.entry_waits = False
         """Whether an entry of the hit may still be rejected; Linux keeps it in trace_buffered_event."""

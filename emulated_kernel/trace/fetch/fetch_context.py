@@ -33,7 +33,10 @@ class FetchContext:
     in_kernel: bool = True
     """Whether the probe is in the kernel. If it is in a program, expressions name file offsets."""
     finish: Callable[[ProbeArg], ProbeArg] | None = None
-    """Function for event probes that resolves the event's field in an argument after the parsing."""
+    """Function that checks and completes a parsed argument of an event probe; None for other probes.
+
+    The function checks that the event has the field, and replaces a symbol by its address.
+    """
     in_fprobe: bool = False
     """Whether the probe is an fprobe or on a tracepoint, so that registers have no names."""
     types: Callable[[], Btf | None] = no_types
@@ -50,7 +53,7 @@ class FetchContext:
     """Numbers of the function arguments that a return probe stores at the function's entry, in this order."""
 
     has_field: Callable[[str], bool] | None = None
-    """Function for event probes that returns whether the event has a field with the given name."""
+    """Function that returns whether an event probe's event has a field of a name; None for other probes."""
 
     @cached_property
     def btf(self) -> Btf | None:

@@ -65,11 +65,12 @@ class ExpressionParser:
         self._depth = 0
         """Number of dereferences, typecasts and per-CPU accesses around the current expression."""
         self.named: NamedArgs | None = None
-        """Compiler of the name that has given the value its BTF type; None if the value has no BTF type."""
+        """The NamedArgs object that gave the value its BTF type; None if the value has no BTF type."""
         self.end = 0
         """Column for errors that are found after the parsing.
 
-        It is that of the last field, or of the operand of the outermost dereference; 0 if there is neither.
+        This is the column of the last field, or of the operand of the outermost dereference; 0 if there is
+        neither.
         """
 
     def compile(self, text: str, at: int) -> list[FetchInsn]:

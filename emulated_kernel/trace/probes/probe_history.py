@@ -49,7 +49,7 @@ class _Enabled:
     recording: bool = False
     off: bool = True
     off_since: dict[Recorder, int | None] = field(default_factory=dict)
-    """Trace array that records the event -> its off_since() at the first note() that found this."""
+    """Trace array -> result of its off_since() when note() first found that it records the event."""
     removed: dict[str, int] = field(default_factory=dict)
     """Place of a removed probe of the event -> number of the probe's hits."""
     at_return: bool = False

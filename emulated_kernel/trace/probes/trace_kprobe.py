@@ -234,7 +234,7 @@ class TraceKprobe(TraceProbe):
         self.handle: EventProbe | None = None
         """The kprobe or kretprobe that is registered with the engine, or None if none is registered."""
         self._hits = 0
-        """Number of hits that `_counter` does not include."""
+        """Number of hits, without those that the present guest code has counted in `_counter`."""
         self._counter: HitCounter | None = None
         """Counter of the hits that guest code handles; None before guest code is emitted."""
         self._shown = ""

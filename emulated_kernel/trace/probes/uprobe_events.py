@@ -120,7 +120,7 @@ class UprobeEvents(ProbeKind[TraceUprobe]):
         self._arch = arch
         self._files = BoundedFileReader()
         self._references: dict[Hashable, tuple[int, int]] = {}
-        """Identity of a probed place -> its reference counter, and its number of probes."""
+        """Identity of a probed place -> (file offset of its reference counter, number of its probes)."""
 
     def profile_records(self, start: int = 0) -> Iterator[str]:
         """Return the lines of uprobe_profile from line `start` on."""

@@ -21,7 +21,7 @@ STRING_MAX = 256
 In an entry, a string of a declared size takes this many bytes, regardless of the declared size.
 """
 _STACK_WORDS = 31
-"""Maximum number of words of a call chain in an entry, with its length."""
+"""Maximum number of words of a call chain in an entry, including the word that holds its length."""
 _DATA_LOC = "__data_loc "
 _SIZES_AND_FORMATS = {
     "s64": (8, "%lld"),

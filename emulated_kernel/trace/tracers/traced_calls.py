@@ -12,7 +12,7 @@ from emulated_kernel.trace.tracers.call_sites import CallRecorder, KernelFunctio
 
 
 class TracedCalls:
-    """An ftrace_ops that has the calls from its fentry sites recorded.
+    """An ftrace_ops; the calls from its fentry sites are recorded for a function tracer.
 
     A CallRecorder records the first call. If guest code can be compiled, it records later calls.
     """

@@ -86,7 +86,7 @@ class _OpenOneRead(_OpenAttribute):
 
 
 class OneReadFile(AttributeFile):
-    """A file of one value, of which only a read at position 0 returns text.
+    """A file of one value. Only a read at position 0 returns text.
 
     Text that does not fit into the buffer of this read is not returned by later reads. The file `filter` of
     an event behaves like this.

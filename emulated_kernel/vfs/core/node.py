@@ -176,7 +176,7 @@ class Directory(Node):
         self.open_files = 0
         """Number of files that are open in the directory and in its subdirectories.
 
-        It is counted only if `is_kept_by_open_files` of the parent is set.
+        The files are counted only if `is_kept_by_open_files` of the parent is set.
         """
         for name, child in children.items():
             self._adopt(name, child)
@@ -241,7 +241,7 @@ class Objects(Generic[T]):
     find: Callable[[str], T | None]
     """Function that takes a name, and returns the object of this name, or None if there is no such object.
 
-    While an object exists, each call with the object's name must return that object.
+    While an object exists, each call with the object's name must return the same object.
     """
     make: Callable[[T], Directory]
     """Function that creates the directory that shows an object."""
@@ -258,9 +258,9 @@ class _Member(Generic[T]):
     ino: int = 0
     directory: Directory | None = None
     owner: tuple[int | None, int | None] | None = None
-    """User and group that the subdirectory inherits; None for those of the DynamicDirectory.
+    """User and group that the subdirectory inherits; None if it inherits those of the DynamicDirectory.
 
-    They are set if the DynamicDirectory has changed its owner since the object was created.
+    The value is set if the owner of the DynamicDirectory has changed since the object was created.
     """
 
     def number(self, numbers: Iterator[int]) -> int:

@@ -24,7 +24,7 @@ Raises: KernelError (an errno), WouldBlock (the task must sleep and repeat its r
 """
 
 _KEEPING_NAMES = ("read", "write", "pread64", "pwrite64")
-"""Frequent system calls that neither rename nor create a task."""
+"""Frequent system calls that neither rename nor create a task; TaskObserver.call_begins() is told so."""
 SERVED = (Hypercall.HOSTFS, Hypercall.MODULE, Hypercall.KPROBES)
 """Hypercalls by which a system call requests a service of the host; GuestRunner._serve answers them."""
 NSEC_PER_JIFFY = 1_000_000_000 // HZ
@@ -85,7 +85,7 @@ class Request:
     args: tuple[int, ...]
     hostfs: HostfsHandler | None
     wanted: object = None
-    """The control file that the process reads, if the descriptor belongs to another file; otherwise None."""
+    """The control file that the process reads, if the task reads another file instead; otherwise None."""
     started: bool = False
     waits_for_host: type[WouldBlock] | None = None
     """Class of the exception that made the task sleep until `GuestRunner.resume` is called.

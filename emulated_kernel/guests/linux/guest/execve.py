@@ -39,7 +39,7 @@ class ExecObserver:
         self._task: LinuxTask | None = None
         """The task that makes an execve at present; None if no task does."""
         self._others: tuple[int, int] | None = None
-        """Address of the file table's user count, and the number by which the count is lowered at present."""
+        """Address of the file table's user count, and number by which it is lowered now; None if it isn't."""
         self._uid: tuple[int, bytes] | None = None
         """Address of the uid that root's uid has replaced for now, and the uid's real bytes.
 

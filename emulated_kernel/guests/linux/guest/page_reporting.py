@@ -44,7 +44,7 @@ class PageReporting:
         """Virtual address -> physical address of pages with the allocator's structures, which never move."""
         self.words = memory.words
         self.counter = 0
-        """Index in `words` of the guest's counter of free pages in its largest zone."""
+        """Index, among the words of RAM, of the guest's counter of free pages in its largest zone."""
         self.low = 0
         """Minimum number of free pages at which look() has nothing to do."""
         self.high = _WORD

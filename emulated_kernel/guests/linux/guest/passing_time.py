@@ -59,12 +59,12 @@ class PassingTime:
         self._requests = 0
         """Number of requests since the last turn."""
         self._counters: list[tuple[int, int]] = []
-        """Index in `_words` of a counter of the kernel, and the number that a tick adds to it.
+        """Index, among the words of RAM, of a counter of the kernel, and the number that a tick adds to it.
 
         The first counter is the number of ticks.
         """
         self._expiries: list[int] = []
-        """Indexes in `_words` of the tick counts at which the next timers expire."""
+        """Indexes, among the words of RAM, of the tick counts at which the next timers expire."""
         self._runnable = 0
         """Physical address of the run queue's number of runnable tasks."""
         tick = self._find_counters()

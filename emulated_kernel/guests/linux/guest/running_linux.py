@@ -20,9 +20,12 @@ class RunningLinux(ABC):
     per_cpu: int
     """Virtual address of the CPU's per-CPU area."""
     need_resched: int
-    """Bit of TIF_NEED_RESCHED in thread_info.flags. If it is set, a return to user mode calls schedule()."""
+    """Mask of the bit TIF_NEED_RESCHED in thread_info.flags.
+
+    If the bit is set, a return to user mode calls schedule().
+    """
     syscall_trace: int = 0
-    """Bit of TIF_SYSCALL_TRACEPOINT in thread_info.flags; 0 if it is unknown or the kernel has none."""
+    """Mask of the bit TIF_SYSCALL_TRACEPOINT in thread_info.flags; 0 if unknown or if there is none."""
     current_cell: int
     """Virtual address of the variable that contains the address of the running task's task_struct.
 

@@ -1,4 +1,4 @@
-"""Finds the bit numbers of flags in thread_info, which differ between versions of the kernel.
+"""Finds the bits of flags in thread_info, which differ between versions of the kernel.
 
 The numbers are macros, which neither symbols nor BTF contain. So the kernel is made to set each flag once.
 """

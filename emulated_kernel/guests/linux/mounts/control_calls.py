@@ -145,7 +145,7 @@ def _stubs(abi: GuestAbi) -> ControlStubs:
 class LinuxControlCalls(GuestCalls):
     """Makes calls of clients on control files in a distribution's kernel; implements GuestCalls.
 
-    The guest makes a client's call only while its text is patched, because otherwise no probe can see the
+    The guest makes a client's call only while text of the guest is patched. Otherwise no probe can see the
     call. The host serves the request even if the guest's call fails. During the request, the client's task is
     the guest's current task.
     """

@@ -40,7 +40,7 @@ class GuestFile(FileDescription):
         """The task that made the last call on the file."""
         self.seekable = seekable
         self.position = 0
-        """Offset in the host's request that means: continue at the file position of the guest's open file."""
+        """Offset of a request that continues at the file position of the guest's open file."""
         self.status = flags & STATUS_FLAGS
         """Status flags of the client's open file; the guest's file gets them before the next call."""
         self.urgent = 0

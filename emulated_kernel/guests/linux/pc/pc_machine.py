@@ -57,7 +57,7 @@ _OUT = 500
 _SYSCALL = 699
 """Unicorn's instruction id of `syscall` (x86.h)."""
 _UNKNOWN_ENTRY = 1
-"""Value with which the host's routine for syscall calls Python, because no system call leads to it."""
+"""Number that no exception of syscall has: with it, the host's routine for syscall calls Python."""
 _RDTSC = 608
 """Unicorn's instruction id of `rdtsc` (x86.h)."""
 _RDTSCP = 609

@@ -177,8 +177,8 @@ class EventBatch:
 class KernelTracepoints:
     """Trace events of the kernel's tracepoints.
 
-    An enabled tracepoint calls the kernel's function trace_event_raw_event_EVENT(). Its argument is a
-    trace_event_file that the host has allocated. The file consists of zeros; its address identifies the
+    An enabled tracepoint calls the kernel's function trace_event_raw_event_EVENT(). This function's argument
+    is a trace_event_file that the host has allocated. The file consists of zeros; its address identifies the
     event. The host replaces trace_event_buffer_reserve(), which returns a page of host-owned memory, and
     trace_event_buffer_commit(), which passes the record to the event.
 
