@@ -41,7 +41,7 @@ _EFER, _LONG_MODE_NX = 0xC0000080, 0xD01
 
 @dataclass(frozen=True)
 class Work:
-    """A function of the guest that depends only on its arguments."""
+    """A call of a guest function that is measured; its work depends only on the arguments."""
 
     function: str
     arguments: tuple[int | str, ...]

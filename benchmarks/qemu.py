@@ -91,7 +91,7 @@ class Prepared:
     definitions: Path
     initrd: Path
     settings: dict[str, str]
-    """Variables of script.sh, except those that differ between the sides."""
+    """Name -> value of the variables of script.sh, except those that differ between the sides."""
     guest: Path
     """Directory with the script, settings, module and definitions, for guests that use it as their root."""
 

@@ -53,7 +53,7 @@ PLACE = re.compile(r"(?:(?P<file>[\w./*{}-]+\.[chS]):)?(?P<name>[\w*]+)(?:\(\))?
 ERRORS: Mapping[str, type[Enum]] = {
     each.__name__: each for each in (RejectReason, ProbeError, FilterError, HistError)
 }
-"""Enumerations of reasons: the first one for refused probes, the others with the texts of error_log."""
+"""Name -> enumeration of reasons: the first one for refused probes, the others with texts of error_log."""
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:

@@ -45,7 +45,10 @@ class CheckFailed(Exception):
 
 @dataclass(frozen=True)
 class Clients:
-    """The clients of a system, which use mounts of kprobefs's own kernel with one profile."""
+    """Runs the clients of one system, such as perf, on mounts of kprobefs's own kernel with one profile.
+
+    `profile`: name of the profile. `root`: root directory of the system.
+    """
 
     profile: str
     root: Path = field(default_factory=lambda: Path("/"))

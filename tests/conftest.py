@@ -133,7 +133,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collectstart() -> None:
-    """Stop garbage collection until all tests are collected: what is collected stays."""
+    """Disable Python's garbage collection while pytest collects tests.
+
+    The collected objects are no garbage, because all tests use them.
+    """
     gc.disable()
 
 

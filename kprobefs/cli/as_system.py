@@ -24,7 +24,10 @@ MS_BIND = 0x1000
 MS_MOVE = 0x2000
 MS_REMOUNT = 0x20
 LOCKED_FLAGS = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC
-"""Flags of a mount that a user namespace may have locked. The flags of mount(2) have the same values."""
+"""Flags of a mount that a user namespace may not clear, so that a remount must keep them.
+
+The flags of mount(2) have the same values.
+"""
 OPEN_TREE = 428
 MOVE_MOUNT = 429
 OPEN_TREE_CLONE = 1
@@ -48,7 +51,7 @@ KERNEL_SETTINGS = (
     *("sysfs", "configfs", "securityfs", "efivarfs", "pstore", "bpf", "binfmt_misc", "selinuxfs", "smackfs"),
     *("fusectl", "resctrl", "nfsd"),
 )
-"""Types of the file systems whose files control the host's kernel."""
+"""Types of the file systems that become read-only, because their files control the host's kernel."""
 WRITE_BITS = 0o222
 SYSCTL = "/proc/sys"
 SWITCHES = ("kernel/stack_tracer_enabled", "kernel/ftrace_enabled", "debug/kprobes-optimization")
@@ -83,7 +86,7 @@ class System:
         Raises: CliError.
         """
         self.environment: dict[str, str] = {}
-        """Variables that are added to the command's environment."""
+        """Name -> value of the variables that are added to the command's environment."""
         _lay_over(directory, work, real_root=real_root)
         if real_root:
             _print_error("--real-root: the host's tracefs and debugfs are within reach of the command")

@@ -126,7 +126,10 @@ class CommandNamespace:
 
 
 class _Helper:
-    """The helper process, which keeps the rights that the command gives up."""
+    """The helper process, which maps ids and answers the filtered calls.
+
+    For this, it keeps the rights that the command gives up.
+    """
 
     def __init__(self, connection: socket.socket, answerer: CallAnswerer | None) -> None:
         self._connection = connection

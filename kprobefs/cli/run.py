@@ -249,9 +249,9 @@ class _Runner:
         """Number of a signal that arrived before the command was started; 0 if none did."""
         self._ignored = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN]
         self._passed: signal.Signals | None = None
-        """The latest signal that was forwarded to the command."""
+        """The latest signal that was forwarded to the command; None if none was."""
         self._received: signal.Signals | None = None
-        """The latest signal that came while the command ran."""
+        """The latest signal that came while the command ran; None if none did."""
         self._stdout = stdout
         self.kernel_words: Sequence[str] | None = None
         """Options that select the mounted kernel; None if the mount existed before."""

@@ -54,7 +54,7 @@ _TRAPPED = Step(
         "cat kprobes/stats/kprobes/inside/{mode,reason,bytes,hits}",
     ),
 )
-"""Step that replaces _OPTIMIZED on architectures on which Linux 6.1 has no optimizer."""
+"""Step that replaces the step about optimization where Linux 6.1 has no optimizer for the architecture."""
 
 STEPS = (
     Step(

@@ -69,15 +69,15 @@ class Daemon:
     started: str
     """Time of the daemon's start, in ISO 8601 with the offset from UTC."""
     traps: str = ""
-    """`native` if hits of handlers in guest code need no Python, else `python`; empty before the boot."""
+    """`native` if hits with handlers in guest code do not enter Python, else `python`; "" before the boot."""
     kernel: str = ""
-    """Path of the kernel's image or vmcore, or `built-in`."""
+    """Path of the kernel's image or vmcore, or `built-in`; "" if unknown."""
     profile: str = ""
-    """Name of the profile of the kprobes, or `kernel` if the mounted kernel's own ones are used."""
+    """Name of the kprobes' profile, or `kernel` for the mounted kernel's own kprobes; "" if unknown."""
     state: str = ""
     """Directory that keeps the state, or "" if nothing keeps it."""
     clock: str = ""
-    """Clock that the mount was started with, as `--clock` names it."""
+    """Clock that the mount was started with, as `--clock` names it; "" if unknown."""
     options: Sequence[str] = ()
     """Words of a command line that select the same kernel, as $KPROBEFS_OPTIONS has them."""
     isolate: bool = False

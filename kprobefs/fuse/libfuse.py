@@ -58,7 +58,7 @@ REQUEST_SIZE = 128 << 10
 INT_MAX = (1 << 31) - 1
 """Largest number of bytes that libfuse can report for a request."""
 _ENOTSUPP = 524
-"""The errno ENOTSUPP. It is above MAX_ERRNO, but kernels return it to processes.
+"""The errno ENOTSUPP, which kernels return although it is above MAX_ERRNO. Clients get EOPNOTSUPP.
 
 Mirrors: include/linux/errno.h (v6.1).
 """

@@ -27,9 +27,9 @@ Its memory is then available for pages of libfuse's table of names, and for thre
 LOOK = 0.01
 """Seconds between two checks of the free memory. Requests between two checks take less than HEADROOM."""
 _PIECE = 100_000
-"""Size of a piece of the reserve in bytes.
+"""Size of a piece of the reserve in bytes, which is below _MAPPED.
 
-malloc(3) would map a piece of _MAPPED bytes or more by itself, and unmap the piece when it is freed.
+malloc(3) would map a larger piece by itself, and unmap the piece when it is freed.
 """
 _M_ARENA_MAX = -8
 _M_MMAP_THRESHOLD = -3

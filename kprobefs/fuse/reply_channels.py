@@ -129,10 +129,10 @@ class ReplyChannels:
         self._own_nodes: set[int] = set()
         """Node ids of the directories `clients_own` and of the directories below them."""
         self.own_paths = OwnPaths()
-        """Node id -> path, for directories in `_own_nodes` and regular files in them: OPEN needs no libfuse.
+        """Node id -> path, for nodes that libfuse need not open: directories `clients_own`, and nodes below.
 
-        A file that had several links when it was looked up has no path here. A path whose name may have
-        changed is dropped.
+        The nodes are directories, and regular files that had one link when they were looked up. A path whose
+        name may have changed is dropped.
         """
         self._linked_nodes: set[int] = set()
         """Node ids of files to which clients have made further links."""

@@ -329,7 +329,7 @@ class FunctionCounter:
 
 
 _forked: FunctionCounter | None = None
-"""Counter that FunctionCounter passes to its forked processes.
+"""Counter that FunctionCounter passes to its forked processes; None at other times.
 
 They inherit the variable, because kernels are too large to send.
 """

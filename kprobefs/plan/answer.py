@@ -105,7 +105,10 @@ class Answer:
     extended: str | None = None
     """Outcome under the kernel's strategy; None if there is no strategy or no probe."""
     extended_reason: str = ""
-    """The tactics that the jump needs under the strategy, or the rule by which the strategy refuses it."""
+    """The tactics that the jump needs under the strategy, or the rule by which the strategy refuses the jump.
+
+    "" if there is nothing to explain.
+    """
 
     @property
     def is_error(self) -> bool:

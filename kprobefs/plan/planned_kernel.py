@@ -93,7 +93,7 @@ class PlannedKernel:
         self.modules: tuple[LinkedModule, ...] = ()
         """Loaded modules, in the order of loading."""
         self._files: ModuleFiles | None = None
-        """Files of the package's modules, which this kernel and its copies share."""
+        """Files of the package's modules, which this kernel and its copies share; None until one is read."""
         self.cpu_description = cpu_description
         """Description, for the output, of the CPUs to which the verdicts apply."""
         self.remarks: tuple[str, ...] = ()
@@ -175,7 +175,7 @@ class PlannedKernel:
 
     @cached_property
     def judge(self) -> Judge:
-        """Return the judge of probes in the kernel.
+        """Return the Judge, which decides how Linux treats a probe in the kernel.
 
         The judge sees the kernel's text as it is in the kernel's file.
         """

@@ -27,7 +27,10 @@ _CHARACTER = 0.61 * _FONT
 _LEFT = 250
 _TOP = 60
 _ROW = 42
-"""Height of a row in pixels. _LEFT and _TOP are the position of the first byte of the first row."""
+"""Height of a row in pixels.
+
+_LEFT and _TOP are the x and y coordinates of the first byte of the first row.
+"""
 
 
 class _Row(NamedTuple):
@@ -36,7 +39,7 @@ class _Row(NamedTuple):
     title: str
     code: bytes
     kinds: list[str]
-    """The key of _COLOURS for each byte."""
+    """For each byte, its kind: a key of _COLOURS."""
     note: str
     """The code that a CPU executes at the place."""
 

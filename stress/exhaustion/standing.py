@@ -36,7 +36,10 @@ class CpuState:
 
 @dataclass
 class OtherCpu:
-    """A CPU that runs one region from a state of a test bench. A run does not change the text."""
+    """Runs one region as another CPU would, from a state in or before the region.
+
+    A run ends at an exit of the region, and does not change the text.
+    """
 
     probed: Probed
     bench: Bench

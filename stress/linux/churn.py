@@ -53,9 +53,9 @@ class Sample:
     cycle: int
     seconds: float
     counts: dict[str, int]
-    """Counts that must be the same after each cycle."""
+    """Name of a resource -> its count, which must be the same after each cycle."""
     sizes: dict[str, int]
-    """Sizes in bytes that may change within the limits of GROWTH."""
+    """Name of a size -> number of bytes, which may grow by the limit in GROWTH."""
 
 
 class Session:

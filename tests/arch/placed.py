@@ -10,10 +10,10 @@ from emulated_kernel.arch.program.ir import HandlerCode
 
 
 def going_on(arch: Arch, handler: HandlerCode, buffer: int, target: int) -> HandlerCode:
-    """Return a handler at `buffer` that ends with a jump to `target`."""
+    """Return `handler`, which lies at `buffer`, with a jump to `target` at its end."""
     return replace(handler, code=handler.code + arch.relative_jump(buffer + len(handler.code), target))
 
 
 def detouring(arch: Arch, handler: HandlerCode, buffer: int, region: Region) -> HandlerCode:
-    """Return a handler at `buffer`, followed by the relocated instructions of a region."""
+    """Return `handler`, which lies at `buffer`, with the relocated instructions of `region` at its end."""
     return replace(handler, code=handler.code + arch.relocated(region, buffer + len(handler.code)))

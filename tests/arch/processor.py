@@ -41,7 +41,11 @@ class Processor:
     names: tuple[str, ...]
 
     def check(self, code: bytes, values: dict[str, int], flags: int, stack_top: bytes) -> None:
-        """Check that the emulation leaves the same registers, flags and stack as the processor."""
+        """Check that the emulation leaves the same registers, flags and stack as the processor.
+
+        `values`, `flags`: registers that are not 0, and flags, before the instruction. `stack_top`: bytes at
+        the stack pointer.
+        """
         stack = bytearray(SIZE)
         stack[SIZE // 2 : SIZE // 2 + len(stack_top)] = stack_top
         before = {**dict.fromkeys(self.names, 0), "sp": SP, **values, "flags": flags | 2, "ip": CODE}

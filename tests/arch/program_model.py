@@ -114,7 +114,7 @@ class Interpreter:
     """The virtual registers, which are 0 at first, as in the machine code that is compared."""
     faults: int = 0
     call: Callable[[int], None] | None = None
-    """Function that runs the code at an address for CallPerCpu."""
+    """Function that runs the code at an address for CallPerCpu; None if no program calls code."""
 
     def run(self, program: ir.Program) -> None:
         places = {op.label: at for at, op in enumerate(program) if isinstance(op, ir.Place)}

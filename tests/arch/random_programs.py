@@ -28,7 +28,7 @@ class Case:
     bits: int
     program: Program
     registers: dict[str, int]
-    """The registers of pt_regs that a program can read."""
+    """Name -> initial value of each register of pt_regs that the program can read."""
     areas: dict[int, bytes]
     per_cpu: int
     """Address of the area that LoadPerCpu reads."""

@@ -31,8 +31,10 @@ VALUES = [0xDEAD0000 + number for number in range(ir.NR_VREGS)]
 
 
 def program(base: int, turns: int) -> Program:
-    """Return a program that calls the routine `turns` times, and then stores the values of all virtual
-    registers except the first.
+    """Return a program that calls the routine `turns` times, and then stores the virtual registers.
+
+    The first virtual register is not stored. `base`: offset of the CPU's area from the base of per-CPU
+    addresses.
     """
     ops: list[ir.Op] = [ir.SetImmediate(number, value) for number, value in enumerate(VALUES)]
     ops += [ir.CallPerCpu(base + CELL)] * turns

@@ -15,7 +15,10 @@ ADDR = 0xC031_2C3E
 
 
 def analyse(code: str, offset: int = 0, bits: int = 32, bug_size: int = 2) -> int | RejectReason:
-    """Return the length of the region, or the rule that rejects the place."""
+    """Return the length of the region, or the rule that rejects the place.
+
+    `bits`: word size. `bug_size`: size in bytes of a BUG().
+    """
     data = bytes.fromhex(code.replace(" ", ""))
     analysis = X86FunctionAnalysis(Function("f", ADDR, len(data), data), DecodeCache(bits), bug_size=bug_size)
     found = djprobe.region(analysis, ADDR + offset)

@@ -15,7 +15,7 @@ MODRM = (0x04, 0x05, 0x07, 0x3F, 0x44, 0x78, 0x85, 0xC0, 0xD0, 0xE5, 0xFF)
 
 
 def facts(table: DecodeCache, code: bytes) -> InsnAttributes | None:
-    """Return the attributes of the first instruction."""
+    """Return the attributes of the first instruction, or None if it cannot be decoded."""
     return table.all(code.ljust(MAX_INSN_SIZE, b"\0"), 0, 2).get(0)
 
 

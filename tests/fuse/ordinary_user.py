@@ -53,7 +53,10 @@ class OrdinaryUser:
     pid: int
     """Pid of the first process in the namespaces."""
     base: Path
-    """Directory as the namespaces show it; `home` is the user's, and `source` the checkout."""
+    """Directory, as the namespaces show it, which contains the user's home and the checkout.
+
+    Its subdirectories are `home` and `source`.
+    """
 
     @property
     def home(self) -> Path:

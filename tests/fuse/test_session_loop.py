@@ -250,7 +250,8 @@ def _served(
 ) -> Iterator[Callable[[], list[str]]]:
     """Serve a _Recorded mount on `place`.
 
-    Yield a function that returns the mount's new lines since its last call.
+    Yield a function that returns the mount's new lines since its last call. `clients_own`: names of
+    directories whose names only clients change. `is_ordered`: the requests are answered in their order.
     """
     reads, says = os.pipe()
     daemon = os.fork()

@@ -66,8 +66,9 @@ _UNIT = b"\x01\x11\x00" + b"\x03\x08\x1b\x08\x10\x17\x00\x00" + b"\x00"
 def line_sections(
     units: Sequence[tuple[str, Sequence[tuple[str, int, int]]]], folder: str = "/build/linux"
 ) -> dict[str, bytes]:
-    """Return debug sections (DWARF 4) for `units`: the source file of a unit, and its rows of (path, line,
-    address).
+    """Return debug sections (DWARF 4) with line tables of `units`.
+
+    A unit is a source file, and rows of (path, line, address). `folder`: directory of the compilation.
     """
     info, lines = b"", b""
     for source, rows in units:

@@ -10,7 +10,7 @@ from contextlib import suppress
 TIMEOUT = 60.0
 """Seconds that a test waits for an answer before the test fails."""
 IP = {"x86_64": "10", "i386": "8", "riscv64": "20", "arm64": "20"}
-"""Number of the instruction pointer in a `p` packet."""
+"""Architecture -> number of the instruction pointer in a `p` packet, in hexadecimal."""
 
 
 class GdbClient:

@@ -25,7 +25,7 @@ PATH = "/machine/vmcore"
 HEADERS = 64 << 10
 LARGE = 16 << 20
 REGISTERS_AT = {"x86_64": 112, "i386": 72, "riscv64": 112}
-"""Offset of the registers in a NT_PRSTATUS."""
+"""Architecture -> offset in bytes of the registers in an NT_PRSTATUS note."""
 
 
 class Core:

@@ -43,17 +43,17 @@ class Texts(NamedTuple):
     """Name in pt_regs of the register with the first argument."""
     count: str
     add: str
-    """Add the first argument to `sum`."""
+    """Assembly that adds the first argument to `sum`."""
     overwrite: str
-    """Overwrite all registers and flags that a handler may overwrite."""
+    """Assembly that overwrites all registers and flags that a handler may overwrite."""
     fault: str
-    """Count in `before`, read unmapped memory, and count in `behind`."""
+    """Assembly that counts in `before`, reads unmapped memory, and counts in `behind`."""
     registers: int
     """Number of registers that `overwrite` overwrites."""
     watched: str
     """Name in pt_regs of the register that `watch` adds."""
     watch: str
-    """Add the register `watched` to `seen`, if possible without a write to another register."""
+    """Assembly that adds the register `watched` to `seen`, if possible without a write to another one."""
 
 
 def _x86(first: str, count: str, word: str, registers: list[str]) -> Texts:

@@ -31,7 +31,7 @@ ARGUMENTS = (
     "x=%FIRST y=%si:s16 sp=$stack w=$stack0 top=$stack1 f=%flags:u8 ip=%ip l=%FIRST:s64 m=+0($stack):u64[2]",
     "s=+0(%FIRST):string b=+0(%FIRST):b4@2/8 c=$comm a=+0(%FIRST):u8[3] n=+0(%sp):x64 l=+0(%FIRST):b9@30/64",
 )
-"""FIRST is the register of the first argument."""
+"""Fetch arguments of the events. FIRST stands for the register of the first argument."""
 OFFSETS = (0, 5, 9)
 ARCHITECTURES = ("x86_64", "i386")
 CASES = [

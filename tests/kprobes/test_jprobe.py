@@ -69,7 +69,10 @@ MIRROR = """
     mov rax, {jprobe_return}
     call rax
 """
-"""Function that records its arguments, and overwrites registers, flags, and the probed function's stack."""
+"""Assembly of a function that records its arguments and calls jprobe_return().
+
+The function also overwrites registers, flags, and the probed function's stack.
+"""
 
 
 MIRROR_32 = """

@@ -40,7 +40,10 @@ MIRROR = """
     mov {scratch}, {jprobe_return}
     call {scratch}
 """
-"""Function that counts, records its arguments, and overwrites registers, flags and its caller's stack."""
+"""Assembly of a function that counts and records its arguments, and then calls jprobe_return().
+
+The function also overwrites registers, flags and its caller's stack.
+"""
 NAMES: dict[str, dict[str, str | int]] = {
     "x86_64": {"scratch": "rax", "bx": "rbx", "sp": "rsp", "first": "rdi", "second": "rsi", "word": 8},
     "i386": {"scratch": "ecx", "bx": "ebx", "sp": "esp", "first": "eax", "second": "edx", "word": 4},
@@ -99,7 +102,7 @@ class Jprobing(Modelled):
         self.kernel.machine.free_pages(self.cells)
 
     def jprobe(self, function: str, *, disabled: bool = False, calls: bool = False) -> Jprobe:
-        """Return a jprobe with its own guest function."""
+        """Return a jprobe with its own guest function. `calls`: the guest function calls INNER."""
         machine, number = self.kernel.machine, len(self.numbers)
         assert self.kernel.components.engine.jprobes is not None
         cells = self.cells + number * CELLS_SIZE
@@ -174,7 +177,8 @@ class Jprobing(Modelled):
     def register_jprobes(self, functions: list[str], bad: int) -> None:
         """Register an array of jprobes, either all or none.
 
-        A second jprobe of a function, an unknown name and an address within a function are refused.
+        A second jprobe of a function is refused, and so are an unknown name and an address within a function.
+        `bad`: errno of a jprobe at the end that is refused; 0 if there is none.
         """
         jprobes = [self.jprobe(function) for function in functions]
         array, expected = [*jprobes], bad if functions else errno.EINVAL

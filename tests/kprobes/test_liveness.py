@@ -38,7 +38,7 @@ PARTS = 12
 PROBED = 5
 """One of this many instructions has a probe."""
 SKIPPED = 0.5 if WHOLE else 0.8
-"""Share of the places for jumps that get no jump."""
+"""Share, from 0 to 1, of the places for jumps that get no jump."""
 MAX_HITS = 5000
 """Maximum number of hits of a call. A call with more hits is cut off and not compared."""
 STACK_SIZE = 16 << 10

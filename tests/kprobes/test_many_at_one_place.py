@@ -101,7 +101,8 @@ def emitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def traced(kernel: Kernel, way: str, functions: Iterable[tuple[str, int]]) -> Callable[[], set[str]]:
     """Define and enable events on `functions`, which are (name of the function, number of events).
 
-    Return a function that returns the set of hit counts in kprobe_profile, as texts.
+    `way`: key of LINES, the kind of the events. Return a function that returns the set of hit counts in
+    kprobe_profile, as texts.
     """
     shell, numbers = Shell(kernel), count()
     lines = [LINES[way].format(next(numbers), name) for name, number in functions for _ in range(number)]

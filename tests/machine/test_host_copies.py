@@ -35,7 +35,10 @@ def room(kernel: Kernel) -> int:
 
 
 def outcome(kernel: Kernel, to: int, source: int, size: int, room: int) -> tuple[int, bytes]:
-    """Call copy_user_generic; return its result, and the memory at `room` afterwards."""
+    """Call copy_user_generic; return its result, and the memory at `room` afterwards.
+
+    `to`, `source`, `size`: arguments of copy_user_generic.
+    """
     machine = kernel.machine
     machine.memory.write(room, DATA + bytes(SIZE - PAGE_SIZE))
     with kernel.lock:

@@ -34,7 +34,7 @@ class Files:
     def write(self, name: str, data: str | bytes, flags: int = os.O_APPEND) -> int:
         """Write `data` with one write(2), and return the number of bytes that the file took.
 
-        Raises: OSError.
+        `flags`: flags of open(2) besides O_WRONLY. Raises: OSError.
         """
         descriptor = os.open(self.path(name), os.O_WRONLY | flags)
         try:

@@ -28,12 +28,18 @@ By this file, perf-tools allow only one tracing tool at a time.
 
 
 def as_system(script: str, home: Path, *options: str) -> str:
-    """Return the output of a shell script whose commands find the mount at the system's place of tracefs."""
+    """Return the output of a shell script whose commands find the mount at the system's place of tracefs.
+
+    `home`, `options`: as for beside().
+    """
     return beside(OWN_LOCK + script, home, "--as-system", *options)
 
 
 def beside(script: str, home: Path, *options: str) -> str:
-    """Return the output of a shell script whose commands find the mount in $KPROBEFS."""
+    """Return the output of a shell script whose commands find the mount in $KPROBEFS.
+
+    `home`: directory for $HOME and temporary files. `options`: options of `kprobefs run`.
+    """
     # Without the usual cache, each command with a distribution's kernel would boot it again.
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     own = {"HOME": str(home), "TMPDIR": str(home), "LC_ALL": "C", "XDG_CACHE_HOME": cache}

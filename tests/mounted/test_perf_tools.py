@@ -69,7 +69,8 @@ live() {
 def _beside(tmp_path: Path, *commands: str, names: str, options: tuple[str, ...] = ()) -> list[str]:
     """Return the output of each command. Whenever a command sleeps, each worker does its work once.
 
-    `names`: names of the workers, separated by blanks. $P is the pid of the first worker.
+    `names`: names of the workers, separated by blanks. $P is the pid of the first worker. `options`: options
+    of `kprobefs run`.
     """
     (tmp_path / "worker.py").write_text(WORKER)
     start = f"{shlex.quote(sys.executable)} {tmp_path / 'worker.py'}"

@@ -101,7 +101,7 @@ class Mounted:
         return self.root / PLACES.get(place, place) / rest
 
     def write(self, file: str, data: bytes, mode: str) -> str | int:
-        """Write with one write(2); return 0 or the name of the errno."""
+        """Write with one write(2); return 0 or the name of the errno. `mode`: "append" for O_APPEND."""
         flags = os.O_WRONLY | (os.O_APPEND if mode == "append" else 0)
         try:
             descriptor = os.open(self.path(file), flags)
@@ -247,14 +247,18 @@ def _bytes(text: str) -> bytes:
 
 
 def _renamed(events: str, swap: tuple[str, str]) -> str:
-    """Replace the stand-in by the recorded symbol, also in names that Linux makes from the symbol."""
+    """Replace the stand-in by the recorded symbol, also in names that Linux makes from the symbol.
+
+    `swap`: (recorded symbol, stand-in).
+    """
     name, stand_in = swap
     return events.replace(stand_in, name).replace(stand_in.replace(":", "_"), name.replace(":", "_"))
 
 
 def _back(log: str, swap: tuple[str, str]) -> str:
-    """Replace the stand-in in a log by the recorded symbol, and shift carets that are to the right of the
-    symbol.
+    """Replace the stand-in in a log by the recorded symbol, and shift carets that are to the right of it.
+
+    `swap`: (recorded symbol, stand-in).
     """
     name, stand_in = swap
     shift = len(name) - len(stand_in)
@@ -281,7 +285,10 @@ def _is_comparable(part: str, record: Record, answer: Answer) -> bool:
 
 
 def normal(part: str, text: str | int | list[str]) -> str:
-    """Return `text` without timestamps and hashed pointers, which differ from boot to boot."""
+    """Return `text` without timestamps and hashed pointers, which differ from boot to boot.
+
+    `part`: name of the part of the answer, such as error_log.
+    """
     if part == "error_log":
         return TIMESTAMP.sub("", str(text))
     return HASHED_ADDRESS.sub("0x(address)", str(text)) if part == "kprobe_events" else str(text)

@@ -41,9 +41,10 @@ def address(symbol: str) -> int:
 
 
 def own_lines(path: Path, identity: bytes | None = None) -> Path:
-    """Write debug information for kprobefs's own kernel to `path`.
+    """Write debug information for kprobefs's own kernel to `path`, and return the path.
 
-    The information has lines of several files, one of which is included by two units.
+    The information has lines of several files, one of which is included by two units. `identity`: build id,
+    or None.
     """
     read, write = address("vfs_read"), address("vfs_write")
     sections = line_sections(
@@ -65,14 +66,17 @@ def own_lines(path: Path, identity: bytes | None = None) -> Path:
 
 
 def linux_lines(identity: bytes = IDENTITY) -> bytes:
-    """Return debug information for the kernel that linux() writes."""
+    """Return debug information, with the build id `identity`, for the kernel that linux() writes."""
     sections = line_sections([("fs/read_write.c", [("fs/read_write.c", 300, made.TEXT + 0x40)])])
     text = MemorySection(".text", made.TEXT, 6, b"", 0x1000)
     return debug_elf(X86_64, 64, [text], [], sections, identity)
 
 
 def linux(folder: Path, *, has_id: bool = True) -> str:
-    """Write a distribution's kernel with vfs_read at TEXT + 0x40, and return its path."""
+    """Write a distribution's kernel with vfs_read at TEXT + 0x40, and return its path.
+
+    `has_id`: with the build id IDENTITY.
+    """
     kernel = made.Kernel()
     while (at := kernel.function("vfs_read", BODY)) < made.TEXT + 0x40:
         pass

@@ -53,7 +53,11 @@ def kernel_with_types(tmp_path: Path, body: bytes = BODY, *, is_later: bool = Fa
 
 
 def add_nodes(btf: made.Btf, number: int, size: int, pair: int, *, is_later: bool) -> None:
-    """Add struct node *g(struct node *node, loff_t length, char **names, void *any, unsigned long word)."""
+    """Add struct node *g(struct node *node, loff_t length, char **names, void *any, unsigned long word).
+
+    `number`, `size`, `pair`: ids of the types int, unsigned long and struct pair. `is_later`: as for
+    kernel_with_types().
+    """
     letter = btf.add(1, "char", 1, (1 << 24 | 8).to_bytes(4, "little"))
     text = btf.add(2, "", letter)
     longer = btf.add(1, "long long int", 8, (1 << 24 | 64).to_bytes(4, "little"))

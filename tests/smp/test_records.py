@@ -34,8 +34,9 @@ WAYS = {
 
 
 def offset_of(kernel: Kernel, way: str) -> int:
-    """Return the offset at which a function is probed: 0 for its fentry site, otherwise the first offset
-    after that site.
+    """Return the offset at which a function is probed: 0, its fentry site, for the way `called`.
+
+    For other ways, return the first offset after the site.
     """
     return 0 if way == "called" else kernel.arch.call_size
 

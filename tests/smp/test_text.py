@@ -36,7 +36,7 @@ OPTIMIZING = {
     "riscv64": "riscv-optprobes-2023",
     "riscv64i": "riscv-optprobes-2023",
 }
-"""Profiles with an optimizer."""
+"""Architecture -> profile with an optimizer."""
 ENOUGH_TURNS = 8_000
 """Limit of the turns of CPUs in a test; a correct kernel needs at most 2,200 turns."""
 
@@ -398,7 +398,8 @@ def test_a_static_key_switched_at_once_is_caught(
 def switched_under_load(arch: str, seed: int, *, stale_fetch: bool) -> str:
     """Enable and disable an event while two CPUs execute its nop.
 
-    Return "harmed" if the guest fails, else "well".
+    Return "harmed" if the guest fails, else "well". `stale_fetch`: whether CPUs may execute bytes that were
+    fetched before a write.
     """
     config = MachineConfig(
         cpus=2, arch=arch, seed=seed, quantum=6, stale_fetch=stale_fetch, run_budget=5, profile="linux-6.1"

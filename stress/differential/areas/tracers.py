@@ -31,7 +31,7 @@ _UNREAD = ("snapshot", "snapshot:1", "stacktrace:3")
 """Commands for functions except vfs_read() and ksys_read(), which the kernels do not call equally often."""
 
 _EVENTS = ("enable_event:keep:probed", "disable_event:keep:probed")
-"""Commands that enable or disable events, for the same functions as the commands in _UNREAD."""
+"""Commands that enable or disable events, for functions except vfs_read() and ksys_read()."""
 _UNSEEN = ("traceon", "traceon:1")
 """Commands for functions that no access to a file calls: an access must not switch tracing on again."""
 _CHOICES = ("set_ftrace_notrace", "set_graph_function", "set_graph_notrace")

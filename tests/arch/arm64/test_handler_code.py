@@ -169,8 +169,10 @@ def _returns_to(address: int) -> Program:
 
 
 def _machine(*, saves_all: bool, chosen: bool) -> tuple[Flat, int, int]:
-    """Return a machine on which a function has just returned to a trampoline, and the addresses of the
-    trampoline's entry and trap.
+    """Return (machine, address of a trampoline's entry, address of its trap).
+
+    On the machine, a function has just returned to the trampoline. `saves_all`: the trampoline saves all
+    registers. `chosen`: the word at CHOICE has the address of a handler; otherwise it is 0.
     """
     made = ARCH.returns.dispatch(_dispatch(), CODE, saves_all=saves_all)
     handler = ARCH.returns.handler(_returns_to(CALLER), saves_all=saves_all)

@@ -27,8 +27,9 @@ BODY = (PACIASP, BTI_C, LDR, BLR, LDR, NOP, RET)
 
 
 def checker(*entry: int, strategy: str = "optprobe-arm64") -> Arm64ProbeChecker:
-    """Return the probe checker of a kernel with one function, which begins with `entry` and an fentry
-    site.
+    """Return the probe checker of a kernel with one function: `entry`, an fentry site and BODY.
+
+    `strategy`: name of the optimization policy.
     """
     words = (*entry, NOP, *BODY)
     code = struct.pack(f"<{len(words)}I", *words)
@@ -63,7 +64,7 @@ def outcomes(found: Arm64ProbeChecker) -> list[RejectReason | None]:
 
 
 LAST = [None, RejectReason.NOT_COPYABLE_TO_DETOUR, RejectReason.HAS_FIXUP, RejectReason.JUMP_LABEL, None]
-"""Reasons of BODY from the first load on."""
+"""For each instruction of BODY from the first load on, the reason against a jump, or None."""
 
 
 @pytest.mark.parametrize("strategy", ["optprobe-arm64", "extended"])

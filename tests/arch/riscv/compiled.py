@@ -100,7 +100,10 @@ class Program:
 
 
 def build(directory: Path, *, compressed: bool, optimize: str) -> Program:
-    """Compile and link the program. Raises: subprocess.CalledProcessError."""
+    """Compile and link the program. Raises: subprocess.CalledProcessError.
+
+    `compressed`: with 16-bit instructions. `optimize`: option of gcc, such as -O2.
+    """
     source, elf = directory / "functions.c", directory / "functions"
     source.write_text(SOURCE)
     march = f"rv64ima{'c' if compressed else ''}_zicsr"

@@ -67,7 +67,7 @@ BLOCKS = {
     0x00D00073: "wrs.nto",
     0x01D00073: "wrs.sto",
 }
-"""Words and texts of the specifications of Zicbom, Zicboz and Zawrs, which LLVM 14 lacks."""
+"""Word -> text, from the specifications of Zicbom, Zicboz and Zawrs, which LLVM 14 lacks."""
 
 
 def texts(code: bytes) -> list[tuple[int, str]]:

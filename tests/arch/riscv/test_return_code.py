@@ -82,8 +82,10 @@ def _returns_to(arch: Riscv, address: int) -> Program:
 
 
 def _machine(arch: Riscv, *, saves_all: bool, chosen: bool) -> tuple[Flat, int, int]:
-    """Return a machine on which a function has just returned to the trampoline, and the addresses of the
-    trampoline's entry and trap.
+    """Return (machine, address of a trampoline's entry, address of its trap).
+
+    On the machine, a function has just returned to the trampoline. `saves_all`: the trampoline saves all
+    registers. `chosen`: the word at CHOICE has the address of a handler; otherwise it is 0.
     """
     assert arch.returns is not None
     made = arch.returns.dispatch(_dispatch(), CODE, saves_all=saves_all)

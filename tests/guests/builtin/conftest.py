@@ -42,7 +42,7 @@ class ScriptedWatch(ProcessWatch):
     pins: dict[int, int] = field(default_factory=dict)
     free_fds: dict[int, int] = field(default_factory=dict)
     programs: dict[tuple[int, str], str] = field(default_factory=dict)
-    """Pid and name -> path of the program."""
+    """(pid, name) of a process -> path of the program that the process executes."""
     restarted: set[int] = field(default_factory=set)
 
     def own_number(self) -> int:

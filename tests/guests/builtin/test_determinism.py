@@ -22,7 +22,10 @@ CASES = [("x86_64", 1), ("i386", 1), ("riscv64", 1), ("x86_64", 4)]
 
 
 def session(arch: str, seed: int, runs: int, hash_seed: str = "0", cpus: int = 1) -> tuple[list[str], str]:
-    """Return the digest of each run, and the text of the last run."""
+    """Return the digest of each run, and the text of the last run.
+
+    `hash_seed`: value of PYTHONHASHSEED. `cpus`: number of the guest's CPUs.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "tests.guests.builtin.determinism", str(runs), arch, str(seed), str(cpus)],
         cwd=PROJECT,

@@ -61,7 +61,10 @@ def lasting_cache(name: str) -> Path:
 
 
 def image(meta: str = META, suite: str = SUITE) -> Path:
-    """Return the kernel's package, after the kernel was booted into the cache."""
+    """Return the kernel's package, after the kernel was booted into the cache.
+
+    `meta`, `suite`: Debian's meta package of the kernel, and the release of Debian.
+    """
     # The name of a meta package for another architecture ends with the name of this architecture.
     architecture = meta.rpartition("-")[2]
     path = package(meta, suite, architecture if architecture in ("arm64", "riscv64") else "")
@@ -70,14 +73,17 @@ def image(meta: str = META, suite: str = SUITE) -> Path:
 
 
 def tasks(meta: str = META, suite: str = SUITE) -> LinuxTasks:
-    """Return the tasks of a new kernel that has just booted."""
+    """Return the tasks of a new kernel that has just booted. `meta`, `suite`: as for image()."""
     path = image(meta, suite)
     with own_cache(meta, suite):
         return started(str(path), SEED)
 
 
 def with_kernel(meta: str = META, suite: str = SUITE) -> tuple[LinuxTasks, LinuxKernel]:
-    """Return the tasks of a new kernel, and a LinuxKernel with the tables of the kernel's file."""
+    """Return the tasks of a new kernel, and a LinuxKernel with the tables of the kernel's file.
+
+    `meta`, `suite`: as for image().
+    """
     path = image(meta, suite)
     with own_cache(meta, suite):
         return started_with_kernel(str(path), SEED)
@@ -110,7 +116,10 @@ class _KeptModules(ModuleFiles):
 
 @cache
 def modules(release: str, meta: str = META, suite: str = SUITE) -> ModuleFiles:
-    """Return the module files of the kernel's package; all tests share the object."""
+    """Return the module files of the kernel's package; all tests share the object.
+
+    `release`: release of the kernel. `meta`, `suite`: as for image().
+    """
     return _KeptModules(image(meta, suite), release)
 
 

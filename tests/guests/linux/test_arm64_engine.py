@@ -130,7 +130,7 @@ EVENTS = (
     b"r:k/found lookup_fast $retval\n"
 )
 TRIGGERS = {"sized": "hist:keys=count:vals=hitcount", "found": "hist:keys=common_pid:sort=common_pid"}
-"""Event -> trigger of a histogram, which Python fills."""
+"""Event -> hist trigger. Python fills the histograms."""
 
 
 def recorded(probing: LinuxEngine) -> tuple[list[str], dict[str, tuple[int, int]], list[str]]:

@@ -57,7 +57,11 @@ def symbols_of(listing: str) -> dict[str, int]:
 
 
 def assembled(listing: str, symbols: dict[str, int], processor: tuple[int, int] = X86) -> bytes:
-    """Return the code that keystone assembles from the instructions, with INT3 in the gaps."""
+    """Return the code that keystone assembles from the instructions, with INT3 in the gaps.
+
+    `symbols`: symbol -> value, as symbols_of() returns it. `processor`: keystone's numbers of the
+    architecture and the mode.
+    """
     assembler = cast("Any", keystone).Ks(*processor)
     code = b""
     for origin, lines in blocks(listing):

@@ -304,9 +304,9 @@ OTHER_TASK = re.compile(r"comm=(?!init |swapper/0 )")
 def followed(mount: Mount, tasks: LinuxTasks, listed: str, first: int) -> list[str]:
     """Return the records of a task on a list of pids, of its child, and of the child's child.
 
-    The pids are `first` and the next two, and are shown as A, B and C. A pid must not be that of an earlier
-    task, because the kernel takes the pid off the list when the earlier task is freed. If a kernel thread
-    wakes up meanwhile, try again.
+    `listed`: name of the file with the list. The pids are `first` and the next two, and are shown as A, B and
+    C. A pid must not be that of an earlier task, because the kernel takes the pid off the list when the
+    earlier task is freed. If a kernel thread wakes up meanwhile, try again.
     """
     for start in range(first, first + 30, 3):
         lines = followed_once(mount, tasks, listed, start)

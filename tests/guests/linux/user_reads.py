@@ -157,6 +157,7 @@ class UserReads:
         """Call the function `turns` times in one system call of the client.
 
         Return, for each call, the registers `preserved`, and as "allowed" the flag for access to user memory.
+        `allowed`: whether this access is allowed before each call.
         """
         text = self.engine.machine.text
         with self.engine.lock:
@@ -205,8 +206,9 @@ class UserReads:
             return [entry.name for entry in self._calls.listdir("/scratch")]
 
     def entries(self, turns: int, *, allowed: bool) -> int:
-        """Return how many callbacks in Python `turns` calls of the function cause, apart from the test's own
-        traps.
+        """Return how many callbacks in Python `turns` calls of the function cause.
+
+        The test's own traps are not counted. `allowed`: as for call().
         """
         found = 0
         callbacks = self.engine.machine.hooks.handler_time.callbacks

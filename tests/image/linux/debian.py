@@ -146,8 +146,9 @@ def _directory() -> Path:
 
 
 def _depends(meta: str, apt: _Apt, begin: str = "linux-image-") -> str | None:
-    """Return the package that `meta` depends on: linux-image-6.1.0-50-cloud-amd64 for
-    linux-image-cloud-amd64.
+    """Return the package that `meta` depends on and whose name starts with `begin`; None if there is none.
+
+    An example is linux-image-6.1.0-50-cloud-amd64 for linux-image-cloud-amd64.
     """
     words = [line.split() for line in _asked(meta, apt).splitlines()]
     return next((each[1] for each in words if each[0] == "Depends:" and each[1].startswith(begin)), None)

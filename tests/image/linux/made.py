@@ -57,8 +57,8 @@ def kallsyms(
 ) -> bytes:
     """Return kallsyms' tables for `symbols`, which are (address, type, name) in ascending order of addresses.
 
-    The tables are aligned to 8 bytes, or to 4 bytes for OWN_ENTRY. `in_front`: offset of the tables from
-    RODATA, which OWN_ENTRY needs.
+    The tables are aligned to 8 bytes, or to 4 bytes for OWN_ENTRY. `base`: address from which the offsets
+    count. `in_front`: offset of the tables from RODATA, which OWN_ENTRY needs.
     """
     size = 4 if form.addresses is Addresses.OWN_ENTRY else 8
     tokens = _tokens(symbols)
@@ -148,7 +148,7 @@ class Btf:
         return at
 
     def structure(self, name: str, size: int, *members: tuple[str, int, int], union: bool = False) -> int:
-        """Add a structure, whose members are (name, type, offset in bytes), and return its number."""
+        """Add a structure or `union`, whose members are (name, type, offset in bytes); return its number."""
         tail = b"".join(struct.pack("<III", self.text(each), kind, 8 * at) for each, kind, at in members)
         return self.add(5 if union else 4, name, size, tail, len(members))
 
@@ -214,7 +214,10 @@ class Kernel:
         self.define("linux_banner", b"Linux version 6.1.0-made (nobody@nowhere) #1\n\0")
 
     def mark(self, name: str, address: int | None = None, letter: str = "T") -> int:
-        """Add a symbol at `address`, or else at the end of the text; return its address."""
+        """Add a symbol at `address`, or else at the end of the text; return its address.
+
+        `letter`: type of the symbol, as in kallsyms.
+        """
         at = self.text.end if address is None else address
         self.symbols.append((at, letter, name))
         return at
@@ -229,7 +232,7 @@ class Kernel:
         return at
 
     def define(self, name: str, data: bytes, letter: str = "D") -> int:
-        """Add data with a symbol, and return its address."""
+        """Add data with a symbol of the type `letter`, and return its address."""
         return self.mark(name, self.area.add(data), letter)
 
     def table(self, name: str, data: bytes) -> int:
@@ -408,7 +411,11 @@ def rpm(files: dict[str, bytes], packed_by: str = "zstd") -> bytes:
 
 
 def deb(files: dict[str, bytes], packed_by: str | None = "xz", block: int = 0, depends: str = "") -> bytes:
-    """Return a Debian package with these files. `block`: number of bytes in each block of its xz stream."""
+    """Return a Debian package with these files.
+
+    `packed_by`: compression of the files, or None. `block`: number of bytes in each block of their xz stream;
+    0 for one block. `depends`: value of the field Depends.
+    """
     suffix = {"gzip": ".gz", "bzip2": ".bz2", "xz": ".xz", "lzma": ".lzma", "zstd": ".zst", None: ""}[
         packed_by
     ]

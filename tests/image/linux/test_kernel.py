@@ -32,7 +32,10 @@ def read(built: made.Kernel, *, sections: bool = True) -> LinuxKernel:
 
 
 def relative(at: int, *targets: int) -> bytes:
-    """Return words that contain the distances of `targets` from the words themselves."""
+    """Return words that contain the distances of `targets` from the words themselves.
+
+    `at`: address of the first word.
+    """
     return b"".join(struct.pack("<i", target - at - 4 * index) for index, target in enumerate(targets))
 
 

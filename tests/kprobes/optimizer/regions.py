@@ -232,7 +232,7 @@ class Bench:
         machine.memory.write(self.sp, self._pad.to_bytes(arch.word_size, "little") * 60)
         self._snapshot = data_snapshot(machine, [*self._data(), (self.sp - _BELOW, _BELOW + _ABOVE)])
         self._met: int | None = None
-        """Exit at which the piece has ended."""
+        """Exit at which the last run has ended; None if it ended by a return, an indirect jump or a fault."""
 
     def _numbers(self, size: int) -> bytes:
         """Return `size` random bytes that are not pointers to memory. Through a pointer, a run could change

@@ -61,7 +61,7 @@ def _is_same_end(bench: Bench, plain: Outcome, hooked: Outcome, trampolines: set
 
 
 def _counting(bench: Bench, cell: int, entry: int) -> Kretprobe:
-    """Return a kretprobe that counts returns in `cell`.
+    """Return a kretprobe on the function at `entry` that counts returns in `cell`.
 
     The probe's program also overwrites all registers that a program may overwrite; for every third function,
     the handler is in Python instead.

@@ -54,7 +54,10 @@ def compare_buffers(linux: Mount, ours: Mount, count: int, seed: int) -> Tally:
 
 
 def buffer_answer(mount: Mount, top: str, name: str, value: str) -> tuple[str, ...]:
-    """Write to a file of a trace array; return the errno, and the texts that the write may have changed."""
+    """Write `value` to a file of the trace array in the directory `top`.
+
+    Return the errno, and the texts that the write may have changed. An empty value only truncates the file.
+    """
     outcome = write(mount, f"{top}/{name}", value, 0 if value else os.O_TRUNC)
     texts = [read(mount, f"{top}/{file}") for file in BUFFER_FILES]
     for file in ("trace", "snapshot"):

@@ -26,7 +26,7 @@ RECORDED = (
 )
 """Definitions of probes on functions that only requests for scratch/ execute."""
 OFFSETS = {"first": 5, "second": 21}
-"""Minimum offsets of instructions in shmem_write_end."""
+"""Word in a definition -> minimum offset in shmem_write_end of the instruction that replaces the word."""
 STACK_AT_RETURN = " s=$stack0:x8"
 RECORDED_BY_NAME = (
     "p:k/n1 shmem_create dentry:%pd mode=mode dir->i_ino dentry->d_name.len",

@@ -30,7 +30,10 @@ class Tally:
     differences: list[str] = field(default_factory=list)
 
     def add(self, what: str, linux: object, ours: object, *, is_refused: bool) -> None:
-        """Count one question, and keep the two answers if they differ."""
+        """Count one question, and keep the two answers if they differ.
+
+        `what`: text of the question. `is_refused`: whether Linux refuses the question.
+        """
         self.compared += 1
         self.refused += is_refused
         if linux != ours:
@@ -38,7 +41,7 @@ class Tally:
 
 
 def is_listed(release: str, question: str, log: str) -> bool:
-    """Return True if a kernel's answer to a question is one of the listed deviations."""
+    """Return True if Linux's answer `log` to a question is one of the listed deviations."""
     return any(
         re.match(releases, release) and re.search(asked, question) and re.search(answer, log)
         for releases, asked, answer in LISTED

@@ -64,7 +64,10 @@ class Drawn:
         return st.one_of(registers, stack, arguments, st.sampled_from(["\\0x10", "\\-1", *limits]))
 
     def pointers(self, depth: int = 3) -> st.SearchStrategy[str]:
-        """Return a strategy for expressions whose last operation is a dereference."""
+        """Return a strategy for expressions whose last operation is a dereference.
+
+        `depth`: maximum number of dereferences before the last one.
+        """
         inner = self.simple()
         if depth:
             inner = st.one_of(inner, self.pointers(depth - 1))

@@ -360,7 +360,10 @@ class Guest:
         return compiled, builder.program(), builder
 
     def hit(self, event: KprobeTraceEvent, return_address: int = 0) -> None:
-        """Handle one hit in Python and in guest code, and check that the clocks agree afterwards."""
+        """Handle one hit in Python and in guest code, and check that the clocks agree afterwards.
+
+        `return_address`: address to which the probed function returns, for an event at returns; otherwise 0.
+        """
         handle = event.probes[0].handle
         assert handle is not None
         self.regs.ip = return_address or handle.address + 1

@@ -69,8 +69,10 @@ class GuestRing:
         return RingMemory(memoryview(areas[PAGES_AT]), PAGES_AT, control, CONTROL_AT, report=report)
 
     def step(self, length: int, time: int) -> bool:
-        """Run the guest code that moves the tail to the next page. Return True if it moved the tail, False if
-        it asks the host.
+        """Run the guest code that moves the tail to the next page.
+
+        Return True if it moved the tail, False if it asks the host. `length`, `time`: length of the event
+        that needs room, and its time.
         """
         for word, value in ((TIME, time), (LENGTH, length), (CONTROL, PER_CPU + CONTROL_AT)):
             self.memory.areas[PER_CPU][word : word + 8] = value.to_bytes(8, "little")

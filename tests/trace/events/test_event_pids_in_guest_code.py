@@ -69,7 +69,10 @@ class Shell:
 
 
 def story(arch: str, definition: str, *, compiled: bool) -> list[str]:
-    """Change the lists while several tasks make hits; return the traces and the profile."""
+    """Change the lists while several tasks make hits; return the traces and the profile.
+
+    `compiled`: handlers are guest code instead of Python.
+    """
     profile = IN_GUEST if compiled else IN_PYTHON
     with Kernel(MachineConfig(arch=arch), profile=profile) as kernel:
         shell = Shell(kernel)

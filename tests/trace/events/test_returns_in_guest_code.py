@@ -26,8 +26,9 @@ WAYS = {
 
 
 def trace(arch: str, profile: Profile, filtered: bool) -> tuple[list[str], list[tuple[int, int]], int]:
-    """Return the trace's lines without times, the hits and misses of each event, and the number of events
-    that guest code handles.
+    """Trace returns; return lines, counts and the number of events that guest code handles.
+
+    The lines have no times. The counts are hits and misses of each event. `filtered`: one event has a filter.
     """
     with Kernel(MachineConfig(arch=arch), profile=profile) as kernel:
         events = kernel.tracing.kprobe_events
