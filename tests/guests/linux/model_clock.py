@@ -27,6 +27,7 @@ function tracer.
 def check_model_clock(counting: LinuxEngine, unit: int) -> None:
     """Check that the duration of a function's call grows by one nanosecond per executed instruction.
 
+    The duration does not depend on the value of the time counter at the call.
     `unit`: size in bytes of the architecture's shortest instruction.
     """
     machine, clock = counting.tasks.machine, counting.machine.clock
@@ -49,7 +50,8 @@ def check_model_clock(counting: LinuxEngine, unit: int) -> None:
         )
     rest = set()
     counts = set()
-    for number in (5, 5, 100, 10**12, 10**18, 5):
+    for number in (5, 5, 100, 10**12, 10**18, 5, *range(5, 25)):
+        machine.pc.pass_time(1)
         executed.clear()
         times.clear()
         file = served.open(CLIENT, "/machine/call", os.O_RDWR)
@@ -58,7 +60,7 @@ def check_model_clock(counting: LinuxEngine, unit: int) -> None:
         counts.add(len(executed))
         rest.add(times[1] - times[0] - len(executed))
     served.close()
-    assert len(counts) == 4
+    assert len(counts) >= 4
     assert len(rest) == 1
     # The return enters Python, and the end of the entry's step may be a trap without Python.
     assert TRAP_NS + HANDLER_NS <= rest.pop() < 2 * (TRAP_NS + HANDLER_NS)

@@ -23,7 +23,7 @@ from emulated_kernel.vfs.core.node import Owner
 from tests.guests.linux import debian_kernel
 from tests.guests.linux.ended_tasks import check_ended_tasks
 from tests.guests.linux.files import Files
-from tests.guests.linux.model_clock import check_recording
+from tests.guests.linux.model_clock import check_model_clock, check_recording
 from tests.guests.linux.probing import engine, workload
 from tests.guests.linux.test_handlers import counting
 
@@ -282,6 +282,12 @@ def test_a_change_of_a_setting_writes_few_places_of_the_text() -> None:
 
 
 # With the model clock
+
+
+@pytest.mark.skipif(routine_address("count") is None, reason="there is no routine for this kind of host")
+def test_time_is_the_number_of_instructions() -> None:
+    """A cycle of the time counter is shorter than a nanosecond, and no duration depends on its begin."""
+    check_model_clock(engine(PROFILES[DEFAULT]), 1)
 
 
 @pytest.mark.skipif(routine_address("count") is None, reason="there is no routine for this kind of host")

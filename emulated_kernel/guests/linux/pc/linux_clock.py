@@ -21,6 +21,7 @@ _MEMBERS = ("cyc2ns_mul", "cyc2ns_shift", "cyc2ns_offset")
 _EPOCH = "epoch_ns", "epoch_cyc", "sched_clock_mask"
 _FACTORS = "mult", "shift"
 _MASK = (1 << 64) - 1
+_MILLION = 10**6
 _LONGEST_SHIFT = 63
 _SCALE = Struct("<IIQ")
 
@@ -41,6 +42,8 @@ class LinuxClock(GuestClock):
         self._now = memory.view(cell, 8).cast("Q")
         self.host_address = addressof(c_uint64.from_buffer(self._now))
         self._shown = 0
+        self._part = 0
+        """Remainder of the last conversion of `_now` to cycles, in millionths of a cycle."""
         self._pc = pc
         self.is_virtual = not pc.is_real
         self.show(pc.tsc)
@@ -62,14 +65,18 @@ class LinuxClock(GuestClock):
     def go_on(self, tsc: int, cycles: int) -> int:
         """Return the counter's new value: `tsc`, plus `cycles`, plus the time that guest code has used.
 
-        Guest code has added this time, in nanoseconds, to the word with the time. If the counter advances,
-        write the new time to the word.
+        Guest code has added this time, in nanoseconds, to the word with the time. If `cycles` is not 0, write
+        the new time to the word. Otherwise keep the word, because a conversion to cycles and back could round
+        it up: then the length of a duration would depend on its begin.
         """
-        nanoseconds = self._now[0] - self._shown
+        now = self._now[0]
+        nanoseconds = now - self._shown
         if nanoseconds:
-            cycles -= -nanoseconds * self._pc.khz // 1_000_000
-        tsc += cycles
+            passed, self._part = divmod(nanoseconds * self._pc.khz + self._part, _MILLION)
+            tsc += passed
+            self._shown = now
         if cycles:
+            tsc += cycles
             self.show(tsc)
         return tsc
 
@@ -102,7 +109,7 @@ class LinuxClock(GuestClock):
         self._pc.tsc = min(cycles, _MASK)
 
     def now_ns(self) -> int:
-        return max(self._ns(self._pc.tsc), self._now[0])
+        return self._now[0]
 
     def read_ns(self) -> int:
         if not self._is_held:
