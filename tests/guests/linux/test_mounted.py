@@ -283,6 +283,26 @@ def test_new_clients_while_a_debugger_holds_the_guest(tmp_path: Path) -> None:
         assert file.read_text() == "hello"
 
 
+def test_machine_files_of_the_kernels_own_kprobes_while_a_debugger_holds_it(tmp_path: Path) -> None:
+    """While a debugger holds the guest, files of machine/ that need no guest can be read, too, if the host's
+    kernel checks modes.
+
+    It then requests the attributes of the root, which is a directory of the guest. A shell looks at its
+    former directory, which may be a directory of the guest, too.
+    """
+    directory = tmp_path / "mnt"
+    directory.mkdir()
+    words = ("--image", str(debian_kernel.image()), "--kprobes", "kernel", "--allow-other")
+    with daemon(directory, *words, program=REAL_PROGRAM):
+        client = GdbClient((directory / "machine/gdb").read_text().strip())
+        for name in ("cpu", "limits", "load", "vmcore"):
+            subprocess.run(["head", "-c", "8", str(directory / "machine" / name)], check=True, timeout=20)
+        for name in ("", "tracing"):
+            former = {**os.environ, "OLDPWD": str(directory / name)}
+            subprocess.run(["bash", "-c", ":"], check=True, timeout=20, env=former)
+        client.close()
+
+
 def saves_no_default_maxactive(directory: Path) -> None:
     definitions = directory / "tracing" / "dynamic_events"
     for line in ("r:chosen vfs_read", "r1:few vfs_read"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
@@ -135,6 +136,22 @@ def test_the_files_that_need_no_guest_are_served(debugged: Debugged) -> None:
     client.close()
     assert request.done() == b"hello"
     assert str(other.done()).startswith("Linux version")
+
+
+def test_known_names_need_no_guest(debugged: Debugged) -> None:
+    """While the guest is held, attributes come from its dentries. Only an unknown name waits."""
+    names = ("/", "/machine", "/tracing", "/scratch", "/scratch/file")
+    before = [debugged.mount.getattr(name) for name in names]
+    client, request = debugged.stopped_at(debugged.vfs_read)
+    held = Request(lambda: [debugged.mount.getattr(name) for name in names])
+    unknown = Request(lambda: debugged.mount.getattr("/scratch/nothing"))
+    assert held.done() == before
+    assert unknown.waits
+    client.close()
+    assert request.done() == b"hello"
+    with pytest.raises(KernelError) as refused:
+        unknown.done()
+    assert refused.value.errno == errno.ENOENT
 
 
 def test_only_the_owner_reads_the_path(debugged: Debugged) -> None:

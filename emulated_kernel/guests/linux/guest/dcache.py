@@ -1,7 +1,8 @@
 """DcacheReader: reads attributes of the guest's files from its kernel's dentries and inodes.
 
 A lookup by a system call would cost a switch of tasks, and probes would see a call that no process has made.
-The dentries are read while the guest is stopped at the stub or idle, so that none is being changed.
+Usually the guest is stopped at the stub or idle, so that no dentry is being changed. A debugger may have
+stopped it within a change. Then a lookup reads what a lookup of another CPU would read, without locks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _NAMES = 1000
 
 
 class DcacheReader:
-    """Finds attributes of files by path or descriptor. The guest must be stopped at the stub or idle."""
+    """Finds attributes of files by path or descriptor. The guest must be stopped."""
 
     def __init__(self, machine: LinuxMachine, facts: KernelOffsets, task: int) -> None:
         """Find the dentry hash table.

@@ -259,16 +259,15 @@ class LinuxSyscalls:
             self._call(init, self._number["ppoll"], _DATA, 1, _DATA + _POLLFD.size)
         return int(_POLLFD.unpack(self._tasks.copy_from_user(init, _DATA, _POLLFD.size))[2]) & 0xFFFF
 
-    def lstat(self, path: str) -> Stat:
-        """Return the attributes of the file at `path` from its dentry, by DcacheReader.
+    def cached_lstat(self, path: str) -> Stat | None:
+        """Return the attributes of the file at `path` from its dentry, without running the guest.
 
-        If the dentry cannot be used, init calls newfstatat(2).
+        Return None if the guest is dead, or if DcacheReader.lstat() finds no usable dentry.
         """
-        if self._tasks.machine.death:
-            self._tasks.machine.check_alive()
-        found = self._files.lstat(path)
-        if found is not None:
-            return found
+        return None if self._tasks.machine.death else self._files.lstat(path)
+
+    def lstat(self, path: str) -> Stat:
+        """Return the attributes of the file at `path`, by a newfstatat(2) of init."""
         init = self._tasks.init
         self.on_path(init, "newfstatat", path, _DATA, AT_SYMLINK_NOFOLLOW)
         return self._stat()

@@ -288,10 +288,20 @@ class GuestFs(FileSystem):
     # Names
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
-        """Return a file's attributes; see FileSystem."""
+        """Return a file's attributes; see FileSystem.
+
+        If the guest has the file's dentry, its memory has the attributes, also while a debugger holds it.
+        """
         del client
-        with self.guest.running:
-            return self.known(self.guest.syscalls.lstat(self._place(path)))
+        guest = self.guest
+        place = self._place(path)
+        with guest.lock.observing():
+            guest.check_open()
+            found = guest.syscalls.cached_lstat(place)
+            if found is not None:
+                return self.known(found)
+        with guest.running:
+            return self.known(guest.syscalls.lstat(place))
 
     def _shown(self, found: Stat) -> Stat:
         """Return the attributes that the mount shows for a file with the attributes `found` in the guest.
