@@ -19,7 +19,7 @@ die() {
 # Programs that tests use if they are installed: unmodified tracing tools, compilers, groff, a terminal
 # multiplexer, a wrong clock, a shell linter, gawk and debuggers.
 test_tools="perf-tools-unstable linux-perf trace-cmd bpftrace gcc gcc-riscv64-linux-gnu groff tmux faketime \
-shellcheck gawk stress-ng uftrace busybox-static rpm gdb crash"
+shellcheck gawk stress-ng uftrace busybox-static rpm gdb crash e2fsprogs"
 # Packages of PyPI that tests use if they are installed; only wheels, which need no compiler.
 test_wheels="drgn>=0.3,<0.4"
 

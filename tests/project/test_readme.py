@@ -69,6 +69,16 @@ def test_the_page_of_distributions_kernels_shows_what_debians_shows() -> None:
 
 
 @pytest.mark.mounted
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="/dev/fuse is missing")
+@pytest.mark.skipif(shutil.which("mkfs.ext4") is None, reason="e2fsprogs is not installed")
+def test_the_page_shows_what_a_file_system_on_a_disk_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(README.parent)
+    session = [step for body in blocks("console ext4", REAL) for step in steps(body)]
+    _compare_session(session, "--image", str(debian_kernel.image()))
+
+
+@pytest.mark.mounted
 @pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="/dev/fuse is missing")
 def test_the_page_of_the_optimizer_shows_what_risc_v_shows() -> None:
     session = [step for body in blocks("console riscv", OPTIMIZATION) for step in steps(body)]

@@ -15,7 +15,10 @@ import pytest
 from tests.fuse.harness import eventually, is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file() and path.suffix != ".py")
+SCRIPTS = [
+    *sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file() and path.suffix != ".py"),
+    ROOT / "examples/ext4.sh",
+]
 
 
 def lib(command: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -26,7 +29,13 @@ def lib(command: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-PACKAGES = {"busybox": "busybox-static", "cc": "gcc", "perf": "linux-perf", "rpmbuild": "rpm"}
+PACKAGES = {
+    "busybox": "busybox-static",
+    "cc": "gcc",
+    "mkfs.ext4": "e2fsprogs",
+    "perf": "linux-perf",
+    "rpmbuild": "rpm",
+}
 """Program -> its package, if their names differ."""
 SYSTEMS_OWN = {
     *("apt-cache", "apt-get", "dpkg-deb", "findmnt", "nsenter", "systemd-analyze", "true", "unshare"),
