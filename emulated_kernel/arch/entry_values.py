@@ -32,8 +32,8 @@ _STACK_WORDS = 8
 _PRIVATE = ("private locals", "private parameters")
 """Keys in Frame.regs for two areas of the stack: below the return address, and above it.
 
-The value of a key has an offset from the CFA. A called function may know the address of the slot at this
-offset, but of no lower slot of the area. The lower slots of the area are private.
+The offset in a key's value divides the area. A called function may know addresses of slots from this offset
+on. It can know no address of a lower slot, so the lower slots are private.
 """
 _ALL_PRIVATE = 1 << 62
 

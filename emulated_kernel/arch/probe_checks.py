@@ -49,7 +49,7 @@ class OptimizationPolicy(Generic[Analysis]):
     by_data: bool = False
     """Whether exception fixups and pointers in data also count as branches from outside."""
     by_code: bool = False
-    """Whether addresses that instructions take also count as branches from outside."""
+    """Whether instructions that load an address, such as lea, also count as branches to it from outside."""
     beyond: OptimizationPolicy[Analysis] | None = None
     """Policy that decides next if this one rejects a jump in a function that ftrace knows; None: none does.
 
@@ -69,9 +69,9 @@ class OptimizationPolicy(Generic[Analysis]):
     addresses.
     """
     pairs: Callable[[Analysis], int] | None = None
-    """Analysis -> number of instructions that the authors of the policy count as optimizable.
+    """Analysis -> number of instructions that the policy's authors count as optimizable.
 
-    None if the authors count as ProbeChecker does.
+    Their rule looks at pairs of successive instructions. None if the authors count as ProbeChecker does.
     """
 
 

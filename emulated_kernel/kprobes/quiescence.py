@@ -12,7 +12,7 @@ Span = tuple[int, int]
 
 
 class GracePeriod:
-    """Waits and checks by which the host makes sure that CPUs and tasks no longer use a piece of text.
+    """Means by which the host makes sure that CPUs and tasks no longer use a piece of text.
 
     The methods may be called only while the guest is stopped.
     """

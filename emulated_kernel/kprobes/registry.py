@@ -123,7 +123,7 @@ class Kprobes:
         routes = BreakpointDispatch(machine, arch, table, hits, compiler, poker, split_jumps, self.sites)
         self.routes = routes
         self.trampoline = None if self.sites is None else (self.sites.trampoline, self.sites.trampoline_size)
-        """Address and size in bytes of the code that armed fentry sites call."""
+        """Address and size in bytes of the code that armed fentry sites call; None without fentry sites."""
         copies = InsnCopier(text, image, verdict, arch, routes, profile, rules, garbage)
         self._copies = copies
         self.slots = copies.slots

@@ -65,7 +65,7 @@ class KernelSymbols:
         self.locate_each = kallsyms.locate_each
         """Yields name, offset and module for each of several ascending addresses of functions."""
         self.has_module = kallsyms.has_module
-        """Returns True if a module of that name is loaded. Mirrors: find_module (v6.1)."""
+        """Returns True if a module with the given name is loaded. Mirrors: find_module (v6.1)."""
         self.is_return_trampoline: Callable[[int], bool] = (
             _is_no_trampoline if hook_sets is None else hook_sets.first.trampoline.is_one
         )

@@ -49,7 +49,7 @@ class Hypercall(IntEnum):
     BOOTED = 5
     """start_kernel() has finished; when the host resumes this CPU, it enters the idle loop."""
     MODULE = 6
-    """The module loader needs a service of the host; arguments: ModuleOp, 0, and two for the service."""
+    """The module loader needs a service of the host; arguments: ModuleOp, 0, two arguments of the service."""
     CPU_UP = 7
     """Start another CPU; arguments: CPU number, entry point, stack pointer, per-CPU area."""
     YIELD = 8

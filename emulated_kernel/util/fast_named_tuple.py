@@ -78,4 +78,4 @@ else:
         return compile(text, "<named tuple>", "eval").co_consts[0]
 
     class NamedTuple(metaclass=_Maker):
-        """Base in the declaration of a tuple whose items have names, like typing.NamedTuple."""
+        """Base class in declarations of named tuples, like typing.NamedTuple."""

@@ -31,7 +31,7 @@ PATIENCE = 1.0
 The host kernel blocks other writers to the same file during that time.
 """
 BUSY_PATIENCE = 5.0
-"""Further seconds after which a thread of a BoundedFileReader is given up although it does not sleep.
+"""Seconds that a thread of a BoundedFileReader gets after PATIENCE, as long as it does not sleep.
 
 On a busy host, the thread may wait for a CPU until its time is over.
 """

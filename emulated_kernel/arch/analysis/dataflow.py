@@ -19,7 +19,7 @@ LEAVES = Control(falls_through=False, leaves=True)
 
 
 class Effect(NamedTuple):
-    """Data flow of one instruction: which registers and flags it reads and may keep, and where it leads."""
+    """Data flow of one instruction: registers and flags that it reads or may keep, and its control flow."""
 
     reads: int
     keeps: int

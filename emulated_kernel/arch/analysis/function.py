@@ -52,7 +52,7 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class TextLayout:
-    """Address ranges of the kernel to which probe checks refer."""
+    """Address ranges of a kernel's text that the probe checks use."""
 
     text: range = _EMPTY_RANGE
     """Kernel text, from _stext to _etext."""

@@ -11,7 +11,7 @@ from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 
 class RejectSubject(Enum):
-    """What the text of a rejection names besides the rule: the instruction at the address, or a register."""
+    """The item that a rejection's text names in addition to the rule: the instruction, or a register."""
 
     INSN = auto()
     REGISTER = auto()

@@ -207,10 +207,10 @@ class FunctionFrames:
         self.exits = exits
         self._addresses: list[int] = []
         self._frames: list[tuple[_Regs, _Slots]] = []
-        """Frame at each address in `_addresses`.
+        """Frames, one for each address at which the frame changes.
 
-        The frame also applies to the code up to the next of these addresses, because most instructions change
-        nothing.
+        `_addresses` has these addresses. A frame applies up to the next address, because most instructions
+        change nothing.
         """
         shared: dict[Any, Any] = {}
         for address in sorted(frames):

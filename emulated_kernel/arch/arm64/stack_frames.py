@@ -43,9 +43,9 @@ _ORDERED = Pattern(0x3F000000, 0x08000000)
 _IS_LOAD = 1 << 22
 _IS_SIMD = 1 << 26
 _SCALED = 1 << 24
-"""Bit of a _SINGLES instruction whose offset from the base is a multiple of the access's size."""
+"""Bit that is set in a _SINGLES instruction if its offset is a multiple of the size of the access."""
 _WITH_REGISTER = 1 << 21
-"""Bit of a _SINGLES instruction whose offset is in a register, and of an atomic operation."""
+"""Bit that is set in a _SINGLES instruction if its offset is in a register, and in atomic operations."""
 
 
 def frame_insns(code: bytes, addr: int, *, switches_stack: bool) -> Iterator[tuple[int, FrameInsn]]:

@@ -222,7 +222,7 @@ class AddAndFetch(Op):
 
 
 class Compute(Op):
-    """Set dst to dst op src; a shift count is less than the word's bits."""
+    """Set dst to dst op src; a shift count is less than the number of bits in a word."""
 
     op: Arithmetic
     dst: int
@@ -230,7 +230,10 @@ class Compute(Op):
 
 
 class ComputeImmediate(Op):
-    """Set dst to dst op value. `value` fits in 32 signed bits; a shift count is less than the word's bits."""
+    """Set dst to dst op value; a shift count is less than the number of bits in a word.
+
+    `value` fits in 32 signed bits.
+    """
 
     op: Arithmetic
     dst: int

@@ -83,7 +83,7 @@ class UserBuffers:
 
 
 class BuiltinKernel(TaskStacks):
-    """Gives the host, the probe engine and tracing access to the data of a booted kernel that is stopped.
+    """Access to the data of a booted and stopped kernel, for the host, the probe engine and tracing.
 
     Structures are read with the offsets in the kernel's ABI table. Variables that are used often are read
     through memoryviews, which takes 0.1 us each. Entries that the guest has damaged are left out of lists,

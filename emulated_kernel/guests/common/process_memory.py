@@ -26,7 +26,7 @@ PATIENCE = 0.005
 TIMEOUT = 0.1
 """Seconds after which a read by a helper that sleeps is given up."""
 BUSY_TIMEOUT = 5.0
-"""Further seconds after which a read is given up although its helper does not sleep.
+"""Seconds that a read gets after TIMEOUT, as long as its helper does not sleep.
 
 On a busy host, a helper may wait for a CPU longer than TIMEOUT.
 """

@@ -267,7 +267,7 @@ class LinuxKernel:
 
     @property
     def booted_returns(self) -> ReturnThunks | None:
-        """The way in which boot has rewritten the returns in this kernel's text; None if it has none."""
+        """The way in which boot rewrote the returns in this kernel's text; None without return sites."""
         sites = self.return_sites.between(*self.text)
         code = self.read(self.text.start, self.text.end - self.text.start)
         thunks = {site: code[site - self.text.start] == _JUMP for site in sites}

@@ -42,7 +42,7 @@ class KprobeCtlblk:
     Linux disables preemption during these calls.
     """
     started: int = 0
-    """Time at which the hit of `running` started, in nanoseconds, if the guest runs within it."""
+    """Time in nanoseconds at which the hit of `running` started; only set if the guest runs within it."""
     cpu: int = 0
     _others: dict[int, _State] = field(default_factory=dict)
 

@@ -57,7 +57,7 @@ class FtraceSites:
         """Address of the trampoline that armed sites call, except sites that call compiled handlers."""
         text.poke(self.trampoline, stub.code)
         self.return_at = self.trampoline + self.trampoline_size - arch.return_size
-        """Address of a return instruction, at which compiled handlers continue."""
+        """Address of a return instruction, to which compiled handlers lead at their end."""
         self._calls: dict[int, Called] = {}
         """Address of an fentry site -> handler of calls from the site.
 
@@ -86,7 +86,7 @@ class FtraceSites:
         self.enabled = 1
         """Value of sysctl kernel.ftrace_enabled; while it is 0, all sites are nops."""
         self.calls = 0
-        """Number of calls from sites that Python handled."""
+        """Number of calls, made by fentry sites, that Python has handled."""
         self._ops = FtraceOpsList()
         self._leaving: dict[FtraceOps, set[int]] = {}
         """User -> sites that the user has left, but whose text is still a call. The user gets these calls."""

@@ -48,7 +48,7 @@ from emulated_kernel.util.abi import Vector
 
 
 class CallHandler(Protocol):
-    """Handler of a probe's hits by a call; see HitHandling.by_call."""
+    """Function that handles the hits of a probe by a call from its fentry site; see HitHandling.by_call."""
 
     def __call__(self, site: int, frame: Regs, then: Callable[[], object] | None = None, /) -> bool: ...
 

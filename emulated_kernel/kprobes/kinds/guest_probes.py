@@ -34,7 +34,10 @@ _FLAGS = {
     KprobeFlag.FTRACE: 8,
     KprobeFlag.ON_FUNC_ENTRY: 16,
 }
-"""Flag -> its bit in a struct kprobe. Mirrors: include/linux/kprobes.h:KPROBE_FLAG_* (v6.1)."""
+"""Flag -> its mask in the field `flags` of a struct kprobe.
+
+Mirrors: include/linux/kprobes.h:KPROBE_FLAG_* (v6.1).
+"""
 
 
 @dataclass(eq=False, slots=True)

@@ -10,7 +10,7 @@ from emulated_kernel.machine.text.text_poke import PokeStep, TextPoker
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _REVERSED = {PokeStep.BREAKPOINT: PokeStep.TAIL, PokeStep.TAIL: PokeStep.BREAKPOINT}
-"""Step that a change has written last -> step of the reverse change after which the text is the same."""
+"""Step that a change wrote last -> step of the reverse change that leaves the same text."""
 
 
 @dataclass(slots=True)

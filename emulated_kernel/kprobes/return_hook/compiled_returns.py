@@ -62,7 +62,7 @@ To leave the call unhooked, the code jumps to the label.
 
 
 class NativeReturns:
-    """Emits the guest code of the hooks on one shadow stack."""
+    """Emits guest code that hooks calls and handles their returns, for the hooks on one shadow stack."""
 
     def __init__(
         self,

@@ -23,9 +23,9 @@ MISSED = 0
 RETURNED = 1
 """Index of a hook's counter of calls whose return was handled."""
 ACTIVE = 2
-"""Index of a hook's counter of nodes in use. The counter stays 0 if the free nodes show the number."""
+"""Index of a hook's counter of nodes in use. It stays 0 if the free nodes are counted instead."""
 HIGH_WATER = 3
-"""Index of a hook's counter of the maximum of ACTIVE. The counter stays 0 if the nodes show the number."""
+"""Index of a hook's counter of the maximum of ACTIVE. It stays 0 if used nodes are counted instead."""
 _COUNTERS_SIZE = 4 * 8
 _COUNTER_MASK = (1 << 64) - 1
 DAMAGED = "shadow stack"

@@ -17,10 +17,9 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _CHUNK = 64 << 10
 _ROAMED = 1 << 20
-"""Size in bytes of the first part of a window, which is allocated once before freed memory is reused.
+"""Minimum size in bytes of the part of a window that is used once before freed memory is reused.
 
-If a larger part of the window is mapped, all of the mapped part is allocated once before freed memory is
-reused.
+If a larger part of the window is mapped, all of it is used once first.
 """
 
 

@@ -115,7 +115,7 @@ class HistHit:
 
     @cached_property
     def time(self) -> int:
-        """Return the time of the hit, which is the same for all fields of the histogram."""
+        """Time of the hit in units of the trace array's clock. All fields of a histogram use this time."""
         return self.clock()
 
     @property

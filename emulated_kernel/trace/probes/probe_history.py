@@ -29,7 +29,7 @@ class PastEvent(TypedDict):
     at_return: bool
     """Whether the event is a return probe."""
     armed: bool
-    """Whether all probes of the event were armed at the same time while the event was enabled."""
+    """Whether, at some time while the event was enabled, all of its probes were armed."""
     unarmed: str
     """Last reason why a probe of the enabled event was not armed; "" if there was no such reason."""
     recording: bool

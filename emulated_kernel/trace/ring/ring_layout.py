@@ -53,7 +53,7 @@ class RingShape(NamedTuple):
 
 
 class RingControl(LittleEndianStructure):
-    """A control block of a ring buffer: 32 u64 words, of which the last 5 are reserved."""
+    """A control block of a ring buffer: 32 u64 words; the last 5 words are reserved."""
 
     write_ptr: int  # address of the next event; 0: only the host may write one now
     write_stamp: int  # time of the last event written

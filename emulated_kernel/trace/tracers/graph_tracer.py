@@ -29,7 +29,7 @@ class PendingCall(NamedTuple):
     called_ns: int
     """Start time of the call in nanoseconds.
 
-    If option sleep-time is off, the time is moved later by the time that the task has slept since.
+    If option sleep-time is off, the time for which the task has slept since is added.
     """
     depth: int
     """Nesting depth of the call: its number of hooked callers."""

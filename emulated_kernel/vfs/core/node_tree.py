@@ -23,7 +23,7 @@ NAME_MAX = 255
 
 
 class NodeTree:
-    """A tree of nodes. Methods with names of FileSystem's methods work on the paths in this tree."""
+    """A tree of nodes. Methods that are named like those of FileSystem do the same for paths in the tree."""
 
     def __init__(self, root: Directory, owner: Owner | None = None) -> None:
         self.root = root

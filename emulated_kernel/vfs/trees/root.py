@@ -54,7 +54,7 @@ def root_tree(
 
 
 class _Removals(EventWatcher):
-    """Reports each removal of an event to the tree: the kernel removes only the directories of events."""
+    """Reports each removal of an event to the tree. The kernel itself removes no other directories."""
 
     def __init__(self, tree: NodeTree) -> None:
         self._tree = tree

@@ -43,7 +43,7 @@ def kinds_of(guest: Guest) -> Collection[WorkloadKind]:
 
 
 class BuiltinWorkloads:
-    """Makes the workloads of kprobefs's own kernel; see WorkloadHost."""
+    """Creates the workloads of kprobefs's own kernel; see WorkloadHost."""
 
     def __init__(self, guest: Guest, requests: RequestObserver) -> None:
         self._guest = guest

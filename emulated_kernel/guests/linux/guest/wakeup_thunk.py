@@ -80,7 +80,7 @@ def thunks(abi: GuestAbi) -> range:
 
 
 class FlagCode(NamedTuple):
-    """Code in which the kernel sets a flag of the running task."""
+    """Code in which the kernel sets a flag of the running task, so that the host can find the flag's bit."""
 
     made: Callable[[int, Mapping[str, int]], bytes]
     """Function that returns the code; it takes the code's address and a map: symbol -> address."""

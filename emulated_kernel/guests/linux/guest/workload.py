@@ -38,10 +38,11 @@ _SO_DETACH_FILTER = 27
 _DROP_ALL = struct.pack("<HBBI", 0x06, 0, 0, 0)
 """A socket filter that keeps 0 bytes of each packet: BPF_RET | BPF_K."""
 _LOSS_NS = 500_000_000
-"""Nanoseconds for which packets are lost.
+"""Nanoseconds for which packets are lost, so that a retransmission calls tcp_retransmit_skb().
 
-This is longer than the time until the second retransmission. The first one may be that of the tail loss
-probe, which does not call tcp_retransmit_skb(). Mirrors: net/ipv4/tcp_output.c:tcp_send_loss_probe (v6.1).
+The first retransmission may be that of the tail loss probe, which does not call it. The time is longer than
+the time until the second one.
+Mirrors: net/ipv4/tcp_output.c:tcp_send_loss_probe (v6.1).
 """
 
 

@@ -44,7 +44,7 @@ class GuestFile(FileDescription):
         self.status = flags & STATUS_FLAGS
         """Status flags of the client's open file; the guest's file gets them before the next call."""
         self.urgent = 0
-        """POLLPRI if the guest has reported this event, and the client has neither polled nor read since."""
+        """POLLPRI if the guest reported this event after the client's last poll or read; otherwise 0."""
 
     @property
     def stream(self) -> bool:

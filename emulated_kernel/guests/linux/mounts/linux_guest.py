@@ -175,7 +175,7 @@ class Request:
 
 
 class LinuxWorkloads:
-    """Makes the workloads of a distribution's kernel; see guests/common/workloads.py:WorkloadHost."""
+    """Creates the workloads of a distribution's kernel; see guests/common/workloads.py:WorkloadHost."""
 
     def __init__(self, guest: LinuxGuest) -> None:
         self._guest = guest

@@ -23,7 +23,7 @@ from emulated_kernel.machine.unicorn_engine import HOOK_CODE, Engine
 
 _REGISTERS = tuple(Riscv64Cpu.registers)
 _CLEARS = 1 << 12
-"""Bit that distinguishes csrc from csrs."""
+"""Bit of an instruction's code that is set in csrc and clear in csrs."""
 _MODES = 4
 """Number of Unicorn's TLBs: one for each privilege mode."""
 _TABLES_AT = -0x58

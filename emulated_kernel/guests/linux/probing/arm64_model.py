@@ -9,7 +9,7 @@ from emulated_kernel.util.fast_dataclass import replace
 
 
 class LinuxArm64Model(Arm64Cpu):
-    """CPU model of an arm64 Linux, with addresses for the host's own pages that Linux does not use."""
+    """CPU model of an arm64 Linux; the host's own pages are at addresses that Linux does not use."""
 
     def __init__(self, layout: MemoryLayout) -> None:
         super().__init__()

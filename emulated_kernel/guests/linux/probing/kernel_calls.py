@@ -27,7 +27,7 @@ _MAKER = 0x100
 _THREAD = 0x200
 """Offset in bytes of the thread function in the page with this module's code."""
 _MAIL = 0x300
-"""Offset in bytes of the address of the work_struct to queue, in the page with this module's code."""
+"""Offset in bytes, in the page with this module's code, of the address of the work_struct to queue."""
 _NAME = 0x310
 """Offset in bytes of the thread's name in the page with this module's code."""
 _COMM = b"machine/call\0"
