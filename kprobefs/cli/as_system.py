@@ -66,10 +66,10 @@ HOST_SWITCHES = (
 """Paths, relative to /proc/sys, of switches of the host that tracing programs set.
 
 Among them is kptr_restrict, which trace-cmd sets. If the mount lacks one of the switches, a file with the
-same content is mounted over the host's switch.
+same content is mounted over it, so that writes do not reach the host.
 """
 HOST = ".host"
-"""Name of a directory in a replaced directory of /proc/sys, with the host's files.
+"""Name of the directory, in a replaced directory of /proc/sys, that shows the host's files.
 
 A directory is replaced if it must contain a switch that the host's kernel lacks.
 """
