@@ -55,7 +55,7 @@ KERNEL_SETTINGS = (
 WRITE_BITS = 0o222
 SYSCTL = "/proc/sys"
 SWITCHES = ("kernel/stack_tracer_enabled", "kernel/ftrace_enabled", "debug/kprobes-optimization")
-"""Paths, relative to /proc/sys, of the switches over which files of the mount are mounted."""
+"""Paths, relative to /proc/sys, of the host's switches that files of the mount cover."""
 HOST_SWITCHES = (
     *SWITCHES,
     "kernel/ftrace_dump_on_oops",
