@@ -38,7 +38,7 @@ _ARGUMENTS = {
 
 
 class _Loop(UserReads):
-    """Code that calls the probed function _HITS times."""
+    """A loop in the guest that calls the probed function _HITS times, and its duration."""
 
     took = 0
     _begun = 0

@@ -15,7 +15,7 @@ class Definition(NamedTuple):
 
 
 OS_ERROR = Definition("", "OSError.__init__")
-"""The constructor of OSError: the only definition outside of the modules that called() may return."""
+"""The constructor of OSError. It is the only definition from other modules that called() may return."""
 
 
 def functions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:

@@ -13,7 +13,7 @@ _SIGEVENT_SIZE = 64
 
 
 class _Event(ctypes.Structure):
-    """struct sigevent; notify 0 is SIGEV_SIGNAL."""
+    """Layout of struct sigevent. The value 0 of notify is SIGEV_SIGNAL."""
 
     _fields_ = (
         ("value", ctypes.c_void_p),
@@ -24,7 +24,7 @@ class _Event(ctypes.Structure):
 
 
 class _Setting(ctypes.Structure):
-    """struct itimerspec."""
+    """Layout of struct itimerspec."""
 
     _fields_ = tuple(
         (name, ctypes.c_long) for name in ("interval", "interval_fraction", "seconds", "nanoseconds")

@@ -55,7 +55,7 @@ KERNEL_SETTINGS = (
 WRITE_BITS = 0o222
 SYSCTL = "/proc/sys"
 SWITCHES = ("kernel/stack_tracer_enabled", "kernel/ftrace_enabled", "debug/kprobes-optimization")
-"""Paths, relative to /proc/sys, of the switches over which files of the mount are mounted."""
+"""Paths, relative to /proc/sys, of the host's switches that files of the mount cover."""
 HOST_SWITCHES = (
     *SWITCHES,
     "kernel/ftrace_dump_on_oops",
@@ -66,10 +66,10 @@ HOST_SWITCHES = (
 """Paths, relative to /proc/sys, of switches of the host that tracing programs set.
 
 Among them is kptr_restrict, which trace-cmd sets. If the mount lacks one of the switches, a file with the
-same content is mounted over the host's switch.
+same content is mounted over it, so that writes do not reach the host.
 """
 HOST = ".host"
-"""Name of a directory in a replaced directory of /proc/sys, with the host's files.
+"""Name of the directory, in a replaced directory of /proc/sys, that shows the host's files.
 
 A directory is replaced if it must contain a switch that the host's kernel lacks.
 """

@@ -119,7 +119,7 @@ class RebootableKernel:
         self._processes = watch()
         self._kernel = Kernel(config, self._processes)
         self._return_hook = self._kernel.kretprobes.hooks.return_hook
-        """Name of the shadow stack that return probes use in a kernel without definitions."""
+        """Name of the shadow stack that return probes use by default. A reboot keeps another choice."""
         is_restored = state is not None and self._restore(state)
         self.mount = self._kernel.mounted(self._files(self._kernel))
         if state is not None:

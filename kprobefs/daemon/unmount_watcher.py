@@ -31,10 +31,10 @@ class Orphaned:
 class UnmountWatcher:
     """A child process that unmounts if the daemon ends by a signal that the daemon cannot handle.
 
-    If there is an Orphaned, the child then waits for the end of the daemon's parent, and does the work. The
-    child must hold no descriptor of /dev/fuse. Otherwise, requests would wait for an answer even after the
-    daemon's end. So the object must be created before /dev/fuse is opened, and while the caller has no
-    threads.
+    If it got an Orphaned, the child then waits for the end of the daemon's parent, and does the work of the
+    Orphaned. The child must hold no descriptor of /dev/fuse. Otherwise, requests would wait for an answer
+    even after the daemon's end. So the object must be created before /dev/fuse is opened, and while the
+    caller has no threads.
     Mirrors: fusermount's option auto_unmount (libfuse 3).
     """
 

@@ -371,7 +371,10 @@ class _ExistingDefinitions:
     def __init__(self, lines: Iterable[str]) -> None:
         self.events: set[str] = set()
         self._counts: dict[tuple[str, str, str], set[str]] = {}
-        """(kind, event, rest) of a definition -> values of maxactive; an event "" means any event."""
+        """(kind, event, rest) of a definition -> values of maxactive.
+
+        Each definition has a second key, with "" as its event, for a new definition that names no event.
+        """
         for line in lines:
             definition = parse_definition(line)
             if definition is not None:

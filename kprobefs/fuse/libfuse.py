@@ -42,7 +42,7 @@ finally:
 
 _fuse: Any = fuse
 library: Any = _fuse._libfuse
-"""The C library libfuse 2, whose functions have types."""
+"""The C library libfuse 2. The functions that are used here have their result and argument types set."""
 
 log = logging.getLogger("kprobefs.fuse")
 

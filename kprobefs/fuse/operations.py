@@ -32,7 +32,7 @@ T = TypeVar("T")
 WAIT_SLICE = 0.05
 """Seconds between two checks whether the client of a blocked request was interrupted."""
 CHECKS_PER_SECOND = 500
-"""Maximum checks for interrupts per second of all blocked requests together.
+"""Maximum number of checks for interrupts per second, of all blocked requests together.
 
 With many blocked requests, each request checks less often.
 """

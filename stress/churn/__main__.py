@@ -18,7 +18,8 @@ MEASURED = 10
 GROWTH = {"host_bytes": 1 << 20, "resident": 24 << 20}
 """Name of a size -> maximum growth in bytes since the first sample.
 
-Text is reused after 1 MiB, and translated code after 16 MiB.
+The limits allow for memory of text, which is reused only after 1 MiB, and of translated code, which is reused
+only after 16 MiB.
 """
 LINES = 30
 """Number of samples that are printed."""

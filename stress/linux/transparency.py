@@ -84,7 +84,7 @@ RESTORED = (*SAVED, "sp")
 KEPT = (*RESULTS, *RESTORED)
 """Registers whose values callers of C functions use after a return.
 
-Tracers follow only C functions. They may change other registers.
+Tracers follow only C functions, so a tracer may change other registers.
 """
 WORD = (1 << 64) - 1
 RETURNED = "its return"

@@ -43,7 +43,10 @@ class Outcome:
 
 
 def host_answer(calls: list[int], number: int, write: object) -> bool:
-    """Answer a host call: record the call, and let the program continue after about half of the calls."""
+    """Answer a host call: record the call, and let the program continue after about half of the calls.
+
+    `write`: function (address, value) that stores a 32-bit value in the program's memory.
+    """
     calls.append(number)
     write((DATA + 8 * (number % 16)), len(calls))  # type: ignore[operator]
     return (number + len(calls)) % 2 == 0

@@ -19,7 +19,7 @@ from emulated_kernel.image.builtin_image import load_image
 TEXT = (0xFFFFFFFF81000000, 0xFFFFFFFF81FFFFFF)
 MODULE = (0xFFFFFFFFC0200000, 0xFFFFFFFFC0207FFF)
 NEAR = b"\xe8\xe9\x0f\x8d\x05\x84\x74\xeb\x00\x00\x00\xff\xff\xff\x81\xc0\x20\x01"
-"""Bytes of which branches, leas and addresses of TEXT and MODULE consist."""
+"""Bytes from which random code is made: those of branches, leas, and addresses in TEXT and MODULE."""
 codes = st.lists(st.sampled_from(NEAR) | st.integers(0, 255), max_size=300).map(bytes)
 windows = st.builds(
     lambda base, offset, size: range(base + offset, base + offset + size),
@@ -72,7 +72,7 @@ def test_addresses_of_modules_are_among_the_immediates() -> None:
 
 
 RISCV = b"\x6f\xef\x63\xe3\x17\x97\x13\x67\x01\xa0\xe0\x00\xff\x80"
-"""Bytes of which branches, jal and auipc with addi consist."""
+"""Bytes from which random code is made: those of branches, jal, and auipc with addi."""
 
 
 @pytest.mark.parametrize("arch", ["riscv64", "riscv64i"])

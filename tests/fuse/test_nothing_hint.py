@@ -91,7 +91,7 @@ STATES = {
     "kprobe_events = p:m none:f\nevents/kprobes/m/enable = 1": "no hit of m: module none was not loaded, so ",
     "kprobe_events = p:m n\x1b[2J:f\nevents/kprobes/m/enable = 1": "no hit of m: module n\\x1b[2J was ",
 }
-"""Lines -> the beginning of the hint after them."""
+"""Lines (`FILE = VALUE`, or `gcd` for a call of gcd) -> the beginning of the hint after them."""
 
 
 @pytest.fixture(scope="module")

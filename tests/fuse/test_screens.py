@@ -30,7 +30,7 @@ LONG = "a_name_so_long_that_it_takes_half_a_line"
 EVENTS = f"p:reads vfs_read\np:{LONG}_1 vfs_write\np:{LONG}_2 vfs_open\np:inside ksys_read+5\n"
 LEAVE = "any key goes back"
 REDRAWN = 0.25
-"""Seconds until top sees that its terminal's size has changed, at most."""
+"""Maximum seconds until top sees that its terminal's size has changed."""
 
 
 _eventually = partial(eventually, interval=0.02)

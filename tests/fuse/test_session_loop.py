@@ -86,7 +86,7 @@ class _Recorded:
         self._says = says
         self._removed: set[str] = set()
         self._links = {"first"}
-        """Names of the one file in `linked`."""
+        """Names of the only file in the directory `linked`; clients may make more links to it."""
         self._size = 0
         self._starves = 0
         self._waits = 0

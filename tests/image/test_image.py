@@ -65,7 +65,10 @@ X86_ALONE = {
     *("trace_event_raw_event_x86_irq_vector", "__traceiter_page_fault_kernel"),
     "trace_event_raw_event_page_fault_kernel",
 }
-"""Functions of the x86_64 image only. Other compilers inline truncate_inode_pages."""
+"""Functions that only the x86_64 image has.
+
+Among them is truncate_inode_pages, which the other architectures' compilers inline.
+"""
 RISCV_ALONE = {
     *("_start", "riscv_start_kernel", "handle_exception", "ret_from_exception", "do_trap_ecall_u"),
     *("vector_of", "do_exception", "do_trap_break", "do_page_fault", "no_context", "die_kernel_fault"),

@@ -50,7 +50,7 @@ class Reference(NamedTuple):
     """
 
     boundaries: tuple[Boundary, ...]
-    """The instructions that can be probed."""
+    """The instructions of the functions in CALLS that can be probed."""
     counts: dict[str, Counter[int]]
     """Function -> instruction -> number of times that a call executes the instruction."""
     results: dict[str, int]
@@ -144,7 +144,7 @@ class Modelled(OnKernel):
         self.places = [b.addr for b in self.reference.boundaries][::7]
         """Addresses at which probes are registered."""
         self.hits: Counter[int] = Counter()
-        """Number of a probe -> hits."""
+        """Number of a probe -> number of its hits."""
         self.steps: Counter[int] = Counter()
         self.numbers: dict[Kprobe, int] = {}
         self.owners: dict[Kprobe, Jprobe] = {}

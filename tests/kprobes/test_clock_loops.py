@@ -19,7 +19,7 @@ from emulated_kernel.vfs.core.node_tree import NodeTree
 from tests.vfs.files import read, write
 
 NOTRACE = ("sched_clock", "local_clock")
-"""Functions that read the clock and take no events."""
+"""Functions that read the clock, and on which events are refused because they are notrace."""
 PROFILES = ("linux-6.1", "linux-6.1-nopreempt", "kprobes-2010", "optprobes-2009")
 
 

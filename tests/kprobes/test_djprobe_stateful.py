@@ -25,7 +25,7 @@ REACH = 0x20
 """Size in bytes of the part of gcd in which probes are registered."""
 JUMP_SIZE = 5
 SLEEP = 1 << 28
-"""Number of jiffies, which is longer than any test."""
+"""Number of jiffies for which a kernel thread sleeps: longer than any test."""
 RELATIVE = (FlowControl.UNCONDITIONAL_BRANCH, FlowControl.CONDITIONAL_BRANCH, FlowControl.CALL)
 
 

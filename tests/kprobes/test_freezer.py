@@ -25,7 +25,7 @@ MAX_PREEMPTIONS = 500
 CLIENTS = range(5000, 5003)
 FIRST_ARGUMENT = {"x86_64": "di", "i386": "ax"}
 BUDGET, SHORT = 5, 0.1
-"""Run budgets in seconds."""
+"""Run budgets in seconds: that of most tests, and one for runs that must exceed it."""
 
 
 class Freezing:
@@ -64,7 +64,7 @@ class Freezing:
         return found
 
     def time(self, offset: int = 0) -> Kprobe:
-        """Return a probe whose hits advance the guest's clock by a jiffy each.
+        """Return a probe, at `offset` in crc32_le(), whose hits advance the guest's clock by a jiffy each.
 
         The clock would not advance otherwise while the thread runs.
         """

@@ -72,7 +72,7 @@ class Bench:
         self.hits: Counter[int] = Counter()
         arena = build_arena(machine, rng, text=False)
         self.cell, self.cell_offset = counter_cell(machine)
-        """Cell for counts, at an address that the guest does not use, and its offset from the CPU's base."""
+        """Address of a cell for counts, which the guest does not use, and its offset from the CPU's base."""
         self.top = top = machine.calls.stack_top
         self.pad = machine.model.layout.host_text
         machine.memory.write_word(top, self.pad)

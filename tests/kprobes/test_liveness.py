@@ -57,7 +57,7 @@ class Calls:
         machine, rng = kernel.machine, Random(SEED)
         self.pad = machine.model.layout.host_text
         self.counter, self.counter_offset = counter_cell(machine)
-        """Cell for counts, at an address that the guest does not use, and its offset from the CPU's base."""
+        """Address of a cell for counts, which the guest does not use, and its offset from the CPU's base."""
         self.top = top = machine.calls.stack_top
         arena = build_arena(machine, rng, text=False)
         machine.memory.write_word(top, self.pad)

@@ -54,7 +54,7 @@ REFUSED = {
     ),
     **dict.fromkeys(["own-proc", "nested-proc"], "EROFS"),
 }
-"""Way of access in reach.c -> errno, for each user."""
+"""Way of access in reach.c -> errno, which is the same for root and for an ordinary user."""
 REACHED = {
     *("mount-tracefs", "mount-debugfs", "fsopen-tracefs", "fsopen-debugfs", "umount-tracing", "detach-debug"),
     *("detach-sys", "bind-below", "tree-below", "root-of-parent", "setns-parent", "new-proc", "new-sysfs"),

@@ -205,9 +205,9 @@ EXEMPTIONS: dict[str, Callable[[Mounted, Record], bool]] = {
     "histograms": _is_histogram,
     "other tracers": _chooses_missing_tracer,
 }
-"""Name of an area that this kernel lacks -> test for records of the area.
+"""Name of an area that this kernel lacks -> test whether a record belongs to the area.
 
-Its answers differ from Linux's. docs/reference/compatibility.md lists the areas.
+The answers to such records differ from Linux's. docs/reference/compatibility.md lists the areas.
 """
 
 

@@ -175,7 +175,7 @@ class Program:
         self._command = [venv / "bin" / name, *({"kprobefs": ["status", "--no-such-option"]}.get(name, []))]
         self._directory = directory
         self.plain = self.answer({})
-        """The answer of the program without a variable of Python."""
+        """The answer of the program if no environment variable of Python is set."""
 
     def answer(self, variables: dict[str, str]) -> tuple[int, str, str]:
         own = {"PATH": os.environ["PATH"], "HOME": str(self._directory), "LC_ALL": "C.UTF-8"}

@@ -23,7 +23,7 @@ from tests.arch import engines
 
 CODE = 0x40_0000
 SPAN = 2 << 20
-"""Bytes of code before and after CODE; an adrp may leave them."""
+"""Bytes of code before and after CODE. The result of an adrp may be outside of them."""
 ARCH = Arm64()
 NOP = 0xD503201F
 IDS = {name: getattr(const, f"UC_ARM64_REG_{name.upper()}") for name in REGISTER_NAMES}

@@ -69,7 +69,10 @@ class Session:
         self.mount.release(handle)
 
     def fork(self, pid: int) -> None:
-        """Let the shell fork a child. The child executes a program and ends before the next request."""
+        """Let the shell fork a child with the pid `pid`.
+
+        The child executes a program and ends before the next request.
+        """
         self.watch.comms[pid] = "child"
         self.watch.pending_forks.append(Fork(pid, SHELL.pid, "child", 0, 0, alive=True))
         self.read("/machine/version")

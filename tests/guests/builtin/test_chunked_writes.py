@@ -42,7 +42,7 @@ def kernel() -> Iterator[Kernel]:
 
 @pytest.fixture
 def between(monkeypatch: pytest.MonkeyPatch) -> Between:
-    """Return a function that makes each yield of the control lock by a writer call `action`.
+    """Return a function that lets `action` be called whenever a writer yields the control lock.
 
     The function returns a list, which gets one item per call of `action`. A yield of the lock inside `action`
     does nothing.

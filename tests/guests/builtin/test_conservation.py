@@ -36,7 +36,7 @@ class Books:
         self.calls_before = 0
         """Number of hits of events that were deleted."""
         self.closed: Counter[str] = Counter()
-        """Kind -> number of hits in buffers that were cleared."""
+        """"cleared", or a name in `stats` -> number of hits in buffers that were cleared."""
         mount.mkdir(OTHER, INSTANCE, 0o755)
         for array in ARRAYS:
             self.write(array, "buffer_size_kb", "4")

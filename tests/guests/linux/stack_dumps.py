@@ -70,7 +70,8 @@ def _traces(engine: LinuxEngine) -> list[tuple[int, ...]]:
 def check_stack_dumps(mount: Mount, engine: LinuxEngine, dumping: tuple[str, ...]) -> None:
     """Check that dumps and traces are the same with and without hooks.
 
-    Return probes hook calls, and then the function graph, if the mount has this tracer.
+    At first, the hooks are those of return probes. Then they are those of the function graph, if the mount
+    has this tracer.
 
     `dumping`: functions that are called during dump_stack().
     """

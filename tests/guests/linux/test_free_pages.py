@@ -52,7 +52,7 @@ class Guest:
         self._written = Rewind(guest_of(mount).tasks.machine.memory.ram, bool)
 
     def resident(self) -> int:
-        """Return the bytes in pages of RAM that are no longer those of the snapshot."""
+        """Return the number of bytes in pages of RAM that are no longer those of the snapshot."""
         return len(self._written.written()) * PAGE
 
     def put(self, client: Client, name: str, data: bytes) -> None:

@@ -236,7 +236,7 @@ def test_our_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def graph_has_the_commands_calls(directory: Path) -> None:
     """Check that `trace --graph` shows only calls of the command, inside of the given function.
 
-    The filter is for speed: the kernel patches 1,600 functions in place of all, which takes a tenth of the
+    The filter is for speed: the kernel patches 1,600 functions instead of all, which takes a tenth of the
     time.
     """
     filtered = directory / "tracing/set_ftrace_filter"

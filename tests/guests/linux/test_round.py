@@ -38,7 +38,7 @@ KERNELS = (
     ("linux-image-riscv64", "trixie"),
 )
 CALLS, STARTS, CALLBACKS = 107, 2, 1
-"""Maximum numbers of Python's function calls, runs of the emulator, and calls from the emulator to Python.
+"""Limits of a round: Python's function calls, runs of the emulator, and calls from it to Python.
 
 Lower the limits when a round takes less.
 """

@@ -24,7 +24,7 @@ from tests.guests.linux.probing import GUEST_RAM, IS_ARM, IS_RISCV
 _ARITHMETIC = 0x8D5
 """Bits of the flags register that are undefined after a call."""
 _LOOSE = _ARITHMETIC | FLAG_IF
-"""All bits of the flags register that are set in a call, except FLAG_FIXED."""
+"""Bits, except FLAG_FIXED, that may be set in a saved flags register."""
 _FIRST = ("x0", "x1", "x2") if IS_ARM else ("a0", "a1", "a2") if IS_RISCV else ("di", "si", "dx")
 _FETCHED = "a=%{} b=+0(%{}):x64 c=+0(%{}):string".format(*_FIRST)
 """Arguments of events at entries."""

@@ -159,7 +159,7 @@ class Btf:
         return self.add(4, name, size, tail, len(members), flag=True)
 
     def array(self, element: int, count: int) -> int:
-        """Add an array type."""
+        """Add an array of `count` elements of the type `element`, and return its number."""
         return self.add(3, "", 0, struct.pack("<III", element, 1, count))
 
     def prototype(self, returns: int, *parameters: tuple[str, int]) -> int:

@@ -21,7 +21,7 @@ TRACEPOINT = 16
 def types(*, tells_length: bool = True) -> bytes:
     """Return BTF of structures whose members have an order that no kernel has.
 
-    `tells_length`: a field has a member for the length of its array, as since Linux 5.16.
+    `tells_length`: the structure of a field has a member for the length of an array, as since Linux 5.16.
     """
     btf = made.Btf()
     number = btf.add(1, "int", 4, struct.pack("<I", 32))

@@ -18,7 +18,7 @@ from tests.sample import fewer, share
 
 Wanted = list[tuple[int, str, str]]
 LAYOUTS = [(form, count) for form in made.FORMATS for count in (1, 255, 256, 257, 700)]
-"""Layouts, and numbers of symbols around the distance of two markers."""
+"""(layout, number of symbols). The numbers are near 256, the distance of two markers, or far from it."""
 
 
 def symbols(count: int, form: Format, name: str = "vfs_func_{}") -> Wanted:

@@ -104,8 +104,8 @@ class Expected:
 def loose_flags(code: bytes, addr: int, bits: int, *, live: bool) -> int:
     """Return the flags that may differ between two runs of the same instructions.
 
-    An emulator computes flags that the instructions leave undefined from earlier values. If no flag was live
-    before (`live` is False), flags that no instruction touches may differ, too.
+    If the instructions leave a flag undefined, an emulator computes this flag from earlier values. If no flag
+    was live before (`live` is False), flags that no instruction touches may differ, too.
     """
     undefined = touched = loose = 0
     for insn in (*iced_decoder(code, addr, bits), None):

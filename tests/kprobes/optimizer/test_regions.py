@@ -25,7 +25,7 @@ def deviation(
 ) -> str | None:
     """Return the deviation of the first instructions of gcd, when a probe's handler calls `does`.
 
-    Check that a run without the probe has no deviation.
+    Check that a run without the probe has no deviation. `live`: registers that must be equal; None: all.
     """
     bench, start = Bench(probed), probed.address("gcd", GCD_HEAD)
     end = probed.region(start).end

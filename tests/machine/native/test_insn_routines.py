@@ -202,7 +202,7 @@ def test_a_copy_is_made_if_all_of_it_may_be_read_and_written(
 
 
 PLACE = 0xFFFFFFFF81000000
-"""Address of an instruction."""
+"""Address of the instruction at which the routine is called."""
 
 
 @given(

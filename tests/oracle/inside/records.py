@@ -49,7 +49,8 @@ RECORDED_CASTS = (
 STAMP = re.compile(r"^.*?-(?=\d+ )| [^ ]+ +\d+\.\d{6}:")
 """Pattern of a record's task name, time and context, which are not compared.
 
-Linux knows the name only after the next task switch. A probe is a jump only after the optimizer has run.
+Linux knows the name only after the next task switch. The context depends on whether the optimizer has already
+written the probe's jump.
 """
 _HAS_DEPTH = re.compile(r"\d: (?:begun|read|made|n3|n[5-8]): ")
 """Pattern of records of returns and fprobes, whose preemption depth does not depend on the way of a hit."""

@@ -15,7 +15,7 @@ LISTED = (
     (r"6[.]1[6-9][.]", r"^e.*[$]", r"event_probe: error: Invalid [$]-variable"),
     (r"6[.]1[6-9][.]|7[.][01][.]", r"[.]stacktrace|STACKTRACE|=stack", ""),
 )
-"""Deviations that the compatibility page lists: patterns of releases, questions, and Linux's answers."""
+"""Deviations on the compatibility page: patterns of (release, question, Linux's answer)."""
 
 
 @dataclass

@@ -318,9 +318,9 @@ class Guest:
         return True
 
     def set_context(self, count: int, need_resched: int, *, interrupts: bool) -> None:
-        """Set the CPU's preempt count and interrupt flag, and the marks that rescheduling is needed.
+        """Set the CPU's preempt count and interrupt flag, and the flags that request rescheduling.
 
-        Bit 0 of `need_resched` sets the mark in the CPU's area. Bit 1 sets the task's flag, if the kernel has
+        Bit 0 of `need_resched` sets the flag in the CPU's area. Bit 1 sets the task's flag, if the kernel has
         one.
         """
         resched = self.layout.resched

@@ -79,7 +79,10 @@ FILLING = [
     for overwrite, order in ((True, 0), (False, 0), (True, 1))
     for k in range(len(TARGETS))
 ]
-"""Cases for all architectures. In a short run, share() takes one architecture for each case."""
+"""(fetch arguments, overwrite, order of pages, architecture): each case for all architectures.
+
+In a short run, share() takes one architecture for each case.
+"""
 
 
 @pytest.mark.parametrize(("args", "overwrite", "order", "arch"), share(FILLING, 0, len(TARGETS)))

@@ -56,7 +56,7 @@ class GuestRing:
         self.host = RingBuffer(RingMemory(here, PAGES_AT, block), pages, overwrite=overwrite, order=order)
         self.reports: list[str] = []
         self.asked = 0
-        """Number of events for which guest code asked the host, or would have asked it."""
+        """Number of events for which guest code could not move the tail, so that the host must write them."""
         self.turned = 0
         """Number of pages to which guest code moved."""
 

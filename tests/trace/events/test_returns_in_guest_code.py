@@ -26,7 +26,7 @@ WAYS = {
 
 
 def trace(arch: str, profile: Profile, filtered: bool) -> tuple[list[str], list[tuple[int, int]], int]:
-    """Trace returns; return lines, counts and the number of events that guest code handles.
+    """Return the lines of a trace of returns, counts, and the number of events that guest code handles.
 
     The lines have no times. The counts are hits and misses of each event. `filtered`: one event has a filter.
     """

@@ -22,7 +22,7 @@ from tests.sample import share
 from tests.trace.graph.recursion import Recursion
 
 ARCHITECTURES, STACKS = ("x86_64", "i386", "riscv64"), ("rethook", "fgraph", "unified")
-"""With rethook, only the function graph uses its arrays; with the others, return probes use them, too."""
+"""With rethook, only the function graph uses its arrays; with fgraph and unified, return probes do, too."""
 KERNELS = share([(arch, STACKS[(i + j) % 3]) for i, arch in enumerate(ARCHITECTURES) for j in range(3)], 0, 3)
 """Pairs of architecture and return hook. A short run has one pair for each architecture."""
 IN_GUEST = PROFILES["linux-6.1"]

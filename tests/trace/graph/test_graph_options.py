@@ -16,7 +16,7 @@ from emulated_kernel.util.errors import KernelError
 
 NAME = "function_graph"
 JIFFIES_NS = 50_000_000
-"""Time enough for a timer interrupt."""
+"""Nanoseconds after which a timer interrupt is due."""
 
 
 @pytest.fixture

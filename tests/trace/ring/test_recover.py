@@ -24,7 +24,7 @@ Events = list[tuple[int, bytes]]
 
 
 class Stores:
-    """A view of memory that calls a function before each store."""
+    """A view of memory that calls a function before each store, so that the memory can be copied there."""
 
     def __init__(self, view: memoryview, before: Callable[[], None]) -> None:
         self._view = view
