@@ -402,7 +402,7 @@ class Arch(ABC):
     callee_saved: frozenset[str]
     """Names of the registers that a called function preserves."""
     stack_switches = frozenset(("__switch_to_asm",))
-    """Functions that save the stack pointer and return on another stack, which an earlier call has left."""
+    """Functions that save the stack pointer, load one that an earlier call has saved, and return there."""
 
     @abstractmethod
     def frame_insns(self, code: bytes, addr: int, *, switches_stack: bool) -> Iterator[tuple[int, FrameInsn]]:

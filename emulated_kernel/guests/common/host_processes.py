@@ -204,9 +204,9 @@ class HostProcesses(ProcessWatch):
         self._parents: dict[int, int] = {}
         """Pid of a new process whose status must still be read -> its parent's pid, from an event."""
         self._beginning: dict[int, float] = {}
-        """Allocated pid without a fork event and without a process in /proc -> monotonic time in seconds.
+        """Allocated pid that has neither a fork event nor a process in /proc yet -> deadline.
 
-        Until this time, the event or the process may still appear.
+        The deadline is a monotonic time in seconds. Until then, the event or the process may still appear.
         """
         self._families = Families()
         """Families of clients, from which parents are inferred on hosts that report no forks."""

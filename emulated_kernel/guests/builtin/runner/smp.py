@@ -60,7 +60,7 @@ class SmpGuestRunner(GuestRunner):
         """Whether turns have ended at arbitrary instructions, not only where a CPU waits."""
         self._max_turns = MAX_INSTRUCTIONS // quantum if quantum else MAX_WAITS
         self._server: int | None = None
-        """Number of the CPU whose hypercall is being served, or None if none is."""
+        """Number of the CPU whose hypercall is being served; None while no hypercall is served."""
         self._unserved: dict[int, Trap] = {}
         """Number of a CPU -> hypercall at which the CPU stopped outside of its turn.
 

@@ -67,7 +67,7 @@ class ClientScheduler:
         self.current: LinuxTask | None = current
         """The task at its stub, or None if the CPU is idle or the guest has not run since a switch."""
         self._in_call: LinuxTask | None = None
-        """The task whose system call waits for the host and is not asleep yet."""
+        """Task in a system call that waits for the host; None if there is none, or if it already sleeps."""
         self.sleep_in_call: int | None = None
         """Address of the guest code in which a task sleeps while its system call waits for the host.
 

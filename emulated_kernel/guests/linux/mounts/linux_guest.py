@@ -247,7 +247,10 @@ class LinuxGuest:
         """Queue of control files that the guest must still close."""
         self.clients = LinuxClients(tasks, watch, owner.uid, self.closes.flush, self.lock)
         self._asleep: dict[int, int] = {}
-        """Pid of a client whose call sleeps in the guest -> number of earlier requests at its last run."""
+        """Pid of a client whose call sleeps in the guest -> count of requests when the call last ran.
+
+        If no request was counted since, only the passing of time can wake the call.
+        """
         self._requests = 0
         self.pollers: dict[Polled, tuple[int, Callable[[], None]]] = {}
         """File -> its last poll mask, and the function to call when the mask changes."""
