@@ -71,6 +71,10 @@ class Read:
     """Name and type of the parameter, without names of types that differ between versions of Linux."""
     members: tuple[frozenset[str], ...]
     """For each dereference, as far as types are known, the names of the members that begin at its offset."""
+    size: int
+    """Number of bytes that the argument reads; 0 if it reads a text or an array."""
+    value_size: int
+    """Size in bytes of the parameter, result or last member; 0 if it is unknown."""
 
 
 @dataclass(slots=True)

@@ -108,14 +108,17 @@ def follow(kernel: PlannedKernel, reading: Reading) -> tuple[Read, Finding | Non
     assert btf is not None, "only BTF has parameters"
     parameter = reading.parameter
     walk = _Walk(kernel, btf, reading)
-    warning = walk.warning() if reading.offsets else _scalar(reading.arg, parameter, reading.type)
+    arg = reading.arg
+    warning = walk.warning() if reading.offsets else _scalar(arg, parameter, reading.type)
     read = Read(
-        reading.arg.name,
+        arg.name,
         reading.column,
         reading.base,
         declaration(btf, parameter.type_id, parameter.name),
         (parameter.name, type_kind(btf, parameter.type_id)),
         tuple(walk.members),
+        0 if arg.count or arg.type.is_dynamic else arg.type.size,
+        walk.value_size if reading.offsets else parameter.size,
     )
     return read, None if warning is None else Finding(warning[0], False, warning[1], reading.column)
 
@@ -160,6 +163,8 @@ class _Walk:
         self._name = reading.arg.name
         self.members: list[frozenset[str]] = []
         """For each dereference that was followed, the names of the members that begin at its offset."""
+        self.value_size = 0
+        """Size in bytes of the last member; 0 if it is unknown, or if the member is a bit field."""
 
     def warning(self) -> tuple[str, str] | None:
         """Return rule and message of the first dereference that differs from the types; None if all match.
@@ -267,7 +272,11 @@ class _Walk:
         arg = self._reading.arg
         is_text = isinstance(arg.type, String) and not isinstance(arg.type, SymbolString)
         size = 1 if is_text else arg.type.size
-        if arg.count or any(each.member.is_bitfield or each.member.size == size for each in found):
+        if any(each.member.is_bitfield for each in found):
+            return None
+        sizes = [each.member.size for each in found]
+        self.value_size = size if size in sizes else sizes[0]
+        if arg.count or size in sizes:
             return None
         name = found[0].name
         if is_text:

@@ -12,6 +12,9 @@ from kprobefs.plan.planned_kernel import PlannedKernel
 _OPERAND_ADDRESS = re.compile(r"(?<=[\w.])\+0x[0-9a-f]+|\b0x[0-9a-f]{6,}\b")
 """Pattern for the part of an instruction's text that differs between builds: an offset or an address."""
 
+_INTEGER = re.compile(r"([su])\d+")
+"""Pattern for the text of an integer type in Read.kind. Its group is the sign."""
+
 Row = Sequence[tuple[PlannedKernel, Answer]]
 """The answers of several kernels to one line."""
 
@@ -19,12 +22,17 @@ Row = Sequence[tuple[PlannedKernel, Answer]]
 def warn_of_differences(checked: Sequence[tuple[PlannedKernel, Sequence[Answer]]]) -> None:
     """Add warnings to the answers to each line that does not mean the same in several kernels.
 
+    Remove warnings that a fetch argument reads only a part of a value, if it reads the whole value in another
+    kernel, whose type is narrower. No fetch type reads the whole value in both, and the narrower one is right
+    in both as long as the value fits.
+
     `checked`: each kernel with its answers to the same lines. A warning is added to the answers of all
     kernels that it concerns.
     """
     kernels = [kernel for kernel, _ in checked]
     for answers in zip(*(answers for _, answers in checked), strict=True):
         row = list(zip(kernels, answers, strict=True))
+        _accept_narrow(row)
         for those, finding in (*_other_insns(row), *_other_parameters(row), *_other_members(row)):
             for answer in those:
                 answer.findings.append(finding)
@@ -43,9 +51,42 @@ def _other_insns(row: Row) -> Iterator[tuple[Sequence[Answer], Finding]]:
         yield [answer for _, answer in known], Finding("other-instruction", False, message, column)
 
 
+def _accept_narrow(row: Row) -> None:
+    """Remove the warnings of the rule type-size about arguments for which _is_narrow() returns True."""
+    for known in _by(row, lambda read: read.arg).values():
+        if _is_narrow([read for _, _, read in known]):
+            for _, answer, read in known:
+                answer.findings = [
+                    each for each in answer.findings if each.rule != "type-size" or each.column != read.column
+                ]
+
+
+def _is_narrow(reads: Sequence[Read]) -> bool:
+    """Return True if an argument reads a value whose size differs between kernels, in the smallest size.
+
+    `reads`: the argument's read in each kernel. The values are integers of one name and sign, or members of
+    one name in the same structure.
+    """
+    sizes = {read.value_size for read in reads}
+    if len(sizes) < 2 or {read.size for read in reads} != {min(sizes)}:
+        return False
+    names = {read.kind[0] for read in reads}
+    if reads[0].members:
+        return len({read.kind for read in reads}) == 1 and len({read.members for read in reads}) == 1
+    signs = [_INTEGER.fullmatch(read.kind[1]) for read in reads]
+    return len(names) == 1 and len({sign and sign[1] for sign in signs}) == 1 and None not in signs
+
+
 def _other_parameters(row: Row) -> Iterator[tuple[Sequence[Answer], Finding]]:
-    """Yield a warning about each parameter, or result, that the kernels declare differently."""
+    """Yield a warning about each parameter, or result, that the kernels declare differently.
+
+    Parameters that all fetch arguments read in the smallest size are left out; see _is_narrow().
+    """
+    arguments = [[read for _, _, read in known] for known in _by(row, lambda read: read.arg).values()]
+    wide = {read.base for reads in arguments if not _is_narrow(reads) for read in reads}
     for base, known in _by(row, lambda read: read.base).items():
+        if base not in wide:
+            continue
         if which := _which([(kernel, read.kind, read.declared) for kernel, _, read in known]):
             message = f"the kernels declare {base} differently: {which}"
             finding = Finding("other-parameter", False, message, known[0][2].column)

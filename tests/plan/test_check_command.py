@@ -233,6 +233,37 @@ def test_lines_that_mean_other_things_in_one_of_the_kernels(
     assert found(typed, typed) == [differences[0]] * 2
 
 
+@pytest.mark.parametrize(
+    ("line", "rules"),
+    [
+        # The narrower size is right in both kernels, as long as the value fits.
+        ("r narrowed a=$retval:s32", [[], []]),
+        ("p narrowed a=+0($arg1):s32", [[], []]),
+        ("r narrowed a=$retval:s64", [["other-parameter"], ["type-size", "other-parameter"]]),
+        ("r narrowed a=$retval", [["other-parameter"], ["type-size", "other-parameter"]]),
+        ("r narrowed a=$retval:s16", [["type-size", "other-parameter"]] * 2),
+        ("r narrowed a=$retval:u32", [[], ["type-sign"]]),
+        (
+            "r narrowed a=$retval:s32 b=$retval:s64",
+            [["other-parameter"], ["type-size", "other-parameter"]],
+        ),
+        ("p narrowed a=+0($arg1):s64", [[], ["type-size"]]),
+        ("p narrowed a=+0($arg1):s16", [["type-size"], ["type-size"]]),
+    ],
+)
+def test_a_value_that_is_narrower_in_one_of_the_kernels(
+    typed: str, line: str, rules: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "later").mkdir()
+    later = kernel_with_types(tmp_path / "later", is_later=True)
+    file = tmp_path / "x.probes"
+    file.write_text(f"{line}\n")
+    assert main(["check", str(file), "--image", typed, "--image", later, "--json"]) == 0
+    (checked,) = json.loads(capsys.readouterr().out)
+    answers = [each["lines"][0] for each in checked["kernels"]]
+    assert [[finding["rule"] for finding in answer["findings"]] for answer in answers] == rules
+
+
 def test_the_kernels_own_kprobes_leave_no_choice(
     typed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

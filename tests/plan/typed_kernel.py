@@ -14,7 +14,8 @@ def kernel_with_types(tmp_path: Path, body: bytes = BODY, *, is_later: bool = Fa
     """Write a made kernel with BTF and return its path.
 
     The kernel's function int f(int number, unsigned long size, struct pair *pair) consists of `body`.
-    `is_later`: in this version, the members of struct pair and two parameters of g() have changed places.
+    `is_later`: in this version, the members of struct pair and two parameters of g() have changed places. The
+    result of narrowed() and the member of its parameter are int, and not long.
     """
     source = made.Kernel()
     at = source.function("f", CALL_FENTRY + body + b"\xc3")
@@ -24,6 +25,7 @@ def kernel_with_types(tmp_path: Path, body: bytes = BODY, *, is_later: bool = Fa
     for name in ("whole", "whole.part.0", "whole.constprop.1.isra.0", "whole.cold", "wholesale.part.0"):
         source.function(name, CALL_FENTRY + BODY + b"\xc3")
     source.function("connect", CALL_FENTRY + BODY + b"\xc3")
+    source.function("narrowed", CALL_FENTRY + BODY + b"\xc3")
     for _ in range(2):
         source.function("twice", CALL_FENTRY + BODY + b"\xc3")
     sites = [address for address, letter, _ in source.symbols if letter == "T" and address >= at]
@@ -45,6 +47,10 @@ def kernel_with_types(tmp_path: Path, body: bytes = BODY, *, is_later: bool = Fa
     btf.add(12, "many", btf.prototype(number, ("number", number), ("", 0)))
     stub = btf.prototype(0, ("__data", pointer), ("number", number), ("size", size))
     btf.add(12, "__probestub_event", stub)
+    long = btf.add(1, "long int", 8, (1 << 24 | 64).to_bytes(4, "little"))
+    narrowed = btf.structure("narrowed", 8, ("count", number if is_later else long, 0))
+    to_narrowed = btf.add(2, "", narrowed)
+    btf.add(12, "narrowed", btf.prototype(number if is_later else long, ("narrowed", to_narrowed)))
     source.table("mcount_loc", b"".join(site.to_bytes(8, "little") for site in sites))
     source.table("BTF", btf.data())
     file = tmp_path / "vmlinuz"
