@@ -63,6 +63,7 @@ def print_images(*, as_json: bool) -> None:
 
         print(json.dumps([asdict(image) for image in images()], indent=2))
         return
+    found = list(images())
     rows = [
         (
             image.release or "not usable",
@@ -73,8 +74,12 @@ def print_images(*, as_json: bool) -> None:
             "-" if image.boot_seconds is None else f"{image.boot_seconds:.1f} s",
             _shown(image.source or "?"),
         )
-        for image in images()
+        for image in found
     ]
+    size = sum(image.size for image in found if image.age_seconds is not None)
+    place = escape_for_terminal(str(snapshot.directory()))
+    used = f"{size >> 20} of at most {snapshot.LIMIT >> 20} MiB are used"
+    print(f"kprobefs: images: boots and tables are kept in {place}; {used}", file=sys.stderr)
     if not rows:
         remedy = "fetch one with kprobefs images fetch debian:bookworm/cloud"
         print(f"kprobefs: images: no kernels; {remedy}", file=sys.stderr)

@@ -306,7 +306,8 @@ def _add_images(command: argparse.ArgumentParser) -> None:
         "flavours: amd64 (default), cloud, rt, arm64, riscv64",
     )
     form = command.add_mutually_exclusive_group()
-    form.add_argument("--clear", action="store_true", help="remove the cached ones")
+    place = "~/.cache/kprobefs/kernels, which $XDG_CACHE_HOME moves"
+    form.add_argument("--clear", action="store_true", help=f"remove the cached ones in {place}")
     form.add_argument("--json", action="store_true", help="print a JSON array, with sizes in bytes")
 
 

@@ -69,7 +69,7 @@ def ensure_cached(
     """
     path = kernel_file(source)
     place = snapshot.place(path, seed, cpu)
-    if not place.exists():
+    if not snapshot.has_snapshot(place):
         tasks, _ = _boot_and_save(path, place, seed, progress, cpu)
         tasks.machine.close()
 

@@ -4,11 +4,15 @@ behind.
 
 from __future__ import annotations
 
+import ast
+import ctypes
 import logging
 import mmap
+import os
 import resource
 import signal
 import struct
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +20,14 @@ from types import SimpleNamespace
 import pytest
 
 from emulated_kernel.guests.linux import boot_cache
+from emulated_kernel.guests.linux.boot import snapshot
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
 from emulated_kernel.guests.linux.pc.exception_cells import find_exception_cells
 from emulated_kernel.guests.linux.pc.pc_machine import PcMachine
 from kprobefs.cli.main import main
 from kprobefs.mount_options import KERNEL_KPROBES, KPROBES
 from stress.linux.images_mutated import Mutated, small_cases, snapshots
+from tests.fuse.test_other_users import PR_SET_DUMPABLE, as_nobody
 from tests.image.linux import made
 from tests.sample import WHOLE, fewer
 
@@ -178,6 +184,14 @@ def small_machine(*_arguments: object) -> tuple[PcMachine, KernelOffsets, None]:
     return machine, KernelOffsets("", "x86_64", {}, {}, {}, 0), None
 
 
+def boot_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the boot of a kernel by a machine without a kernel, which is then saved."""
+    monkeypatch.setattr(boot_cache, "_booted", small_machine)
+    monkeypatch.setattr(boot_cache, "LinuxTasks", lambda machine, _facts: SimpleNamespace(machine=machine))
+    monkeypatch.setattr(boot_cache, "as_running", lambda kernel, _tasks: kernel)
+    monkeypatch.setattr(boot_cache, "cached_parts", lambda _kernel: {})
+
+
 @pytest.mark.parametrize("place", ["full", "read-only", "a file"])
 def test_a_cache_that_takes_nothing(
     place: str,
@@ -197,10 +211,7 @@ def test_a_cache_that_takes_nothing(
     else:
         cache.write_text("no directory")
     (tmp_path / "image").write_bytes(VMLINUX)
-    monkeypatch.setattr(boot_cache, "_booted", small_machine)
-    monkeypatch.setattr(boot_cache, "LinuxTasks", lambda machine, _facts: SimpleNamespace(machine=machine))
-    monkeypatch.setattr(boot_cache, "as_running", lambda kernel, _tasks: kernel)
-    monkeypatch.setattr(boot_cache, "cached_parts", lambda _kernel: {})
+    boot_quickly(monkeypatch)
     with caplog.at_level(logging.WARNING, "kprobefs.linux"):
         boot_cache.ensure_cached(str(tmp_path / "image"), 1, lambda _done, _total: None)
     (record,) = caplog.records
@@ -208,3 +219,39 @@ def test_a_cache_that_takes_nothing(
     caplog.clear()
     left = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert sorted(path.name for path in left) == (["cache", "image"] if place == "a file" else ["image"])
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_a_cache_of_another_user(
+    mode: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If the cache belongs to another user, the kernel is booted with one warning, although the other user
+    has booted it before.
+
+    A snapshot of another user is not loaded: its CPU state could do anything in the process.
+    """
+    boot_quickly(monkeypatch)
+    with tempfile.TemporaryDirectory() as base:
+        os.chmod(base, 0o755)
+        image = Path(base, "image")
+        image.write_bytes(VMLINUX)
+        monkeypatch.setenv("XDG_CACHE_HOME", f"{base}/cache")
+
+        def boots() -> list[str]:
+            caplog.clear()
+            with caplog.at_level(logging.WARNING, "kprobefs.linux"):
+                boot_cache.ensure_cached(str(image), 1, lambda _done, _total: None)
+            return caplog.messages
+
+        def as_other() -> list[str]:
+            # Otherwise, a process that has changed its user cannot read /proc/self/mem.
+            ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1)
+            return boots()
+
+        assert boots() == []
+        snapshot.directory().chmod(mode)
+        [kept] = snapshot.directory().iterdir()
+        kept.chmod(0o644)
+        [warning] = ast.literal_eval(as_nobody(as_other).decode())
+        assert warning.startswith(f"{snapshot.directory()}: can't keep the booted kernel there: Permission")
+        assert kept.exists()

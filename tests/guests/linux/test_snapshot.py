@@ -404,7 +404,9 @@ def test_images_for_people_and_programs(
         "kept": None,
     }  # fmt: skip
     assert main(["images"]) == ExitStatus.OK
-    _, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    shown = capsys.readouterr()
+    assert str(cache) in shown.err
+    _, *rows = (line.split() for line in shown.out.splitlines())
     assert rows[0][:7] == ["6.1.0-test", "x86_64", "boot,", "seed", "7", "0", "MiB"]
     assert rows[0][-3:] == ["1.5", "s", "vmlinuz-test"]
     assert rows[1][:6] == ["not", "usable", "?", "-", "0", "MiB"]

@@ -125,7 +125,7 @@ def place(source: Path, seed: int, cpu: ProductionCpu | None = None) -> Path:
     found = _named(digest.hexdigest())
     # The whole file was read, although it has a snapshot: remember the digest. (A file that never boots has
     # none.)
-    if reading.stored is None and found.exists():
+    if reading.stored is None and has_snapshot(found):
         remember(reading, whole)
     return found
 
@@ -134,7 +134,7 @@ def tables_place(source: Path) -> Path:
     """Return the path of the snapshot with the tables of the kernel in the file `source`. Raises: OSError."""
     reading, whole = _digest(source, *identity(source))
     found = _named(hashlib.sha256(repr((_MAGIC, whole)).encode()).hexdigest(), _TABLES)
-    if reading.stored is None and found.exists():
+    if reading.stored is None and has_snapshot(found):
         remember(reading, whole)
     return found
 
@@ -167,6 +167,16 @@ def core_place(source: Path) -> Path:
     facts = (_MAGIC, "core with original text", library_release(), os.path.realpath(source))
     digest.update(repr((*facts, *identity(source))).encode())
     return _named(digest.hexdigest())
+
+
+def has_snapshot(place: Path) -> bool:
+    """Return True if the file `place` exists, and no other user can have written to it.
+
+    Return False also if the directory cannot be searched.
+    """
+    with suppress(OSError), open_regular(place) as file:
+        return is_own(file.fileno())
+    return False
 
 
 def _named(digest: str, suffix: str = _SUFFIX) -> Path:

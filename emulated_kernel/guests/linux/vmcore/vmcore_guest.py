@@ -79,7 +79,7 @@ def ensure_core_cached(source: str) -> None:
         raise unusable_core("it is no regular file")
     place = snapshot.core_place(path)
     with open_regular(path) as file:
-        if _size_on_disk(file) > snapshot.LIMIT or place.exists():
+        if _size_on_disk(file) > snapshot.LIMIT or snapshot.has_snapshot(place):
             return
         core = CoreFile(file.fileno())
         try:
