@@ -255,15 +255,33 @@ def longer(proof: Proof, size: int) -> Iterator[Where]:
     return sample(instructions(probed), size, is_one)
 
 
+class AllReported(BaseException):
+    """Ends a proof that has reported all problems that are sought."""
+
+
+class SoughtProblems(list[str]):
+    """The problems of a proof. `patterns`: regular expressions of the problems that are sought."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._patterns = patterns
+
+    def append(self, line: str) -> None:
+        """Append a problem. Raise AllReported if all problems that are sought are in the list."""
+        super().append(line)
+        if all(any(re.search(pattern, problem) for problem in self) for pattern in self._patterns):
+            raise AllReported
+
+
 def finds(proof: Proof, places: Iterable[Where], *problems: str) -> bool:
     """Return True if the proof reports all `problems`, which are regular expressions.
 
-    Stop as soon as all of them were reported.
+    Stop as soon as all of them were reported. The kernel is unusable afterwards.
     """
-    for place in places:
-        proof.check(place)
-        if all(any(re.search(problem, line) for line in proof.problems) for problem in problems):
-            return True
+    proof.problems = SoughtProblems(problems)
+    try:
+        check(proof, places)
+    except AllReported:
+        return True
     return False
 
 
