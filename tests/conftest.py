@@ -146,11 +146,18 @@ def pytest_collection_finish() -> None:
     Scanning these objects takes a seventh of the time of all tests. gc.freeze() and gc.unfreeze() are
     disabled: otherwise a reboot or a coverage in a test would include the objects again for all later tests.
     """
-    gc.collect()
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
     gc.set_threshold(YOUNG)
     gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Exclude all objects from garbage collection, because the process ends.
+
+    Otherwise pytest and Python would search the objects of all tests for garbage several times.
+    """
+    _freeze()
 
 
 @pytest.fixture(scope="module")
