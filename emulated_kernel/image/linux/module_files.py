@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterator, Sequence, Set
 from errno import ENOENT
 from glob import escape
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from threading import Lock
 from time import monotonic
@@ -62,24 +63,30 @@ class ModuleFiles:
         """Return names and contents of a module and its dependencies, in the order of loading.
 
         `name` is a module's name, or a path, which contains a slash.
-        Raises: KernelError ENOENT (no such module), ENOEXEC (not a module), OSError.
+        Raises: KernelError ENOENT (no such module), ENOEXEC (not a module), OSError, UnusableFile (modules
+        need each other).
         """
         found: dict[str, bytes] = {}
+        needs: dict[str, list[str]] = {}
         if "/" in name:
             data = self._foreign.read(name, _LIMIT, monotonic() + PATIENCE)
             module = _module(name) or name
             found[module] = _unpacked(module, data)
-            wanted = _needs(found)
+            needs[module] = _needed(module, found[module])
+            wanted = {*needs[module]}
         else:
             wanted = {_plain(name)}
         while wanted := wanted - found.keys():
             new = {each: _unpacked(each, data) for each, data in self._find(wanted).items()}
             if missing := wanted - new.keys():
                 raise KernelError(ENOENT, self._missing(min(missing)))
-            # Dependencies come before the modules that need them.
-            found = new | {each: data for each, data in found.items() if each not in new}
-            wanted = _needs(new)
-        return list(found.items())
+            found |= new
+            needs |= {each: _needed(each, data) for each, data in new.items()}
+            wanted = {each for one in new for each in needs[one]}
+        try:
+            return [(each, found[each]) for each in TopologicalSorter(needs).static_order()]
+        except CycleError as error:
+            raise unusable(f"modules that need each other: {', '.join(error.args[1])}") from None
 
     def _find(self, names: set[str]) -> dict[str, bytes]:
         """Return module name -> file contents, for those of `names` that a package or directory contains.
@@ -244,12 +251,8 @@ def _unpacked(name: str, data: bytes) -> bytes:
         return data if data.startswith(_ELF) else b"".join(unpack(io.BytesIO(data), _LIMIT))
 
 
-def _needs(modules: dict[str, bytes]) -> set[str]:
-    """Return the names of the modules on which `modules` depend, according to their .modinfo."""
-    return set().union(*(_needed(name, data) for name, data in modules.items()))
-
-
-def _needed(name: str, module: bytes) -> set[str]:
+def _needed(name: str, module: bytes) -> list[str]:
+    """Return the names of the modules on which a module depends, according to its .modinfo."""
     with read_as(f"module ({name})"):
         file = ElfFile(module)
         section = file.sections.get(".modinfo")
@@ -258,5 +261,5 @@ def _needed(name: str, module: bytes) -> set[str]:
     for entry in module[section.offset : section.offset + section.size].split(b"\0"):
         key, _, names = entry.partition(b"=")
         if key == b"depends":
-            return {_plain(name) for name in names.decode("ascii", "replace").split(",") if name}
-    return set()
+            return [_plain(name) for name in names.decode("ascii", "replace").split(",") if name]
+    return []

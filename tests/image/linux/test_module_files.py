@@ -60,7 +60,32 @@ def test_each_is_found_in_any_order(kind: str, tmp_path: Path, monkeypatch: pyte
     with pytest.raises(KernelError, match="no module nothing comes with") as refused:
         files.read("nothing")
     assert refused.value.errno == ENOENT
-    assert [name for name, _ in files.read("made-3")] == ["made_5", "made_1", "made_20", "made_3"]
+    assert {name for name, _ in files.read("made-3")} == {"made_5", "made_1", "made_20", "made_3"}
+
+
+@pytest.mark.parametrize("first", ["a", "c"])
+def test_dependencies_are_loaded_before_the_modules_that_need_them(tmp_path: Path, first: str) -> None:
+    """A module and its dependency may both be dependencies of a third module, as lockd and sunrpc of nfs."""
+    needs = {
+        "top": ("a", "b", "c") if first == "a" else ("c", "b", "a"),
+        "b": ("a", "c"),
+        "c": ("a",),
+        "a": (),
+    }
+    files = {
+        f"./lib/modules/6.1.0-made/kernel/{name}.ko": made_module([], needs=needs[name]) for name in needs
+    }
+    read = [name for name, _ in package(tmp_path, made.deb(files)).read("top")]
+    assert read == ["a", "c", "b", "top"]
+
+
+def test_modules_that_need_each_other(tmp_path: Path) -> None:
+    needs = {"a": ("b",), "b": ("a",)}
+    files = {
+        f"./lib/modules/6.1.0-made/kernel/{name}.ko": made_module([], needs=needs[name]) for name in needs
+    }
+    with pytest.raises(UnusableFile, match="modules that need each other"):
+        package(tmp_path, made.deb(files)).read("a")
 
 
 def test_a_wrong_name_names_similar_modules(tmp_path: Path) -> None:
