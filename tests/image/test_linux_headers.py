@@ -38,6 +38,7 @@ static int __kprobes seen(struct kprobe *p, struct pt_regs *regs)
 #ifdef CONFIG_RISCV
 	pr_info("<%s> at 0x%p, pc = 0x%lx\n", p->symbol_name, p->addr, regs->epc);
 #endif
+	pr_info("argument %lu\n", regs_get_kernel_argument(regs, 1));
 	return 0;
 }
 
@@ -249,4 +250,5 @@ def test_a_module_for_linux(tmp_path: Path) -> None:
         log = kernel.read_file("machine/dmesg")
         address = kernel.kallsyms_lookup_name("gcd")
     assert f"seen: <gcd> at 0x{address:016x}, ip = {address + 1:x}" in log
+    assert "seen: argument 18\n" in log
     assert "after: later by 1" in log

@@ -41,10 +41,10 @@ def test_load_and_unload(files: Files) -> None:
     [
         ("load no_such", errno.ENOENT, "module no_such: there is none of that name"),
         ("unload no_such", errno.ENOENT, "no_such: no such module is loaded"),
-        ("load /no/such.ko", errno.ENOENT, "module such.ko: No such file or directory"),
+        ("load /no/such.ko", errno.ENOENT, "module /no/such.ko: No such file or directory"),
         ("load initfail", errno.ENODEV, "initfail: its init function returned -19"),
         ("unload ktgt_in_use", errno.ENOENT, "ktgt_in_use: no such module is loaded"),
-        ("load ../../no/such", errno.ENOENT, "module such: No such file or directory"),
+        ("load ../../no/such", errno.ENOENT, "module ../../no/such: No such file or directory"),
         ("reload ktgt", errno.EINVAL, "modules: 'reload ktgt' is neither load NAME nor unload NAME"),
         ("load", errno.EINVAL, "modules: 'load' is neither load NAME nor unload NAME"),
         ("load \xe9", errno.EINVAL, None),

@@ -250,7 +250,7 @@ def _file(path: Path, name: str, read: Callable[[Path], bytes]) -> ModuleFile:
     try:
         return ModuleFile(name, read(path))
     except OSError as error:
-        return ModuleFile(name, refusal=(error.errno or errno.EIO, f"module {path.name}: {error.strerror}"))
+        return ModuleFile(name, refusal=(error.errno or errno.EIO, f"module {name}: {error.strerror}"))
     # Python raises ValueError for a path with NUL.
     except ValueError as error:
-        return ModuleFile(name, refusal=(errno.ENOENT, f"module {path.name!r}: {error}"))
+        return ModuleFile(name, refusal=(errno.ENOENT, f"module {name!r}: {error}"))

@@ -26,4 +26,10 @@ struct pt_regs {
 #define regs_return_value(regs) ((regs)->a0)
 #define regs_irqs_disabled(regs) (!((regs)->status & SR_SPIE))
 
+/* Argument n, from 0 on, of the function at whose entry regs were saved; 0 if it is on the stack. */
+static inline unsigned long regs_get_kernel_argument(struct pt_regs *regs, unsigned int n)
+{
+	return n < 8 ? (&regs->a0)[n] : 0;
+}
+
 #endif

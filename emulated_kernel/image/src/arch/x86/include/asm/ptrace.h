@@ -53,4 +53,18 @@ struct host_frame {
 #define regs_return_value(regs) ((regs)->ax)
 #define regs_irqs_disabled(regs) irqs_disabled_flags((regs)->flags)
 
+/* Argument n, from 0 on, of the function at whose entry regs were saved. */
+static inline unsigned long regs_get_kernel_argument(struct pt_regs *regs, unsigned int n)
+{
+#ifdef CONFIG_X86_32
+	const unsigned long in_registers[] = { regs->ax, regs->dx, regs->cx };
+#else
+	const unsigned long in_registers[] = { regs->di, regs->si, regs->dx, regs->cx, regs->r8, regs->r9 };
+#endif
+	const unsigned int count = sizeof(in_registers) / sizeof(in_registers[0]);
+
+	/* The return address comes first on the stack. */
+	return n < count ? in_registers[n] : ((unsigned long *)regs->sp)[1 + n - count];
+}
+
 #endif
