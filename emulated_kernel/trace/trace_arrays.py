@@ -28,6 +28,9 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.limits import Limit, Limits, MemoryBudget
 
+MAX_REMOVED = 100
+"""Maximum number of removed instances whose last errors are kept."""
+
 
 @dataclass(frozen=True, eq=False)
 class Tracing:
@@ -67,6 +70,8 @@ class TraceArrays(TaskObserver):
         self._instances: dict[str, Tracing] = {}
         self._has_recorded = False
         """Whether a record was ever written to an instance that has been removed."""
+        self.removed_errors: dict[str, str] = {}
+        """Name of a removed instance -> the last entry of the instance's error_log; Linux keeps none."""
         self._unlimited: set[str] = set()
         """Names of instances that no user has created; they do not count towards the limit on instances."""
         self.top = self._tracing(TraceArray(system), None)
@@ -204,6 +209,11 @@ class TraceArrays(TaskObserver):
         del self._instances[name]
         self._unlimited.discard(name)
         self._has_recorded = self._has_recorded or tracing.array.has_recorded
+        if errors := tracing.errors.records():
+            self.removed_errors.pop(name, None)
+            self.removed_errors[name] = errors[-1]
+            if len(self.removed_errors) > MAX_REMOVED:
+                del self.removed_errors[next(iter(self.removed_errors))]
         tracing.functions.remove()
         tracing.triggers.clear()
         tracing.events.forget()

@@ -6,11 +6,11 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from emulated_kernel.util.fast_dataclass import dataclass
+from emulated_kernel.util.fast_dataclass import dataclass, field
 from emulated_kernel.util.lazy_pattern import lazy_pattern
 from kprobefs.cli.past_hists import PastHist, present_hists
 from kprobefs.common.errors import escape_for_terminal
@@ -86,6 +86,8 @@ class Past:
     """The histograms that exist, or that were removed or cleared."""
     has_forgotten_hists: bool = False
     """Whether `hists` lacks a removed histogram."""
+    removed_errors: Mapping[str, str] = field(default_factory=dict)
+    """Name of a removed instance -> the last entry of the instance's error_log."""
     used: Sequence[str] | None = None
     """Directories of the mount that had requests, as "/" and "/scratch"; None if they are unknown."""
     missing: str | None = None

@@ -22,18 +22,22 @@ from kprobefs.mount_options import ARCHITECTURES, KPROBES
 if TYPE_CHECKING:
     from kprobefs.cli.nothing_hint import Past
 
-LOGGED = 'tracing/error_log ends with "{error}" for "{command}"{place}'
+LOGGED = '{log} ends with "{error}" for "{command}"{place}'
+REMOVED = "error_log of the removed instance {instance}"
 UNLOGGED = '{file} has refused "{command}": {reason}'
 MISSING = "this kernel has no file {file}, and no command can create it"
 DEFAULTS = {("--arch", ARCHITECTURES[0]), ("--kprobes", KPROBES[0])}
 """(option, value) pairs that a hint omits from `kprobefs explain`, because the values are the defaults."""
 NO_SUCH_KIND = "this kernel has no events of kind "
 HINT_LINE = lazy_pattern(
-    r'kprobefs: (tracing/error_log ends with .*|\S+ has refused ".*|this kernel has no file .*)'
+    r"kprobefs: ((?:tracing/\S*error_log|error_log of the removed instance .*) ends with .*"
+    r'|\S+ has refused ".*|this kernel has no file .*)'
 )
 """Pattern of the line with a hint that `run` prints; its group is the hint."""
 _ENTRY = lazy_pattern(r"^\[ *[0-9.]+\] (.*)\n  Command: (.*)\n {11}( *)\^", re.MULTILINE)
 """Pattern for an entry of error_log; its groups: the error, the command, and blanks before the caret."""
+_INSTANCE = lazy_pattern(r"(?:/tracing)?/instances/([^/]+)/")
+"""Pattern for the path in the mount of a file of an instance; its group is the instance's name."""
 _WORD = lazy_pattern(r"[^\s,:()=]+")
 """Pattern for the part of a command at which a caret points."""
 
@@ -49,20 +53,34 @@ def refusals(directory: str, past: Past) -> Iterator[str]:
     if past.missing is not None:
         yield MISSING.format(file=past.missing.lstrip("/"))
     tracefs = Path(directory, HostFiles(directory).tracefs())
-    logged = None
-    with suppress(OSError):
-        logged = last_logged((tracefs / "error_log").read_text(errors="replace"))
-    if past.refused is not None:
-        file, text, reason = past.refused
-        lines = text.splitlines() or [""]
-        if logged is None or logged[2].split() not in map(str.split, lines):
-            command = lines[0].strip() + "..." * (len(lines) > 1)
-            why = _no_such_kind(text, reason, tracefs) or _no_such_trigger(Path(directory), file, text)
-            yield UNLOGGED.format(file=file.lstrip("/"), command=command, reason=why or reason)
+    kallsyms = control_root(directory) / "machine" / "kallsyms"
+    lines = None if past.refused is None else past.refused[1].splitlines() or [""]
+    for log, entry in _logged(tracefs, past):
+        if lines is None or entry[2].split() in map(str.split, lines):
+            yield logged_refusal(entry, kallsyms.read_text, options_of_mount(directory), log)
             return
-    if logged is not None:
-        kallsyms = control_root(directory) / "machine" / "kallsyms"
-        yield logged_refusal(logged, kallsyms.read_text, options_of_mount(directory))
+    if past.refused is not None and lines:
+        file, text, reason = past.refused
+        command = lines[0].strip() + "..." * (len(lines) > 1)
+        why = _no_such_kind(text, reason, tracefs) or _no_such_trigger(Path(directory), file, text)
+        yield UNLOGGED.format(file=file.lstrip("/"), command=command, reason=why or reason)
+
+
+def _logged(tracefs: Path, past: Past) -> Iterator[tuple[str, re.Match[str]]]:
+    """Yield (name of the log, last entry) for each error_log that can have the last refused write.
+
+    The logs are that of the file's trace array, and that of a removed instance of the same name.
+    """
+    instance = _INSTANCE.match(past.refused[0]) if past.refused is not None else None
+    file = f"instances/{instance[1]}/error_log" if instance else "error_log"
+    logs = {}
+    with suppress(OSError):
+        logs[f"tracing/{file}"] = (tracefs / file).read_text(errors="replace")
+    if instance:
+        logs[REMOVED.format(instance=instance[1])] = past.removed_errors.get(instance[1], "")
+    for log, text in logs.items():
+        if entry := last_logged(text):
+            yield log, entry
 
 
 def last_logged(error_log: str) -> re.Match[str] | None:
@@ -96,12 +114,17 @@ def place_advice(place: str, message: str, options: Sequence[str]) -> str:
     return f"`{shlex.join([*words, place])}` says why"
 
 
-def logged_refusal(entry: re.Match[str], kallsyms: Callable[[], str], options: Sequence[str]) -> str:
+def logged_refusal(
+    entry: re.Match[str],
+    kallsyms: Callable[[], str],
+    options: Sequence[str],
+    log: str = "tracing/error_log",
+) -> str:
     """Return the hint about an entry of error_log, which last_logged() returned.
 
     If the entry says that a symbol is unknown, the hint names similar symbols. If the place is refused, the
     hint names the command that explains the place. `kallsyms` returns the kernel's symbols. `options`: names
-    and values that select the kernel.
+    and values that select the kernel. `log`: name of the log for the hint.
     """
     from emulated_kernel.trace.text.probe_errors import ProbeError
 
@@ -113,7 +136,7 @@ def logged_refusal(entry: re.Match[str], kallsyms: Callable[[], str], options: S
             place += similar_names_hint(near)
     if word and (advice := place_advice(word[0], entry[1], options)):
         place += f"; {advice}"
-    return LOGGED.format(error=entry[1], command=entry[2].strip(), place=place)
+    return LOGGED.format(log=log, error=entry[1], command=entry[2].strip(), place=place)
 
 
 def no_such_kind(past: Past, definition: str, tracefs: Path) -> str:

@@ -19,6 +19,13 @@ AT_PLACE = (
     'tracing/error_log ends with "trace_kprobe: error: Probe point is not an instruction boundary" for '
     '"p:x vfs_read+1", at "vfs_read+1"; `kprobefs explain vfs_read+1` says why'
 )
+IN_INSTANCE = """\
+echo 'p:reads vfs_read' > kprobe_events; mkdir instances/i
+echo 'hist:keys=count.nosuch' > instances/i/events/kprobes/reads/trigger
+"""
+TRIGGER = (
+    'ends with "hist:kprobes:reads: error: Invalid field modifier" for "hist:keys=count.nosuch", at "nosuch"'
+)
 MISSING = "this kernel has no file tracing/nosuch, and no command can create it"
 
 
@@ -63,6 +70,8 @@ def test_a_distributions_kernel(kprobes: str) -> None:
     assert hints_of("echo 'f:reads vfs_read' >> dynamic_events", *options) == [kind]
     assert hints_of("echo 'p:oops vfs_read a=%nosuch' >> dynamic_events", *options) == [word]
     assert hints_of("echo x > nosuch", *options) == [missing]
+    instance = hints_of(IN_INSTANCE, *options)
+    assert instance == [f"kprobefs: tracing/instances/i/error_log {TRIGGER}"]
     words = options if kprobes == "kernel" else options[:2]
     (place,) = hints_of("echo 'p:x vfs_read+1' >> dynamic_events", *options)
     assert place.endswith(f"; `{shlex.join(['kprobefs', 'explain', *words, 'vfs_read+1'])}` says why")
@@ -99,3 +108,27 @@ def test_a_trigger_that_does_not_exist() -> None:
     assert hint == f'kprobefs: tracing/{file} has refused "nosuch:1": this kernel has no trigger nosuch'
     (hint,) = hints_of(f"echo 'traceoff:x' > {file}")
     assert "no trigger" not in hint
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize(
+    ("end", "log"),
+    [
+        ("", "tracing/instances/i/error_log"),
+        ("echo > instances/i/error_log", None),
+        ("rmdir instances/i", "error_log of the removed instance i"),
+        ("rmdir instances/i; mkdir instances/i", "error_log of the removed instance i"),
+        ("echo 'p:oops vfs_read a=%nosuch' >> kprobe_events", "tracing/error_log"),
+    ],
+    ids=["present", "cleared", "removed", "made again", "at the top"],
+)
+def test_the_log_of_an_instance(end: str, log: str | None) -> None:
+    """The hint has the error from the log of the instance, also if the instance was removed."""
+    (hint,) = hints_of(f"{IN_INSTANCE}{end}")
+    assert HINT_LINE.fullmatch(hint)
+    if log is None:
+        assert hint.endswith('trigger has refused "hist:keys=count.nosuch": Invalid field modifier')
+    else:
+        assert hint.startswith(f"kprobefs: {log} ends with ")
+        assert ("tracing/error_log" in hint) == ("oops" in hint)

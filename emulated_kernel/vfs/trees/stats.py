@@ -139,6 +139,7 @@ class HistoryFile(StreamFile):
                 "forgotten_hits": history.forgotten_hits,
                 "hists": [*tracing.arrays.past_hists()],
                 "has_forgotten_hists": tracing.arrays.has_forgotten_hists,
+                "removed_errors": tracing.arrays.removed_errors,
                 "used": sorted(past().used),
                 "missing": past().missing,
                 "refused": past().refused,
