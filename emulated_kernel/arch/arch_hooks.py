@@ -543,9 +543,10 @@ class Arch(ABC):
         """
 
     def stub_end(self, region: Region, to: int) -> StubEnd:
-        """Return the end of a stub, for the address `to`, that runs the instruction of an emulated_region().
+        """Return the code at the end of a stub, which executes the instruction `region`.
 
-        Raises: KernelError EINVAL, ERANGE.
+        `region`: a result of emulated_region(). `to`: address at which the code will be placed.
+        Raises: KernelError EINVAL, ERANGE; see relocated().
         """
         return StubEnd(self.relocated(region, to))
 

@@ -325,9 +325,9 @@ class CallHost(Op):
 class CallPerCpu(Op):
     """Call guest code whose address is the word at `offset` in the per-CPU data.
 
-    The code keeps all general registers, except the link register of a call at an fentry site. On an
-    architecture with a link register, the op saves the register in the word after the address during the
-    call. Virtual registers keep their values.
+    The code keeps all general registers, except the one in which the call leaves the return address: lr on
+    arm64, t0 on RISC-V (as at an fentry site), none on x86. During the call, the op keeps this register's
+    value in the word after the address, and restores it. Virtual registers keep their values.
     """
 
     offset: int

@@ -62,7 +62,10 @@ class Guest:
         """The kinds of system calls that a probe or tracer could notice."""
 
     def is_watched(self, kind: int) -> bool:
-        """Return True if a probe or tracer could notice a client's system call of the kind `kind`."""
+        """Return True if a probe or tracer could notice a client's system call of the kind `kind`.
+
+        `kind`: a bit of call_graph.Calls. The calls of a dead guest are not watched.
+        """
         return self.watched.include(kind) and not self.runner.is_dead
 
     @property

@@ -43,7 +43,7 @@ class WatchedCalls:
         text.before_change = self._before_change
 
     def include(self, kind: int) -> bool:
-        """Return True if a probe or tracer could notice a system call of the kind `kind`."""
+        """Return True if a probe or tracer could notice a system call of the kind `kind`, a bit of Calls."""
         if not self._words:
             return False
         return self._text.count != self._kernels_count or bool(self._patched() & kind)

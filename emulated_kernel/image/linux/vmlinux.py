@@ -38,7 +38,7 @@ _MACHINES = {
     243: "32-bit riscv",
     258: "loongarch64",
 }
-"""Number of a machine in an ELF file -> name."""
+"""e_machine -> name of the machine, for the error about a file that is no supported kernel."""
 _ARCHITECTURES = {ElfMachine.X86_64: "x86_64", ElfMachine.AARCH64: "arm64", ElfMachine.RISCV: "riscv64"}
 _ET_EXEC = 2
 _ET_DYN = 3

@@ -40,7 +40,10 @@ NEXT = 0
 PPREV = 1
 """Index of the word in struct kretprobe_instance with the address of the pointer to this instance."""
 RP = 2
-"""Index of the word in struct kretprobe_instance with the address of the hook."""
+"""Index of the word in struct kretprobe_instance with the address of its hook.
+
+In Linux, the member `rp` has the address of the struct kretprobe.
+"""
 RET_ADDR = 3
 """Index of the word in struct kretprobe_instance with the real return address."""
 OWNER = 4

@@ -57,7 +57,7 @@ class Target:
 
     @property
     def functions(self) -> list[Function]:
-        """Return functions whose addresses fit into a word."""
+        """Return FUNCTIONS, with each address cut to the size of the architecture's word."""
         return [replace(each, address=each.address & self.mask) for each in FUNCTIONS]
 
     @property

@@ -68,8 +68,8 @@ def other_buffers(kernel: Kernel) -> None:
 
 
 def two_arrays(kernel: Kernel) -> None:
-    """Trace in an instance, at first other functions than in the top trace array, and then also the same
-    functions.
+    """Trace in the top trace array and in an instance: first different functions, then also a function that
+    both arrays trace.
     """
     kernel.trace_arrays.top.functions.filter.write(b"vfs_*")
     instance = kernel.trace_arrays.make("other")
