@@ -341,7 +341,7 @@ def _trace(parsed: argparse.Namespace) -> int:
         parsed.output,
         as_json=parsed.json,
         has_stacks=parsed.stack,
-        graph=parsed.graph,
+        graph=tuple(parsed.graph),
     )
     check_host()
     with OutputFile(parsed.output) if parsed.output else nullcontext() as file:

@@ -226,7 +226,13 @@ def _add_trace(command: argparse.ArgumentParser) -> None:
         nargs="*",
         help="p:PLACE ARGS, r:PLACE ARGS, a line of kprobe_events, or t:GROUP:EVENT",
     )
-    command.add_argument("--graph", metavar="FUNCTION", help="record the calls within this function")
+    command.add_argument(
+        "--graph",
+        metavar="FUNCTION",
+        action="append",
+        default=[],
+        help="record the calls within this function; may be repeated",
+    )
     command.add_argument("--stack", action="store_true", help="record the stack at each hit")
     command.add_argument(
         "-f",

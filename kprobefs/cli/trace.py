@@ -77,8 +77,8 @@ class TraceRequest:
     as_json: bool = False
     has_stacks: bool = False
     """Whether to record the stack at each hit."""
-    graph: str | None = None
-    """Function whose call graph is recorded, or None."""
+    graph: tuple[str, ...] = ()
+    """Functions whose call graphs are recorded."""
 
 
 class TraceSession:
@@ -89,7 +89,7 @@ class TraceSession:
 
         Raises: CliError (wrong usage).
         """
-        self.name = own_name() + (SUFFIX if request.graph is not None else "")
+        self.name = own_name() + (SUFFIX if request.graph else "")
         self.request = request
         self.probes = parse_probes(request.probes, self.name)
         self.events = list(dict.fromkeys(probe.event for probe in self.probes))
@@ -97,7 +97,7 @@ class TraceSession:
         self.kind = output_of(request.output, as_json=request.as_json)
         self.status: int | None = None
         """Exit status of the command, or None before its end."""
-        if not self.probes and request.graph is None:
+        if not self.probes and not request.graph:
             raise CliError("trace: no probe given; add PROBE or --graph FUNCTION", ExitStatus.USAGE)
 
     def filters(self) -> dict[str, str]:
@@ -116,13 +116,13 @@ class TraceSession:
     @property
     def has_stacks(self) -> bool:
         """Whether the stack is recorded at each hit."""
-        return self.request.has_stacks or (self.kind.needs_stacks and self.request.graph is None)
+        return self.request.has_stacks or (self.kind.needs_stacks and not self.request.graph)
 
     @property
     def shows_durations(self) -> bool:
         """Whether the output has durations: those of a call graph, or those of slices."""
         returns = self.kind.needs_entries and any(probe.is_return for probe in self.probes)
-        return returns or self.request.graph is not None
+        return returns or bool(self.request.graph)
 
     def output(self) -> TextIO:
         """Return the stream to which the records are written. The file's old content is deleted."""
@@ -194,7 +194,7 @@ class AttachedProbes:
         self._hidden = session.entries()
         self._root = control_root(directory)
         self._kallsyms = self._root / "machine" / "kallsyms"
-        self._graph = GraphTracer(self._tracefs) if session.request.graph is not None else None
+        self._graph = GraphTracer(self._tracefs) if session.request.graph else None
         self._history: History
         self._own_pids: list[int] = []
         """Pids of this process and of the reader of records, as the guest numbers them."""
@@ -328,14 +328,13 @@ class AttachedProbes:
                 )
 
     def _prepare_graph(self, graph: GraphTracer) -> None:
-        """Prepare the tracer `graph` for the function that the command line names.
+        """Prepare the tracer `graph` for the functions that the command line names.
 
         Raises: CliError (another session uses the tracer of this mount), and as GraphTracer.prepare().
         """
         from kprobefs.cli.duration_hint import SLOW_PATCHING, patches_slowly
 
         session = self._session
-        assert session.request.graph is not None
         if patches_slowly(self._directory):
             from kprobefs.common.terminal import print_message
 
@@ -504,8 +503,7 @@ class AttachedProbes:
             if probe.definition and (count := missed[probe.event.rpartition("/")[2]]):
                 return why_missed(count, at_return=probe.definition.startswith("r"))
         places = [probe.place or probe.event.replace("/", ":") for probe in session.probes]
-        if session.request.graph is not None:
-            places.append(session.request.graph)
+        places += session.request.graph
         ended = EndedCommand(self._command, session.status or 0, self._directory, self._place)
         return why_no_hit(ended, places, unarmed)
 

@@ -34,8 +34,10 @@ class GraphTracer:
         self._excluded = ""
         """Pids that set_ftrace_notrace_pid contained before the session, separated by blanks."""
 
-    def prepare(self, function: str, options: Sequence[str], nearest: Callable[[str], str]) -> None:
-        """Select the function whose calls are recorded, and set options of the tracer.
+    def prepare(
+        self, functions: Sequence[str], options: Sequence[str], nearest: Callable[[str], str]
+    ) -> None:
+        """Select the functions whose calls are recorded, and set options of the tracer.
 
         `nearest` returns advice about the name of a function that does not exist, or "" if there is none.
         Raises: CliError (there is no tracer, it is in use, or the function cannot be traced).
@@ -43,7 +45,7 @@ class GraphTracer:
         if TRACER not in self._read("available_tracers").split():
             profiles = "linux-6.1 or riscv-optprobes-2023-ftrace"
             why = f"no function graph; use a --profile with ftrace, such as {profiles}, or --kprobes kernel"
-            raise CliError(f"--graph {escape_for_terminal(function)}: {why}")
+            raise CliError(f"--graph {escape_for_terminal(functions[0])}: {why}")
         self._check_free()
         for name in ("tracing_on", *(f"options/{name}" for name in options)):
             self._undo.callback(self._set, name, self._read(name))
@@ -51,16 +53,17 @@ class GraphTracer:
         self._undo.callback(self._set, "set_ftrace_notrace_pid", self._excluded)
         events = self._read("set_event_notrace_pid").replace(NO_PID, "")
         self._undo.callback(self._set, "set_event_notrace_pid", events)
-        try:
-            self._undo.callback(self._set, "set_graph_function", "")
-            self._write("set_graph_function", f"{function}\n")
-        except OSError as error:
-            # Linux: EINVAL if no function has the name or matches the pattern.
-            why = str(error.strerror)
-            if error.errno == EINVAL:
-                remedy = nearest(function) or "see available_filter_functions"
-                why = f"no such function can be traced; {remedy}"
-            raise CliError(f"--graph {escape_for_terminal(function)}: {why}") from None
+        self._undo.callback(self._set, "set_graph_function", "")
+        for number, function in enumerate(functions):
+            try:
+                self._write("set_graph_function", f"{function}\n", "a" if number else "w")
+            except OSError as error:
+                # Linux: EINVAL if no function has the name or matches the pattern.
+                why = str(error.strerror)
+                if error.errno == EINVAL:
+                    remedy = nearest(function) or "see available_filter_functions"
+                    why = f"no such function can be traced; {remedy}"
+                raise CliError(f"--graph {escape_for_terminal(function)}: {why}") from None
         for name in options:
             self._write(f"options/{name}", "1")
 
@@ -112,8 +115,9 @@ class GraphTracer:
     def _read(self, name: str) -> str:
         return (self._tracefs / name).read_text().strip()
 
-    def _write(self, name: str, text: str) -> None:
-        (self._tracefs / name).write_text(text)
+    def _write(self, name: str, text: str, mode: str = "w") -> None:
+        with (self._tracefs / name).open(mode) as file:
+            file.write(text)
 
     def _set(self, name: str, text: str) -> None:
         with suppress(OSError):

@@ -410,7 +410,7 @@ def test_a_call_graph_after_a_killed_one(directory: Path) -> None:
         pid, _, namespace = own_name().removeprefix("trace_").split("_")
         (tracefs / "instances" / f"trace_{pid}_0_{namespace}{SUFFIX}").mkdir()
         tracer = GraphTracer(tracefs)
-        tracer.prepare("vfs_write", (), str)
+        tracer.prepare(("vfs_write",), (), str)
         tracer.start([1])
         words = ("--graph", "vfs_read", "--", "true")
         assert kprobefs("trace", "-m", str(directory), *words, program=REAL_PROGRAM).returncode == 0
@@ -431,6 +431,17 @@ def test_a_call_graph_of_no_function(function: str, remedy: str) -> None:
     done = kprobefs("trace", "--graph", function, "--", "true", program=REAL_PROGRAM)
     assert done.returncode == 1
     assert done.stderr == f"kprobefs: --graph {function}: no such function can be traced; {remedy}\n"
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_call_graphs_of_several_functions() -> None:
+    script = 'cat "$KPROBEFS/kprobes/list"; mkdir "$KPROBEFS/scratch/d"'
+    words = ("--graph", "vfs_read", "--graph", "vfs_mk*", "--", "sh", "-c", script)
+    done = kprobefs("trace", "--json", *words, program=REAL_PROGRAM)
+    entries = [json.loads(line) for line in done.stdout.splitlines()]
+    outermost = {entry["fields"]["func"] for entry in entries if entry["fields"].get("depth") == 0}
+    assert outermost == {"vfs_read", "vfs_mkdir"}
 
 
 @needs_fuse
