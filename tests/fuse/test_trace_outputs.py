@@ -439,8 +439,9 @@ def test_call_graphs_of_several_functions() -> None:
     script = 'cat "$KPROBEFS/kprobes/list"; mkdir "$KPROBEFS/scratch/d"'
     words = ("--graph", "vfs_read", "--graph", "vfs_mk*", "--", "sh", "-c", script)
     done = kprobefs("trace", "--json", *words, program=REAL_PROGRAM)
-    entries = [json.loads(line) for line in done.stdout.splitlines()]
-    outermost = {entry["fields"]["func"] for entry in entries if entry["fields"].get("depth") == 0}
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    entries = [record["fields"] for record in records if record.get("event") == "funcgraph_entry"]
+    outermost = {entry["func"] for entry in entries if entry["depth"] == 0}
     assert outermost == {"vfs_read", "vfs_mkdir"}
 
 
