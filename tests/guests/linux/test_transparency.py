@@ -44,7 +44,7 @@ MODES_COMPARED = (
 
 def test_calls_are_the_same_in_all_modes() -> None:
     comparison = Comparison(2, MODES_COMPARED)
-    comparison.compare(functions(fewer(300, 20), seed=2), 2)
+    comparison.compare(functions(fewer(300, 30), seed=2), 2)
     comparison.close()
     assert comparison.differences == []
     assert comparison.ends["its"] > comparison.functions / 2

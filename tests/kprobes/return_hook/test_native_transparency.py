@@ -98,7 +98,7 @@ def _run_all(bench: Bench, runner: Runner, entries: dict[int, int]) -> None:
             entries[address] += counts[address]
 
 
-@pytest.mark.parametrize(("way", "stack"), share(CASES, 0, 4))
+@pytest.mark.parametrize(("way", "stack"), share(CASES, 0, 6))
 def test_functions_hooked_by_guest_code_end_as_unhooked_ones(way: str, stack: str) -> None:
     """All functions are hooked; each case calls another part of the functions."""
     with benches(WAYS[way], CASES.index((way, stack)), len(CASES)) as bench:
