@@ -6,8 +6,8 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
-from errno import EINVAL
+from collections.abc import Iterable, Iterator, Sequence
+from errno import EINVAL, EIO
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from emulated_kernel.arch.riscv.insn import RVI_SIZE
 from emulated_kernel.image.builtin_image import load_image
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
+from emulated_kernel.image.live_image import Module
 from emulated_kernel.image.text_tables import (
     BlacklistEntry,
     ExTableEntry,
@@ -198,6 +199,22 @@ def booted_kernel(source: str, cpu: str) -> tuple[LinuxKernel, CpuReport]:
     if bar is not None:
         bar.end()
     return found
+
+
+def modules_on_cpu(source: str, cpu: str, contents: Iterable[bytes]) -> Sequence[Module]:
+    """Return modules as a distribution's kernel has them after it has loaded them on the CPU of option --cpu.
+
+    `contents`: contents of the modules' files, in the order of loading. Leave out a module that the kernel
+    cannot load there. Raises: CliError, KernelError (the emulator cannot run the kernel), OSError.
+    """
+    from emulated_kernel.guests.linux.boot_cache import modules_as_booted
+    from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
+    from emulated_kernel.util.config import DEFAULT_SEED
+
+    try:
+        return modules_as_booted(source, DEFAULT_SEED, chosen_cpu(cpu), contents)
+    except (GuestFault, HardwareError, MemoryFault) as fault:
+        raise KernelError(EIO, str(fault)) from fault
 
 
 def dumped_kernel(vmcore: str) -> Subject:

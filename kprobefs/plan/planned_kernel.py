@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +17,7 @@ from emulated_kernel.image.linux.linked_module import LinkedModule, link_modules
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, ReturnThunks
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.image.linux.open_image import kernel_file
-from emulated_kernel.image.live_image import LiveImage
+from emulated_kernel.image.live_image import LiveImage, Module
 from emulated_kernel.image.prototypes import load_argument_counts
 from emulated_kernel.image.text_tables import ProbedTables, Range
 from emulated_kernel.image.trace_events import EventDefinition, event_definitions, syscall_definitions
@@ -32,7 +33,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.linux_rule import series_of
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, explained
-from kprobefs.measure.coverage_subject import WITH_OPTPROBES, Subject, booted_kernel
+from kprobefs.measure.coverage_subject import WITH_OPTPROBES, Subject, booted_kernel, modules_on_cpu
 from kprobefs.measure.verdicts import Judge, chosen_profile, own_profile
 from kprobefs.mount_options import KERNEL_KPROBES, KPROBES
 from kprobefs.plan.clones import clone_names, clones_by_function
@@ -90,14 +91,17 @@ class PlannedKernel:
         """Optimization policy whose verdicts are given in addition to Linux's, or None for only Linux's."""
         self.image: str | None = None
         """Path of the kernel's file or package; None for a dump and for the built-in kernel."""
-        self.modules: tuple[LinkedModule, ...] = ()
-        """Loaded modules, in the order of loading."""
+        self._linked: tuple[LinkedModule, ...] = ()
+        """Loaded modules, with the text of their files, in the order of loading."""
+        self._contents: Mapping[str, bytes] = {}
+        """Name of a loaded module -> contents of its file, in the order of loading."""
+        self._cpu: str | None = None
+        """Value of option --cpu; None if the option is not given."""
         self._files: ModuleFiles | None = None
         """Files of the package's modules, which this kernel and its copies share; None until one is read."""
         self.cpu_description = cpu_description
         """Description, for the output, of the CPUs to which the verdicts apply."""
-        self.remarks: tuple[str, ...] = ()
-        """Sentences for the output about the CPUs and the kprobes to which the verdicts apply."""
+        self._remarks: tuple[str, ...] = ()
         self.is_dump = False
         """Whether the kernel was running when its text and data were dumped."""
         self.is_booted = False
@@ -152,13 +156,43 @@ class PlannedKernel:
             found = PlannedKernel(self.title, self.arch, core, self.profile, self.cpu_description)
             found._files = self._files
             found.image = self.image
-            found.remarks = self.remarks
+            found._remarks = self._remarks
             found.is_booted = self.is_booted
+            found._cpu = self._cpu
             found.has_own_kprobes = self.has_own_kprobes
             found.has_own_tracing = self.has_own_tracing
             found.strategy = self.strategy
-            found.modules = tuple(link_modules(core, [*files.items()]))
+            found._linked = tuple(link_modules(core, [*files.items()]))
+            found._contents = files
             return found
+
+    @cached_property
+    def modules(self) -> Sequence[LinkedModule]:
+        """Return the loaded modules.
+
+        With --cpu, a guest loads them, because a kernel patches the text of a module as boot patches its own.
+        A module that the guest cannot load has the text of its file.
+        """
+        core = self.core
+        if self._cpu is None or self.image is None or not self._linked or not isinstance(core, LinuxKernel):
+            return self._linked
+        loaded: Sequence[Module] = ()
+        with suppress(KernelError):
+            loaded = modules_on_cpu(self.image, self._cpu, self._contents.values())
+        there = {each.name for each in loaded}
+        others = [(name, data) for name, data in self._contents.items() if name not in there]
+        if others:
+            names = escape_for_terminal(", ".join(name for name, _ in others))
+            why = "the emulated machine cannot load it, so the text is that of the file, without patches"
+            self._remarks += (f"{names}: {why} for the CPU",)
+        return *(LinkedModule(each, ()) for each in loaded), *link_modules(core, others, loaded)
+
+    @property
+    def remarks(self) -> Sequence[str]:
+        """Sentences for the output about the CPUs, kprobes and modules to which the verdicts apply."""
+        # If a guest cannot load the modules, a remark says so.
+        _ = self.modules
+        return self._remarks
 
     def with_module_of(self, module: str, symbol: str) -> PlannedKernel:
         """Return a copy of this kernel with `module`, which a place names before `symbol`.
@@ -364,7 +398,7 @@ def planned_kernel(
         _use_own_kprobes(made)
     elif remarks := made.judge.remarks:
         made.title += " with kprobefs's kprobes"
-        made.remarks += (*remarks[:-1], f"{remarks[-1]} (see --kprobes kernel)")
+        made._remarks += (*remarks[:-1], f"{remarks[-1]} (see --kprobes kernel)")
     try:
         with_strategy(made.profile, strategy)
     except KernelError as error:
@@ -439,8 +473,9 @@ def _booted(image: str, profile_name: str | None, cpu: str) -> PlannedKernel:
     profile = _profile(profile_name, "x86_64", kernel)
     made = PlannedKernel(title, "x86_64", kernel, profile, report.cpu_description)
     made.image = image
-    made.remarks = tuple(report.remarks)
+    made._remarks = tuple(report.remarks)
     made.is_booted = True
+    made._cpu = cpu
     return made
 
 

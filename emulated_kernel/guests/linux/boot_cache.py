@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from copy import copy
 from errno import EIO, ENOEXEC, EOPNOTSUPP
 from pathlib import Path
@@ -36,6 +37,7 @@ from emulated_kernel.image.linux.cached_tables import CachedKernelTables, cached
 from emulated_kernel.image.linux.cpu_features import with_features
 from emulated_kernel.image.linux.linux_kernel import LinuxKernel, open_kernel
 from emulated_kernel.image.linux.open_image import kernel_file
+from emulated_kernel.image.live_image import Module
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.garbage_collection import garbage_collection_stopped
@@ -130,6 +132,33 @@ def kernel_as_booted(
     named = shown.cpu.flags
     booted = with_features(kernel, kernel_from_file(str(path)), shown.features, named)
     return booted, CpuReport(shown.cpu, booted.release, shown.vulnerabilities)
+
+
+def modules_as_booted(
+    source: str, seed: int, cpu: ProductionCpu, contents: Iterable[bytes]
+) -> Sequence[Module]:
+    """Load modules into a kernel that has booted on a production CPU, and return its modules.
+
+    `contents`: contents of the modules' files, in the order of loading. The other parameters are those of
+    ensure_cached(). The text of the modules is the text after the kernel has patched it. Leave out a module
+    that the kernel refuses, or whose init function fails.
+    Raises: GuestFault (the kernel has panicked), KernelError (its modules cannot be read), and as
+    ensure_cached().
+    """
+    from emulated_kernel.guests.linux.probing.loaded_modules import LoadedModules
+    from emulated_kernel.guests.linux.probing.probed_linux import ProbedLinux
+
+    tasks, kernel = started_with_kernel(source, seed, cpu)
+    try:
+        syscalls = LinuxSyscalls(tasks)
+        for each in contents:
+            with suppress(KernelError):
+                syscalls.load_module(tasks.init, each)
+        machine = ProbedLinux(tasks, kernel)
+        loaded = LoadedModules(kernel, machine.memory, machine.damage)
+        return [loaded.read(address).without_init() for address in loaded.addresses()]
+    finally:
+        tasks.machine.close()
 
 
 def _cached(place: Path, *, with_parts: bool) -> tuple[LinuxTasks, dict[str, memoryview]] | None:

@@ -7,7 +7,7 @@ patches.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from errno import EOPNOTSUPP
 from itertools import pairwise
 
@@ -73,9 +73,12 @@ class LinkedModule:
         return replace(self.module, code={start: bytes(text) for start, text in code.items()})
 
 
-def link_modules(kernel: LinuxKernel, files: list[tuple[str, bytes]]) -> list[LinkedModule]:
+def link_modules(
+    kernel: LinuxKernel, files: Sequence[tuple[str, bytes]], loaded: Sequence[Module] = ()
+) -> list[LinkedModule]:
     """Link modules with a kernel, in the order of loading. `files`: name and contents of each module.
 
+    `loaded`: modules that the kernel has loaded before.
     Raises: KernelError ENOEXEC (a damaged module, or one for another kernel), EOPNOTSUPP (the kernel is not
     for x86_64).
     """
@@ -83,8 +86,9 @@ def link_modules(kernel: LinuxKernel, files: list[tuple[str, bytes]]) -> list[Li
         why = f"modules for {kernel.architecture} cannot be read without a running kernel"
         raise KernelError(EOPNOTSUPP, f"{why}; mount it and load the module there")
     found: list[LinkedModule] = []
-    known: dict[str, int] = {}
-    start = _FIRST
+    known = {symbol.name: symbol.address for module in loaded for symbol in module.symbols}
+    ends = [part.end for module in loaded for part in (module.text, *module.data)]
+    start = -(-max(ends, default=_FIRST) // _PAGE) * _PAGE
 
     def resolve(name: str) -> int | None:
         address = known.get(name)

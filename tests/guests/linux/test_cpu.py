@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from kprobefs.mount_options import MountOptions
 from kprobefs.plan.planned_kernel import planned_kernel
 from tests.guests.linux import debian_kernel, probing
 from tests.guests.linux.files import Files
+from tests.guests.linux.parts import calls_of
 
 RECORDED = sorted(Path(__file__).with_name("cpus").glob("*.cpu"))
 SERVER = "skylake-sp"
@@ -399,6 +401,43 @@ def test_commands_answer_for_the_cpu(image: Path, booted: Any, capsys: pytest.Ca
     assert place["verdicts"]["optimized"] == sum(
         each["verdict"] == "optimized" for each in answer["instructions"]
     )
+
+
+@pytest.mark.usefixtures("booted")
+def test_a_planned_module_has_the_text_of_a_loaded_one(image: Path) -> None:
+    """The kernel patches a module for the CPU when it loads the module."""
+    base = planned_kernel(None, str(image), None, None, cpu=SERVER)
+    planned = base.with_modules(["nf_conntrack"])
+    mount = build_kernel(
+        MountOptions("/mnt", MachineConfig(image=image, seed=debian_kernel.SEED), cpu=SERVER)
+    )
+    Files(mount, Client(4714, 0, 0)).write("/machine/modules", "load nf_conntrack\n")
+    loaded = calls_of(mount).engine.live.find("nf_conntrack")
+    mount.close()
+    assert loaded is not None
+    start, end = loaded.text
+    assert planned.tables.read(start, end - start) == loaded.code[start]
+    assert planned.remarks == base.remarks
+    of_file = planned_kernel(None, str(image), None, None).with_modules(["nf_conntrack"]).modules[-1].module
+    text = of_file.code[of_file.text.start]
+    assert text != loaded.code[start][: len(text)]
+
+
+@pytest.mark.usefixtures("booted")
+def test_a_planned_module_that_the_guest_cannot_load(image: Path) -> None:
+    """A module whose init function fails has the text of its file, and a remark says why."""
+    base = planned_kernel(None, str(image), None, None, cpu=SERVER)
+    planned = base.with_modules(["kvm-amd", "nf_conntrack"])
+    assert len(planned.remarks) == len(base.remarks) + 1
+    assert "kvm_amd" in planned.remarks[-1]
+    assert "nf_conntrack" not in planned.remarks[-1]
+    found = {each.module.name: each.module for each in planned.modules}
+    parts = sorted((*found["kvm_amd"].text_ranges, *found["nf_conntrack"].text_ranges))
+    assert all(before.end <= after.start for before, after in pairwise(parts))
+    of_file = planned_kernel(None, str(image), None, None).with_modules(["kvm-amd"])
+    (text,) = (each.module.text for each in of_file.modules if each.module.name == "kvm_amd")
+    assert found["kvm_amd"].text.end - found["kvm_amd"].text.start == text.end - text.start
+    assert planned.tables.kallsyms.by_name("kvm_amd:svm_exit")
 
 
 @pytest.mark.parametrize(
