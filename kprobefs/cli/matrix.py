@@ -98,7 +98,8 @@ class Result:
     line: str
     """Reason why the kernel has panicked, or else the first line of the log that says why the command failed.
 
-    The line is "" if the run has passed. If the run is skipped, it is the last line of the command's output.
+    The line is "" if the run has passed, or if it was stopped and no line of the log names an error. If the
+    run is skipped, it is the last line of the command's output.
     """
     hint: str = ""
     """The first hint that `run` has added to the log, without its prefix; "" if there is none."""
@@ -356,6 +357,9 @@ def result(case: Case, status: int, seconds: float, log: Path) -> Result:
     panic = _printed(panic_hint.HINT_LINE, text)
     if panic:
         line = panic
+    elif status in _STOPPED:
+        # The first line of the output is no reason: a signal has ended the run.
+        line = line if BLAMED.search(line) else ""
     elif status == SKIPPED:
         line = next((line for line in reversed(text.splitlines()) if line.strip() and not _is_hint(line)), "")
     elif status and (refusal := _printed(refusal_hint.HINT_LINE, text)):

@@ -350,6 +350,7 @@ def clean_up(*_):
     time.sleep(1)
     write("-:mine")
     open("cleaned", "w").close()
+    print("a report")
     sys.exit(0)
 
 signal.signal(signal.SIGINT, clean_up)
@@ -383,7 +384,7 @@ def test_a_tool_cleans_up_after_a_signal(shell: str, number: signal.Signals, tmp
     started.send_signal(number)
     report, _ = started.communicate(timeout=60)
     assert started.returncode == matrix.INTERRUPTED
-    assert [found["result"] for found in json.loads(report)] == ["stopped"]
+    assert [(found["result"], found["line"]) for found in json.loads(report)] == [("stopped", "")]
     assert (tmp_path / "cleaned").exists()
 
 
