@@ -74,7 +74,9 @@ def check_lines(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
     modules, missing = _modules(kernel, known)
     if modules:
         before = answers
-        answers = _answers(kernel.with_modules(modules), known)
+        loaded = kernel.with_modules(modules)
+        answers = _answers(loaded, known)
+        kernel.remark(loaded.remarks)
         for answer, unloaded in zip(answers, before, strict=True):
             module = _place(answer.line).partition(":")[0]
             _compare(answer, unloaded, module if module in modules else ", ".join(modules))

@@ -194,6 +194,10 @@ class PlannedKernel:
         _ = self.modules
         return self._remarks
 
+    def remark(self, remarks: Iterable[str]) -> None:
+        """Add sentences to `remarks`, except those that are there."""
+        self._remarks = tuple(dict.fromkeys((*self._remarks, *remarks)))
+
     def with_module_of(self, module: str, symbol: str) -> PlannedKernel:
         """Return a copy of this kernel with `module`, which a place names before `symbol`.
 

@@ -424,7 +424,9 @@ def test_a_planned_module_has_the_text_of_a_loaded_one(image: Path) -> None:
 
 
 @pytest.mark.usefixtures("booted")
-def test_a_planned_module_that_the_guest_cannot_load(image: Path) -> None:
+def test_a_planned_module_that_the_guest_cannot_load(
+    image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A module whose init function fails has the text of its file, and a remark says why."""
     base = planned_kernel(None, str(image), None, None, cpu=SERVER)
     planned = base.with_modules(["kvm-amd", "nf_conntrack"])
@@ -437,7 +439,12 @@ def test_a_planned_module_that_the_guest_cannot_load(image: Path) -> None:
     of_file = planned_kernel(None, str(image), None, None).with_modules(["kvm-amd"])
     (text,) = (each.module.text for each in of_file.modules if each.module.name == "kvm_amd")
     assert found["kvm_amd"].text.end - found["kvm_amd"].text.start == text.end - text.start
-    assert planned.tables.kallsyms.by_name("kvm_amd:svm_exit")
+    assert planned.tables.kallsyms.by_name("kvm_amd:svm_vm_init")
+    file = tmp_path / "x.probes"
+    file.write_text("p kvm_amd:svm_vm_init\np nf_conntrack:nf_conntrack_in\n")
+    assert main(["check", str(file), "--image", str(image), "--cpu", SERVER, "--json"]) == 0
+    (checked,) = json.loads(capsys.readouterr().out)
+    assert checked["kernels"][0]["remarks"] == [*planned.remarks]
 
 
 @pytest.mark.parametrize(
