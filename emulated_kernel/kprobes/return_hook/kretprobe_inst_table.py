@@ -63,6 +63,8 @@ class KretprobeInstTable(RethookListStack):
     """
 
     name = "instances"
+    before = 0
+    header = HEADER
     hook_word = RP
     ret_addr_word = RET_ADDR
     is_kretprobes = True

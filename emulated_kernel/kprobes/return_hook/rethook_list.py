@@ -22,23 +22,31 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
 )
 from emulated_kernel.machine.traps.trap import MemoryFault
 
-NEXT_FREE = 1
+BEFORE = 2
+"""Number of words in struct rethook_node before `llist`.
+
+As in Linux, a task's list links the members `llist`. A node's address is that of its `llist`, and the indexes
+of words count from there.
+"""
+NEXT_FREE = -1
 """Index of the word in struct rethook_node with the next free node (v6.1), or a part of an rcu_head."""
-LLIST = 2
+LLIST = 0
 """Index of the word in struct rethook_node that points to the next older call of the task."""
-HOOK = 3
+HOOK = 1
 """Index of the word in struct rethook_node with the address of the hook."""
-RET_ADDR = 4
+RET_ADDR = 2
 """Index of the word in struct rethook_node with the real return address."""
-FRAME = 5
+FRAME = 3
 """Index of the word in struct rethook_node with the address of the stack slot."""
-HEADER = 6
-"""Number of words in struct rethook_node before the data."""
+HEADER = 4
+"""Number of words in struct rethook_node from `llist` to the data."""
 
 
 class RethookListStack(ShadowStack):
     """List of struct rethook_node per task, newest first. Mirrors: kernel/trace/rethook.c (v6.1)."""
 
+    before = BEFORE
+    """Number of words of a node before its address."""
     header = HEADER
     hook_word = HOOK
     ret_addr_word = RET_ADDR
@@ -56,6 +64,7 @@ class RethookListStack(ShadowStack):
         try:
             first = words.alloc(nodes * size)
             self._blocks[hook] = first
+            first += self.before * word
             fresh = range(first, first + nodes * size, size)
             for node in fresh:
                 words[node + self.hook_word * word] = hook
@@ -71,6 +80,7 @@ class RethookListStack(ShadowStack):
         if first is None:
             raise MemoryFault(hook, "no return hook")
         size = self.words.size_of(first)
+        first += self.before * self.words.word_size
         return range(first, first + size, size // self.hooks[hook])
 
     def _known_node(self, hook: int, node: int) -> int:
@@ -106,7 +116,7 @@ class RethookListStack(ShadowStack):
 
     def _node_size(self, data_size: int) -> int:
         word = self.words.word_size
-        return self.header * word + -(-data_size // word) * word
+        return (self.before + self.header) * word + -(-data_size // word) * word
 
     @abstractmethod
     def _fill_pool(self, hook: int, nodes: range) -> None:

@@ -13,6 +13,7 @@ from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.linux_context import _shadow_stacks
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.image.linux.btf import Btf
+from emulated_kernel.kprobes.return_hook.rethook_list import BEFORE, FRAME, HOOK, LLIST, RET_ADDR
 from emulated_kernel.vfs.core.node import Owner
 from tests.guests.linux import debian_kernel
 from tests.guests.linux.probing import workload
@@ -49,6 +50,14 @@ def test_fields_of_a_kernel_without_rethooks() -> None:
 def test_no_array_of_the_kernel_s_own_graph() -> None:
     """In a dump, ret_stack is not used, because tasks may have arrays of the kernel's own function graph."""
     assert shadow_stacks(kretprobe_instances=64, ret_stack=8, may_have_traced=True) == {}
+
+
+def test_the_layout_of_calls_is_the_kernels() -> None:
+    """Debuggers follow the list of a task with the kernel's own types."""
+    _, kernel = debian_kernel.with_kernel()
+    members = {"llist": LLIST, "rethook": HOOK, "ret_addr": RET_ADDR, "frame": FRAME}
+    offsets = {name: kernel.btf.offset(f"rethook_node.{name}") for name in members}
+    assert offsets == {name: (BEFORE + word) * 8 for name, word in members.items()}
 
 
 def test_return_probes_without_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from emulated_kernel.image.types_file import load_types
 from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
 from emulated_kernel.kprobes.return_hook.ret_stack import RetStack
 from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
 from emulated_kernel.kprobes.return_hook.shadow_stack import ShadowStack
 from emulated_kernel.util.abi import PAGE_SIZE
+from tests.kept_images import load_image
 from tests.sample import fewer
 
 WORD = 8
@@ -122,3 +124,24 @@ def test_what_is_pending_is_what_was_called(name: str, acts: list[Act], nodes: i
         stack.remove_hook(hook)
     stack.close()
     assert words.used == 0, "all memory comes back"
+
+
+@pytest.mark.parametrize("name", ["rethook", "objpool"])
+def test_a_debugger_can_follow_the_list_of_a_task(name: str) -> None:
+    """The pending calls are found by the types of the image, as drgn's llist_for_each_entry does."""
+    types = load_types(load_image(None, "x86_64").path)
+    assert types is not None
+    stack, words = make(name)
+    task, hook = TASKS[0], stack.add_hook(3, 2 * WORD)
+    pushed = [(0x1000, 0x9000), (0x2000, 0x8000)]
+    for ret_addr, frame in pushed:
+        stack.push(hook, task, stack.try_get(hook, task), ret_addr, frame)
+    found = []
+    link = int(stack.tasks.of(task, stack.field)[0])
+    while link:
+        call = link - types.offset("rethook_node.llist")
+        assert words[call + types.offset("rethook_node.rethook")] == hook
+        members = (f"rethook_node.{name}" for name in ("ret_addr", "frame"))
+        found.append(tuple(words[call + types.offset(member)] for member in members))
+        link = words[link + types.offset("llist_node.next")]
+    assert found == pushed[::-1]

@@ -132,7 +132,10 @@ struct task_struct {
 	wait_queue_head_t wait_chldexit;
 	void *worker_private; /* of a kernel thread: its struct kthread */
 	/* Shadow stacks of hooked returns, which only the host works on. */
-	unsigned long rethooks;       /* what is pending, or 0 */
+	union {
+		struct llist_head rethooks; /* pending calls: struct rethook_node */
+		unsigned long nr_pending;   /* their number, with a table of instances */
+	};
 	unsigned long ret_stack;      /* the function graph's array, or 0 */
 	unsigned long curr_ret_stack; /* always 0: the array itself says how much of it is in use */
 	struct cred own_cred;

@@ -54,6 +54,12 @@ struct hlist_node {
 struct hlist_head {
 	struct hlist_node *first;
 };
+struct llist_head {
+	struct llist_node *first;
+};
+struct llist_node {
+	struct llist_node *next;
+};
 
 #define __section(name) __attribute__((section(name)))
 #define __used __attribute__((used))

@@ -2,6 +2,7 @@
 // What the kernel has to know of hooked returns: a task's birth, its end, and the real caller.
 #include "bug.h"
 #include "printk.h"
+#include "rethook.h"
 #include "sched.h"
 #include <asm/host_trap.h>
 
@@ -12,14 +13,15 @@ unsigned long host_native_return_trampoline;
 
 notrace void rethook_init_task(struct task_struct *tsk)
 {
-	tsk->rethooks = tsk->ret_stack = tsk->curr_ret_stack = 0;
+	(void)(struct rethook_node *)NULL; /* A cast puts the type into the types of the image. */
+	tsk->nr_pending = tsk->ret_stack = tsk->curr_ret_stack = 0;
 }
 NOKPROBE_SYMBOL(rethook_init_task);
 
 /* Nobody will return through what is still pending. */
 noinline notrace void rethook_flush_task(struct task_struct *tsk)
 {
-	if (host_return_trampoline && (tsk->rethooks || tsk->ret_stack))
+	if (host_return_trampoline && (tsk->nr_pending || tsk->ret_stack))
 		HOST_TRAP(rethook_flush_trap, tsk, 0);
 }
 NOKPROBE_SYMBOL(rethook_flush_task);
@@ -35,10 +37,8 @@ noinline notrace unsigned long rethook_find_ret_addr(struct task_struct *tsk, un
 }
 NOKPROBE_SYMBOL(rethook_find_ret_addr);
 
-/*
- * The host comes here where a function returned that nobody has hooked. rp, addr: the kretprobe whose turn
- * it would have been.
- */
+/* The host comes here if a function returns that nobody has hooked. */
+/* rp, addr: the kretprobe whose turn it would have been. */
 __visible noinline notrace void rethook_bug(bool is_kretprobe, unsigned long rp, unsigned long addr)
 {
 	if (is_kretprobe)
