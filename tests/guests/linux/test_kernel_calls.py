@@ -49,6 +49,22 @@ def test_results(shell: Files) -> None:
     assert shell.call("jiffies") == "EINVAL jiffies: jiffies is not a function\n"
 
 
+def test_it_may_kill_the_task_that_waits_for_it(mount: Mount) -> None:
+    """The task sleeps in its write, although a signal is pending. The write has its result.
+
+    The client's next request gets a new task.
+    """
+    shell = Files(mount, Client(4343, 0, 0))
+    task = shell.call("find_task_by_vpid 4343").split()[2]
+    shell.write("/kprobe_events", "p:killing send_sig signal=$arg1:s32\n")
+    shell.write("/tracing/events/kprobes/killing/enable", "1")
+    assert shell.call(f"send_sig 9 {task} 1") == "send_sig = 0x0 (0)\n"
+    assert "killing: (send_sig" in shell.read("/tracing/trace")
+    shell.write("/tracing/events/kprobes/killing/enable", "0")
+    shell.write("/kprobe_events", "-:killing\n")
+    assert shell.call("find_task_by_vpid 4343").split()[2] != "0x0"
+
+
 def test_it_may_sleep(shell: Files, mount: Mount) -> None:
     """A called function may sleep for a time, which passes in the guest, and for a grace period."""
     pc = calls_of(mount).engine.tasks.machine.pc

@@ -14,7 +14,13 @@ from errno import ESRCH
 from functools import partial
 from operator import attrgetter
 
-from emulated_kernel.guests.linux.guest.linux_task import TASK_INTERRUPTIBLE, Blocked, LinuxTask, Service
+from emulated_kernel.guests.linux.guest.linux_task import (
+    TASK_IDLE,
+    TASK_INTERRUPTIBLE,
+    Blocked,
+    LinuxTask,
+    Service,
+)
 from emulated_kernel.guests.linux.guest.task_table import TaskTable
 from emulated_kernel.guests.linux.guest.wakeup_thunk import Wakeup
 from emulated_kernel.guests.linux.pc.linux_machine import IDLE, IN_CALL, LinuxMachine
@@ -125,8 +131,8 @@ class ClientScheduler:
             self._memory.words[task.flags >> 3] |= self._need_resched
         self._thunk.wake(to.address if to else 0)
 
-    def _put_to_sleep(self, task: LinuxTask) -> None:
-        struct.pack_into("<I", self._ram, task.state, TASK_INTERRUPTIBLE)
+    def _put_to_sleep(self, task: LinuxTask, state: int = TASK_INTERRUPTIBLE) -> None:
+        struct.pack_into("<I", self._ram, task.state, state)
 
     def run_until(
         self,
@@ -331,8 +337,8 @@ class ClientScheduler:
             return False
         answer = self._answers.pop(task, None)
         if answer is None:
-            # Something other than the answer has woken the task.
-            self._sleep_in_call(task)
+            # A signal may have woken the task. While it is pending, an interruptible sleep ends at once.
+            self._sleep_in_call(task, TASK_IDLE)
         else:
             answer()
         return True
@@ -344,9 +350,9 @@ class ClientScheduler:
         if task is not None:
             self._sleep_in_call(task)
 
-    def _sleep_in_call(self, task: LinuxTask) -> None:
+    def _sleep_in_call(self, task: LinuxTask, state: int = TASK_INTERRUPTIBLE) -> None:
         assert self.sleep_in_call is not None, "nothing waits in a call before that code is there"
-        self._put_to_sleep(task)
+        self._put_to_sleep(task, state)
         self._machine.regs.ip = self.sleep_in_call
 
     def _serve(self, task: LinuxTask) -> None:

@@ -9,6 +9,11 @@ from emulated_kernel.util.fast_dataclass import dataclass, field
 THREAD_SIZE = 16 << 10
 """Size of a kernel stack in bytes."""
 TASK_INTERRUPTIBLE = 1
+TASK_IDLE = 0x402
+"""State of a task that no signal wakes, and that counts neither for the load nor as hung.
+
+Mirrors: include/linux/sched.h (v6.1), TASK_UNINTERRUPTIBLE | TASK_NOLOAD.
+"""
 
 Service = Callable[[], Callable[[], None]]
 """Function that does the host's work in a system call, and returns another function.
