@@ -14,7 +14,7 @@ from tests.kprobes.optimizer.regions import Bench, exits, optimizable, piece_siz
 from tests.sample import share
 
 ARCHS = ("x86_64", "i386")
-PARTS = 24
+PARTS = 48
 
 
 def compare(probed: Probed, bench: Bench, place: tuple[str, int, int]) -> list[str]:
