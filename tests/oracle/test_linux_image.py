@@ -22,11 +22,8 @@ from emulated_kernel.image.text_tables import ProbedTables
 from kprobefs.measure.coverage_subject import Subject, linux_image, recorded_functions
 from tests.image.linux.debian import package
 from tests.oracle.recorded import oracle_directory
-from tests.sample import fewer, share
 
 RECORDED = oracle_directory() / "functions-6.1.json.gz"
-PARTS = 3
-"""A run compares the verdicts of one of this many functions."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -81,12 +78,12 @@ def test_tables_agree_for_all_functions_that_are_compiled_alike(kernels: Kernels
 def test_verdicts_agree_wherever_boot_patched_nothing_else(kernels: Kernels) -> None:
     recorded, ours = verdict(kernels.recorded.tables), verdict(kernels.ours.tables)
     compared = 0
-    for theirs, linked in share(kernels.pairs, 0, PARTS):
+    for theirs, linked in kernels.pairs:
         if opcodes(kernels.recorded, theirs) == opcodes(kernels.ours, linked):
             expected = judged(recorded, theirs)
             assert judged(ours, linked) == expected, theirs.name
             compared += len(expected)
-    assert compared > fewer(100_000, PARTS)
+    assert compared > 100_000
 
 
 def opcodes(subject: Subject, symbol: Symbol) -> list[tuple[int, bytes]]:
