@@ -1,11 +1,11 @@
 """Time of open, read and close of a probe's file `hits`, divided by that of a FUSE file system in C.
 
-The C program uses no library. The client and all servers are pinned to the same CPU. The files take turns,
-batch by batch. A ratio divides the time of a batch by the time of a batch over passthrough.c in the same
-turn. In the latter, the client's working directory is that of `hits`, and each close(2) sends a FLUSH to the
-C program. A second instance of the program refuses FLUSH, as kprobefs does. With an absolute path, the host's
-kernel also walks the directories above the file. While a probe is armed, each request is also a system call
-of the emulated kernel.
+The C program, passthrough.c, uses no library and has a file `hits` at the same path. The client and all
+servers are pinned to the same CPU. The files take turns, batch by batch. A ratio divides the time of a batch
+by the time of the C program's batch in the same turn: there, the client opens `hits` from the file's own
+directory, and each close(2) sends a FLUSH. A second instance of the program, which is shown but never
+divides, refuses FLUSH, as kprobefs does. With an absolute path, the host's kernel also walks the directories
+above the file. While a probe is armed, each request is also a system call of the emulated kernel.
 """
 
 from __future__ import annotations

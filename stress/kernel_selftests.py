@@ -60,6 +60,7 @@ class Selftests:
     def run(self, image: Path, way: str, directory: str) -> Iterator[Outcome]:
         """Run the tests of a directory that have no outcome yet; keep and yield each outcome.
 
+        `way`: one of WAYS, who serves the probes. `directory`: name of a directory in test.d/, as kprobe.
         Raises: KernelError (not a kernel), OSError.
         """
         release = release_of(image)

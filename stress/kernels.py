@@ -481,7 +481,7 @@ class Result:
     start: float
     failed: dict[str, str] = field(default_factory=dict)
     differences: str = ""
-    """Number of differences from the kernel's own answers, and number of questions; "" if none were asked."""
+    """Text "N of M": of M answers, N differ from the kernel's own ones; "" if no question was asked."""
     examples: list[str] = field(default_factory=list)
     """Some of the differences."""
     selftests: tuple[str, str] = ("", "")

@@ -240,10 +240,11 @@ def nothing_hints(ended: EndedCommand, past: Past) -> Iterator[str]:
 
 
 def _not_by_scratch(ended: EndedCommand, past: Past) -> Iterator[str]:
-    """Yield a hint about the events that were hit but record nothing, because only triggers use the hits.
+    """Yield a hint that no hit came by scratch/, because the command's files are outside of the mount.
 
-    There is no such hint if the command has used a file in scratch/. Without such a use, the hits come from
-    control files or from the guest's own work.
+    The hint names the events that were hit but record nothing, for example because only triggers use the
+    hits. There is no hint if the command names no file outside of the mount, if it has used scratch/ or this
+    is unknown, or if machine/load or machine/call has run code.
     """
     if past.used is None or "/scratch" in past.used or _has_other_work(ended.directory):
         return

@@ -1,4 +1,6 @@
-"""Tables of a kernel of which only some functions are known."""
+"""Sample: the tables that checks of probes read, for a kernel of which the code of only some functions is
+known.
+"""
 
 from __future__ import annotations
 

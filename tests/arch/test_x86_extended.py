@@ -25,7 +25,7 @@ CALL, JMP, JMP8, JE8 = "e800100000", "e900100000", "eb40", "7440"
 
 
 def jump(at: int, target: int) -> str:
-    """Return the code of a jmp at the offset `at` of the function."""
+    """Return, in hex, a jmp at the offset `at` of the function at ADDR, to the address `target`."""
     return "e9" + (target - (ADDR + at + 5)).to_bytes(4, "little", signed=True).hex()
 
 

@@ -61,6 +61,7 @@ def handler_code(
 ) -> HandlerCode:
     """Return code that runs a program and preserves the registers `live`, or all registers if `live` is None.
 
+    `addr`: address of the probe, which the program sees as the ip. The code itself works at any address.
     `by_call`: an fentry site calls the code.
     """
     constants = {"ip": addr}

@@ -48,7 +48,8 @@ def handler_code(
 ) -> HandlerCode:
     """Return code that runs a program and preserves the registers `live`, or all registers if `live` is None.
 
-    `breakpoint_`: breakpoint for host calls. `per_cpu`, `user_access`: see RiscvLowering.
+    `addr`: address of the probe, which the program sees as the ip. `breakpoint_`: breakpoint for host calls.
+    `per_cpu`, `user_access`: see RiscvLowering.
     """
     constants = {"ip": addr, **pt_regs.FIXED_REGISTERS}
 

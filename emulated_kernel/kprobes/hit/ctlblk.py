@@ -42,7 +42,11 @@ class KprobeCtlblk:
     Linux disables preemption during these calls.
     """
     started: int = 0
-    """Time in nanoseconds at which the hit of `running` started; only set if the guest runs within it."""
+    """Value of perf_counter_ns() when the hit of `running` started, for reset_current().
+
+    A hit sets it before its step and its post_handlers at the latest. Until then it has the value of an
+    earlier hit.
+    """
     cpu: int = 0
     _others: dict[int, _State] = field(default_factory=dict)
 

@@ -23,7 +23,11 @@ from tests.ledger import ledger_mismatches
 from tests.sample import fewer
 
 PLAIN, OTHER, STEPPED = "gcd", "lcm", "int_sqrt"
-"""Probed functions. One ftrace user has the probes of the first two; the last probe has a post_handler."""
+"""Probed functions. Only the probe of STEPPED has a post_handler.
+
+For ftrace, all probes without a post_handler are one user. So those of PLAIN and OTHER have the same place in
+the order of calls.
+"""
 ARGUMENTS = {PLAIN: (12, 18), STEPPED: (49,)}
 
 
