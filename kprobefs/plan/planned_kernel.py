@@ -84,9 +84,12 @@ class PlannedKernel:
         """The kernel without modules."""
         self.profile = profile
         self.has_own_kprobes = False
-        """Whether the verdicts are those of the kernel's own kprobes, and not of kprobefs's."""
-        self.has_own_tracing = False
-        """Whether answers are for the kernel's own kprobes, and so for its own tracefs."""
+        """Whether the verdicts are those of the kernel's own kprobes, and not of kprobefs's.
+
+        False on x86, where both have the same verdicts.
+        """
+        self.has_own_tracefs = False
+        """Whether the answers are for the kernel's own tracefs, as with `--kprobes kernel`."""
         self.strategy: str | None = None
         """Optimization policy whose verdicts are given in addition to Linux's, or None for only Linux's."""
         self.image: str | None = None
@@ -160,7 +163,7 @@ class PlannedKernel:
             found.is_booted = self.is_booted
             found._cpu = self._cpu
             found.has_own_kprobes = self.has_own_kprobes
-            found.has_own_tracing = self.has_own_tracing
+            found.has_own_tracefs = self.has_own_tracefs
             found.strategy = self.strategy
             found._linked = tuple(link_modules(core, [*files.items()]))
             found._contents = files
@@ -363,7 +366,7 @@ class PlannedKernel:
 
         kprobefs's own tracefs has all features.
         """
-        return not self.has_own_tracing or bool(self.tables.kallsyms.count_name(function))
+        return not self.has_own_tracefs or bool(self.tables.kallsyms.count_name(function))
 
     def argument_count(self, function: str) -> int | None:
         """Return the number of a function's parameters in the built-in kernel; None if it isn't known."""
@@ -397,8 +400,8 @@ def planned_kernel(
         raise CliError(f"--cpu: {why}", ExitStatus.USAGE)
     made = _planned(arch, image, vmcore, profile_name, cpu)
     made.strategy = strategy
-    made.has_own_tracing = kprobes == KERNEL_KPROBES
-    if made.has_own_tracing:
+    made.has_own_tracefs = kprobes == KERNEL_KPROBES
+    if made.has_own_tracefs:
         _use_own_kprobes(made)
     elif remarks := made.judge.remarks:
         made.title += " with kprobefs's kprobes"
