@@ -161,8 +161,8 @@ _STAGES = (
     ),
     Step(
         "Third stage: jump",
-        "The start of the jump replaces the breakpoint. While `stages` is 1, the detour calls the handler by a "
-        "breakpoint of its own. Otherwise a hit needs no trap from now on.",
+        "The start of the jump replaces the breakpoint. While `stages` is 1, the detour calls the handler by "
+        "a breakpoint of its own. Otherwise a hit needs no trap from now on.",
         ("echo next > kprobes/stages", "cat kprobes/stages", *_LOOK, "cat kprobes/list"),
     ),
     Step(
