@@ -39,7 +39,7 @@ open() {
 mkdir scratch/ext4
 echo "load brd" >machine/modules
 if ! grep -q ' ext4_file_write_iter' machine/kallsyms; then
-    # Where ext4 is a module, its checksum may be one, too.
+    # If ext4 is a module, its checksum algorithm may be a module, too.
     echo "load crc32c_generic" >machine/modules 2>/dev/null || :
     echo "load ext4" >machine/modules
 fi

@@ -47,7 +47,7 @@ class Code(Enum):
 
 
 NEW_ONE_OF = 4
-"""Of the instructions in code that the host has added, one of this many is compared when it first runs."""
+"""One in this many instructions of code that the host has added is compared at its first execution."""
 
 
 class Chains:

@@ -263,7 +263,7 @@ def _files(calls: LinuxSyscalls, client: LinuxTask, turn: int) -> Iterator[Any]:
 
 
 class Probed(NamedTuple):
-    """What a workload with probes has returned, recorded and left in memory."""
+    """Results of a workload with probes: what it returned, what the probes recorded, and its memory."""
 
     answers: list[Any]
     hits: Counter[int]

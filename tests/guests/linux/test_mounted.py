@@ -327,7 +327,7 @@ def test_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             timeout=80,
             check=False,
         )
-        # What was printed says which command has failed.
+        # If a command fails, the output shows which one.
         printed = ["1", "k do_sys_openat2+0x0", "hello", "1", "1", "1"]
         assert (done.stdout.splitlines(), done.returncode, done.stderr) == (printed, 0, "")
         links_and_room(directory)
