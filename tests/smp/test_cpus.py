@@ -4,16 +4,20 @@ is handled.
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import Any
 
 import pytest
 
+from emulated_kernel.guests.builtin.runner import guest_runner
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.util.config import ARCHITECTURES
+from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.mount import Mount
+from tests.guests.builtin.test_dead_guest import read_text
 from tests.smp.conftest import Boot, clients
 
 SHELL = Client(500, 0, 0)
@@ -112,6 +116,25 @@ def test_the_same_seed_gives_the_same_trace(boot: Boot, cpus: int) -> None:
     assert trace.count("back: (vfs_read") + trace.count(" <- vfs_read)") == 12
     assert trace.count("reads: (vfs_read") == 13
     assert trace.count("sched_switch: ") > 12
+
+
+@pytest.mark.parametrize("quantum", [None, 1000])
+def test_cpus_that_wait_for_each_other_for_ever_are_given_up(
+    boot: Boot, monkeypatch: pytest.MonkeyPatch, quantum: int | None
+) -> None:
+    """The watchdog ends no such wait, because the end of a task needs the lock for which the CPU waits."""
+    monkeypatch.setattr(guest_runner, "MAX_CALL", 0.5)
+    kernel = boot(2, quantum=quantum)
+    kernel.call("int_sqrt", 4)
+    runqueues = kernel.image.kallsyms.lookup_name("runqueues")
+    assert runqueues is not None
+    # The lock is the first member of a queue. CPU 0 takes ticks, and would panic.
+    kernel.machine.memory.write(kernel.machine.per_cpu_bases[1] + runqueues, b"\1")
+    with pytest.raises(KernelError) as caught:
+        kernel.call("_raw_spin_lock", b"held")
+    assert caught.value.errno == errno.EFAULT
+    log = read_text(kernel.mount(), "/machine/dmesg")
+    assert log.endswith("kprobefs: the guest was given up: a system call kept it busy for 0.5 s\n")
 
 
 def write(mount: Mount, path: str, text: str) -> None:

@@ -313,7 +313,7 @@ class GuestRunner:
                     break
                 self._wake(task)
             elif self._at is not CpuPosition.IDLE and self._is_overdue(since):
-                self._die(f"a system call kept it busy for {MAX_CALL:g} s")
+                self._end_overdue()
             elif self._go_on(task, slept):
                 slept += 1
             self._step()
@@ -337,6 +337,10 @@ class GuestRunner:
         if not handlers.is_continued:
             handlers.keep_measuring()
         return used - handlers.kept > MAX_CALL
+
+    def _end_overdue(self) -> None:
+        """Declare the guest dead, because a system call lasts too long."""
+        self._die(f"a system call kept it busy for {MAX_CALL:g} s")
 
     def _run_elsewhere(self, request: Request, action: Callable[[], int]) -> int:
         """Run `action`, an action that was deferred until the task sleeps; return its result.

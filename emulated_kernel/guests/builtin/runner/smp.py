@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable, Iterator
+from time import thread_time
 
 from emulated_kernel.guests.builtin.builtin_kernel import BuiltinKernel
 from emulated_kernel.guests.builtin.runner.guest_runner import (
@@ -31,6 +32,8 @@ MAX_INSTRUCTIONS = 50_000_000
 
 The limit applies if turns have a quantum.
 """
+TURNS_PER_LOOK = 256
+"""Number of turns after which the runner looks again whether a system call has lasted too long."""
 
 
 class SmpGuestRunner(GuestRunner):
@@ -102,10 +105,17 @@ class SmpGuestRunner(GuestRunner):
         The caller has answered the current CPU's hypercall.
         """
         following: int | None = self._machine.cpu
+        turns = 0
+        since: float | None = None
         while following is not None:
             super()._step()
             if self._at is not CpuPosition.UNDERWAY:
                 self._turns = 0
+            turns += 1
+            if not turns % TURNS_PER_LOOK:
+                since = thread_time() if since is None else since
+                if self._is_overdue(since):
+                    self._end_overdue()
             following = None if self.is_dead else self._next()
             if following is not None:
                 self._turn_to(following)
