@@ -143,17 +143,24 @@ def _refusals_in_process(kernel: Kernel | None, error: BaseException | None) -> 
 
 
 def _refusals(directory: str) -> Iterator[str]:
-    """Yield the hints of `kprobefs run` about the last requests that a mount has refused, if any."""
+    """Yield the hints of `kprobefs run` about the last requests that a mount has refused, if any.
+
+    If the mount has lost its kernel, the only hint says so.
+    """
     from contextlib import closing
 
+    from kprobefs.cli.ended_hint import ended_hint
     from kprobefs.cli.nothing_hint import History
     from kprobefs.cli.refusal_hint import refusals
-    from kprobefs.common.errors import escape_for_terminal
+    from kprobefs.common.errors import CliError, escape_for_terminal
     from kprobefs.definitions.tracefs_files import control_root
 
-    with closing(History(control_root(directory))) as history:
-        past = history.read()
-    yield from map(escape_for_terminal, refusals(directory, past))
+    if ended := ended_hint(directory):
+        yield escape_for_terminal(ended)
+        return
+    # The mount may end meanwhile.
+    with suppress(OSError, CliError), closing(History(control_root(directory))) as history:
+        yield from map(escape_for_terminal, refusals(directory, history.read()))
 
 
 def _wrong_versions(metafunc: pytest.Metafunc, versions: tuple[object, ...]) -> str:

@@ -21,7 +21,7 @@ from typing import IO
 from xml.etree import ElementTree
 
 from emulated_kernel.util.fast_dataclass import dataclass
-from kprobefs.cli import duration_hint, nothing_hint, panic_hint, refusal_hint, unmatched_hint
+from kprobefs.cli import duration_hint, ended_hint, nothing_hint, refusal_hint, unmatched_hint
 from kprobefs.cli.run import end_with_parent, in_foreground
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal
 from kprobefs.common.output_file import OutputFile
@@ -55,7 +55,7 @@ _OUTPUT_BYTES = 64 << 20
 """Maximum number of bytes of a command's output that a worker of a cluster returns."""
 ADVICE_LINES = (duration_hint.HINT_LINE, nothing_hint.HINT_LINE, unmatched_hint.HINT_LINE)
 """Patterns for the lines with hints that the table repeats below its rows."""
-HINT_LINES = (*ADVICE_LINES, panic_hint.HINT_LINE, refusal_hint.HINT_LINE)
+HINT_LINES = (*ADVICE_LINES, ended_hint.HINT_LINE, refusal_hint.HINT_LINE)
 """Patterns for the lines with hints that `kprobefs run` adds to the command's output."""
 INTERRUPTED = 128 + SIGINT
 """Exit status of a command that SIGINT ends, as in shells."""
@@ -96,26 +96,27 @@ class Result:
     seconds: float
     log: Path
     line: str
-    """Reason why the kernel has panicked, or else the first line of the log that says why the command failed.
+    """Reason why the kernel was lost, or else the first line of the log that says why the command failed.
 
     The line is "" if the run has passed, or if it was stopped and no line of the log names an error. If the
     run is skipped, it is the last line of the command's output.
     """
     hint: str = ""
     """The first hint that `run` has added to the log, without its prefix; "" if there is none."""
-    has_panicked: bool = False
+    has_lost_kernel: bool = False
+    """Whether the kernel has panicked or the mount was gone at the command's end."""
 
     @property
     def verdict(self) -> str:
         """Result in one word: passed, failed, skipped, stopped (by a signal), or error (the mount failed).
 
-        If the kernel has panicked, the run has failed, whatever the command's status.
+        If the kernel was lost, the run has failed, whatever the command's status.
         """
         if self.status in _STOPPED:
             return "stopped"
         if self.status == ExitStatus.RUN_FAILED:
             return "error"
-        if self.status == SKIPPED and not self.has_panicked:
+        if self.status == SKIPPED and not self.has_lost_kernel:
             return "skipped"
         return "failed" if self.status or self.line else "passed"
 
@@ -354,9 +355,9 @@ def result(case: Case, status: int, seconds: float, log: Path) -> Result:
     """Return the result of a run with this exit status and log. Raises: OSError."""
     text = _text(log)
     line = _blamed(text) or f"status {status}" if status else ""
-    panic = _printed(panic_hint.HINT_LINE, text)
-    if panic:
-        line = panic
+    ended = _printed(ended_hint.HINT_LINE, text)
+    if ended:
+        line = ended
     elif status in _STOPPED:
         # The first line of the output is no reason: a signal has ended the run.
         line = line if BLAMED.search(line) else ""
@@ -364,7 +365,7 @@ def result(case: Case, status: int, seconds: float, log: Path) -> Result:
         line = next((line for line in reversed(text.splitlines()) if line.strip() and not _is_hint(line)), "")
     elif status and (refusal := _printed(refusal_hint.HINT_LINE, text)):
         line = f"{line.rstrip(':')}; {refusal}"
-    return Result(case, status, seconds, log, line, _hint(text), has_panicked=bool(panic))
+    return Result(case, status, seconds, log, line, _hint(text), has_lost_kernel=bool(ended))
 
 
 def _printed(pattern: re.Pattern[str], text: str) -> str:

@@ -96,8 +96,9 @@ def run(
 
                 report_results(base / "mnt" / "scratch")
             else:
-                # Hints must not change the status, for example in a working directory that was removed.
-                with suppress(OSError):
+                # Hints must not change the status, for example in a working directory that was removed, or if
+                # the mount ends meanwhile.
+                with suppress(OSError, CliError):
                     _print_hints(options, EndedCommand(command, status, directory, os.getcwd()), past)
             return status
     except CliError:
@@ -109,19 +110,19 @@ def run(
 
 def _import_hints() -> None:
     """Import the modules for the hints, which this process needs after the start of the daemon."""
-    from kprobefs.cli import duration_hint, nothing_hint, panic_hint  # noqa: F401
+    from kprobefs.cli import duration_hint, ended_hint, nothing_hint  # noqa: F401
 
 
 def _print_hints(options: MountOptions, ended: EndedCommand, past: Past) -> None:
     """Print hints for the user on standard error.
 
-    If the kernel has panicked, the only hint is the reason. Otherwise, the hints are about probes without
-    hits, hits without records, empty histograms, durations of the virtual clock, and refused requests.
-    `past`: the history of the mount's events.
+    If the kernel has panicked or the mount is gone, the only hint says so. Otherwise, the hints are about
+    probes without hits, hits without records, empty histograms, durations of the virtual clock, and refused
+    requests. `past`: the history of the mount's events.
     """
-    from kprobefs.cli.panic_hint import panic_hint
+    from kprobefs.cli.ended_hint import ended_hint
 
-    found = panic_hint(ended.directory)
+    found = ended_hint(ended.directory)
     hints = [found] if found else _hints(options, ended, past)
     if hints:
         from kprobefs.common.terminal import print_message

@@ -442,11 +442,11 @@ class AttachedProbes:
         status = reader.finish()
         if has_failed:
             return
-        from kprobefs.cli.panic_hint import panic_hint
+        from kprobefs.cli.ended_hint import ended_hint
         from kprobefs.common.terminal import print_message
 
-        if panic := panic_hint(self._directory):
-            print_message(panic)
+        if ended := ended_hint(self._directory):
+            print_message(ended)
         elif status > UNWRITTEN:
             name = escape_for_terminal(self._session.request.output or sys.stdout.name)
             why = os.strerror(status - UNWRITTEN)

@@ -43,7 +43,8 @@ REAP_ATTEMPTS = 10
 REAP_PAUSE = 0.005
 _SHOWN = 3
 """Maximum number of mounts that an error names."""
-_STALE = (errno.ENOTCONN, errno.ECONNABORTED)
+STALE = (errno.ENOTCONN, errno.ECONNABORTED)
+"""Errors of requests to a mount whose daemon is gone."""
 
 
 class MountState(Enum):
@@ -247,7 +248,7 @@ class _Question:
             if not found:
                 return MountState.HUNG
             number = int(found)
-            if number in _STALE:
+            if number in STALE:
                 return MountState.STALE
             if number:
                 return MountState.MOUNTED
@@ -381,7 +382,7 @@ def _is_dead(place: int) -> bool:
     try:
         os.statvfs(place)
     except OSError as error:
-        return error.errno in _STALE
+        return error.errno in STALE
     return False
 
 

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kprobefs.cli import matrix, panic_hint
+from kprobefs.cli import ended_hint, matrix
 from kprobefs.cli.duration_hint import HINT
 from kprobefs.cli.main import main
 from kprobefs.cli.nothing_hint import NO_HIT, NO_RECORD
@@ -260,7 +260,7 @@ def test_a_command_that_exits_with_77_is_skipped(tmp_path: Path) -> None:
 
 def test_a_panicked_kernel_is_not_skipped(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    log.write_text(f"kprobefs: {panic_hint.HINT.format(why='on fire')}\n")
+    log.write_text(f"kprobefs: {ended_hint.PANICKED.format(why='on fire')}\n")
     assert matrix.result(matrix.Case("x", ()), 77, 0.1, log).verdict == "failed"
     log.write_text("on fire\n")
     assert matrix.result(matrix.Case("x", ()), 77, 0.1, log).verdict == "skipped"

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.util.config import ARCHITECTURES
+from kprobefs.cli.ended_hint import GONE
 from kprobefs.cli.main import main
 from kprobefs.common import kernel_packages
 from kprobefs.common.errors import CliError, ExitStatus
@@ -203,6 +204,47 @@ def test_the_report_has_the_refused_definition(tmp_path: Path) -> None:
     assert 'Invalid probed address or symbol" for "p:a nosuch"' in result.stdout
     assert 'dynamic_events has refused "f:a vfs_read": this kernel has no events of kind f' in result.stdout
     assert "this kernel has no file tracing/nosuch" in result.stdout
+
+
+LOST = """\
+import os, subprocess
+from kprobefs.common.daemon_registry import running
+
+def unmount(directory):
+    subprocess.run(["umount", "-l", directory], check=True)
+
+def kill(directory):
+    os.kill(running(str(directory)).pid, 9)
+
+def test_unmounted(kprobefs_mount):
+    mount = kprobefs_mount()
+    unmount(mount)
+    (mount / "kprobe_events").read_text()
+
+def test_killed(kprobefs_mount):
+    mount = kprobefs_mount()
+    kill(mount)
+    (mount / "kprobe_events").read_text()
+
+def test_passed(kprobefs_mount):
+    kill(kprobefs_mount())
+
+def test_later(tracefs):
+    (tracefs / "kprobe_events").read_text()
+"""
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.skipif(os.geteuid() != 0, reason="unmounts")
+def test_a_mount_that_is_gone(tmp_path: Path) -> None:
+    """The report of a failed test says that its mount is gone. A test that passed has a warning."""
+    (tmp_path / "test_it.py").write_text(LOST)
+    result = run_pytest(tmp_path)
+    assert result.returncode == pytest.ExitCode.TESTS_FAILED, result.stdout
+    assert re.search("^=+ 2 failed, 2 passed, 3 warnings in", result.stdout, re.MULTILINE)
+    assert result.stdout.splitlines().count(GONE) == 2
+    assert f"UserWarning: kprobefs: {GONE}" in result.stdout
 
 
 FAILING = """\
