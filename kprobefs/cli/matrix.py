@@ -62,6 +62,12 @@ INTERRUPTED = 128 + SIGINT
 _STOPPED = (INTERRUPTED, 128 + SIGTERM)
 SKIPPED = 77
 """Exit status of a command that cannot run on a kernel, as in Automake's tests."""
+_NO_TESTS_COLLECTED = 5
+"""Exit status of pytest if it has collected no test, for example because each module skips itself."""
+_NO_TEST_RAN = re.compile(
+    r"(?:=+ )?((?:(?:\d+ (?:skipped|deselected|warnings?)(?:, |(?= in )))+|no tests ran) in \d.*?s)(?:\s.*)?"
+)
+"""Pattern for the last line of a pytest that ran no test; its group is the line without decoration."""
 MOUNT = re.compile(r"/[^\s'\":]*/kprobefs-[a-z0-9_]{8}/mnt")
 """Pattern for the path of a mount that `run` has made."""
 _NAME = re.compile(r"\b[^\W\d]\w*")
@@ -103,6 +109,8 @@ class Result:
     """
     hint: str = ""
     """The first hint that `run` has added to the log, without its prefix; "" if there is none."""
+    is_skipped: bool = False
+    """Whether the command has exited with SKIPPED, or was a pytest that has skipped all of its tests."""
     has_lost_kernel: bool = False
     """Whether the kernel has panicked or the mount was gone at the command's end."""
 
@@ -116,7 +124,7 @@ class Result:
             return "stopped"
         if self.status == ExitStatus.RUN_FAILED:
             return "error"
-        if self.status == SKIPPED and not self.has_lost_kernel:
+        if self.is_skipped and not self.has_lost_kernel:
             return "skipped"
         return "failed" if self.status or self.line else "passed"
 
@@ -355,17 +363,23 @@ def result(case: Case, status: int, seconds: float, log: Path) -> Result:
     """Return the result of a run with this exit status and log. Raises: OSError."""
     text = _text(log)
     line = _blamed(text) or f"status {status}" if status else ""
+    last = next((line for line in reversed(text.splitlines()) if line.strip() and not _is_hint(line)), "")
+    is_skipped = status == SKIPPED
+    if status in (ExitStatus.OK, _NO_TESTS_COLLECTED) and (found := _NO_TEST_RAN.fullmatch(last)):
+        last = found[1]
+        line = last if status else ""
+        is_skipped = " skipped" in last
     ended = _printed(ended_hint.HINT_LINE, text)
     if ended:
         line = ended
     elif status in _STOPPED:
         # The first line of the output is no reason: a signal has ended the run.
         line = line if BLAMED.search(line) else ""
-    elif status == SKIPPED:
-        line = next((line for line in reversed(text.splitlines()) if line.strip() and not _is_hint(line)), "")
+    elif is_skipped:
+        line = last
     elif status and (refusal := _printed(refusal_hint.HINT_LINE, text)):
         line = f"{line.rstrip(':')}; {refusal}"
-    return Result(case, status, seconds, log, line, _hint(text), has_lost_kernel=bool(ended))
+    return Result(case, status, seconds, log, line, _hint(text), is_skipped, has_lost_kernel=bool(ended))
 
 
 def _printed(pattern: re.Pattern[str], text: str) -> str:

@@ -258,6 +258,64 @@ def test_a_command_that_exits_with_77_is_skipped(tmp_path: Path) -> None:
     assert [each.get("message") for each in suite.iter("skipped")] == ["needs Linux 6.4"]
 
 
+SKIPPING = {
+    "each": "import pytest\n@pytest.mark.skip\ndef test_a(): pass\n\n@pytest.mark.skip\ndef test_b(): pass\n",
+    "module": "import pytest\npytest.skip('needs Linux 6.4', allow_module_level=True)\n",
+}
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize(
+    ("text", "options", "verdict", "line"),
+    [
+        (SKIPPING["each"], (), "skipped", "2 skipped in "),
+        (SKIPPING["each"], ("-q",), "skipped", "2 skipped in "),
+        (SKIPPING["module"], (), "skipped", "1 skipped in "),
+        (SKIPPING["each"], ("-k", "test_b"), "skipped", "1 skipped, 1 deselected in "),
+        (SKIPPING["each"], ("-k", "none"), "failed", "2 deselected in "),
+        ("", (), "failed", "no tests ran in "),
+        (f"{SKIPPING['each']}def test_c(): pass\n", (), "passed", ""),
+    ],
+    ids=["each", "quiet", "module", "deselected", "none", "empty", "one"],
+)
+def test_a_pytest_that_runs_no_test(
+    text: str, options: tuple[str, ...], verdict: str, line: str, tmp_path: Path
+) -> None:
+    """A pytest that skips all tests is skipped. One that finds no test has failed, and the row says why."""
+    (tmp_path / "test_a.py").write_text(text)
+    words = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, "test_a.py")
+    done = subprocess.run(
+        [*REAL_PROGRAM, "matrix", "--json", "--", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    [found] = json.loads(done.stdout)
+    assert (found["result"], found["line"][: len(line)]) == (verdict, line)
+    assert bool(found["line"]) == bool(line)
+    assert done.returncode == (ExitStatus.FAILURE if verdict == "failed" else ExitStatus.OK)
+
+
+@pytest.mark.parametrize(
+    ("status", "last", "verdict"),
+    [
+        (0, "== 3 skipped, 1 warning in 65.10s (0:01:05) ==", "skipped"),
+        (0, "no tests ran in 0.01s", "passed"),
+        (0, "1 passed, 2 skipped in 0.10s", "passed"),
+        (1, "1 failed, 2 skipped in 0.10s", "failed"),
+        (1, "2 skipped in 0.10s", "failed"),
+        (0, "2 skipped in the log", "passed"),
+    ],
+)
+def test_only_the_end_of_pytest_counts(status: int, last: str, verdict: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(f"collected 3 items\n{last}\n")
+    assert matrix.result(matrix.Case("x", ()), status, 0.1, log).verdict == verdict
+
+
 def test_a_panicked_kernel_is_not_skipped(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(f"kprobefs: {ended_hint.PANICKED.format(why='on fire')}\n")
