@@ -224,6 +224,10 @@ class BreakpointDispatch:
             self._compiler.keep_sample(head, self.hits.frames[regs.sp])
             self.compile_detour(head)
 
+    def next_hit_compiles(self, head: AggrKprobe) -> bool:
+        """Return True if Python handles the next hit of the probe, and then compiles its handlers."""
+        return head.may_compile and (self.may_lead_jumps or not head.is_patched)
+
     def compile_detour(self, head: AggrKprobe) -> None:
         """Compile the handlers into a detour, and redirect the jump to it.
 
@@ -251,10 +255,18 @@ class BreakpointDispatch:
         head.cost.forget()
         head.is_python = False
         self._drop_stub(head)
+        self.drop_detour_code(head)
+
+    def drop_detour_code(self, head: AggrKprobe) -> None:
+        """Drop the compiled handlers to which the probe's jump leads.
+
+        Python handles hits by the jump until the next compilation.
+        """
         code = head.compiled
         if code is None:
             return
         head.compiled = None
+        head.cost.forget()
         if head.is_patched:
             assert head.detour is not None
             if not self._poker.is_patching(head.address):

@@ -337,8 +337,8 @@ class Optimizer:
         """
         if on and not self.stages.is_on:
             for head in self._table:
-                if head.compiled is not None and head.detour is not None:
-                    self._routes.drop_code(head)
+                if head.detour is not None:
+                    self._routes.drop_detour_code(head)
         self.stages.switch(on, delay)
         self._routes.may_lead_jumps = not on
 

@@ -316,9 +316,10 @@ class _EventStats:
             return f"hits {probe.hits}"
         in_python = head.cost
         compiled = head.compiled
-        stub = head.stub
+        # A jump in the text does not lead to the stub.
+        stub = None if head.is_patched else head.stub
         if compiled is None and stub is None:
-            if head.may_compile:
+            if self._kprobes.routes.next_hit_compiles(head):
                 return f"hits {probe.hits}"
             return in_python.text(probe.hits)
         traps = 0

@@ -53,6 +53,7 @@ def test_before_and_behind_the_jump(boot: Boot) -> None:
         probed.gcd()
     assert re.fullmatch(r"hits 3 median \d+\.\d ns, 1 trap\n", files.read(COST))
     probed.settle()
+    assert files.read(COST) == "hits 3\n"
     for _ in range(3):
         probed.gcd()
     assert re.fullmatch(r"hits 6 median \d+\.\d ns in guest code\n", files.read(COST))
@@ -123,6 +124,43 @@ def test_a_cost_is_that_of_the_present_mode(boot: Boot) -> None:
         assert "median" not in files.read(COST)
         probed.gcd()
     assert re.fullmatch(r"hits 5 median \d+\.\d ns in guest code\n", files.read(COST))
+
+
+@pytest.mark.parametrize("hits_before", [0, 3])
+def test_while_changes_stop_after_each_step(boot: Boot, hits_before: int) -> None:
+    """While `kprobes/stages` is 1, hits by a jump enter Python, and hits by a breakpoint run guest code.
+
+    `hits_before`: number of hits by the breakpoint before the optimization, which compile its handler.
+    """
+    probed = boot("linux-6.1")
+    files = Files(probed.kernel)
+    files.write("/kprobe_events", "p:ev gcd+5")
+    files.write("/tracing/events/kprobes/ev/enable", "1")
+    for _ in range(hits_before):
+        probed.gcd()
+    probed.settle()
+    probed.gcd()
+    files.write("/kprobes/stages", "1")
+    hits = hits_before + 1
+    for _ in range(3):
+        hits += 1
+        probed.gcd()
+    assert re.fullmatch(rf"hits {hits} median \d+ ns of the last 3\n", files.read(COST))
+    for optimized in "01":
+        files.write(COST.replace("cost", "optimized"), optimized)
+        for _ in range(2):
+            hits += 2
+            probed.gcd()
+            probed.gcd()
+            assert files.read(COST.replace("cost", "mode")) == "int3\n"
+            assert re.fullmatch(rf"hits {hits} median \d+\.\d ns, 1 trap\n", files.read(COST))
+            files.write("/kprobes/stages", "next")
+    assert files.read(COST.replace("cost", "mode")) == "optimized\n"
+    assert files.read(COST) == f"hits {hits}\n"
+    files.write("/kprobes/stages", "0")
+    probed.gcd()
+    probed.gcd()
+    assert re.fullmatch(rf"hits {hits + 2} median \d+\.\d ns in guest code\n", files.read(COST))
 
 
 def test_hits_in_python_are_forgotten_with_the_mode(boot: Boot) -> None:
