@@ -173,6 +173,8 @@ class Built:
     """Contents of the file prototypes.FILE_NAME: the argument counts of the image's functions."""
     types: bytes = b""
     """Contents of the file types_file.FILE_NAME: BTF of the image; empty if the target has none."""
+    described: bytes = b""
+    """The image with debugging information; empty if none was asked for."""
 
 
 class BuildError(Exception):
@@ -242,17 +244,19 @@ def write_image(arch: str, output: Path, *, has_lines: bool = False) -> int:
     pahole is installed, the kernel's types (BTF) are written to a third file in this directory.
     """
     built = build(arch, has_lines=has_lines)
-    _write_files(built, output)
-    print(f"{output}: {len(built.data)} bytes")
+    size = _write_files(built, output)
+    print(f"{output}: {size} bytes")
     return 0
 
 
-def _write_files(built: Built, output: Path) -> None:
+def _write_files(built: Built, output: Path) -> int:
+    """Write an image and the files next to it, and return the size of the image in bytes."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_bytes(built.data)
+    size = output.write_bytes(built.described or built.data)
     output.with_name(prototypes.FILE_NAME).write_text(built.arguments)
     if built.types:
         output.with_name(types_file.FILE_NAME).write_bytes(built.types)
+    return size
 
 
 def write_module(arch: str, directory: Path) -> int:
@@ -338,7 +342,8 @@ def tool_version(tool: str) -> str:
 def build(arch: str, *, has_lines: bool = False) -> Built:
     """Compile and link the image of an architecture in a temporary directory.
 
-    `has_lines`: the image has debugging information, too.
+    `has_lines`: also link the image with debugging information. The image without it does not depend on
+    `has_lines`.
     """
     target = TARGETS[arch]
     with tempfile.TemporaryDirectory(prefix="kprobefs-image-") as directory:
@@ -346,13 +351,17 @@ def build(arch: str, *, has_lines: bool = False) -> Built:
         has_types = target.has_types and bool(tool_version(_TYPES_TOOL))
         # gcc's code does not depend on debugging information, so the image and its types share the objects.
         objects = _compile_all(target, work, [_DEBUG_FLAGS] if has_types or has_lines else [])
-        vmlinux = _link_with_symbols(target, objects, work, keeps_debug=has_lines)
+        vmlinux = _link_with_symbols(target, objects, work)
         data = _sort_ex_table(vmlinux.read_bytes())
         vmlinux.write_bytes(data)
         image = load_image(vmlinux, arch.partition("-")[0])
         modules = _build_modules(target, work) if target.has_modules else {}
         arguments = _argument_counts(work, image, modules)
-        types = _build_types(target, objects, work) if has_types else b""
+        types, described = b"", b""
+        if has_types or has_lines:
+            with_debug = _link(target, [*objects, work / _SYMBOLS], work, keeps_debug=True)
+            types = _build_types(with_debug, work) if has_types else b""
+            described = _sort_ex_table(with_debug.read_bytes()) if has_lines else b""
     manifest = {
         "sha256": hashlib.sha256(data).hexdigest(),
         "size": len(data),
@@ -366,17 +375,16 @@ def build(arch: str, *, has_lines: bool = False) -> Built:
         "modules": _describe_modules(modules),
         **({"types": tool_version(_TYPES_TOOL)} if target.has_types else {}),
     }
-    return Built(data, manifest, modules, arguments, types)
+    return Built(data, manifest, modules, arguments, types, described)
 
 
-def _build_types(target: BuildTarget, objects: list[Path], work: Path) -> bytes:
-    """Return the BTF of the linked image. Its `objects` must have debugging information.
+def _build_types(described: Path, work: Path) -> bytes:
+    """Return the BTF of an image with debugging information.
 
     `work` is the directory of the build.
     Raises: BuildError.
     """
     output = work / types_file.FILE_NAME
-    described = _link(target, [*objects, work / _SYMBOLS], work, keeps_debug=True)
     _run([_TYPES_TOOL, "--btf_encode", f"--btf_encode_detached={output}", str(described)])
     return output.read_bytes()
 
@@ -457,19 +465,17 @@ def _compile(target: BuildTarget, source: Path, output: Path, more: list[str]) -
     _run([target.compiler, *flags, *includes, "-c", source.as_posix(), "-o", str(output)])
 
 
-def _link_with_symbols(
-    target: BuildTarget, objects: list[Path], work: Path, *, keeps_debug: bool = False
-) -> Path:
+def _link_with_symbols(target: BuildTarget, objects: list[Path], work: Path) -> Path:
     """Link `objects` until the kallsyms table in the image matches the image's symbols.
 
-    Return the path of the image in the directory `work`. `keeps_debug`: keep the debugging information.
+    Return the path of the image in the directory `work`.
     Raises: BuildError (the table differs after each link).
     """
     _preprocess_script(target, work)
     table = _assemble_symbols(target, None, work)
     previous = ""
     for attempt in range(4):
-        vmlinux = _link(target, [*objects, table], work, keeps_debug=keeps_debug)
+        vmlinux = _link(target, [*objects, table], work)
         symbols = Kallsyms(elf_symbols(ElfFile(vmlinux.read_bytes())))
         text = symbols.kallsyms_text()
         if attempt >= 2 and text == previous:

@@ -61,9 +61,8 @@ def capability_words(kernel: LinuxKernel) -> int:
     """Return the number of 32-bit words of features in struct cpuinfo_x86, without the words of bugs."""
     btf = kernel.btf
     at, end = (btf.offset(f"cpuinfo_x86.{name}") for name in ("x86_capability", "x86_vendor_id"))
-    start = kernel.required(_BUGS)
-    after = min((s.address for s in kernel.kallsyms.symbols if s.address > start), default=start)
-    bugs = max((after - start) // (_WORD * _PER_WORD), 1)
+    kernel.required(_BUGS)
+    bugs = max(kernel.kallsyms.by_name(_BUGS)[0].size // (_WORD * _PER_WORD), 1)
     return (end - at) // 4 - bugs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from enum import Enum
@@ -270,12 +271,14 @@ class LinuxKernel:
         """The way in which boot rewrote the returns in this kernel's text; None without return sites."""
         sites = self.return_sites.between(*self.text)
         code = self.read(self.text.start, self.text.end - self.text.start)
-        thunks = {site: code[site - self.text.start] == _JUMP for site in sites}
-        if not thunks:
+        counts = Counter((site & _SECOND_HALF, code[site - self.text.start] == _JUMP) for site in sites)
+        if not counts:
             return None
-        return max(
-            ReturnThunks, key=lambda kind: sum(kind.has_thunk(at) == thunk for at, thunk in thunks.items())
-        )
+
+        def fitting(kind: ReturnThunks) -> int:
+            return sum(count for (half, thunk), count in counts.items() if kind.has_thunk(half) == thunk)
+
+        return max(ReturnThunks, key=fitting)
 
     @cached_property
     def blacklist(self) -> tuple[BlacklistEntry, ...]:

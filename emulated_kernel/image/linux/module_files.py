@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence, Set
 from errno import ENOENT
+from functools import lru_cache
 from glob import escape
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -27,6 +28,8 @@ _CACHE_BYTES = 8 << 20
 """Maximum size in bytes of the cache of module files, which are cached as they are in the package."""
 _MAX_MODULES = 1 << 16
 """Maximum number of modules in a package."""
+_MAX_PACKAGES = 4
+"""Maximum number of packages whose indexes and files are kept, in addition to those in use."""
 _ELF = b"\x7fELF"
 _FILE = lazy_pattern(r"(?:.*/)?([^/]+)\.ko(?:\.(?:xz|zst|gz))?")
 _MODULE_PACKAGES = "linux-modules-", "linux-modules-extra-"
@@ -55,7 +58,7 @@ class ModuleFiles:
         self._takes_more = given is not None
         self._given = [_source(path) for path in given or ()]
         self._image = image
-        self._siblings: dict[Path, _Package] = {image: _Package(image)}
+        self._siblings: dict[Path, _Package] = {image: _package(image)}
         self._directory = _Directory(Path("/lib/modules") / release / "kernel")
         self._foreign = BoundedFileReader()
 
@@ -105,7 +108,7 @@ class ModuleFiles:
         own = self._siblings[self._image]
         yield own
         for path in self._packages():
-            yield self._siblings.setdefault(path, _Package(path))
+            yield self._siblings.setdefault(path, _package(path))
         if not own.is_package:
             yield self._directory
 
@@ -152,7 +155,7 @@ class _Directory:
 
 
 def _source(path: Path) -> _Package | _Directory:
-    return _Directory(path) if path.is_dir() else _Package(path)
+    return _Directory(path) if path.is_dir() else _package(path)
 
 
 class _Package:
@@ -232,6 +235,10 @@ class _Package:
             left -= len(data)
             if left < 0:
                 del self._kept[name]
+
+
+_package = lru_cache(_MAX_PACKAGES)(_Package)
+"""Return the _Package of a path. A kernel that is booted or planned again uses the index of the first one."""
 
 
 def _plain(name: str) -> str:

@@ -53,6 +53,10 @@ SHORT_COPIES = "sapphire-rapids"
 """A CPU on which also short copies are fast, with all features of the Intel models."""
 PLACE = "tcp_sendmsg+5"
 GETPID = 39
+PATCHED = ("crypto-simd", "aes_ti")
+"""Small modules that the kernel patches at the load; the first one depends on another such module."""
+FAILING = "aegis128-aesni"
+"""A module that depends on other modules, and whose init function needs a feature that the emulator lacks."""
 XSAVES = b"\x48\x0f\xc7\x2f"
 WORDS = {
     (1, 0, DX): 0,
@@ -407,20 +411,22 @@ def test_commands_answer_for_the_cpu(image: Path, booted: Any, capsys: pytest.Ca
 def test_a_planned_module_has_the_text_of_a_loaded_one(image: Path) -> None:
     """The kernel patches a module for the CPU when it loads the module."""
     base = planned_kernel(None, str(image), None, None, cpu=SERVER)
-    planned = base.with_modules(["nf_conntrack"])
+    planned = base.with_modules(PATCHED)
     mount = build_kernel(
         MountOptions("/mnt", MachineConfig(image=image, seed=debian_kernel.SEED), cpu=SERVER)
     )
-    Files(mount, Client(4714, 0, 0)).write("/machine/modules", "load nf_conntrack\n")
-    loaded = calls_of(mount).engine.live.find("nf_conntrack")
+    of_file = planned_kernel(None, str(image), None, None).with_modules(PATCHED)
+    assert len(of_file.modules) == 3
+    for module in (each.module for each in of_file.modules):
+        Files(mount, Client(4714, 0, 0)).write("/machine/modules", f"load {module.name}\n")
+        loaded = calls_of(mount).engine.live.find(module.name)
+        assert loaded is not None
+        start, end = loaded.text
+        assert planned.tables.read(start, end - start) == loaded.code[start]
+        text = module.code[module.text.start]
+        assert text != loaded.code[start][: len(text)]
     mount.close()
-    assert loaded is not None
-    start, end = loaded.text
-    assert planned.tables.read(start, end - start) == loaded.code[start]
     assert planned.remarks == base.remarks
-    of_file = planned_kernel(None, str(image), None, None).with_modules(["nf_conntrack"]).modules[-1].module
-    text = of_file.code[of_file.text.start]
-    assert text != loaded.code[start][: len(text)]
 
 
 @pytest.mark.usefixtures("booted")
@@ -429,19 +435,21 @@ def test_a_planned_module_that_the_guest_cannot_load(
 ) -> None:
     """A module whose init function fails has the text of its file, and a remark says why."""
     base = planned_kernel(None, str(image), None, None, cpu=SERVER)
-    planned = base.with_modules(["kvm-amd", "nf_conntrack"])
+    planned = base.with_modules([FAILING, *PATCHED])
     assert len(planned.remarks) == len(base.remarks) + 1
-    assert "kvm_amd" in planned.remarks[-1]
-    assert "nf_conntrack" not in planned.remarks[-1]
+    failing, *others = (name.replace("-", "_") for name in (FAILING, *PATCHED))
+    assert failing in planned.remarks[-1]
+    assert not any(other in planned.remarks[-1] for other in others)
     found = {each.module.name: each.module for each in planned.modules}
-    parts = sorted((*found["kvm_amd"].text_ranges, *found["nf_conntrack"].text_ranges))
+    parts = sorted(part for module in found.values() for part in module.text_ranges)
     assert all(before.end <= after.start for before, after in pairwise(parts))
-    of_file = planned_kernel(None, str(image), None, None).with_modules(["kvm-amd"])
-    (text,) = (each.module.text for each in of_file.modules if each.module.name == "kvm_amd")
-    assert found["kvm_amd"].text.end - found["kvm_amd"].text.start == text.end - text.start
-    assert planned.tables.kallsyms.by_name("kvm_amd:svm_vm_init")
+    of_file = planned_kernel(None, str(image), None, None).with_modules([FAILING])
+    (text,) = (each.module.text for each in of_file.modules if each.module.name == failing)
+    assert found[failing].text.end - found[failing].text.start == text.end - text.start
+    functions = f"{failing}:crypto_aegis128_aesni_setkey", "aes_ti:aesti_set_key"
+    assert all(map(planned.tables.kallsyms.by_name, functions))
     file = tmp_path / "x.probes"
-    file.write_text("p kvm_amd:svm_vm_init\np nf_conntrack:nf_conntrack_in\n")
+    file.write_text("".join(f"p {function}\n" for function in functions))
     assert main(["check", str(file), "--image", str(image), "--cpu", SERVER, "--json"]) == 0
     (checked,) = json.loads(capsys.readouterr().out)
     assert checked["kernels"][0]["remarks"] == [*planned.remarks]
