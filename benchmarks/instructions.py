@@ -34,7 +34,6 @@ from emulated_kernel.util.abi import PAGE_SIZE
 TARGET = 1 / 0.9
 """Maximum ratio of the machine's time to that of bare Unicorn."""
 _DATA_SIZE = 1 << 20
-_PIECE = 64 << 10
 _ARGUMENTS = (UC_X86_REG_RDI, UC_X86_REG_RSI, UC_X86_REG_RDX)
 _EFER, _LONG_MODE_NX = 0xC0000080, 0xD01
 
@@ -71,12 +70,8 @@ class Machines:
         self._uc = uc
         ram = machine.memory.ram
         uc.mem_map(0, len(ram))
-        # Copy only the parts of the memory that are not zero.
-        zeros = bytes(_PIECE)
-        for at in range(0, len(ram), _PIECE):
-            piece = bytes(ram[at : at + _PIECE])
-            if piece != zeros:
-                uc.mem_write(at, piece)
+        for start, size in machine.memory.data_ranges():
+            uc.mem_write(start, ram[start : start + size])
         uc.reg_write(UC_X86_REG_CR4, CR4_PAE_PGE_SSE)
         uc.msr_write(_EFER, _LONG_MODE_NX)
         uc.reg_write(UC_X86_REG_CR3, machine.memory.tables.root)

@@ -10,6 +10,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,15 @@ QUICK = {
     "idle.py": ["--seconds", "0.1"],
     "open_read_close.py": ["--batches", "2", "--size", "5"],
 }
+WITH_PROGRAMS = {
+    "events.py",
+    "first_line.py",
+    "start_up.py",
+    "scratch.py",
+    "idle.py",
+    "open_read_close.py",
+}
+"""Benchmarks that start commands. The others run in the tests' process, which is quicker."""
 
 
 def run(name: str, *options: str) -> str:
@@ -42,16 +52,30 @@ def run(name: str, *options: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
 
 
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs a benchmark in this process, which has imported kprobefs's modules.
+
+    The function takes the benchmark's name and arguments, and returns the output.
+    """
+
+    def run_path(name: str, *options: str) -> str:
+        monkeypatch.syspath_prepend(BENCHMARKS)
+        monkeypatch.setattr(sys, "argv", [name, *options])
+        # Benchmarks change the environment of their commands.
+        monkeypatch.setattr(os, "environ", os.environ.copy())
+        runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_path
+
+
 @pytest.mark.parametrize("name", sorted({*QUICK, "qemu.py", "real_linux.py", "round.py"}))
 def test_says_what_it_measures(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, run_here: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    monkeypatch.setattr(sys, "argv", [name, "--help"])
-    # Benchmarks change the environment of their commands.
-    monkeypatch.setattr(os, "environ", os.environ.copy())
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
+        run_here(name, "--help")
     assert ended.value.code == 0
     assert "--json" in capsys.readouterr().out
 
@@ -89,10 +113,11 @@ def test_a_checkout_measures_its_own_code(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="/dev/fuse is missing")
 @pytest.mark.parametrize("name", sorted(QUICK))
-def test_reports_distributions(name: str) -> None:
+def test_reports_distributions(name: str, run_here: Callable[..., str]) -> None:
     if name in ("scratch.py", "open_read_close.py") and (os.geteuid() != 0 or shutil.which("gcc") is None):
         pytest.skip("what it compares with needs gcc and root")
-    figures = json.loads(run(name, "--json", "--repeats", "0", *QUICK[name]))
+    start = run if name in WITH_PROGRAMS else run_here
+    figures = json.loads(start(name, "--json", "--repeats", "0", *QUICK[name]))
     assert figures
     for figure in figures:
         assert figure["samples"] >= 1
@@ -189,23 +214,19 @@ def _lines(folder: Path) -> list[str]:
     return [line for path in sorted(folder.glob("*.md")) for line in path.read_text().splitlines()]
 
 
-def test_rows_of_the_sources_are_filled_in(tmp_path: Path) -> None:
+def test_rows_of_the_sources_are_filled_in(tmp_path: Path, run_here: Callable[..., str]) -> None:
     """sources.py fills in the row that it measured and changes no other. Each row's label occurs once in the
     pages.
     """
     pages, copies = BENCHMARKS.parent / "docs" / "reference" / "sources", tmp_path / "sources"
     shutil.copytree(pages, copies)
-    run("sources.py", *QUICK["sources.py"], "--write", "--pages", str(copies))
+    run_here("sources.py", *QUICK["sources.py"], "--write", "--pages", str(copies))
     before, after = _lines(pages), _lines(copies)
     [(old, new)] = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]] or [("", "")]
     assert old.startswith("| here, riscv64 |")
     assert re.fullmatch(r"\| here, riscv64 \|( -?[\d.]+ \|){2} ([\d.]+ : 1)? ?\|", new)
-    program = "import sources; print(*(row.label for row in sources.ROWS), sep='\\n')"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=BENCHMARKS, check=True, capture_output=True, text=True
-    )
-    for label in done.stdout.splitlines():
-        assert sum(line.startswith(f"| {label} |") for line in before) == 1, label
+    for row in runpy.run_path(str(BENCHMARKS / "sources.py"))["ROWS"]:
+        assert sum(line.startswith(f"| {row.label} |") for line in before) == 1, row.label
 
 
 # Beside virtual machines
