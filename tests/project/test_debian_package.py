@@ -162,13 +162,41 @@ def test_bytecode_is_in_the_package(tmp_path: Path) -> None:
     assert str(tmp_path).encode() not in data
 
 
-def test_removing_leaves_nothing(package: Path, tmp_path: Path) -> None:
+SMALL = """
+import pathlib, sys, debian_package as it
+
+def install_program(tree, _work):
+    it.put(tree / it.LIBRARY / "kprobefs/cli.py", b"")
+
+it.install_program = install_program
+it.install_requirements = lambda _tree: []
+it.build(pathlib.Path(sys.argv[1]), is_quick=True)
+"""
+"""Program that builds the package in a directory, with one Python file in place of all."""
+
+
+def build_small(directory: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Build the package with one Python file. `variables`: additional environment variables."""
+    return subprocess.run(
+        [sys.executable, "-c", SMALL, directory],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "scripts"), **variables},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_removing_leaves_nothing(tmp_path: Path) -> None:
     """dpkg removes and purges the package without leftovers, also after an interpreter with other options has
     written bytecode.
 
-    An upgrade does not remove the bytecode.
+    An upgrade does not remove the bytecode. The package has the control files and the directories of the
+    whole package, but only one Python file.
     """
     root = tmp_path / "root"
+    assert build_small(tmp_path).returncode == 0
+    (package,) = tmp_path.glob("*.deb")
     for directory in ("info", "updates"):
         (root / "var/lib/dpkg" / directory).mkdir(parents=True)
     (root / "var/lib/dpkg/status").touch()
@@ -204,27 +232,14 @@ def test_removing_leaves_nothing(package: Path, tmp_path: Path) -> None:
 
 
 def test_an_interrupted_build_leaves_no_package(tmp_path: Path) -> None:
-    """If dpkg-deb fails, no package is left.
-
-    The installation of Python files is replaced, because it happens before dpkg-deb starts and does not
-    matter here.
-    """
+    """If dpkg-deb fails, no package is left."""
     (tmp_path / "bin").mkdir()
     broken = tmp_path / "bin/dpkg-deb"
     broken.write_text(
         '#!/bin/sh\nfor last; do :; done\n[ ! -d "$last" ] || last=$last/k.deb\n: > "$last"; exit 1\n'
     )
     broken.chmod(0o755)
-    script = """
-import pathlib, sys, debian_package as it
-it.install_program = lambda _tree, _work: None
-it.install_requirements = lambda _tree: []
-it.build(pathlib.Path(sys.argv[1]), is_quick=True)
-"""
-    command = [sys.executable, "-c", script, str(tmp_path / "out")]
-    paths = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "scripts")}
-    environment = {**os.environ, **paths}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = build_small(tmp_path / "out", PATH=f"{tmp_path}/bin:{os.environ['PATH']}")
     assert done.returncode
     assert "dpkg-deb" in done.stderr
     assert os.listdir(tmp_path / "out") == []

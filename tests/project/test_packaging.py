@@ -108,8 +108,9 @@ def test_names_its_licence_and_holds_it(names: set[str], metadata: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the project as the Containerfile does, but without an index, and return the venv.
+def venv(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the project's wheel as the Containerfile installs the project, but without an index; return the
+    venv.
 
     The dependencies are those of the test environment.
     """
@@ -120,8 +121,8 @@ def venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site_packages / "dependencies.pth").write_text(
         f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
     )
-    step = [str(ROOT) if word == "/src" else word for word in pip_step()]
-    assert str(ROOT) in step
+    step = [str(wheel) if word == "/src" else word for word in pip_step()]
+    assert str(wheel) in step
     pip = [sys.executable, "-m", "pip", "--python", venv / "bin/python"]
     subprocess.run([*pip, *step, *OFFLINE, "--no-compile"], check=True)
     return venv
