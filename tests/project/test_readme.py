@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -13,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from emulated_kernel.image import build_images
 from emulated_kernel.kernel.api import Kernel
 from tests.fuse.harness import REAL_PROGRAM, kprobefs
 from tests.guests.linux import debian_kernel
 from tests.guests.linux.debian_kernel import lasting_cache
-from tests.image.test_build import inputs
 from tests.project.readme import README, Step, blocks, normalise, of_image, steps
 
 KPROBEFS = Path(sys.executable).with_name("kprobefs")
@@ -150,7 +151,7 @@ def _keeping_compiler(directory: Path) -> dict[str, str]:
     assert compiler is not None
     directory.mkdir()
     (directory / "gcc").symlink_to(Path(__file__).with_name("kept_objects.sh"))
-    objects = lasting_cache("objects") / inputs("x86_64")
+    objects = lasting_cache("objects") / _sources_and_compiler()
     objects.mkdir(parents=True, exist_ok=True)
     os.utime(objects)
     for other in objects.parent.iterdir():
@@ -160,6 +161,17 @@ def _keeping_compiler(directory: Path) -> dict[str, str]:
                 shutil.rmtree(other, ignore_errors=True)
     path = f"{directory}:{KPROBEFS.parent}:{os.environ['PATH']}"
     return {"PATH": path, "KEPT_OBJECTS": str(objects), "KEPT_COMPILER": compiler}
+
+
+def _sources_and_compiler() -> str:
+    """Return a digest of all files that compilations include, and of the compiler's version.
+
+    The names of kept objects depend on the compiler's options.
+    """
+    digest = hashlib.sha256(build_images.tool_version("gcc").encode())
+    for file in sorted(path for path in build_images.SOURCE.rglob("*") if path.is_file()):
+        digest.update(f"{file.relative_to(build_images.SOURCE)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 @pytest.mark.parametrize("page", [README, FIRST, EXAMPLES], ids=lambda page: page.stem)
