@@ -198,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
         type=Path,
         metavar="DIR",
         action="append",
-        help="build DIR/*.c as the module DIR/NAME.ko; may be repeated",
+        help="build DIR/*.c as the module DIR/NAME.ko, for one --arch; may be repeated",
     )
     options = parser.parse_args(argv)
     if (options.output or options.module) and len(options.arch or ()) != 1:
@@ -274,9 +274,16 @@ def write_module(arch: str, directory: Path) -> int:
         options = ["-Wno-unused-parameter", "-idirafter", str(names)]
         data = _build_module(TARGETS[arch], directory, Path(work), options)
     output = directory / f"{directory.name}.ko"
+    old = output.read_bytes() if output.exists() else data
     output.write_bytes(data)
-    print(f"{output.name}: {len(data)} bytes")
+    other = ", in place of one for another architecture" if _machine(old) != _machine(data) else ""
+    print(f"{output.name}: {len(data)} bytes for {arch}{other}")
     return 0
+
+
+def _machine(module: bytes) -> bytes:
+    """Return the class and the machine in an ELF header, which tell architectures apart."""
+    return module[4:5] + module[18:20]
 
 
 def _write_modules(directory: Path, modules: dict[str, bytes]) -> None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from emulated_kernel.util.lazy_pattern import lazy_pattern
+from kprobefs.cli.nothing_hint import DISARMED
 from kprobefs.common.mountpoints import STALE, STATE_LINK, MountState
 from kprobefs.definitions.tracefs_files import control_root
 
@@ -18,8 +19,8 @@ HINT_LINE = lazy_pattern(
     rf"kprobefs: ({re.escape(PANICKED).replace(re.escape('{why}'), '.*')}|{re.escape(GONE)})"
 )
 """Pattern of the line with a hint that `run` and `trace` print; its group is the hint."""
-_STAMP = lazy_pattern(r"^\[ *[0-9.]+\] ")
-"""Pattern for the time at the start of a line of the kernel log."""
+_STAMP = lazy_pattern(r"^(?:<\d+>)?\[ *[0-9.]+\] ")
+"""Pattern for the level, which not each kernel has, and the time at the start of a line of the kernel log."""
 
 
 def ended_hint(directory: str) -> str:
@@ -31,9 +32,17 @@ def ended_hint(directory: str) -> str:
         state = os.readlink(Path(directory, STATE_LINK))
     except OSError as error:
         return GONE if error.errno in (errno.ENOENT, *STALE) else ""
-    with suppress(OSError):
-        if state == MountState.PANICKED.value:
-            text = (control_root(directory) / "machine" / "dmesg").read_text(errors="replace")
-            last = ["its log is empty", *filter(str.strip, text.splitlines())][-1]
-            return PANICKED.format(why=_STAMP.sub("", last))
+    if state == MountState.PANICKED.value:
+        with suppress(OSError):
+            return PANICKED.format(why=last_logged_line(directory) or "its log is empty")
     return ""
+
+
+def last_logged_line(directory: str) -> str:
+    """Return the last line of machine/dmesg that is not blank, without its time, or "".
+
+    A message that the kernel logs when disarm() disarms all probes does not count. Raises: OSError.
+    """
+    text = (control_root(directory) / "machine" / "dmesg").read_text(errors="replace")
+    lines = (line for line in reversed(text.splitlines()) if line.strip() and DISARMED not in line)
+    return _STAMP.sub("", next(lines, ""))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from emulated_kernel.util.lazy_pattern import lazy_pattern
 from emulated_kernel.util.similar_names import similar_names_hint
+from kprobefs.cli.ended_hint import last_logged_line
 from kprobefs.common.daemon_registry import running
 from kprobefs.common.similar_symbols import nearest_listed
 from kprobefs.definitions.syntax import DEFINITION
@@ -38,6 +39,10 @@ _ENTRY = lazy_pattern(r"^\[ *[0-9.]+\] (.*)\n  Command: (.*)\n {11}( *)\^", re.M
 """Pattern for an entry of error_log; its groups: the error, the command, and blanks before the caret."""
 _INSTANCE = lazy_pattern(r"(?:/tracing)?/instances/([^/]+)/")
 """Pattern for the path in the mount of a file of an instance; its group is the instance's name."""
+_LOADED = lazy_pattern(r"load (?:.*/)?([^/\s]+?)(?:\.ko)?\s*$")
+"""Pattern for a write that loads a module; its group is the module's name."""
+_LOADER = lazy_pattern(r"module\b|.*\bELF\b")
+"""Pattern for a line of the kernel log about a module without a name."""
 _WORD = lazy_pattern(r"[^\s,:()=]+")
 """Pattern for the part of a command at which a caret points."""
 
@@ -63,6 +68,9 @@ def refusals(directory: str, past: Past) -> Iterator[str]:
         file, text, reason = past.refused
         command = lines[0].strip() + "..." * (len(lines) > 1)
         why = _no_such_kind(text, reason, tracefs) or _no_such_trigger(Path(directory), file, text)
+        logged = _logged_by_loader(directory, file, text)
+        if logged and logged not in reason:
+            reason += f'; machine/dmesg says "{logged}"'
         yield UNLOGGED.format(file=file.lstrip("/"), command=command, reason=why or reason)
 
 
@@ -164,6 +172,21 @@ def _no_such_kind(text: str, reason: str, tracefs: Path) -> str:
         kind = found["kind"]
         if reason == os.strerror(EINVAL) and not re.search(rf"\s{kind}:?\[", readme):
             return f"{NO_SUCH_KIND}{kind}"
+    return ""
+
+
+def _logged_by_loader(directory: str, file: str, text: str) -> str:
+    """Return the line that the kernel has logged about a refused module, or "".
+
+    `file`: path of the refused write in the mount. `text`: the refused write.
+    """
+    name = _LOADED.match(text)
+    if not file.endswith("/machine/modules") or name is None:
+        return ""
+    with suppress(OSError):
+        line = last_logged_line(directory)
+        if _LOADER.match(line) or line.startswith(f"{name[1].replace('-', '_')}: "):
+            return line
     return ""
 
 

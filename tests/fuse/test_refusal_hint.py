@@ -6,6 +6,7 @@ import shlex
 
 import pytest
 
+from emulated_kernel.image.build_images import PREBUILT
 from kprobefs.cli.refusal_hint import HINT_LINE
 from tests.fuse.harness import REAL_PROGRAM, kprobefs, needs_fuse
 from tests.image.linux.debian import package
@@ -75,6 +76,36 @@ def test_a_distributions_kernel(kprobes: str) -> None:
     words = options if kprobes == "kernel" else options[:2]
     (place,) = hints_of("echo 'p:x vfs_read+1' >> dynamic_events", *options)
     assert place.endswith(f"; `{shlex.join(['kprobefs', 'explain', *words, 'vfs_read+1'])}` says why")
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize(
+    ("arch", "options", "logged"),
+    [
+        ("riscv64", (), "module: ELF machine 243, not 62"),
+        ("i386", (), "module: ELF class 1, data encoding 1: not of this machine"),
+        ("riscv64", ("--kprobes", "kprobefs"), "Invalid architecture in ELF header: 243"),
+        ("riscv64", ("--kprobes", "kernel"), "Invalid architecture in ELF header: 243"),
+    ],
+)
+def test_a_module_of_another_architecture(arch: str, options: tuple[str, ...], logged: str) -> None:
+    """The hint has the reason that the kernel has logged, because the errno is only ENOEXEC."""
+    image = ("--image", str(package("linux-image-cloud-amd64"))) if options else ()
+    module = PREBUILT / arch / "modules" / "counter.ko"
+    (hint,) = hints_of(f"echo 'load {module}' > ../machine/modules", *image, *options)
+    assert HINT_LINE.fullmatch(hint)
+    assert hint.endswith(f'"load {module}": Exec format error; machine/dmesg says "{logged}"')
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_module_that_does_not_exist() -> None:
+    (hint,) = hints_of("echo 'load nosuch' > ../machine/modules")
+    assert (
+        hint
+        == 'kprobefs: machine/modules has refused "load nosuch": module nosuch: there is none of that name'
+    )
 
 
 @needs_fuse

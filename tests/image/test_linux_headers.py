@@ -239,6 +239,23 @@ def test_several_modules_are_built_by_one_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+def test_a_module_for_another_architecture_replaces_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in Linux's build, the file has the same name for each architecture. The output says what it was."""
+    directory = tmp_path / "recurses"
+    directory.mkdir()
+    (directory / "recurses.c").write_text(RECURSES)
+    replaced = []
+    for arch in ("x86_64", "x86_64", "i386", "x86_64"):
+        assert write_module(arch, directory) == 0
+        told = capsys.readouterr().out
+        assert f" bytes for {arch}" in told
+        replaced.append("in place of" in told)
+    assert replaced == [False, False, True, True]
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 def test_a_module_for_linux(tmp_path: Path) -> None:
     directory = tmp_path / "probed"
     directory.mkdir()
