@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from emulated_kernel.image.build_images import main, write_module
+from emulated_kernel.image.build_images import TARGETS, main, write_module
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
 
 INIT_PID = 1
 KTHREADD_PID = 2
@@ -164,6 +167,123 @@ def test_a_module_with_a_return_probe(tmp_path: Path) -> None:
     assert log.count("gcd(") == 1
     assert "gcd(12) = 6, later by 1, in " in log
     assert "missed 0, seen 0 and 2\n" in log
+
+
+REGISTERS = r"""
+#include <linux/module.h>
+#include <linux/kprobes.h>
+#include <linux/ptrace.h>
+
+#ifdef CONFIG_RISCV
+#define RESULT "a0"
+#define POINTER "epc"
+#else
+#define RESULT "ax"
+#define POINTER "ip"
+#endif
+
+noinline long nine(long a, long b, long c, long d, long e, long f, long g, long h, long i)
+{
+	barrier();
+	return a + b + c + d + e + f + g + h + i;
+}
+
+noinline long other(long a, long b, long c, long d, long e, long f, long g, long h, long i)
+{
+	barrier();
+	return a * b * c * d * e * f * g * h * i;
+}
+
+noinline long call_nine(void)
+{
+	long sum = nine(1, 2, 3, 4, 5, 6, 7, 8, 9);
+
+	barrier();
+	return sum;
+}
+
+static int at_nine(struct kprobe *p, struct pt_regs *regs)
+{
+	unsigned int word = 0;
+	int n;
+
+	for (n = 0; n < 9; n++)
+		pr_info("registers: argument %d = %lu\n", n, regs_get_kernel_argument(regs, n));
+	while (regs_get_kernel_stack_nth_addr(regs, word))
+		word++;
+	pr_info("registers: words %d, behind %lu, inside %d, outside %d\n", word > 0,
+		regs_get_kernel_stack_nth(regs, word), regs_within_kernel_stack(regs, kernel_stack_pointer(regs)),
+		regs_within_kernel_stack(regs, kernel_stack_pointer(regs) + THREAD_SIZE));
+	pr_info("registers: user %d, pc %d, sp %d\n", !!user_mode(regs),
+		profile_pc(regs) == instruction_pointer(regs),
+		user_stack_pointer(regs) == kernel_stack_pointer(regs));
+	pr_info("registers: pointer %d, name %s, none %d\n",
+		regs_get_register(regs, regs_query_register_offset(POINTER)) == instruction_pointer(regs),
+		regs_query_register_name(regs_query_register_offset(RESULT)), regs_query_register_offset("nosuch"));
+	pr_info("registers: behind %lu, name behind %d\n", regs_get_register(regs, MAX_REG_OFFSET + sizeof(long)),
+		regs_query_register_name(MAX_REG_OFFSET + sizeof(long)) == NULL);
+	instruction_pointer_set(regs, (unsigned long)other);
+	return 1;
+}
+
+static int returned(struct kretprobe_instance *ri, struct pt_regs *regs)
+{
+	pr_info("registers: returned %lu\n", regs_return_value(regs));
+	regs_set_return_value(regs, regs_return_value(regs) + 1);
+	return 0;
+}
+
+static struct kprobe entry = { .pre_handler = at_nine };
+static struct kretprobe caller = { .handler = returned };
+
+static int __init registers_init(void)
+{
+	entry.symbol_name = "nine";
+	caller.kp.symbol_name = "call_nine";
+	return register_kprobe(&entry) ?: register_kretprobe(&caller);
+}
+
+static void __exit registers_exit(void)
+{
+	unregister_kprobe(&entry);
+	unregister_kretprobe(&caller);
+}
+
+module_init(registers_init)
+module_exit(registers_exit)
+MODULE_LICENSE("GPL");
+"""
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_handler_uses_the_registers_by_their_functions(arch: str, tmp_path: Path) -> None:
+    """The functions of <linux/ptrace.h> give the same answers on each architecture, as in Linux.
+
+    The entry's handler makes the call go to another function, and the return's handler changes the result.
+    """
+    if shutil.which(TARGETS[arch].compiler) is None:
+        pytest.skip(f"no {TARGETS[arch].compiler}")
+    directory = tmp_path / "registers"
+    directory.mkdir()
+    (directory / "registers.c").write_text(REGISTERS)
+    assert write_module(arch, directory) == 0
+    with Kernel(MachineConfig(arch=arch)) as kernel:
+        kernel.write_file("machine/modules", f"load {directory}/registers.ko")
+        product = math.factorial(9)
+        assert kernel.call("call_nine") == product + 1
+        log = kernel.read_file("machine/dmesg")
+    # Linux reads no arguments from the stack on RISC-V.
+    arguments = [*range(1, 9), 0 if arch.startswith("riscv") else 9]
+    expected = [f"argument {number} = {value}" for number, value in enumerate(arguments)]
+    result = "a0" if arch.startswith("riscv") else "ax"
+    expected += [
+        "words 1, behind 0, inside 1, outside 0",
+        "user 0, pc 1, sp 1",
+        f"pointer 1, name {result}, none -22",
+        "behind 0, name behind 1",
+        f"returned {product}",
+    ]
+    assert re.findall("registers: (.*)", log) == expected
 
 
 RECURSES = r"""

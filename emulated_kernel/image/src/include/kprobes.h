@@ -4,8 +4,8 @@
 #define _KPROBES_H
 
 #include "bug.h"
+#include "ptrace.h"
 #include "types.h"
-#include <asm/ptrace.h>
 
 #define KPROBE_FLAG_GONE 1
 #define KPROBE_FLAG_DISABLED 2
