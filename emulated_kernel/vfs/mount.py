@@ -94,10 +94,13 @@ class Mount:
         self._closed = False
 
     def _find(self, path: str) -> FileSystem:
-        while path not in self._table:
-            path = path.rpartition("/")[0] or "/"
-        self.past.used.add(path)
-        return self._table[path]
+        prefix = path
+        while prefix not in self._table:
+            prefix = prefix.rpartition("/")[0] or "/"
+        # Listing the directory above looks up a prefix itself.
+        if prefix != path:
+            self.past.used.add(prefix)
+        return self._table[prefix]
 
     # Names
 
@@ -306,6 +309,8 @@ class Mount:
     def opendir(self, client: Client, path: str) -> int:
         """Open a directory, and return its handle for getdents(). Raises: as open()."""
         fs = self.filesystem_at(path)
+        if path in self._table:
+            self.past.used.add(path)
         if self._limits is not None:
             self._check_capacity(self._limits, fs, path, client)
         return self._add(fs.opendir(fs.informed(client), path), client)

@@ -25,6 +25,11 @@ MISSED_RETURNS = (
     "{hits} missed, because earlier calls have not returned and no instance is free; "
     "a larger maxactive (r100:NAME PLACE) takes more calls"
 )
+STACK_FULL = (
+    "{hits} missed, because earlier calls of the same task have not returned and its shadow stack is full"
+)
+WITHOUT_MAXACTIVE = ("fgraph", "unified")
+"""Return hooks that have a shadow stack per task, on which maxactive has no effect."""
 UNARMED = "{reason}, so the probes were not armed"
 NO_RECORD = "{name} has {hits} and no record in the trace; {why}"
 NOT_BY_SCRATCH = "{names} {hits}, none of them by a file in scratch/; {why}"
@@ -39,6 +44,8 @@ KPROBES_OFF = "kprobes/enabled was 0"
 DISARMED = "Kprobes globally disabled"
 """Text of Linux's message when all kprobes are disarmed."""
 FTRACE_ENABLED = "sysctl/kernel/ftrace_enabled"
+INTERPRETER = lazy_pattern(r"(?:[akz]|ba|da)?sh|(?:python|perl|ruby|lua|awk|gawk|mawk)[\d.]*")
+"""Pattern for the name of a program whose first file is a script."""
 HITS = lazy_pattern(r" *(\S+) +(\d+) +(\d+)")
 """Pattern for a line of kprobe_profile; its groups are the event, its hits and its misses."""
 BUFFERED = lazy_pattern(r"^(?:entries|overrun|dropped events|read events): (\d+)$", re.MULTILINE)
@@ -182,9 +189,20 @@ def why_no_hit(
     return why + _other_ways(ended.directory)
 
 
-def why_missed(missed: int, *, at_return: bool) -> str:
-    """Return the reason why a probe has missed `missed` hits. `at_return`: it is a return probe."""
-    return (MISSED_RETURNS if at_return else MISSED).format(hits=counted(missed))
+def why_missed(missed: int, directory: str, *, at_return: bool) -> str:
+    """Return the reason why a probe has missed `missed` hits.
+
+    `directory`: the mount. `at_return`: it is a return probe.
+    """
+    if not at_return:
+        return MISSED.format(hits=counted(missed))
+    text = MISSED_RETURNS
+    # Only a kernel with kprobefs's kprobes has the file.
+    with suppress(OSError):
+        hooks = (control_root(directory) / "kprobes" / "return_hook").read_text()
+        if any(f"[{name}]" in hooks for name in WITHOUT_MAXACTIVE):
+            text = STACK_FULL
+    return text.format(hits=counted(missed))
 
 
 def profile_counts(tracefs: Path) -> tuple[Counter[str], Counter[str]]:
@@ -216,12 +234,30 @@ def _other_ways(directory: str) -> str:
 
 
 def _files_outside(ended: EndedCommand) -> Iterator[str]:
-    """Yield the command's arguments, and the words in them, that name regular files outside of the mount."""
-    arguments = ended.words[1:]
-    for word in [*arguments, *(word for text in arguments for word in text.split())]:
-        path = os.path.normpath(os.path.join(ended.place, word))
-        if os.path.isfile(path) and os.path.commonpath([path, ended.directory]) != ended.directory:
-            yield word
+    """Yield the command's arguments, and the words in them, that name regular files outside of the mount.
+
+    Programs and scripts that the command only runs are not among them.
+    """
+    texts = (text.split() for text in ended.words[1:] if len(text.split()) > 1)
+    for words in (ended.words, *texts):
+        is_run = False
+        for word in words:
+            path = os.path.normpath(os.path.join(ended.place, word))
+            if os.path.isfile(path) and os.path.commonpath([path, ended.directory]) != ended.directory:
+                if not is_run and not _is_program(path):
+                    yield word
+                is_run = False
+            if INTERPRETER.fullmatch(os.path.basename(word)):
+                is_run = True
+            elif word == "-c":
+                is_run = False
+
+
+def _is_program(path: str) -> bool:
+    """Return True if the file `path` is executable or a script."""
+    with suppress(OSError), open(path, "rb") as file:
+        return os.access(path, os.X_OK) or file.read(2) == b"#!"
+    return False
 
 
 def nothing_hints(ended: EndedCommand, past: Past) -> Iterator[str]:
@@ -272,7 +308,7 @@ def _without_hits(
     """
     for event in events:
         if event.missed:
-            why = why_missed(event.missed, at_return=event.at_return)
+            why = why_missed(event.missed, ended.directory, at_return=event.at_return)
             yield NO_HIT.format(names=_names([event]), why=why)
     events = [event for event in events if not event.missed]
     armed = [event for event in events if event.armed]

@@ -501,7 +501,7 @@ class AttachedProbes:
         _, missed = profile_counts(self._tracefs)
         for probe in session.probes:
             if probe.definition and (count := missed[probe.event.rpartition("/")[2]]):
-                return why_missed(count, at_return=probe.definition.startswith("r"))
+                return why_missed(count, self._directory, at_return=probe.definition.startswith("r"))
         places = [probe.place or probe.event.replace("/", ":") for probe in session.probes]
         places += session.request.graph
         ended = EndedCommand(self._command, session.status or 0, self._directory, self._place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from contextlib import closing
 from pathlib import Path
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
 from emulated_kernel.trace.probes.probe_history import MAX_REMOVED
 from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe
+from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.seq_file import SeqReader
 from emulated_kernel.vfs.trees.stats import HistoryFile
@@ -24,6 +27,7 @@ from kprobefs.cli.nothing_hint import (
     PastEvent,
     nothing_hints,
     present_events,
+    why_missed,
     why_no_hit,
 )
 from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
@@ -146,6 +150,47 @@ def test_missed_hits_are_no_reason_to_look_elsewhere(
     first, second = nothing_hints(EndedCommand(("true",), 5, str(place), "/"), Past(events))
     assert first.startswith(f"no hit of it: 3 hits missed, because {why}")
     assert second.startswith("no hit of other: the command ended with status 5")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("./program", "data"), "data"),
+        (("bash", "script"), None),
+        (("bash", "-e", "script", "data"), "data"),
+        (("timeout", "9", "python3.11", "script", "data"), "data"),
+        (("env", "A=1", "./program"), None),
+        (("./program", "./shebang"), None),
+        (("sh", "-c", "cat data"), "data"),
+        (("sh", "-c", "./program; bash script"), None),
+        (("sh", "-c", "bash script data"), "data"),
+        (("cat", "script"), "script"),
+    ],
+)
+def test_a_script_is_no_file_outside(
+    words: tuple[str, ...], named: str | None, place: Path, tmp_path: Path
+) -> None:
+    """The hint does not name a file that the command only runs."""
+    for file, text in {"script": "true\n", "shebang": "#!/bin/sh\n", "program": "", "data": "1\n"}.items():
+        (tmp_path / file).write_text(text)
+    (tmp_path / "program").chmod(0o755)
+    told = why_no_hit(EndedCommand(words, 0, str(place), str(tmp_path)), ["gcd"])
+    assert re.findall(r"such as (\S+),", told) == ([] if named is None else [named])
+
+
+def test_missed_returns_advise_maxactive_only_where_it_has_an_effect(place: Path) -> None:
+    """The hint advises a larger maxactive if the return hook has as many nodes as maxactive says."""
+    file = place / "kprobes" / "return_hook"
+    file.parent.mkdir(exist_ok=True)
+    for hook in SHADOW_STACKS:
+        with Kernel(MachineConfig(return_hook=hook)) as kernel:
+            file.write_text(read(kernel.filesystem(), "/kprobes/return_hook"))
+            shown = set()
+            for maxactive in (1, 100):
+                define(kernel, [f"r{maxactive}:it gcd"])
+                shown.add(read(kernel.filesystem(), "/kprobes/stats/kprobes/it/maxactive"))
+                remove(kernel, [*kernel.tracing.kprobe_events.probes()])
+        assert ("maxactive" in why_missed(1, str(place), at_return=True)) == (len(shown) == 2), hook
 
 
 @pytest.mark.parametrize(
@@ -276,6 +321,29 @@ def test_why_nothing_was_hit(directory: Path, tmp_path: Path) -> None:
             hint = "".join(nothing_hints(ended, past))
             assert hint.startswith(expected), script
             assert bool(hint) is bool(expected), script
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize(
+    ("use", "is_used"),
+    [
+        ("ls -l", False),
+        ("ls -l tracing machine", False),
+        ("cd scratch", False),
+        ("ls scratch", True),
+        ("test ! -e scratch/nosuch", True),
+        ("echo > scratch/new", True),
+    ],
+)
+def test_only_names_in_scratch_use_it(directory: Path, use: str, is_used: bool) -> None:
+    """To list the directory above scratch/ is no use of scratch/."""
+    with (
+        daemon(directory, program=REAL_PROGRAM) as running,
+        closing(History(Path(running.path()))) as history,
+    ):
+        subprocess.run(["sh", "-c", use], cwd=running.path(), capture_output=True, check=True)
+        assert ("/scratch" in (history.read().used or ())) == is_used
 
 
 SHELL_COUNTS = (

@@ -17,7 +17,7 @@ class PastRequests:
 
     def __init__(self) -> None:
         self.used: set[str] = set()
-        """Prefixes of those file systems of the mount that have served a request with a path."""
+        """Prefixes of those file systems of the mount that have listed a directory or looked up a name."""
         self.missing: str | None = None
         """Path of the last file that a client tried to create where clients cannot create files."""
         self.refused: tuple[str, str, str] | None = None
