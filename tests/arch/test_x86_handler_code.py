@@ -32,6 +32,7 @@ from tests.arch.random_programs import (
     interpret,
     make_case,
 )
+from tests.sample import fewer
 
 STATUS = 0x8D5
 FLAGS = 0x246
@@ -145,7 +146,7 @@ SEEDS = range(0, 800, 100)
 @pytest.mark.parametrize("first", SEEDS)
 @pytest.mark.parametrize("bits", [64, 32])
 def test_programs_between_what_is_live(bits: int, first: int) -> None:
-    for seed in range(first, first + 100):
+    for seed in range(first, first + fewer(100, 2)):
         rng = random.Random(seed)
         case = make(rng, bits)
         share = rng.choice((0, 0.3, 0.7, 1))
@@ -159,7 +160,7 @@ def test_programs_between_what_is_live(bits: int, first: int) -> None:
 @pytest.mark.parametrize("bits", [64, 32])
 def test_programs_in_a_frame(bits: int, first: int) -> None:
     frame = FRAMES[bits]
-    for seed in range(first, first + 100):
+    for seed in range(first, first + fewer(100, 2)):
         case = make(random.Random(seed), bits)
         handler = save_all(case.program, frame, {"ip": PROBE + 1, **frame.fixed})
         check(case, handler, LiveRegisters(frozenset(NAMES[bits]), True), frame)

@@ -8,6 +8,7 @@ import pytest
 
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
 from emulated_kernel.arch.x86.insn_attributes import DecodeCache, InsnAttributes
+from tests.sample import share
 
 HEADS = tuple(map(bytes.fromhex, ("", "0f", "66", "660f", "67", "48", "f30f", "c5", "0f38", "0f3a")))
 MODRM = (0x04, 0x05, 0x07, 0x3F, 0x44, 0x78, 0x85, 0xC0, 0xD0, 0xE5, 0xFF)
@@ -28,6 +29,6 @@ def test_what_is_shared_is_what_is_decoded(bits: int) -> None:
             first = facts(shared, code + b"\xc1")
             if first is None:
                 continue
-            for modrm in MODRM:
+            for modrm in share(MODRM, opcode, 2):
                 whole = code + bytes((modrm,))
                 assert facts(shared, whole) == facts(DecodeCache(bits), whole), whole.hex()

@@ -17,6 +17,7 @@ from emulated_kernel.arch.x86.emulate import TF
 from emulated_kernel.arch.x86.relocate import relocate
 from emulated_kernel.util.errors import KernelError
 from tests.arch import engines
+from tests.sample import fewer
 
 BASE = 0x100_0000
 MODES = {64: unicorn.UC_MODE_64, 32: unicorn.UC_MODE_32}
@@ -79,7 +80,7 @@ def test_as_the_original(code: str, bits: int) -> None:
     at, to = BASE + 0x2000, BASE + DETOUR
     copy, length = relocate(insn + bytes(15), at, to, bits)
     assert length == len(insn)
-    for _ in range(20):
+    for _ in range(fewer(20, 2)):
         values = {name: dice.choice((0, 1, dice.randrange(1 << 16))) for name in NAMES}
         values |= {"AX": BASE + DATA, "BX": BASE + DATA + 8, "SI": BASE + DATA + 16}
         flags = dice.getrandbits(12) & 0x8D5 | 2

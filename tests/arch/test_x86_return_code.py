@@ -18,6 +18,7 @@ from emulated_kernel.arch.x86.handler_code import save_all, save_live
 from tests.arch.placed import going_on
 from tests.arch.random_programs import PROBE, Case, LockedMaker
 from tests.arch.test_x86_handler_code import FRAMES, NAMES, PER_CPU_BASE, check, make
+from tests.sample import fewer
 
 ARCHS = {64: X86_64(), 32: I386()}
 BUFFER = 0xA000_0000
@@ -32,7 +33,7 @@ def _case(seed: int, bits: int) -> tuple[random.Random, Case]:
 
 @pytest.mark.parametrize("bits", [64, 32])
 def test_locked_words_between_what_is_live(bits: int) -> None:
-    for seed in range(300):
+    for seed in range(fewer(300, 2)):
         rng, case = _case(seed, bits)
         registers = frozenset(name for name in NAMES[bits] if rng.random() < 0.5) | {"sp"}
         live = LiveRegisters(registers, rng.random() < 0.5)
@@ -42,7 +43,7 @@ def test_locked_words_between_what_is_live(bits: int) -> None:
 @pytest.mark.parametrize("bits", [64, 32])
 def test_locked_words_in_a_frame(bits: int) -> None:
     frame = FRAMES[bits]
-    for seed in range(300):
+    for seed in range(fewer(300, 2)):
         _, case = _case(seed, bits)
         handler = save_all(case.program, frame, {"ip": PROBE + 1, **frame.fixed})
         check(case, handler, LiveRegisters(frozenset(NAMES[bits]), True), frame)

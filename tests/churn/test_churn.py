@@ -9,7 +9,7 @@ from stress.churn.session import Session
 from tests.sample import fewer
 
 pytestmark = pytest.mark.usefixtures("objects_excluded")
-SECONDS = fewer(20, 10)
+SECONDS = fewer(20, 20)
 
 
 @pytest.mark.slow

@@ -39,11 +39,12 @@ def test_processes_count_what_one_process_counts() -> None:
 
 
 def test_code_that_does_not_differ_is_examined_once() -> None:
-    one, two = coverage([own_image("x86_64"), own_image("x86_64")], None)
+    group = [own_image("x86_64").of_functions(PATTERN)] * 2
+    one, two = coverage(group, None)
     assert one.symbols == two.symbols
     assert one.seconds > 0
     assert two.seconds == 0
-    first, second = coverage([own_image("x86_64"), own_image("x86_64")], None, "extended")
+    first, second = coverage(group, None, "extended")
     assert first.symbols == second.symbols
     assert second.seconds > 0
 

@@ -216,7 +216,7 @@ class Tree:
 
 
 def test_red_black_trees(lib: Library) -> None:
-    tree, rng, keys = Tree(lib), random.Random(6), list(range(60))
+    tree, rng, keys = Tree(lib), random.Random(6), list(range(40))
     rng.shuffle(keys)
     for key in keys:
         tree.insert(key)

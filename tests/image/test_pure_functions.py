@@ -15,8 +15,9 @@ from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
 from tests.image import pure_host
 from tests.image.pure_functions import GFP_KERNEL, compare
 from tests.image.pure_table import PURE
+from tests.sample import fewer
 
-CALLS = 4000
+CALLS = fewer(4000, 2)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from emulated_kernel.arch.riscv.extension_text import extension_text
 from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, Handling, decode_insn
 from emulated_kernel.util.errors import KernelError
 from tests.arch.riscv.flat import NAMES, PAGE, Flat
+from tests.sample import fewer
 
 CODE, SLOT, DATA = 0x10_0000, 0x20_0000, 0x40_0000
 ARCH = RISCV64()
@@ -65,7 +66,7 @@ def emulated_words(rng: random.Random) -> bytes:
 
 @pytest.mark.parametrize("first", range(0, 600, 100))
 def test_wide_ones(first: int) -> None:
-    for seed in range(first, first + 100):
+    for seed in range(first, first + fewer(100, 2)):
         rng = random.Random(seed)
         check(emulated_words(rng), random_registers(rng))
 
@@ -79,7 +80,7 @@ def test_compressed_ones() -> None:
     rng = random.Random(2)
     seen = 0
     halves = [half for half in range(1 << 16) if half & 3 != 3]
-    for half in rng.sample(halves, 12_000):
+    for half in rng.sample(halves, fewer(12_000, 2)):
         code = half.to_bytes(2, "little")
         insn = decode_insn(code, compressed=True)
         if insn.handling is not Handling.SIMULATED:
@@ -89,7 +90,7 @@ def test_compressed_ones() -> None:
             values[REGISTER_NAMES[insn.rs1]] = CODE + 2 * rng.randrange(100)
         check(code, values)
         seen += 1
-    assert seen > 800
+    assert seen > fewer(800, 2)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_a_copy_computes_the_same(first: int) -> None:
 
     The instruction tables name all registers that the instruction reads and changes.
     """
-    for seed in range(first, first + 200):
+    for seed in range(first, first + fewer(200, 2)):
         rng = random.Random(seed)
         code = copied_instructions(rng)
         memory = rng.randbytes(2 * PAGE)

@@ -24,6 +24,7 @@ from tests.arch.random_programs import (
     make_case,
 )
 from tests.arch.riscv.flat import NAMES, Flat
+from tests.sample import fewer
 
 ARCHS = [RISCV64(), RISCV64I()]
 FIXED = [name for name in NAMES if name not in ("gp", "sp")]
@@ -77,7 +78,7 @@ SEEDS = range(0, 800, 100)
 @pytest.mark.parametrize("first", SEEDS)
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_programs_between_what_is_live(arch: Riscv, first: int) -> None:
-    for seed in range(first, first + 100):
+    for seed in range(first, first + fewer(100, 2)):
         case = make(seed)
         rng = random.Random(seed)
         share = rng.choice((0, 0.3, 0.7, 1))
@@ -90,6 +91,6 @@ def test_programs_between_what_is_live(arch: Riscv, first: int) -> None:
 @pytest.mark.parametrize("first", SEEDS)
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_programs_in_a_frame(arch: Riscv, first: int) -> None:
-    for seed in range(first, first + 100):
+    for seed in range(first, first + fewer(100, 2)):
         case = make(seed)
         check(case, arch, arch.handler_code(case.program, PROBE), None)

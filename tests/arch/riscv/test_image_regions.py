@@ -20,7 +20,7 @@ from emulated_kernel.image.builtin_image import load_image
 from tests.arch.riscv.flat import NAMES, PAGE, Flat
 from tests.sample import WHOLE, fewer
 
-PARTS = 120
+PARTS = 240
 CODE, BUFFER, DATA = 0x10_0000, 0x1234_0000, 0x40_0000
 ARCHS = [RISCV64(), RISCV64I()]
 _MEMORY = (RiscvOpcode.LOAD, RiscvOpcode.STORE, RiscvOpcode.AMO)

@@ -15,10 +15,13 @@ from emulated_kernel.arch.riscv.probe_checks import copied_length
 from emulated_kernel.image.builtin_image import load_image
 from emulated_kernel.image.kallsyms import Symbol
 from tests.arch.riscv.test_probe_checks import analysis
+from tests.sample import share
+
+NAMES = ("riscv64", "riscv64i")
 
 
 @pytest.mark.parametrize("ftrace", [False, True])
-@pytest.mark.parametrize("name", ["riscv64", "riscv64i"])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_same_for_the_image(name: str, ftrace: bool) -> None:
     arch, image = arch_named(name), load_image(None, name)
     asked = arch.probe_checker(image, arch.strategy(["optprobe-riscv"]), ftrace=ftrace)
@@ -32,11 +35,15 @@ def test_the_same_for_the_image(name: str, ftrace: bool) -> None:
 
     seen: set[RejectReason | None] = set()
     text = [range(*part) for part in image.text_ranges]
-    for symbol in image.kallsyms.symbols:
-        if symbol.size and any(symbol.address in part for part in text):
-            reasons = list(asked.reasons(symbol).items())
-            assert reasons == one_by_one(symbol), symbol.name
-            seen |= {reason for _, reason in reasons}
+    symbols = [
+        symbol
+        for symbol in image.kallsyms.symbols
+        if symbol.size and any(symbol.address in part for part in text)
+    ]
+    for symbol in share(symbols, NAMES.index(name) + ftrace, 2):
+        reasons = list(asked.reasons(symbol).items())
+        assert reasons == one_by_one(symbol), symbol.name
+        seen |= {reason for _, reason in reasons}
     assert {None, RejectReason.NOT_BOOSTABLE, RejectReason.NOT_COPYABLE, RejectReason.JUMP_INTO_RANGE} <= seen
 
 

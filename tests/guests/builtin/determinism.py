@@ -1,13 +1,14 @@
-"""Print one scripted session with a kernel as text.
+"""Print scripted sessions with a kernel as JSON.
 
-python -m tests.guests.builtin.determinism RUNS [ARCH [SEED [CPUS]]]
+python -m tests.guests.builtin.determinism RUNS ARCH,SEED,CPUS...
 
-The program prints the digest of every run, and then the whole text of the last run.
+For each of the given kernels, the program prints the digest of every run, and the whole text of the last run.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 from contextlib import suppress
@@ -20,7 +21,6 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.mount import Mount
 from tests.guests.builtin.conftest import ScriptedWatch
 
-DEFAULTS = ("x86_64", "1", "1")
 SHELL, WORKER = Client(500, 0, 0), Client(501, 1000, 1000)
 SHOWN = (
     "/tracing/trace",
@@ -110,16 +110,22 @@ class Session:
 
 
 def main() -> None:
-    """Run the sessions that the command line selects, and print their digests."""
-    runs, *given = sys.argv[1:]
-    arch, seed, cpus = (*given, *DEFAULTS[len(given) :])
+    """Run the sessions that the command line selects, and print a JSON object: kernel -> digests and text."""
+    runs, *kernels = sys.argv[1:]
+    print(json.dumps({kernel: repeated(int(runs), kernel) for kernel in kernels}))
+
+
+def repeated(runs: int, kernel: str) -> tuple[list[str], str]:
+    """Run the session `runs` times, and return the digest of each run and the text of the last run."""
+    arch, seed, cpus = kernel.split(",")
+    digests = []
     text = ""
-    for _ in range(int(runs)):
+    for _ in range(runs):
         session = Session(arch, int(seed), int(cpus))
         with session.kernel:
             text = session.run()
-        print(hashlib.sha256(text.encode()).hexdigest())
-    print(text, end="")
+        digests.append(hashlib.sha256(text.encode()).hexdigest())
+    return digests, text
 
 
 if __name__ == "__main__":

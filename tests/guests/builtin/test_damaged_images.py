@@ -14,9 +14,10 @@ from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
+from tests.sample import fewer
 
 WHOLE = (PREBUILT / "x86_64" / "vmlinux").read_bytes()
-DAMAGED = int(os.environ.get("KPROBEFS_DAMAGED", "25"))
+DAMAGED = int(os.environ.get("KPROBEFS_DAMAGED", fewer(25, 2)))
 """Number of randomly damaged images that are booted; KPROBEFS_DAMAGED changes the number."""
 E_MACHINE, E_ENTRY, E_PHOFF, E_PHENTSIZE, PROGRAM_HEADER = 18, 24, 32, 54, 56
 P_FLAGS, P_PADDR, P_MEMSZ = 4, 24, 40

@@ -4,6 +4,7 @@ times.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,24 +13,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.sample import WHOLE, fewer
+from tests.sample import WHOLE, fewer, share
 
 PROJECT = Path(__file__).resolve().parents[3]
 HASH_SEEDS = ("0", "1", "2", "random")
 """Values of PYTHONHASHSEED: the order in which Python iterates over sets must not matter."""
 RUNS = fewer(5, 3)
-"""Number of runs in one process."""
-CASES = [("x86_64", 1), ("i386", 1), ("riscv64", 1), ("x86_64", 4)]
+"""Number of runs in the first process."""
+KERNELS = ("x86_64,1,1", "i386,1,1", "riscv64,1,1", "x86_64,1,4")
+"""Architecture, seed and number of CPUs."""
+OTHER_SEED = "x86_64,2,1"
+
+Run = tuple[list[str], str]
+"""The digest of each run, and the text of the last run."""
 
 
 @cache
-def session(arch: str, seed: int, runs: int, hash_seed: str = "0", cpus: int = 1) -> tuple[list[str], str]:
-    """Return the digest of each run, and the text of the last run.
-
-    `hash_seed`: value of PYTHONHASHSEED. `cpus`: number of the guest's CPUs.
-    """
+def sessions(hash_seed: str, runs: int) -> dict[str, Run]:
+    """Run the sessions in a new process, and return kernel -> its runs. `hash_seed`: its PYTHONHASHSEED."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.guests.builtin.determinism", str(runs), arch, str(seed), str(cpus)],
+        [sys.executable, "-m", "tests.guests.builtin.determinism", str(runs), *KERNELS, OTHER_SEED],
         cwd=PROJECT,
         env={**os.environ, "PYTHONHASHSEED": hash_seed},
         check=True,
@@ -37,31 +40,28 @@ def session(arch: str, seed: int, runs: int, hash_seed: str = "0", cpus: int = 1
         text=True,
         timeout=120,
     )
-    *digests, text = done.stdout.split("\n", runs)
-    return digests, text
+    found: dict[str, Run] = json.loads(done.stdout)
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arch", "cpus"), CASES)
-def test_runs_are_byte_identical(arch: str, cpus: int) -> None:
-    """Two runs in each of two processes show the same bytes; with KPROBEFS_WHOLE=1, five runs in each of four
-    processes.
+def test_runs_are_byte_identical() -> None:
+    """Two runs in one process and a run in another show the same bytes; with KPROBEFS_WHOLE=1, five runs in
+    each of four processes.
     """
-    hash_seeds = HASH_SEEDS if WHOLE else ("0", HASH_SEEDS[1 + CASES.index((arch, cpus)) % 3])
-    digests: list[str] = []
-    shown = []
-    for hash_seed in hash_seeds:
-        found, text = session(arch, 1, RUNS, hash_seed, cpus)
-        digests += found
-        shown.append(text)
-    assert shown[1:] == shown[:-1]
-    assert len(digests) == RUNS * len(hash_seeds)
-    assert len(set(digests)) == 1
+    repeats = [(HASH_SEEDS[0], RUNS)] + [(each, RUNS if WHOLE else 1) for each in share(HASH_SEEDS[1:], 2, 3)]
+    found = [sessions(*each) for each in repeats]
+    for kernel in KERNELS:
+        digests = [digest for process in found for digest in process[kernel][0]]
+        assert len(digests) == sum(runs for _, runs in repeats) > 2
+        assert len(set(digests)) == 1, kernel
+        assert len({process[kernel][1] for process in found}) == 1, kernel
 
 
 def test_another_seed_gives_other_times_for_the_same_events() -> None:
     """Another seed changes only the times of records, not their order, tasks and text."""
-    one, other = (records(session("x86_64", seed, RUNS, HASH_SEEDS[0], 1)[1]) for seed in (1, 2))
+    found = sessions(HASH_SEEDS[0], RUNS)
+    one, other = (records(found[kernel][1]) for kernel in (KERNELS[0], OTHER_SEED))
     assert len(one) == len(other) > 20
     assert [words for _, words in one] == [words for _, words in other]
     assert [time for time, _ in one] != [time for time, _ in other]

@@ -23,8 +23,9 @@ from tests.oracle.inside.definitions import compare_definitions
 from tests.oracle.inside.filters import compare_filters
 from tests.oracle.inside.places import compare_places, kernel_places
 from tests.oracle.inside.records import compare_records, recorded_definitions
+from tests.sample import fewer
 
-DEFINITIONS = 60
+DEFINITIONS = fewer(60, 2)
 FILTERS = 120
 PLACES = 60
 BACKPORTED = {InterfaceRule.HIST_POLL}

@@ -479,7 +479,7 @@ def test_modules_of_a_dump(suite: str, tmp_path: Path, monkeypatch: pytest.Monke
         core.close()
 
 
-@pytest.mark.parametrize("module", share([NLS, "tcp_bbr", "nf_conntrack"], 2, 3))
+@pytest.mark.parametrize("module", share([NLS, "tcp_bbr", "nf_conntrack"], 1, 3))
 @SOME
 def test_a_module_linked_offline_has_the_verdicts_of_the_loaded_one(
     shell: Files, engine: LinuxEngine, module: str, request: pytest.FixtureRequest
