@@ -37,10 +37,17 @@ YOUNG = 2_000_000
 
 The number is high, because most objects of a boot and of the tables of a kernel's functions are no garbage.
 """
-FEW_DESCRIPTORS = 256
-"""Number of open descriptors of a worker above which garbage is collected, because it holds most of them."""
-MUCH_MEMORY = 300 << 20
-"""Number of bytes by which a worker grows until garbage, such as the RAM of kernels, is collected."""
+NEW_OBJECTS = 1000
+"""Number of objects that a test leaves until they are searched for garbage; a kernel has twice as many."""
+MORE_DESCRIPTORS = 200
+"""Number of open descriptors by which a worker grows until all its objects are searched for garbage."""
+MOST_DESCRIPTORS = 900
+"""Number of open descriptors above which all objects are searched for garbage after each test.
+
+select(2) does not support descriptors above 1,023.
+"""
+MORE_MEMORY = 300 << 20
+"""Number of bytes by which a worker grows until all its objects are searched for garbage."""
 
 # Variables of the user's terminal, CI or journal would change the output of programs under test.
 _FROM_OUTSIDE = ("BUILD_NUMBER", "CI", "COLUMNS", "FORCE_COLOR", "LINES", "NOTIFY_SOCKET", "NO_COLOR", "TERM")
@@ -190,22 +197,32 @@ def _resident_bytes() -> int:
     return sum(int(sizes[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
 
 
+def _used_descriptors() -> int:
+    """Return the number of the lowest free descriptor."""
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    return free
+
+
 class _Collector:
-    """Collects garbage after a test that has left many descriptors or much memory."""
+    """Collects garbage after tests."""
 
     def __init__(self) -> None:
-        self._limit = 0
+        self._most_bytes = 0
+        self._most_descriptors = MORE_DESCRIPTORS
 
-    def collect_if_needed(self) -> None:
-        """Collect garbage if the process has too many descriptors, or has grown by MUCH_MEMORY.
+    def collect(self) -> None:
+        """Collect the garbage that the last test has left, such as its kernels.
 
-        An uncollected kernel keeps its pipes open, and select(2) does not support descriptors above 1,023.
+        Objects of earlier tests are searched only if the process has grown much. They became garbage later,
+        such as a kernel that the tests of a module have shared.
         """
-        free = os.open(os.devnull, os.O_RDONLY)
-        os.close(free)
-        if free > FEW_DESCRIPTORS or _resident_bytes() > self._limit:
+        if gc.get_count()[0] > NEW_OBJECTS:
+            gc.collect(0)
+        if _used_descriptors() > self._most_descriptors or _resident_bytes() > self._most_bytes:
             gc.collect()
-            self._limit = _resident_bytes() + MUCH_MEMORY
+            self._most_bytes = _resident_bytes() + MORE_MEMORY
+            self._most_descriptors = min(_used_descriptors() + MORE_DESCRIPTORS, MOST_DESCRIPTORS)
 
 
 _collector = _Collector()
@@ -222,12 +239,10 @@ def _forget_frames(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Check that the test has not changed /dev/null, and collect garbage if the process uses many descriptors
-    or much memory.
-    """
+    """Check that the test has not changed /dev/null, and collect garbage."""
     assert _null_device() == NULL_DEVICE, "/dev/null: changed by the test"
     _forget_frames(item)
-    _collector.collect_if_needed()
+    _collector.collect()
 
 
 def _sendable(value: object) -> object:
