@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -98,19 +99,19 @@ class Forker:
         output: int,
         errors: int,
         *,
-        is_bare: bool,
+        program: str,
         cwd: str | None = None,
     ) -> Forked:
-        """Run the program with `output` and `errors` as its standard output and error.
+        """Run a program with `output` and `errors` as its standard output and error.
 
-        `is_bare`: run bare_program.py in place of kprobefs. `cwd`: the program's directory, by default that
-        of this process.
+        `program`: "kprobefs", "bare_program" (bare_program.py) or "pytest". `cwd`: the program's directory,
+        by default that of this process.
         """
         own = {
             "arguments": arguments,
             "environment": environment,
             "cwd": cwd or os.getcwd(),
-            "is_bare": is_bare,
+            "program": program,
         }
         return Forked(self, self.ask(output, errors, **own))
 
@@ -133,6 +134,8 @@ def forker() -> Forker:
 def main() -> int:
     """Fork a program for each request. In the child process, return the program's exit status."""
     keep_images()
+    import pytest
+
     import kprobefs
     from emulated_kernel.kernel.api import Kernel
     from emulated_kernel.util.config import ARCHITECTURES, MachineConfig
@@ -152,7 +155,11 @@ def main() -> int:
             kernel.filesystem()
     del kernel
 
-    programs = {True: bare_program.main, False: cli.main}
+    programs: dict[str, Callable[[], int]] = {
+        "kprobefs": cli.main,
+        "bare_program": bare_program.main,
+        "pytest": lambda: int(pytest.main()),
+    }
     # The host lists a joined thread until the thread has ended completely.
     deadline = time.monotonic() + END_TIMEOUT
     while os.listdir("/proc/self/task") != [str(os.getpid())]:
@@ -174,7 +181,7 @@ def main() -> int:
             if answer == 0:
                 channel.close()
                 _set_up(request, *descriptors)
-                _end(programs[request["is_bare"]]())
+                _end(programs[request["program"]]())
             for descriptor in descriptors:
                 os.close(descriptor)
         channel.send(json.dumps(answer).encode())

@@ -24,6 +24,10 @@ PROGRAM = [sys.executable, str(ROOT / "tests" / "fuse" / "bare_program.py")]
 """Command of the program that does not watch host processes."""
 REAL_PROGRAM = [sys.executable, "-m", "kprobefs"]
 """Command of the program as users start it."""
+PYTEST = [sys.executable, "-m", "pytest"]
+"""Command of pytest. Most of kprobefs's modules are already imported, but not its plugin for pytest."""
+_FORKED = (("bare_program", PROGRAM), ("kprobefs", REAL_PROGRAM), ("pytest", PYTEST))
+"""Names and commands of the programs that the forker starts."""
 PATIENCE = 30.0
 """Time limit in seconds for effects that should occur at once."""
 RUN = 60.0
@@ -201,8 +205,9 @@ def _start(
     program: list[str], arguments: list[str], output: int, errors: int, cwd: str | None = None, **more: str
 ) -> Process:
     env = environment() | more
-    if program in (PROGRAM, REAL_PROGRAM):
-        return forker().start(arguments, env, output, errors, is_bare=program is PROGRAM, cwd=cwd)
+    for name, command in _FORKED:
+        if program is command:
+            return forker().start(arguments, env, output, errors, program=name, cwd=cwd)
     command = [*program, *arguments]
     return subprocess.Popen(command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
 

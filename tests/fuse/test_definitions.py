@@ -259,13 +259,14 @@ def state_of(tracefs: Path) -> dict[str, str]:
     """Return path -> content of the files that hold a tracefs's settings, except the settings of single
     events.
     """
-    return {
-        str(path.relative_to(tracefs)): path.read_text()
-        for array in (tracefs, *tracefs.glob("instances/*"))
-        for pattern in ("*", "options/*", "per_cpu/*/buffer_size_kb")
-        for path in array.glob(pattern)
-        if path.is_file() and not NOT_SAVED.fullmatch(path.name)
-    }
+    found = {}
+    for array in (tracefs, *tracefs.glob("instances/*")):
+        # os.scandir() does not ask the mount for the kind of each file.
+        entries = [*os.scandir(array), *os.scandir(array / "options")]
+        files = [entry.path for entry in entries if entry.is_file() and not NOT_SAVED.fullmatch(entry.name)]
+        for path in map(Path, [*files, *array.glob("per_cpu/*/buffer_size_kb")]):
+            found[str(path.relative_to(tracefs))] = path.read_text()
+    return found
 
 
 @needs_fuse

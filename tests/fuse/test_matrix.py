@@ -19,7 +19,7 @@ from kprobefs.cli.main import main
 from kprobefs.cli.nothing_hint import NO_HIT, NO_RECORD
 from kprobefs.common import production_cpus
 from kprobefs.common.errors import ExitStatus
-from tests.fuse.harness import REAL_PROGRAM, eventually, is_alive, needs_fuse
+from tests.fuse.harness import REAL_PROGRAM, eventually, is_alive, kprobefs, needs_fuse
 from tests.fuse.on_terminal import Terminal
 from tests.image.linux import debian
 
@@ -158,14 +158,7 @@ def test_a_script_passes_on_some(tmp_path: Path) -> None:
     (tmp_path / "script").write_text(SCRIPT)
     command = ("matrix", "--arch", "x86_64", "--jobs", "2", "--junit", "report.xml", "--json")
     kernels = ("--profile", "linux-6.1", "--profile", "linux-7.2", "--image", "/nosuch.deb")
-    done = subprocess.run(
-        [*REAL_PROGRAM, *command, *kernels, "--", "sh", "script"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+    done = kprobefs(*command, *kernels, "--", "sh", "script", program=REAL_PROGRAM, cwd=str(tmp_path))
     assert done.returncode == ExitStatus.FAILURE, done.stderr
     found = {each["kernel"]: each for each in json.loads(done.stdout)}
     assert {name: (each["result"], each["status"]) for name, each in found.items()} == {
@@ -194,13 +187,8 @@ def test_the_kernels_refusal_is_in_the_table(tmp_path: Path) -> None:
     as an I/O error.
     """
     script = 'echo "p:oops vfs_read %nosuch" >> "$KPROBEFS/kprobe_events"'
-    done = subprocess.run(
-        [*REAL_PROGRAM, "matrix", "--junit", "report.xml", "--", "dash", "-c", script],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+    done = kprobefs(
+        "matrix", "--junit", "report.xml", "--", "dash", "-c", script, program=REAL_PROGRAM, cwd=str(tmp_path)
     )
     refusal = 'error_log ends with "trace_kprobe: error: Invalid register name" for "p:oops vfs_read %nosuch"'
     assert refusal in " ".join(done.stdout.split())
@@ -221,13 +209,16 @@ def test_a(tracefs):
 @pytest.mark.mounted
 def test_the_row_of_pytest_names_the_test_and_the_refusal(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text(TEST)
-    done = subprocess.run(
-        [*REAL_PROGRAM, "matrix", "--json", "--", sys.executable, "-m", "pytest", "test_a.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    done = kprobefs(
+        "matrix",
+        "--json",
+        "--",
+        sys.executable,
+        "-m",
+        "pytest",
+        "test_a.py",
+        program=REAL_PROGRAM,
+        cwd=str(tmp_path),
     )
     assert done.returncode == ExitStatus.FAILURE, done.stderr
     [found] = json.loads(done.stdout)
@@ -241,13 +232,17 @@ def test_a_command_that_exits_with_77_is_skipped(tmp_path: Path) -> None:
     """The last line of the command's output is the reason. A skipped kernel is no failure."""
     script = "echo error: tried; test -e tracing/touched_functions || { echo needs Linux 6.4; exit 77; }"
     kernels = ("--arch", "x86_64", "--profile", "linux-6.1", "--profile", "linux-7.2")
-    done = subprocess.run(
-        [*REAL_PROGRAM, "matrix", "--junit", "r.xml", *kernels, "--", "sh", "-c", f"cd $KPROBEFS; {script}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
+    done = kprobefs(
+        "matrix",
+        "--junit",
+        "r.xml",
+        *kernels,
+        "--",
+        "sh",
+        "-c",
+        f"cd $KPROBEFS; {script}",
+        program=REAL_PROGRAM,
+        cwd=str(tmp_path),
     )
     assert done.returncode == ExitStatus.OK, done.stderr
     _, skipped, passed = done.stdout.splitlines()
@@ -332,13 +327,17 @@ def test_a_kernel_that_has_panicked_fails(tmp_path: Path) -> None:
         """test ! -e tracing/touched_functions || echo 'panic "disk %s on fire" "sda"' > machine/call; true"""
     )
     kernels = ("--arch", "x86_64", "--profile", "linux-6.1", "--profile", "linux-7.2")
-    done = subprocess.run(
-        [*REAL_PROGRAM, "matrix", "--junit", "r.xml", *kernels, "--", "sh", "-c", f"cd $KPROBEFS; {script}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
+    done = kprobefs(
+        "matrix",
+        "--junit",
+        "r.xml",
+        *kernels,
+        "--",
+        "sh",
+        "-c",
+        f"cd $KPROBEFS; {script}",
+        program=REAL_PROGRAM,
+        cwd=str(tmp_path),
     )
     assert done.returncode == ExitStatus.FAILURE, done.stderr
     _, passed, panicked, *rest = done.stdout.splitlines()

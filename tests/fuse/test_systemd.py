@@ -235,7 +235,7 @@ def manager(units: Path) -> Iterator[Manager]:
         _remove_groups(group)
 
 
-_eventually = partial(eventually, interval=0.1, patience=RUN)
+_eventually = partial(eventually, interval=0.3, patience=RUN)
 """eventually() for conditions that ask the manager. Each question starts three processes."""
 
 
@@ -275,7 +275,10 @@ def systemd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manager]:
 @pytest.mark.mounted
 @pytest.mark.slow
 class TestService:
-    """The system unit and its template unit, run by a real systemd."""
+    """The system unit and its template unit, run by a real systemd.
+
+    A test may leave kprobefs.service running, because starting it again does nothing.
+    """
 
     def test_start_and_stop(self, systemd: Manager) -> None:
         unit, directory = "kprobefs.service", "/run/kprobefs/mnt"
@@ -308,7 +311,6 @@ class TestService:
         assert any(line.split()[-2:] == ["R", "cat"] for line in lines)
         assert any(line.split()[-2:] == ["S", "sh"] for line in lines)
         assert any(" seen: (vfs_read+0x0/" in line and 'comm="cat"' in line for line in lines)
-        assert systemd.inside("systemctl", "stop", unit).returncode == 0
 
     def test_clients_are_seen_as_they_are(self, systemd: Manager) -> None:
         unit, directory = "kprobefs.service", "/run/kprobefs/mnt"
@@ -317,7 +319,6 @@ class TestService:
         assert is_seen_as_it_is(trace), trace
         cleared = "echo 0 > tracing/events/enable; echo > kprobe_events"
         assert systemd.inside("sh", "-c", f"cd {directory}; {cleared}").returncode == 0
-        assert systemd.inside("systemctl", "stop", unit).returncode == 0
 
     def test_restarts_after_a_kill(self, systemd: Manager) -> None:
         unit, directory = "kprobefs.service", "/run/kprobefs/mnt"
@@ -331,7 +332,6 @@ class TestService:
             "directory /var/lib/kprobefs/mnt\nkept yes\n"
             in systemd.inside("cat", f"{directory}/machine/state").stdout
         )
-        assert systemd.inside("systemctl", "stop", unit).returncode == 0
 
     def test_stops_under_a_blocked_reader(self, systemd: Manager) -> None:
         unit, directory = "kprobefs.service", "/run/kprobefs/mnt"

@@ -112,14 +112,7 @@ def traced(work: Path, name: str, *words: str) -> Path:
 
     Assert that the hint about the virtual clock is shown exactly if the file has durations.
     """
-    done = subprocess.run(
-        [*REAL_PROGRAM, "trace", "-o", name, *words, "--", "cat", "f"],
-        cwd=work,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = kprobefs("trace", "-o", name, *words, "--", "cat", "f", program=REAL_PROGRAM, cwd=str(work))
     has_durations = "--graph" in words or (name.endswith(".trace.json") and "r:" in "".join(words))
     assert (done.returncode, done.stdout) == (0, "hello\n")
     hint = "kprobefs: the durations in this trace count readings of the virtual clock"

@@ -13,6 +13,7 @@ from tests.fuse import durations
 from tests.fuse.durations import READ, in_instance
 from tests.fuse.harness import REAL_PROGRAM, kprobefs, needs_fuse
 from tests.image.linux.debian import package
+from tests.sample import fewer
 
 MEASURED = durations.MEASURED.replace("VALUE", "common_timestamp-$t") + READ
 REMOVED = "\n" + durations.REMOVED.replace("VALUE", "common_timestamp-$t")
@@ -29,27 +30,38 @@ def hints_of(script: str, *options: str) -> list[str]:
     return [line for line in done.stderr.splitlines() if HINT_LINE.fullmatch(line)]
 
 
+WHY = {
+    "a match": ("", "", ""),
+    "another key": (
+        "keys=common_pid:d",
+        "keys=common_timestamp:d",
+        "no hit of out found a variable that in had set",
+    ),
+    "no first hit": ("p:in vfs_read", "p:in tcp_sendmsg", "in had no hit that sets a variable"),
+    "no last hit": ("r:out vfs_read", "r:out tcp_sendmsg", "out had no hit"),
+}
+"""Case -> text of MEASURED, the text that replaces it, and the reason in the hint ("": no hint)."""
+WHERE: dict[str, tuple[str, Callable[[str], str]]] = {
+    "kept": ("", str),
+    "removed": (ALL_REMOVED, str),
+    "in an instance": ("", in_instance),
+    "removed with the instance": (ALL_REMOVED, in_instance),
+}
+"""Case -> end of the script, and the function that moves the histograms."""
+PAIRS = [
+    (why, where)
+    for shift in range(len(WHY))
+    for why, where in zip(WHY, [*WHERE][shift:] + [*WHERE][:shift], strict=True)
+]
+"""All pairs of a case of WHY and one of WHERE. Each quarter of the list has each case once."""
+
+
 @needs_fuse
 @pytest.mark.mounted
-@pytest.mark.parametrize(
-    ("old", "new", "why"),
-    [
-        ("", "", ""),
-        ("keys=common_pid:d", "keys=common_timestamp:d", "no hit of out found a variable that in had set"),
-        ("p:in vfs_read", "p:in tcp_sendmsg", "in had no hit that sets a variable"),
-        ("r:out vfs_read", "r:out tcp_sendmsg", "out had no hit"),
-    ],
-    ids=["a match", "another key", "no first hit", "no last hit"],
-)
-@pytest.mark.parametrize(
-    ("end", "place"),
-    [("", str), (ALL_REMOVED, str), ("", in_instance), (ALL_REMOVED, in_instance)],
-    ids=["kept", "removed", "in an instance", "removed with the instance"],
-)
-def test_why_a_histogram_is_empty(
-    old: str, new: str, why: str, end: str, place: Callable[[str], str]
-) -> None:
+@pytest.mark.parametrize(("reason", "where"), PAIRS[: fewer(len(PAIRS), 2)])
+def test_why_a_histogram_is_empty(reason: str, where: str) -> None:
     """The hint says why, wherever the histogram is, and also if everything was removed."""
+    (old, new, why), (end, place) = WHY[reason], WHERE[where]
     script = f"{MEASURED}{end}"
     hints = hints_of(place(script.replace(old, new) if old else script))
     assert len(hints) == bool(why)

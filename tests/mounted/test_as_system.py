@@ -7,17 +7,13 @@ from __future__ import annotations
 import os
 import platform
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from kprobefs.cli.as_system_namespace import CommandNamespace
 from kprobefs.common.errors import ExitStatus
 from tests.fuse.harness import ROOT, needs_fuse
 from tests.fuse.ordinary_user import OrdinaryUser, ordinary_user
@@ -64,6 +60,33 @@ WITH_HOST_TRACEFS = """
 for place in /sys/kernel/tracing {other}; do mount -t tracefs nodev $place || exit 99; done
 mount -t debugfs nodev /sys/kernel/debug || exit 99
 """
+
+KILLED_WHILE_ENTERING = """
+import os, signal, time
+from contextlib import suppress
+from pathlib import Path
+from kprobefs.cli.as_system_namespace import CommandNamespace
+
+namespace = CommandNamespace(None, own_user=True)
+try:
+    for step in range(40):
+        child = os.fork()
+        if not child:
+            with suppress(OSError):
+                namespace.enter()
+            os._exit(0)
+        time.sleep(step / 20_000)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        child = os.fork()
+        if not child:
+            namespace.enter()
+            os._exit(os.getuid() if Path("/proc/self/uid_map").read_text() else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+finally:
+    namespace.close()
+"""
+"""Program whose child processes enter a namespace; every second one is killed, ever later."""
 
 pytestmark = [pytest.mark.mounted, needs_fuse]
 
@@ -271,25 +294,10 @@ class TestHostOutOfReach:
     def test_killed_while_entering(self) -> None:
         """A process that enters the namespace gets its own answer, even if the process before it was killed
         while entering.
+
+        The processes are forked by a small one, because a fork of the tests' process takes long.
         """
-        namespace = CommandNamespace(None, own_user=True)
-        try:
-            for step in range(40):
-                child = os.fork()
-                if not child:
-                    with suppress(OSError):
-                        namespace.enter()
-                    os._exit(0)
-                time.sleep(step / 20_000)
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-                child = os.fork()
-                if not child:
-                    namespace.enter()
-                    os._exit(os.getuid() if Path("/proc/self/uid_map").read_text() else 1)
-                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        finally:
-            namespace.close()
+        subprocess.run([sys.executable, "-c", KILLED_WHILE_ENTERING], cwd=ROOT, check=True, timeout=TIMEOUT)
 
     @as_root
     def test_without_standard_streams(self, tmp_path: Path) -> None:
@@ -322,31 +330,38 @@ class TestHostOutOfReach:
         assert done.stderr == "kprobefs: --real-root: you are not root; leave it out, or run as root\n"
 
 
+def at_each_place(script: str, tmp_path: Path) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Run a script for the place of tracefs and for that of debugfs, with one mount.
+
+    Yield each place, the type of its file system, and the script's answers: first word of a line -> the other
+    words. PLACE in the script is the place.
+    """
+    places = {"/sys/kernel/tracing": TRACEFS, "/sys/kernel/debug": DEBUGFS}
+    both = "; echo; ".join(f"({script.replace('PLACE', place)}) | cat" for place in places)
+    parts = as_system(both, tmp_path).split("\n\n")
+    for (place, magic), part in zip(places.items(), parts, strict=True):
+        yield place, magic, dict(line.split(" ", 1) for line in part.splitlines())
+
+
 class TestType:
     @as_root
     @pytest.mark.parametrize("options", [[], ["-static"]], ids=["dynamic", "static"])
-    @pytest.mark.parametrize(
-        ("place", "magic", "name"),
-        [("/sys/kernel/tracing", TRACEFS, "tracefs"), ("/sys/kernel/debug", DEBUGFS, "debugfs")],
-    )
-    def test_of_c(self, options: list[str], place: str, magic: str, name: str, tmp_path: Path) -> None:
+    def test_of_c(self, options: list[str], tmp_path: Path) -> None:
         asks = built("asks", tmp_path, *options)
-        out = as_system(f"env -i {asks} {place} | cat", tmp_path)
-        answers = dict(line.split(" ", 1) for line in out.splitlines())
-        assert answers.pop("statfs") == magic
-        assert answers.pop("fstatfs") == f"{magic} 4096 255 1"
-        assert {answers.pop(table) for table in ("/proc/mounts", "/proc/self/mounts", "/etc/mtab")} == {name}
-        assert [answers.pop(name) for name in ("missing", "bad-address", "bad-path")] == ["2", "14", "14"]
-        assert answers.pop("other") == "9fa0"
-        assert answers.pop("relative") == (magic if name == "tracefs" else "0")
-        assert set(answers.values()) == ({str(EINVAL)} if name == "tracefs" else set())
+        for place, magic, answers in at_each_place(f"env -i {asks} PLACE", tmp_path):
+            name = "tracefs" if magic == TRACEFS else "debugfs"
+            assert answers.pop("statfs") == magic, place
+            assert answers.pop("fstatfs") == f"{magic} 4096 255 1"
+            tables = ("/proc/mounts", "/proc/self/mounts", "/etc/mtab")
+            assert {answers.pop(table) for table in tables} == {name}
+            assert [answers.pop(name) for name in ("missing", "bad-address", "bad-path")] == ["2", "14", "14"]
+            assert answers.pop("other") == "9fa0"
+            assert answers.pop("relative") == (magic if name == "tracefs" else "0")
+            assert set(answers.values()) == ({str(EINVAL)} if name == "tracefs" else set())
 
     @as_root
     @pytest.mark.parametrize("user", ["", "setpriv --reuid=1234 --clear-groups"], ids=["root", "other"])
-    @pytest.mark.parametrize(
-        ("place", "magic"), [("/sys/kernel/tracing", TRACEFS), ("/sys/kernel/debug", DEBUGFS)]
-    )
-    def test_by_links_of_proc(self, place: str, magic: str, user: str, tmp_path: Path) -> None:
+    def test_by_links_of_proc(self, user: str, tmp_path: Path) -> None:
         """statfs(2) of a link in /proc, such as /proc/self/cwd, is answered for the file that the calling
         process means.
 
@@ -354,38 +369,35 @@ class TestType:
         """
         asks = built("asks", tmp_path, "-static")
         tmp_path.chmod(0o755)
-        out = as_system(f"cd {place}; {user} {asks} {place} hard | cat", tmp_path)
-        answers = dict(line.split(" ", 1) for line in out.splitlines())
-        links = {name: answers.pop(name) for name in list(answers) if name.startswith("link-")}
         barred = {"link-dots": "error-13", "link-fd": "error-2", "link-dev": "error-2"}
-        assert links == {**dict.fromkeys(links, magic), **(barred if user else {"link-dots": TRACEFS})}
-        assert len(links) == 8
-        assert answers["read-only"] == answers["half-read-only"] == str(EFAULT)
-        assert (answers["last-byte"], answers["untouched"]) == ("0", "1")
-        assert answers["interrupted"] == "20"
-        is_text = place.endswith("tracing") and not user
-        assert answers["text-as-directory"] == ("error-20" if is_text else "error-2")
+        for place, magic, answers in at_each_place(f"cd PLACE; {user} {asks} PLACE hard", tmp_path):
+            links = {name: answers.pop(name) for name in list(answers) if name.startswith("link-")}
+            assert links == {**dict.fromkeys(links, magic), **(barred if user else {"link-dots": TRACEFS})}
+            assert len(links) == 8
+            assert answers["read-only"] == answers["half-read-only"] == str(EFAULT)
+            assert (answers["last-byte"], answers["untouched"]) == ("0", "1")
+            assert answers["interrupted"] == "20"
+            is_text = place.endswith("tracing") and not user
+            assert answers["text-as-directory"] == ("error-20" if is_text else "error-2")
 
     @as_root
     @pytest.mark.skipif(platform.machine() != "x86_64", reason="needs system calls of 32-bit x86")
-    @pytest.mark.parametrize(
-        ("place", "magic"), [("/sys/kernel/tracing", TRACEFS), ("/sys/kernel/debug", DEBUGFS)]
-    )
-    def test_of_32_bit_programs(self, place: str, magic: str, tmp_path: Path) -> None:
+    def test_of_32_bit_programs(self, tmp_path: Path) -> None:
         asks = built("asks_i386", tmp_path)
         if subprocess.run([asks, "/"], capture_output=True, check=False).returncode:
             pytest.skip("this kernel has no 32-bit system calls")
-        fields = f"0 {magic} 4096 255 4096 1026"
-        assert as_system(f"{asks} {place} | cat", tmp_path).splitlines() == [
-            f"statfs {fields}",
-            f"fstatfs {fields}",
-            f"statfs64 {fields} 0 ffffffff",
-            f"fstatfs64 {fields} 0 0",
-            "size -22",
-            "sendfile -22",
-            "splice -22",
-            "perf -13",
-        ]
+        for place, magic, answers in at_each_place(f"{asks} PLACE", tmp_path):
+            fields = f"0 {magic} 4096 255 4096 1026"
+            assert answers == {
+                "statfs": fields,
+                "fstatfs": fields,
+                "statfs64": f"{fields} 0 ffffffff",
+                "fstatfs64": f"{fields} 0 0",
+                "size": "-22",
+                "sendfile": "-22",
+                "splice": "-22",
+                "perf": "-13",
+            }, place
 
     @as_root
     @needs("findmnt")

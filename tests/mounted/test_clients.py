@@ -10,12 +10,13 @@ import pytest
 
 from tests.fuse.harness import Daemon, needs_fuse
 from tests.mounted.files import Files
+from tests.sample import fewer
 
 pytestmark = [needs_fuse, pytest.mark.mounted]
 
 CLIENT = Path(__file__).with_name("client.py")
 CLIENTS = 20
-SECONDS = 3
+SECONDS = fewer(3, 3)
 
 
 @pytest.mark.slow

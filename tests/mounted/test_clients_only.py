@@ -46,13 +46,22 @@ while True:
     time.sleep(0.002)
 """
 
+BUSY = """
+import time
+while True:
+    end = time.monotonic() + 0.003
+    while time.monotonic() < end:
+        pass
+    time.sleep(0.003)
+"""
+
 
 @pytest.fixture
 def busy() -> object:
-    """During the test, start and end many processes on the host, and keep a CPU busy."""
+    """During the test, start and end many processes on the host, and use half of a CPU's time."""
     noise = [
         subprocess.Popen([sys.executable, "-c", NOISE]),
-        subprocess.Popen([sys.executable, "-c", "while True: pass"]),
+        subprocess.Popen([sys.executable, "-c", BUSY]),
     ]
     yield
     for process in noise:

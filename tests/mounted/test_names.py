@@ -11,6 +11,7 @@ import pytest
 
 from tests.fuse.harness import eventually, needs_fuse
 from tests.mounted.files import EVENTS, TIMEOUT, Files, assert_errno
+from tests.sample import fewer
 
 pytestmark = [needs_fuse, pytest.mark.mounted]
 
@@ -205,7 +206,7 @@ def test_clients_that_look_up_while_names_end(shared: Files) -> None:
         for _ in range(3)
     ]
     try:
-        for number in range(60):
+        for number in range(fewer(60, 3)):
             shared.write("kprobe_events", f"p:reads vfs_read\np:e{number} vfs_write\n")
             names = use(shared)
             if number % 2:

@@ -20,7 +20,7 @@ from kprobefs.cli.main import main
 from kprobefs.common import kernel_packages
 from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.common.kernel_packages import FLAVOURS, find
-from tests.fuse.harness import needs_fuse
+from tests.fuse.harness import PYTEST, REAL_PROGRAM, kprobefs, needs_fuse
 from tests.guests.linux import debian_kernel
 from tests.image.linux.debian import package
 
@@ -32,33 +32,13 @@ PLUGIN = "kprobefs.pytest_plugin"
 def run_pytest(directory: Path, *arguments: str, run: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     """Run the tests in a directory, without plugins of others.
 
-    `run`: words before the command, such as `kprobefs run --`.
+    `run`: words of `kprobefs run` that run pytest, if any.
     """
-    return subprocess.run(
-        [
-            *run,
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            PLUGIN,
-            "-p",
-            "no:cacheprovider",
-            "--strict-markers",
-            *arguments,
-        ],
-        cwd=directory,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "PYTEST_ADDOPTS": "",
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    options = ("-p", PLUGIN, "-p", "no:cacheprovider", "--strict-markers", *arguments)
+    own = {"PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    if run:
+        return kprobefs(*run, *PYTEST, *options, program=REAL_PROGRAM, cwd=str(directory), **own)
+    return kprobefs(*options, program=PYTEST, cwd=str(directory), **own)
 
 
 def test_it_is_found_by_its_entry_point() -> None:
@@ -448,7 +428,7 @@ def test_fixtures_have_the_kernel_of_the_run(tmp_path: Path) -> None:
     image = debian_kernel.image(*kernel)
     for options, passed in ((("--image", str(image)), 3), (("--profile", "linux-6.12"), 4)):
         with debian_kernel.own_cache(*kernel):
-            result = run_pytest(tmp_path, run=(sys.executable, "-m", "kprobefs", "run", *options, "--"))
+            result = run_pytest(tmp_path, run=("run", *options, "--"))
         assert f"{passed} passed" in result.stdout, result.stdout
         assert ("the fixture `kernel` has no distribution's kernel" in result.stdout) == (passed == 3)
 
@@ -465,7 +445,7 @@ def test_marked_tests_have_the_clock_and_the_way_of_probing_of_the_run(
     (tmp_path / "test_it.py").write_text(WAY)
     image = debian_kernel.image()
     monkeypatch.setenv("KPROBEFS_KERNELS", str(image))
-    run = sys.executable, "-m", "kprobefs", "run", "--image", str(image), "--kprobes", "kernel"
+    run = "run", "--image", str(image), "--kprobes", "kernel"
     result = run_pytest(tmp_path, run=(*run, "--clock", "model", "--"))
     assert "4 passed" in result.stdout, result.stdout
 

@@ -6,10 +6,12 @@ import errno
 import os
 import posixpath
 import stat
+from collections.abc import Iterator
 
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.kstrtox import cpumask
 from emulated_kernel.vfs.core.node_tree import NodeTree
@@ -279,6 +281,15 @@ _FILTERS = (
 )
 
 
+@pytest.fixture(scope="module")
+def filters() -> Iterator[NodeTree]:
+    """Yield the file tree of a kernel that is shared by tests which first empty the filter files that they
+    use.
+    """
+    with Kernel(MachineConfig(cpus=2)) as booted:
+        yield booted.filesystem()
+
+
 @pytest.mark.parametrize(("name", "none"), _FILTERS)
 @pytest.mark.parametrize(
     ("writes", "answers", "chosen"),
@@ -298,13 +309,14 @@ _FILTERS = (
     ],
 )
 def test_a_word_ends_at_a_blank_or_at_the_close(
-    tree: NodeTree, name: str, none: str, writes: list[str], answers: list[int | str], chosen: str
+    filters: NodeTree, name: str, none: str, writes: list[str], answers: list[int | str], chosen: str
 ) -> None:
     """A word that is written to a filter file ends at a blank or at the close.
 
     The errnos and counts are those of Debian's Linux 6.1.176. The set of functions changes at the close.
     """
-    file = opened(tree, name, os.O_RDWR | os.O_TRUNC)
+    files.truncate(filters, f"/tracing/{name}")
+    file = opened(filters, name, os.O_RDWR | os.O_TRUNC)
     found: list[int | str] = []
     for data in writes:
         try:
@@ -312,9 +324,9 @@ def test_a_word_ends_at_a_blank_or_at_the_close(
         except KernelError as error:
             found.append(error.name)
     assert found == answers
-    assert read(tree, name) == none
-    tree.release(file)
-    assert sorted(read(tree, name).split("\n")[:-1]) == (chosen.split() or [none[:-1]])
+    assert read(filters, name) == none
+    filters.release(file)
+    assert sorted(read(filters, name).split("\n")[:-1]) == (chosen.split() or [none[:-1]])
 
 
 def test_a_write_at_position_0_begins_a_new_word(tree: NodeTree) -> None:
