@@ -140,6 +140,9 @@ def test_each_file_has_one_unit(image: KernelImage, elf: ELFFile) -> None:
 def debugged(place: Path, arch: str) -> Iterator[tuple[Kernel, Path, Path]]:
     """Yield a kernel, and the paths of its core and its debug file in the directory `place`."""
     with Kernel(MachineConfig(arch=arch)) as kernel:
+        kernel.write_file("machine/modules", "load counter")
+        kernel.write_file("kprobe_events", "r:returns gcd")
+        kernel.write_file("tracing/events/kprobes/returns/enable", "1")
         (place / "debug").write_bytes(builtin_debug_file(kernel.machine.image))
         info = vmcoreinfo(kernel.machine, kernel.machine.image)
         with kernel.lock, write_core(kernel.machine, info) as core, open(place / "core", "wb") as copy:
@@ -191,14 +194,33 @@ def test_drgn_finds_symbols_of_a_kernel_without_types(tmp_path: Path, arch: str)
         assert program.symbol("gcd").address == kernel.image.kallsyms.lookup_name("gcd")
 
 
+def test_drgn_has_no_symbols_of_modules(session: tuple[Kernel, Path, Path]) -> None:
+    drgn = pytest.importorskip("drgn")
+    kernel, core, debug = session
+    program = drgn.Program()
+    program.set_core_dump(core)
+    program.load_debug_info([debug])
+    found = {}
+    for name in ("gcd", "counter_add"):
+        address = kernel.kallsyms_lookup_name(name)
+        assert address
+        found[name] = [symbol.name for symbol in program.symbols(address)]
+    assert found == {"gcd": ["gcd"], "counter_add": []}
+
+
 def test_gdb_shows_a_type_and_a_variable(session: tuple[Kernel, Path, Path]) -> None:
     gdb = shutil.which("gdb")
     if gdb is None:
         pytest.skip("gdb is not installed")
-    _, core, debug = session
-    run = [gdb, "-nx", "-batch", "-ex", "p init_task.comm", "-ex", "ptype vfs_read", str(debug), str(core)]
+    kernel, core, debug = session
+    commands = ("p init_task.comm", "ptype vfs_read", "p/x host_return_trampoline")
+    words = [word for command in commands for word in ("-ex", command)]
+    run = [gdb, "-nx", "-batch", *words, str(debug), str(core)]
     shown = subprocess.run(run, capture_output=True, text=True, timeout=120, check=False).stdout
     assert '"swapper/0\\000' in shown
+    trampoline = kernel.machine.memory.read_word(kernel.image.abi["host_return_trampoline"])
+    assert trampoline
+    assert f" = {trampoline:#x}\n" in shown
     assert "type = long (struct file *, char *, size_t, loff_t *)" in shown
 
 

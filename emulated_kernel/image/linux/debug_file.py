@@ -49,8 +49,13 @@ VARIABLES = MappingProxyType({
     "__cpu_present_mask": "struct cpumask",
     "nr_cpu_ids": "unsigned int",
     "max_pfn": "long unsigned int",
+    "host_return_trampoline": "long unsigned int",
+    "host_native_return_trampoline": "long unsigned int",
 })  # fmt: skip
-"""Global variable -> its type in C (v6.1). BTF has no variables except per-CPU ones."""
+"""Global variable -> its type in C (v6.1). BTF has no variables except per-CPU ones.
+
+The last two are variables of kprobefs's own kernel.
+"""
 
 
 def builtin_debug_file(image: KernelImage) -> bytes:
