@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 
 from emulated_kernel.arch.analysis.disassembly import AddressName, address_names, data_text
 from emulated_kernel.arch.arch_hooks import Arch, CodePart
@@ -95,12 +94,11 @@ class ProbeText:
         head = self._kprobes.table.valid(kprobe)
         if head is not None and head.compiled is not None:
             return "\n".join(self._compiled(head, head.compiled))
-        stub = None if head is None else head.stub
+        # A jump in the text does not lead to the stub.
+        stub = None if head is None or head.is_patched else head.stub
         handler = () if stub is None else self._stub(head, stub)
         copy = () if stub is not None and stub.region is not None else self._copy(kprobe)
-        # The breakpoint in a detour that a jump leads to leads to the handler.
-        parts = (copy, handler) if head is not None and head.is_patched else (handler, copy)
-        return "\n".join(chain.from_iterable(parts))
+        return "\n".join((*handler, *copy))
 
     def _compiled(self, head: AggrKprobe, code: CompiledCode) -> Iterator[str]:
         """Yield the lines that show a handler to which the jump or call in the text leads."""
