@@ -7,6 +7,11 @@ from collections.abc import Iterator
 from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
+HOST_NOTE = "kprobefs: "
+"""Start of each message that the host adds to the log of kprobefs's own kernel."""
+GIVEN_UP = f"{HOST_NOTE}the guest was given up: "
+"""Start of the host's message with the reason why it has declared the guest dead."""
+
 
 @dataclass(frozen=True)
 class TaskInfo:

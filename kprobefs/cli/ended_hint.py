@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from emulated_kernel.machine.guest_info import GIVEN_UP, HOST_NOTE
 from emulated_kernel.util.lazy_pattern import lazy_pattern
 from kprobefs.cli.nothing_hint import DISARMED
 from kprobefs.common.mountpoints import STALE, STATE_LINK, MountState
@@ -26,7 +28,7 @@ _STAMP = lazy_pattern(r"^(?:<\d+>)?\[ *[0-9.]+\] ")
 def ended_hint(directory: str) -> str:
     """Return a hint if the mount at `directory` has lost its kernel; "" if it has not.
 
-    If the kernel has panicked, the hint names the last line of machine/dmesg as the reason.
+    If the kernel has panicked, the hint has the reason from machine/dmesg.
     """
     try:
         state = os.readlink(Path(directory, STATE_LINK))
@@ -34,15 +36,31 @@ def ended_hint(directory: str) -> str:
         return GONE if error.errno in (errno.ENOENT, *STALE) else ""
     if state == MountState.PANICKED.value:
         with suppress(OSError):
-            return PANICKED.format(why=last_logged_line(directory) or "its log is empty")
+            return PANICKED.format(why=_reason(_logged_lines(directory)))
     return ""
 
 
+def _reason(lines: Sequence[str]) -> str:
+    """Return the line of the kernel log that says why the kernel has panicked.
+
+    The line is the host's message about the end of the guest, or the last line of the guest itself. Other
+    messages of the host may follow the line.
+    """
+    own = [line for line in lines if not line.startswith(HOST_NOTE)]
+    given_up = [line for line in lines if line.startswith(GIVEN_UP)]
+    return ["its log is empty", *lines[-1:], *own[-1:], *given_up[-1:]][-1]
+
+
 def last_logged_line(directory: str) -> str:
-    """Return the last line of machine/dmesg that is not blank, without its time, or "".
+    """Return the last line of _logged_lines(), or "". Raises: OSError."""
+    return next(reversed(_logged_lines(directory)), "")
+
+
+def _logged_lines(directory: str) -> list[str]:
+    """Return the lines of machine/dmesg that are not blank, without their times.
 
     A message that the kernel logs when disarm() disarms all probes does not count. Raises: OSError.
     """
     text = (control_root(directory) / "machine" / "dmesg").read_text(errors="replace")
-    lines = (line for line in reversed(text.splitlines()) if line.strip() and DISARMED not in line)
-    return _STAMP.sub("", next(lines, ""))
+    lines = (line for line in text.splitlines() if line.strip() and DISARMED not in line)
+    return [_STAMP.sub("", line) for line in lines]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from emulated_kernel.machine.guest_info import GIVEN_UP
 from kprobefs.cli.ended_hint import GONE, HINT_LINE, PANICKED, ended_hint
 from tests.fuse.harness import REAL_PROGRAM, ROOT, daemon, kprobefs, needs_fuse
 
@@ -24,6 +25,35 @@ def test_run_gives_only_the_reason() -> None:
     assert [line for line in done.stderr.splitlines() if line.startswith("kprobefs: ")] == [
         f"kprobefs: {FOUND}"
     ]
+
+
+FILL = """
+cd "$KPROBEFS/machine"
+fill() {
+    echo "memset 0x$(awk -v name=$1 '$3 == name { print $1 }' kallsyms) 255 $2" > call
+}
+"""
+"""Start of a shell's script: fill() overwrites data of the kernel, given by a symbol and a size."""
+LATER_NOTES = {
+    "given up": ("fill __log_buf 64; fill init_task 0x400", "the log is damaged", GIVEN_UP),
+    "panicked": (
+        'fill modules 8; echo "panic \\"by hand\\"" > call; cat modules',
+        "the module list is damaged",
+        "Kernel panic",
+    ),
+}
+"""Name -> (commands after FILL, part of the last line of the log, start of the reason)."""
+
+
+@pytest.mark.parametrize("cpus", [1, 2])
+@pytest.mark.parametrize("end", LATER_NOTES)
+def test_the_reason_is_not_a_later_note(end: str, cpus: int) -> None:
+    commands, note, reason = LATER_NOTES[end]
+    script = f"{FILL}{commands}; cat dmesg"
+    done = kprobefs("run", "--cpus", str(cpus), "--", "sh", "-c", script, program=REAL_PROGRAM)
+    assert note in done.stdout.splitlines()[-1]
+    found = [match[1] for line in done.stderr.splitlines() if (match := HINT_LINE.fullmatch(line))]
+    assert [line.startswith(PANICKED.format(why=reason)) for line in found] == [True]
 
 
 @pytest.mark.parametrize("words", [("p:vfs_read",), ("--graph", "vfs_read")])

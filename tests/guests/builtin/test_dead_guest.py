@@ -8,8 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
+from emulated_kernel.guests.builtin.runner.guest_runner import MAX_NOTES
 from emulated_kernel.guests.builtin.runner.syscalls import Syscalls
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.machine.guest_info import GIVEN_UP
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.mount import Mount
@@ -84,3 +86,18 @@ def test_a_guest_that_says_it_has_read_more(kernel: Kernel, monkeypatch: pytest.
             mount.read(CLIENT, handle, 4, 0)
     assert caught.value.errno == errno.EIO
     assert mount.read(CLIENT, handle, 4, 0) == b"some"
+
+
+def test_the_reason_is_kept_after_many_notes(kernel: Kernel) -> None:
+    """If the host has kept its maximum number of messages, it keeps the reason of the guest's end too."""
+    runner = kernel.guest.runner
+    for number in range(MAX_NOTES + 1):
+        runner.note(f"message {number}")
+    assert len(runner.notes) == MAX_NOTES
+    task = kernel.image.kallsyms.lookup_name("init_task")
+    assert task is not None
+    kernel.machine.memory.write(task, b"\xff" * 0x400)
+    with pytest.raises(KernelError):
+        kernel.call("int_sqrt", 4)
+    assert kernel.guest.is_dead
+    assert read_text(kernel.mount(), "/machine/dmesg").count(GIVEN_UP) == 1

@@ -9,7 +9,7 @@ from time import thread_time
 from typing import NoReturn
 
 from emulated_kernel.guests.builtin.builtin_kernel import BuiltinKernel
-from emulated_kernel.machine.guest_info import Message
+from emulated_kernel.machine.guest_info import GIVEN_UP, HOST_NOTE, Message
 from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault, Trap, TrapKind
 from emulated_kernel.util.abi import ERESTARTSYS, HZ, PARK, Hypercall, Vector
@@ -160,9 +160,12 @@ class GuestRunner:
 
         Drop the message if it repeats the last one, or if MAX_NOTES messages are kept already.
         """
-        message = f"kprobefs: {text}"
+        message = HOST_NOTE + text
         if len(self.notes) < MAX_NOTES and (not self.notes or self.notes[-1].text != message):
-            self.notes.append(Message(len(self.notes), self._machine.clock.now_ns(), KERN_EMERG, message))
+            self._add_note(message)
+
+    def _add_note(self, message: str) -> None:
+        self.notes.append(Message(len(self.notes), self._machine.clock.now_ns(), KERN_EMERG, message))
 
     def _may_interrupt(self) -> bool:
         """Return True if an interrupt may be delivered at the guest's current instruction."""
@@ -564,7 +567,8 @@ class GuestRunner:
     def _die(self, why: str) -> None:
         """Declare the guest dead. `why`: the reason to note, or "" if the guest has logged the reason."""
         if why and not self.is_dead:
-            self.note(f"the guest was given up: {why}")
+            # The reason is also kept if there are MAX_NOTES messages already.
+            self._add_note(GIVEN_UP + why)
         self._at = CpuPosition.DEAD
         self._user = None
         for task in list(self._tasks.values()):
