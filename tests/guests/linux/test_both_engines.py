@@ -73,21 +73,28 @@ class Both(NamedTuple):
         return {words[2]: "".join(words[3:]) for words in rows}
 
 
-@pytest.fixture(params=[PROFILES[DEFAULT], PLAIN], ids=["optimized", "stepped"])
-def both(request: pytest.FixtureRequest) -> Iterator[Both]:
+@pytest.fixture(params=[PROFILES[DEFAULT], PLAIN], ids=["optimized", "stepped"], scope="module")
+def mounts(request: pytest.FixtureRequest) -> Iterator[Both]:
     guest = engine(request.param)
     native = native_mount(guest.tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False, lock=guest.lock)
     ours = probed_mount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True)
-    found = Both(guest, ours, native)
-    yield found
-    log = read(native, "/machine/dmesg")
+    yield Both(guest, ours, native)
+    ours.close()
+
+
+@pytest.fixture
+def both(mounts: Both) -> Iterator[Both]:
+    """Yield the mounts, and check that the test leaves no events and no patches."""
+    guest = mounts.engine
+    yield mounts
+    log = read(mounts.native, "/machine/dmesg")
     assert "WARN" not in log
     assert "BUG" not in log
+    assert [read(mount, "/tracing/kprobe_events") for mount in (mounts.native, mounts.ours)] == ["", ""]
     if guest.kprobes.optimizer is not None:
         with guest.lock:
             guest.kprobes.optimizer.work.flush()
     assert not guest.machine.text.ledger
-    found.ours.close()
 
 
 def test_a_marker_has_the_address_that_the_kernel_gives_it(both: Both) -> None:
@@ -237,6 +244,7 @@ def test_no_jump_is_written_over_a_breakpoint_of_the_kernel_s(both: Both) -> Non
     for mount in (both.native, both.ours):
         both.enable(mount, on=False)
         assert not write(mount, "/tracing/kprobe_events", "", os.O_TRUNC)
+    assert not write(both.native, "/sysctl/debug/kprobes-optimization", "1")
 
 
 def test_the_kernel_patches_its_text_around_our_probes(both: Both) -> None:

@@ -25,7 +25,7 @@ from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 from emulated_kernel.guests.linux.probing.kernel_tracepoints import REPLACED_FUNCTIONS
 from emulated_kernel.guests.linux.probing.probe_engine import KernelEngine, LinuxEngine
 from emulated_kernel.guests.linux.probing.unwinder_answers import ANSWERED_FUNCTIONS, return_place
-from emulated_kernel.guests.linux.vmcore.vmcore_guest import started_core
+from emulated_kernel.guests.linux.vmcore.vmcore_guest import ensure_core_cached, started_core
 from emulated_kernel.guests.linux.vmcore.vmcore_mount import vmcore_mount
 from emulated_kernel.image.linux.linked_module import link_modules
 from emulated_kernel.image.linux.linux_kernel import ReturnThunks
@@ -451,30 +451,41 @@ def test_formats_name_enumerators_of_the_module(shell: Files, engine: LinuxEngin
     vars(StaticEvent)["_print"].func(event)
 
 
-@pytest.mark.parametrize("suite", share(SUITES, 1, 2))
+@pytest.mark.parametrize("suite", share(("", "trixie", "sid"), 2, 3))
 def test_modules_of_a_dump(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions of the modules of a dump can be called and probed as soon as the dump is mounted.
+    """Functions of a dump's kernel and of its modules can be called and probed as soon as the dump is
+    mounted.
 
+    In newer kernels, per-CPU variables are linked into the image, and the flags of tasks are renumbered.
     The mount itself takes the control lock wherever a method needs the lock, as outside of tests.
     """
     running = debian_kernel.mount(suite=suite)
+    flag = guest_of(running).tasks.need_resched
     files = Files(running, CLIENT)
     files.write("/machine/modules", f"load {NLS}\n")
     known = of_modules(files.read("/machine/kallsyms").splitlines())
     core_dump.dump_of(guest_of(running).tasks, tmp_path / "core", has_info=True)
     running.close()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ensure_core_cached(str(tmp_path / "core"))
     guest, kernel = started_core(str(tmp_path / "core"))
     with monkeypatch.context() as strict:
         strict.setattr(ControlLock, "assert_held", own_thread.assert_held)
         core = vmcore_mount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
     dump = Files(core, CLIENT)
     try:
+        assert guest.need_resched == flag
         assert of_modules(dump.read("/machine/kallsyms").splitlines()) == known
-        dump.write("/kprobe_events", f"p:body {NLS}:uni2char+11\n")
-        dump.write(f"{EVENTS}/body/enable", "1")
+        dump.write("/kprobe_events", f"p:body {NLS}:uni2char+11\np:called int_sqrt x=%di:u64\n")
+        dump.write(f"{EVENTS}/enable", "1")
         assert dump.call(CALL) == f"{NLS}:uni2char = 0x1 (1)\n"
-        assert dump.read("/kprobe_profile").split() == ["body", "1", "0"]
+        assert dump.call("int_sqrt 144") == "int_sqrt = 0xc (12)\n"
+        profile = sorted(line.split() for line in dump.read("/kprobe_profile").splitlines())
+        assert profile == [["body", "1", "0"], ["called", "1", "0"]]
+        assert re.search(r" called: \(int_sqrt\+0x[04]/0x\w+\) x=144\n", dump.read("/tracing/trace"))
         assert f"uni2char [{NLS}]\n" in dump.read("/tracing/available_filter_functions")
+        assert dump.read("/files/scratch/dir/note") == core_dump.TEXT
+        assert kernel.release in dump.read("/machine/dmesg")
     finally:
         core.close()
 

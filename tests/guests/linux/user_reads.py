@@ -37,6 +37,8 @@ WORD = int.from_bytes(b"greeting", "little")
 """Word at USER."""
 END = 2 * 4096
 """Offset from USER of the page that is not in memory."""
+TURNS = 20
+"""Number of calls in whose hits callbacks in Python are counted."""
 CUT = 4 * 4096 - 2
 """Offset from USER of a string without an end, after which no page is in memory."""
 ALLOWED = 1 << 18
@@ -243,24 +245,24 @@ def check_hits(in_guest: UserReads, in_python: UserReads) -> None:
             call = partial(in_guest.call, 3, allowed=allowed, preserved=preserved)
             expected = call()
             assert {bool(each["allowed"]) for each in expected} == {allowed}
-            own = in_guest.entries(50, allowed=allowed)
+            own = in_guest.entries(TURNS, allowed=allowed)
             with in_guest.probed(place, READABLE):
                 assert call() == expected
                 # The host also handles the end of a buffer's page.
-                assert in_guest.entries(50, allowed=allowed) < own + 5
+                assert in_guest.entries(TURNS, allowed=allowed) < own + 5
                 assert call() == expected
                 found = in_guest.records()
             with in_guest.probed(place, FAULTING):
                 assert [call() for _ in range(3)] == [expected] * 3
                 found += in_guest.records()
             with in_python.probed(place, READABLE):
-                in_python.call(56, allowed=allowed)
+                in_python.call(TURNS + 6, allowed=allowed)
                 by_python = in_python.records()
             with in_python.probed(place, FAULTING):
                 in_python.call(9, allowed=allowed)
                 by_python += in_python.records()
             assert found == by_python
-            assert len(found) == 56 * len(READABLE) + 9 * len(FAULTING)
+            assert len(found) == (TURNS + 6) * len(READABLE) + 9 * len(FAULTING)
     assert in_guest.engine.kprobes.compiler.made
     assert not in_python.engine.kprobes.compiler.made
 
