@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from operator import attrgetter
 
 from emulated_kernel.image.kallsyms import Kallsyms, Location, Symbol
 from emulated_kernel.kprobes.hit.ftrace import FTRACE_TRAMPOLINE, FtraceSites
@@ -108,15 +109,20 @@ class KernelSymbols:
         return self.lookup(address) or self._lookup_generated(address)
 
     def _lookup_trampoline(self, address: int) -> Location | None:
-        for name, trampoline in self._trampolines():
-            found = trampoline.locate(address)
-            if found is not None:
-                return Location(Symbol(name, found[0], "t", found[1]), address - found[0])
-        sites = self._sites
-        if sites is not None and 0 <= address - sites.trampoline < sites.trampoline_size:
-            symbol = Symbol(FTRACE_TRAMPOLINE, sites.trampoline, "t", sites.trampoline_size)
-            return Location(symbol, address - sites.trampoline)
+        for symbol, piece in self._trampoline_symbols():
+            if address in piece:
+                return Location(symbol, address - symbol.address)
         return None
+
+    def _trampoline_symbols(self) -> Iterator[tuple[Symbol, range]]:
+        """Yield symbol and addresses of each piece of the trampolines that exist."""
+        for name, trampoline in self._trampolines():
+            for entry, piece in trampoline.pieces():
+                yield Symbol(name, entry, "t", piece.stop - entry), piece
+        sites = self._sites
+        if sites is not None:
+            piece = range(sites.trampoline, sites.trampoline + sites.trampoline_size)
+            yield Symbol(FTRACE_TRAMPOLINE, piece.start, "t", len(piece)), piece
 
     def _lookup_generated(self, address: int) -> Location | None:
         """Return the page of generated code that contains an address, or None if no such page contains it.
@@ -134,16 +140,31 @@ class KernelSymbols:
     def kallsyms_lines(self, start: int, *, zero_addresses: bool) -> Iterator[str]:
         """Yield the lines of /proc/kallsyms from index `start` on. With `zero_addresses`, addresses are 0.
 
-        Each page of generated code has a symbol.
-
-        Mirrors: kernel/kallsyms.c:get_ksymbol_kprobe (v6.1).
+        Mirrors: kernel/kallsyms.c:update_iter_mod (v6.1).
         """
         kallsyms = self._kallsyms
         yield from kallsyms.kallsyms_lines(start, zero_addresses=zero_addresses)
-        pages = (page for code in self._generated() for page in range(code.start, code.stop, PAGE_SIZE))
-        for page in islice(pages, max(start - kallsyms.line_count, 0), None):
-            address = 0 if zero_addresses else page
-            yield f"{address:0{kallsyms.digits}x} t {GENERATED_SYMBOL}\t[{GENERATED_MODULE}]\n"
+        for each in islice(self._added(), max(start - kallsyms.line_count, 0), None):
+            address = 0 if zero_addresses else each.symbol.address
+            module = f"\t[{each.module}]" if each.module else ""
+            yield f"{address:0{kallsyms.digits}x} t {each.name}{module}\n"
+
+    def _added(self) -> Iterator[Location]:
+        """Yield the symbols that /proc/kallsyms lists after those of the kernel and its modules.
+
+        These are functions in freed init text, trampolines and pages of generated code. If the kernel itself
+        has a symbol with the name or with the address of a trampoline, the trampoline is left out.
+        Mirrors: kernel/trace/ftrace.c:ftrace_mod_get_kallsym, kernel/kallsyms.c:get_ksymbol_kprobe (v6.1).
+        """
+        for functions in self._freed.values():
+            yield from functions
+        symbols = (symbol for symbol, _ in self._trampoline_symbols())
+        for symbol in sorted(symbols, key=attrgetter("address")):
+            if not self.count_in_kernel(symbol.name) and self._kallsyms.lookup(symbol.address) is None:
+                yield Location(symbol, 0)
+        for code in self._generated():
+            for page in range(code.start, code.stop, PAGE_SIZE):
+                yield Location(_page_symbol(page), 0, GENERATED_MODULE)
 
     def remember(self, module: str, functions: Iterable[Location]) -> None:
         """Keep the symbols of functions in a module's init text, which was traced and is about to be freed.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from emulated_kernel.arch.arch_hooks import Arch
@@ -130,15 +130,14 @@ class Trampoline:
         """Return True if `address` is that of a trampoline with which hooks replace return addresses."""
         return address != 0 and address in (self.address, self.native)
 
-    def locate(self, address: int) -> tuple[int, int] | None:
-        """Return start and size in bytes of the trampoline that contains `address`; None if none does."""
+    def pieces(self) -> Iterator[tuple[int, range]]:
+        """Yield entry and addresses of each piece of the trampoline's code."""
         code = self._native_code
-        if code is not None and code.contains(address):
-            return code.entry, code.address + code.size - code.entry
+        if code is not None:
+            yield code.entry, range(code.address, code.address + code.size)
         for start in (self.address, self.native_breakpoint):
-            if start is not None and start <= address < start + self.size:
-                return start, self.size
-        return None
+            if start:
+                yield start, range(start, start + self.size)
 
     def adopt_native(self, code: CompiledCode | None) -> None:
         """Use `code` as the native trampoline, to which hooked functions then return.

@@ -18,6 +18,7 @@ from emulated_kernel.guests.linux.mounts.probed_mount import probed_mount
 from emulated_kernel.guests.linux.probing.probe_engine import LinuxEngine
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
 from emulated_kernel.machine.native.host_code import routine_address
+from emulated_kernel.trace.symbols import ADDED_TEXT
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from tests.guests.linux import debian_kernel
@@ -150,9 +151,24 @@ def test_calls_and_returns_stay_in_the_guest() -> None:
     assert entries is not None
     assert int(entries[1]) > 10_000
     trampolines = [each for _, each in guest.components.engine.hook_sets.trampolines()]
-    by_python = [at for at in taken if any(each.locate(at) is not None for each in trampolines)]
+    pieces = [piece for each in trampolines for _, piece in each.pieces()]
+    by_python = [at for at in taken if any(at in piece for piece in pieces)]
     assert not by_python
     shell.write("/tracing/current_tracer", "nop")
+
+
+def test_kallsyms_has_the_kernel_s_own_trampolines_only() -> None:
+    """kallsyms does not list kprobefs's trampolines if the kernel has symbols with their names."""
+    guest, shell = mounted()
+    shell.write("/kprobe_events", "r:closing filp_close\n")
+    shell.write("/tracing/events/kprobes/enable", "1")
+    shell.write("/tracing/current_tracer", "function_graph")
+    assert any(each.address for _, each in guest.components.engine.hook_sets.trampolines())
+    lines = [line.split()[2] for line in shell.read("/machine/kallsyms").splitlines()]
+    assert {name: lines.count(name) for name in ADDED_TEXT} == dict.fromkeys(ADDED_TEXT, 1)
+    shell.write("/tracing/current_tracer", "nop")
+    shell.write("/tracing/events/kprobes/enable", "0")
+    shell.write("/kprobe_events", "-:closing\n")
 
 
 def test_trees_are_the_kernel_s_own_tracer_s() -> None:

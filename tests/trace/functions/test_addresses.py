@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterator
+from operator import attrgetter
 
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.trace.symbols import ADDED_TEXT
 from emulated_kernel.util.config import MachineConfig
+from emulated_kernel.util.errors import KernelError
 from tests.vfs.files import read, write
 
 STEPS = {
@@ -53,3 +56,44 @@ def test_each_address_has_a_symbol(kernel: Kernel, step: str) -> None:
     else:
         (marker,) = re.findall(r"tracing_mark_write <([0-9a-f]+)>: a marker", text)
         assert names[int(marker, 16)] == "tracing_mark_write"
+
+
+def test_kallsyms_lists_the_trampolines(kernel: Kernel) -> None:
+    """kallsyms lists each trampoline whose name files print, and a listed trampoline cannot be probed."""
+    tree = kernel.filesystem()
+    symbols = kernel.tracing.symbols
+    write(tree, "/tracing/events/kprobes/enable", "1")
+    write(tree, "/tracing/current_tracer", "function_graph")
+    kernel.guest.close_file(kernel.guest.open_file("/tracing/trace", 0))
+    lines = read(tree, "/machine/kallsyms").splitlines()
+    generated = [address for pages in kernel.machine.text.generated for address in pages]
+    found = {where.symbol for address in generated if (where := symbols.lookup(address)) is not None}
+    assert {symbol.name for symbol in found} == ADDED_TEXT
+    listed = [
+        f"{symbol.address:0{len(lines[0].split()[0])}x} t {symbol.name}"
+        for symbol in sorted(found, key=attrgetter("address"))
+    ]
+    at = lines.index(listed[0])
+    assert lines[at : at + len(listed)] == listed
+    for symbol in found:
+        assert kernel.image.kallsyms.lookup_name(symbol.name) is None
+        for place in (symbol.name, f"{symbol.address:#x}"):
+            with pytest.raises(KernelError) as refused:
+                write(tree, "/tracing/kprobe_events", f"p:trampoline {place}\n")
+            assert refused.value.name in ("ENOENT", "EINVAL")
+
+
+def test_a_page_of_kallsyms_starts_at_any_line(kernel: Kernel) -> None:
+    symbols = kernel.tracing.symbols
+    kernel.load_module("counter")
+    write(kernel.filesystem(), "/tracing/events/kprobes/enable", "1")
+    lines = list(symbols.kallsyms_lines(0, zero_addresses=False))
+    first = next(number for number, line in enumerate(lines) if "[counter]" in line)
+    assert any("arch_rethook_trampoline" in line for line in lines[first:])
+    for start in range(first - 1, len(lines) + 2):
+        assert list(symbols.kallsyms_lines(start, zero_addresses=False)) == lines[start:]
+    hidden = list(symbols.kallsyms_lines(first, zero_addresses=True))
+    assert [line.split(maxsplit=1)[1] for line in hidden] == [
+        line.split(maxsplit=1)[1] for line in lines[first:]
+    ]
+    assert {int(line.split()[0], 16) for line in hidden} == {0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -60,6 +61,21 @@ def test_the_tracer_takes_a_module_that_comes(kernel: Kernel) -> None:
     kernel.load_module(NAME)
     kernel.trace.set_tracer("nop")
     assert kernel.machine.text.ledger == {}
+
+
+def test_kallsyms_lists_freed_functions_that_were_traced(kernel: Kernel) -> None:
+    symbols = kernel.tracing.symbols
+    kernel.load_module(NAME)
+    assert not re.search(rf"\b{INIT}\b", symbols.kallsyms_text())
+    kernel.unload_module(NAME)
+    kernel.trace.set_tracer("function")
+    kernel.load_module(NAME)
+    freed = re.findall(rf"^([0-9a-f]+) t {INIT}\t\[{NAME}\]$", symbols.kallsyms_text(), re.MULTILINE)
+    (where,) = [symbols.lookup(int(address, 16)) for address in freed]
+    assert where is not None
+    assert (where.name, where.offset, where.module) == (INIT, 0, NAME)
+    kernel.unload_module(NAME)
+    assert NAME not in symbols.kallsyms_text()
 
 
 def test_chosen_before_it_comes(kernel: Kernel, tracer: FunctionTracer) -> None:
