@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from emulated_kernel.arch.architectures import arch_named
@@ -65,6 +65,15 @@ MODES = {
 
 With the first two profiles, the return trampoline is a breakpoint.
 """
+MEANINGS = {
+    STEPPED: "a breakpoint; a second one ends the copied instruction",
+    TRAP_FLAG: "a breakpoint; the CPU's single-step trap ends the copied instruction",
+    BOOSTED: "a breakpoint; a jump back follows the copied instruction",
+    FTRACE: "a call at the entry of the function",
+    SAVE_ALL: "a jump; the handler saves all registers, as in Linux on x86",
+    OPTIMIZED: "a jump; the handler saves only the registers that it must",
+}
+"""Mode -> text that says how hits are taken."""
 _X86_MODES = (TRAP_FLAG, BOOSTED)
 _COUNTED = 16
 """Number of calls whose traps and instructions are counted."""
@@ -157,6 +166,11 @@ def notes(nets: Iterable[Sequence[float]]) -> Iterator[str]:
     """Yield the notes below a table: NOISE_NOTE, if a measurement has no result."""
     if any(measured(net) is None for net in nets):
         yield NOISE_NOTE
+
+
+def meanings(texts: Mapping[str, str], found: Collection[str]) -> Iterator[str]:
+    """Yield the lines of a legend with the meanings of the modes in `found`. `texts`: mode -> meaning."""
+    yield from (f"{mode}: {text}" for mode, text in texts.items() if mode in found)
 
 
 def spread(samples: Sequence[float]) -> dict[str, float]:
@@ -474,6 +488,7 @@ def table(figures: Sequence[HitFigure]) -> Iterator[str]:
         yield from notes(figure.net for figure in rows)
         yield from detours({figure.case.mode: figure.detour for figure in rows})
         yield ""
+    yield from meanings(MEANINGS, {figure.case.mode for figure in figures})
     yield from LEGEND
     yield from elsewhere(ELSEWHERE)
     yield RISCV_ELSEWHERE

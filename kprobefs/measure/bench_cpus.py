@@ -17,6 +17,7 @@ from kprobefs.measure.bench import (
     BOOSTED,
     FTRACE,
     FUNCTION,
+    MEANINGS,
     NOISE,
     OPTIMIZED,
     RECORDING,
@@ -30,6 +31,7 @@ from kprobefs.measure.bench import (
     cost,
     detour_size,
     detours,
+    meanings,
     measured,
     modes,
     notes,
@@ -177,6 +179,7 @@ def hits_on(
 def table(figures: Sequence[CpusFigure]) -> Iterator[str]:
     """Yield the lines of a table: net nanoseconds, hits a second, guest instructions, published figures."""
     yield from subject(figures[0].case.arch, figures[0].case.profile, "CPUs that take turns in one thread")
+    yield from meanings(MEANINGS, {figure.case.mode for figure in figures})
     yield "hits/s are those of all together; 2007: nanoseconds on a Core Duo"
     head = ("", "", "cpus", "net ns", "p10", "p90", "hits/s", "instr", "2007")
     yield "{:10}{:19}{:>5}{:>7}{:>7}{:>7}{:>10}{:>7}{:>5}".format(*head)

@@ -19,6 +19,7 @@ from kprobefs.measure.bench import (
     BOOSTED,
     FTRACE,
     FUNCTION,
+    MEANINGS,
     MODES,
     NOISE,
     OPTIMIZED,
@@ -33,6 +34,7 @@ from kprobefs.measure.bench import (
     detour_size,
     detours,
     elsewhere,
+    meanings,
     measured,
     modes,
     notes,
@@ -52,6 +54,12 @@ HOOKED = {**MODES, FPROBE: MODES[FTRACE], FPROBE_REGS: replace(MODES[FTRACE], sa
 
 The hooks are a kretprobe in each of its modes, and an fprobe's exit handler with ftrace_regs or pt_regs.
 """
+HOOKED_MEANINGS = {
+    **MEANINGS,
+    FPROBE: "a call at the entry; an fprobe's exit handler gets ftrace_regs",
+    FPROBE_REGS: "a call at the entry; an fprobe's exit handler gets pt_regs",
+}
+"""Mode -> text that says how the entry of a hooked function is taken."""
 BY_FENTRY = (FTRACE, *FPROBES)
 SLOW = {STEPPED, TRAP_FLAG, BOOSTED}
 NEEDS_FENTRY = "unified"
@@ -280,6 +288,7 @@ def table(figures: Sequence[ReturnFigure]) -> Iterator[str]:
         yield from detours({figure.case.mode: figure.detour for figure in rows})
     yield from notes(figure.net for figure in figures)
     yield ""
+    yield from meanings(HOOKED_MEANINGS, {figure.case.mode for figure in figures})
     yield from LEGEND
     yield from elsewhere(RETURNS_ELSEWHERE)
 

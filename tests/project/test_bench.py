@@ -117,6 +117,30 @@ def test_the_memory_table_is_the_one_in_the_docs(capsys: pytest.CaptureFixture[s
     assert found["objpool", 1, 10]["slides"] == "1.6KB"
 
 
+@pytest.mark.parametrize("arch", bench.ARCHITECTURES)
+def test_each_row_is_explained(arch: str) -> None:
+    """The legend of a table has one line for each of its modes, and no line for another mode."""
+    net = (1.0, 2.0)
+    for modes in (bench.modes(arch), (bench.STEPPED,)):
+        hits = [bench.HitFigure(bench.HitCase(bench.EMPTY, mode, arch), net, net, 0, 0) for mode in modes]
+        on_cpus = [
+            bench_cpus.CpusFigure(bench_cpus.CpusCase(bench.RECORDING, mode, 1, arch), net, None)
+            for mode in modes
+        ]
+        hooked = (*modes, *bench_return.FPROBES)
+        returned = [
+            bench_return.ReturnFigure(bench_return.ReturnCase("fgraph", mode, arch=arch), net, 0, None, None)
+            for mode in hooked
+        ]
+        for names, lines in (
+            (modes, bench.table(hits)),
+            (modes, bench_cpus.table(on_cpus)),
+            (hooked, bench_return.table(returned)),
+        ):
+            explained = [found[1] for line in fitting(lines) if (found := re.match(r"([\w-]+): a ", line))]
+            assert sorted(explained) == sorted(names)
+
+
 # What can't be measured
 
 NOISY = ((-155.9, -100.0, -200.0), (-5.0, 5.0, 20.0), (0.0, 0.0, 0.0), (-3.0,))
