@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 from emulated_kernel.guests.common.process_memory import ProcessMemory
 from emulated_kernel.util.fast_dataclass import replace
 from kprobefs.common import compile_ahead, mountpoints
+from kprobefs.common.daemon_registry import known
 from kprobefs.common.errors import CliError, ExitStatus
 from kprobefs.daemon import daemon
 from kprobefs.daemon.service import SIGNALS
@@ -28,7 +30,10 @@ from kprobefs.daemon.systemd_watchdog import PR_SET_PDEATHSIG
 from kprobefs.mount_options import CLOCKS, Builder, MountOptions
 
 END_TIMEOUT = 5.0
-"""Maximum seconds that the daemon may take to end before it is killed."""
+"""Maximum seconds that the daemon may take to end before it is killed.
+
+It is also the number of seconds after a signal for the command when a daemon that does not answer is killed.
+"""
 POLL_INTERVAL = 0.01
 MAX_ENVIRONMENT = 4 << 20
 """Maximum number of bytes of a process's environment that are read.
@@ -246,6 +251,8 @@ class _Runner:
         """
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
+        self._directory = ""
+        """The mount that the command uses; "" before the command's start."""
         self.pending = 0
         """Number of a signal that arrived before the command was started; 0 if none did."""
         self._ignored = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN]
@@ -290,6 +297,7 @@ class _Runner:
             return tracing.status
 
     def _run(self, directory: str, place: str | None) -> int:
+        self._directory = directory
         self.handle_signals()
         if self.pending:
             return 128 + self.pending
@@ -355,6 +363,21 @@ class _Runner:
         if self._process is not None and (number != signal.SIGINT or not in_foreground()):
             self._passed = signal.Signals(number)
             self._process.send_signal(number)
+            if self.kernel_words is not None:
+                # The main thread may wait for the daemon, without handling any signal.
+                watch = threading.Timer(END_TIMEOUT, kill_hung_daemon, (self._directory,))
+                watch.daemon = True
+                watch.start()
+
+
+def kill_hung_daemon(directory: str) -> None:
+    """Kill the daemon of the mount on `directory` if it does not answer, so that requests to it end."""
+    with suppress(CliError, OSError), known(directory) as daemon:
+        if daemon is not None and mountpoints.condition(directory) is mountpoints.MountState.HUNG:
+            from kprobefs.common.terminal import print_message
+
+            print_message("the daemon does not answer, and is killed")
+            daemon.send(signal.SIGKILL)
 
 
 def signal_left(directory: str, session: int, number: signal.Signals) -> None:

@@ -21,7 +21,10 @@ import pytest
 from kprobefs import __version__
 from kprobefs.cli.main import main
 from kprobefs.cli.parser import program_parser
+from kprobefs.cli.run import kill_hung_daemon
+from kprobefs.common.daemon_registry import running
 from kprobefs.common.errors import ExitStatus
+from kprobefs.common.mountpoints import MountState, condition
 from tests.fuse.harness import (
     PATIENCE,
     PROGRAM,
@@ -445,6 +448,43 @@ class TestRun:
         assert process.wait(PATIENCE) == 128 + number
         process.stdout.close()
         assert not os.path.exists(path)
+
+    @pytest.mark.parametrize("prepare", ["", "trap 'echo handled' TERM; "])
+    def test_a_signal_ends_it_if_the_daemon_does_not_answer(self, prepare: str) -> None:
+        script = f"{prepare}echo $KPROBEFS; read line; cat $KPROBEFS/machine/version; exit 3"
+        with subprocess.Popen(
+            [*PROGRAM, "run", "--", "sh", "-c", script],
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdin is not None
+            path = process.stdout.readline().strip()
+            served = running(path)
+            assert served is not None
+            os.kill(served.pid, signal.SIGSTOP)
+            try:
+                process.stdin.write("\n")
+                process.stdin.flush()
+                eventually(lambda: condition(path) is MountState.HUNG)
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(PATIENCE) == (3 if prepare else 128 + signal.SIGTERM)
+                assert process.stdout.read() == ("handled\n" if prepare else "")
+            finally:
+                with suppress(ProcessLookupError):
+                    os.kill(served.pid, signal.SIGKILL)
+        assert not os.path.exists(path)
+
+    def test_a_daemon_that_answers_is_not_killed(self, mounted: Daemon) -> None:
+        kill_hung_daemon(str(mounted.directory))
+        assert condition(str(mounted.directory)) is MountState.SERVING
+        mounted.process.send_signal(signal.SIGSTOP)
+        kill_hung_daemon(str(mounted.directory))
+        assert mounted.process.wait(PATIENCE) == -signal.SIGKILL
 
     def test_the_mount_ends_when_the_runner_is_killed(self) -> None:
         process = subprocess.Popen(
