@@ -18,7 +18,7 @@ from stress.fuzz.session import TRACING, Session
 from tests.sample import fewer
 
 INPUTS = fewer(2000, 16)
-PARSER_INPUTS = fewer(500, 2)
+PARSER_INPUTS = fewer(500, 4)
 SLOW, SLOW_INPUTS = ("image", "module"), fewer(30, 2)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import pickle
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,7 +38,47 @@ def test_no_path_of_the_build_place_is_in_the_image(each_image: KernelImage) -> 
     assert str(Path(__file__).parents[2]).encode() not in data
 
 
+@pytest.fixture
+def _kept_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep objects on this machine, so that only sources whose files have changed are compiled again."""
+    compile_one = build_images._compile
+    source_files = build_images.SOURCE.rglob("*.h")
+    headers = sorted(path.relative_to(build_images.SOURCE).as_posix() for path in source_files)
+
+    @cache
+    def content(path: str) -> str:
+        return hashlib.sha256((build_images.SOURCE / path).read_bytes()).hexdigest()
+
+    def compiled(target: build_images.BuildTarget, source: Path, output: Path, more: list[str]) -> None:
+        version = build_images.tool_version(target.compiler)
+        flags = build_images.COMMON_FLAGS, target.flags, target.arch_directory, more
+        # A new header may be found in place of another one.
+        key = hashlib.sha256(repr((version, flags, source.as_posix(), headers)).encode()).hexdigest()
+        kept = lasting_cache("build-objects") / key
+        notes = output.with_suffix(build_images._NOTES)
+        if kept.exists():
+            data, told, read = pickle.loads(kept.read_bytes())
+            if all((build_images.SOURCE / path).exists() and content(path) == read[path] for path in read):
+                output.write_bytes(data)
+                if told is not None:
+                    notes.write_text(told)
+                return
+        rule = output.with_suffix(".d")
+        compile_one(target, source, output, [*more, "-MD", "-MF", str(rule)])
+        words = rule.read_text().partition(":")[2].replace("\\\n", " ").split()
+        read = {path: content(path) for path in words}
+        told = notes.read_text() if notes.exists() else None
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        # Another worker may compile the same.
+        new = kept.with_name(f"{kept.name}.{os.getpid()}")
+        new.write_bytes(pickle.dumps((output.read_bytes(), told, read)))
+        new.replace(kept)
+
+    monkeypatch.setattr(build_images, "_compile", compiled)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_kept_objects")
 @pytest.mark.parametrize("arch", share(ARCHES, 0, 2))
 def test_the_sources_give_the_prebuilt_image(
     arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from kprobefs.cli.main import main
 from kprobefs.plan import check_command
 from kprobefs.plan.answer import WARNINGS
 from kprobefs.plan.planned_kernel import PlannedKernel, planned_kernel
+from tests.guests.linux.debian_kernel import lasting_cache
 from tests.image.linux import debian
 from tests.plan.checked_lines import lines
 from tests.plan.typed_kernel import BODY, kernel_with_types
@@ -27,8 +29,9 @@ from tests.project.readme import blocks, steps
 from tests.sample import fewer
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "plan-probes.md"
+PACKAGE = "@microsoft/jest-sarif@1.0.0-beta.0"
 SCHEMA = "package/lib/schemas/sarif-2.1.0-rtm.5.json"
-"""OASIS's schema of SARIF in the npm package @microsoft/jest-sarif."""
+"""OASIS's schema of SARIF in the npm package PACKAGE."""
 
 
 def test_the_table_has_the_beginning_of_a_long_definition(
@@ -282,26 +285,38 @@ def test_the_kernels_own_kprobes_leave_no_choice(
 
 
 @pytest.fixture(scope="module")
-def schema(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    if shutil.which("npm") is None:
-        pytest.skip("no npm, which has the schema of SARIF")
-    place = tmp_path_factory.mktemp("npm")
-    command = ("npm", "pack", "--silent", "@microsoft/jest-sarif@1.0.0-beta.0")
-    made = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=60, check=False)
-    found = [*place.glob("*.tgz")]
-    if not found:
-        pytest.skip(f"npm cannot fetch the schema of SARIF: {made.stderr.strip()}")
-    with tarfile.open(found[0]) as package:
+def sarif(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a validator of SARIF logs. The package with the schema is fetched once per machine."""
+    kept = lasting_cache("sarif") / PACKAGE
+    if not kept.exists():
+        if shutil.which("npm") is None:
+            pytest.skip("no npm, which has the schema of SARIF")
+        place = tmp_path_factory.mktemp("npm")
+        command = ("npm", "pack", "--silent", PACKAGE)
+        made = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=60, check=False)
+        found = [*place.glob("*.tgz")]
+        if not found:
+            pytest.skip(f"npm cannot fetch the schema of SARIF: {made.stderr.strip()}")
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        # Another worker may fetch the same.
+        new = kept.with_name(f"{kept.name}.{os.getpid()}")
+        shutil.copyfile(found[0], new)
+        new.replace(kept)
+    with tarfile.open(kept) as package:
         file = package.extractfile(SCHEMA)
         assert file is not None
-        return json.load(file)
+        schema = json.load(file)
+    # validate() would check the schema again for each log.
+    kind = jsonschema.validators.validator_for(schema)
+    kind.check_schema(schema)
+    return kind(schema)
 
 
 @settings(max_examples=fewer(40, 2))
 @given(texts=st.lists(lines, max_size=8))
-def test_sarif_logs_are_valid(schema: Any, texts: list[str]) -> None:
+def test_sarif_logs_are_valid(sarif: Any, texts: list[str]) -> None:
     log = sarif_of("\n".join(texts))
-    jsonschema.validate(log, schema)
+    sarif.validate(log)
     rules = [rule["id"] for rule in log["runs"][0]["tool"]["driver"]["rules"]]
     for result in log["runs"][0]["results"]:
         assert rules[result["ruleIndex"]] == result["ruleId"]

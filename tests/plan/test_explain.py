@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections import Counter
+from functools import lru_cache
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -74,15 +75,24 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def explanations(kernel: PlannedKernel, count: int, seed: int = 3) -> list[Explanation]:
-    """Return explanations of random places, some of which are within instructions."""
+@lru_cache(maxsize=1)
+def all_explanations(kernel: PlannedKernel, seed: int) -> list[Explanation]:
+    """Return explanations of random places, some of which are within instructions.
+
+    The tests share them, because each explanation decodes its function once.
+    """
     rng = Random(seed)
     functions = [s for s in kernel.judge.subject.symbols if s.is_text and s.size > 8]
     found = []
-    for symbol in rng.sample(functions, count):
+    for symbol in rng.sample(functions, 300):
         place = f"{symbol.address + rng.randrange(symbol.size):#x}"
         found.append(Explanation(kernel, find_place(place, kernel.tables)))
     return found
+
+
+def explanations(kernel: PlannedKernel, count: int, seed: int = 3) -> list[Explanation]:
+    """Return the first `count` of the kernel's explanations."""
+    return all_explanations(kernel, seed)[:count]
 
 
 def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[Answer]:
@@ -249,7 +259,10 @@ def test_a_detour_has_all_its_parts_and_copies_the_region(kernel: PlannedKernel)
         assert len(parts) == 5
         inside = [insn for insn in found.insns if insn.address in found.bracket]
         copied = [insn for insn in found.detour if insn.part == "copied instructions"]
-        assert [insn.text for insn in copied] == [insn.text for insn in inside]
+        for one, other in zip(copied, inside, strict=True):
+            # On RISC-V, only the original text names the symbol whose address two instructions compute.
+            before, named, _ = other.text.partition("%pcrel_lo")
+            assert one.text == other.text or (named and one.text.startswith(before))
     assert seen > 5
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping
+from copy import copy
+from functools import cache
 
 from emulated_kernel.image.linux.btf import Btf, Kind, Member
 from emulated_kernel.util.errors import KernelError
@@ -314,6 +316,7 @@ def debug_sections(
     `struct NAME` or `NAME`, perhaps followed by `*` or `[]`. BTF itself has only per-CPU variables.
     Raises: KernelError ENOEXEC (damaged BTF).
     """
+    btf = _remembering(btf)
     writer = _Writer(btf, word_size)
     dwarf = writer.dwarf
     kinds = [(number, btf.kind(number)) for number in range(1, len(btf))]
@@ -338,6 +341,13 @@ def debug_sections(
             writer.declared(name, text, symbols[name][0])
     dwarf.end()
     return dwarf.finish()
+
+
+def _remembering(btf: Btf) -> Btf:
+    """Return a copy of `btf` that keeps the types and names that it reads; each is read several times."""
+    found = copy(btf)
+    vars(found).update(type=cache(btf.type), text=cache(btf.text))
+    return found
 
 
 def empty_sections(word_size: int) -> dict[str, bytes]:
