@@ -16,7 +16,7 @@ import pytest
 
 from emulated_kernel.image import build_images
 from emulated_kernel.kernel.api import Kernel
-from tests.fuse.harness import REAL_PROGRAM, kprobefs
+from tests.fuse.harness import PYTEST, REAL_PROGRAM, kprobefs
 from tests.guests.linux import debian_kernel
 from tests.guests.linux.debian_kernel import lasting_cache
 from tests.project.readme import README, Step, blocks, normalise, of_image, steps
@@ -238,14 +238,7 @@ def test_the_example_of_the_testing_page_passes(tmp_path: Path) -> None:
     [example] = blocks("python", TESTING)
     file = tmp_path / "test_example.py"
     file.write_text(example)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = kprobefs("-q", "-p", "no:cacheprovider", str(file), program=PYTEST, cwd=str(tmp_path))
     assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
