@@ -21,9 +21,9 @@ def probeable(files: Files) -> list[str]:
         _, kind, name, *_ = line.split()
         if kind in "tT":
             with suppress(OSError):
-                files.write("kprobe_events", f"p:try {name}\n")
-                files.write("kprobe_events", "-:try\n")
+                files.write("kprobe_events", f"p:try{len(taken)} {name}\n")
                 taken.append(name)
+    files.shell("> kprobe_events")
     return taken
 
 
