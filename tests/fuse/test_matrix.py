@@ -19,9 +19,10 @@ from kprobefs.cli.main import main
 from kprobefs.cli.nothing_hint import NO_HIT, NO_RECORD
 from kprobefs.common import production_cpus
 from kprobefs.common.errors import ExitStatus
-from tests.fuse.harness import REAL_PROGRAM, eventually, is_alive, kprobefs, needs_fuse
+from tests.fuse.harness import PYTEST, REAL_PROGRAM, eventually, is_alive, kprobefs, needs_fuse
 from tests.fuse.on_terminal import Terminal
 from tests.image.linux import debian
+from tests.sample import share
 
 X86, ARM = "/x86.deb", "/arm.deb"
 
@@ -253,14 +254,13 @@ def test_a_command_that_exits_with_77_is_skipped(tmp_path: Path) -> None:
     assert [each.get("message") for each in suite.iter("skipped")] == ["needs Linux 6.4"]
 
 
+PYTEST_OPTIONS = ("-p", "no:cacheprovider")
 SKIPPING = {
     "each": "import pytest\n@pytest.mark.skip\ndef test_a(): pass\n\n@pytest.mark.skip\ndef test_b(): pass\n",
     "module": "import pytest\npytest.skip('needs Linux 6.4', allow_module_level=True)\n",
 }
 
 
-@needs_fuse
-@pytest.mark.mounted
 @pytest.mark.parametrize(
     ("text", "options", "verdict", "line"),
     [
@@ -279,19 +279,25 @@ def test_a_pytest_that_runs_no_test(
 ) -> None:
     """A pytest that skips all tests is skipped. One that finds no test has failed, and the row says why."""
     (tmp_path / "test_a.py").write_text(text)
-    words = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, "test_a.py")
-    done = subprocess.run(
-        [*REAL_PROGRAM, "matrix", "--json", "--", *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    # Plugins of others would add a warning that their modules are already imported.
+    own = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = kprobefs(*PYTEST_OPTIONS, *options, "test_a.py", program=PYTEST, cwd=str(tmp_path), **own)
+    log = tmp_path / "log"
+    log.write_text(done.stdout)
+    found = matrix.result(matrix.Case("x", ()), done.returncode, 0.1, log)
+    assert (found.verdict, found.line[: len(line)]) == (verdict, line)
+    assert bool(found.line) == bool(line)
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_pytest_that_skips_all_tests_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text(SKIPPING["each"])
+    words = (*PYTEST, *PYTEST_OPTIONS, "test_a.py")
+    done = kprobefs("matrix", "--json", "--", *words, program=REAL_PROGRAM, cwd=str(tmp_path))
+    assert done.returncode == ExitStatus.OK
     [found] = json.loads(done.stdout)
-    assert (found["result"], found["line"][: len(line)]) == (verdict, line)
-    assert bool(found["line"]) == bool(line)
-    assert done.returncode == (ExitStatus.FAILURE if verdict == "failed" else ExitStatus.OK)
+    assert (found["result"], found["line"][: len("2 skipped in ")]) == ("skipped", "2 skipped in ")
 
 
 @pytest.mark.parametrize(
@@ -421,11 +427,17 @@ time.sleep(600)
 
 @needs_fuse
 @pytest.mark.mounted
-@pytest.mark.parametrize("shell", ["exec", ""], ids=["itself", "below a shell"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("shell", "number"),
+    share(
+        [("exec", signal.SIGINT), ("", signal.SIGINT), ("exec", signal.SIGTERM), ("", signal.SIGTERM)], 0, 3
+    ),
+)
 def test_a_tool_cleans_up_after_a_signal(shell: str, number: signal.Signals, tmp_path: Path) -> None:
     """The mount exists until the processes of a stopped run have cleaned up. The run has not passed, although
     its command has handled the signal.
+
+    `shell`: the word before the tool in the script. With "exec", the tool is the command itself.
     """
     (tmp_path / "tool.py").write_text(CLEANS_UP)
     script = f"{shell} {sys.executable} tool.py; exit 0"

@@ -486,21 +486,6 @@ class TestRun:
         kill_hung_daemon(str(mounted.directory))
         assert mounted.process.wait(PATIENCE) == -signal.SIGKILL
 
-    def test_the_mount_ends_when_the_runner_is_killed(self) -> None:
-        process = subprocess.Popen(
-            [*PROGRAM, "run", "--", "sh", "-c", "echo $KPROBEFS; exec sleep 2"],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        path = Path(process.stdout.readline().strip())
-        process.kill()
-        process.wait(PATIENCE)
-        process.stdout.close()
-        eventually(lambda: not is_mounted(path))
-        eventually(lambda: not path.parent.exists())
-
     def test_a_removed_working_directory_does_not_change_the_status(self, tmp_path: Path) -> None:
         place = tmp_path / "gone"
         place.mkdir()

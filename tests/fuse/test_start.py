@@ -300,6 +300,7 @@ def test_killing_the_runner_ends_its_command_and_removes_its_directory() -> None
     process.wait(PATIENCE)
     process.stdout.close()
     eventually(lambda: not is_alive(int(pid)), "the command is still there")
+    eventually(lambda: not is_mounted(Path(path)), "the mount is still there")
     eventually(lambda: not Path(path).parent.exists(), "its directory is still there")
 
 

@@ -347,14 +347,6 @@ class TestService:
         assert systemd.show(unit, "Result") == "success"
         assert reader.wait(PATIENCE) != 0
 
-    def test_template(self, systemd: Manager) -> None:
-        """An instance of the template unit creates the directory that it mounts on."""
-        unit, directory = "kprobefs@run-some-where.service", "/run/some/where"
-        assert systemd.inside("systemctl", "start", unit).returncode == 0
-        assert systemd.is_mounted(directory)
-        assert systemd.inside("systemctl", "stop", unit).returncode == 0
-        assert not systemd.is_mounted(directory)
-
     def test_a_foreign_mount_keeps_its_data(self, systemd: Manager) -> None:
         unit, directory = "kprobefs@run-data.service", "/run/data"
         script = f"mkdir {directory} && mount -t tmpfs data {directory} && echo kept > {directory}/file"
@@ -421,16 +413,21 @@ class TestService:
         _eventually(lambda: systemd.show(unit, "StatusText") == f"panicked {directory}")
         assert systemd.inside("systemctl", "stop", unit).returncode == 0
 
-    def test_reload_reads_the_definitions(self, systemd: Manager) -> None:
-        unit, probes = "kprobefs@run-probes.service", "/run/kprobefs/probes.d"
+    def test_a_template_and_a_reload(self, systemd: Manager) -> None:
+        """An instance of the template unit creates the directory that it mounts on, and a reload reads the
+        files of definitions again.
+        """
+        unit, directory = "kprobefs@run-some-where.service", "/run/some/where"
+        probes, events = "/run/kprobefs/probes.d", f"{directory}/kprobe_events"
         systemd.inside("sh", "-c", f"mkdir -p {probes}; echo p:one vfs_read > {probes}/a.probes")
         assert systemd.inside("systemctl", "start", unit).returncode == 0
-        events = "/run/probes/kprobe_events"
+        assert systemd.is_mounted(directory)
         assert systemd.inside("cat", events).stdout == "p:kprobes/one vfs_read\n"
         systemd.inside("sh", "-c", f"echo p:two vfs_write > {probes}/b.probes")
         assert systemd.inside("systemctl", "reload", unit).returncode == 0
         assert systemd.inside("cat", events).stdout == "p:kprobes/one vfs_read\np:kprobes/two vfs_write\n"
         assert systemd.inside("systemctl", "stop", unit).returncode == 0
+        assert not systemd.is_mounted(directory)
 
 
 class TestInstallService:

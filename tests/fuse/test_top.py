@@ -77,7 +77,7 @@ def test_a_disabled_probe_is_told_from_one_that_nobody_hits(watched: Watched) ->
     ]
 
 
-@pytest.mark.parametrize(("width", "height"), share(SCREENS, 0, 2))
+@pytest.mark.parametrize(("width", "height"), share(SCREENS, 0, 4))
 def test_a_picture_fits_the_screen(watched: Watched, width: int, height: int) -> None:
     watched.has(
         *(

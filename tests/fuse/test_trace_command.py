@@ -271,14 +271,7 @@ class TestTrace:
         (tmp_path / "notes.txt").write_text("hello\n")
         for place, why in (("vfs_read+8", "this kernel counts"), ("vfs_mkdir+8", "the command never came")):
             words = ("trace", "--image", image, "--kprobes", "kernel", f"p:{place}", "--", "cat", "notes.txt")
-            done = subprocess.run(
-                [*REAL_PROGRAM, *words],
-                cwd=tmp_path,
-                capture_output=True,
-                text=True,
-                timeout=120,
-                check=False,
-            )
+            done = kprobefs(*words, program=REAL_PROGRAM, cwd=str(tmp_path))
             assert f"nothing was recorded: {why}" in done.stderr
 
     def test_a_refused_place_is_explained_by_explain(self, directory: Path) -> None:
@@ -346,7 +339,7 @@ class TestTrace:
         with daemon(directory, program=REAL_PROGRAM) as running:
             first = subprocess.Popen([*words, "sh", "-c", script, "f"], stdout=subprocess.PIPE, text=True)
             started.read_bytes()
-            second = subprocess.run([*words, "cat", "f"], stdout=subprocess.PIPE, text=True, check=True)
+            second = kprobefs(*words[len(REAL_PROGRAM) :], "cat", "f", program=REAL_PROGRAM)
             ended.write_bytes(b"")
             output = first.communicate()[0]
             left = os.listdir(running.path("scratch"))
@@ -394,15 +387,7 @@ class TestTrace:
     def test_a_full_disk_is_told_of(self, tmp_path: Path) -> None:
         (tmp_path / "f").write_text("hello\n")
         command = ("trace", "-o", "/dev/full", "p:vfs_read", "--", "cat", "f")
-        result = subprocess.run(
-            [*REAL_PROGRAM, *command],
-            cwd=tmp_path,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
+        result = kprobefs(*command, program=REAL_PROGRAM, cwd=str(tmp_path))
         assert (result.returncode, result.stdout) == (0, "hello\n")
         assert result.stderr == "kprobefs: /dev/full: No space left on device: records are missing\n"
 

@@ -20,6 +20,7 @@ import pytest
 
 from tests.fuse.harness import PATIENCE, REAL_PROGRAM, Daemon, daemon, eventually, needs_fuse, waits_for_mount
 from tests.mounted.files import TIMEOUT, Files
+from tests.sample import share
 
 pytestmark = [needs_fuse, pytest.mark.mounted]
 
@@ -282,7 +283,7 @@ def test_a_log_that_nobody_reads(directory: Path) -> None:
             os.close(writer)
 
 
-@pytest.mark.parametrize("limit", [20, 32, 64])
+@pytest.mark.parametrize("limit", share((20, 32, 64), 0, 2))
 def test_few_descriptors(directory: Path, limit: int) -> None:
     """With more clients than the daemon has descriptors, requests are answered, a probe is hit, and the guest
     stays alive.

@@ -27,7 +27,7 @@ def _recorded(tmp_path: Path, options: str) -> tuple[list[str], list[str]]:
     """
     # If trace-cmd stops a recorder before the recorder has begun, the records of its CPU are missing.
     begun = "readlink /proc/[0-9]*/fd/* 2> /dev/null | grep -c trace_pipe_raw"
-    wait = f"until [ $({begun}) -ge $(ls -d /sys/kernel/tracing/per_cpu/cpu* | wc -l) ]; do :; done"
+    wait = f"until [ $({begun}) -ge $(ls -d /sys/kernel/tracing/per_cpu/cpu* | wc -l) ]; do sleep 0.05; done"
     calls = f"{wait}; mkdir made; rmdir made; echo 0 > /sys/kernel/tracing/tracing_on"
     script = f"""
         cd /sys/kernel/debug/scratch

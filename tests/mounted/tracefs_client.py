@@ -20,8 +20,14 @@ from ctypes import POINTER, byref, c_bool, c_char_p, c_int, c_longlong, c_size_t
 from pathlib import Path
 from typing import Any
 
+from tests.sample import fewer
+
 TRACING = Path(os.environ.get("TRACING", "/sys/kernel/tracing"))
 CASES: list[Callable[[], None]] = []
+RECORDS = fewer(600, 2)
+"""Number of markers on two CPUs; those of one CPU take more than a page."""
+PAGED = fewer(3000, 3)
+"""Number of markers that take several pages."""
 KPROBE, KRETPROBE, EPROBE, SYNTH = 1 << 0, 1 << 1, 1 << 4, 1 << 5
 """Values of enum tracefs_dynevent_type."""
 START, DESTROY = 0, 4
@@ -324,7 +330,7 @@ def records_of_each_cpu() -> None:
     with instance() as made:
         for chosen in (None, *([cpu] for cpu in range(count))):
             file = os.open(TRACING / "instances/one/trace_marker", os.O_WRONLY)
-            for number in range(600):
+            for number in range(RECORDS):
                 os.sched_setaffinity(0, {sorted(own)[number % count]})
                 write(file, b"number %d." % number)
             os.sched_setaffinity(0, own)
@@ -337,11 +343,11 @@ def records_of_each_cpu() -> None:
             ]
             cpus = {cpu for _, _, cpu, _ in found}
             if chosen is None:
-                assert got == [*range(600)]
+                assert got == [*range(RECORDS)]
                 assert len(cpus) == count
             else:
                 assert cpus == set(chosen)
-                assert len(got) == 600 // count
+                assert len(got) == RECORDS // count
             (TRACING / "instances/one/trace").write_text("")
 
 
@@ -358,7 +364,7 @@ def pages_of_a_cpu() -> None:
         os.sched_setaffinity(0, {own := min(os.sched_getaffinity(0))})
         assert own == 0
         file = os.open(TRACING / "instances/one/trace_marker", os.O_WRONLY)
-        for number in range(3000):
+        for number in range(PAGED):
             write(file, b"number %d." % number)
             if not number % 100:
                 while (taken := lib.tracefs_cpu_buffered_read(reader, buffer, c_bool(True))) > 0:
@@ -370,7 +376,7 @@ def pages_of_a_cpu() -> None:
         while (taken := lib.tracefs_cpu_flush(reader, buffer)) > 0:
             pages += buffer.raw[:taken]
         lib.tracefs_cpu_close(reader)
-    assert [int(text.split(b".")[0]) for text in pages.split(b"number ")[1:]] == [*range(3000)]
+    assert [int(text.split(b".")[0]) for text in pages.split(b"number ")[1:]] == [*range(PAGED)]
 
 
 @case

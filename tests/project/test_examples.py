@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,11 +40,21 @@ bytes of text that differ: 0
 }
 
 
-def printed(name: str, *arguments: str) -> str:
-    command = [sys.executable, str(PROBES / name), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
-    return result.stdout
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs an example in this process, which has imported the library.
+
+    The function takes the example's name and arguments, and returns the output.
+    """
+
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(PROBES / name), run_name="__main__")
+        captured = capsys.readouterr()
+        assert captured.err == ""
+        return captured.out
+
+    return run
 
 
 def test_all_of_them_are_tried() -> None:
@@ -51,14 +62,14 @@ def test_all_of_them_are_tried() -> None:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_an_example_prints_what_happened(name: str) -> None:
+def test_an_example_prints_what_happened(name: str, printed: Callable[..., str]) -> None:
     assert re.fullmatch(EXPECTED[name], printed(name))
 
 
 @pytest.mark.parametrize("arch", ["i386", "riscv64"])
-def test_assembly_of_another_architecture(arch: str) -> None:
+def test_assembly_of_another_architecture(arch: str, printed: Callable[..., str]) -> None:
     assert re.fullmatch(EXPECTED["assembly_example.py"], printed("assembly_example.py", "--arch", arch))
 
 
-def test_another_function_s_returns() -> None:
+def test_another_function_s_returns(printed: Callable[..., str]) -> None:
     assert "strlen returned 6 and took " in printed("kretprobe_example.py", "strlen")

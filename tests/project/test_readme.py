@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 from emulated_kernel.image import build_images
 from emulated_kernel.kernel.api import Kernel
-from tests.fuse.harness import REAL_PROGRAM, kprobefs
+from tests.fuse.harness import PYTEST, REAL_PROGRAM, kprobefs
 from tests.guests.linux import debian_kernel
 from tests.guests.linux.debian_kernel import lasting_cache
 from tests.project.readme import README, Step, blocks, normalise, of_image, steps
@@ -220,32 +221,18 @@ def test_it_begins_with_a_quick_start_and_the_readers_jobs() -> None:
 
 
 @pytest.mark.parametrize("page", [README, FIRST, ASSEMBLY, LIBRARY], ids=lambda page: page.stem)
-def test_the_python_examples_run(page: Path) -> None:
+def test_the_python_examples_run(page: Path, tmp_path: Path) -> None:
     examples = blocks("python", page)
     assert examples
-    example = "\n\n".join(examples)
-    done = subprocess.run(
-        [sys.executable, "-c", example],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "example.py").write_text("\n\n".join(examples))
+    runpy.run_path(str(tmp_path / "example.py"), run_name="__main__")
 
 
 def test_the_example_of_the_testing_page_passes(tmp_path: Path) -> None:
     [example] = blocks("python", TESTING)
     file = tmp_path / "test_example.py"
     file.write_text(example)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = kprobefs("-q", "-p", "no:cacheprovider", str(file), program=PYTEST, cwd=str(tmp_path))
     assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
