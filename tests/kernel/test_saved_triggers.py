@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -16,6 +17,7 @@ from kprobefs.definitions.saver import saved_in_steps
 from kprobefs.definitions.syntax import SETTING, Line, saved_triggers
 from kprobefs.definitions.tracefs_files import TreeFiles
 from tests.oracle.recorded import oracle_directory
+from tests.sample import share
 
 EVENTS = (
     "p:a vfs_read c=$arg3 d=$arg3:x32 fn=+0($arg1):string at=%ip:symbol",
@@ -61,6 +63,7 @@ ON_RETURN = (
     "disable_hist:kprobes:a:2 if ret<0",
 )
 """Triggers of the event `b`. The event `a` has the variables `t` and `u`, and the event `cc` has `t`."""
+PROFILES = ("linux-5.10", "linux-6.1", "linux-6.12", "linux-7.2")
 A_TRIGGER = "events/kprobes/a/trigger"
 B_TRIGGER = "events/kprobes/b/trigger"
 
@@ -90,30 +93,43 @@ def remove(kernel: Kernel, lines: list[str]) -> None:
         kernel.write_file(f"tracing/{setting['file']}", f"!{setting['value']}")
 
 
-@pytest.fixture(params=["linux-5.10", "linux-6.1", "linux-6.12", "linux-7.2"], scope="module")
-def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
-    with Kernel(profile=profile_named(request.param)) as found:
-        for definition in EVENTS:
-            found.write_file("tracing/dynamic_events", definition)
-        yield found
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[dict[str, Kernel]]:
+    """Yield profile -> kernel with the events EVENTS."""
+    with ExitStack() as stack:
+        booted = {name: stack.enter_context(Kernel(profile=profile_named(name))) for name in PROFILES}
+        for kernel in booted.values():
+            for definition in EVENTS:
+                kernel.write_file("tracing/dynamic_events", definition)
+        yield booted
+
+
+@pytest.fixture(params=PROFILES)
+def kernel(request: pytest.FixtureRequest, kernels: dict[str, Kernel]) -> Kernel:
+    return kernels[request.param]
+
+
+CASES = (
+    *((A_TRIGGER, each, ()) for each in TRIGGERS),
+    *(
+        (
+            B_TRIGGER,
+            each,
+            (
+                (A_TRIGGER, "hist:keys=common_pid:t=common_timestamp,u=c"),
+                ("events/my_g/cc/trigger", "hist:keys=common_pid:t=c"),
+            ),
+        )
+        for each in ON_RETURN
+    ),
+)
+"""(file, trigger, other files with their triggers). In a short run, two of the four versions test a case."""
 
 
 @pytest.mark.parametrize(
-    ("file", "trigger", "first"),
-    [
-        *((A_TRIGGER, each, ()) for each in TRIGGERS),
-        *(
-            (
-                B_TRIGGER,
-                each,
-                (
-                    (A_TRIGGER, "hist:keys=common_pid:t=common_timestamp,u=c"),
-                    ("events/my_g/cc/trigger", "hist:keys=common_pid:t=c"),
-                ),
-            )
-            for each in ON_RETURN
-        ),
-    ],
+    ("kernel", "file", "trigger", "first"),
+    [(profile, *case) for number, profile in enumerate(PROFILES) for case in share(CASES, number // 2, 2)],
+    indirect=["kernel"],
 )
 def test_triggers_are_saved_as_the_kernel_accepts_them(
     kernel: Kernel, file: str, trigger: str, first: tuple[tuple[str, str], ...]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
@@ -16,10 +18,16 @@ CASES = (
 )
 
 
+@cache
+def all_places(arch: str, profile: str) -> list[int]:
+    with Kernel(MachineConfig(arch=arch, profile=profile)) as kernel:
+        return places(kernel)
+
+
 @pytest.mark.parametrize(("arch", "profile"), CASES)
 def test_events_all_over_one_function_after_the_other(arch: str, profile: str) -> None:
     with Kernel(MachineConfig(arch=arch, profile=profile, run_budget=60)) as kernel:
-        functions = by_function(kernel, places(kernel))
+        functions = by_function(kernel, all_places(arch, profile))
         assert len(functions) > 1000
         called = kernel.image.kallsyms.lookup_name("int_sqrt")
         is_native = kernel.machine.hooks.is_native
@@ -35,7 +43,7 @@ def test_events_all_over_one_function_after_the_other(arch: str, profile: str) -
 @pytest.mark.parametrize(("arch", "profile"), CASES)
 def test_events_all_over_the_kernel_at_once(arch: str, profile: str) -> None:
     with Kernel(MachineConfig(arch=arch, profile=profile, run_budget=60)) as kernel:
-        everywhere = places(kernel)
+        everywhere = all_places(arch, profile)
         assert len(everywhere) > 20_000
         asked = share(everywhere, 7, 100)
         is_native = kernel.machine.hooks.is_native

@@ -24,7 +24,7 @@ FOR_EVER = 1 << 28
 MAX_PREEMPTIONS = 500
 CLIENTS = range(5000, 5003)
 FIRST_ARGUMENT = {"x86_64": "di", "i386": "ax"}
-BUDGET, SHORT = 5, 0.1
+BUDGET, SHORT = 5, 0.03
 """Run budgets in seconds: that of most tests, and one for runs that must exceed it."""
 
 

@@ -32,6 +32,7 @@ from tests.sample import fewer, share
 SEED = 64
 PARTS = 100
 REST = 48
+SITES = 6
 RAM = 24 << 20
 STACK_SIZE = 16 << 10
 OPTIMIZED = Profile("optimized", ftrace=False)
@@ -91,9 +92,10 @@ class Bench:
             and (plain := self.run(start)).end.sp <= top + machine.model.word_size
         ]
         assert len(self.calls) > 0.6 * len(called)
-        executed = {addr for call in self.calls for addr in call.counts}
+        self._part = part
+        self._executed = {addr for call in self.calls for addr in call.counts}
         rest = {b.addr for b in share(self.boundaries, part, REST)}
-        self.probed = [b for b in self.boundaries if b.addr in executed or b.addr in rest]
+        self.probed = [b for b in self.boundaries if b.addr in self._executed or b.addr in rest]
 
     def run(self, start: RegisterSet) -> Outcome:
         """Call a function and return the outcome, without the changes of free stack memory."""
@@ -112,7 +114,9 @@ class Bench:
     def _places(self) -> list[int]:
         kernel = self.kernel
         if kernel.kprobes.sites is not None:
-            return [b.addr for b in self.boundaries if b.addr in kernel.image.mcount]
+            sites = [b.addr for b in self.boundaries if b.addr in kernel.image.mcount]
+            rest = {*share(sites, self._part, SITES)}
+            return [site for site in sites if site in self._executed or site in rest]
         if kernel.kprobes.optimizer is not None:
             return list(_disjoint(self.probed, kernel))
         return [b.addr for b in self.probed]
@@ -146,8 +150,10 @@ def _disjoint(boundaries: list[Boundary], kernel: Kernel) -> Iterator[int]:
     assert kernel.kprobes.optimizer is not None
     rng, free = Random(SEED), 0
     for boundary in boundaries:
+        if boundary.addr < free or rng.random() < 0.5:
+            continue
         region = kernel.kprobes.probe_checker.optimized_region(boundary.addr)
-        if isinstance(region, Region) and boundary.addr >= free and rng.random() < 0.5:
+        if isinstance(region, Region):
             yield boundary.addr
             free = region.end
 

@@ -27,7 +27,7 @@ COMBINATIONS = [
     ("riscv64", "linux-6.1"),
     ("riscv64i", "riscv-optprobes-2023"),
 ]
-BUDGET = 0.3
+BUDGET = 0.1
 """Seconds until a guest that loops is interrupted."""
 
 

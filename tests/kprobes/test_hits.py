@@ -328,7 +328,7 @@ def test_a_call_given_up_in_the_middle_of_a_hit(kernel: Kernel) -> None:
     probes = [Kprobe(addr=addr) for addr in body(kernel, "crc32_le")]
     kernel.register_kprobes(probes)
     page = kernel.machine.alloc_pages(16)
-    kernel.machine.run_budget = 0.2
+    kernel.machine.run_budget = 0.05
     for _ in range(2):
         with pytest.raises((BudgetExceeded, GuestFault)):
             kernel.machine.call(address(kernel, "crc32_le"), 0, page, (1 << 64) - 1)

@@ -188,7 +188,12 @@ def test_a_cold_part_is_as_blacklisted_as_its_function(image: str) -> None:
 def test_the_text_of_a_finding_names_the_instruction_or_the_register(profile: str, image: str) -> None:
     with booted(profile, image) as kernel:
         verdict, told = kernel.kprobes.probe_checker, set[RejectReason]()
-        for symbol in functions(kernel):
+        symbols = list(functions(kernel))
+        sample = share(symbols, list(TOLD).index(profile), 4)
+        for number, symbol in enumerate([*sample, *symbols]):
+            # Some reasons are rare.
+            if number >= len(sample) and told >= TOLD[profile]:
+                break
             for addr, refused, outcome in verdict.check_each_insn(symbol):
                 if refused is not None or not isinstance(outcome, Rejection) or outcome.reason in told:
                     continue

@@ -201,15 +201,22 @@ def test_buffers_are_changed_between_records(arch: str, seed: int) -> None:
         assert kernel.trace.trace_text().count(" a: (int_sqrt") == sum(s.entries for s in stats)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+RECORDING = (
+    ("stepped", "nop"),
+    ("optimized", "nop"),
+    ("called", "nop"),
+    ("called", "function"),
+    ("called", "function_graph"),
+)
+"""Pairs of a way in which a probe is hit, and a tracer."""
+
+
 @pytest.mark.parametrize(
-    ("way", "tracer"),
+    ("arch", "way", "tracer"),
     [
-        ("stepped", "nop"),
-        ("optimized", "nop"),
-        ("called", "nop"),
-        ("called", "function"),
-        ("called", "function_graph"),
+        (arch, *recording)
+        for number, arch in enumerate(ARCHITECTURES)
+        for recording in share(RECORDING, number, 2)
     ],
 )
 def test_only_cpus_of_the_mask_record(arch: str, way: str, tracer: str) -> None:

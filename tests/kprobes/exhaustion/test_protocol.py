@@ -35,6 +35,8 @@ RISCV_OPTPROBES = "riscv-optprobes-2023"
 SAMPLE = fewer(40, 20)
 COMPILED_SAMPLE = fewer(10, 10)
 SITES_SAMPLE = fewer(5, 5)
+BUDGET = 0.05
+"""Seconds until a guest that a broken protocol makes loop is interrupted."""
 BROKEN = {"x86_64": ("linux-6.1", 12), "riscv64": (RISCV_OPTPROBES, 4)}
 """Architecture -> profile, and number of places at which a broken protocol must be found."""
 
@@ -296,7 +298,7 @@ class TestBrokenProtocols:
     @pytest.fixture(params=BROKEN)
     def proof(self, request: pytest.FixtureRequest) -> Iterator[Proof]:
         profile, self.sample = BROKEN[request.param]
-        config = MachineConfig(arch=request.param, profile=profile, save_regs="live", run_budget=0.2)
+        config = MachineConfig(arch=request.param, profile=profile, save_regs="live", run_budget=BUDGET)
         with Kernel(config) as kernel:
             yield self.kind(Probed(kernel))
 
@@ -377,7 +379,7 @@ class TestBrokenOnRiscv:
 
     @pytest.fixture
     def proof(self) -> Iterator[Proof]:
-        with Kernel(MachineConfig(arch="riscv64", profile=RISCV_OPTPROBES, run_budget=0.2)) as kernel:
+        with Kernel(MachineConfig(arch="riscv64", profile=RISCV_OPTPROBES, run_budget=BUDGET)) as kernel:
             yield Proof(Probed(kernel))
 
     def test_interrupted_within_the_jump(self, proof: Proof, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +387,7 @@ class TestBrokenOnRiscv:
         assert finds(proof, longer(proof, 2), r"jump \+0x4")
 
     def test_interrupted_within_the_nops(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with Kernel(MachineConfig(arch="riscv64", run_budget=0.2)) as kernel:
+        with Kernel(MachineConfig(arch="riscv64", run_budget=BUDGET)) as kernel:
             proof = SiteProof(Probed(kernel))
             monkeypatch.setattr(PartialJumpDetector, "contains", lambda _self, _ip: False)
             assert finds(proof, sites(proof, 1), r"nop \+0x2", r"call \+0x4")
@@ -403,7 +405,7 @@ class TestBrokenBreakpoints:
     @pytest.fixture(params=[("x86_64", "djprobe-2007"), ("riscv64", "linux-6.1")])
     def proof(self, request: pytest.FixtureRequest) -> Iterator[Proof]:
         arch, profile = request.param
-        config = MachineConfig(arch=arch, profile=profile, save_regs="live", run_budget=0.2)
+        config = MachineConfig(arch=arch, profile=profile, save_regs="live", run_budget=BUDGET)
         with Kernel(config) as kernel:
             yield CompiledProof(Probed(kernel))
 
@@ -423,13 +425,13 @@ class TestBrokenBreakpoints:
 
 def test_sites_that_become_calls_together_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TextPoker, "replace_all", replace_all_at_once)
-    with Kernel(MachineConfig(run_budget=0.2)) as kernel:
+    with Kernel(MachineConfig(run_budget=BUDGET)) as kernel:
         proof = SiteProof(Probed(kernel))
         assert finds(proof, sites(proof, 1), "arming all.*stale")
 
 
 def test_a_site_that_becomes_a_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TextPoker, "replace_all", replace_all_at_once)
-    with Kernel(MachineConfig(run_budget=0.2)) as kernel:
+    with Kernel(MachineConfig(run_budget=BUDGET)) as kernel:
         proof = SiteProof(Probed(kernel))
         assert finds(proof, sites(proof, 1), "arming.*stale")

@@ -7,11 +7,25 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from emulated_kernel.kernel.api import Kernel
+from emulated_kernel.kprobes.profile import PROFILES
 from emulated_kernel.kprobes.return_hook.return_hooks import SHADOW_STACKS
 from emulated_kernel.util.config import MachineConfig
 from tests.ledger import ledger_mismatches
+from tests.sample import share
 
 Boot = Callable[..., Kernel]
+
+
+def profiles_with_stacks(part: int) -> list[tuple[str, str]]:
+    """Return pairs of a profile and a shadow stack.
+
+    A short run has half of the pairs: those of the parts 0 and 1 are different.
+    """
+    return [
+        (profile, stack)
+        for number, profile in enumerate(sorted(PROFILES))
+        for stack in share(list(SHADOW_STACKS), number + part, 2)
+    ]
 
 
 @pytest.fixture

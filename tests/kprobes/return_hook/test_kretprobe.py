@@ -14,7 +14,7 @@ from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import PROFILES
 from emulated_kernel.util.errors import KernelError
 from tests.kprobes.listed import list_lines
-from tests.kprobes.return_hook.conftest import Boot, dmesg
+from tests.kprobes.return_hook.conftest import Boot, dmesg, profiles_with_stacks
 
 PER_TASK = ("fgraph", "unified")
 """Shadow stacks without instances, which therefore cannot run out."""
@@ -114,7 +114,7 @@ def test_batch_is_all_or_none(kernel: Kernel) -> None:
 # What handlers see
 
 
-@pytest.mark.parametrize("profile", list(PROFILES))
+@pytest.mark.parametrize(("profile", "stack"), profiles_with_stacks(1))
 def test_result_and_caller(boot: Boot, profile: str, stack: str) -> None:
     kernel = boot(profile, stack)
     if stack == "unified" and not PROFILES[profile].ftrace:

@@ -11,6 +11,7 @@ from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.profile import PROFILES
 from emulated_kernel.util.config import MachineConfig
 from tests.ledger import ledger_mismatches
+from tests.sample import share
 from tests.trace.graph.test_compiled_graph import Traced
 
 ARCHITECTURES = "x86_64", "i386", "riscv64", "riscv64i"
@@ -103,8 +104,11 @@ def recorded(arch: str, work: Work, *, is_compiled: bool) -> tuple[list[str], in
         return texts, calls, sum(text.count(" <-") for text in texts)
 
 
-@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("arch", "work"),
+    [(arch, work) for number, arch in enumerate(ARCHITECTURES) for work in share(list(WORKS), number, 2)],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
 def test_guest_code_records_what_python_records(arch: str, work: Work) -> None:
     expected, by_python, records = recorded(arch, work, is_compiled=False)
     found, calls, _ = recorded(arch, work, is_compiled=True)
