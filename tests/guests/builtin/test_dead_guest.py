@@ -8,10 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
+from emulated_kernel.guests.builtin.runner import guest_runner
 from emulated_kernel.guests.builtin.runner.guest_runner import MAX_NOTES
 from emulated_kernel.guests.builtin.runner.syscalls import Syscalls
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.machine.guest_info import GIVEN_UP
+from emulated_kernel.util.abi import PAGE_SIZE
+from emulated_kernel.util.config import MachineConfig
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.mount import Mount
@@ -50,6 +53,24 @@ def test_files_of_ours_answer_without_the_guest(kernel: Kernel) -> None:
     mount.write(CLIENT, writer, b"-:probe\n", 0)
     mount.release(writer)
     assert read_text(mount, "/kprobes/list") == ""
+
+
+@pytest.mark.parametrize("cpus", [1, 2])
+def test_a_guest_that_makes_hypercalls_for_too_long_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, cpus: int
+) -> None:
+    """Each run after a hypercall has its own budget, so only the time of the whole call ends the loop."""
+    monkeypatch.setattr(guest_runner, "MAX_CALL", 0.2)
+    with Kernel(MachineConfig(cpus=cpus)) as kernel:
+        order = 9
+        pages = kernel.call("__get_free_pages", 0, order)
+        size = PAGE_SIZE << order
+        kernel.call("memset", pages, 0, size)
+        with pytest.raises(KernelError) as caught:
+            kernel.call("unregister_kprobes", pages, size // 8)
+        assert caught.value.errno == errno.EFAULT
+        log = read_text(kernel.mount(), "/machine/dmesg")
+        assert log.endswith("kprobefs: the guest was given up: a system call kept it busy for 0.2 s\n")
 
 
 def test_everything_that_needs_the_guest_is_eio(kernel: Kernel) -> None:

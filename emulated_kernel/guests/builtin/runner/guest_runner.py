@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from enum import Enum, auto
-from time import thread_time
 from typing import NoReturn
 
 from emulated_kernel.guests.builtin.builtin_kernel import BuiltinKernel
+from emulated_kernel.guests.common.call_time import MAX_CALL, CallTime
 from emulated_kernel.machine.guest_info import GIVEN_UP, HOST_NOTE, Message
 from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault, Trap, TrapKind
@@ -34,11 +34,6 @@ MAX_WATCHDOGS = 4
 """Maximum number of watchdog interrupts of an overlong run. If the run continues, the guest is dead."""
 AFTER_WATCHDOG = 0.25
 """Seconds that a run may take after a watchdog interrupt."""
-MAX_CALL = 10.0
-"""Maximum CPU seconds of one system call, including the time that other tasks run during the call.
-
-After half of this time, the time of probe handlers is counted only in part, as by `HandlerTime`.
-"""
 KERN_EMERG = 0
 MAX_NOTES = 64
 """Maximum number of the host's messages that are kept for readers of the kernel log."""
@@ -147,6 +142,7 @@ class GuestRunner:
         self._tasks: dict[int, GuestTask] = {}
         self._at = CpuPosition.IDLE
         self._depth = 0
+        self._call_time = CallTime(machine.handler_time, MAX_CALL)
         self._user: GuestTask | None = None
         self._last_jiffy = machine.clock.now_ns() // NSEC_PER_JIFFY
         self._keeping_names = {kernel.syscall_numbers[name] for name in _KEEPING_NAMES}
@@ -182,6 +178,7 @@ class GuestRunner:
     def start(self) -> None:
         """Run a kernel that has just booted until its first task is in user mode."""
         self._machine.answer(0)
+        self._call_time.begin()
         self._step()
 
     def add(self, task: GuestTask) -> None:
@@ -295,17 +292,15 @@ class GuestRunner:
         """Run the guest until the task's request has ended and return the result."""
         request = task.request
         assert request is not None
+        self._call_time.begin()
         self._tick()
         self._wake(task)
         slept = 0
-        since: float | None = None
         self._step()
         while request.result is None:
-            # Few calls take more than one step, which has a budget of its own.
-            since = thread_time() if since is None else since
             if request.elsewhere is not None:
                 result = self._run_elsewhere(request, request.elsewhere)
-                since = thread_time()
+                self._call_time.begin()
                 if self._at is CpuPosition.DEAD:
                     # The guest died in the action, but the action's result is valid.
                     request.result = result
@@ -315,8 +310,8 @@ class GuestRunner:
                     # The action ended this task, so no task must be woken.
                     break
                 self._wake(task)
-            elif self._at is not CpuPosition.IDLE and self._is_overdue(since):
-                self._end_overdue()
+            elif self._ends_overdue():
+                pass
             elif self._go_on(task, slept):
                 slept += 1
             self._step()
@@ -327,23 +322,12 @@ class GuestRunner:
             raise KernelError(errno.EIO, f"task {task.pid} was killed; see machine/dmesg")
         return request.result
 
-    def _is_overdue(self, since: float) -> bool:
-        """Return True if a call has used more than MAX_CALL seconds of CPU time.
-
-        `since`: the thread's CPU time when the call began. In the second half of the limit, only a part of
-        the handlers' time counts.
-        """
-        used = thread_time() - since
-        handlers = self._machine.handler_time
-        if used <= MAX_CALL / 2:
+    def _ends_overdue(self) -> bool:
+        """Declare the guest dead and return True, if the current system call lasts too long."""
+        if self.is_dead or not self._call_time.is_over():
             return False
-        if not handlers.is_continued:
-            handlers.keep_measuring()
-        return used - handlers.kept > MAX_CALL
-
-    def _end_overdue(self) -> None:
-        """Declare the guest dead, because a system call lasts too long."""
-        self._die(f"a system call kept it busy for {MAX_CALL:g} s")
+        self._die(f"a system call kept it busy for {self._call_time.limit:g} s")
+        return True
 
     def _run_elsewhere(self, request: Request, action: Callable[[], int]) -> int:
         """Run `action`, an action that was deferred until the task sleeps; return its result.
@@ -445,6 +429,8 @@ class GuestRunner:
                 return self._stopped_otherwise(trap)
             elif trap.number in SERVED:
                 self._machine.answer(self._serve(trap))
+                # A guest that loops makes hypercalls for ever, and each run after one has its own budget.
+                self._ends_overdue()
             elif trap.number == Hypercall.USER:
                 return self._enter_user(trap.args[0])
             elif trap.number == Hypercall.IDLE:

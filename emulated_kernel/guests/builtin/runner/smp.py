@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable, Iterator
-from time import thread_time
 
 from emulated_kernel.guests.builtin.builtin_kernel import BuiltinKernel
 from emulated_kernel.guests.builtin.runner.guest_runner import (
@@ -32,8 +31,6 @@ MAX_INSTRUCTIONS = 50_000_000
 
 The limit applies if turns have a quantum.
 """
-TURNS_PER_LOOK = 256
-"""Number of turns after which the runner looks again whether a system call has lasted too long."""
 
 
 class SmpGuestRunner(GuestRunner):
@@ -105,17 +102,11 @@ class SmpGuestRunner(GuestRunner):
         The caller has answered the current CPU's hypercall.
         """
         following: int | None = self._machine.cpu
-        turns = 0
-        since: float | None = None
         while following is not None:
             super()._step()
             if self._at is not CpuPosition.UNDERWAY:
                 self._turns = 0
-            turns += 1
-            if not turns % TURNS_PER_LOOK:
-                since = thread_time() if since is None else since
-                if self._is_overdue(since):
-                    self._end_overdue()
+            self._ends_overdue()
             following = None if self.is_dead else self._next()
             if following is not None:
                 self._turn_to(following)
@@ -141,6 +132,8 @@ class SmpGuestRunner(GuestRunner):
             return
         here = self._machine.cpu
         turns = self._turns
+        if not self.is_busy:
+            self._call_time.begin()
         shared = self._kernel
         waiting = {number: shared.syncs_of(number) for number in self._round() if self._is_other(number)}
         for number in waiting:
@@ -156,7 +149,7 @@ class SmpGuestRunner(GuestRunner):
                     self._run_interrupt()
                     self._run_for_sync(number)
             waiting = {number: count for number, count in waiting.items() if shared.syncs_of(number) == count}
-            if not waiting or self.is_dead:
+            if not waiting or self.is_dead or self._ends_overdue():
                 break
             # A CPU with interrupts disabled may wait for a lock that another CPU holds.
             lets_others_run = True

@@ -1,0 +1,50 @@
+"""CallTime: tells when a guest's call has used more CPU time of the host than one call may."""
+
+from __future__ import annotations
+
+from time import monotonic, thread_time
+
+from emulated_kernel.machine.run_watchdog import HandlerTime
+
+MAX_CALL = 10.0
+"""Maximum CPU seconds of one call of a guest, including the time that other tasks run during the call.
+
+After half of this time, the time of probe handlers is counted only in part, as by `HandlerTime`.
+"""
+LOOK = 0.25
+"""Minimum seconds between two measurements of the CPU time."""
+
+
+class CallTime:
+    """Measures the CPU time of the calling thread since a call has begun.
+
+    The CPU time is read only if LOOK seconds have passed, because reading it is a system call of the host.
+    """
+
+    def __init__(self, handlers: HandlerTime, limit: float) -> None:
+        """Begin to measure the first call; `limit`: maximum CPU seconds of a call."""
+        self._handlers = handlers
+        self.limit = limit
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin to measure a call. Its first LOOK seconds do not count."""
+        self._since: float | None = None
+        self._next_look = monotonic() + LOOK
+
+    def is_over(self) -> bool:
+        """Return True if the call has used more CPU time than the limit."""
+        now = monotonic()
+        if now < self._next_look:
+            return False
+        self._next_look = now + LOOK
+        cpu = thread_time()
+        if self._since is None:
+            self._since = cpu
+        used = cpu - self._since
+        handlers = self._handlers
+        if used <= self.limit / 2:
+            return False
+        if not handlers.is_continued:
+            handlers.keep_measuring()
+        return used - handlers.kept > self.limit
