@@ -216,8 +216,7 @@ class Guest:
         No task stays frozen after the call, even if the function was freeze_processes.
         Raises: KernelError ENOENT (no such symbol), EINVAL (not a function, fewer arguments than the
         function is known to take, or a string with NUL), E2BIG (too many arguments), EFAULT (the
-        function oopsed or looped, so the worker was killed; see the kernel log), EIO (the guest was
-        dead before).
+        function oopsed, looped or does not return; see the kernel log), EIO (the guest was dead before).
         """
         try:
             return self._call_named(name, args)
@@ -244,11 +243,24 @@ class Guest:
         request = Request(self.syscalls.number("host_call"), (address, buffer), None)
         size = self._memory.word_size
         self._memory.write(buffer, b"".join(word.to_bytes(size, "little") for word in words))
+        return self.run_in_worker(request, "the call")
+
+    def run_in_worker(self, request: Request, name: str) -> int:
+        """Make a system call in the task of worker(), and return its raw result.
+
+        If the call sleeps for ever, leave its task alone, and make another task the worker. `name`: name of
+        the call for an error message.
+        Raises: KernelError EFAULT (the call was killed or does not return), EIO (the guest was dead before).
+        """
+        worker = self.processes.worker()
         try:
-            return self.runner.run(self.processes.worker(), request)
+            return self.runner.run(worker, request)
         except KernelError as error:
             if request.killed:
-                raise KernelError(errno.EFAULT, "the call was killed; see machine/dmesg") from error
+                raise KernelError(errno.EFAULT, f"{name} was killed; see machine/dmesg") from error
+            if worker.request is request:
+                self.processes.replace_worker()
+                raise KernelError(errno.EFAULT, f"{name} does not return; see machine/dmesg") from error
             raise
 
     def _put_arguments(self, buffer: int, args: tuple[int | str | bytes, ...]) -> list[int]:

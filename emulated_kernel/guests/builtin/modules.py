@@ -174,12 +174,7 @@ class Modules:
     def _call(self, name: str, *args: int) -> None:
         """Make a system call in the task of worker(), and serve the guest's module loader during the call."""
         request = Request(self._guest.syscalls.number(name), args, self._serve)
-        try:
-            check(self._guest.runner.run(self._guest.processes.worker(), request), self._memory.word_size)
-        except KernelError as error:
-            if request.killed:
-                raise KernelError(errno.EFAULT, f"{name} was killed; see machine/dmesg") from error
-            raise
+        check(self._guest.run_in_worker(request, name), self._memory.word_size)
 
     def refuse(self, error: int, message: str) -> NoReturn:
         """Write `message` to the kernel log, and raise a KernelError with the message.

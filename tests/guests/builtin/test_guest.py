@@ -53,6 +53,21 @@ def test_null_pointer_is_an_oops_and_the_machine_goes_on(kernel: Kernel) -> None
     assert "RIP: 0010:strlen+0x5/0x" in log
 
 
+def test_a_call_that_sleeps_for_ever_keeps_no_other_call_from_its_task(kernel: Kernel) -> None:
+    """Its task stays asleep, as in Linux, and later calls and loads of modules get another task."""
+    before = tasks(kernel)
+    longest = (1 << 8 * kernel.machine.memory.word_size - 1) - 1
+    for _ in range(2):
+        assert failed(kernel, "schedule_timeout_uninterruptible", longest) == "EFAULT"
+        assert kernel.call("gcd", 12, 18) == 6
+        kernel.load_module("counter")
+        kernel.unload_module("counter")
+    later = [task for pid, task in tasks(kernel).items() if pid not in before]
+    assert [task.comm for task in later] == ["kprobefs"] * 3
+    assert sum(task.state == "D" for task in later) == 2
+    assert "it sleeps, and nothing will wake it" in kernel.guest.messages()[-1].text
+
+
 def test_messages_of_the_host_have_their_places_in_the_log(kernel: Kernel) -> None:
     """Messages that the guest has not logged itself are listed between its own messages, in order of time."""
     kernel.guest.log("before the note")

@@ -49,6 +49,8 @@ class ProcessTracker(TaskObserver):
         self._watch = watch
         self._nr = kernel.syscall_numbers
         self._own_pid = watch.own_number()
+        self._stand_in_pid: int | None = None
+        """Pid of the task that has replaced the daemon's own task as worker; None if none has."""
         self.init = init
         self._by_pid: dict[int, GuestTask] = {INIT_PID: init}
         self._unnamed: deque[GuestTask] = deque(maxlen=MAX_UNNAMED)
@@ -159,7 +161,13 @@ class ProcessTracker(TaskObserver):
 
         Create it if it is missing.
         """
+        if self._stand_in_pid is not None:
+            return self.resident(self._stand_in_pid, "kprobefs")
         return self._by_pid.get(self._own_pid) or self._adopt(self._own_pid, "kprobefs", 0, 0)
+
+    def replace_worker(self) -> None:
+        """Make worker() return another task from now on, because the current one sleeps for ever."""
+        self._stand_in_pid = self.unused_pid()
 
     def resident(self, pid: int, comm: str) -> GuestTask:
         """Return the daemon's task whose pid is `pid`; create the task if it is missing.
