@@ -29,7 +29,7 @@ STACKS = ("rethook", "objpool", "fgraph")
 """Shadow stacks without locks, on which a call can interrupt another call after any instruction."""
 ALL_STACKS = (*STACKS, "instances")
 BELOW = 1024
-EVERY = 1 if WHOLE else 6
+EVERY = 1 if WHOLE else 10
 """Number of instructions between interruptions; each `maxactive` begins at another instruction."""
 
 
