@@ -29,6 +29,7 @@ class CallTime:
 
     def begin(self) -> None:
         """Begin to measure a call. Its first LOOK seconds do not count."""
+        self._handlers.is_continued = False
         self._since: float | None = None
         self._next_look = monotonic() + LOOK
 

@@ -132,6 +132,29 @@ def test_a_read_sleeps_until_another_client_writes(guest: LinuxTasks) -> None:
     assert guest.copy_from_user(reading, BUFFER, 5) == b"hello"
 
 
+def test_a_call_that_sleeps_without_end_is_given_up_by_its_cpu_time(
+    guest: LinuxTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each run up to the next tick is short, so only the time of all runs ends the call."""
+    task, other = guest.fork(guest.init, 501), guest.fork(guest.init, 502)
+    reader, _ = pipe(guest, task)
+    guest.machine._watchdog.budget = 0.2
+    timer = guest.machine.timer
+    ticks = 0
+
+    def counted() -> None:
+        nonlocal ticks
+        ticks += 1
+        timer()
+
+    monkeypatch.setattr(guest.machine, "timer", counted)
+    with pytest.raises(GuestFault, match="task 501 doesn't come back from its call"):
+        guest.call(task, READ, reader, BUFFER, 10)
+    assert ticks < 60_000
+    with pytest.raises(GuestFault):
+        guest.call(other, GETPID)
+
+
 def test_who_sleeps_in_a_call_can_be_ended(guest: LinuxTasks) -> None:
     task, other = guest.fork(guest.init, 501), guest.fork(guest.init, 502)
     reader, _ = pipe(guest, task)

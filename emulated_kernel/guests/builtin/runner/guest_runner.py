@@ -277,7 +277,6 @@ class GuestRunner:
             raise
         finally:
             self._depth -= 1
-            self._machine.handler_time.is_continued = False
             for notify in self.events.call_ended:
                 notify()
             if not self._depth and self._machine.hooks.engine.is_interrupted:

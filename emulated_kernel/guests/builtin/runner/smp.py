@@ -102,9 +102,12 @@ class SmpGuestRunner(GuestRunner):
         The caller has answered the current CPU's hypercall.
         """
         following: int | None = self._machine.cpu
+        self._turns = 0
         while following is not None:
+            before = self._at
             super()._step()
-            if self._at is not CpuPosition.UNDERWAY:
+            # A CPU that was idle and has only taken a tick is no progress.
+            if self._at not in (CpuPosition.UNDERWAY, before):
                 self._turns = 0
             self._ends_overdue()
             following = None if self.is_dead else self._next()

@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from emulated_kernel.guests.common.call_time import MAX_CALL
 from emulated_kernel.guests.linux.boot.boot_protocol import RAM_SIZE
 from emulated_kernel.guests.linux.boot.command_lines import (
     ARM64_COMMAND_LINE,
@@ -72,8 +73,8 @@ _WHOLE = "whole"
 _HASH = "[0-9a-f]{64}"
 """Regular expression of the digest of a kernel's file."""
 _MAKING = ".booting-"
-BUDGET = 20.0
-"""Maximum seconds that one run of a guest from a snapshot may take."""
+BUDGET = MAX_CALL
+"""Maximum CPU seconds of one run of a guest from a snapshot, and of all runs until a call has returned."""
 
 T = TypeVar("T")
 

@@ -29,8 +29,6 @@ from emulated_kernel.util.errors import KernelError
 
 _NO_ARGUMENTS = (0,) * 6
 _MAX_ERRNO = 4095
-_ROUNDS = 1 << 16
-"""Maximum number of runs until an expected event; beyond it, the guest is declared dead."""
 _WORD = (1 << 64) - 1
 
 
@@ -143,10 +141,10 @@ class ClientScheduler:
     ) -> bool:
         """Run the guest until `is_done()` is true; return True.
 
-        Return False if `is_done()` is still false after _ROUNDS runs, or if the guest is idle and `on_idle`
-        ends the run. `on_arrival` is called if a task arrives at its stub while `is_done()` is false; by
-        default the task is put to sleep. `on_idle` is called when the CPU is idle; its result False ends the
-        run. By default, time passes to the next timer interrupt.
+        Return False if `is_done()` is still false after the CPU time that a call may take, or if the guest
+        is idle and `on_idle` ends the run. `on_arrival` is called if a task arrives at its stub while
+        `is_done()` is false; by default the task is put to sleep. `on_idle` is called when the CPU is idle;
+        its result False ends the run. By default, time passes to the next timer interrupt.
         """
         return self._go_on_until(self.run(), is_done, on_arrival, on_idle)
 
@@ -162,9 +160,10 @@ class ClientScheduler:
         `arrived`: the result of the first run: the task that has arrived at its stub, or None if the CPU is
         idle. The other parameters are those of run_until().
         """
-        for _ in range(_ROUNDS):
-            if is_done():
-                return True
+        time = self._machine.call_time()
+        while not is_done():
+            if time.is_over():
+                return False
             if arrived is None:
                 if on_idle is None:
                     self._machine.timer()
@@ -175,7 +174,7 @@ class ClientScheduler:
             else:
                 on_arrival()
             arrived = self.run()
-        return False
+        return True
 
     def _timer_until(self, end: int) -> bool:
         """Advance the time to the next timer interrupt, and deliver the interrupt.

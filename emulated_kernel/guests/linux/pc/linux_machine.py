@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
 
+from emulated_kernel.guests.common.call_time import CallTime
 from emulated_kernel.guests.linux.guest_abi import GuestAbi
 from emulated_kernel.guests.linux.kernel_offsets import KernelOffsets
 from emulated_kernel.guests.linux.pc.board import Board, CountedTime
@@ -102,6 +103,10 @@ class LinuxMachine(ABC):
         """Functions to call before the emulator is freed."""
         self.death: str = ""
         """Reason why the guest cannot run any more, or "" while it can."""
+
+    def call_time(self) -> CallTime:
+        """Begin to measure the CPU time of a call, which may take as long as one run."""
+        return CallTime(self._handler_time, self._watchdog.budget)
 
     def count_instructions(self) -> None:
         """From now on, advance the guest's time by a fixed time for each instruction, trap and host handler.
