@@ -32,7 +32,7 @@ from kprobefs.mount_options import CLOCKS, Builder, MountOptions
 END_TIMEOUT = 5.0
 """Maximum seconds that the daemon may take to end before it is killed.
 
-It is also the number of seconds after a signal for the command when a daemon that does not answer is killed.
+After a signal for the command, a daemon that does not answer is killed after the same number of seconds.
 """
 POLL_INTERVAL = 0.01
 MAX_ENVIRONMENT = 4 << 20
@@ -376,8 +376,8 @@ def kill_hung_daemon(directory: str) -> None:
         if daemon is not None and mountpoints.condition(directory) is mountpoints.MountState.HUNG:
             from kprobefs.common.terminal import print_message
 
-            print_message("the daemon does not answer, and is killed")
             daemon.send(signal.SIGKILL)
+            print_message("the daemon did not answer, and was killed")
 
 
 def signal_left(directory: str, session: int, number: signal.Signals) -> None:
