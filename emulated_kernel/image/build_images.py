@@ -60,6 +60,7 @@ _SCRIPT = "vmlinux.lds"
 _SYMBOLS = "kallsyms.o"
 _TYPES_TOOL = "pahole"
 _DEBUG_FLAGS = "-gdwarf-4"
+_ELFCLASS64 = b"\2"
 _NOTES = ".prototypes"
 """Suffix of the files into which gcc writes the prototypes of a source file's functions (-aux-info)."""
 
@@ -174,7 +175,7 @@ class Built:
     types: bytes = b""
     """Contents of the file types_file.FILE_NAME: BTF of the image; empty if the target has none."""
     described: bytes = b""
-    """The image with debugging information; empty if none was asked for."""
+    """The image with debugging information; empty if build() was called without `has_lines`."""
 
 
 class BuildError(Exception):
@@ -276,14 +277,15 @@ def write_module(arch: str, directory: Path) -> int:
     output = directory / f"{directory.name}.ko"
     old = output.read_bytes() if output.exists() else data
     output.write_bytes(data)
-    other = ", in place of one for another architecture" if _machine(old) != _machine(data) else ""
+    other = ", in place of one for another architecture" if _architecture(old) != _architecture(data) else ""
     print(f"{output.name}: {len(data)} bytes for {arch}{other}")
     return 0
 
 
-def _machine(module: bytes) -> bytes:
-    """Return the class and the machine in an ELF header, which tell architectures apart."""
-    return module[4:5] + module[18:20]
+def _architecture(module: bytes) -> tuple[bytes, ...]:
+    """Return the class, the machine and the flags in an ELF header, which tell architectures apart."""
+    flags = 48 if module[4:5] == _ELFCLASS64 else 36
+    return module[4:5], module[18:20], module[flags : flags + 4]
 
 
 def _write_modules(directory: Path, modules: dict[str, bytes]) -> None:
