@@ -44,7 +44,7 @@ KPROBES_OFF = "kprobes/enabled was 0"
 DISARMED = "Kprobes globally disabled"
 """Text of Linux's message when all kprobes are disarmed."""
 FTRACE_ENABLED = "sysctl/kernel/ftrace_enabled"
-INTERPRETER = lazy_pattern(r"(?:[akz]|ba|da)?sh|(?:python|perl|ruby|lua|awk|gawk|mawk)[\d.]*")
+INTERPRETER = lazy_pattern(r"(?:[akz]|ba|da)?sh|(?:python|perl|ruby|lua)[\d.]*")
 """Pattern for the name of a program whose first file is a script."""
 HITS = lazy_pattern(r" *(\S+) +(\d+) +(\d+)")
 """Pattern for a line of kprobe_profile; its groups are the event, its hits and its misses."""

@@ -165,6 +165,7 @@ def test_missed_hits_are_no_reason_to_look_elsewhere(
         (("sh", "-c", "./program; bash script"), None),
         (("sh", "-c", "bash script data"), "data"),
         (("cat", "script"), "script"),
+        (("awk", "{ print }", "data"), "data"),
     ],
 )
 def test_a_script_is_no_file_outside(
