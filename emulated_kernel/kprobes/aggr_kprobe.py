@@ -222,6 +222,11 @@ class AggrKprobe(AssemblyOwner):
         """Whether a pre_handler ended the latest hit, and the break_handler of its probe has yet to run."""
         return self._stopped_by is not None and self._stopped_by.break_handler is not None
 
+    @property
+    def entered_stub(self) -> CompiledCode | None:
+        """Stub that hits enter; None while a jump is in the text, because the jump does not lead to it."""
+        return None if self.is_patched else self.stub
+
     def codes(self) -> Iterator[tuple[int, CompiledCode | DetourBuffer, Region | None]]:
         """Iterate over the guest code that hits run: stub, detour and compiled detour.
 

@@ -94,8 +94,7 @@ class ProbeText:
         head = self._kprobes.table.valid(kprobe)
         if head is not None and head.compiled is not None:
             return "\n".join(self._compiled(head, head.compiled))
-        # A jump in the text does not lead to the stub.
-        stub = None if head is None or head.is_patched else head.stub
+        stub = None if head is None else head.entered_stub
         handler = () if stub is None else self._stub(head, stub)
         copy = () if stub is not None and stub.region is not None else self._copy(kprobe)
         return "\n".join((*handler, *copy))

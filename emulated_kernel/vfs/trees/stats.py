@@ -316,8 +316,7 @@ class _EventStats:
             return f"hits {probe.hits}"
         in_python = head.cost
         compiled = head.compiled
-        # A jump in the text does not lead to the stub.
-        stub = None if head.is_patched else head.stub
+        stub = head.entered_stub
         if compiled is None and stub is None:
             if self._kprobes.routes.next_hit_compiles(head):
                 return f"hits {probe.hits}"
