@@ -42,7 +42,7 @@ _INSTANCE = lazy_pattern(r"(?:/tracing)?/instances/([^/]+)/")
 _LOADED = lazy_pattern(r"load (?:.*/)?([^/\s]+?)(?:\.ko)?\s*$")
 """Pattern for a write that loads a module; its group is the module's name."""
 _LOADER = lazy_pattern(r"module\b|.*\bELF\b")
-"""Pattern for a line of the kernel log about a module without a name."""
+"""Pattern for a line of the kernel log about a refused module that lacks the module's name."""
 _WORD = lazy_pattern(r"[^\s,:()=]+")
 """Pattern for the part of a command at which a caret points."""
 

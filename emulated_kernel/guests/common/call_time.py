@@ -1,4 +1,4 @@
-"""CallTime: tells when a guest's call has used more CPU time of the host than one call may."""
+"""CallTime: limits the CPU time of the host that one call of a guest may use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CallTime:
         self.begin()
 
     def begin(self) -> None:
-        """Begin to measure a call. Its first LOOK seconds do not count."""
+        """Begin to measure a call. CPU time in its first LOOK seconds does not count."""
         self._handlers.is_continued = False
         self._since: float | None = None
         self._next_look = monotonic() + LOOK
