@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-or-later */
-/* What a handler of a probe may ask the saved registers for, in addition to <asm/ptrace.h>. */
+/* Functions that read saved registers by name, argument or word of the stack, in addition to <asm/ptrace.h>. */
 #ifndef _PTRACE_H
 #define _PTRACE_H
 
@@ -35,7 +35,7 @@ static inline const char *regs_query_register_name(unsigned int offset)
 	return NULL;
 }
 
-/* The register at an offset of struct pt_regs; 0 behind the last one. */
+/* The register at an offset of struct pt_regs; 0 after the last one. */
 static inline unsigned long regs_get_register(struct pt_regs *regs, unsigned int offset)
 {
 	return offset > MAX_REG_OFFSET ? 0 : *(unsigned long *)((char *)regs + offset);
@@ -46,7 +46,7 @@ static inline int regs_within_kernel_stack(struct pt_regs *regs, unsigned long a
 	return !((addr ^ kernel_stack_pointer(regs)) & ~(THREAD_SIZE - 1));
 }
 
-/* The address of word n of the kernel's stack; NULL behind its end. */
+/* The address of word n of the kernel's stack; NULL after its end. */
 static inline unsigned long *regs_get_kernel_stack_nth_addr(struct pt_regs *regs, unsigned int n)
 {
 	unsigned long *addr = (unsigned long *)kernel_stack_pointer(regs) + n;
@@ -54,7 +54,7 @@ static inline unsigned long *regs_get_kernel_stack_nth_addr(struct pt_regs *regs
 	return regs_within_kernel_stack(regs, (unsigned long)addr) ? addr : NULL;
 }
 
-/* Word n of the kernel's stack; 0 behind its end. */
+/* Word n of the kernel's stack; 0 after its end. */
 static inline unsigned long regs_get_kernel_stack_nth(struct pt_regs *regs, unsigned int n)
 {
 	const unsigned long *addr = regs_get_kernel_stack_nth_addr(regs, n);
