@@ -483,6 +483,8 @@ class TestRun:
         kill_hung_daemon(str(mounted.directory))
         assert condition(str(mounted.directory)) is MountState.SERVING
         mounted.process.send_signal(signal.SIGSTOP)
+        # On a busy host, a thread may still answer before the thread that takes the signal has run.
+        eventually(lambda: condition(str(mounted.directory)) is MountState.HUNG)
         kill_hung_daemon(str(mounted.directory))
         assert mounted.process.wait(PATIENCE) == -signal.SIGKILL
 
