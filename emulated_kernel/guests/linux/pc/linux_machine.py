@@ -105,7 +105,7 @@ class LinuxMachine(ABC):
         """Reason why the guest cannot run any more, or "" while it can."""
 
     def call_time(self) -> CallTime:
-        """Begin to measure the CPU time of a call, which may take as long as one run."""
+        """Return a new measurement of the CPU time of a call, whose limit is that of one run."""
         return CallTime(self._handler_time, self._watchdog.budget)
 
     def count_instructions(self) -> None:
