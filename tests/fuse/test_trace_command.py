@@ -343,7 +343,7 @@ class TestTrace:
             ended.write_bytes(b"")
             output = first.communicate()[0]
             left = os.listdir(running.path("scratch"))
-        assert (first.returncode, left) == (0, [])
+        assert (first.returncode, second.returncode, left) == (0, 0, [])
         for text, count in ((second.stdout, 2), (output, 4)):
             assert text.count("hello\n") == 1
             records = [line for line in text.splitlines() if line != "hello"]
