@@ -20,7 +20,7 @@ class Stepper(Enum):
     """Mechanism that ends the execution of a copied instruction."""
 
     BREAKPOINT = auto()
-    """A second int3 after the copy (Linux 5.12 and later)."""
+    """A second int3 after the copy (Linux 5.13 and later)."""
     TRAP_FLAG = auto()
     """The processor's single-step trap."""
 

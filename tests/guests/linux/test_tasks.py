@@ -155,6 +155,22 @@ def test_a_call_that_sleeps_without_end_is_given_up_by_its_cpu_time(
         guest.call(other, GETPID)
 
 
+def test_a_fork_that_sleeps_without_end_is_given_up() -> None:
+    """Each fork waits for the writer of a lock, which never releases it."""
+    guest, kernel = debian_kernel.with_kernel()
+    memory = KernelStructs(guest.machine, guest.facts.offsets)
+    [lock] = kernel.kallsyms.by_name("cgroup_threadgroup_rwsem")
+    for member in ("rss.gp_state", "block"):
+        at = lock.address + kernel.btf.offset(f"percpu_rw_semaphore.{member}")
+        memory.store("<I", memory.physical(at), 1)
+    guest.machine._watchdog.budget = 0.2
+    with pytest.raises(GuestFault, match="task 1 doesn't come back from its fork"):
+        guest.fork(guest.init, 501)
+    with pytest.raises(GuestFault):
+        guest.call(guest.init, GETPID)
+    guest.machine.close()
+
+
 def test_who_sleeps_in_a_call_can_be_ended(guest: LinuxTasks) -> None:
     task, other = guest.fork(guest.init, 501), guest.fork(guest.init, 502)
     reader, _ = pipe(guest, task)

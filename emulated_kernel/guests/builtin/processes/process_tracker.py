@@ -166,7 +166,10 @@ class ProcessTracker(TaskObserver):
         return self._by_pid.get(self._own_pid) or self._adopt(self._own_pid, "kprobefs", 0, 0)
 
     def replace_worker(self) -> None:
-        """Make worker() return another task from now on, because the current one sleeps for ever."""
+        """Make worker() return another task from now on, because the current one sleeps for ever.
+
+        Hazard: a host process with the highest possible pid would make its requests in the new task.
+        """
         self._stand_in_pid = self.unused_pid()
 
     def resident(self, pid: int, comm: str) -> GuestTask:
@@ -179,7 +182,7 @@ class ProcessTracker(TaskObserver):
     def unused_pid(self) -> int:
         """Return the highest pid that no task has.
 
-        Hazard: a host process can have the same pid, so the task that gets it must end soon.
+        Hazard: a host process can have the same pid, so the task that gets it should end soon.
         """
         pid = PID_MAX - 1
         while pid in self._by_pid:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from errno import ESRCH
 from functools import partial
 from operator import attrgetter
+from typing import NoReturn
 
 from emulated_kernel.guests.linux.guest.linux_task import (
     TASK_IDLE,
@@ -306,8 +307,15 @@ class ClientScheduler:
             return True
 
         if not self._go_on_until(arrived, lambda: not task.pending, serve_or_send_away, wait_for_timer):
-            self._machine.death = f"task {task.pid} doesn't come back from its call"
-            raise GuestFault(Trap(TrapKind.BUDGET, 0), self._machine.death)
+            self.give_up(f"task {task.pid} doesn't come back from its call")
+
+    def give_up(self, why: str) -> NoReturn:
+        """Declare the guest dead, because an expected event has not happened; `why` says so.
+
+        Raises: GuestFault.
+        """
+        self._machine.death = why
+        raise GuestFault(Trap(TrapKind.BUDGET, 0), why)
 
     # Calls that the host serves
 
@@ -419,4 +427,5 @@ class ClientScheduler:
             return
         self._machine.check_alive()
         self.switch(task)
-        self.run_until(lambda: self.current is task, on_arrival=partial(self.switch, task))
+        if not self.run_until(lambda: self.current is task, on_arrival=partial(self.switch, task)):
+            self.give_up(f"task {task.pid} doesn't come to its stub")

@@ -71,7 +71,8 @@ class TaskLife:
                 child = arrived
             return not parent.pending and (child is not None or parent.result < 0)
 
-        self._scheduler.run_until(is_done)
+        if not self._scheduler.run_until(is_done):
+            self._scheduler.give_up(f"task {parent.pid} doesn't come back from its fork")
         self._forking = None
         self._number_others()
         if child is None:
@@ -81,7 +82,10 @@ class TaskLife:
         return child
 
     def exit(self, task: LinuxTask, init: LinuxTask) -> None:
-        """End a task whose process has ended on the host. If the task sleeps in a call, `init` kills it."""
+        """End a task whose process has ended on the host. If the task sleeps in a call, `init` kills it.
+
+        A task that no signal ends, because it waits for a lock for ever, stays.
+        """
         if not task.alive:
             return
         scheduler = self._scheduler
