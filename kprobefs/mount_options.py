@@ -44,7 +44,7 @@ STRATEGIES = tuple(profile.STRATEGIES)
 SAVE_REGS = tuple(saving.value for saving in profile.RegisterSaving)
 
 KERNELS_VERSION = "kernel's version"
-"""Name in the output of `status` of the profile that follows the version of a distribution's kernel."""
+"""Text in the output of `status` for a profile that a distribution's kernel selects by its version."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class MountOptions:
     make_directory: bool = False
     """Create the mount point if it does not exist."""
     kprobes: str = KPROBES[0]
-    """"kprobefs", or "kernel": the distribution's kernel `machine.image` serves its own kprobes."""
+    """Whose kprobes are used: "kprobefs", or "kernel" for those of the kernel in `machine.image`."""
     state: str | None = None
-    """Directory in which definitions and records outlive the daemon; None if they end with it."""
+    """Directory that preserves definitions and records beyond the daemon's end; None if they are lost."""
     modules: tuple[str, ...] = ()
     """Paths of packages and directories with more modules of the distribution's kernel."""
     vmcore: str | None = None
@@ -229,7 +229,11 @@ def _check_kernel_decides(options: MountOptions) -> None:
 
 
 def chosen_cpu(name: str) -> ProductionCpu:
-    """Return the CPU that option --cpu names. Raises: CliError (unknown, or an unreadable archive)."""
+    """Return the CPU that option --cpu names: a known model, `host`, or the path of a CPU's archive.
+
+    Such an archive is a text file with the contents of files in /proc and /sys. Raises: CliError (unknown, or
+    an unreadable archive).
+    """
     from emulated_kernel.guests.linux.cpu.cpu_archive import production_cpu
     from emulated_kernel.guests.linux.cpu.cpu_models import MODELS
 

@@ -104,7 +104,7 @@ class OriginalPlace(NamedTuple):
     pushed: int = 0
     """Number of bytes that the relocated instruction has pushed before it reached the address."""
     is_calling: bool = False
-    """Whether only the jump to the called function remains of a relocated call."""
+    """Whether the address is in a relocated call that has stored its return address but has yet to jump."""
 
 
 class StubEnd(NamedTuple):
@@ -275,9 +275,9 @@ class Arch(ABC):
     thread_size = 16 << 10
     """Size in bytes of a kernel stack, which is aligned to this size."""
     interrupt_flag: tuple[str, int] = ("flags", 1 << 9)
-    """pt_regs name and bit mask of the interrupt flag, which is set while interrupts are enabled."""
+    """pt_regs name and bit mask of the flag that masks or enables interrupts; see has_interrupt_mask."""
     has_interrupt_mask = False
-    """Whether `interrupt_flag` is set while interrupts are masked, and not while they are enabled."""
+    """True: `interrupt_flag` is set while interrupts are masked. False: it is set while they are enabled."""
     is_breakpoint_nmi = True
     """Whether Linux handles a breakpoint in kernel mode as an NMI, so that trace records show NMI context."""
     has_ops_trampolines = False

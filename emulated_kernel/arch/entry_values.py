@@ -30,10 +30,10 @@ STACK_WORD = "stack"
 _STACK_WORDS = 8
 """Number of stack words above the return address whose entry values are tracked."""
 _PRIVATE = ("private locals", "private parameters")
-"""Keys in Frame.regs for two areas of the stack: below the return address, and above it.
+"""Keys in Frame.regs of two areas of the stack: the one below the return address, and the one above it.
 
-The offset in a key's value divides the area. A called function may know addresses of slots from this offset
-on. It can know no address of a lower slot, so the lower slots are private.
+A key's value is (key, offset). Slots below this offset in the area are private: a called function can know
+none of their addresses. It may know the addresses of the slots from the offset on.
 """
 _ALL_PRIVATE = 1 << 62
 

@@ -135,7 +135,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
     max_insn_size: int
     """Size in bytes of the longest instruction."""
     landing_pad: bytes = b""
-    """Instruction before a function's body that indirect branches must reach; empty if there is none."""
+    """Instruction at a function's start to which indirect branches must lead; empty if there is none."""
 
     def __init__(
         self,

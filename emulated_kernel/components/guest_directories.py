@@ -27,7 +27,7 @@ class DirectoryFunctions(NamedTuple):
     above_groups: int = 0
     """Address of the object of the directory events/, the parent of groups; 0 selects the root of tracefs."""
     more: tuple[int, ...] = ()
-    """Arguments that the function `makes` takes after the name and the parent."""
+    """Further arguments of the function that creates a directory, after the name and the parent."""
 
 
 DENTRIES = DirectoryFunctions("tracefs_create_dir", "tracefs_remove")

@@ -69,7 +69,7 @@ def build_probe_engine(kernel: ProbedKernel) -> ProbeRegistries:
 def _build_kprobes(kernel: ProbedKernel) -> Kprobes:
     """Build the registry of kprobes.
 
-    From then on, a switch of the machine to another CPU also selects this CPU's kprobe_ctlblk.
+    From then on, when the machine switches to another CPU, the registry uses that CPU's kprobe_ctlblk.
     """
     kprobes = Kprobes(
         kernel.machine,

@@ -1,10 +1,11 @@
 """Call graph of a prebuilt image: which functions its system calls can execute, by the image's machine code.
 
 `python -m emulated_kernel.image.call_graph` writes prebuilt/ARCH/FILE_NAME for each architecture of
-ARCHITECTURES. `--check` compares these files with the images. A function's calls and jumps lead to functions.
-An indirect call may lead to any function whose address the image uses in text or in data. Addresses in tables
-that no code uses for calls are left out. Only the dispatch of system calls uses an address in
-`sys_call_table`. The result has more functions than are ever executed.
+ARCHITECTURES. `--check` compares these files with the images. A function can execute the functions to which
+its calls and jumps lead. An indirect call or jump may lead to any function whose address occurs in the
+image's text or data. Addresses in tables that no code uses for calls do not count, nor do those in
+`sys_call_table`, which is used only to dispatch system calls. The result has more functions than are ever
+executed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _TABLE = "sys_call_table"
 _NUMBER = "nr."
 """Prefix of the names of system calls in the image's ABI table, such as `nr.read`."""
 _NOT_CALLED = (_TABLE, "__stop_kprobe_blacklist", "__stop___ex_table", "__start_mcount_loc", "__guest_abi")
-"""Symbols at the start of tables with addresses of functions, through which no code calls the functions.
+"""Symbols at or before tables of function addresses that do not count as targets of indirect calls.
 
 The second and the third symbol precede the tables of kallsyms and of fentry sites.
 """
@@ -234,7 +235,7 @@ class _Graph:
         return self._closure([*own, *self._around_calls(), *(each for each in entries if each is not None)])
 
     def _around_calls(self) -> Iterable[int]:
-        """Return the functions that dispatch system calls, and all functions whose calls lead to these."""
+        """Return the functions that dispatch system calls, and those whose calls or jumps lead to them."""
         found = set(self._dispatchers)
         while more := {f for f, to in self._leads_to.items() if not to.isdisjoint(found)} - found:
             found |= more

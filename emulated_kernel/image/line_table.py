@@ -73,7 +73,7 @@ class LineTables:
     def lines(
         self, file: str, counted: Callable[[Sequence[Any]], Iterable[Any]] = iter
     ) -> Mapping[str, Lines]:
-        """Return path -> lines, for each source file with code that `file` names.
+        """Return path -> lines, for each source file that `file` names and that has code.
 
         `file` is a path, or the end of a path. If units were compiled from a file that `file` names, only the
         tables of these units are read. Otherwise all tables are read, because units that include the file

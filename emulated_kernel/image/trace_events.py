@@ -24,7 +24,7 @@ class FieldDefinition:
     align: int
     is_signed: bool
     length: int
-    """Number of elements of an array; 0 for other fields, and if only the type's text has the number."""
+    """Number of elements of an array; 0 for no array, or for an array whose length is only in `type`."""
 
 
 @dataclass(frozen=True)

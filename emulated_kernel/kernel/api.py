@@ -48,9 +48,9 @@ class Kernel:
             kernel.register_kprobe(Kprobe(symbol_name="int_sqrt", pre_handler=...))
             kernel.call("int_sqrt", 144)
 
-    `config` describes the emulated computer. `profile` takes precedence over the profile that `config` names;
-    it allows combinations of switches that no preset has. `watch` reports host processes to the guest. `lock`
-    is the held lock of the kernel that this one replaces with replace_kernel().
+    `config` describes the emulated computer. `profile`, if given, replaces the profile that `config` names,
+    and may combine build options as no preset does. `watch` reports host processes to the guest. `lock` is
+    the held lock of the kernel that this one replaces with replace_kernel().
 
     Methods may be called from any thread: each takes the control lock. Hold `lock` around several calls to
     make them one step. After close(), each method raises KernelError ENODEV.
@@ -785,11 +785,12 @@ class Kernel:
     def replace_kernel(self, old: Kernel, define: Callable[[], Iterable[None]]) -> Iterator[None]:
         """Take over time and records of `old`, a kernel with the same lock and configuration, in steps.
 
-        Each step of the result does a step of `define`. Between two steps, `old` works, and the caller may
-        release the lock. After the last step, `old` is unusable. If a step fails, `old` stays usable.
+        Each step of the returned iterator executes a step of the iterable that `define` returns. Between two
+        steps, `old` works, and the caller may release the lock. After the last step, `old` is unusable. If a
+        step fails, `old` stays usable.
 
-        The lock must be held. Events that `define` registers get the ids that events of the same names had.
-        So the old records can still be printed. The marker REBOOT_MARK follows the old records.
+        The lock must be held. Events that `define` registers get the ids of the events of `old` with the same
+        names. So the old records can still be printed. The marker REBOOT_MARK follows the old records.
 
         Raises: KernelError ENOMEM, and the errors of `define`.
         """

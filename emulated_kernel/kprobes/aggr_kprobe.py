@@ -121,7 +121,7 @@ class AggrKprobe(AssemblyOwner):
     compiled: CompiledCode | None = field(default=None, init=False, repr=False)
     """Compiled handler to which the jump or call in the text leads; None: Python handles these hits."""
     sample: dict[str, int] | None = field(default=None, init=False, repr=False)
-    """Register name -> value at the last hit before handlers were compiled, for benchmarks; None before."""
+    """Register name -> value at the last hit before the handlers were compiled; None without such a hit."""
     is_python: bool = field(default=False, init=False, repr=False)
     """Whether Python handles all hits until the handlers change, because they cannot be compiled."""
     has_assembly: bool = field(default=False, init=False, repr=False)
@@ -151,14 +151,14 @@ class AggrKprobe(AssemblyOwner):
     jprobe: Kprobe | None = field(default=None, init=False, repr=False)
     """The member that is a jprobe or has a break_handler; None without one. There is at most one."""
     _stopped_by: Kprobe | None = field(default=None, init=False, repr=False)
-    """Member whose pre_handler ended the latest hit; None if no pre_handler did. Linux: kprobe_instance."""
+    """Member whose pre_handler returned a true value at the latest hit, or None. Linux: kprobe_instance."""
     _with_post_handler: int = field(default=0, init=False, repr=False)
     _with_assembly: int = field(default=0, init=False, repr=False)
     _with_post_assembly: int = field(default=0, init=False, repr=False)
     continues_at: int | None = field(default=None, init=False, repr=False)
-    """Address at which a breakpoint hit continues after the pre_handlers, if Python has no part after them.
+    """Address at which the guest, without Python, continues after the pre_handlers of a breakpoint hit.
 
-    None: Python emulates the instruction, or calls a handler after it.
+    None if Python emulates the instruction, or if a handler runs after it.
     """
     pre_call: PreCall | None = field(default=None, init=False, repr=False)
     """Function that calls the pre_handlers in Python, and its first argument.
@@ -219,7 +219,7 @@ class AggrKprobe(AssemblyOwner):
 
     @property
     def is_left_open(self) -> bool:
-        """Whether a pre_handler ended the latest hit, and the break_handler of its probe has yet to run."""
+        """Whether a break_handler is to end the latest hit: its probe's pre_handler returned a true value."""
         return self._stopped_by is not None and self._stopped_by.break_handler is not None
 
     @property
@@ -230,8 +230,8 @@ class AggrKprobe(AssemblyOwner):
     def codes(self) -> Iterator[tuple[int, CompiledCode | DetourBuffer, Region | None]]:
         """Iterate over the guest code that hits run: stub, detour and compiled detour.
 
-        Each item has the entry address, the code, and the region that the code contains a copy of; None if it
-        contains no copy.
+        Each item has the entry address, the code, and the region of text that the code contains in copied or
+        relocated form. If the code contains no such form, None replaces the region.
         """
         if self.stub is not None:
             yield self.stub.entry, self.stub, self.stub.region
@@ -320,7 +320,10 @@ class AggrKprobe(AssemblyOwner):
         return self.pre_call
 
     def run_pre_handlers(self, regs: Regs) -> int | None:
-        """Call the members' pre_handlers in Python; return 1 if one of them has ended the hit, else None."""
+        """Call the members' pre_handlers in Python, up to the first one that returns a true value.
+
+        Return 1 if one of them did so, otherwise None.
+        """
         self._stopped_by = None
         for pre_handler, kprobe in self._pre_handlers:
             try:
@@ -332,7 +335,7 @@ class AggrKprobe(AssemblyOwner):
         return None
 
     def run_all_pre_handlers(self, regs: Regs) -> None:
-        """Call the pre_handlers of all members in Python, regardless of their results."""
+        """Call the pre_handlers of all enabled members in Python, regardless of their results."""
         for pre_handler, kprobe in self._pre_handlers:
             try:
                 pre_handler(kprobe, regs)

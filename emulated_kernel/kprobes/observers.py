@@ -1,4 +1,4 @@
-"""Observers: determines the data about a system call that armed probes and tracers can read."""
+"""Observers: determines which data of a system call armed probes and tracers can read, as a Sight."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from emulated_kernel.machine.text.text import OriginalBytes
 MAX_WORDS = 16
 """Maximum number of patched words whose probes are looked up.
 
-If more words are patched, the Sight is MEMORY.
+If more words are patched, sight() returns Sight.MEMORY.
 """
 MAX_PROBES = 64
-"""Maximum number of probes that are examined. If more probes have patched the text, the Sight is MEMORY.
+"""Maximum number of probes that are examined; if more have patched the text, sight() returns MEMORY.
 
 After each change of a probe, all probes are examined again.
 """
@@ -52,8 +52,10 @@ class Observers:
     def sight(self) -> Sight:
         """Return the highest Sight of all probes that have patched the text.
 
-        A patch that belongs to no probe counts as Sight.MEMORY. If the text or the probes have changed since
-        the last call, the result is computed again under the control lock.
+        A Sight is the kind of data that the handlers of a probe can read.
+
+        A tracer, or a patch that belongs to no probe, counts as Sight.MEMORY. If the text or the probes have
+        changed since the last call, the result is computed again under the control lock.
         """
         if self._sites is not None and self._sites.has_tracers:
             return Sight.MEMORY

@@ -16,13 +16,13 @@ from emulated_kernel.machine.text.text import Text
 GONE = "gone with its module"
 """Text that is shown for a probe whose module was unloaded."""
 _RARE = "rare_cases"
-"""Name of the part of a compiled handler before its entry."""
+"""Name of the code before the entry of a compiled handler."""
 _LANDING = {
     "jump": " (the jump leads here)",
     "call": " (the call leads here)",
     "breakpoint": " (a hit leads here)",
 }
-"""Kind of instruction that leads to the code -> text after the title of the part that is entered."""
+"""Instruction by which hits enter a code part -> text to append to the title of this part."""
 
 
 class ProbeText:
@@ -73,7 +73,7 @@ class ProbeText:
         return "\n".join(f"{kind} {code.hex(' ')}  {'; '.join(texts)}" for kind, code, texts in lines)
 
     def _jump_insns(self, addr: int, current: bytes, size: int, name: AddressName) -> list[str]:
-        """Return the lines that show a jump of `size` bytes at `addr`, and the bytes of its region after it.
+        """Return texts for the jump of `size` bytes at `addr`, and for the rest of its region after it.
 
         `current`: bytes of the region. `name`: function that names addresses.
         """

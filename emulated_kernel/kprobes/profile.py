@@ -47,7 +47,7 @@ class QuiesceMethod(Enum):
 
 
 class TrampolineForm(Enum):
-    """Form of the trampoline, to which hooked functions return and which calls return handlers."""
+    """Form of the trampoline to which hooked functions return, and which calls the return handlers."""
 
     ASSEMBLY = auto()
     """Code that saves a struct pt_regs for the handlers, and restores it."""
@@ -104,7 +104,7 @@ RISCV_PROFILE = "riscv-optprobes-2023"
 RISCV_FTRACE_PROFILE = f"{RISCV_PROFILE}-ftrace"
 """Name of the RISC-V preset that also has ftrace sites; no jump replaces the nop of a site."""
 KERNEL_INTERFACE = "kernel"
-"""Name of the interface that is detected from the texts and functions in a distribution's kernel."""
+"""Value of Profile.interface for a version of tracefs that is detected from the kernel itself."""
 OUT_OF_TREE = ("optprobe", "optprobe-riscv")
 """Names of the policies that an out-of-tree patch implements: "Add OPTPROBES feature on RISCV", v6, 2023."""
 _RISCV: dict[str, Any] = {
@@ -113,7 +113,7 @@ _RISCV: dict[str, Any] = {
     "return_hook": "instances",
 }
 RISCV_PROFILES = RISCV_PROFILE, RISCV_FTRACE_PROFILE
-"""Names of the presets for kernels for RISC-V of any version."""
+"""Names of the presets for RISC-V kernels of any version."""
 STRATEGIES = ("extended",)
 """Names of the policies that can replace a profile's policy.
 
@@ -172,8 +172,8 @@ def _of_version(
 RETURN_HOOKS = ("rethook", "objpool", "instances", "fgraph", "unified")
 """Names of shadow stacks, which return_hooks.py maps to classes.
 
-"rethook", "objpool" and "instances" are the shadow stacks of Linux 6.1, 6.7 and 5.10. "fgraph" is that of
-the function graph. With "unified", all hooks share the function graph's shadow stack.
+"rethook", "objpool" and "instances" are the shadow stacks of Linux 6.1, 6.7 and 5.10, respectively. "fgraph"
+is that of the function graph. With "unified", all hooks share the function graph's shadow stack.
 """
 
 PROFILES: Mapping[str, Profile] = MappingProxyType(

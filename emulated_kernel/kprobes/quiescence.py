@@ -30,7 +30,7 @@ class GracePeriod:
         self.yield_to_tasks = yield_to_tasks
         """Function that runs each runnable task of the guest once."""
         self.frozen = frozen
-        """Function that returns a context with all tasks frozen; it yields False if a task doesn't freeze."""
+        """Returns a context manager that freezes all tasks; it yields False if a task does not freeze."""
         self.in_use_ranges: Callable[[Sequence[Span]], Collection[Span]] = kernel.in_use_ranges
         self.is_quiescent: Callable[[Sequence[Span]], bool] = kernel.is_quiescent
 

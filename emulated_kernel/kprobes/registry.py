@@ -85,7 +85,7 @@ class Kprobes:
     ) -> None:
         self.profile = profile
         self.lock = lock
-        """The control lock; other kinds of probes assert with it that their caller holds the lock."""
+        """The control lock, by which other kinds of probes assert that their callers hold it."""
         self._image = image
         self.symbols = image.kallsyms
         self._log = log
@@ -141,7 +141,7 @@ class Kprobes:
         self.probe_checker.tables_changed()
 
     def entry_code(self, ops: FtraceOps) -> EntryCode[Any]:
-        """Return an object that compiles guest code for the calls of `ops`.
+        """Return an EntryCode, which compiles the guest code that the fentry sites of `ops` call.
 
         Precondition: the kernel has fentry sites.
         """
@@ -210,9 +210,10 @@ class Kprobes:
             self.set_runs_guest(kprobe, True)
 
     def set_runs_guest(self, owner: object, runs_guest: bool) -> None:
-        """Set whether hits of the probes of `owner` run guest code in which other probes can be hit.
+        """Record whether hits of the probes of `owner` run guest code in which other probes can be hit.
 
-        Handlers are compiled again if they need a check for hits within such a hit, or no longer need it.
+        While this is so for any owner, compiled handlers check whether the CPU is already within a hit. If
+        the need for this check begins or ends, all handlers are compiled again.
         """
         self.lock.assert_held()
         if self.compiler.current_kprobe.set_owner(owner, runs_guest):
@@ -229,7 +230,7 @@ class Kprobes:
         return AssembledHandlers(texts, self._assembler, self._records, cells)
 
     def forget(self, assembled: AssembledHandlers) -> None:
-        """Free assembled handlers whose code was dropped, when no CPU can be in the dropped code any more."""
+        """Free assembled handlers, whose code was dropped, once no CPU can execute that code any more."""
         self.lock.assert_held()
         assembled.detach()
         self.garbage.add((0, 0), assembled.free)
@@ -380,7 +381,7 @@ class Kprobes:
                 self._arming.arm(head)
 
     def _aggregate(self, head: AggrKprobe) -> None:
-        """Prepare a singly probed address for further probes: mark it as aggregated, without a detour."""
+        """Mark an address with one probe as aggregated, before another is added; create no detour yet."""
         head.is_aggregated = True
         head.rejection = ""
         optimizer = self.optimizer
@@ -406,7 +407,7 @@ class Kprobes:
             self.routes.update(head)
 
     def commit_kprobes(self) -> None:
-        """Write the jumps of registered djprobes.
+        """Write the jumps of registered djprobes, and free the detours of unregistered ones.
 
         Raises: KernelError EOPNOTSUPP (this kernel has no djprobes), EBUSY (a task stays in a region).
 
@@ -566,7 +567,9 @@ class Kprobes:
     # Stops after each step of patching
 
     def set_stages(self, on: bool, delay: int | None = None) -> None:
-        """Switch on or off the stops after each step of patching; see PatchStages.switch().
+        """Make the writing or removal of a jump stop after each step of patching, if `on` is True.
+
+        If `on` is False, complete the changes that have stopped, and stop no more; see PatchStages.switch().
 
         `delay` is the number of jiffies after which a stop ends by itself; None: only next_stage() ends
         stops.
@@ -606,9 +609,10 @@ class Kprobes:
             yield report.bucket_text(probes, self.symbols, self._bits)
 
     def stages_text(self) -> str:
-        """Return the first line of kprobes/stages: "0" if changes do not stop, else "1" and a time.
+        """Return the first line of kprobes/stages: "1" if patching stops after each step, otherwise "0".
 
-        The time is the milliseconds after which stops end; it is left out if only next_stage() ends stops.
+        The number of milliseconds after which a stop ends by itself follows the "1", unless only next_stage()
+        ends stops.
         """
         stages = None if self.optimizer is None else self.optimizer.stages
         if stages is None or not stages.is_on:
@@ -616,7 +620,7 @@ class Kprobes:
         return "1" if stages.delay is None else f"1 {stages.delay * 1000 // HZ}"
 
     def stopped_lines(self) -> Iterator[str]:
-        """Iterate over the lines of kprobes/stages: one for each probe whose change of text has stopped."""
+        """Iterate over further lines of kprobes/stages, one for each probe at which patching has stopped."""
         optimizer = self.optimizer
         if optimizer is None or not optimizer.stages:
             return

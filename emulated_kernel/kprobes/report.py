@@ -67,7 +67,7 @@ def reason(
 ) -> str:
     """Return the first rule that keeps the probe from a better mode; empty if there is no better mode.
 
-    If the text has a jump that Linux's rule refuses, return the tactics that make the jump possible, and
+    If the probe has a jump that Linux would refuse, return the tactics that made the jump possible, and
     Linux's rule. `place` maps an address to its text.
     """
     if kprobe.is_gone:
@@ -90,7 +90,10 @@ def reason(
 
 
 def _tactics(head: AggrKprobe, place: Callable[[int], str]) -> str:
-    """Return the tactics that a probe's jump needs, and Linux's rule against it; "" without tactics."""
+    """Return the tactics that made a probe's jump possible, and the rule by which Linux refuses the jump.
+
+    Return "" if Linux does not refuse the jump.
+    """
     detour = head.detour
     if detour is None or detour.region.linux is None:
         return ""
@@ -99,9 +102,9 @@ def _tactics(head: AggrKprobe, place: Callable[[int], str]) -> str:
 
 
 def _passing_rule(optimizer: Optimizer | None, head: AggrKprobe, place: Callable[[int], str]) -> str:
-    """Return the rule that prevents the jump now; most of these rules may cease to apply later.
+    """Return the rule that keeps a probe's jump out of the text now; most such rules may cease to apply.
 
-    `place` maps an address to its text.
+    `optimizer`: None if the kernel has no jump optimization. `place` maps an address to its text.
     """
     if optimizer is None:
         return str(RejectReason.NOT_BUILT.value)
@@ -174,7 +177,7 @@ def _list_text(head: AggrKprobe, symbols: Kallsyms) -> str:
 def stopped_lines(
     heads: Iterable[AggrKprobe], optimizer: Optimizer, symbols: Kallsyms, bits: int = 64
 ) -> Iterator[str]:
-    """Iterate over lines about those probes of a hash bucket whose change of text has stopped.
+    """Iterate over a hash bucket's lines in kprobes/stages: one for each probe where patching has stopped.
 
     `heads`: the bucket's entries. `bits`: size of an address in bits.
     """

@@ -79,7 +79,7 @@ class ProbeTable:
         return head is not None and head.is_patched
 
     def runs_in_detour(self, kprobe: Kprobe) -> bool:
-        """Return True if hits continue in the probe's detour, by its jump or by the breakpoint."""
+        """Return True if hits run in the probe's detour, entered by the jump or from the breakpoint."""
         head = self.valid(kprobe)
         return head is not None and head.is_optimized
 

@@ -180,7 +180,7 @@ class Debugger:
             self.lock.end_loan()
 
     def interrupt(self) -> bool:
-        """Stop the guest. Return True if the guest is held at the return of this method.
+        """Stop the guest. Return True if the guest is held when this method returns.
 
         If a thread holds the lock, return False: the guest stops before its next instruction, or at the next
         call of this method.

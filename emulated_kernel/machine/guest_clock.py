@@ -63,7 +63,10 @@ class GuestClock(ABC):
         """Read the time as the guest does. The reading advances the time, unless holding() stops it."""
 
     def holding(self, call: Callable[[Any], object]) -> Callable[[Any], None]:
-        """Return a function that calls `call`. Readings during the call don't advance the time."""
+        """Wrap `call` in a function during which readings don't advance the time; return the function.
+
+        The function passes its only argument, such as a trap's registers, to `call`.
+        """
 
         def held(regs: Any) -> None:
             self._is_held = True

@@ -47,7 +47,7 @@ class ProbedMachine(ABC):
         state in which it ended, the functions are not called.
         """
         self.on_give_up: list[Callable[[int], None]] = []
-        """Functions to call if a guest function that a handler of a hit has called did not return.
+        """Functions to call if a guest function, called by a handler of a hit, did not return.
 
         The argument is the function's stack pointer at its entry. The interrupted code continues.
         """

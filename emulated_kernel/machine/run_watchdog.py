@@ -53,14 +53,17 @@ class HandlerTime:
 
     @property
     def kept(self) -> float:
-        """CPU time of the callbacks since keep_measuring() that counts for no budget, in seconds.
+        """Seconds of the callbacks' CPU time since keep_measuring() that do not count towards a budget.
 
-        The value is 0 after the measurement.
+        The value is 0 while `is_continued` is False.
         """
         return HANDLERS_FREE * (self.seconds - self._start_seconds) if self.is_continued else 0.0
 
     def measure(self, callback: Callable[..., object], *args: object) -> object:
-        """Call a callback and add its CPU time; nested callbacks aren't measured again."""
+        """Call `callback` and return its result; add the CPU time of the call to `seconds`.
+
+        Callbacks that are called meanwhile are not measured separately.
+        """
         self.is_measured = False
         self.since = thread_time()
         try:
@@ -129,9 +132,10 @@ class Watchdog:
         self._seen = 0.0
         self._last_cpu = 0.0
         self._half: float | None = None
-        """CPU seconds of the run at the start of its budget's second half, without callbacks' free time.
+        """CPU seconds that the run had used at the middle of its budget, less the free time of callbacks.
 
-        The free time is HANDLERS_FREE times HandlerTime.seconds. The value is None in the first half.
+        The free time is HANDLERS_FREE times HandlerTime.seconds. The value is None in the first half of the
+        budget.
         """
         self._expired = -1.0
         self._stopping = -1.0
@@ -170,7 +174,7 @@ class Watchdog:
             self._wake.set()
 
     def arm(self, budget: float | None = None) -> None:
-        """Begin to measure the time of a run; `budget` replaces the usual budget for this run.
+        """Begin to measure the time of a run; `budget`, unless None, replaces the usual budget for the run.
 
         Raises: KernelError ENOMEM (the host has no thread; a run without a watchdog isn't allowed).
         """

@@ -6,7 +6,10 @@ from collections.abc import Callable
 
 Observers = list[Callable[[], None]]
 CallObservers = list[Callable[..., None]]
-"""Observers of starting calls. An observer may get the arguments of TaskObserver.call_begins()."""
+"""Functions to call at the start of a system call.
+
+They get either no argument, or the arguments of TaskObserver.call_begins().
+"""
 PidObservers = list[Callable[[int], None]]
 
 

@@ -55,7 +55,7 @@ INTR_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_uint8, ctypes.c_uint32, ctypes.c
 INSN_INVALID_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_uint8, ctypes.c_uint8)
 CODE_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p)
 ADDRESS_CALLBACK = ctypes.CFUNCTYPE(None)
-"""Type of callbacks for HOOK_CODE at a known address. They take no arguments, which would take time."""
+"""Type of callbacks for HOOK_CODE at a known address. To save time, they take no arguments."""
 
 INSN_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 """Type of callbacks for rdtsc, which return 1 if they emulated it, and for syscall (result ignored)."""
@@ -83,8 +83,8 @@ _LIBRARIES = {"darwin": "libunicorn.2.dylib"}
 def _library_path() -> str:
     """Return the path of libunicorn in Unicorn's Python package, without importing the package.
 
-    The directory LIBUNICORN_PATH comes first. If the library is in no such place, return its name, for the
-    dynamic linker.
+    The directory that the environment variable LIBUNICORN_PATH names is searched first. If the library is in
+    neither place, return its file name, for the dynamic linker.
     """
     name = _LIBRARIES.get(sys.platform, "libunicorn.so.2")
     spec = importlib.util.find_spec("unicorn")
@@ -287,9 +287,9 @@ class Engine(CodeCache):
     ) -> ctypes.c_void_p:
         """Register a ctypes callback of the kind `kind` (a HOOK constant), and keep the callback alive.
 
-        `at`: an address or a range of addresses; None for all addresses. `instruction` is Unicorn's number
-        of an instruction, for HOOK_INSN. The callback can also be the address of host code. The callback
-        gets the address `data` as its argument; `keep` contains objects that it uses.
+        `at`: an address or a range of addresses; None for all addresses. `instruction` is Unicorn's number of
+        an instruction, for HOOK_INSN. `callback` can also be the address of host code. It gets the address
+        `data` as an argument. `keep`: objects that it uses, to keep alive, too.
         """
         self._keep += (callback, *keep)
         hook = ctypes.c_void_p()
@@ -320,7 +320,7 @@ class Engine(CodeCache):
     def remove_hook(self, hook: ctypes.c_void_p) -> None:
         """Remove a hook that add_hook() has returned.
 
-        Translated code that calls the hook must be translated again.
+        The caller must also drop the translated code that calls the hook.
         """
         self._check(self._held.uc_hook_del(self.handle, hook), "uc_hook_del")
 
@@ -375,7 +375,10 @@ class Engine(CodeCache):
         return self.exit_switch is not None and bool(self.exit_switch[0])
 
     def stop_between_blocks(self, only: bool) -> None:
-        """Select whether runs are stopped only between blocks, or also after each hook and memory access."""
+        """Stop runs only between blocks if `only` is True, otherwise also after each hook and memory access.
+
+        Do nothing if `exit_switch` is None.
+        """
         if self.exit_switch is not None:
             self.exit_switch[0] = int(only)
             self.flush_code()

@@ -419,7 +419,7 @@ class Interface:
 
     name: str
     release: str
-    """Release, as in uname(2), of the built-in kernel with this interface."""
+    """Release, as uname(2) returns it, of the built-in kernel that has this interface."""
     rules: frozenset[InterfaceRule]
     texts: ErrorTexts = field(default_factory=dict)
     """Error -> text in error_log, for the errors whose text differs from that of Linux 6.1."""

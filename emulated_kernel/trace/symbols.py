@@ -90,7 +90,8 @@ class KernelSymbols:
         """Return the symbol of the function that contains `address`, or None if no function contains it.
 
         If several symbols have the same address, return the first of them.
-        Generated code has no function: the unwinder maps slots and detours to the probed address.
+        For generated code, return None. The unwinder maps addresses in slots and detours to the probed
+        address.
         """
         found = self._found.get(address) or self._kallsyms.lookup(address)
         if found is None:

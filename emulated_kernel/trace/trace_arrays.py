@@ -119,7 +119,7 @@ class TraceArrays(TaskObserver):
         yield from self._instances.values()
 
     def module_added(self, module: str) -> None:
-        """Enable the events of a new module that were written to a set_event before the module was loaded."""
+        """Enable those events of the new module `module` that a set_event file has selected in advance."""
         for tracing in self:
             tracing.events.module_added(module)
 
@@ -132,7 +132,7 @@ class TraceArrays(TaskObserver):
         return self._instances.get(name)
 
     def past_hists(self) -> Iterator[PastHist]:
-        """Yield all histograms of all trace arrays: first the removed ones, as RemovedHists has them."""
+        """Yield a PastHist for each histogram in RemovedHists, and then for each existing histogram."""
         yield from self._hists.system.removed
         for tracing in self:
             files = [event.files.get(tracing.array) for event in self._system.events]
@@ -140,7 +140,7 @@ class TraceArrays(TaskObserver):
 
     @property
     def has_forgotten_hists(self) -> bool:
-        """Whether past_hists() lacks a removed histogram."""
+        """Whether past_hists() omits a removed histogram, because too many were removed."""
         return self._hists.system.removed.has_forgotten
 
     @property
@@ -249,7 +249,8 @@ class TraceArrays(TaskObserver):
     def forked(self, parent: int, child: int) -> None:
         """Add a new task to the lists of pids that contain its parent; see TaskObserver.forked().
 
-        Option event-fork selects the lists of events, and function-fork those of the function tracer.
+        In each trace array, the lists for events change only if option event-fork is on. The lists of the
+        function tracer change only if option function-fork is on.
         """
         for pids in self._inherited_pids():
             pids.follow(parent, child)
@@ -257,7 +258,8 @@ class TraceArrays(TaskObserver):
     def exited(self, pid: int) -> None:
         """Remove the pid of an ended task from the lists of pids; see TaskObserver.exited().
 
-        Option event-fork selects the lists of events, and function-fork those of the function tracer.
+        In each trace array, the lists for events change only if option event-fork is on. The lists of the
+        function tracer change only if option function-fork is on.
         """
         for pids in self._inherited_pids():
             pids.forget(pid)

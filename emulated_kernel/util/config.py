@@ -70,9 +70,9 @@ class MachineConfig:
     With "model", time passes with instructions.
     """
     pauses: bool = True
-    """Whether delayed work of kprobes, such as the optimizer's, becomes due by real time between requests.
+    """Whether pauses between requests count as time for delayed work of kprobes, such as the optimizer's.
 
-    The guest's clock does not advance during that time. With the real clock, the value has no effect.
+    The guest's clock does not advance during a pause. With the real clock, the value has no effect.
     """
     seed: int = DEFAULT_SEED
     """Seed of the virtual clock and of the order in which CPUs run, from 0 to 2**63 - 1."""

@@ -18,7 +18,7 @@ PATIENCE = 0.1
 
 
 LOAN_SLICE = 0.25
-"""Seconds between two checks whether a client was killed while its request waits for a debugger."""
+"""Seconds between two checks whether a client that waits for a debugger was killed or interrupted."""
 
 
 class _Pause(str):
@@ -89,9 +89,9 @@ class ControlLock:
         self._waiters: set[object] = set()
         """One token for each thread that waits for the lock; each wait has a new token."""
         self.turn = 0
-        """Number of entries from outside so far.
+        """Number of requests and other entries from outside so far.
 
-        Code with a quota for each entry resets the quota at a new number.
+        Code that has a quota for each entry starts a new quota when this number has changed.
         """
         self.user = 0
         """User id of the client that changes something under the lock; 0 for root and the owner of the mount.
@@ -116,7 +116,8 @@ class ControlLock:
         """Function that returns True if the process whose request a thread serves has got a signal.
 
         The argument is that of `is_dying`. While a debugger holds the guest, such a request fails with EINTR,
-        because the guest has done nothing for it. So a debugger that waits for itself can be interrupted.
+        because the guest has done nothing for it. So a user can interrupt a debugger even if a request of the
+        debugger itself waits for the loan to end.
         """
         self.end_debugging: Callable[[], object] = lambda: None
         """Function that ends a debugger's session, before the kernel is closed; call it without the lock."""

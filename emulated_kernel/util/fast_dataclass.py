@@ -1,4 +1,4 @@
-"""dataclass(), which creates a class in a small part of the time that the standard library needs.
+"""dataclass(), which creates a class in a fraction of the time that the standard library needs.
 
 The purpose is a faster start-up. A class gets its `__init__` when the first object is created, which most
 classes of a mount never see. The standard library's `dataclasses` imports inspect and ast. So this module

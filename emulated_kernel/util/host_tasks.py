@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 BUSY_INTERVAL = 0.02
-"""Seconds between two looks at a task that is late, but runs or waits for a CPU."""
+"""Seconds between two checks of a late task, as long as the task runs or waits for a CPU."""
 
 
 def is_runnable(task: str) -> bool:

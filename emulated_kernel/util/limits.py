@@ -194,7 +194,7 @@ class MemoryBudget:
         """Create a budget without charges.
 
         `user` returns the user for whom memory is allocated at the time of the call. `total`: the limit for
-        all users together, or None. `share`: the limit for each user.
+        all users together; None if only each user is limited. `share`: the limit for each user.
         """
         self._limits = limits
         self._total = total
@@ -203,7 +203,7 @@ class MemoryBudget:
         self._used = 0
         self._by_user: Counter[int] = Counter()
         self._ended: deque[tuple[int, int]] = deque()
-        """(size in bytes, user) of each Charge whose object has ended but whose memory is still counted."""
+        """(size in bytes, user) of each Charge object that was freed, but whose memory is still counted."""
 
     @property
     def used(self) -> int:
@@ -218,7 +218,7 @@ class MemoryBudget:
         return max(self._by_user.values(), default=0)
 
     def charge_text(self, text: str) -> Charge:
-        """Charge the memory that the definition `text` takes to the present user, and return the Charge.
+        """Charge the present user for the memory that the definition `text` takes, and return the Charge.
 
         Raises: KernelError ENOMEM (a limit would be exceeded).
         """
@@ -291,8 +291,8 @@ class MemoryBudget:
 class Charge:
     """Memory that is charged to a user for as long as this object exists.
 
-    The garbage collector may end the object in any thread. Therefore, only the size and the user are added to
-    the queue of ended charges, and MemoryBudget subtracts them later.
+    The garbage collector may free the object in any thread. Therefore, the finalizer only queues the size and
+    the user, and MemoryBudget subtracts the size later.
     """
 
     __slots__ = ("_ended", "_size", "_user")

@@ -31,9 +31,9 @@ PATIENCE = 1.0
 The host kernel blocks other writers to the same file during that time.
 """
 BUSY_PATIENCE = 5.0
-"""Seconds that a thread of a BoundedFileReader gets after PATIENCE, as long as it does not sleep.
+"""Maximum seconds that a reading thread gets after its deadline, while it runs or waits for a CPU.
 
-On a busy host, the thread may wait for a CPU until its time is over.
+On a busy host, the thread may still wait for a CPU at the deadline.
 """
 
 
@@ -183,7 +183,7 @@ class _Reading(Generic[T]):
         self._late = late
         self._answer: T | Exception | None = None
         self._thread = 0
-        """The thread's number on the host, or 0 until the thread has begun."""
+        """Native id (tid) of the thread, or 0 until the thread has begun."""
 
     def is_done(self, deadline: float | None) -> bool:
         """Wait until `deadline`, a time of time.monotonic(), and return True if `ask` has ended.

@@ -329,7 +329,7 @@ class PendingWrite:
         return self._kept
 
     def by_piece(self) -> int:
-        """Do the next step of the write, without a call of the guest.
+        """Do the next step of the write, but make no system call in the guest.
 
         After the last step, return the number of bytes written.
         Raises: YieldLock (more steps follow), KernelError.
@@ -449,7 +449,8 @@ class GuestCalls:
     def request(self, client: Client) -> AbstractContextManager[object]:
         """Return the context in which a client's request runs.
 
-        The methods below that call an operation of a control file enter the context themselves.
+        Methods of this class that call an operation of a control file, such as read(), enter the context
+        themselves.
         """
         del client
         return nullcontext()
@@ -536,7 +537,7 @@ class GuestCalls:
     def change(
         self, client: Client, names: tuple[str, ...], path: str, act: Callable[[], None], *args: int
     ) -> None:
-        """Create or remove the directory at `path` by calling `act`.
+        """Call `act`, which creates or removes the directory `path`; repeat the client's call in the guest.
 
         `names`: the system calls by which the client may have requested the change. `args`: the arguments
         that follow the path in the first of these system calls.
@@ -546,7 +547,7 @@ class GuestCalls:
             act()
 
     def truncate(self, client: Client, path: str, act: Callable[[], None]) -> None:
-        """Set the size of the file at `path` by calling `act`."""
+        """Call `act`, which truncates the file at `path`, and repeat the client's call in the guest."""
         del path
         with self.request(client):
             act()

@@ -34,9 +34,9 @@ from emulated_kernel.vfs.core.open_file import ALWAYS_READY
 class FileSystem(ABC):
     """Interface of a file system of a mount.
 
-    A file system exists as long as its mount. If another kernel replaces the kernel that it shows, become()
-    switches it to the new kernel. A request that waits for the lock meanwhile is served by the new kernel.
-    Paths are absolute and start at the mount's root.
+    A file system exists as long as its mount. The files belong to a kernel. If another kernel replaces this
+    kernel, become() switches the file system to the new one. A request that waits for the lock meanwhile is
+    served by the new kernel. Paths are absolute and start at the mount's root.
 
     A method *begins a request* if it advances the guest's virtual clock. `getattr`, `readdir` and `readlink`
     must not begin a request. The host kernel decides how often it calls these methods, so traces would depend
@@ -60,7 +60,7 @@ class FileSystem(ABC):
     """
 
     def __init__(self, lock: ControlLock | None = None) -> None:
-        """Create a file system without open files. `lock` is the control lock of the kernel that it shows."""
+        """Create a file system without open files. `lock`: the kernel's control lock; None: a new lock."""
         self.lock = lock or ControlLock()
         self.opened: dict[FileDescription, None] = {}
         """Open files and directories, as keys in the order in which they were opened.

@@ -59,9 +59,15 @@ class Mount:
         one. `lasting`: directories in the root that exist as long as the mount, whichever kernel it shows.
         """
         self.has_native_traps = False
-        """Whether hits whose handlers are guest code run without Python; the builder sets it, for reports."""
+        """Whether a hit whose handlers are guest code is handled without Python.
+
+        The function that builds the mount sets the value, which is only for reports.
+        """
         self.architecture = ""
-        """Architecture of a kernel from a file, or ""; the builder sets it, for reports."""
+        """Architecture of a distribution's kernel, or "" for a kernel of kprobefs.
+
+        The function that builds the mount sets the value, which is only for reports.
+        """
         self._table = dict(table)
         self._root = self._table["/"]
         self._file_systems = list(dict.fromkeys((self._root, *self._table.values())))

@@ -324,7 +324,7 @@ def _keep_kernel_settings() -> None:
 
 
 def _is_in_reach(point: mountpoints.MountPoint) -> bool:
-    """Whether a mount has files that change the host's kernel, and no other mount covers it."""
+    """Return True if a mount has files that change the host's kernel, and no other mount covers it."""
     if point.fstype not in ("proc", *KERNEL_SETTINGS):
         return False
     try:

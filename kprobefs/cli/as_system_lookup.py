@@ -171,9 +171,10 @@ class Lookup:
         self._take_ids()
 
     def _is_of_command(self) -> bool:
-        """Return True if the task's capabilities apply to files.
+        """Return True if the task is in the user namespace of the command or of this process.
 
-        They do not apply if the task is in a user namespace that the command has created.
+        Only then do the task's capabilities apply to files. A user namespace that the command itself has
+        created does not count.
         """
         here = os.stat("self/ns/user", dir_fd=self._proc).st_ino
         theirs = self._open("ns/user", self._task, os.O_RDONLY)
@@ -201,7 +202,10 @@ class Lookup:
             os.close(each)
 
     def open(self, path: bytes) -> int:
-        """Open a path of the task with O_PATH; it stays open until close(). Raises: OSError."""
+        """Open a path with O_PATH in the place of the task, and return the descriptor.
+
+        The descriptor stays open until close(). Raises: OSError.
+        """
         try:
             # openat2(2) refuses magic links of /proc here, because their target depends on the process that
             # follows them. _walk() follows them like the task.
@@ -210,7 +214,10 @@ class Lookup:
             return self._walk(path)
 
     def _walk(self, path: bytes) -> int:
-        """Open a path, name by name. Mirrors: fs/namei.c:link_path_walk (v6.1)."""
+        """Open a path, name by name, and return the descriptor.
+
+        Mirrors: fs/namei.c:link_path_walk (v6.1).
+        """
         if not path:
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
         names = path.split(b"/")[::-1]
@@ -316,17 +323,18 @@ class Lookup:
 
 
 def owner_of_namespace(namespace: int) -> int:
-    """Return the inode of the user namespace that owns the namespace with the descriptor `namespace`.
+    """Return the inode number of the user namespace that owns another namespace.
 
-    Raises: OSError.
+    `namespace`: descriptor of the owned namespace. Raises: OSError.
     """
     return _namespace(namespace, _NS_GET_USERNS)
 
 
 def _namespace(namespace: int, request: int) -> int:
-    """Return the inode of the namespace that an ioctl on an open namespace opens.
+    """Return the inode number of a related namespace, such as the parent or the owning user namespace.
 
-    `namespace`: descriptor of the open namespace. `request`: number of the ioctl. Raises: OSError.
+    `namespace`: descriptor of a namespace. `request`: ioctl that returns a descriptor of the related
+    namespace, such as NS_GET_PARENT. Raises: OSError.
     """
     found = fcntl.ioctl(namespace, request)
     try:

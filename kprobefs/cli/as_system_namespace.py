@@ -105,8 +105,9 @@ class CommandNamespace:
             raise OSError(failure, os.strerror(failure))
 
     def _try(self) -> None:
-        """Test enter() in a child process, first without the listener.
+        """Test enter() in a child process: first without the listener, and then with it.
 
+        If only the second test fails, store the reason in `unanswered`, and do without the listener.
         Raises: CliError (the host allows no further user namespace).
         """
         listens = self._listens
@@ -184,7 +185,10 @@ def _has_hung_up(listener: int) -> bool:
 
 
 def _map_ids(pid: int) -> None:
-    """Map all ids of this process's user namespace to equal ids in that of process `pid`. Raises: OSError."""
+    """Map each id in the user namespace of process `pid` to the equal id in this process's.
+
+    Raises: OSError.
+    """
     for name in ("uid_map", "gid_map"):
         with open(f"/proc/self/{name}", encoding="ascii") as lines:
             ranges = [line.split() for line in lines]

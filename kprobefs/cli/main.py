@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None, build: Builder | None = None) -
     """Run the program and return its exit status.
 
     `arguments`: words of the command line after the name of the program; None: those of this process.
-    `build` replaces the builder of the served kernel.
+    `build`: builder of the served kernel; None: the options select it.
     """
     try:
         _open_standard_streams()

@@ -42,7 +42,7 @@ _FAILURES = re.compile(r"=+ (?:FAILURES|ERRORS) =+")
 _FAILED_TEST = re.compile(r"_+ (?!_)(.+?) _+")
 """Pattern for the first line of a failed test's report; its group is the name of the test."""
 _REASON = re.compile(r"E( {3,}.*)")
-"""Pattern for a line of a failed test's report with a part of the exception, as its group."""
+"""Pattern for a line of a failed test's report that shows the exception; its group is the shown part."""
 _REFUSALS = re.compile(r"-+ kprobefs -+")
 """Pattern for the line of a failed test's report before the kernel's refusals."""
 COLUMNS = 80
@@ -67,7 +67,7 @@ _NO_TESTS_COLLECTED = 5
 _NO_TEST_RAN = re.compile(
     r"(?:=+ )?((?:(?:\d+ (?:skipped|deselected|warnings?)(?:, |(?= in )))+|no tests ran) in \d.*?s)(?:\s.*)?"
 )
-"""Pattern for the last line of a pytest that ran no test; its group is the line without decoration."""
+"""Pattern for the last line of pytest's output if no test ran; its group is the line without decoration."""
 MOUNT = re.compile(r"/[^\s'\":]*/kprobefs-[a-z0-9_]{8}/mnt")
 """Pattern for the path of a mount that `run` has made."""
 _NAME = re.compile(r"\b[^\W\d]\w*")

@@ -29,7 +29,7 @@ STACK_FULL = (
     "{hits} missed, because earlier calls of the same task have not returned and its shadow stack is full"
 )
 WITHOUT_MAXACTIVE = ("fgraph", "unified")
-"""Return hooks that have a shadow stack per task, on which maxactive has no effect."""
+"""Names of the return hooks with a shadow stack for each task, for which maxactive has no effect."""
 UNARMED = "{reason}, so the probes were not armed"
 NO_RECORD = "{name} has {hits} and no record in the trace; {why}"
 NOT_BY_SCRATCH = "{names} {hits}, none of them by a file in scratch/; {why}"
@@ -45,7 +45,7 @@ DISARMED = "Kprobes globally disabled"
 """Text of Linux's message when all kprobes are disarmed."""
 FTRACE_ENABLED = "sysctl/kernel/ftrace_enabled"
 INTERPRETER = lazy_pattern(r"(?:[akz]|ba|da)?sh|(?:python|perl|ruby|lua)[\d.]*")
-"""Pattern for the name of a program whose first file is a script."""
+"""Pattern for the name of an interpreter: the first file among its arguments is a script."""
 HITS = lazy_pattern(r" *(\S+) +(\d+) +(\d+)")
 """Pattern for a line of kprobe_profile; its groups are the event, its hits and its misses."""
 BUFFERED = lazy_pattern(r"^(?:entries|overrun|dropped events|read events): (\d+)$", re.MULTILINE)
@@ -276,7 +276,7 @@ def nothing_hints(ended: EndedCommand, past: Past) -> Iterator[str]:
 
 
 def _not_by_scratch(ended: EndedCommand, past: Past) -> Iterator[str]:
-    """Yield a hint that no hit came by scratch/, because the command's files are outside of the mount.
+    """Yield a hint that no hit comes from scratch/, because the command's files are outside of the mount.
 
     The hint names the events that were hit but record nothing, for example because only triggers use the
     hits. There is no hint if the command names no file outside of the mount, if it has used scratch/ or this
@@ -398,8 +398,8 @@ def switched_off(directory: str, *, kprobes: bool, calls_alone: bool) -> str:
     """Return a text that names the switch by which probes are unarmed now; "" if no switch is off.
 
     The text is in the past tense, as a reason why an ended command hit no probe. Precondition: the reads of
-    this function hit no probe. `kprobes`: whether kprobes trace the command. `calls_alone`: whether fentry
-    sites call all probes and tracers that trace the command.
+    this function hit no probe. `kprobes`: whether the command is traced by kprobes. `calls_alone`: whether
+    all probes and tracers of the command are called by fentry sites.
     """
     root = control_root(directory)
     if kprobes and not _switch(root / "kprobes" / "enabled"):
@@ -417,7 +417,8 @@ def _switch(file: Path) -> bool:
 def _why_unarmed(probes: Sequence[str], *, has_calls: bool) -> str:
     """Return the reason why the probes of an enabled event could not be hit; "" if they could be hit.
 
-    `probes`: lines of the probes in kprobes/list. `has_calls`: whether fentry sites may call probes.
+    `probes`: lines of the probes in kprobes/list. `has_calls`: whether ftrace_enabled is on, so that fentry
+    sites may call probes.
     """
     if probes and all("[DISABLED]" in line for line in probes):
         return "the event was enabled while kprobes/enabled was 0"

@@ -166,7 +166,7 @@ def program_parser() -> argparse.ArgumentParser:
 
 
 def machine_options(words: Sequence[str]) -> list[str]:
-    """Return those arguments of a command that are options of the emulated machine."""
+    """Return the names, such as --arch, of those options in `words` that concern the emulated machine."""
     parser = _ArgumentParser(add_help=False)
     _add_machine_options(parser)
     nothing = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([]))))

@@ -42,7 +42,7 @@ _INSTANCE = lazy_pattern(r"(?:/tracing)?/instances/([^/]+)/")
 _LOADED = lazy_pattern(r"load (?:.*/)?([^/\s]+?)(?:\.ko)?\s*$")
 """Pattern for a write that loads a module; its group is the module's name."""
 _LOADER = lazy_pattern(r"module\b|.*\bELF\b")
-"""Pattern for a line of the kernel log about a refused module that lacks the module's name."""
+"""Pattern for a line of the kernel log that reports a refused module without naming it."""
 _WORD = lazy_pattern(r"[^\s,:()=]+")
 """Pattern for the part of a command at which a caret points."""
 
@@ -75,7 +75,7 @@ def refusals(directory: str, past: Past) -> Iterator[str]:
 
 
 def _logged(tracefs: Path, past: Past) -> Iterator[tuple[str, re.Match[str]]]:
-    """Yield (name of the log, last entry) for each error_log that can have the last refused write.
+    """Yield (name of the log, last entry) for each error_log that may report the last refused write.
 
     The logs are that of the file's trace array, and that of a removed instance of the same name.
     """
@@ -176,9 +176,9 @@ def _no_such_kind(text: str, reason: str, tracefs: Path) -> str:
 
 
 def _logged_by_loader(directory: str, file: str, text: str) -> str:
-    """Return the line that the kernel has logged about a refused module, or "".
+    """Return the line of the kernel log about a refused module, or "" if there is no such line.
 
-    `file`: path of the refused write in the mount. `text`: the refused write.
+    `file`: path in the mount of the file to which `text` was written. `text`: the refused write.
     """
     name = _LOADED.match(text)
     if not file.endswith("/machine/modules") or name is None:
@@ -193,8 +193,8 @@ def _logged_by_loader(directory: str, file: str, text: str) -> str:
 def _no_such_trigger(directory: Path, file: str, text: str) -> str:
     """Return the message that the kernel has no such trigger; "" if this is not the reason.
 
-    `file`: path of the refused write from `directory` on. `text`: the refused write. If no trigger is set,
-    the trigger file lists the names of all triggers; otherwise, return "".
+    `file`: path, relative to `directory`, of the file to which `text` was written. `text`: the refused write.
+    If no trigger is set, the trigger file lists the names of all triggers; otherwise, return "".
     """
     name = re.match(r"\s*!?(\w+)", text)
     if not file.endswith("/trigger") or name is None:

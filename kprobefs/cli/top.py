@@ -223,7 +223,7 @@ class View:
     condition: str = ""
     """Message about the state of the mount, or "" if the mount answers normally."""
     page: int = 1
-    """Number of rows of the list that fit on the screen."""
+    """Number of rows of the list, or of lines of the close-up's code, that fit on the screen."""
     probes: list[Probe] = field(default_factory=list)
 
     def show(self, probes: Sequence[Probe]) -> None:

@@ -187,7 +187,10 @@ _STAGES = (
         ),
     ),
 )
-"""Steps of the tour that stop at each stage of patching; `{offset}` is the probe's offset in gcd."""
+"""Steps of the tour `optimized`, which stops at each stage of patching.
+
+`{offset}` stands for the probe's offset in gcd.
+"""
 CHAPTERS = ("probes", "optimized")
 """Names of the tours. The first one is the default."""
 _STAGED = {"riscv64": 0x22, "riscv64i": 0x24}
@@ -237,7 +240,10 @@ def tour(directory: str, walk: Sequence[Step]) -> None:
 
 
 def typed(command: str, width: int | None) -> Iterator[str]:
-    """Yield a prompt and a command as lines of at most `width` characters, in a form that a shell accepts."""
+    """Yield a prompt and a command, broken into lines in a form that a shell accepts.
+
+    `width`: maximum length of a line, which only a longer word exceeds; None: yield one line.
+    """
     line = "$"
     for word in re.findall(r"(?:'[^']*'|\S)+", command):
         if width is not None and line.strip() != "$" and len(f"{line} {word} \\") > width:

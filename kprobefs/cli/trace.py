@@ -56,10 +56,7 @@ PID_NAMESPACE = "/proc/self/ns/pid"
 NOTHING = 3
 """Exit status of a RecordReader's process that has read no records."""
 UNWRITTEN = 100
-"""Offset of an errno in the exit status of a RecordReader's process that has failed to write records.
-
-The exit status is the sum of the two numbers.
-"""
+"""Exit status of a RecordReader's process that failed to read or write records, minus the errno."""
 
 
 ONE_FILTER = "-f filters all probes; a filter of one probe is at its end: 'r:PLACE ret=$retval if ret > 0'"
@@ -120,7 +117,7 @@ class TraceSession:
 
     @property
     def shows_durations(self) -> bool:
-        """Whether the output has durations: those of a call graph, or those of slices."""
+        """Whether the output has durations: of a call graph, or of calls that are shown as slices."""
         returns = self.kind.needs_entries and any(probe.is_return for probe in self.probes)
         return returns or bool(self.request.graph)
 
@@ -419,7 +416,8 @@ class AttachedProbes:
         """Apply lines to the mount's files.
 
         An item of `lines` is a tuple: the line's name in messages, the line, and the user's own text.
-        `probes`: the user's text -> the probe. Raises: CliError.
+        `probes`: the user's text -> the probe, for advice about a probe that the kernel refuses.
+        Raises: CliError.
         """
         from kprobefs.definitions.loader import Loader
         from kprobefs.definitions.syntax import Line
@@ -508,7 +506,10 @@ class AttachedProbes:
         return why_no_hit(ended, places, unarmed)
 
     def _only_counts(self) -> bool:
-        """Return True if the session's probes were hit, and if the kernel records no hit of its kprobes."""
+        """Return True if a probe was hit, but the kernel only counts hits of its own kprobes.
+
+        Such a kernel writes no records of these hits.
+        """
         daemon = running(self._directory)
         if daemon is None or (daemon.profile, daemon.arch) != (KERNEL_KPROBES, "riscv64"):
             return False
@@ -558,7 +559,7 @@ class RecordReader:
         os.close(ready)
 
     def mark(self, marker: Path) -> None:
-        """Make the child process write to `marker`, the file trace_marker of an array, before begin()."""
+        """Make the child process write to `marker`, a file trace_marker. Call this before begin()."""
         os.write(self._commands, f"{marker}\n".encode())
         os.read(self._ready, 1)
 

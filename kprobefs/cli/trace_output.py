@@ -212,7 +212,8 @@ class FoldedOutput(RawOutput):
 def _weighted(found: Iterator[RawRecord], symbols: SymbolNames) -> Iterator[tuple[int, list[str], int]]:
     """Yield (pid, stack, weight) for each stack record and each record of a function graph exit.
 
-    The weight is 1 for a stack record. For a graph exit, it is the nanoseconds outside of nested calls.
+    The weight is 1 for a stack record. For a graph exit, it is the time in nanoseconds that the function
+    spent outside of nested calls.
     """
     graph: dict[int, list[_OpenCall]] = defaultdict(list)
     for record in found:

@@ -130,8 +130,8 @@ def text_line(line: str, output: TextIO) -> str:
 def layout(text: str) -> Layout:
     """Return the layout of an event, from the text of its `format` file.
 
-    A group is named after the word before a "=". If there is no such word, and each value is a whole field,
-    the group is named after the field. Otherwise the group has no name.
+    Each group of its regular expression gets the word before a "=" as its name. If there is no such word, and
+    each printed value is a whole field, the group gets the field's name. Otherwise, its name is "".
     """
     found = PRINT_FMT.search(text)
     if found is None:

@@ -25,8 +25,8 @@ _KEYS = lazy_pattern(r"\bkeys=([^:]+)")
 def unmatched(past: Past) -> Iterator[str]:
     """Yield a hint for each synthetic event in `past` whose histograms are empty in all trace arrays.
 
-    Only synthetic events are examined that triggers of other events cause. There is no hint if any of these
-    triggers has counted a hit.
+    Only those synthetic events are examined that are caused by triggers of other events. There is no hint if
+    any of these triggers has counted a hit.
     """
     if past.has_forgotten_hists:
         return
@@ -43,10 +43,10 @@ def unmatched(past: Past) -> Iterator[str]:
 
 
 def _why(past: Past, last: PastHist, first: str) -> str:
-    """Return the reason why no hit of an event caused a synthetic event; "" if it is unknown.
+    """Return the reason why a trigger has not caused its synthetic event; "" if it is unknown.
 
-    `last`: histogram of the event, whose trigger causes the synthetic event if its keys match. `first`: the
-    event whose trigger sets variables, as GROUP/EVENT.
+    `last`: histogram whose trigger causes the synthetic event when its keys match. `first`: event, as
+    GROUP/EVENT, whose trigger sets the variables for this.
     """
     setting = [hist.hits for hist in past.hists if (hist.array, hist.event) == (last.array, first)]
     first_name, last_name = (event.partition("/")[2] for event in (first, last.event))

@@ -63,7 +63,8 @@ class CompileAhead:
     """A process that compiles modules, and the compiled code, which the importing process reads.
 
     The code is in an anonymous file, so that nothing is written to the host's file systems. A process that
-    this one forks can take code, too. Modules that are not compiled yet are compiled by their import.
+    this one forks can take code, too. If the code of a module is not ready, the import compiles the module
+    itself.
     """
 
     def __init__(self, directories: Sequence[str]) -> None:
@@ -81,7 +82,10 @@ class CompileAhead:
             self._file = os.memfd_create(FILE_NAME, os.MFD_CLOEXEC)
             undo.callback(os.close, self._file)
             self._missed = os.memfd_create(FILE_NAME, os.MFD_CLOEXEC)
-            """File with a line for each module that is compiled by its import: the path of the module."""
+            """File with the paths, one a line, of modules that were imported before their code was ready.
+
+            The compiling process skips these modules.
+            """
             undo.callback(os.close, self._missed)
             self._compiler = os.fork()
             undo.pop_all()
@@ -97,7 +101,7 @@ class CompileAhead:
     def end(self) -> None:
         """Make imports compile all modules from now on, and kill the compiling process.
 
-        A process that was forked after __init__() does not kill the compiling process.
+        In a process that was forked after __init__(), do not kill the compiling process.
         """
         sys.path_hooks.remove(self._finder)
         self._forget_finders()
@@ -139,7 +143,10 @@ class CompileAhead:
                 return
 
     def _read_record(self) -> bool:
-        """Read the next record. Return False if it has not been written completely."""
+        """Read the code of the next module from the file, and store it in `_codes`.
+
+        Return False if the compiling process has not written this code completely.
+        """
         size = _SIZE.size
         head = os.pread(self._file, size, self._position)
         if len(head) == size:
@@ -194,7 +201,7 @@ def _sources(directories: Sequence[str]) -> Iterator[str]:
 
 
 _running: list[CompileAhead] = []
-"""The running process that begin() has started, until end(); empty if there is none."""
+"""The CompileAhead that begin() has made, until end(); the list is empty if there is none."""
 
 
 def begin() -> None:

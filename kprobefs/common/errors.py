@@ -58,7 +58,7 @@ _MEMORY_LIMITS = (
     (resource.RLIMIT_AS, "-v", ADDRESS_SPACE, _KB, "kB of address space"),
     (resource.RLIMIT_DATA, "-d", DATA, _KB, "kB of data"),
 )
-"""Resource limits: number, option of ulimit, value that a mount needs, unit in bytes, and name."""
+"""Limits of memory: (number of the resource, option of ulimit, needed value, bytes in its unit, name)."""
 _NO_THREAD = "can't start new thread"
 """Message of the RuntimeError that Python raises if it cannot start a thread."""
 _TOO_MANY = "too many processes and threads; end some, or run ulimit -u with a larger number"

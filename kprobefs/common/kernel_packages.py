@@ -104,8 +104,8 @@ class _Apt:
     def __init__(self, work: Path, suite: str, name: str, architecture: str) -> None:
         """Fetch the list of the suite's packages for an architecture. Raises: CliError.
 
-        `work`: directory for apt's files. `name`: the user's name of the kernel. `architecture`: Debian's
-        name.
+        `work`: directory for apt's files. `name`: the kernel as the user named it, for messages.
+        `architecture`: Debian's name.
         """
         self._name = name
         self._work = work
@@ -133,7 +133,10 @@ class _Apt:
         return package in self._run("apt-cache", "pkgnames", package).split()
 
     def dependency(self, package: str, begin: str) -> str:
-        """Return the first package on which `package` depends and whose name starts with `begin`."""
+        """Return the first dependency of `package` whose name starts with `begin`.
+
+        Raises: CliError (there is none).
+        """
         lines = self._run("apt-cache", "depends", package).splitlines()
         words = [line.split() for line in lines if line.strip().startswith("Depends:")]
         found = next((each[1] for each in words if each[1].startswith(begin)), None)
@@ -169,7 +172,10 @@ class _Apt:
 
 
 def _archive(name: str) -> str:
-    """Return the archive of Debian's packages that the host's apt uses. Raises: CliError (it uses none)."""
+    """Return the URL of the archive of Debian's packages that the host's apt uses.
+
+    Raises: CliError (it uses none).
+    """
     for pattern in SOURCES:
         for file in sorted(Path("/etc/apt").glob(pattern)):
             with suppress(OSError):

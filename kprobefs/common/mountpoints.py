@@ -267,7 +267,7 @@ class _Question:
                 time.sleep(REAP_PAUSE)
 
     def _late_line(self, deadline: float) -> str:
-        """Wait for the child's next line, and return it, as long as the child or the daemon waits for a CPU.
+        """Return the child's next line; wait for it as long as the child or the daemon waits for a CPU.
 
         Return "" if neither of them waits for a CPU any more, or at the monotonic time `deadline`.
         """

@@ -119,7 +119,7 @@ class RebootableKernel:
         self._processes = watch()
         self._kernel = Kernel(config, self._processes)
         self._return_hook = self._kernel.kretprobes.hooks.return_hook
-        """Name of the shadow stack that return probes use by default. A reboot keeps another choice."""
+        """Name of the default implementation of return probes. A reboot keeps another choice."""
         is_restored = state is not None and self._restore(state)
         self.mount = self._kernel.mounted(self._files(self._kernel))
         if state is not None:
@@ -280,8 +280,8 @@ class RebootableKernel:
         """Define the modules, probes and settings of the kernel `old` in `kernel`, in steps.
 
         `definitions`: lines that define the probes and settings. Append to `loads` the orders for the
-        workloads that run in `old`, so that they can be started in `kernel`. Append to `lost` a message
-        about each module, probe or setting that `kernel` does not take.
+        workloads that run in `old`, so that they can be started in `kernel`. Append to `lost` a message about
+        each module, probe or setting that could not be defined in `kernel`.
         """
         for file in _modules(old):
             try:

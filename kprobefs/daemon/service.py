@@ -165,9 +165,9 @@ class Service:
         """Serve the mount until SIGTERM, SIGINT, SIGHUP or umount. Raises: CliError.
 
         Call `on_prepared` before the first thread starts, and `on_ready` when the mount answers. If the
-        daemon is killed, another process (UnmountWatcher) unmounts the mount and calls `at_killed`. When
-        the daemon and its parent have ended, UnmountWatcher's process does the work `orphaned`, even if
-        neither of them was killed.
+        daemon is killed, another process (UnmountWatcher) unmounts the mount and calls `at_killed`. With
+        `orphaned`, that process calls `at_killed` after an orderly end, too. When the daemon's parent has
+        also ended, it calls `orphaned.clean_up`.
         """
         mountpoints.check_proc()
         share_heap()

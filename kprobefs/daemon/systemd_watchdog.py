@@ -119,9 +119,9 @@ class _Condition:
         self._used: list[bytes] = []
 
     def ask(self) -> str:
-        """Read the state again, store it in `told`, and return it.
+        """Read the mount's state again, store it in `told`, and return it. Also update `is_alive`.
 
-        Wait at most CONTROL_TIMEOUT seconds for the state.
+        If the state is not read within CONTROL_TIMEOUT seconds, it is MountState.BUSY.
         """
         if not self._asking.is_alive():
             self._asking = threading.Thread(target=self._read, daemon=True)

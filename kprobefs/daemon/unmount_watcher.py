@@ -20,28 +20,34 @@ MESSAGE_SIZE = 64
 
 @dataclass(frozen=True)
 class Orphaned:
-    """Work that is left when the daemon and its parent have ended, in any order and by any signal."""
+    """The clean-up that UnmountWatcher's child does when the daemon and its parent have ended.
+
+    The two may end in any order and by any signal.
+    """
 
     parent: int
     """pidfd of the daemon's parent."""
     clean_up: Callable[[], None]
-    """Function that does the work. The function is called even if the parent has already done the work."""
+    """Function that does the clean-up. It is called even if the parent has already cleaned up."""
 
 
 class UnmountWatcher:
     """A child process that unmounts if the daemon ends by a signal that the daemon cannot handle.
 
-    If it got an Orphaned, the child then waits for the end of the daemon's parent, and does the work of the
-    Orphaned. The child must hold no descriptor of /dev/fuse. Otherwise, requests would wait for an answer
-    even after the daemon's end. So the object must be created before /dev/fuse is opened, and while the
-    caller has no threads.
+    With an Orphaned, the child then also waits for the end of the daemon's parent, and calls clean_up(). The
+    child must hold no descriptor of /dev/fuse. Otherwise, requests would wait for an answer even after the
+    daemon's end. So the object must be created before /dev/fuse is opened, and while the caller has no
+    threads.
     Mirrors: fusermount's option auto_unmount (libfuse 3).
     """
 
     def __init__(self, directory: str, at_killed: Callable[[], None], orphaned: Orphaned | None) -> None:
-        """Fork the child, which calls `at_killed` after the unmount. Raises: CliError.
+        """Fork the child. When the daemon has ended, the child unmounts `directory` and calls `at_killed`.
 
-        `orphaned`: the work when the daemon and its parent have ended; None if there is none.
+        `orphaned`: clean-up after the end of the daemon's parent; None: no clean-up. If it is None, end()
+        kills the child, so the child calls `at_killed` only if the daemon was killed. Otherwise, the child
+        calls `at_killed` after an orderly end, too.
+        Raises: CliError.
         """
         self._orphaned = orphaned
         daemon = os.pidfd_open(os.getpid())
@@ -62,7 +68,7 @@ class UnmountWatcher:
     def end(self) -> None:
         """Kill the child and wait for its end.
 
-        If there is an Orphaned, do nothing: the child must still do its work.
+        If there is an Orphaned, do nothing: the child must still call clean_up().
         """
         if self._orphaned is not None:
             return
@@ -74,7 +80,10 @@ class UnmountWatcher:
 def _watch(
     directory: str, reader: int, daemon: int, at_killed: Callable[[], None], orphaned: Orphaned | None
 ) -> NoReturn:
-    """Wait for the daemon's end, then unmount `directory`. Never return.
+    """Execute the child: wait for the daemon's end, unmount `directory`, call `at_killed`, and exit.
+
+    `reader`: pipe from which the mount's device number is read. `daemon`: pidfd of the daemon. `orphaned`:
+    see UnmountWatcher.__init__().
 
     The directory is not looked up before the daemon has ended: at an automount point, the lookup would wait
     for the mount.

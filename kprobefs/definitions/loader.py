@@ -180,7 +180,10 @@ class Loader:
             raise DefinitionError(f"{refused}; the old definition was removed", refused.cursor) from None
 
     def _try(self, text: str, event: str) -> None:
-        """Define another event as `text` defines `event`, and remove it. Raises: DefinitionError."""
+        """Test the definition `text` of an event under another name, which is then removed.
+
+        If there is no space for another event, return without a test. Raises: DefinitionError.
+        """
         found = DEFINITION.match(text)
         assert found is not None
         trial = f"{event.partition('/')[0]}/{TRIAL}"
@@ -371,9 +374,10 @@ class _ExistingDefinitions:
     def __init__(self, lines: Iterable[str]) -> None:
         self.events: set[str] = set()
         self._counts: dict[tuple[str, str, str], set[str]] = {}
-        """(kind, event, rest) of a definition -> values of maxactive.
+        """(kind, event, rest) of definitions -> the value of maxactive of each of them.
 
-        Each definition has a second key, with "" as its event, for a new definition that names no event.
+        Each definition is also under a key with "" as the event, to find it for a new line that names no
+        event.
         """
         for line in lines:
             definition = parse_definition(line)

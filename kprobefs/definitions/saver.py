@@ -140,7 +140,7 @@ def saved_in_steps(
 
 
 def _definitions(lines: Iterable[str], default_maxactive: Callable[[], int]) -> Iterator[str]:
-    """Yield lines of dynamic_events, without a maxactive that is the kernel's default.
+    """Yield lines of dynamic_events, each without its maxactive if that is the kernel's default.
 
     The default depends on the number of CPUs, so another machine chooses its own.
     """
@@ -223,8 +223,8 @@ class _Array:
     def switches(self, *, is_instance: bool) -> Iterator[str]:
         """Yield lines that set the tracer, the options, the enabled events, and the commands of functions.
 
-        `is_instance`: the array is that of an instance. A new instance gets the options of the top-level
-        array, so all options of an instance are saved. Its tracing_on is saved if it is on.
+        `is_instance`: whether the array is that of an instance. All options of an instance are saved, because
+        a new instance gets those of the top-level array. `tracing_on = 1` is saved only for an instance.
         """
         for value in self.lines("current_tracer"):
             if value not in DEFAULTS["current_tracer"]:

@@ -4,8 +4,8 @@ libfuse finds a file's path by its node id, in a table with a lock, and calls ba
 cannot rename control files, so the path of a control file's node never changes. kprobefs keeps the paths of
 these nodes, and replies to requests about them without libfuse.
 The host's kernel looks each directory of a path up again unless the reply gives the directory's name a
-validity. A name of a control file gets a validity if only the guest's kernel can remove the name. When such
-a name ends, kprobefs notifies the host's kernel.
+validity. A name of a control file gets a validity if only the guest's kernel can remove the name. When such a
+name is removed, kprobefs notifies the host's kernel.
 """
 
 from __future__ import annotations
@@ -114,8 +114,9 @@ class KnownNodes:
 
     libfuse counts the LOOKUPs of a node to which libfuse has replied. A FORGET contains the number of all
     LOOKUPs of the node. So the LOOKUPs to which kprobefs has replied itself are subtracted before libfuse
-    gets the FORGET. Replaces: libfuse's replies to LOOKUP, GETATTR and OPEN of control files. Gains: two
-    thirds of the time of an open, read and close by path.
+    gets the FORGET.
+    Replaces: libfuse's replies to LOOKUP, GETATTR and OPEN of control files. This saves two thirds of the
+    time of an open, read and close by path.
     """
 
     def __init__(self, names: Names, *, may_last: bool) -> None:
@@ -185,8 +186,8 @@ class KnownNodes:
         """Send libfuse's reply to the LOOKUP of a control file, and record the node that the reply contains.
 
         `directory` is the node id of the directory in which `name` was looked up, and `path` is the path of
-        the file. `ends` is the value of the attribute `ends` when the request came. If `may_last` is set,
-        the name may get a validity.
+        the file. `ends` is the number of calls of end_names() when the request came. `may_last`: whether the
+        name may get a validity of NAME_VALIDITY seconds.
         Raises: OSError (not sent).
         """
         if len(reply) != ENTRY_OUT.size + OUT_HEADER.size + ATTR.size:
@@ -223,13 +224,13 @@ class KnownNodes:
         attributes: bytes,
         validity: int,
     ) -> bool:
-        """Send the reply to the LOOKUP of the name of `node`, and return True.
+        """Reply to a LOOKUP that has found `node`, and return True.
 
         If a FORGET has removed the node meanwhile, send nothing and return False. `unique` is the id of the
         request. `directory` is the node id of the directory in which `name` was looked up. `attributes` is a
-        struct fuse_attr, valid for `validity` nanoseconds. `ends` is the value of the attribute `ends` when
-        the request came. If names have ended since then, the name gets no validity. If the file system allows
-        a validity for the name, the attributes get no validity.
+        struct fuse_attr, valid for `validity` nanoseconds. `ends` is the number of calls of end_names() when
+        the request came. If there were further calls since then, the name gets no validity. If the file
+        system allows a validity for the name, the attributes get no validity.
         """
         key = (directory, name)
         lasts = self._may_last(node.path)
@@ -249,7 +250,7 @@ class KnownNodes:
         return True
 
     def forget(self, number: int, count: int) -> int:
-        """Count a FORGET of `count` LOOKUPs of the node with the id `number`.
+        """Process a FORGET of `count` LOOKUPs of the node with the id `number`.
 
         Return the number of these LOOKUPs to which libfuse has replied.
         """
@@ -294,10 +295,10 @@ class KnownNodes:
     def _let_last(self, key: _Key, path: str, ends: int) -> int:
         """Record that the host's kernel may keep the name `key`, and return the name's validity in seconds.
 
-        `key`: node id of the directory, and name. `path`: path of the file. `ends`: value of the attribute
-        `ends` when the LOOKUP came. Return 0 if MAX_NAMES names have a validity, or if names have ended
-        since the LOOKUP came.
-        Hazard: if names have ended since then, the result of the LOOKUP may be out of date.
+        `key`: node id of the directory, and name. `path`: path of the file. `ends`: number of calls of
+        end_names() when the LOOKUP came. Return 0 if MAX_NAMES names have a validity already, or if
+        end_names() has been called since then.
+        Hazard: in the latter case, the result of the LOOKUP may be out of date.
         """
         now = monotonic()
         if len(self._lasting) >= MAX_NAMES:
@@ -311,12 +312,11 @@ class KnownNodes:
         self._lasting = {key: lasting for key, lasting in self._lasting.items() if lasting[0] > now}
 
     def end_names(self, ends: Collection[str | None]) -> None:
-        """Notify the host's kernel of names that have ended, before the current request is answered.
+        """Tell the host's kernel which names are gone, and which names it must look up again.
 
-        `ends`: an item for each change of the file system: the last part of the paths of removed directories,
-        such as GROUP/EVENT; "" if any name may be gone; or None if no name may be used without a lookup any
-        more. After a notification, the host's kernel drops the name of a removed file, or looks up a name
-        that has no validity any more.
+        `ends`: an item for each change of the file system. The item is the last part of the paths of removed
+        directories, such as GROUP/EVENT. It is "" if any name may be gone, and None if the kernel must look
+        up each name again.
         Hazard: to drop a name, the host's kernel locks the name's directory. If the current request is one
         for which the kernel holds such a lock, this thread must not wait: another thread then notifies the
         kernel.

@@ -2,8 +2,8 @@
 
 Further replacements are in reply_channels.py and session_loop.py. The docstring of a replacement names the
 replaced code ("Replaces:"). It also names the effect that needs the replacement ("Needed for:", with its
-test), or the time that the replacement saves ("Gains:"). The measurements are in
-docs/reports/2026-11-28-fuse.md, and benchmarks/fuse_replacements.py repeats them.
+test), or the time that the replacement saves. The measurements are in docs/reports/2026-11-28-fuse.md, and
+benchmarks/fuse_replacements.py repeats them.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ _BY_ADDRESS = {
     "fgetattr": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p),
     "open": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p),
 }
-"""Operation -> prototype with addresses in place of pointers, for which ctypes creates no objects."""
+"""Name of an operation -> its prototype with plain addresses, for which ctypes creates no objects."""
 
 
 class FuseOperations(ctypes.Structure):
@@ -138,7 +138,7 @@ class FuseOperations(ctypes.Structure):
 
     Replaces: fusepy's fuse_operations, which ends before `poll`.
     Needed for: poll(2) on trace_pipe (test_pipe.py:test_readiness).
-    Gains: _BY_ADDRESS saves 2 to 3 % of the time of an open, read and close by path, and of a stat(2).
+    _BY_ADDRESS saves 2 to 3 % of the time of an open, read and close by path, and of a stat(2).
     """
 
     _fields_ = [
@@ -183,8 +183,8 @@ def stat_bytes(attributes: Stat) -> bytes:
     ctypes truncates numbers that do not fit, which a damaged guest may return.
 
     Replaces: fusepy's set_st_attrs(), which sets the members of libfuse's structure by name at each request.
-    Gains: a fifth of the time of an open, read and close by path, and more than a quarter of the time of a
-    stat(2). A quarter of the gain is due to the cache: most attributes are requested again unchanged.
+    This saves a fifth of the time of an open, read and close by path, and more than a quarter of the time of
+    a stat(2). A quarter of the saving is due to the cache: most attributes are requested again unchanged.
     """
     found = _fuse.c_stat()
     found.st_ino = attributes.ino
@@ -260,24 +260,24 @@ class Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
 
     @staticmethod
     def _wrapper(func: Callable[..., int | None], *args: object) -> int:
-        """Call an operation by guarded(), and return a number of bytes, 0 or -errno for libfuse."""
+        """Call an operation by guarded(); return libfuse's result: a number of bytes, 0 or -errno."""
         found = guarded(func.__self__.operations, func, *args) or 0  # type: ignore[attr-defined]
         # A damaged guest may return any number as the count of bytes that it wrote.
         return found if -MAX_ERRNO <= found <= INT_MAX else -errno.EIO
 
     def getattr(self, path: bytes, stat: int) -> int:
-        """Write a file's attributes to the struct stat at the address `stat`.
+        """Write a file's attributes to the struct stat at the address `stat`, and return 0.
 
-        Replaces: FUSE.getattr. Gains: see stat_bytes().
+        Replaces: FUSE.getattr, which takes more time; see stat_bytes().
         """
         data = stat_bytes(self.operations.getattr(path.decode("utf-8", "surrogateescape")))
         ctypes.memmove(stat, data, len(data))
         return 0
 
     def fgetattr(self, path: bytes | None, stat: int, file_info: int) -> int:
-        """Write an open file's attributes to the struct stat at the address `stat`.
+        """Write an open file's attributes to the struct stat at the address `stat`, and return 0.
 
-        Replaces: FUSE.fgetattr. Gains: see stat_bytes().
+        Replaces: FUSE.fgetattr, which takes more time; see stat_bytes().
         """
         name = path and path.decode("utf-8", "surrogateescape")
         info = _fuse.fuse_file_info.from_address(file_info)
@@ -286,21 +286,22 @@ class Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
         return 0
 
     def open(self, path: bytes, file_info: int) -> int:
-        """Open a file, and store its handle in the struct fuse_file_info at the address `file_info`.
+        """Open a file, store its handle in the struct fuse_file_info at `file_info`, and return 0.
 
-        Replaces: FUSE.open, which decodes the path by PATH_CODEC and finds the operation by its name.
-        Gains: 2 to 3 % of the time of an open, read and close.
+        Replaces: FUSE.open, which decodes the path by PATH_CODEC and finds the operation by its name. This
+        saves 2 to 3 % of the time of an open, read and close.
         """
         info = _fuse.fuse_file_info.from_address(file_info)
         self.operations.open(path.decode("utf-8", "surrogateescape"), info)
         return 0
 
     def readdir(self, _path: bytes, buffer: int, filler: Any, offset: int, file_info: Any) -> int:
-        """List a directory from the entry with index `offset` on. libfuse uses only type and inode number.
+        """Pass a directory's entries, from index `offset` on, to libfuse's function `filler`; return 0.
 
+        libfuse uses only the type and the inode number of an entry.
         Replaces: FUSE.readdir, which lists the whole directory and ignores `offset`.
         Needed for: one request for each getdents64(2) (test_client_calls.py:test_listing).
-        Gains: more than half of a listing's time, by one struct stat for all entries.
+        The use of one struct stat for all entries saves more than half of a listing's time.
         """
         attributes = _fuse.c_stat()
         entries = self.operations.readdir(file_info.contents, offset)
@@ -327,9 +328,9 @@ class PollHandles:
         return bool(self._handles)
 
     def add(self, file_handle: int, poll_handle: int) -> bool:
-        """Keep `poll_handle` for the open file `file_handle`.
+        """Keep `poll_handle` for the open file `file_handle`, in place of an earlier poll handle.
 
-        Return True if the file had no other poll handle.
+        Return True if there was no earlier one.
         """
         with self._lock:
             old = self._handles.get(file_handle)
@@ -363,7 +364,7 @@ def fuse_main(
     Return 0, or 1 if libfuse refused the mount.
 
     Replaces: fuse_main_real(), which runs its loop in a pool of libfuse's threads.
-    Gains: requests take less time, because WorkerThreads starts and ends fewer threads than libfuse's pool.
+    Requests then take less time, because WorkerThreads starts and ends fewer threads than libfuse's pool.
     """
     mountpoint = ctypes.c_void_p()
     threaded = ctypes.c_int()

@@ -88,7 +88,8 @@ class MemoryReserve:
     def check(self) -> None:
         """Free the reserve if less than HEADROOM is free; otherwise allocate it.
 
-        Each request calls this method first, except before `next_check`. During another check, do nothing.
+        Each request calls this method first, except before `next_check`. If another thread is checking, do
+        nothing.
         """
         # Another thread is checking, and one check is enough.
         if not self._lock.acquire(blocking=False):

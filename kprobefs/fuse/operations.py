@@ -306,7 +306,7 @@ class _Operations:
         self._mount.release(handle)
 
     def access(self, path: str, mode: int) -> None:
-        """Check whether root may access `path`, or report a chdir(2) to the mount.
+        """Check whether root may access the file `path`. For a directory, report a chdir(2) to the mount.
 
         `mode`: the accesses to check, as in access(2). The host's kernel sends the same request for
         access(2) and for chdir(2). Only X_OK can fail for root.

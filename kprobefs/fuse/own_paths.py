@@ -42,7 +42,7 @@ class OwnPaths:
         self._opening: set[int] = set()
         """Numbers of the opens in progress, as begin_open() has returned them."""
         self._looked_up = threading.local()
-        """Arguments of learn() while libfuse looks up a name in this thread."""
+        """What expect() records for learn(): path of the directory, name, and value of `_changes`."""
 
     def expect(self, directory: int, name: bytes) -> None:
         """Record that the calling thread looks up `name` in the directory with the node id `directory`."""
@@ -74,9 +74,10 @@ class OwnPaths:
         return self._paths.get(number) or self._roots.get(number)
 
     def begin_open(self, number: int) -> tuple[int, str] | None:
-        """Return the number of a new open and the path of a node; None if the node has no path.
+        """Begin an open of the node with the id `number`; return (number of the open, path of the node).
 
-        The path stays valid until end_open() is called with this number.
+        Return None if the node has no path here. The path stays valid until end_open() is called with the
+        number of the open.
         """
         if number not in self._paths:
             return None

@@ -88,7 +88,7 @@ INIT_REPLY_SIZE = 80
 FIRST_WORD = struct.Struct("=I")
 """Layout of the first word after the header of a request: getattr_flags or valid."""
 HANDLE_FLAGS = {FUSE_GETATTR: 1, FUSE_SETATTR: 1 << 6, FUSE_READLINK: 0, FUSE_OPEN: 0, FUSE_OPENDIR: 0}
-"""Opcode of a request for a node -> bit of the first word that is set for a request with a file handle.
+"""Opcode of a request for a node -> bit that is set in the first word if the request has a file handle.
 
 The value is 0 if such requests never have a file handle.
 """

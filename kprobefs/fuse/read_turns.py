@@ -76,7 +76,7 @@ class ReadTurns:
             self._wake.set()
 
     def wake(self) -> None:
-        """Let the successor measure the time of the request that the calling thread has read."""
+        """Wake the successor, which then measures how long the calling thread takes for its request."""
         self._wake.set()
 
     def give_up(self) -> None:

@@ -60,7 +60,10 @@ RELEASE_PAUSE = 0.0001
 RETRY_DELAY = 0.01
 """Seconds between two attempts to send a reply, if the first attempt failed for lack of memory."""
 JOINED = 4096
-"""Maximum size in bytes of a reply's data for which one buffer takes less time than two."""
+"""Maximum size in bytes of a reply's data that is copied behind the header, into one buffer.
+
+For larger data, a write of two buffers takes less time.
+"""
 _INTERRUPTED = (errno.EINTR, errno.EAGAIN, errno.ENOENT)
 """Errnos of a failed read of /dev/fuse after which the thread reads the next request."""
 _NO_MEMORY = struct.pack("=Ii", OUT_HEADER.size, -errno.ENOMEM)
@@ -76,7 +79,10 @@ class _LoopState:
         self._request = request
         self._stat = f"/proc/self/task/{threading.get_native_id()}/stat"
         self.interrupted = 0
-        """The field `unique` of the last request that was interrupted, perhaps only to stop its client."""
+        """The field `unique` of the last request that was interrupted.
+
+        The signal may be one that only stops the client.
+        """
 
     @property
     def _opcode(self) -> int:
@@ -177,7 +183,7 @@ class AtOnce(NamedTuple):
     Returns the number of bytes written, or None if libfuse has to write.
     """
     skip_client: Callable[[], None]
-    """Records that libfuse itself, and no client, makes this thread's next request for attributes."""
+    """Records that the guest must not repeat this thread's next getattr as a client's system call."""
     validity: int
     """Nanoseconds for which the host's kernel may use the attributes in a reply."""
 
@@ -198,8 +204,9 @@ class SessionLoop:
     Needed for: ReplyChannels; replies when the host has no free memory, because a client that waits for one
     cannot even be killed (test_session_loop.py:test_who_asks_where_there_is_no_memory_is_answered); the
     effect of a close(2) (test_session_loop.py:test_a_request_after_a_close_sees_its_effect).
-    Gains: READ saves a fifth of the time of a small pread(2), and a quarter of the time of one of 128 KiB,
-    whose data libfuse would copy again. RELEASE saves 4 % of the time of an open, read and close.
+    The loop's READ saves a fifth of the time of a small pread(2). It saves a quarter of the time of one of
+    128 KiB, whose data libfuse would copy again. The RELEASE saves 4 % of the time of an open, read and
+    close.
     """
 
     def __init__(
@@ -370,7 +377,11 @@ class SessionLoop:
     def _change_names(
         self, opcode: int, directory: int, request: bytearray, address: int, size: int, channel: int
     ) -> None:
-        """Make libfuse execute a request that removes or changes a name in `directory`."""
+        """Make libfuse execute a request that removes or changes a name in a directory.
+
+        `directory`: node id of the directory. `channel`: channel through which libfuse replies. Other
+        parameters: see _process().
+        """
         # An open file may keep its directory from being removed.
         self._await_releases()
         # A RENAME has other fields before its names, and concerns all paths.
@@ -415,7 +426,7 @@ class SessionLoop:
         return ATTR_OUT.pack(0, validity) + attr_bytes(found)
 
     def _open(self, nodes: KnownNodes, request: bytearray, _size: int) -> bytes | int | None:
-        """Open a known control file or a file with a path of its own, and return the reply.
+        """Open a known control file or a file with a path in OwnPaths, and return the reply.
 
         Other results: see `_answers`. An open(2) that truncates can take long, so libfuse answers it.
         """
@@ -471,7 +482,10 @@ class SessionLoop:
                     os.write(self._device, OUT_HEADER.pack(OUT_HEADER.size, -errno.EINTR, unique))
 
     def _postpones(self, handle: int) -> bool:
-        """Return True if another thread executes an abandoned WRITE to `handle`, and will release it."""
+        """Leave the release of `handle` to a thread that executes an abandoned WRITE to it; return True.
+
+        Return False if there is no such thread.
+        """
         for unique, state in self._abandoned.copy().items():
             if state.is_writing(unique) and state.handle == handle:
                 self._postponed[unique] = handle
@@ -491,10 +505,9 @@ class SessionLoop:
 
     @staticmethod
     def _forget(nodes: KnownNodes, request: bytearray, _size: int) -> bytes | int | None:
-        """Count the FORGET in `nodes`, and leave in the request only LOOKUPs to which libfuse has replied.
+        """Pass a FORGET to `nodes`, and reduce its count to the LOOKUPs to which libfuse has replied.
 
-        Return _DONE if none of the LOOKUPs is left; otherwise None, after which libfuse handles the
-        request.
+        Return _DONE if the count is then 0; otherwise None, after which libfuse handles the request.
         """
         (count,) = FORGET_IN.unpack_from(request, IN_HEADER.size)
         _, _, number, *_ = IN_HEADER.unpack_from(request)
@@ -504,7 +517,7 @@ class SessionLoop:
 
     @staticmethod
     def _forget_batch(nodes: KnownNodes, request: bytearray, size: int) -> None:
-        """Count the BATCH_FORGET in `nodes`; keep in the request only LOOKUPs that libfuse has answered."""
+        """Pass a BATCH_FORGET to `nodes`; reduce its counts to the LOOKUPs that libfuse has answered."""
         for at in range(FORGET_ONE_OFFSET, size, FORGET_ONE.size):
             number, count = FORGET_ONE.unpack_from(request, at)
             FORGET_ONE.pack_into(request, at, number, nodes.forget(number, count))

@@ -31,11 +31,12 @@ FAILED = -1
 
 
 class WorkerThreads:
-    """Runs `loop` in several threads until all of them have ended.
+    """Runs the function `loop`, which reads FUSE requests, in several threads.
 
-    libfuse's own pool starts a thread whenever all threads are busy, and ends a thread when too many are
-    idle. Because of Python's global lock, the pool does this every few requests, and starting or ending a
-    thread takes 50 us. Threads of Python also keep their interpreter state from one callback to the next.
+    libfuse's own pool is not used: it starts a thread whenever all threads are busy, and ends a thread when
+    too many are idle. Because of Python's global lock, the pool does this every few requests, and starting or
+    ending a thread takes 50 us. Threads of Python also keep their interpreter state from one callback to the
+    next.
     """
 
     def __init__(
@@ -44,16 +45,16 @@ class WorkerThreads:
         free: int = FREE_LOOPS,
         before_wait: Callable[[], object] = lambda: None,
     ) -> None:
-        """Prepare to run `loop` in `free` threads, in addition to threads that wait for long.
+        """Prepare to run `loop` in `free` threads, not counting the threads that wait in blocking().
 
-        A thread calls `before_wait` before it waits.
+        blocking() calls `before_wait` before the calling thread waits.
         """
         self._loop = loop
         self._free = free
         self._before_wait = before_wait
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        """All threads, except threads that lack memory for reading requests."""
+        """All started threads, except those whose `loop` has returned FAILED."""
         self._next_try = 0.0
         self._blocked = 0
         self._replaceable = threading.Semaphore(MAX_WAITING)
@@ -68,9 +69,9 @@ class WorkerThreads:
             thread.join()
 
     def _next(self) -> threading.Thread | None:
-        """Return a live thread whose end run() must await.
+        """Return a thread that is still alive, for run() to join.
 
-        If no thread is left, return None and prevent further starts.
+        If no thread is alive, return None and prevent further starts.
         """
         with self._lock:
             alive = next(filter(threading.Thread.is_alive, self._threads), None)

@@ -63,7 +63,7 @@ MODES = {
 }
 """Mode -> profile with which a kernel takes hits in this mode.
 
-With the first two profiles, the return trampoline is a breakpoint.
+In the modes STEPPED and TRAP_FLAG, the return trampoline is a breakpoint.
 """
 MEANINGS = {
     STEPPED: "a breakpoint; a second one ends the copied instruction",
@@ -76,7 +76,7 @@ MEANINGS = {
 """Mode -> text that says how hits are taken."""
 _X86_MODES = (TRAP_FLAG, BOOSTED)
 _COUNTED = 16
-"""Number of calls whose traps and instructions are counted."""
+"""Number of calls of FUNCTION during which traps and guest instructions are counted."""
 
 ELSEWHERE = (
     ("Pentium M 1600 MHz, Linux 2.6.21 (djprobe, 2007)", 563, 248, 49),
@@ -111,7 +111,10 @@ class HitCase:
 
 @dataclass(frozen=True)
 class HitFigure:
-    """Result of a HitCase: host CPU nanoseconds per call of the probed function, one sample per round."""
+    """Result of a HitCase.
+
+    `probed`: nanoseconds of host CPU time per call with the probe, one sample per round.
+    """
 
     case: HitCase
     probed: tuple[float, ...]
@@ -122,7 +125,7 @@ class HitFigure:
     instructions: float
     """Number of guest instructions that the probe adds to a call, breakpoints included."""
     detour: int | None = None
-    """Size in bytes of the detour buffer, with a compiled handler; None if the probe is not optimized."""
+    """Size in bytes of the detour buffer with any compiled handler; None if the probe is not optimized."""
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -163,7 +166,7 @@ def measured(net: Sequence[float]) -> float | None:
 
 
 def notes(nets: Iterable[Sequence[float]]) -> Iterator[str]:
-    """Yield the notes below a table: NOISE_NOTE, if a measurement has no result."""
+    """Yield NOISE_NOTE, for below a table, if measured() returns None for the samples of any row."""
     if any(measured(net) is None for net in nets):
         yield NOISE_NOTE
 
@@ -207,8 +210,8 @@ def modes(arch: str, profile: str | None = None) -> tuple[str, ...]:
 def built(mode: str, profile: str | None) -> Profile:
     """Return the profile for measuring a mode.
 
-    If `profile` is None, return the profile in MODES. Otherwise return the preset `profile` without the modes
-    that a kernel would prefer to `mode`.
+    If `profile` is None, return the profile in MODES. Otherwise return the preset `profile`, in which ftrace
+    and the optimizer are off unless `mode` uses them.
     """
     if profile is None:
         return MODES[mode]
@@ -475,7 +478,7 @@ def hit(arch: str, hits: int, rounds: int, profile: str | None = None, *, as_jso
 
 
 def table(figures: Sequence[HitFigure]) -> Iterator[str]:
-    """Yield the lines of a table: net nanoseconds, their ratio to SAVE_ALL's, published figures."""
+    """Yield the lines of the tables: net nanoseconds, their ratio to those of SAVE_ALL, published figures."""
     head = f"{'':21} {'net ns':>8} {'p10':>8} {'p90':>8} {'peak':>8} {'ratio':>7} {'traps':>5} {'instr':>5}"
     for probe, title in HANDLERS.items():
         rows = [figure for figure in figures if figure.case.probe == probe]

@@ -82,7 +82,7 @@ class CpusFigure:
     """
 
     detour: int | None = None
-    """Size in bytes of the detour buffer, with a compiled handler; None if the probe is not optimized."""
+    """Size in bytes of the detour buffer with any compiled handler; None if the probe is not optimized."""
 
     @property
     def median(self) -> float:

@@ -36,7 +36,7 @@ ELSEWHERE = (
 
 
 STEPPED = "kprobes-2010, nothing boosted"
-"""Name of a variant that single-steps by the trap flag after each breakpoint, as in the source."""
+"""Name of a variant of kprobes-2010 in which each hit single-steps by the trap flag, as in the paper."""
 BUILT = {**PROFILES, STEPPED: replace(PROFILES["kprobes-2010"], preemption=True)}
 """Name -> profile that can be measured: all presets, and the variant STEPPED."""
 

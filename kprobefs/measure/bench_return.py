@@ -110,7 +110,7 @@ class ReturnFigure:
     locked: float | None
     """Guest instructions of a call that run while a lock is held; None if `instructions` is None."""
     detour: int | None = None
-    """Size in bytes of the entry probe's detour buffer, with a compiled handler; None if there is none."""
+    """Size in bytes of the entry probe's detour buffer with any compiled handler; None if there is none."""
 
     @property
     def median(self) -> float:
@@ -239,7 +239,10 @@ def _hooked(
 
 @contextmanager
 def _sleepers(kernel: Kernel, hook: ReturnHook, number: int) -> Iterator[None]:
-    """Push a pending call of the hooked function for each of `number` new tasks, during a `with` block."""
+    """Push a pending call of the hooked function to the shadow stack of each of `number` new tasks.
+
+    The end of the `with` block pops these calls.
+    """
     stack = kernel.kretprobes.hooks.stack
     place = hook.address
     with kernel.lock:

@@ -57,9 +57,9 @@ def instructions_a_call(kernel: Kernel, function: str, cpus: int, calls: int = _
 
 @contextmanager
 def _contexts(kernel: Kernel, address: int, cpus: int) -> Iterator[list[_CpuContext]]:
-    """Yield a list with a context for each CPU, which is about to call the function at `address`.
+    """Yield the contexts of the CPUs, each of which is about to call the function at `address`.
 
-    At the end of the block, restore the guest's state.
+    At the end of the `with` block, restore the guest's state.
     """
     machine = kernel.machine
     abi = kernel.image.abi

@@ -61,9 +61,9 @@ class Coverage:
     symbols: list[tuple[Symbol, Reasons]] = field(default_factory=list)
     """Functions of the subject, each with its counts of instructions by reason."""
     pairs: int | None = None
-    """Number of instructions that the authors of the policy regard as optimizable; None without their count.
+    """Number of optimizable instructions as the policy's authors count; None if they count as kprobefs does.
 
-    Only the policy of the RISC-V patch ("Add OPTPROBES feature on RISCV") has a count by its authors.
+    Only the authors of the RISC-V patch ("Add OPTPROBES feature on RISCV") count in another way.
     """
     seconds: float = 0.0
     """CPU time of the analysis in seconds."""
@@ -97,7 +97,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Source:
-    """Options that name one kernel, or one group of kernels with equal functions."""
+    """Options that select the kernel to count, or a group of kernels that have the same functions."""
 
     arch: str | None = None
     image: str | None = None
@@ -140,12 +140,12 @@ class Source:
 
 
 class Counting(NamedTuple):
-    """Counts of the instructions of one function in the kernel `subject`."""
+    """Counts of the instructions of one function in one kernel."""
 
     reasons: Reasons
     pairs: int
     seconds: float
-    """CPU time of the analysis in seconds; 0 if the function has the same code in a previous subject."""
+    """CPU time of the analysis in seconds; 0 if an earlier kernel has the function with the same code."""
 
 
 def coverage(
@@ -189,7 +189,7 @@ Run = Callable[[list[int]], Iterable[tuple[int, Any]]]
 
 
 class FunctionCounter:
-    """Counts, for each kernel of a group, the instructions of each function by their verdict.
+    """For each kernel of a group, counts the instructions of each function by verdict.
 
     All kernels of the group have the same functions.
     """
@@ -394,7 +394,7 @@ def _name(reason: RejectReason | Tactics | None) -> str:
 
 
 def _decoded(piece: Any, functions: int, subjects: int) -> list[list[Counting]]:
-    """Return the counts that _encoded() has encoded, for each function a list with an item for each subject.
+    """Decode the result of _encoded(): return, for each function, a list with its counts in each subject.
 
     `functions`, `subjects`: the expected numbers of functions and of subjects.
     Raises: ValueError (other numbers), TypeError, KeyError.
@@ -471,7 +471,7 @@ def as_dict(found: Coverage) -> dict[str, Any]:
 
 
 def by_verdict(reasons: Reasons) -> dict[str, int]:
-    """Return a map name of an outcome -> number of instructions, from counts by reason.
+    """Convert counts by reason to a map: name of an outcome -> number of instructions.
 
     The value of the key `instructions` is the sum.
     """

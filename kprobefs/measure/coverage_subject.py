@@ -101,7 +101,7 @@ class Subject:
     def has_optprobes(self) -> bool | None:
         """Whether the kernel was built with CONFIG_OPTPROBES; None if its symbols do not say so.
 
-        On arm64 and RISC-V, Linux has no optprobes, so that the profile decides.
+        It is always None on arm64 and RISC-V, where Linux has no optprobes: there, the profile decides.
         """
         if self.arch not in WITH_OPTPROBES:
             return None

@@ -31,7 +31,7 @@ from kprobefs.measure.coverage_subject import Subject
 
 X86_PROFILE = "linux-6.1"
 LINUX_RULES = {"optprobe": "optprobe-linux"}
-"""Optimization policy -> policy with exactly Linux's rules.
+"""Name of an optimization policy -> name of the policy that applies only Linux's rules.
 
 The policy `optprobe` also checks branches from other functions.
 """
@@ -98,7 +98,7 @@ def chosen_profile(name: str | None, arch: str, tables: ProbedTables) -> Profile
 
 
 def own_profile(profile: Profile, kernel: LinuxKernel) -> Profile:
-    """Return the profile of the own kprobes of an arm64 or riscv64 kernel.
+    """Return a profile for the own kprobes of an arm64 or riscv64 kernel, which have no jumps.
 
     `profile`: the profile of kprobefs's kprobes in the kernel.
     """
@@ -107,7 +107,7 @@ def own_profile(profile: Profile, kernel: LinuxKernel) -> Profile:
 
 
 def profile_text(name: str, tables: ProbedTables) -> str:
-    """Return the name of a profile for output, with the option that a mount of the kernel needs for it.
+    """Return the name of a profile for output, and the option --profile if a mount needs it for the profile.
 
     A mount of kprobefs's own kernel for RISC-V has no jumps without the option.
     """
@@ -156,18 +156,18 @@ class Judge:
         return found
 
     def place(self, where: Location) -> Location:
-        """Return the place at which Linux puts a probe for `where`: after the landing pad of a function."""
+        """Return where Linux puts a probe requested at `where`: if this is a landing pad, after the pad."""
         return self.checker.moved_place(where)[0]
 
     def _entry(self, symbol: Symbol) -> int:
-        """Return the address of a probe on a function's first instruction."""
+        """Return the address at which Linux puts a probe that is requested at a function's start."""
         return symbol.address + self.place(Location(symbol, 0)).offset
 
     def reasons(self, symbol: Symbol) -> Collection[RejectReason | Tactics | None]:
-        """Return the reason for each instruction of a function except filler; see ProbeChecker.reasons().
+        """Return the reason against a jump at each instruction of a function except filler.
 
-        If kprobe events refuse the function, each reason is NOTRACE. A landing pad counts as the
-        instruction to which Linux moves its probe.
+        See ProbeChecker.reasons(). If kprobe events refuse the function, each reason is NOTRACE. A landing
+        pad counts as the instruction to which Linux moves its probe.
         """
         if self.is_notrace(symbol):
             found: Mapping[int, RejectReason | Tactics | None] = dict.fromkeys(

@@ -99,7 +99,7 @@ class Answer:
     address: int = 0
     """The probed address; 0 if there is no probe."""
     insn: str = ""
-    """The probed instruction as text; "" for a place without offset and address, or without a probe."""
+    """The probed instruction as text; "" if the place is a symbol without offset, or if there is no probe."""
     probe: TraceKprobe | None = None
     """The probe that the line has created; None if it has created none."""
     reads: list[Read] = field(default_factory=list)

@@ -35,7 +35,7 @@ _EXPRESSION = lazy_pattern(
 """Pattern for the expression of a fetch argument that dereferences a base by offsets, or not at all."""
 _POINTER_SIZE = 8
 _SOCKADDR = "struct sockaddr"
-"""The structure as which the kernel passes socket addresses of all families; it declares only their start."""
+"""Structure that stands for the socket addresses of all families; it declares only their start."""
 _SOCKADDR_DATA = 2
 """Offset of the first byte of a socket address that depends on the family."""
 _BIG_ENDIAN = lazy_pattern(r"__be(?:16|32|64)|__sum16|__wsum")
@@ -100,7 +100,7 @@ def _offset(text: str) -> int:
 
 
 def follow(kernel: PlannedKernel, reading: Reading) -> tuple[Read, Finding | None]:
-    """Return the parameter and members that a fetch argument reads, and a warning, or None, about its types.
+    """Return what a fetch argument reads, and a warning about its types, or None in place of the warning.
 
     The warning says that the argument's type or an offset differs from the kernel's types.
     """
@@ -167,9 +167,9 @@ class _Walk:
         """Size in bytes of the last member; 0 if it is unknown, or if the member is a bit field."""
 
     def warning(self) -> tuple[str, str] | None:
-        """Return rule and message of the first dereference that differs from the types; None if all match.
+        """Return (rule, message) about the first dereference that does not fit the kernel's types, else None.
 
-        A dereference of an unknown type, such as `void *`, ends the walk.
+        Dereferences after one of an unknown type, such as `void *`, are not checked.
         """
         base = self._reading.parameter
         if not is_address(self._btf, base.type_id):
@@ -225,9 +225,10 @@ class _Walk:
         return (), ("no-member", self._no_member(targets[0] or 0, offset, found))
 
     def _element(self, target: int, offset: int) -> ScalarMember | None:
-        """Return the number or pointer `offset` bytes from a pointer to the type `target`; None if unknown.
+        """Return the element that is `offset` bytes after a pointer to the type `target`; None if unknown.
 
-        Bytes are unknown: a pointer to characters or to a buffer leads to data of any kind.
+        Only pointers, enums, and numbers of at least two bytes are known: a pointer to characters or to a
+        buffer leads to data of any kind.
         """
         size = size_of(self._btf, target)
         is_known = self._btf.kind(self._btf.resolve(target)) in (Kind.PTR, Kind.INT, Kind.ENUM, Kind.ENUM64)
@@ -250,7 +251,7 @@ class _Walk:
         return f"{message}; right only if it is part of a larger structure or an array"
 
     def _of_larger(self, structure: int, offset: int) -> list[str]:
-        """Return the members at `offset` of larger structures that begin with the structure `structure`.
+        """Return the names of the members at `offset` in larger structures that begin with `structure`.
 
         The kernel casts pointers to such structures: a `struct sock *` often points to a tcp_sock.
         """

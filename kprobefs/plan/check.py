@@ -49,7 +49,7 @@ _OTHER_KINDS = {
     "f": (InterfaceRule.FPROBE_EVENTS, "trace_fprobe_show"),
     "t": (InterfaceRule.TRACEPOINT_EVENTS, "trace_fprobe_show"),
 }
-"""Letter of a kind of events, except kprobe events -> (interface rule, function) of kernels with the kind.
+"""Letter of a kind of events other than kprobe events -> (interface rule, function) that it needs.
 
 The rule is None if the interfaces of all versions have the kind. A kernel without the function was built
 without the kind.
@@ -59,7 +59,7 @@ _PARAMETER = re.compile(r"\$arg([0-9]+)\b")
 _MODULE = re.compile(r"[A-Za-z_]\w*")
 """Pattern for the name of a module, as the kernel has it."""
 _STUB = "__probestub_"
-"""Beginning of the name of a function that has a tracepoint's parameters."""
+"""Prefix of the name of a tracepoint's stub, a function that has the tracepoint's parameters."""
 
 
 def check_lines(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
@@ -90,7 +90,7 @@ def check_lines(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
 
 
 def _is_accepted_at_entry(kernel: PlannedKernel, line: Line) -> bool:
-    """Return True if the kernel would accept a definition whose place is the entry of a loaded function.
+    """Return True if the kernel would accept `line` with the entry of a loaded function as its place.
 
     The line's place is a function of a module that cannot be read. Without the module, the kernel cannot know
     that the place is an entry, and refuses parameters.
@@ -106,7 +106,7 @@ def _is_accepted_at_entry(kernel: PlannedKernel, line: Line) -> bool:
 
 
 def _modules(kernel: PlannedKernel, lines: Iterable[Line]) -> tuple[list[str], dict[str, str]]:
-    """Return the modules that places name, and a map place -> reason why the kernel has no such module."""
+    """Return the loadable modules that places name, and a map place -> why its module can't be loaded."""
     found: dict[str, None] = {}
     missing: dict[str, str] = {}
     for place in dict.fromkeys(map(_place, lines)):
@@ -131,9 +131,10 @@ def _place(line: Line) -> str:
 
 
 def _compare(answer: Answer, unloaded: Answer, modules: str) -> None:
-    """Add to `answer` the outcome, and the refusal, while the modules `modules` are not loaded.
+    """Add to `answer` the outcome without `modules`, and a warning if the kernel then refuses the line.
 
-    `unloaded`: the answer without these modules. If both answers have the same outcome, add nothing.
+    `unloaded`: the answer while the modules are not loaded. `modules`: their names, for the warning. If both
+    answers have the same outcome, add nothing.
     """
     if answer.outcome == unloaded.outcome:
         return
@@ -144,7 +145,10 @@ def _compare(answer: Answer, unloaded: Answer, modules: str) -> None:
 
 
 def _refused_until_loaded(error: Finding, modules: str) -> Finding:
-    """Return a warning that the kernel answers `error` as long as the modules `modules` are not loaded."""
+    """Return a warning that the kernel refuses the line with `error` while the module is not loaded.
+
+    `modules`: names of the modules in parentheses, after a blank; "" to name none.
+    """
     message = f"refused while the module is not loaded{modules}: {error.message}"
     return Finding("needs-module", False, message, error.column)
 
@@ -317,9 +321,9 @@ def _created(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Answer:
 
 
 def _find_taken_jumps(answers: Sequence[Answer]) -> None:
-    """Change the answers for probes whose jumps would cover another line's probe: they remain breakpoints.
+    """Change the outcome of each probe whose jump would cover another line's probe to a breakpoint.
 
-    Add a warning to both lines.
+    Add a warning to the answers to both lines.
     Mirrors: arch/x86/kernel/kprobes/opt.c:arch_check_optimized_kprobe (v6.1).
     """
     for answer in answers:
@@ -375,7 +379,7 @@ def _cut_name(line: Line, probe: TraceKprobe) -> Iterator[Finding]:
 
 
 def _no_parameter(line: Line, name: str, count: int | None, hidden: int = 0) -> Iterator[Finding]:
-    """Yield warnings about fetch arguments $argN of the function `name` that may not be its parameter N.
+    """Yield warnings about each $argN in `line` that may not be parameter N of the function `name`.
 
     `count`: number of words that the parameters take; None if it is unknown. `hidden`: number of first
     parameters that $argN does not count.

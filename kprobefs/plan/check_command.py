@@ -31,14 +31,14 @@ _LIMIT = 16 << 20
 _WIDTH = 80
 _NUMBER_WIDTH = 6
 _OUTCOME_WIDTH = 13
-"""Minimum width of the column of a kernel."""
+"""Minimum width in characters of a kernel's column in the table of outcomes."""
 _CUT = "..."
 _TRAPS = {
     BreakpointKind.STEPPED: "two traps",
     BreakpointKind.BOOSTED: "one trap",
     BreakpointKind.EMULATED: "one trap",
 }
-"""Kind of a breakpoint -> the traps of a hit."""
+"""Kind of a breakpoint -> text that says how many traps a hit takes."""
 _MAX_SHOWN = 1024
 """Maximum number of characters of a definition in the table."""
 
@@ -135,7 +135,8 @@ def _place(text: str, line: Line, finding: Finding) -> tuple[int, int | None]:
 def _results(checked: CheckedFile) -> Iterator[tuple[str, str, Finding, tuple[int, int | None]]]:
     """Yield the findings about a file for sarif_log().
 
-    A finding that holds for a kernel on each CPU is one result. Other findings name the CPUs.
+    A finding that holds for a kernel on all CPUs is yielded once, with the kernel's name. For other findings,
+    the CPUs are added to the name.
     """
     cpus: dict[str, list[str]] = {}
     found: dict[tuple[str, str, Finding, tuple[int, int | None]], list[str]] = {}
@@ -217,7 +218,7 @@ def _missing(kernel: PlannedKernel) -> str:
 
 
 def _details(path: str, row: Sequence[Answer]) -> Iterator[str]:
-    """Yield lines of output about the answers of all kernels to a line: findings, and reasons for no jump.
+    """Yield the output about the answers in `row`, one for each kernel: findings, and reasons for no jump.
 
     `path`: path of the file. A finding that holds for several kernels is printed once, with the kernels'
     numbers.

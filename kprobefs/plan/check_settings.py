@@ -31,13 +31,13 @@ from kprobefs.plan.planned_kernel import PlannedKernel
 
 _EVENT_FILE = lazy_pattern(r"(?:instances/[^/]+/)?events/(?P<group>[^/]+)/(?P<name>[^/]+)/(?P<file>[^/]+)")
 _SWITCHED = lazy_pattern(r"!?(?:enable|disable)_(?:event|hist):(?P<group>[^:\s]+):(?P<name>[^:\s]+)")
-"""Pattern for the start of a trigger that switches another event."""
+"""Pattern for the start of a trigger that enables or disables another event or its histogram."""
 _FUNCTION_LISTS = frozenset(
     {"set_ftrace_filter", "set_ftrace_notrace", "set_graph_function", "set_graph_notrace"}
 )
 _FUNCTION = lazy_pattern(r"[A-Za-z_][\w.]*")
 _ANY_CPUS = 8192
-"""Number of CPUs of a kernel that does not run: the largest CONFIG_NR_CPUS, so that no list is too long."""
+"""Number of CPUs that the checks assume, because the kernel does not run: the largest CONFIG_NR_CPUS."""
 
 
 class SettingChecks:
@@ -57,7 +57,7 @@ class SettingChecks:
         )
 
     def named(self, text: str) -> None:
-        """Record the event of the definition `text`, which the engine has refused or does not check."""
+        """Record the event that `text` defines. The engine has refused `text` or does not check it."""
         definition = parse_definition(text)
         if definition is not None:
             self._others.add(definition.event)

@@ -62,7 +62,7 @@ def _accept_narrow(row: Row) -> None:
 
 
 def _is_narrow(reads: Sequence[Read]) -> bool:
-    """Return True if an argument reads a value whose size differs between kernels, in the smallest size.
+    """Return True if a value's size differs between kernels, and the argument reads the smallest size.
 
     `reads`: the argument's read in each kernel. The values are integers of one name and sign, or members of
     one name in the same structure.
@@ -114,7 +114,7 @@ def _other_members(row: Row) -> Iterator[tuple[Sequence[Answer], Finding]]:
 
 
 def _by(row: Row, key: Callable[[Read], str]) -> dict[str, list[tuple[PlannedKernel, Answer, Read]]]:
-    """Return a map key -> kernels, each with its answer and the line's first fetch argument with this key."""
+    """Group reads by `key`: return key -> (kernel, answer, its first read with this key) for each kernel."""
     found: dict[str, list[tuple[PlannedKernel, Answer, Read]]] = {}
     for kernel, answer in row:
         first = {key(read): read for read in reversed(answer.reads)}
@@ -124,7 +124,7 @@ def _by(row: Row, key: Callable[[Read], str]) -> dict[str, list[tuple[PlannedKer
 
 
 def _which(texts: Sequence[tuple[PlannedKernel, object, str]]) -> str:
-    """Return the texts that differ, each with its kernels; "" if they do not differ.
+    """Return a list of the differing texts, each with its kernels, as one text; "" if the values are equal.
 
     Each item of `texts` is a kernel, the value to compare, and the text that shows the value.
     """

@@ -112,7 +112,7 @@ class Explanation:
 
     @cached_property
     def probed(self) -> Location:
-        """Return the location of the probe in Linux: after the landing pad if the user names a function."""
+        """Return the location at which Linux puts the probe: if the place is a landing pad, after the pad."""
         return self.judge.place(self.place.where)
 
     @property
@@ -209,7 +209,7 @@ class Explanation:
 
     @property
     def detoured(self) -> Sequence[ListedInsn]:
-        """The jumps of optimized kprobes in the function's text, if the kernel is a dump.
+        """Jumps in the function that belong to optimized kprobes; empty if the kernel is not a dump.
 
         Each jump that leads out of all text counts. The instructions that the jumps replace are not known.
         """
@@ -266,7 +266,10 @@ class Explanation:
 
     @property
     def accepted_around(self) -> tuple[ListedInsn | None, ListedInsn | None]:
-        """The nearest instructions before and after the place at which a probe is not refused, or None."""
+        """Nearest instructions before and after the place that accept a probe; None for a missing one.
+
+        Instructions that the kernel accepts although ftrace patches them are left out.
+        """
         found = [
             insn
             for insn in self.insns
@@ -387,7 +390,7 @@ class Explanation:
 
     @property
     def insn_text(self) -> str:
-        """The instruction at the explained address, as the listing shows it; "" within an instruction."""
+        """Text of the instruction at the explained address; "" if the address is inside an instruction."""
         starts = [*self.judge.checker.boundaries(self.symbol), self.symbol.address + len(self._code)]
         end = next((last for first, last in pairwise(starts) if first == self.address), self.address)
         base = self.symbol.address
@@ -400,7 +403,7 @@ class Explanation:
 
     @property
     def clones(self) -> Sequence[str]:
-        """Functions that the compiler made from this one; their callers do not reach a probe on this one."""
+        """Functions that the compiler made from this one; calls of them do not hit a probe on this one."""
         return self.kernel.clones(self.symbol.name, self.place.where.module)
 
     @cached_property

@@ -86,7 +86,7 @@ def _reason(insn: ListedInsn) -> RejectReason | None:
 
 
 def _blamed(insn: ListedInsn) -> int:
-    """Return the address that breaks the rule by which a probe on the instruction is refused."""
+    """Return the address of the code because of which a probe on `insn` is refused or gets no jump."""
     assert insn.verdict.rejection is not None
     return insn.verdict.rejection.addr
 

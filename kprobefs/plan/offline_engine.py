@@ -96,7 +96,7 @@ class LoggedError:
 
 
 class LastError(ErrorLog):
-    """An error_log that keeps its last entry."""
+    """An error_log that also provides its last entry, as the attribute `last`."""
 
     def __init__(self, texts: ErrorTexts) -> None:
         super().__init__(lambda: 0, texts)
@@ -108,7 +108,7 @@ class LastError(ErrorLog):
 
 
 class StaticEvent(TraceEvent):
-    """An event that the kernel itself has. A probe event with its group and name is refused."""
+    """An event that the kernel itself has. A probe event with the same group and name is refused."""
 
     __slots__ = ()
 

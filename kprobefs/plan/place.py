@@ -57,10 +57,10 @@ def find_place(text: str, tables: ProbedTables) -> Place:
 
 
 def passed_symbol(name: str, where: Location, kallsyms: Kallsyms) -> Symbol | None:
-    """Return the symbol called `name` if an offset from it leads out of it, to `where`; otherwise None.
+    """Return the symbol `name` if the place `where`, at an offset from it, is in another symbol; else None.
 
-    The kernel accepts such a place. An offset from the start of the text is meant to lead out of the symbol,
-    so return None for it.
+    The kernel accepts such a place. An offset from _stext is meant to lead out of this symbol, so return None
+    for it.
     """
     named = kallsyms.by_name(name)
     if name == _TEXT or any(each.address == where.symbol.address for each in named):

@@ -125,10 +125,10 @@ class PlannedKernel:
         return self._with_modules(self.core, None)
 
     def _with_modules(self, core: LinuxKernel | KernelImage, returns: ReturnThunks | None) -> ProbedTables:
-        """Return the tables of `core` with the modules, whose returns are rewritten in the way `returns`.
+        """Return the tables of `core` and the modules.
 
-        `returns` is None if the text of `core` stays as it is. In a booted kernel, the modules' returns are
-        rewritten in the same way as the kernel's own.
+        `returns`: way in which the modules' returns are rewritten. If `returns` is None, the modules' returns
+        stay as they are. But in a booted kernel, they are then rewritten in the same way as the kernel's own.
         """
         if returns is None and self.is_booted and isinstance(core, LinuxKernel):
             returns = core.booted_returns
@@ -275,7 +275,7 @@ class PlannedKernel:
         return self._as_booted(symbol, self._returns[0] if self._returns else None)
 
     def other_variants(self, symbol: Symbol) -> Iterator[Variant]:
-        """Yield the kernel with a function's returns rewritten in each of the ways for other CPUs."""
+        """Yield a variant for each way in which boot rewrites a function's returns on other CPUs."""
         return (self._as_booted(symbol, returns) for returns in self._returns[1:])
 
     @property

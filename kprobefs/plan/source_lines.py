@@ -95,7 +95,7 @@ class SourceLines:
         raise CliError(f"{shown}: {why} (for a module, give MODULE:SYMBOL)", ExitStatus.USAGE)
 
     def _in_functions(self, text: str, line: str, addresses: Sequence[int]) -> list[Place]:
-        """Return a Place with the text `text` for the first of `addresses` in each function.
+        """Return, for each function, the first of `addresses` in it, as a Place whose text is `text`.
 
         `line`: FILE:LINE of the place. `addresses`: guest addresses of the line's code. Raises: CliError (no
         probe is possible).

@@ -41,11 +41,11 @@ class _Row(NamedTuple):
     kinds: list[str]
     """For each byte, its kind: a key of _COLOURS."""
     note: str
-    """The code that a CPU executes at the place."""
+    """Text to the right of the bytes: the code that a CPU executes at the place."""
 
 
 class _Pictured:
-    """A probe in a kernel that stops at each stage in which it changes a jump."""
+    """A probe in a kernel that stops after each step of writing or removing the probe's jump."""
 
     def __init__(self, kernel: Kernel, address: int) -> None:
         self.kernel = kernel

@@ -29,9 +29,9 @@ def displacements_into(code: bytes, window: range) -> Iterator[tuple[int, int]]:
     """Yield (offset, sum) for each 32-bit word of `code` that may be a displacement into `window`.
 
     The sum is the word's value plus its own offset, and is in `window`. A word may start at any byte.
-    `window` contains offsets in `code`, which may be negative or after the end of `code`. The search is done
-    once for each value of a word's upper 16 bits. Words with these upper bits whose sum is in the window are
-    all in one part of `code`, 64 KiB longer than the window. Only this part is searched.
+    `window` contains offsets in `code`, which may be negative or after the end of `code`. For each value of a
+    word's upper 16 bits, all words that can qualify are in one part of `code`, 64 KiB longer than the window.
+    Only this part is searched.
     """
     from_bytes = int.from_bytes
     first = window.start

@@ -19,7 +19,7 @@ LEAVES = Control(falls_through=False, leaves=True)
 
 
 class Effect(NamedTuple):
-    """Data flow of one instruction: registers and flags that it reads or may keep, and its control flow."""
+    """Data flow of one instruction: what it reads, what it may leave unchanged, and its control flow."""
 
     reads: int
     keeps: int

@@ -141,7 +141,7 @@ def add_to_register(to: str, source: str, offset: int = 0) -> Effect:
 def copy_low_half(to: str, source: str) -> Effect:
     """Return the effect of copying the lower 32 bits of `source` to `to`.
 
-    The upper bits of `to` become zero, or copies of the sign.
+    The instruction either clears the upper bits of `to`, or fills them with copies of the sign.
     """
 
     def copy(frame: Frame) -> None:
@@ -246,10 +246,12 @@ def find_frames(
 
     `insns`: address -> instruction. `entries`: address at which the function is entered -> known frame at
     this address. `ways`: instruction address -> further targets of the instruction, such as a fixup or a jump
-    label. `stack_pointer`: name of the stack pointer. A call or trap may never return. So its frame is used
-    for the next instruction only if no other path leads to this instruction. If another path arrives with a
-    different stack pointer, the call is recorded as a dead end and the search restarts. `by_interrupt`: an
-    interrupt enters the function, so the interrupted ip takes the place of a return address.
+    label. `stack_pointer`: name of the stack pointer. `by_interrupt`: an interrupt enters the function, so
+    the interrupted ip takes the place of a return address.
+
+    A call or trap may never return. So its frame is used for the next instruction only if no other path leads
+    to this instruction. If another path arrives with a different stack pointer, the call is recorded as a
+    dead end and the search restarts.
     """
     found = search_frames(insns, entries, ways, stack_pointer)
     return FunctionFrames(found.frames, by_interrupt, found.exits)

@@ -62,7 +62,7 @@ _RESULTS = {
 }
 """Mnemonic of an allowed instruction -> number of its first operands that it writes."""
 _READ_TOO = frozenset(_KEEPING.split())
-"""Instructions that keep a part of the register that they write."""
+"""Mnemonics of instructions that leave a part of the destination unchanged, and thereby read it."""
 _SETS_FLAGS = frozenset(f"{_SETTING} {_COMPARING}".split())
 _CONDITIONAL_BRANCH = "b."
 _BASE = 1 << 20

@@ -176,7 +176,7 @@ class Arm64Lowering(Lowering):
     def _set_register(self, op: ir.SetRegister) -> None:
         """Emit code that sets the probed code's register `op.name`.
 
-        __init__ assigns no virtual register to it, so that no other op changes the register.
+        __init__ excludes this register from those for virtual registers, so that no other op changes it.
         """
         number = NUMBERS[op.name]
         src = self._real[op.src]
@@ -208,7 +208,7 @@ class Arm64Lowering(Lowering):
     def _operand(self, base: int, offset: int, size: int) -> tuple[int, int]:
         """Return a base register and an offset from it that an access of `size` bytes can encode.
 
-        If no access can have `offset`, emit code that adds it and `base` into a spare register.
+        If the access cannot encode `offset`, emit code that sets a spare register to `base` + `offset`.
         """
         if fits_access(offset, size):
             return base, offset
@@ -363,15 +363,15 @@ class Arm64Lowering(Lowering):
 
 
 def in_slot(offset: int) -> int:
-    """Return the word of a load of x0 from sp + `offset`; _patch_slot() replaces x0 by the destination."""
+    """Encode a load of x0 from sp + `offset`; _patch_slot() replaces x0 by the destination."""
     return int.from_bytes(load(0, SP, offset, WORD), "little")
 
 
 def in_register(number: int) -> int:
-    """Return the word of a move from x<`number`> to x0; _patch_slot() replaces x0 by the destination."""
+    """Encode a move from x<`number`> to x0; _patch_slot() replaces x0 by the destination."""
     return int.from_bytes(asm.compute(RegisterOp.ORR, 0, ZERO, number), "little")
 
 
 def above_stack(offset: int) -> int:
-    """Return the word that sets x0 to sp + `offset`; _patch_slot() replaces x0 by the destination."""
+    """Encode an instruction that sets x0 to sp + `offset`; _patch_slot() replaces x0 by the destination."""
     return int.from_bytes(asm.add_immediate(0, SP, offset), "little")

@@ -165,7 +165,7 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
         return super()._forbidden(symbol, addr)
 
     def _has_forbidden(self, symbol: Symbol) -> bool:  # noqa: ARG002 - it overrides
-        """Return True, because nearly each function has an fentry site, which _forbidden() rejects.
+        """Return True for all functions: almost all have an fentry site, which _forbidden() rejects.
 
         See ProbeChecker._has_forbidden.
         """

@@ -104,7 +104,7 @@ def relocate(word: int, address: int, to: int) -> bytes:
 
 
 def _load(word: int) -> bytes:
-    """Encode a load like the literal load `word`, but from the address in the register that it overwrites."""
+    """Encode the literal load `word` as a load from the address that its destination register contains."""
     register = word & 31
     is_signed = insn.LDRSW_LITERAL.fits(word)
     size = 8 if word >> 30 & 1 and not is_signed else 4

@@ -105,9 +105,9 @@ def _names(*numbers: int) -> list[str]:
 
 
 def _access(word: int, register: int, offset: int, size: int) -> Effect:
-    """Return the effect of the part of a load or store `word` that concerns the register `register`.
+    """Return the effect of the access by which the instruction `word` loads or stores `register`.
 
-    This part loads or stores `size` bytes at the base register plus `offset`.
+    The access is to `size` bytes at the base register plus `offset`.
     """
     base = _NAMES[word >> 5 & 31]
     if word & _IS_SIMD:

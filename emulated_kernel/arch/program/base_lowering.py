@@ -108,7 +108,11 @@ class Lowering(ABC):
         """Slot numbers of the saved values (registers at the hit) that the code reads."""
         self.blocks: list[Block] = []
         self._by_assembly: frozenset[int] = frozenset()
-        """Registers that assembly handlers write, and so may no longer contain the probed code's value."""
+        """Registers that the code writes because of assembly handlers.
+
+        The handlers write these registers. On x86, the set also has registers that are reloaded before a
+        handler reads them.
+        """
         self._start(Block())
         self.labels: dict[int, int] = {}
         """Label number -> index of the block that begins at the label."""

@@ -325,9 +325,9 @@ class CallHost(Op):
 class CallPerCpu(Op):
     """Call guest code whose address is the word at `offset` in the per-CPU data.
 
-    The code keeps all general registers, except the one in which the call leaves the return address: lr on
-    arm64, t0 on RISC-V (as at an fentry site), none on x86. During the call, the op keeps this register's
-    value in the word after the address, and restores it. Virtual registers keep their values.
+    The code preserves all general registers, except the one to which the call writes the return address: lr
+    on arm64, t0 on RISC-V (as at an fentry site), none on x86. The op saves this register in the per-CPU word
+    after the address, and restores it after the call. Virtual registers keep their values.
     """
 
     offset: int

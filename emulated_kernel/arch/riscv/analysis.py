@@ -82,9 +82,9 @@ class RiscvFunctionAnalysis:
                 self._look_at_indirect(addr, insn)
         hazards = sorted(self._hazards(), key=attrgetter("addr"))
         self.hazards = {hazard.reason: hazard.addr for hazard in reversed(hazards)}
-        """Reason against optimization in the whole function -> lowest address of such a hazard."""
+        """Reason why no probe in the function is optimized -> lowest address of a hazard with this reason."""
         self.hazard = hazards[0] if hazards else None
-        """Hazard with the lowest address that forbids optimization in the whole function, or None."""
+        """First hazard, by address, that forbids optimization in the whole function; None without one."""
 
     @cached_property
     def rejections(self) -> dict[int, Rejection | None]:

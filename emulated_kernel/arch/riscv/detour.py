@@ -118,9 +118,10 @@ def stub_end(region: Region, to: int, breakpoint_: bytes, *, compressed: bool) -
 def _stub_insn(
     region: Region, to: int, breakpoint_: bytes, *, compressed: bool
 ) -> tuple[RiscvInsn, bytes, dict[int, int | LinkedJump]]:
-    """Return the region's only instruction, its form at `to` without a jump back, and a map of breakpoints.
+    """Return a region's only instruction, the code that replaces it at `to`, and a map of breakpoints.
 
-    The map is that of StubEnd.leads, for the breakpoints in the form at `to`.
+    The code has no jump back. A breakpoint takes the place of each jump that would need a register. The map
+    is that of StubEnd.leads, for these breakpoints.
     """
     leads: dict[int, int | LinkedJump] = {}
 
@@ -205,7 +206,10 @@ RETURN_FROM_FRAME = (
 
 
 def repetition(at: int, entry: int, turns: int) -> bytes:
-    """Return a loop that calls `entry`; the u64 at `turns` is the number of calls; see Arch."""
+    """Return a loop for the address `at` that calls `entry`.
+
+    The number of calls is the u64 at address `turns`; see Arch.
+    """
     head = move_stack_pointer(-2 * WORD) + store(SP, 0, RA, WORD)
     turn = long_jump(RA, RA, at + len(head), entry) + set_register(T0, turns)
     turn += load(T1, T0, 0, WORD) + addi(T1, T1, -1) + store(T0, 0, T1, WORD)

@@ -18,7 +18,7 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class RiscvEmulation(Emulation):
-    """Emulation of one RISC-V instruction, which depends on the instruction's address."""
+    """Emulation of one RISC-V instruction whose effect depends on its address."""
 
     address: int
     insn: RiscvInsn

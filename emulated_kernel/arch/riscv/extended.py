@@ -44,7 +44,7 @@ class _Replaced:
 
     @property
     def leaves(self) -> bool:
-        """Whether control always leaves at the last copied instruction, so that no jump back is needed."""
+        """Whether the last copied instruction always leaves the detour, so that no jump back is needed."""
         return self.relocations[-1] in (*LEAVES, *RELOCATED_CALLS)
 
 

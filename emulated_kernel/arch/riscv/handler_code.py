@@ -139,7 +139,10 @@ def _save_live(
 
 
 _RETURN_WORD = RETURN_ROOM - pt_regs.SIZE
-"""Size in bytes of the area above the register frame of a return; its lowest word is the return address."""
+"""Size in bytes of the area above the struct pt_regs in a return trampoline's stack frame.
+
+The lowest word of the area is the return address.
+"""
 _ENTER = move_stack_pointer(-_RETURN_WORD) + store(SP, 0, RA, WORD)
 """Code that pushes ra, the trampoline's own address, by which an unwinder recognizes a hooked function."""
 _ENTER_FRAME = pt_regs.save_general(RETURN_ROOM, but=RA) + store(SP, pt_regs.SIZE, RA, WORD)

@@ -95,7 +95,10 @@ _LINK = -7
 _OF_USER_ACCESS = {_STATUS: T6, _BITS: T4, _LINK: T5}
 """Pseudo virtual register -> real register, for programs that call USER_ACCESS."""
 USER_ACCESS = set_in_status(ZERO, T4) + asm.jump_register(T5) + clear_in_status(T4) + asm.jump_register(T5)
-"""Code that handlers call to set or clear bits of sstatus: at its start, it sets the bits in t4."""
+"""Code that handlers call to change sstatus: at its start, it sets the bits in t4.
+
+At USER_ACCESS_END, it clears them.
+"""
 USER_ACCESS_END = 8
 """Offset in USER_ACCESS, in bytes, of the code that clears the bits."""
 _BRANCH_RANGE = range(-0x1000, 0x1000)
@@ -205,7 +208,7 @@ class RiscvLowering(Lowering):
     def _set_register(self, op: ir.SetRegister) -> None:
         """Emit code that sets the probed code's register `op.name`.
 
-        __init__ assigns no virtual register to it, so that no other op changes the register.
+        __init__ assigns no virtual register to this register, so no other op changes it.
         """
         number = NUMBERS[op.name]
         src = self._real[op.src]

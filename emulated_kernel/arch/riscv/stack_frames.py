@@ -45,8 +45,8 @@ def frame_insns(
 ) -> Iterator[tuple[int, FrameInsn]]:
     """Yield each instruction of a function: address, and effect on the stack frame.
 
-    `switches_stack`: the function switches to a stack that the same code left earlier. `compressed`: the
-    kernel uses RVC.
+    `switches_stack`: the function loads sp from memory, and returns on a stack that an earlier call of the
+    function has left. `compressed`: the kernel uses RVC.
     """
     upper: tuple[int, int] | None = None
     for at, insn in decode_all(code, addr, compressed=compressed):

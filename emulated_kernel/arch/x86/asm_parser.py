@@ -265,7 +265,10 @@ def _memory_size(insn: Any) -> int:
 
 
 def _effect(statement: Statement, insn: Any) -> tuple[int, tuple[int, int, bool]]:
-    """Return the mask of registers that an instruction may write, and the instruction's item for needed().
+    """Return the mask of registers that an instruction may write, and an item of the argument of needed().
+
+    The item is (mask of registers read, mask of registers certainly overwritten, whether the instruction
+    jumps).
 
     Raises: KernelError EINVAL (the instruction isn't allowed in handlers).
     """

@@ -71,10 +71,11 @@ def return_trampoline(frame: RegsFrame, address: int) -> HandlerStub:
 
 
 class X86TextReturns(TextReturns):
-    """Calls in unused bytes of the kernel's text, in place of the push with which a return trampoline begins.
+    """Generator of calls in unused bytes of the kernel's text, by which functions return to a trampoline.
 
-    Hooked functions return to such a call. The return address on the stack is then in a function of the
-    kernel, as Linux's stack traces require.
+    A hooked function returns to such a call. The call itself pushes an address, and skips the push with which
+    the trampoline begins. The return address on the stack is then in a function of the kernel, as Linux's
+    stack traces require.
     Mirrors: arch/x86/kernel/dumpstack.c:show_trace_log_lvl (v6.1).
     """
 
@@ -125,9 +126,9 @@ def _relocated_insns(region: Region, to: int, bits: int) -> Iterator[tuple[int, 
 
 
 def stub_end(region: Region, to: int, bits: int) -> StubEnd:
-    """Return the end of a stub: as relocated(), but Python executes a popf that sets the trap flag.
+    """Return the end of a stub: the region's instructions, relocated, and a jump back; see Arch.
 
-    See Arch.
+    If the region is a popf that would set the trap flag, a breakpoint makes Python execute the popf.
     """
     if not is_popf(region.code, bits):
         return StubEnd(relocated(region, to, bits))

@@ -62,7 +62,7 @@ class X86Emulation(Emulation):
     release: int = 0
     """Number of bytes that ret removes from the stack after the return address."""
     mask: int = (1 << 64) - 1
-    """Value of a register with all bits set."""
+    """Mask of all bits of a general register."""
 
     def run(self, regs: Any, memory: ByteMemory) -> None:
         self.op(self, regs, memory)

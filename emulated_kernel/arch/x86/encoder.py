@@ -57,7 +57,7 @@ _BYTE = 1
 _WORD = 2
 _OPERAND_SIZE = b"\x66"
 _NEEDS_REX = range(4, 8)
-"""Register numbers that mean ah, ch, dh, bh in byte instructions without a REX prefix."""
+"""Numbers of the registers whose low bytes need a REX prefix; without it, they mean ah, ch, dh, bh."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -283,19 +283,19 @@ class Encoder:
         return self._operand(_IMMEDIATES[size], 0, base, offset) + _immediate(value, size)
 
     def arithmetic_memory(self, op: int, base: int, offset: int, value: int, size: int) -> bytes:
-        """Encode an operation of group 1 on `size` bytes of memory and a constant, which changes the memory.
+        """Encode an instruction that sets memory to memory op value, for an operation of group 1.
 
-        For 8 bytes, the value is sign-extended from 32 bits.
+        `size`: size of the memory operand in bytes. For 8 bytes, the value is sign-extended from 32 bits.
         """
         opcode, immediate = _group1_memory(value, size)
         return self._operand(opcode, op, base, offset) + immediate
 
     def arithmetic_load(self, op: int, dst: int, base: int, offset: int) -> bytes:
-        """Encode an operation of group 1 on the register dst and a word of memory, which changes dst."""
+        """Encode an instruction that sets dst to dst op a word of memory, for an operation of group 1."""
         return self._operand(self._group1_load[op], dst, base, offset)
 
     def arithmetic_store(self, op: int, base: int, offset: int, src: int) -> bytes:
-        """Encode an operation of group 1 on a word of memory and src, which changes the memory."""
+        """Encode an instruction that sets a word of memory to word op src, for an operation of group 1."""
         return self._operand(self._group1[op], src, base, offset)
 
     def compare_exchange_8(self, base: int, offset: int) -> bytes:
@@ -334,7 +334,7 @@ class Encoder:
         return _based(self._lea, dst, base, offset)
 
     def load_stack(self, dst: int) -> bytes:
-        """Encode a load of the word at an offset from sp into dst.
+        """Encode an instruction that sets dst to the word at sp + an offset.
 
         The caller must fill in the offset, which is the last 4 bytes.
         """

@@ -88,7 +88,7 @@ class SavedRegisters:
 
 
 def _flags_keeping(body: X86Lowering, encoder: Encoder, live: set[int]) -> tuple[bytes, bytes, int]:
-    """Return code that keeps ax, which contains the saved flags, and code that loads ax again.
+    """Return code that copies ax, which contains the saved flags, and code that loads ax from the copy.
 
     The first code runs before a program, and the second code after it. If the program doesn't use ax, both
     codes are empty. The third result is the number of words that the first code pushes: 0 if it copies ax to

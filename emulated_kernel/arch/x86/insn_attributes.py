@@ -154,7 +154,7 @@ def _ends_in_registers(insn: X86Insn) -> bool:
 
 @cache
 def _alike(modrm: int) -> tuple[int, ...]:
-    """Return the ModRM bytes whose operands equal the operands of `modrm` in kind and encoded size."""
+    """Return all ModRM bytes whose operands have the same kinds and encoded sizes as those of `modrm`."""
     mod = modrm >> 6
     special = {4, 5} if mod == 0 else {4} if mod < 3 else set()
     rm = modrm & 7

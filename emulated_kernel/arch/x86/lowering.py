@@ -61,7 +61,7 @@ def add_and_fetch_8(encoder: Encoder, address: int, value: int, low: int, high: 
 
 
 def _from_sum(encoder: Encoder, low: int, high: int) -> bytes:
-    """Encode moves of cx to `high` and bx to `low`, which may be any registers."""
+    """Encode moves of the sum in cx:bx to `high` and `low`, which may be any two registers."""
     if high != BX:
         return encoder.move(high, CX) + encoder.move(low, BX)
     if low == CX:
@@ -286,9 +286,10 @@ class X86Lowering(Lowering):
             self._shift(_SHIFTS[op.op], dst, src)
 
     def _shift(self, shift: int, dst: int, count: int) -> None:
-        """Emit a shift by the count in the register `count`.
+        """Emit a shift of the register `dst` by the count in the register `count`.
 
-        If `count` is not cx, the code exchanges the two registers before the shift, and again after it.
+        `shift`: the kind of shift, as for Encoder.shift_by_cl(). If `count` is not cx, the code exchanges the
+        two registers before the shift, and again after it.
         """
         encoder = self._encoder
         if count == CX:

@@ -66,8 +66,8 @@ def rip_relative_into(window: range, addr: int, code: bytes) -> Iterator[Referen
 def immediates(sign: int, text: Iterable[tuple[int, int]], addr: int, code: bytes) -> Iterator[Reference]:
     """Yield (value, address) of each 32-bit word in the code at `addr` that may be an address in `text`.
 
-    A word may start at any byte. A word is yielded if its upper byte is that of the lower 32 bits of an
-    address in one of the ranges `text`. `sign`: the upper 32 bits of each yielded value.
+    A word may start at any byte. A word is yielded if its upper byte equals bits 24 to 31 of an address in
+    one of the ranges `text`. `sign`: the upper 32 bits of each yielded value.
     """
     uppers = frozenset(
         upper & 0xFF for start, end in text for upper in range(start >> 24, (end - 1 >> 24) + 1)

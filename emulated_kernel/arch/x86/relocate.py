@@ -16,7 +16,7 @@ _CALL_NEAR = 2
 _MOD_REGISTER = 3
 _RM_SIB = 4
 _TO_JUMP = 0b00_110_000
-"""Exclusive or of the ModRM bytes of an indirect call and of the jump with the same operand."""
+"""An indirect call's ModRM byte, exclusive or this value, is that of the jump with the same operand."""
 _JUMPS = (0xE9, 0xEB)
 _JCC_SHORT = range(0x70, 0x80)
 _LOOPS = range(0xE0, 0xE4)
@@ -83,11 +83,12 @@ def is_popf(code: bytes, bits: int) -> bool:
 
 
 def guarded_popf(code: bytes, bits: int) -> bytes:
-    """Return a branch and the popf `code`; if the popf would set the trap flag, the branch skips it.
+    """Return code that executes the popf `code`, unless the popf would set the trap flag.
 
-    A jump follows the popf, and the branch skips this jump, too. Otherwise the trap would occur at the jump
-    after the popf, one instruction too early. A test before the branch reads the word that the popf pops, so
-    a fault of the popf occurs at the test. The test changes only flags that the popf overwrites.
+    The caller appends a jump. If the popf would set the flag, the code skips both the popf and this jump.
+    Without the skip, the trap would occur at the jump, one instruction too early. The code begins with a test
+    of the word that the popf pops, so a fault of the popf occurs at the test. The test changes only flags
+    that the popf overwrites.
     """
     wide = b"\x48" if bits == 64 else b""
     return wide + _TEST_TOP + bytes((_JNZ, len(code) + JMP32_SIZE)) + code

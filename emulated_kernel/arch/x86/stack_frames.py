@@ -35,7 +35,8 @@ def frame_insns(
 ) -> Iterator[tuple[int, FrameInsn]]:
     """Yield each instruction of a function: address, and effect on the stack frame.
 
-    `switches_stack`: the function switches to a stack that the same code left earlier.
+    `switches_stack`: the function loads sp from memory, and returns on a stack that an earlier call of the
+    function has left.
     """
     from iced_x86 import InstructionInfoFactory
 
@@ -56,7 +57,7 @@ class _FrameReader:
         self._makers = self._makers_by_mnemonic()
 
     def _makers_by_mnemonic(self) -> dict[int, Callable[[Any], Effect | None]]:
-        """Return mnemonic -> function that returns the effect of an instruction, or None if it is unknown."""
+        """Return mnemonic -> function that returns an instruction's effect, or None for an unknown effect."""
         from iced_x86 import Mnemonic
 
         return {

@@ -54,7 +54,7 @@ class Guest:
         """
         self.times = WallTime(lambda: machine.boot_ns + machine.clock.now_ns())
         self.sight: Callable[[], Sight] = lambda: Sight.MEMORY
-        """Function that returns which data armed probes can read at a hit: the largest Sight of all probes.
+        """Function that returns the largest Sight of the armed probes: the data that they can read at a hit.
 
         The code that builds the kernel's probe engine replaces this default.
         """
@@ -118,11 +118,11 @@ class Guest:
         """Make a task write a control file, and return the number of bytes written.
 
         `consume`: function that is called during the task's vfs_write, and returns this number. `data` is in
-        user memory, where probes of vfs_write can read it. `kept`: receives the resources of the call. The
-        caller closes `kept` when the call has ended, but not while the task sleeps. `number`: the number of
-        the descriptor in the client's process; None if it is unknown or no probe can see it. Raises:
-        YieldLock (`consume` has raised it, and the task sleeps; call this method with the same arguments
-        again to resume the task).
+        user memory, where probes of vfs_write can read it. `kept`: exit stack that frees the call's buffer in
+        user memory. The caller closes `kept` when the call has ended, but not while the task sleeps.
+        `number`: the number of the descriptor in the client's process; None if it is unknown or no probe can
+        see it. Raises: YieldLock (`consume` has raised it, and the task sleeps; call this method with the
+        same arguments again to resume the task).
         """
 
         def serve(_op: int, _buffer: int, _count: int) -> int:
@@ -198,10 +198,10 @@ class Guest:
     def close_file(self, fd: int, number: int | None = None) -> None:
         """Close the guest's descriptor `fd` by a system call of the guest's current task.
 
-        If the current task cannot make a system call, init closes it. FUSE does not report which process
-        closes a file, but usually it is the process that ran last. `number`: the descriptor's number in
-        that process, which the guest's close(2) gets as its argument; None if it is unknown or no probe can
-        see it.
+        If the current task cannot make a system call, init makes the call. FUSE does not report which process
+        closes a file, but usually it is the process that ran last. `number`: the descriptor's number in that
+        process, which is passed to the guest's close(2). None means that the number is unknown, or that no
+        probe can see it.
         """
         task = self.runner.at_hand or self.processes.init
         if number is None:

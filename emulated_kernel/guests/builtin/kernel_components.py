@@ -35,10 +35,10 @@ class BuiltinKernelComponents(KernelComponents):
     def replace_kernel(
         self, old: BuiltinKernelComponents, define: Callable[[], Iterable[None]]
     ) -> Iterator[None]:
-        """Continue the clock of the kernel `old` in this kernel, and take over the trace records of `old`.
+        """Take over the time and the trace records of the kernel `old`, and stop that kernel's workloads.
 
-        Kernel.replace_kernel describes the steps. `define`: defines the probes of `old` in this kernel, in
-        steps.
+        `define`: function that defines the probes of `old` in this kernel. The method yields whenever
+        `define` does. See Kernel.replace_kernel.
         """
         self.lock.assert_held()
         self._go_on_from(old)

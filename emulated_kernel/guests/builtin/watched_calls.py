@@ -30,9 +30,10 @@ class WatchedCalls:
         self._words = self._ledger.words
         self._kernels_count = text.count
         self._found = 0, 0
-        """(number of changes of the ledger, kinds of calls that could execute patched text at that number).
+        """(the ledger's number of text changes at the last search, kinds of calls that the search found).
 
-        Both are in one tuple, because threads without the lock replace them.
+        The search finds the kinds of calls that can execute patched text. Both items are in one tuple,
+        because threads without the lock replace them.
         """
         self.before_more: list[Callable[[bool], object]] = []
         """Functions to call before patched text can be executed by more kinds of system calls.

@@ -9,7 +9,7 @@ from emulated_kernel.machine.run_watchdog import HandlerTime
 MAX_CALL = 10.0
 """Maximum CPU seconds of one call of a guest, including the time that other tasks run during the call.
 
-After half of this time, the time of probe handlers is counted only in part, as by `HandlerTime`.
+After half of this time, most of the CPU time of probe handlers does not count; see HandlerTime.
 """
 LOOK = 0.25
 """Minimum seconds between two measurements of the CPU time."""

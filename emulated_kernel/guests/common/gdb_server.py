@@ -30,7 +30,7 @@ _RETRY = 0.2
 _PREFIX = "kprobefs-gdb-"
 _SOCKET = "socket"
 _STOP = b"."
-"""Content of the pipe after one stop of the guest."""
+"""Byte that is written to a session's pipe when the guest stops by itself."""
 _INTERRUPT = 3
 _TRAP = 5
 _SIGINT = 2
@@ -191,7 +191,7 @@ class GdbSession:
         self._is_passed = False
         """Whether gdb has passed a probe's breakpoint by a write of ip, since the guest stopped."""
         self._is_step = False
-        """Whether the next packet to continue is a step over a probe's breakpoint."""
+        """Whether gdb's next request to continue is in fact a single step over a probe's breakpoint."""
         self._steps_by_breakpoints = debugger.machine.model.name.startswith("riscv")
         """Whether gdb uses breakpoints to execute single steps on this processor."""
         self._architecture, self._layout = _LAYOUTS[debugger.machine.model.name]
@@ -353,9 +353,9 @@ class GdbSession:
     def _note_step(self, address: int) -> None:
         """If gdb inserts a breakpoint at `address` in order to step over a probe, record this.
 
-        The next packet to continue is then executed as a step. gdb steps by breakpoints on RISC-V, and on any
-        processor after it has skipped a breakpoint in memory by a write of ip. gdb puts its breakpoint at the
-        next instruction, which is wrong if the probed instruction is a branch.
+        gdb's next request to continue is then executed as a single step. gdb steps by breakpoints on RISC-V,
+        and on any processor after it has skipped a breakpoint in memory by a write of ip. gdb puts its
+        breakpoint at the next instruction, which is wrong if the probed instruction is a branch.
         GDB: c.ebreak is decoded as a jump to the address in register 0, so the breakpoint is at 0.
         """
         size = self._debugger.breakpoint_size

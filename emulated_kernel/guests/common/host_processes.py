@@ -36,7 +36,7 @@ _SPARE = 24
 _UNKNOWN = "?"
 """Replacement for the start time of a process whose file in /proc could not be read."""
 _STARTS_PER_LOOK = 32
-"""Number of processes without a pidfd that are checked at one look; each check takes 10 us."""
+"""Number of processes without a pidfd whose start times are checked at one look; each check takes 10 us."""
 _CHECK = 0.1
 """Seconds between two checks whether the host's kernel still reports process events.
 
@@ -76,9 +76,9 @@ class ProcessWatch:
     """
 
     def set_wait_context(self, waiting: Callable[[], AbstractContextManager[object]]) -> None:
-        """Enter the context manager that `waiting` returns during each long read of memory from now on.
+        """Set the function that makes the context manager for each long read of another process's memory.
 
-        A read of another process's memory takes long if its pages are not available at once.
+        A read takes long if the memory's pages are not available at once.
         """
 
     def number(self, pid: int) -> int:
@@ -175,7 +175,7 @@ class HostProcesses(ProcessWatch):
     """
 
     def __init__(self, *, sees_forks: bool = True) -> None:
-        """Start to watch. `sees_forks`: record forks, because the caller will call forks()."""
+        """Start to watch the host's processes. `sees_forks`: True if the caller will call forks()."""
         self._loadavg = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
         self._seen = b""
         self._last_pid = self._read_last_pid()

@@ -12,9 +12,9 @@ from emulated_kernel.util.abi import HZ
 
 NSEC_PER_JIFFY = 1_000_000_000 // HZ
 PAUSE = 0.1
-"""Minimum length in seconds of a pause between requests that counts at its real length.
+"""Seconds that a pause between two requests must take to count, if the clock is virtual.
 
-This applies to a virtual clock. Shorter pauses do not count.
+Such a pause counts at its real length.
 """
 
 

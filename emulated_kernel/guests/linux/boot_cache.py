@@ -49,7 +49,7 @@ log = logging.getLogger("kprobefs.linux")
 _PRODUCTION_PARAMETERS = ("noreplace-smp", "random.trust_bootloader=on")
 """Parameters for a kernel that sees a production CPU.
 
-They keep the lock prefixes, as on a machine with several CPUs, and make the kernel trust the random seed.
+They make the kernel keep its lock prefixes, as on a machine with several CPUs, and trust the random seed.
 """
 _RANDOM_SEED = bytes(range(32))
 _SETTLING = 3_000_000
@@ -137,7 +137,7 @@ def kernel_as_booted(
 def modules_as_booted(
     source: str, seed: int, cpu: ProductionCpu, contents: Iterable[bytes]
 ) -> Sequence[Module]:
-    """Load modules into a kernel that has booted on a production CPU, and return its modules.
+    """Load modules into a kernel that has booted on a production CPU, and return the loaded modules.
 
     `contents`: contents of the modules' files, in the order of loading. The other parameters are those of
     ensure_cached(). The text of the modules is the text after the kernel has patched it. Leave out a module
@@ -206,7 +206,7 @@ def _boot_and_save(
 
 
 def as_running(kernel: LinuxKernel, tasks: LinuxTasks) -> LinuxKernel:
-    """Return a copy of `kernel` with the text that the running guest has in memory, patched at boot."""
+    """Return a copy of `kernel` with the text from the memory of the running guest, which has patched it."""
     start, end = kernel.text
     running = copy(kernel)
     machine = tasks.machine

@@ -119,9 +119,9 @@ With CONFIG_PREEMPT_RT, it contains the address of a lock after the sequence cou
 """
 _ALIGNMENT = 8
 _LONGEST_USER_ACCESS = 0x200
-"""Number of bytes in which a function of GuestAbi.user_access has all its instructions for sstatus."""
+"""Number of bytes of a GuestAbi.user_access function that are searched for changes of sstatus."""
 _CHANGES_OF_SSTATUS = 0x10002073, 0x10003073
-"""Code of csrs and csrc of sstatus with the operand x0."""
+"""Encodings of csrs and csrc for sstatus with the register x0 as operand."""
 _OPERAND = 31 << 15
 ORDERS = "zone.free_area[]"
 """Key, in KernelOffsets.offsets, of the number of a zone's free areas, which is the number of orders."""
@@ -213,7 +213,10 @@ def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
 
 
 def _user_access(kernel: LinuxKernel, functions: tuple[str, ...]) -> Iterator[tuple[int, int]]:
-    """Yield (address, code) of each csrs or csrc of sstatus in `functions` that has a register as operand."""
+    """Yield (address, code) of each csrs or csrc instruction for sstatus in the kernel's `functions`.
+
+    Leave out instructions with the operand x0, because they change nothing.
+    """
     for name in functions:
         start = kernel.kallsyms.lookup_name(name)
         if start is None:
@@ -302,7 +305,7 @@ def _stack_top(kernel: LinuxKernel) -> int | None:
 
 
 def checked_offsets(kept: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the offsets `kept` of a snapshot, after a check of their types and ranges.
+    """Check the types and ranges of the offsets `kept`, which a snapshot contains; return `kept`.
 
     The release must be a text, and all numbers must fit into 64 bits.
     Raises: KeyError, TypeError, ValueError (the check fails).
@@ -337,7 +340,7 @@ def dentry_slow_path_flags(btf: Btf) -> int:
 
 
 def _of_free_pages(btf: Btf) -> dict[str, int]:
-    """Return name -> offset or size in the page allocator's structures; {} if this kernel lacks one."""
+    """Return key -> offset, size or length, for the page allocator's structures; {} if one is missing."""
     try:
         found = {path: btf.offset(path) for path in _OF_FREE_PAGES}
         return found | {name: btf.size(name) for name in _SIZES} | {ORDERS: btf.length("zone.free_area")}
@@ -360,7 +363,7 @@ def _of_text_poke(btf: Btf) -> dict[str, int]:
 
 
 def _of_time(btf: Btf) -> dict[str, int]:
-    """Return name -> offset of the timekeeper's members; {} if this kernel lacks one of the members."""
+    """Return path -> offset, for the timekeeper's members; {} if a member of _OF_TIME is missing."""
     found = {path: btf.offset(path) for path in (*_OF_TIME, _COARSE) if btf.has(path)}
     if not found.keys() >= set(_OF_TIME):
         return {}
@@ -368,7 +371,7 @@ def _of_time(btf: Btf) -> dict[str, int]:
 
 
 def _of_timers(btf: Btf) -> dict[str, int]:
-    """Return name -> offset, size or number of the timer wheels; {} if this kernel lacks one of them."""
+    """Return key -> offset, size or number, for the timer wheels; {} if one of _OF_TIMERS is missing."""
     if not all(btf.has(path) for path in _OF_TIMERS):
         return {}
     wheels = {TIMER_BASES: btf.size("timer_base"), PUNCTUAL: 2 if btf.has(_MIGRATING) else 1}

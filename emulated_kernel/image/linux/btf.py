@@ -160,7 +160,7 @@ class Btf:
             raise unusable("its BTF has another index")
 
     def parts(self) -> dict[str, bytes]:
-        """Return arrays that can be stored in a file: name -> array."""
+        """Return the index of types and names, to store it in a file: name of an array -> its bytes."""
         arrays = {"starts": self._starts, **self._index._asdict()}
         return {name: bytes(memoryview(words)) for name, words in arrays.items()}
 

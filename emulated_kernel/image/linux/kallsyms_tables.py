@@ -138,11 +138,11 @@ def _tokens_at(data: bytes, start: int) -> _Tokens | None:
 
 
 def _find_packed_names(data: bytes, tokens: _Tokens, budget: _Budget) -> _Names | None:
-    """Return num_syms and the names in the layout since v7.0, in which the token table follows the markers.
+    """Find num_syms and the names in the layout since v7.0, in which the token table follows the markers.
 
-    The markers ascend from 0. Their number leaves 256 possible values of num_syms. The last marker is the
-    size of all names before the last group of at most 256 names. So only a few words can be num_syms. Return
-    None if no word fits.
+    The markers ascend from 0, and each stands for at most 256 names, so num_syms must match their number. The
+    last marker is the size in bytes of all names but the last 256 or fewer. So only a few words can be
+    num_syms. Return None if no word fits.
     """
     first = max(0, tokens.start - _NAMES_LIMIT)
     first += -first % _PACKED

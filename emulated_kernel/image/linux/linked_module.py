@@ -57,7 +57,7 @@ class LinkedModule:
     return_sites: tuple[int, ...]
 
     def booted(self, returns: ReturnThunks) -> Module:
-        """Return the module with its return instructions rewritten in the way `returns`.
+        """Return the module with its return instructions rewritten as `returns` says.
 
         The kernel rewrites return instructions when it loads the module.
         """
@@ -262,7 +262,7 @@ class _Linker:
 
 
 def _belongs(section: SectionHeader, is_text: bool, is_init: bool) -> bool:
-    """Return True if a section is loaded into the memory area for `is_text` and `is_init`, one of four.
+    """Return True if a section is loaded into the memory area that `is_text` and `is_init` select.
 
     `is_text`: the area is for text, not for data. `is_init`: the area is for init functions and their data.
     """

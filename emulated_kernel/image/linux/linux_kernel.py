@@ -343,7 +343,8 @@ class LinuxKernel:
         """Return the per-CPU offset of the variable `name`, or None if the kernel doesn't have it.
 
         The variable has its own symbol or, from v6.2 to v6.14, is a member of pcpu_hot. Since v6.15, the
-        variables are linked at addresses of the kernel, and the offset is negative: base + offset wraps.
+        variables are linked at addresses of the kernel. Such an address is returned as a negative offset,
+        which is added to a CPU's base modulo 2**64.
         Mirrors: arch/x86/include/asm/percpu.h:__my_cpu_offset, asm/current.h:struct pcpu_hot (v6.12).
         """
         hot = self.kallsyms.lookup_name("pcpu_hot")

@@ -46,7 +46,7 @@ class ModuleFiles:
     """
 
     def __init__(self, image: Path, release: str, given: Sequence[Path] | None = None) -> None:
-        """Search the packages and directories in `given`, and then the sources that belong to the kernel.
+        """Set the sources of modules: first the packages and directories in `given`, then the kernel's own.
 
         `given` is None if the user cannot give packages or directories. Error messages then do not advise to
         give one.
@@ -121,9 +121,11 @@ class ModuleFiles:
         )
 
     def _missing(self, name: str) -> str:
-        """Return the error text for a module that no source has: similar names, or the packages to add.
+        """Return the error text for a module that no source has.
 
-        Debian's linux-image has all modules of its build, so the text then names no package.
+        The text names similar modules or, without any, the packages to add. If the kernel's own package
+        contains modules and is no RPM, the text names no packages: Debian's linux-image has all modules of
+        its build.
         """
         known = sorted({each for source in self._sources() for each in source.names})
         if near := similar_names(name, known):
@@ -238,7 +240,10 @@ class _Package:
 
 
 _package = lru_cache(_MAX_PACKAGES)(_Package)
-"""Return the _Package of a path. A kernel that is booted or planned again uses the index of the first one."""
+"""Return the _Package for a path, from a cache if possible.
+
+So the package of a kernel that is booted again need not be searched again.
+"""
 
 
 def _plain(name: str) -> str:

@@ -50,7 +50,10 @@ def read_kernel(package: BinaryIO) -> bytes:
 
 
 def _instead(package: BinaryIO) -> str:
-    """Return the end of an error message: the kernel packages on which a Debian package depends, or ""."""
+    """Return the end of the error message about a package without a kernel; "" for no addition.
+
+    The addition names the kernel packages on which a Debian package depends.
+    """
     package.seek(0)
     if package.read(len(AR_MAGIC)) != AR_MAGIC:
         return ""

@@ -59,10 +59,11 @@ class CoreSegment(NamedTuple):
 
 
 def _merged(loads: Iterable[CoreSegment]) -> Iterator[CoreSegment]:
-    """Yield `loads` with overlapping segments merged, whose common pages are in the file only once.
+    """Yield `loads`, but merge segments that overlap both in memory and in the file.
 
     `loads`: segments sorted by physical address. A core for gdb has a segment for each range of virtual
-    addresses. Memory that is mapped twice is therefore in two segments.
+    addresses. Memory that is mapped twice is therefore in two segments, whose common pages are in the file
+    only once.
     """
     last: CoreSegment | None = None
     for load in loads:
@@ -109,7 +110,7 @@ class CoreFile:
         self.vmcoreinfo = self._first_info(noted) or self._first_info(self._scanned())
         """VMCOREINFO: name -> value. Source: Documentation/admin-guide/kdump/vmcoreinfo.rst."""
         self.original_text: Sequence[tuple[int, bytes]]
-        """(address, original text) of each range that kprobefs had patched; empty in others' cores."""
+        """(address, original text) of each range that kprobefs had patched; empty without kprobefs's note."""
         if not self.vmcoreinfo:
             raise unusable_core("no VMCOREINFO is in it: a kernel with CONFIG_CRASH_CORE has that")
         packed = next((text for where in notes for text in self._noted(OWNER, *where)), None)

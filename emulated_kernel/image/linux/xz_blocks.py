@@ -44,7 +44,7 @@ def xz_blocks(file: BinaryIO, start: int, end: int) -> tuple[list[tuple[int, int
 
 
 def _blocks(index: bytes) -> tuple[list[tuple[int, int]], int]:
-    """Decode the index of an xz stream; return its blocks, and the total size of header and packed blocks.
+    """Decode the index of an xz stream; return its blocks, and the offset of the index in the stream.
 
     Raises: IndexError (a truncated index).
     """

@@ -81,7 +81,7 @@ class PerCpuVars(MutableMapping[str, int]):
 
 
 class HandlerPoint(Enum):
-    """Time at which a handler in assembly runs.
+    """Point of a hit at which a handler in assembly runs.
 
     The value is the name of the probe's attribute that has the handler's text.
     """
@@ -204,7 +204,7 @@ class AssemblyOwner(ABC):
 
 
 def handler_texts(probe: object) -> dict[HandlerPoint, str]:
-    """Return the texts of a probe's handlers in assembly: time at which the handler runs -> its text."""
+    """Return a probe's handlers in assembly: point of a hit -> text of the handler that runs there."""
     found = {}
     for point, name in _ATTRIBUTES.items():
         text = getattr(probe, name, None)

@@ -167,11 +167,11 @@ class Compiler:
     def stub(self, head: AggrKprobe, target: int | None, region: Region | None = None) -> CompiledCode | None:
         """Compile a handler for breakpoint hits, or return None if Python must handle the hits.
 
-        `target`: address at which the guest continues after the handler, or None. `region`: an emulated
-        instruction, or None. The relocated form of the instruction follows the handler if it can be compiled.
-        If there is neither a target nor a relocated form, or if Python must handle some cases of the form,
-        the guest continues at a breakpoint at `CompiledCode.tail`. The caller sets the handler of this
-        breakpoint. If no jump reaches the target, a breakpoint leads there.
+        `target`: address at which the guest continues after the handler; None if the instruction is emulated.
+        If no jump reaches the target, a breakpoint leads there.
+        `region`: an emulated instruction, or None. If its relocated form can be compiled, the form follows
+        the handler. Without a target and a relocated form, and in cases that the form leaves to Python, the
+        guest reaches a breakpoint at `CompiledCode.tail`. The caller sets the handler of this breakpoint.
         """
         arch = self._arch
         ends: list[StubEnd] = []

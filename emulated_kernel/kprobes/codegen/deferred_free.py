@@ -36,7 +36,11 @@ class DeferredFree:
         return [piece.span for piece in self._pieces]
 
     def add(self, span: Span, free: Callable[[], None], *, leads_on: bool = False) -> None:
-        """Call `free` once `span` is quiescent. `leads_on`: code in `span` may jump to another piece."""
+        """Call `free` once `span` is quiescent.
+
+        `leads_on`: whether code in `span` may jump to another piece. While such a span is not quiescent, no
+        piece is freed.
+        """
         self._pieces.append(_DeferredPiece(span, free, leads_on))
         self.work.schedule(COLLECT_DELAY)
 

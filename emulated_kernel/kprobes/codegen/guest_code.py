@@ -36,7 +36,7 @@ class CompiledCode:
     region: Region | None = field(default=None, init=False)
     """The emulated instruction whose relocated form follows the handler of a stub; None without one."""
     leads: tuple[int, ...] = field(default=(), init=False, metadata=ADDRESS)
-    """Addresses of the breakpoints at the end of a stub that send the guest on. A hit runs one of them."""
+    """Addresses of breakpoints at a stub's end that redirect the guest. Each hit executes one of them."""
     tail: int = field(default=0, init=False, metadata=ADDRESS)
     """Address of the breakpoint at the end of the code, which some or all hits reach; 0 if there is none."""
     retired: bool = field(default=False, init=False)

@@ -98,7 +98,7 @@ class BreakpointDispatch:
             breakpoints[detour.trap] = partial(self._first_by_detour, head, detour.trap)
 
     def _install_step_end(self, head: AggrKprobe, insn: OutOfLine) -> None:
-        """Route the trap after the copied instruction, which ends a step."""
+        """Route the trap after the copied instruction; the trap ends the step."""
         step_end = insn.step_end
         if step_end is None:
             return
@@ -172,7 +172,7 @@ class BreakpointDispatch:
     def compile_stub(self, head: AggrKprobe) -> bool:
         """Compile the handlers for breakpoint hits before the first hit; return True if there is guest code.
 
-        Without a hit there is no sample of registers, so that the cost cannot be measured.
+        Without a hit, there is no sample of registers with which a benchmark can measure the handlers.
         """
         if head.stub is None and not head.is_disabled and head.may_compile:
             self._make_stub(head, self._leads_to(head))
@@ -301,9 +301,10 @@ class BreakpointDispatch:
             self._debug_traps.pop(insn.step_end - insn.prepared.length, None)
 
     def pass_detour(self, trap: int) -> None:
-        """Route a detour's breakpoint to a function that does nothing, so that the CPU continues there.
+        """Route a detour's breakpoint to a function that does nothing, so that the CPU continues after it.
 
-        No jump leads to the detour any more, but a CPU may still be in it.
+        `trap`: address of the breakpoint. Its hits are ignored because the probe is disabled, or because the
+        detour is no longer in use, though a CPU may still be in it.
         """
         self.breakpoints[trap] = Redirect(trap + self._breakpoint_size, _pass)
 
@@ -315,6 +316,6 @@ class BreakpointDispatch:
 def _pass(_regs: Regs) -> None:
     """Do nothing at a trap, so that the CPU continues at the address of the trap's Redirect.
 
-    The trap is the breakpoint in a detour that is no longer in use, or the debug trap after one round of a
-    repeated string instruction.
+    The trap is the breakpoint in a detour that is disabled or no longer in use, or the debug trap after one
+    round of a repeated string instruction.
     """

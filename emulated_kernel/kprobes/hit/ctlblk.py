@@ -44,15 +44,15 @@ class KprobeCtlblk:
     started: int = 0
     """Value of perf_counter_ns() when the hit of `running` started, for reset_current().
 
-    A hit sets it before its step and its post_handlers at the latest. Until then it has the value of an
-    earlier hit.
+    It is set before the step and the post_handlers of a hit. Until then, it may have the value of an earlier
+    hit.
     """
     cpu: int = 0
     _others: dict[int, _State] = field(default_factory=dict)
 
     @property
     def is_underway(self) -> bool:
-        """Return True if Python is handling a hit of any CPU."""
+        """Return True if Python is handling a hit on any CPU."""
         return self.running is not None or any(state[0] is not None for state in self._others.values())
 
     def set_running(self, head: AggrKprobe | None, *, by_breakpoint: bool = False) -> None:
@@ -109,9 +109,9 @@ class KprobeCtlblk:
             self.set_running(None)
 
     def restore_to(self, depth: int) -> None:
-        """End the hits that occurred in a call that a handler made and that was given up.
+        """End the hits that occurred while a handler in the guest ran, because its run was given up.
 
-        `depth`: length of `interrupted` before the call.
+        `depth`: length of `interrupted` before the run.
         """
         while len(self.interrupted) > depth:
             self.restore_previous()

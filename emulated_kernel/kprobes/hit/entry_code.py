@@ -43,7 +43,7 @@ class EntryCode(Generic[KindT]):
         return not self.is_settled and self._split_jumps.may_patch()
 
     def prepare(self, sites: AbstractSet[int], by_kind: ByKind[KindT]) -> None:
-        """Make `sites` call the jump of their kind, when they are attached later. Create missing jumps.
+        """Create missing jumps for the kinds of `sites`; the sites call their jump once they are attached.
 
         `by_kind`: divides sites by the kind of their functions. If there is no memory for the jump of a kind,
         the sites of this kind call the trampoline.
@@ -68,7 +68,7 @@ class EntryCode(Generic[KindT]):
         by_kind: ByKind[KindT],
         emit: Callable[[ProgramBuilder, KindT], object],
     ) -> bool:
-        """Compile guest code for the functions with `sites`, which call it from now on.
+        """Compile guest code for the functions that have `sites`; the sites call the code from now on.
 
         `by_kind`: see prepare(). `emit` adds the handling of a call to a program. If there is no memory for
         the code, Python continues to handle the calls, and the result is False.

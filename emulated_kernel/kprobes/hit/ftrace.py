@@ -61,12 +61,12 @@ class FtraceSites:
         self._calls: dict[int, Called] = {}
         """Address of an fentry site -> handler of calls from the site.
 
-        A site has an item from its first call after a change of its users on. So the map is small if a tracer
-        hooks tens of thousands of sites.
+        The first call from a site adds an item, and a change of the site's users removes it. So the map is
+        small even if a tracer hooks tens of thousands of sites.
         """
         self._breakpoints[self.trampoline + stub.trap] = self._make_on_call()
         self._callers: dict[int, AggrKprobe] = {}
-        """Address of a call site -> AggrKprobe of the probes that handle the calls from the site."""
+        """Address of an fentry site -> AggrKprobe of the armed probes at the site."""
         self._by_call: dict[int, CallHandler] = {}
         """Address of an fentry site -> function that handles the hits of the site's probes in Python.
 
@@ -89,7 +89,7 @@ class FtraceSites:
         """Number of calls, made by fentry sites, that Python has handled."""
         self._ops = FtraceOpsList()
         self._leaving: dict[FtraceOps, set[int]] = {}
-        """User -> sites that the user has left, but whose text is still a call. The user gets these calls."""
+        """User -> sites that the user has left, but that are still calls. The user still gets these calls."""
         self._lists: dict[tuple[FtraceOps, ...], Called] = {}
         """Users, newest first -> handler of the sites with these users. A change of users empties the map."""
         self._of_kprobes = tuple(
@@ -164,7 +164,7 @@ class FtraceSites:
         """Return a handler of calls from a site. `users`: all users (FtraceOps) of the site, newest first.
 
         The handler first runs the users' handlers in assembly, if there are any. Then it calls the users'
-        functions `func` in this order.
+        functions `func`, those of newer users first.
         """
         at = next((number for number, ops in enumerate(users) if ops in self._of_kprobes), None)
         if len(users) == 1:
@@ -285,7 +285,7 @@ class FtraceSites:
         self._update([head.address for head in heads])
 
     def disarm(self, heads: Sequence[AggrKprobe]) -> None:
-        """Stop the calls of the probes `heads`; a fentry site without another user becomes a nop again.
+        """Stop the calls from fentry sites to the probes `heads`; sites without other users become nops.
 
         Mirrors: kernel/kprobes.c:__disarm_kprobe_ftrace (v6.1).
         """

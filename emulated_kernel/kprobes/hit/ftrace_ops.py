@@ -24,7 +24,7 @@ _FEW = 16
 
 
 def no_code(sites: AbstractSet[int]) -> Iterable[tuple[int | None, AbstractSet[int]]]:
-    """Return the grouping of `sites` by which Python handles all calls; this function is a CodesOf."""
+    """Return all `sites` as one group, whose calls Python handles; this function is a CodesOf."""
     return ((None, sites),)
 
 
@@ -69,7 +69,7 @@ class FtraceOps:
     assembly: AssemblyOwner | None = field(default=None, init=False)
     """Owner of the user's handlers in assembly; None without such handlers.
 
-    The handlers run before the `func` of each user of a site.
+    At a site with several users, these handlers run before the `func` of any user.
     """
     sites: set[int] = field(default_factory=set, init=False)
     """Addresses of the fentry sites that this ftrace_ops hooks. Only FtraceOpsList changes the set."""
@@ -126,7 +126,7 @@ class FtraceOpsList:
                 self._few.setdefault(site, {})[ops] = None
 
     def leave(self, ops: FtraceOps, sites: Collection[int]) -> None:
-        """End the use of some of the sites of `ops`, which stays in the list."""
+        """Remove `sites` from the sites of `ops`. Even without sites, `ops` stays in the list."""
         if ops not in self._many:
             self._drop(ops, sites)
         ops.sites.difference_update(sites)

@@ -118,8 +118,8 @@ class InsnCopier:
     def check_unpatched(self, addr: int, size: int, code: bytes | None = None) -> None:
         """Check that no other debugger has patched the `size` bytes of text at `addr`.
 
-        If a probe were armed there, disarming it would restore the other debugger's bytes. `code`: these
-        bytes without kprobefs's own patches, if the caller has read them.
+        If a probe were armed there, disarming it would restore the other debugger's bytes. `code`: the text
+        at `addr` without kprobefs's own patches; None if the caller has not read it.
         Raises: KernelError EINVAL (the text is patched).
         """
         if self._text.is_foreign(addr, size, code):

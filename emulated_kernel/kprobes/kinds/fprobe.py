@@ -111,7 +111,7 @@ class Fprobe(FailureCount, Generic[RegsT]):
     is_disabled: bool = False
     """Whether the fprobe is disabled, so that its handlers are not called; see Kernel.disable_fprobe."""
     is_over_fgraph: bool = False
-    """Whether enabled_functions shows the handlers of Linux 7.2, whose fprobes use the function graph."""
+    """Whether enabled_functions shows the fprobe as Linux 7.2 does, where it uses the function graph."""
     cells: PerCpuVars = field(default_factory=PerCpuVars, init=False, repr=False)
     """Name of a variable of `code` and `return_code` -> its value, the sum of the numbers of all CPUs.
 
@@ -128,7 +128,7 @@ class Fprobe(FailureCount, Generic[RegsT]):
     After unregistration it also contains the calls whose handler in assembly faulted.
 """
     functions: tuple[int, ...] = field(default=(), init=False, metadata=ADDRESS)
-    """Addresses of the functions that a registered fprobe is attached to."""
+    """Addresses of the fentry sites that a registered fprobe hooks, one for each function."""
 
     @property
     def nmissed(self) -> int:
@@ -277,9 +277,9 @@ class Fprobes:
             self._kprobes.forget(assembled)
 
     def _attach_assembly(self, fp: Fprobe, registered: _FprobeOps) -> None:
-        """Run the fprobe's assembly handlers at calls that Python handles.
+        """Let an fprobe's assembly handlers run at calls that Python handles; if it is disabled, stop that.
 
-        If the fprobe is disabled, do not run them any more. `registered`: the engine's state of the fprobe.
+        `registered`: the engine's state of the fprobe.
         """
         moments = () if fp.is_disabled else handler_texts(fp)
         assert self._kprobes.sites is not None
@@ -324,7 +324,7 @@ class Fprobes:
             registered.code = None
 
     def matching(self, fp: Fprobe) -> tuple[int, ...]:
-        """Return the addresses of the functions whose names match the filters of `fp`.
+        """Return the fentry sites of the functions whose names match the filters of `fp`.
 
         Raises: KernelError EINVAL (no function matches).
         """

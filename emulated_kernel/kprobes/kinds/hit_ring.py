@@ -118,7 +118,7 @@ class HitRing:
         """Return a kretprobe that records returns of a function in this ring. The caller registers it.
 
         `place` are arguments of Kretprobe that name the function. The registers are recorded at the return.
-        If the calling convention does not keep all of them, each return traps.
+        If the calling convention leaves some of them undefined at a return, each return traps to Python.
         """
         rp: Kretprobe[Any] = Kretprobe(handler=lambda _instance, regs: self._note(rp.address, regs), **place)
         if self._kept.issuperset(self._registers):

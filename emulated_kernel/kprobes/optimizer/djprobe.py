@@ -95,7 +95,10 @@ class Djprobes(Optimizer):
         super().unoptimize(head, force=True)
 
     def free(self, head: AggrKprobe) -> None:
-        """Free the resources of a probe without members at the next commit, as CPUs may be in its detour."""
+        """Free the resources of a probe without members.
+
+        If the probe has a detour, this happens at the next commit, because CPUs may be in the detour.
+        """
         if head.detour is not None and head not in self.freeing:
             self.freeing[head] = None
         else:

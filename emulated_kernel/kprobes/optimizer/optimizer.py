@@ -179,7 +179,7 @@ class Optimizer:
             self._table.remove(head)
 
     def leave_text(self, spans: Sequence[Span]) -> None:
-        """Mark as gone the unregistered probes that wait to be freed, if their text is about to be freed.
+        """Mark as gone the probes in `freeing` whose text is about to be freed.
 
         `spans`: the address ranges of this text.
         """
@@ -195,7 +195,7 @@ class Optimizer:
     # Queries
 
     def wants(self, kprobe: Kprobe) -> bool:  # noqa: ARG002 - djprobe's answer depends on it
-        """Return True if the probe requires a detour, provided that a detour is possible at its address."""
+        """Return True, because each probe is to get a detour if its address allows one."""
         return True
 
     def ask(self, kprobe: Kprobe) -> str:  # noqa: ARG002 - a djprobe gets its length
@@ -331,9 +331,9 @@ class Optimizer:
     def stop_changes(self, on: bool, delay: int | None = None) -> None:
         """Make the writing and removal of jumps stop after each step of patching, or switch these stops off.
 
-        If `on` is False, complete all changes that have stopped. `delay` is the number of jiffies after which
-        each stop ends by itself; None: only PatchStages.go_on() ends stops. While `on` is set, no jump leads
-        to a compiled detour, because the first hit would redirect the jump without a stop.
+        If `on` is False, complete all changes that have stopped. `delay`: number of jiffies after which a
+        stopped change continues by itself; None: only PatchStages.go_on() continues it. While `on` is set, no
+        jump leads to a compiled detour, because the first hit would redirect the jump without a stop.
         """
         if on and not self.stages.is_on:
             for head in self._table:
@@ -509,8 +509,9 @@ class Optimizer:
     def _is_as_prepared(self, head: AggrKprobe, detour: DetourBuffer) -> bool:
         """Return True unless other code has changed the kept bytes of the probe's jump.
 
-        Kept bytes are bytes of the original text after the region, which are the end of the jump and select
-        the jump's target. If they have changed, store this as the reason for the probe's rejection.
+        Kept bytes are the last bytes of the jump. They are original text after the region that the jump uses
+        unchanged, and so they restrict the jump's target. If they have changed, store this as the reason for
+        the probe's rejection.
         """
         region = detour.region
         kept = detour.jump[len(detour.jump) - region.kept :]
@@ -548,7 +549,7 @@ class Optimizer:
 
 
 def _where(region: Region) -> str:
-    """Return the end of a message about missing memory: the addresses at which a region's detour may be.
+    """Return the end of the message about missing memory for a detour: the place that `region` requires.
 
     Return "" if the jump of the region keeps no bytes of the original text.
     """

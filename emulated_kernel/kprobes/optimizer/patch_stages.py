@@ -38,7 +38,7 @@ class PatchStages:
         self.is_on = False
         """Whether changes of jumps stop after each step."""
         self.delay: int | None = None
-        """Number of jiffies after which a stop ends by itself; None if stops only end by go_on()."""
+        """Number of jiffies after which a stopped change continues by itself; None: only by go_on()."""
         self._stops: dict[AggrKprobe, _Stop] = {}
         self.work = DelayedWork(self._go_on_if_due, scheduler)
 
@@ -68,8 +68,8 @@ class PatchStages:
     def switch(self, on: bool, delay: int | None = None) -> None:
         """Switch the stops on or off. When they are switched off, complete all changes that have stopped.
 
-        `delay` is the number of jiffies after which each stop ends by itself; None: only go_on() ends stops.
-        It applies to present stops, too.
+        `delay`: number of jiffies after which a stopped change continues by itself; None: only go_on()
+        continues it. The delay also applies to changes that have already stopped.
         """
         self.is_on = on
         self.delay = delay
@@ -90,7 +90,7 @@ class PatchStages:
         self._add(head, insn, _REVERSED[step] if self._poker.has_tail(insn) else step)
 
     def forget(self, head: AggrKprobe) -> None:
-        """Drop the stop of a probe, if there is one, because another function changes its text."""
+        """Forget the stopped change of a probe's jump, if there is one, without writing its next step."""
         self._stops.pop(head, None)
 
     def go_on(self) -> None:

@@ -55,9 +55,9 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
 
 Keep = Callable[[Label], object]
-"""Function that emits code to fill the data of the call's node.
+"""Function that emits code to fill in the data of the call that is being hooked.
 
-To leave the call unhooked, the code jumps to the label.
+The function's argument is a label. The emitted code jumps to it to leave the call unhooked.
 """
 
 
@@ -91,7 +91,7 @@ class NativeReturns:
         assert arch.returns is not None, "the caller checks it"
         self._kept = arch.returns.live.registers
         self._preserves_all = compiler.saves_all or arch.returns.preserves_all
-        """Whether a handler may return from functions that do not follow the calling convention."""
+        """Whether all registers are preserved, so that functions need not follow the calling convention."""
         self._dispatch: CompiledCode | None = None
         self._finish: int | None = None
 
@@ -100,10 +100,11 @@ class NativeReturns:
     def emit_entry(
         self, builder: ProgramBuilder, way: EntryKind, hook: ReturnHook, *, keeps_called: bool = False
     ) -> bool:
-        """Emit code at a function's entry that hooks the call, or counts it as missed.
+        """Emit code for the entry of a function; the code hooks the call, or counts it as missed.
 
-        The code fills the call's data with zeros. If `keeps_called` is True, it stores the function's address
-        in the data; then `way` must be EntryKind.CALL. Return False if there is no trampoline yet.
+        `way`: how the function's entry reaches the code. The code fills the call's data with zeros. If
+        `keeps_called` is True, it stores the function's address in the data; then `way` must be
+        EntryKind.CALL. Return False, and emit nothing, if there is no trampoline yet.
         """
         if not self._trampoline.address:
             return False
@@ -119,9 +120,9 @@ class NativeReturns:
         return True
 
     def emit_graph_entry(self, builder: ProgramBuilder, hook: ReturnHook, keep: Keep) -> None:
-        """Emit code at fentry sites that hooks calls for the function graph.
+        """Emit code for fentry sites; the code hooks the calls of functions, for the function graph.
 
-        `keep` emits the code that fills the call's data; this code may skip the hooking.
+        `keep` emits the part that fills in the data of a call; this part may leave the call unhooked.
         """
         code = self.graph_code
         words = self._data_words(hook)

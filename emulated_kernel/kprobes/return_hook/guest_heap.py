@@ -132,7 +132,7 @@ _FIELDS = "task_struct.rethooks", "task_struct.ret_stack"
 
 
 class TaskFields:
-    """Finds the fields `rethooks` and `ret_stack` of a task; the host keeps a field that task_structs lack.
+    """Finds a task's fields `rethooks` and `ret_stack`. If task_struct lacks one, the host stores it.
 
     If no `running_task` is given and the image's ABI table lacks `percpu.current_task`, all tasks share one
     shadow stack.

@@ -61,7 +61,7 @@ class HookSets(TaskObserver):
         machine.on_switch.append(self._look_from)
 
     def graph(self) -> ReturnHooks:
-        """Return the set of hooks whose shadow stack is an array for each task; make it if necessary."""
+        """Return the hooks whose shadow stack is a RetStack (an array per task); create them if necessary."""
         if isinstance(self.first.stack, RetStack):
             return self.first
         if self._graph is None:

@@ -266,7 +266,10 @@ class InstancesCode(StackCode[KretprobeInstTable]):
     # Pieces
 
     def _own_list(self, builder: ProgramBuilder) -> None:
-        """Emit code that sets TASK to the running task and SECOND to its list's head. Mirrors: hash_ptr."""
+        """Emit code that sets TASK to the running task, and SECOND to the head of this task's list.
+
+        Mirrors: hash_ptr.
+        """
         word = self.word
         builder.emit(
             self.current_task(TASK),

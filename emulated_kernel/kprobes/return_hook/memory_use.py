@@ -27,8 +27,9 @@ class Footprint:
 def footprint(kind: type[ShadowStack], *, cpus: int, tasks: int, probes: int, nodes: int) -> Footprint:
     """Return the memory use of hooks and of the tasks' arrays on a shadow stack, without a kernel.
 
-    The function creates `probes` hooks with `nodes` nodes each, for `tasks` tasks. The control blocks of
-    hooks and the heads of their rings are not counted. Source: "Unifying return hooks" (LPC 2023).
+    The function creates a shadow stack of class `kind` for `cpus` CPUs and `tasks` tasks, with `probes` hooks
+    of `nodes` nodes each. The control blocks of hooks and the heads of their rings are not counted. Source:
+    "Unifying return hooks" (LPC 2023).
     """
     source = _Pages()
     fields = TaskFields(source, {**_FIELDS, "percpu.base": 0, "percpu.current_task": 0}, WORD)

@@ -186,9 +186,10 @@ class ObjpoolCode(RethookListCode[ObjpoolStack]):
         count_one_less(builder, hook, word)
 
     def _entry(self, builder: ProgramBuilder, hook: int, counter: int) -> None:
-        """Emit code that replaces a count in register `counter` by the address of the count's ring entry.
+        """Emit code that turns the count in register `counter` into the address of the count's ring entry.
 
-        The address of the ring is in register SECOND. The resulting address is too low by ENTRIES words.
+        Before the code runs, register SECOND has the address of the ring. The result is too low by ENTRIES
+        words, which callers add as the offset of a load or store.
         """
         builder.emit(
             compute(Arithmetic.AND, counter, self.stack.capacity(hook) - 1),
@@ -214,9 +215,9 @@ class ObjpoolCode(RethookListCode[ObjpoolStack]):
         )
 
     def _next_ring(self, builder: ProgramBuilder, hook: int, missed: Label, found: Label) -> None:
-        """Emit code that sets SECOND to the next CPU's ring.
+        """Emit code that advances SECOND from one CPU's ring to the next CPU's ring.
 
-        The code goes to `found`, or to `missed` if the next ring is the own CPU's again.
+        The code then goes to `found`. If the next ring is that of the current CPU, it goes to `missed`.
         """
         rings = self.stack
         stride = self.stack.stride(hook)

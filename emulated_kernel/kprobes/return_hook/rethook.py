@@ -16,7 +16,7 @@ NUMBER_BITS = {8: 24, 4: 20}
 
 
 class RethookStack(RethookListStack):
-    """One free list per hook; all CPUs contend for its head.
+    """Shadow stack with a free list of nodes for each hook; all CPUs contend for the list's head.
 
     Linux: references to nodes are counted, so that a CPU notices if a node was taken and put back.
     Deviates: the head contains a node's number instead of its address, and a count of changes.

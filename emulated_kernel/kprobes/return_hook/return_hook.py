@@ -80,7 +80,7 @@ class ReturnHook(AssemblyOwner):
     assembled: AssembledHandlers | None = None
     """The handlers in assembly that run at returns; None if there are none."""
     missed_at: int = field(default=0, metadata=ADDRESS)
-    """Address of a 32-bit number in the guest that shows `missed` there; 0 if there is none."""
+    """Address of a 32-bit number in guest memory to which miss() copies `missed`; 0 if there is none."""
     flushed: int = 0
     """Number of calls that never returned, because their task ended or their run was given up."""
 

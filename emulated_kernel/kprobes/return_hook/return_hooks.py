@@ -63,7 +63,8 @@ class ReturnHooks:
     ) -> None:
         """Create the object and add it to `sets`, the list of the kernel's ReturnHooks.
 
-        `stack` is the name of the shadow stack, and `form` that of the trampoline. `place`: see Trampoline.
+        `stack`: name of the shadow stack, a key of SHADOW_STACKS. `form`: form of the trampoline. `place`:
+        see Trampoline.
         """
         self._machine = machine
         self._memory = machine.memory
@@ -270,7 +271,9 @@ class ReturnHooks:
     # The trampoline
 
     def _returned(self, regs: Any, frame: int) -> int:
-        """Call the handlers of all calls that return through `frame`; return the next address of the guest.
+        """Call the handlers of all calls that return through the stack slot at `frame`.
+
+        Return the address at which the guest continues. If no real return address is known, see _lost().
 
         Mirrors: kernel/trace/rethook.c:rethook_trampoline_handler (v6.1).
         """
@@ -369,7 +372,9 @@ class ReturnHooks:
         return address
 
     def replaced_by_others(self, hook: ReturnHook) -> int:
-        """Return the address that hooks without a return probe find in the stack slot of the returning call.
+        """Return what hooks without a return probe have replaced in the stack slot of the returning call.
+
+        It is the real return address, or the trampoline's if a return probe hooked the call before them.
 
         Hooks without a return probe, such as those of fprobes, share one replacement of the address. Return 0
         if the address is not known. Only a return handler of `hook` may call this method.

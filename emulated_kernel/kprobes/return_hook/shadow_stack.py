@@ -47,7 +47,8 @@ class ShadowStack(ABC):
     """Interface of a data structure that keeps the real return addresses of hooked calls.
 
     A node is taken by `try_get`, and then pushed or put back. Guest code that runs in between may hook other
-    calls of the task, which return before that. `pop` removes calls and puts their nodes back.
+    calls of the task; these return before the node is pushed or put back. `pop` removes calls and puts their
+    nodes back.
     Nodes of a removed hook stay valid until they are popped. All state is words of guest memory, which guest
     code changes too (stack_code.py), so the host must not cache it. The guest may damage this memory. If a
     call can't be found any more, it never returns, and its node stays in use. A damaged pool has no free

@@ -66,9 +66,10 @@ class Trampoline:
         self.size = 0
         """Size in bytes of the trampoline's code."""
         self.filled_in = 0
-        """Address after the trampoline's breakpoint; 0 before, and in the form BREAKPOINT.
+        """Address after the trampoline's breakpoint; 0 before install(), and in the form BREAKPOINT.
 
-        When the CPU is there or after it, the stack slot holds the real return address, as unwinders need.
+        While the CPU executes the trampoline from this address on, the stack slot holds the real return
+        address, as unwinders need.
         """
         self.native = 0
         """Address to which functions return if a hook has a handler in guest code; 0 if no hook has one."""
@@ -127,11 +128,11 @@ class Trampoline:
             self._write(at, self.native)
 
     def is_one(self, address: int) -> bool:
-        """Return True if `address` is that of a trampoline with which hooks replace return addresses."""
+        """Return True if `address` is a trampoline's, which hooks write in place of return addresses."""
         return address != 0 and address in (self.address, self.native)
 
     def pieces(self) -> Iterator[tuple[int, range]]:
-        """Yield entry and addresses of each piece of the trampoline's code."""
+        """Yield (entry address, range of addresses) for each piece of the trampoline's code."""
         code = self._native_code
         if code is not None:
             yield code.entry, range(code.address, code.address + code.size)
@@ -211,7 +212,7 @@ class Trampoline:
         self._write(target, self._returned(saved, slot))
 
     def _on_breakpoint(self, regs: Any) -> None:
-        """Handle a return by breakpoint; the return instruction has popped the address already."""
+        """Handle a return to a bare breakpoint; the return instruction has popped the address already."""
         slot = self._slot_above(regs)
         if not self._run_asm_handlers(regs, slot, in_frame=False, on_return=self._handle_live):
             self._handle_live(regs)

@@ -48,7 +48,7 @@ C_EBREAK = bytes.fromhex("0290")
 
 
 def vector_of(cause: int) -> Vector:
-    """Return the Vector (x86's number) of an exception; `cause` is the value of scause."""
+    """Return the x86 vector that stands for a RISC-V exception; `cause` is the value of scause."""
     if cause in _PAGE_FAULTS:
         return Vector.PAGE_FAULT
     if cause == CAUSE_BREAKPOINT:

@@ -75,7 +75,7 @@ class X86Cpu(CpuModel):
     special_registers = MappingProxyType({"cs": CS, "ss": SS, "ds": DS, "es": ES, "fs": FS, "gs": GS})
     result = "ax"
     call_stack_gap = 40
-    """Number of bytes for a return address and stack arguments. By the ABI, its remainder modulo 16 is 8."""
+    """Number of bytes for a return address and stack arguments; the ABI requires that it is 8 modulo 16."""
     hypercall_register = "ax"
     halt = HLT
     breakpoints = (INT3,)

@@ -225,7 +225,7 @@ class TrapHooks:
     def take_back_charge(self) -> None:
         """Subtract the time that the current trap has added, if traps are charged.
 
-        The host calls this if it executes an instruction for the guest, which does not trap on a real CPU.
+        The host calls this if it executes, for the guest, an instruction that does not trap on a real CPU.
         """
         words = self.words
         if self._charges:

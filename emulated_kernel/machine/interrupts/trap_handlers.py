@@ -32,13 +32,13 @@ class Redirect(partial[object]):
 
 
 class LinkedJump(NamedTuple):
-    """Jump to the address in a register that stores a return address: jalr (RISC-V) or blr (arm64)."""
+    """Instruction that jumps by a register and stores a return address: jalr (RISC-V) or blr (arm64)."""
 
     register: str
     offset: int
     """Number that is added to the register's value."""
     kept_bits: int
-    """Mask of the sum's bits that are the address."""
+    """Mask of the bits of the sum that are kept; they are the address to jump to."""
     link_register: str
     """Register that receives the return address; it may be the register `register`."""
     link: int

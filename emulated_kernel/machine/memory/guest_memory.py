@@ -17,9 +17,9 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _CHUNK = 64 << 10
 _ROAMED = 1 << 20
-"""Minimum size in bytes of the part of a window that is used once before freed memory is reused.
+"""Number of bytes at the start of a window that the pool allocates once before it reuses freed memory.
 
-If a larger part of the window is mapped, all of it is used once first.
+If more of the window is mapped, the pool first allocates all of the mapped part once.
 """
 
 
@@ -142,7 +142,8 @@ class GuestMemory(ABC):
     def give_back(self, pages: Iterable[int]) -> None:  # noqa: B027
         """Release private copies of pages that have their original contents again.
 
-        Only memory that is mapped from a file has private copies; the default does nothing.
+        `pages`: virtual addresses of the pages. Only memory that is mapped from a file has private copies;
+        the default does nothing.
         """
 
     def read_cstring(self, va: int, limit: int = PAGE_SIZE) -> bytes:
@@ -179,7 +180,9 @@ class GuestPool:
         self._mapped = base
 
     def alloc(self, size: int) -> int:
-        """Allocate `size` bytes and return their virtual address; newly mapped memory contains `fill`.
+        """Allocate `size` bytes and return their virtual address.
+
+        Newly mapped memory contains the constructor's `fill`; reused memory keeps its old contents.
 
         Raises: HardwareError (no room in the window, or no host page left).
         """

@@ -152,7 +152,7 @@ class PageTables(ABC):
 
     @abstractmethod
     def shrink(self, entry: int) -> int:
-        """Return the 4 KiB entry for the first page of a 2 MiB page."""
+        """Return the entry that maps the first 4 KiB of the 2 MiB page that `entry` maps."""
 
     def _new_table(self) -> int:
         table = self._pool.alloc(PAGE_SIZE)

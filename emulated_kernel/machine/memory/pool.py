@@ -89,7 +89,7 @@ class UnitPool:
 
     @contextmanager
     def exchanged(self, addresses: Iterable[int], sizes: Iterable[int]) -> Iterator[list[int]]:
-        """Free the allocations at `addresses`, make new ones of `sizes` bytes, and yield their addresses.
+        """Free the allocations at `addresses`, make new ones of `sizes` bytes, and yield the new addresses.
 
         The new ranges may overlap the freed ones. An exception in the `with` block undoes the exchange.
         Raises: HardwareError (no free range is large enough, or an address was not allocated; in both cases

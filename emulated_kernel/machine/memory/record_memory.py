@@ -124,7 +124,7 @@ class RecordMemory:
 
     @contextmanager
     def exchanged_pages(self, old: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-        """Free the pages at the addresses `old`, allocate pages of `sizes` bytes, and yield their addresses.
+        """Free the pages at addresses `old`, allocate pages of `sizes` bytes, and yield the new addresses.
 
         The new pages are not cleared, and may overlap the old ones. The old data is intact at the start of
         the `with` block, and gone after its end. An exception in the block undoes the exchange.

@@ -10,7 +10,7 @@ from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 _SHARE = 4
-"""Divisor for the pool's limit: the pool takes at most this part of the pages at memory.host_pages.
+"""Divisor for the pool's limit: the pool maps at most one in _SHARE pages of memory.host_pages.
 
 Thus other allocations of these pages never fail because of the pool.
 """

@@ -9,7 +9,7 @@ from emulated_kernel.machine.native.trap_words import TrapWords
 
 WORD = (1 << 64) - 1
 LOW = (1 << 32) - 1
-"""Mask of the half of a word in which Unicorn keeps a field of 32 bits. The other half is another field."""
+"""Mask of a word's low 32 bits, for a 32-bit field of Unicorn. The high half of the word is another field."""
 
 
 class Check(ctypes.Structure):

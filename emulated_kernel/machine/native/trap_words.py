@@ -99,7 +99,7 @@ class LinkWords(ctypes.Structure):
 
 
 LINKED = 1
-"""Bit of a table's entry: the other bits are the address of LinkWords, instead of an address in the guest.
+"""Bit that marks an entry of a table: its other bits are the address of LinkWords, not of guest code.
 
 Only the tables of RISC-V and arm64 have such entries, because instructions are at even addresses there.
 """

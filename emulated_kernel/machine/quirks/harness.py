@@ -68,7 +68,10 @@ class Bench:
         self.memory.ram[self._pa : self._pa + len(code) + len(self.cpu.halt)] = code + self.cpu.halt
 
     def run(self, code: bytes, **registers: int) -> Any:
-        """Run code to its end or to the first trap; return the registers."""
+        """Run `code` to its end or to the first trap; return the registers.
+
+        `registers`: values to which registers are set before the run, by name.
+        """
         self.put(code)
         self.engine.flush_code()
         for name, value in registers.items():

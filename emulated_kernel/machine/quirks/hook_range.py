@@ -13,7 +13,7 @@ from emulated_kernel.machine.quirks.harness import own_memory
 _HOOK_SIZE = 64
 """Size in bytes of the start of Unicorn's struct hook, which contains the fields `begin` and `end`."""
 _NOWHERE = 1 << 63, 1 << 63
-"""First and last address of a hook that no code reaches, since the address is not canonical."""
+"""Range that turns a hook off: first and last address, not canonical, so that no code is there."""
 
 
 class HookRange:

@@ -17,7 +17,10 @@ from emulated_kernel.machine.unicorn_engine import CodeCache
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 _FLUSH_FROM = 32
-"""Minimum number of pokes in a batch that flush all translated code, not only the code of each site."""
+"""Minimum number of pokes in a batch after which all translated code is dropped at once.
+
+After a smaller batch, only the code translated from the changed text is dropped.
+"""
 _SLOT_ALIGN = 16
 _REACH = 1 << 30
 """Maximum distance in bytes from generated code to further code that must reach it by a jump.
@@ -31,9 +34,9 @@ WORD_SIZE = 16
 A call at the start of an aligned function is in one word, also if the call follows an `endbr64`.
 """
 _NUMBER = WORD_SIZE.bit_length() - 1
-"""`address >> _NUMBER` is the number of an address's word."""
+"""`address >> _NUMBER` is the index of the WORD_SIZE-byte word that contains the address."""
 _PLACE = WORD_SIZE - 1
-"""`address & _PLACE` is an address's offset in its word."""
+"""`address & _PLACE` is the offset of the address in its word."""
 _BITS = 8 * WORD_SIZE
 _MAX_SHARED = 4096
 _DIFFERS = b"\0" + b"\xff" * 255
@@ -76,12 +79,12 @@ class OriginalBytes(Mapping[int, int]):
         self.changes = 0
         """Number of completed changes of `words` so far, by which users of cached results notice changes."""
         self.words: dict[int, int] = {}
-        """Number of a word -> integer with the word's original bytes that differ from the current ones.
+        """Index of a word -> integer with those original bytes of the word that differ from the current ones.
 
         The upper half of the integer is a mask, which has 0xFF for each byte that differs.
         """
         self.shared: dict[int, int] = {}
-        """Integer in `words` -> object that all equal integers share; nops of fentry sites are alike."""
+        """Value in `words` -> the one object for all equal values; the nops of fentry sites are equal."""
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -153,7 +156,7 @@ class OriginalBytes(Mapping[int, int]):
 
 
 class Text:
-    """Patches text like the kernel's text_poke(): all CPUs see it at the next instruction that they fetch.
+    """Patches text like the kernel's text_poke(): all CPUs see a change at their next instruction fetch.
 
     `adopt` declares original text: the image's segments and loaded modules. The ledger only covers original
     text. Insn slots and detour buffers belong to the host, and have no original bytes.

@@ -10,7 +10,10 @@ from emulated_kernel.machine.text.text import Text
 from emulated_kernel.util.control_lock import ControlLock
 
 _MANY = 256
-"""Minimum number of instructions that are replaced in one step, if no other CPU can fetch in that time."""
+"""Minimum number of instructions that are replaced in one step, without temporary breakpoints.
+
+This is done only if no CPU can fetch the instructions during the replacement.
+"""
 
 
 class PokeStep(Enum):

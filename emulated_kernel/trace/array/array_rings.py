@@ -167,7 +167,7 @@ class ArrayRings(ABC):
         return sum(buffer.written for buffer in self.buffers)
 
     def notify_of_guest(self) -> None:
-        """Call the listeners if records were written to the buffers since the last call.
+        """Call the listeners if records were written to the buffers since this method last called them.
 
         Callers do this after the guest ran, because guest code does not call the listeners.
         """
@@ -190,7 +190,7 @@ class ArrayRings(ABC):
         return self._tracing_on
 
     def off_since(self) -> int | None:
-        """Return None while recording is on, else the value of `_switches`; see Recorder.off_since()."""
+        """Return None if recording is on, else a number that identifies the present pause; see Recorder."""
         return None if self._tracing_on else self._switches
 
     @property
@@ -221,7 +221,7 @@ class ArrayRings(ABC):
         return self._stopped > 0
 
     def stop(self) -> None:
-        """Stop recording. Calls nest: recording continues after one call of start() for each call.
+        """Stop recording until start() was called once for each call of this method.
 
         Mirrors: tracing_stop_tr (v6.1).
         """

@@ -41,7 +41,7 @@ class TracingServices:
     tasks: Tasks
     stack: CallStack
     current_ctx: ProbeHit
-    """A ProbeHit with the current task and its context; triggers of markers get it."""
+    """A ProbeHit of the current task and context, which markers and their triggers get in place of a hit."""
     memory: GuestRecords
     """Allocator of the ring buffers' memory; it also lets guest code write to the buffers."""
     markers: PrintEvent

@@ -744,7 +744,7 @@ class TraceArray(ArrayRings, Recorder):
         self.buffer_percent = percent
 
     def take_over(self, flags: TraceOption) -> None:
-        """Set the options to `flags`, which come from another trace array."""
+        """Replace this array's options by `flags`, which come from another trace array, and apply them."""
         self.options.flags = flags
         self._options_changed()
 

@@ -1,4 +1,4 @@
-"""The function tracer as guest code, which records calls; and the choice of tasks by their pids."""
+"""The function tracer as guest code, which records the calls of the tasks that the lists of pids select."""
 
 from __future__ import annotations
 

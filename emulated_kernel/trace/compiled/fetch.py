@@ -184,9 +184,9 @@ class FetchEmitter:
         """Emit loads at the address in the register `address`, which is in user memory if `user` is set.
 
         `load` emits the loads; its argument is the label to which they jump at a fault. `fault`: label at
-        which a fault continues. If the architecture requires it, the emitted code allows access to user
-        memory during the loads. If `user` is not set, the code allows access only for addresses in the lower
-        half of the address space.
+        which a fault continues. If the architecture blocks the kernel's access to user memory, the code
+        enables access during the loads. If `user` is not set, it does so only for addresses in the lower half
+        of the address space.
         """
         if self._arch.reads_user:
             load(fault)
@@ -290,7 +290,7 @@ class FetchEmitter:
     def _shift(self, bitfield: FetchInsn) -> None:
         """Emit the shifts that extract a bitfield from the element in TEMP.
 
-        The left shift also moves an element that is shorter than a word to the word's upper end.
+        Both shift counts include the number of bits that a short element leaves unused in the word.
         """
         unused = 8 * (self._word - bitfield.size)
         self._emit(

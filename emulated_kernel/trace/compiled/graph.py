@@ -187,7 +187,8 @@ class GraphEmitter:
     def _look_at_caller(self, kind: CallKind, unwanted: Label) -> None:
         """Emit code that computes the call's depth and flags from those of the innermost traced caller.
 
-        The code jumps to `unwanted` if the caller is hidden, or if a call of this kind needs a traced caller.
+        The code jumps to `unwanted` if the caller is hidden, or if `kind` needs a traced caller and there is
+        none.
         """
         builder = self._builder
         emit = self._emit

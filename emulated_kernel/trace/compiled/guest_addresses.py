@@ -96,7 +96,7 @@ class GuestAddresses:
     request: int
     """Per-CPU offset of a request for room in a ring buffer; next_page.py has its layout.
 
-    The time and the length of the event in the request are the arguments of RecordTarget.make_room.
+    RecordTarget.make_room reads the event's time and length from the request.
     """
     scratch: int
     """Per-CPU offset of the scratch memory of SCRATCH_SIZE bytes, in which guest code assembles an entry."""
@@ -106,6 +106,9 @@ class GuestAddresses:
     If the value is None, the context is that of the probed code, with interrupts off.
     """
     save_comm: Callable[[], bool]
-    """Host call that saves the current task's name for tracefs, and its pid in `last_pid`; returns True."""
+    """Host call that saves the current task's name for tracefs, and the pid in `last_pid`.
+
+    It always returns True.
+    """
     new_counter: Callable[[], HitCounter | None]
     """Returns a counter with value 0, or None if the per-CPU memory is used up."""

@@ -198,11 +198,11 @@ class GuestRecords(TaskObserver):
         )
 
     def call_begins(self, *, keeps_names: bool = False) -> None:
-        """Make the next record on each CPU save its task's name again; see TaskObserver.call_begins().
+        """Forget which tasks' names are saved, so that the next records save them again.
 
-        This is necessary because the task's name may have changed, or tracefs may have dropped the saved
-        name. If `keeps_names` is set and both names of the task saved last are unchanged, records of this
-        task do not save its name again.
+        This is necessary because a task's name may have changed, or tracefs may have dropped the saved name.
+        With `keeps_names`, the task whose name was saved last is not forgotten if neither its own name nor
+        the saved name has changed. See TaskObserver.call_begins().
         """
         pid = _NO_PID
         if keeps_names and self._comm == self._saved_comm and self._cmdlines.changes == self._saved_changes:
@@ -235,9 +235,10 @@ class GuestRecords(TaskObserver):
         return True
 
     def room_maker(self, buffers: Sequence[RingBuffer]) -> Callable[[], bool]:
-        """Return a host call for guest code that calls RingBuffer.make_room() for the current CPU's buffer.
+        """Return a function that guest code calls on the host to get room in the current CPU's ring buffer.
 
-        `buffers`: one buffer for each CPU.
+        The function passes the length and time of the CPU's request to RingBuffer.make_room(), and returns
+        its result. `buffers`: one buffer for each CPU.
         """
         requests = self._requests
         current = self.tasks.cpu

@@ -83,10 +83,10 @@ class EventEmitter:
         returns_by_breakpoint: bool = False,
         more_count: int = 0,
     ) -> None:
-        """Prepare code for a hit by `way`; `places`: guest addresses that the code uses.
+        """Prepare to emit code for hits of the probe at `address`. `way`: how hits enter the handler.
 
-        `returns_by_breakpoint`: Linux handles returns in a breakpoint's exception. `more_count`: amount to
-        add to the preempt count of the record.
+        `places`: guest addresses that the code uses. `returns_by_breakpoint`: whether Linux handles returns
+        in the exception of a breakpoint. `more_count`: amount to add to the preempt count of the record.
         """
         self._builder = builder
         self._compiled = compiled

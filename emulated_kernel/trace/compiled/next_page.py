@@ -44,7 +44,7 @@ CONTROL: Final = 16
 NEXT_PAGE: Final = 24
 """Offset in a request for room: address of this code, or 0 before it is compiled.
 
-The word after the address is for CallPerCpu.
+In the word after the address, CallPerCpu saves a register.
 """
 _SLOT = 40
 _TARGET = 48
@@ -58,10 +58,7 @@ REQUEST_SIZE: Final = 88
 _CELL = 8
 """Size in bytes of a word of a control block, and of a request."""
 _COUNTERS = (("overrun", _OVERRUN), ("entries", _ENTRIES), ("entries_bytes", _ENTRIES_BYTES))
-"""(name, offset): word of the control block that the code increases, and offset of its new value.
-
-The new value is at this offset in the request for room.
-"""
+"""Counters that the code increases: (word of the control block, offset of the new value in the request)."""
 _TABLE = SLOTS * _CELL
 """Offset of the ring slots from the address of the buffer's memory, in bytes."""
 _PAGE_BITS = 12
@@ -85,9 +82,10 @@ _TEMP = 6
 
 
 def compile_next_page(compiler: Compiler, word_size: int, request: int) -> int | None:
-    """Compile the step to the next sub-buffer. Return the code's address, or None without memory for it.
+    """Compile the code that moves a ring's tail to the next sub-buffer, and return the code's address.
 
-    `request`: per-CPU offset of the memory in which a handler stores its request for room.
+    Return None if the compiler may not compile, or if there is no memory for the code. `request`: per-CPU
+    offset of the memory in which a handler stores its request for room.
     """
     if not compiler.may_compile:
         return None
@@ -98,7 +96,7 @@ def compile_next_page(compiler: Compiler, word_size: int, request: int) -> int |
 
 
 class NextPageEmitter:
-    """Emits the step to the next sub-buffer.
+    """Emits the code that moves a ring's tail to the next sub-buffer.
 
     There is no branch between the first and the last store that readers see. The guest can stop only between
     two blocks of translated code, so readers never see a part of the stores.
@@ -112,7 +110,7 @@ class NextPageEmitter:
         self._request = request
 
     def emit(self) -> None:
-        """Emit the code. If the host has to make the step, the code ends without changes."""
+        """Emit the code. If only the host can move the tail, the code changes nothing that readers see."""
         refused = self._builder.label()
         self._emit(LoadPerCpu(_RING, self._request + CONTROL, self._word))
         self._leave_old_page(refused)
@@ -262,8 +260,8 @@ class NextPageEmitter:
         """Emit code that stores the new values of the head slot and of the counters in the request.
 
         If the next page is the oldest unread one, its events are lost, and the page after it becomes the
-        head. The code jumps to `refused` if the ring must not overwrite events, or if the size of that
-        page's data is invalid.
+        head. The code jumps to `refused` if the ring must not overwrite events, or if the data size in the
+        header of the lost page is invalid.
         """
         emit = self._emit
         for word, cell in _COUNTERS:

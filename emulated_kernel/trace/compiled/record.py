@@ -131,8 +131,9 @@ class RecordEmitter:
     def common_fields(self, at: int, event_id: int, target: RecordTarget | None, more_count: int = 0) -> None:
         """Emit code that stores the 8 bytes of common fields at BASE + at; common_type is `event_id`.
 
-        If `target` is given, the entry is certain to be recorded in its buffers, so the task's name is saved.
-        `more_count` is added to the preempt count, except at a breakpoint that Linux handles as an NMI.
+        `target`: the buffers in which the entry is certain to be recorded; None if this is not certain. If it
+        is given and its `saves_comm` is set, the code also saves the task's name. `more_count` is added to
+        the preempt count, except at a breakpoint that Linux handles as an NMI.
         """
         places = self._places
         emit = self._emit
@@ -184,7 +185,7 @@ class RecordEmitter:
     def _add_context(self) -> None:
         """Emit code that adds common_flags and common_preempt_count to VALUE, as HitContext computes them.
 
-        The flag IRQS_OFF is left out.
+        The code does not change the flag IRQS_OFF; see _invert_irqs_off().
         Mirrors: tracing_gen_ctx_irq_test (v6.1).
         """
         emit = self._emit
@@ -202,7 +203,7 @@ class RecordEmitter:
         self._add_flag(Condition.ANY_BIT, places.softirq_mask & ~_SOFTIRQ_SERVED, EntryFlag.BH_OFF)
 
     def _invert_irqs_off(self) -> None:
-        """Emit code that inverts the flag IRQS_OFF in VALUE if the CPU's interrupt flag or mask is set."""
+        """Emit code that inverts IRQS_OFF in VALUE if the bit of GuestAddresses.interrupt_flag is set."""
         flags, interrupts = self._places.interrupt_flag
         irqs_off = EntryFlag.IRQS_OFF << _FLAGS_SHIFT
         self._emit(
@@ -313,9 +314,9 @@ class RecordEmitter:
         """Emit code that advances the guest's clock by a step and sets VALUE to the time.
 
         If a word has 4 bytes, the code sets HIGH to the time's upper half.
-        Hazard: the model clock's counter of instructions changes the word with the time before each
-        instruction. A loop of exclusive loads and stores of arm64 on this word would never end. So a reading
-        that does not advance the clock is a plain load.
+        Hazard: with the model clock, the word with the time changes before each instruction. On arm64, a loop
+        of exclusive loads and stores on this word would never end. So a reading that does not advance the
+        clock is a plain load.
         """
         places = self._places
         step = places.time.step_ns

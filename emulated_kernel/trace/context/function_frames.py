@@ -108,7 +108,7 @@ class FrameTables:
         return find_frames(insns, entries, self._ways, self._arch.registers.sp, by_interrupt)
 
     def _of_trampoline(self, trampoline: Trampoline) -> FunctionFrames:
-        """Return the frames of a return trampoline, which functions return to and nothing calls.
+        """Return the frames of a return trampoline, which is never called: hooked functions return to it.
 
         The real return address is on the shadow stack. The stack or the link register holds the trampoline's
         own address. Later a handler stores the real return address in the slot by which the trampoline
@@ -170,7 +170,7 @@ def _exits_to(frames: FunctionFrames, part: range) -> Mapping[int, Frame]:
 
 
 def _filled_in(effect: Callable[[Frame], None], slot: int, frame: Frame) -> None:
-    """Apply an instruction's `effect` to `frame`, when the handler has stored the real return address.
+    """Apply to `frame` the `effect` of an instruction after the handler has stored the return address.
 
     Afterwards only the stack slot at offset `slot` from the CFA holds the real return address.
     """

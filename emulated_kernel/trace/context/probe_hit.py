@@ -123,7 +123,10 @@ class ProbeHit:
         """(handler_preempt_count, result of origin() with it), kept after keep_origin(True); else None."""
         self._keeps_origin = False
         self.entry_waits = False
-        """Whether an entry of the hit may still be rejected; Linux keeps it in trace_buffered_event."""
+        """Whether an entry of the hit is not written yet, because it may be rejected.
+
+        Linux keeps the entry in trace_buffered_event.
+        """
 
     @property
     def context(self) -> tuple[int, int]:

@@ -13,10 +13,10 @@ _NO_PID = 0xFFFFFFFF
 
 
 class TaskCheck:
-    """Two pids for each CPU: the last task whose events are recorded, and the last one that is excluded.
+    """Two pids for each CPU: that of the last task that the lists allow, and of the last that they exclude.
 
-    The host answers for all other tasks, so that guest code does not depend on the members of the lists.
-    Linux asks when a CPU switches to another task, and keeps only the answer for this task.
+    For all other tasks, guest code asks the host, so the code does not depend on the members of the lists.
+    Linux checks the lists when a CPU switches to another task, and stores only the result for this task.
     Mirrors: struct trace_array_cpu, ignore_pid, kernel/trace/trace_events.c:ignore_task_cpu (v6.1).
     """
 

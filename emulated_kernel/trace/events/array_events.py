@@ -240,7 +240,8 @@ class ArrayEvents:
     def module_added(self, module: str) -> None:
         """Enable the events of `module` that were written to set_event before the module was loaded.
 
-        Errors of events are ignored. Mirrors: kernel/trace/trace_events.c:update_mod_cache (v7.2).
+        Events that cannot be enabled are skipped.
+        Mirrors: kernel/trace/trace_events.c:update_mod_cache (v7.2).
         """
         arrived = [each for each in self._awaited if each.module == module]
         self._awaited = [each for each in self._awaited if each.module != module]

@@ -91,8 +91,8 @@ class Recorder(ABC):
 class TraceEvent(ABC):
     """A trace event. Its entries have `id` as common_type. The id is 0 before the event is registered.
 
-    There may be thousands of disabled events. To save memory, they share empty collections, so
-    a change replaces a collection.
+    There may be thousands of disabled events. To save memory, they share empty collections, so methods
+    replace a collection instead of changing it.
     """
 
     __slots__ = (

@@ -137,8 +137,8 @@ class EventPids:
         """Return True if an event of task `pid` is not recorded.
 
         `payload` is the entry without its common fields.
-        If an event of the scheduler concerns a second task, which is switched to or woken up, the event is
-        recorded also for this task.
+        An event of the scheduler may concern a second task, which is switched to or woken up. Such an event
+        is recorded unless the lists exclude both tasks.
         Mirrors: kernel/trace/trace_events.c:event_filter_pid_sched_wakeup_probe_pre (v6.1).
         """
         other = event.other_task(payload)

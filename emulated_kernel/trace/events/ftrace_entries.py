@@ -134,7 +134,7 @@ _WITH_ARGS = {
     "funcgraph_exit": "unsigned long func; unsigned int depth; unsigned int overrun; "
     "unsigned long long calltime; unsigned long long rettime",
 }
-"""Name of an entry -> its fields in kernels whose records of calls can have arguments."""
+"""Name of an entry type -> its fields, in kernels that can record the arguments of traced functions."""
 
 
 def ftrace_entry_events(word_size: int, interface: Interface) -> Iterator[TraceEvent]:

@@ -26,7 +26,7 @@ RecordHandler = Callable[[bytes, ProbeHit], None]
 
 @dataclass(frozen=True)
 class TracepointStub:
-    """The guest's function that a tracepoint calls at each hit; a probe on it probes the tracepoint.
+    """A guest function that a tracepoint calls at each hit, and on which probes of the tracepoint are put.
 
     The tracepoint passes its own arguments to the function.
 

@@ -35,10 +35,10 @@ class FetchContext:
     finish: Callable[[ProbeArg], ProbeArg] | None = None
     """Function that checks and completes a parsed argument of an event probe; None for other probes.
 
-    The function checks that the event has the field, and replaces a symbol by its address.
+    The function checks that the target event has the argument's field, and replaces a symbol by its address.
     """
     in_fprobe: bool = False
-    """Whether the probe is an fprobe or on a tracepoint, so that registers have no names."""
+    """Whether the probe is an fprobe or on a tracepoint, so that arguments must not name registers."""
     types: Callable[[], Btf | None] = no_types
     """Returns the kernel's BTF, or None if the kernel has none."""
     function: str | None = None
@@ -53,7 +53,7 @@ class FetchContext:
     """Numbers of the function arguments that a return probe stores at the function's entry, in this order."""
 
     has_field: Callable[[str], bool] | None = None
-    """Function that returns whether an event probe's event has a field of a name; None for other probes."""
+    """Returns whether an event probe's target event has a field of the given name; None for other probes."""
 
     @cached_property
     def btf(self) -> Btf | None:

@@ -142,7 +142,7 @@ class NamedArgs:
     def current(self, btf: Btf | None, text: str, at: int) -> list[FetchInsn]:
         """Return the operations for `text`, an expression `$current->FIELDS`.
 
-        `at`: column of the expression in the command. Errors are logged at columns of the command.
+        `at`: column of the expression in the command, for errors.
         Raises: KernelError (logged).
         """
         _, fields, column = self._root(text, at)

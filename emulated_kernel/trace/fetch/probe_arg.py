@@ -36,7 +36,7 @@ class ProbeArg:
 
 
 def sight_of(arg: ProbeArg) -> Sight:
-    """Return the kind of data about the current system call that a hit reveals through this argument."""
+    """Return which data of the probed code the argument can show: none, registers, or memory."""
     stages = arg.stages
     source = stages.load.op
     if source in (FetchOp.COMM, FetchOp.DATA):

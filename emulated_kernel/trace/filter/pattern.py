@@ -22,7 +22,7 @@ class MatchType(Enum):
 
 @dataclass(frozen=True)
 class StringPattern:
-    """A string pattern. `text` has no NUL. `glob` is the compiled text of a GLOB; otherwise None."""
+    """A string pattern. `text` has no NUL. `glob` is the regular expression of a GLOB; otherwise None."""
 
     type: MatchType
     text: bytes
@@ -32,7 +32,7 @@ class StringPattern:
         """Return True if the string at the start of `data` matches the pattern.
 
         `length` is the size of the string's field, including the NUL. If `length` is 0, only the NUL ends the
-        string. FRONT_ONLY, MIDDLE_ONLY and END_ONLY are also compared with the bytes of the field after the
+        string. If `length` is not 0, MIDDLE_ONLY and END_ONLY may also match bytes of the field after the
         NUL.
         Linux: END_ONLY assumes that the string fills its field, so it does not match the end of a short
         `comm`.

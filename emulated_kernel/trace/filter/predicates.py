@@ -97,7 +97,10 @@ class StringPredicate:
     negated: bool
 
     def test(self, entry: RawEntry) -> bool:
-        """Return True if the entry's string matches, or if it does not match and `negated` is set."""
+        """Return True if the entry's string matches, or, if `negated` is set, does not match.
+
+        If the string cannot be read, return False.
+        """
         found = self._string(entry)
         return found is not None and self.pattern.matches(*found) is not self.negated
 

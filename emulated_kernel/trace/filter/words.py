@@ -32,7 +32,7 @@ class FilterWords:
     word_size: int = 8
     """Size of an address in bytes."""
     find_function: Callable[[str | int], range | None] = _no_function
-    """Returns the addresses of the function whose name, or an address in it, is the argument.
+    """Returns the address range of a function; the argument is its name, or an address in the function.
 
     The result is None if the kernel has no such function.
     """

@@ -87,10 +87,10 @@ class Action:
         return value > before if self.handler is Handler.ONMAX else value != before
 
     def _is_news(self, element: Element, value: Value) -> bool:
-        """Return True if the condition of onmax() or onchange() holds for a value of the tracked variable.
+        """Return True if the condition of onmax() or onchange() holds for the tracked variable's `value`.
 
-        Linux compares the address of a string or call chain. Each element has a copy of its own, whose
-        address does not change.
+        For a string or call chain, the condition holds only for the first value in `element`. Linux compares
+        the address of the element's own copy, which never changes.
         """
         if isinstance(value, bytes):
             return self.track_index not in element.variables
@@ -99,7 +99,7 @@ class Action:
     def run(self, hit: HistHit, element: Element, key: bytes) -> None:
         """Run the action for a hit if the condition of its handler holds.
 
-        `element`: element to which the hit counts. `key`: key of the element.
+        `element`: element of the map in which the hit is counted. `key`: key of the element.
 
         Mirrors: hist_trigger_actions, ontrack_action (v6.1).
         """

@@ -346,8 +346,8 @@ def execname_value(hit: HistHit) -> Value:
 def _chain_value(field: HistField) -> Callable[[HistHit], Value]:
     """Return the function that computes the value of a call chain: WORD bytes for each caller.
 
-    A key that names a field of the event has the call chain in that field. All other keys, and variables,
-    have the call chain of the hit.
+    For a key that is a field of the event, the value is the call chain in this field. For all other keys, and
+    for variables, it is the call chain of the hit.
     """
     owner = field.owner
     declared = field.field

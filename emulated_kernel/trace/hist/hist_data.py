@@ -267,9 +267,8 @@ class HistData(Histogram):
     def _resolve(self, key: bytes, values: list[Value], *, own: bool) -> bool:
         """Store in `values` the values of the variables that the histogram refers to, and return True.
 
-        If `own` is set, store only the histogram's own variables, and otherwise only variables of other
-        histograms. `key` selects the element whose variables are read. If a variable is not set, return
-        False.
+        If a variable is not set, return False. `own`: whether to read only the histogram's own variables;
+        otherwise only those of other histograms are read. `key`: key of the elements that hold the variables.
         Mirrors: resolve_var_refs (v6.1).
         """
         for index, reference in enumerate(self.references):
@@ -310,11 +309,11 @@ def _has_variables(each: HistField, level: int = 0) -> bool:
 
 
 def _rank(part: HistField, key: bytes) -> int:
-    """Return the number by which elements are sorted if the sort key is a part of the key.
+    """Return the rank of the element with the key `key`, for sorting by the part `part` of the key.
 
-    Strings are sorted by their bytes.
+    Strings are ranked by their bytes.
 
-    As in Linux, all stack traces are equal, and so are all parts that are `common_comm`.
+    As in Linux, all stack traces have the same rank, and so have all values of `common_comm`.
     """
     if part.flags & Flag.STACKTRACE or (part.flags & Flag.COMM and part.field is None):
         return 0

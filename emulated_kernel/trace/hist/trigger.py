@@ -192,7 +192,7 @@ class HistCommand(TriggerCommand):
             self._discard(own)
 
     def _update_existing(self, trigger: HistTrigger, file: EventFile) -> bool:
-        """Pause, continue or clear the existing histogram that equals `trigger`.
+        """Pause, continue or clear the existing histogram that is equivalent to that of `trigger`.
 
         Return False if the command asks for no change, or if there is no such histogram.
 
@@ -220,7 +220,7 @@ class HistCommand(TriggerCommand):
     # Removing
 
     def _remove(self, trigger: HistTrigger, file: EventFile) -> None:
-        """Remove the existing histogram that equals `trigger`, if there is one.
+        """Remove the existing trigger whose histogram is equivalent to that of `trigger`, if there is one.
 
         Raises: KernelError EBUSY (another histogram uses the variables of the histogram).
         """
@@ -246,7 +246,9 @@ class HistCommand(TriggerCommand):
                 file.remove(trigger)
 
     def release(self, trigger: HistTrigger) -> None:
-        """Remove one user of a trigger. Without users, release the trigger and its data.
+        """Remove one user of `trigger`, and one user of the trigger whose data it shares, if it shares data.
+
+        The data is released when the trigger that owns it has no users left.
 
         Mirrors: event_hist_trigger_free (v6.1).
         """
@@ -304,7 +306,7 @@ def _has_data_of(other: HistTrigger, shared: HistTrigger | None) -> bool:
 
 
 def _identity(trigger: HistTrigger) -> tuple[str, tuple[object, ...]]:
-    """Return filter and histogram of a trigger in a form that is equal for equivalent histograms.
+    """Return a value that is equal for triggers with equal filters and equivalent histograms.
 
     Mirrors: hist_trigger_match (v6.1).
     """

@@ -97,7 +97,7 @@ class Variables:
         return None if file is None else find_file_variable(file, name)
 
     def _find_matched(self, name: str) -> HistField | None:
-        """Return the variable `name` of an event in the histogram's onmatch() actions, or None without one.
+        """Search the events of the histogram's onmatch() actions for the variable `name`; return it or None.
 
         Raises: KernelError EINVAL (two of the events have the variable).
         Mirrors: find_match_var (v6.1).
@@ -134,8 +134,8 @@ class Variables:
     def refer_to(self, variable: HistField, system: str | None, event_name: str | None) -> HistField | None:
         """Return this histogram's reference to a variable; create the reference if necessary.
 
-        `system` and `event_name`: the variable's event, as a new reference shows it, or None. If the
-        histogram already has 16 references, return None.
+        `system` and `event_name`: group and event to set in a new reference. If one is None, it is copied
+        from `variable`. If the histogram already has 16 references, return None.
         Mirrors: create_var_ref (v6.1).
         """
         owner = self.owner

@@ -32,7 +32,7 @@ class FunctionArgs:
         self._word = word_size
 
     def text(self, func: int, payload: bytes) -> str:
-        """Return the arguments of `func` in parentheses. `payload`: the end of the record of the call.
+        """Return the arguments of `func` in parentheses. `payload`: the arguments' words in the record.
 
         Return "()" for a function that is not in the BTF, and "" if the record has no arguments.
         """
@@ -68,7 +68,7 @@ class FunctionArgs:
     def _argument(self, btf: Btf, parameter: Member, words: Sequence[int]) -> Generator[str, None, int]:
         """Yield the text of one argument, whose value begins at the first of `words`.
 
-        Return the number of words of the value.
+        The generator's return value is the number of words that the argument takes.
         """
         # Imported here, because most mounts show no arguments.
         from emulated_kernel.image.linux.btf import Kind

@@ -70,7 +70,7 @@ class FlagColumns:
     """The columns of a record's flags, which depend on the version of Linux."""
 
     has_migrate: bool = True
-    """Whether migrate-disable has a column, and disabled softirqs a letter (Linux 6.1)."""
+    """Whether there is a column for migrate-disable, and a letter for disabled softirqs, as in Linux 6.1."""
     has_lazy: bool = False
     """Whether lazy reschedules have letters (Linux 7.2)."""
 
@@ -294,10 +294,11 @@ class LineFormatter:
         context: Callable[[int, TimedRecord], str],
         end: str = "",
     ) -> Callable[[TimedRecord, int, int], str]:
-        """Return a function that prints records with `printers`, the printers of option bin, hex or raw.
+        """Return a function that prints a record in the format of option bin, hex or raw.
 
-        `context` returns the text before a record; its arguments are a pid and the record. `end` is appended
-        to each record.
+        `printers`: entry type -> printer; a record of any other type is printed as `type: N`. `context`
+        returns the text before a record; its arguments are a pid and the record. `end` is appended to each
+        record.
         Mirrors: kernel/trace/trace_output.c:trace_nop_print (v6.1).
         """
         has_context = TraceOption.CONTEXT_INFO in self.flags

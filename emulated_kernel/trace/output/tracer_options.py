@@ -75,7 +75,7 @@ class TracerOptions:
     def __init__(
         self, others: Mapping[str, Mapping[str, bool]] | None = None, *, has_args: bool = False
     ) -> None:
-        """Start with the values at boot.
+        """Set each option to its value at boot.
 
         `others`: tracers that have options but can't be selected: name -> option -> value at boot.
         `has_args`: whether records of calls can have the arguments of functions.

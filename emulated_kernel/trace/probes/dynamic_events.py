@@ -97,7 +97,7 @@ class DynEventList:
     def __init__(self) -> None:
         self._all: dict[DynEvent, None] = {}
         self._named: dict[str, DynEvent | dict[DynEvent, None]] = {}
-        """Name -> the event, or the events as keys in order of creation if several have had the name."""
+        """Name -> the event. If several have had the name: a dict with the events as keys, oldest first."""
 
     def __iter__(self) -> Iterator[DynEvent]:
         return iter(self._all)

@@ -27,7 +27,7 @@ HITS = {EntryKind.BREAKPOINT: 2000, EntryKind.JUMP: 4000, EntryKind.CALL: 4000}
 """Entry kind -> number of hits in a round, so many that the cost of entering the guest is negligible."""
 ROUNDS = 7
 MOST_TRAPS = 2
-"""Maximum number of traps of a hit that HandlerCosts can measure."""
+"""Maximum number of traps that a hit may cause if HandlerCosts is to measure its cost."""
 _PAGES = 4
 _CLOCK = 0
 _PID = 8

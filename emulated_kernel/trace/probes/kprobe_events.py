@@ -27,7 +27,7 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
 
     probe_class: ClassVar[type[TraceKprobe]] = TraceKprobe
     log_name: ClassVar[str] = "trace_kprobe"
-    """The name of the kind of events in error_log's entries."""
+    """Name by which entries of error_log refer to this kind of events."""
 
     def __init__(self, engine: ProbeEngine, commands: EventCommands) -> None:
         super().__init__(commands)

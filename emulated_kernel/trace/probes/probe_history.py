@@ -42,14 +42,14 @@ class PastEvent(TypedDict):
 
 @dataclass(eq=False, slots=True)
 class _Enabled:
-    """Data about an event since it was first enabled. Most fields mean the same as in PastEvent."""
+    """Data about an event since it was first enabled. PastEvent describes the fields without a text."""
 
     armed: bool = False
     unarmed: str = ""
     recording: bool = False
     off: bool = True
     off_since: dict[Recorder, int | None] = field(default_factory=dict)
-    """Trace array -> result of its off_since() when note() first found that it records the event."""
+    """Trace array -> result of Recorder.off_since() when note() first found the event enabled there."""
     removed: dict[str, int] = field(default_factory=dict)
     """Place of a removed probe of the event -> number of the probe's hits."""
     at_return: bool = False
@@ -71,7 +71,7 @@ class ProbeHistory:
         self._present: dict[KprobeTraceEvent, _Enabled] = {}
         self._removed: list[PastEvent] = []
         self.forgotten_hits = 0
-        """Number of hits of removed events that were dropped from the history, which keeps MAX_REMOVED."""
+        """Number of hits of the removed events beyond MAX_REMOVED, which the history no longer contains."""
 
     def note(self, events: Iterable[KprobeTraceEvent] | None = None) -> None:
         """Record the state of each enabled event of `events`, and empty `off_since` of each disabled one.

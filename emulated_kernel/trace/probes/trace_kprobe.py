@@ -531,9 +531,9 @@ class TraceKprobe(TraceProbe):
     ) -> bool:
         """Emit a copy of emit()'s code that uses `places` and `counter`, and writes all records to `target`.
 
-        `check` takes the place of each check of the lists of pids.
-        HandlerCosts measures the copy. Return False if emit() would return False. Return False also for
-        return probes, because the handler is the smaller part of their cost.
+        `counter`: per-CPU offset of the count of hits. `check` replaces all checks of the lists of pids.
+        HandlerCosts measures the copy. Emit nothing and return False if guest code cannot handle the event.
+        Do the same for return probes, because the handler is the smaller part of their cost.
         """
         arch = self.engine.arch
         compiled = compiled_event(self.event, self.place.is_return, self.args, arch)

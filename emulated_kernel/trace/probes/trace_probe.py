@@ -24,7 +24,7 @@ RETURN_ADDRESSES = ("__probe_func", "__probe_ret_ip")
 
 
 class ProbeTraceEvent(TraceEvent):
-    """The event of one or more probes of one kind. Names and types of the probes' arguments are equal.
+    """The event of one or more probes of one kind, whose arguments have the same names and types.
 
     Mirrors: kernel/trace/trace_probe.h:struct trace_probe_event (v6.1).
     """
@@ -152,7 +152,7 @@ class TraceProbe(DynEvent):
     __slots__ = ("args", "event", "kind")
 
     def __init__(self, kind: ProbeKind[Any], event: ProbeTraceEvent, args: tuple[ProbeArg, ...]) -> None:
-        """Create a probe with a new event; ProbeKind._register() may replace it by an existing event."""
+        """Create a probe with a new event; ProbeKind._register() may replace the event by an existing one."""
         self.kind = kind
         self.event = event
         self.args = args

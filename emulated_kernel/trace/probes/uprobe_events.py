@@ -1,4 +1,4 @@
-"""UprobeEvents: uprobe events, which are only listed: they have no hits, as the guest runs no programs."""
+"""UprobeEvents: uprobe events can be defined and listed, but have no hits: the guest runs no programs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ class UprobePoint:
     """Device and inode number of the file."""
 
     def show(self, word_size: int) -> str:
-        """Return the place as uprobe_events shows it. PLACE in `-:EVENT PLACE` must equal this text."""
+        """Return the place as uprobe_events shows it.
+
+        The command `-:EVENT PLACE` removes only probes whose PLACE equals this text.
+        """
         counter = f"({self.reference:#x})" if self.reference else ""
         return f"{self.path}:0x{self.offset:0{2 * word_size}x}{counter}"
 

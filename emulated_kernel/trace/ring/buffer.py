@@ -163,7 +163,10 @@ class RingBuffer(RingWriter):
 
     @property
     def reader_state(self) -> tuple[int, int, int]:
-        """A value that changes if the indexes of unread sub-buffers, or of their unread events, change."""
+        """Numbers of overwritten and of consumed events, and the number of the reader page.
+
+        While the value is unchanged, each unread sub-buffer and each unread event keeps its index.
+        """
         control = self._control
         return control.overrun, control.read, control.reader_page
 
@@ -390,7 +393,10 @@ class RingBuffer(RingWriter):
         self.generation += 1
 
     def kept(self, nr_pages: int) -> list[bytes]:
-        """Return copies of the newest `nr_pages` unread sub-buffers, and of the reader page."""
+        """Return copies of the newest `nr_pages` unread sub-buffers, and then of the reader page.
+
+        The sub-buffers are in the order of their age, oldest first.
+        """
         self.check()
         pages = [*self._unread_pages()[-nr_pages:], self._control.reader_page]
         return [bytes(self._image(page)) for page in pages]

@@ -28,7 +28,7 @@ PAGE_DATA_SIZE = PAGE_SIZE - PAGE_HEADER_SIZE
 MAX_ORDER = 7
 """Maximum order of a sub-buffer, whose size is PAGE_SIZE << order."""
 MAX_DATA_SIZE = PAGE_DATA_SIZE - 8
-"""Maximum size of a payload in bytes. With the two u32 of its header, such a payload fills 4096 bytes.
+"""Maximum size of a payload in bytes. With the headers of event and page, it fills 4096 bytes.
 
 The maximum is the same with larger sub-buffers.
 Mirrors: kernel/trace/ring_buffer.c:struct trace_buffer.max_data_size (v6.12).

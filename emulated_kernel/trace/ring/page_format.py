@@ -22,7 +22,7 @@ def _field(declaration: str, offset: int, size: int, signed: bool) -> str:
 def header_page_text(order: int = 0, overwrite: str = "int", *, signed_char: bool = True) -> str:
     """Return the text of header_page for sub-buffers of 4096 << order bytes.
 
-    `overwrite`: type of the field with the flags of lost events. `signed_char`: whether a char is signed.
+    `overwrite`: C type of the field `overwrite` in the text. `signed_char`: whether char is a signed type.
 
     Mirrors: kernel/trace/ring_buffer.c:ring_buffer_print_page_header (v6.1).
     """

@@ -1,9 +1,9 @@
 """Recovery of the ring buffers of a machine whose process ended at an arbitrary moment.
 
-A record is complete if the write pointer is after the record. Each buffer has at most one incomplete record,
-whose time or count the control block may already include.
-If the host was changing the control block, the pages are right, and the counters are corrected. Otherwise, a
-buffer whose counters and pages disagree is damaged.
+A record is complete if the write pointer is after the record. Each buffer has at most one incomplete record.
+The control block may already count this record, or have its time.
+If the process ended while the host was changing the control block, the pages count as right, and the counters
+are corrected. Otherwise, a buffer whose counters and pages disagree counts as damaged.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RecoveredBuffer:
 
 @dataclass(frozen=True)
 class _IntactEvents:
-    """The valid events at the start of a range of a page's data."""
+    """Result of _DamagedBuffer.walk(): the valid events before the first invalid event."""
 
     count: int
     end: int
@@ -198,9 +198,9 @@ class _DamagedBuffer:
         return 0 if self.is_changing else self._end_by_count(page)
 
     def _end_by_count(self, page: int) -> int:
-        """Return the size in bytes of the tail page's data, computed from the counter of its events.
+        """Return the size in bytes of the tail page's data, computed from the counter tail_entries.
 
-        The size is used if the write pointer is invalid.
+        The caller needs this size if the write pointer is invalid.
         """
         low = 0
         high = self.capacity
@@ -287,7 +287,7 @@ class _DamagedBuffer:
         control.flags = control.flags & RingFlag.OVERWRITE | RingFlag.DISABLED
 
     def walk(self, page: int, offset: int, end: int, stamp: int) -> _IntactEvents:
-        """Return the valid events in the range [offset, end) of a page's data.
+        """Find the valid events in the range [offset, end) of a page's data, up to the first invalid one.
 
         `stamp` is the time to which the first event's time delta is added.
         """
@@ -324,7 +324,7 @@ class _DamagedBuffer:
 
 
 def recover_ring_buffer(block: bytes, read: Callable[[int, int], bytes]) -> RecoveredBuffer | None:
-    """Return the ring buffer with the control block `block`, repaired, or None if the block is empty.
+    """Return a repaired copy of the ring buffer with the control block `block`; None for an unused block.
 
     `read` takes an address and a size, and returns memory of the machine.
     Raises: UnreadableControlBlock, OSError (by `read`).

@@ -188,7 +188,10 @@ class RecordTarget:
     saves_comm: bool
     """Whether a record of a task also stores the task's name for the file saved_cmdlines."""
     make_room: Callable[[], bool]
-    """Host call that calls RingBuffer.make_room() for the current CPU's buffer."""
+    """Function of the host that guest code calls. It calls RingBuffer.make_room() of the CPU's buffer.
+
+    It returns the result of make_room().
+    """
     order: int = 0
     """Order of the buffers' sub-buffers, which have 4096 << order bytes."""
 

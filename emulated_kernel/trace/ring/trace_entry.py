@@ -109,8 +109,8 @@ class AddressStyle:
     arguments: Callable[[int, bytes], str] | None = None
     """Function that returns the text of the arguments in the record of a call.
 
-    It takes the address of the called function and the end of the record. The value is None if records of
-    calls have no arguments.
+    It takes the address of the called function, and the bytes at the end of the record. The value is None if
+    records of calls have no arguments.
     """
 
     def place(self, ip: int) -> str:

@@ -30,7 +30,7 @@ class SyntheticEvent(TraceEvent):
         self.synthetic_fields = tuple(fields)
         self.fixed_size = sum(field.room for field in fields)
         self.hist_references = 0
-        """Number of histograms on the event, and of histogram actions that trigger it."""
+        """Number of histograms on the event, plus the number of histogram actions that trigger it."""
         self.is_gone = False
         super().__init__(SYSTEM, name, _event_fields(fields), _print_fmt(fields, separator))
 

@@ -54,7 +54,7 @@ class SavedCmdlines(TaskNames):
         """
         self._kept: memoryview | None = None
         self.changes = 0
-        """Count of the changes of entries so far."""
+        """Number of changes to the entries so far. While it is unchanged, the entries are unchanged."""
         self._clear(size)
 
     def _clear(self, size: int) -> None:

@@ -81,7 +81,7 @@ class ErrorLog:
 
 
 class LastCommandLog:
-    """Log of the errors of one command, which is stored as one text.
+    """Adds the errors of one command, whose text is a single string, to error_log.
 
     The caret of an error points at the first occurrence of the wrong text in the command.
 
@@ -104,7 +104,7 @@ class LastCommandLog:
 
     @contextmanager
     def instead(self, error: CommandError, culprit: str = "") -> Iterator[None]:
-        """Log `error` if the `with` block raises a KernelError, and raise the exception of error() instead.
+        """Replace a KernelError of the `with` block: log `error`, and raise the exception of error().
 
         The new exception has the errno of the old one. `culprit` is the wrong text in the command.
         """

@@ -41,10 +41,11 @@ class WordParser:
     def take(self, data: bytes, start: int = 0, *, is_at_start: bool = False) -> tuple[bytes, int]:
         """Return the first word that ends in `data` after the index `start`, and the number of bytes taken.
 
-        The word is b"" if `data` has only blanks. It is also b"" if `data` ends within the word, whose start
-        is then in `rest`. The bytes taken include the blanks before the word and one blank or NUL after it. A
-        write with `is_at_start`, at file position 0, begins a new word. After a word that is too long, all
-        words are dropped.
+        The bytes taken include the blanks before the word, and one blank or NUL after it. The word is b"" if
+        `data` has only blanks. It is also b"" if `data` ends within the word; `rest` then keeps the word's
+        start.
+        `is_at_start`: the write is at file position 0, so it does not continue a word of an earlier write.
+        After a word that is too long, all later words of the open file are dropped.
         Raises: KernelError EINVAL (more than `longest` bytes).
         Mirrors: kernel/trace/trace.c:trace_get_user (v6.1.176).
         """

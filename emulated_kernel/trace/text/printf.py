@@ -95,7 +95,7 @@ def _pieces(layout: str, word_size: int) -> Iterator[str | Conversion | _Starred
 
 
 def _with(found: re.Match[str], word_size: int, values: Sequence[int]) -> Conversion:
-    """Return the conversion `found` with its stars replaced by the width and the precision in `values`.
+    """Return the conversion for the match `found`, with `values` as its width and precision.
 
     Mirrors: lib/vsprintf.c:set_field_width, set_precision, hex_string (v6.1).
     """

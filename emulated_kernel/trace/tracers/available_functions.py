@@ -42,7 +42,7 @@ class FunctionWatcher(ABC):
     """Base class of objects that keep a selection of functions, and adapt it when modules come or go."""
 
     def module_added(self, module: str, /) -> None:  # noqa: B027 - not all watchers need it
-        """Add the functions of the new module `module` that the object's filters select.
+        """Add those functions of the new module `module` that the object's filters select.
 
         By default, do nothing.
         """
@@ -194,11 +194,11 @@ class Functions(Collection[TraceableFunction]):
     def matching(self, pattern: bytes, module: bytes | None = None) -> frozenset[int]:
         """Return the fentry sites of the functions whose names match `pattern`.
 
-        `pattern` has no negation: `!` is an ordinary character, so that `!!NAME` removes nothing. A number in
-        the place of `pattern` is a position in the list of all functions, counted from 1. `module` is a
-        pattern for the name of a module; the result has only functions of matching modules. If `module`
-        begins with "!", the result has only the other functions. If the rest of `module` is empty, it matches
-        any module. If `module` is given and `pattern` is empty, all names match.
+        `pattern` has no negation: `!` is an ordinary character, so that `!!NAME` removes nothing. A `pattern`
+        that begins with a digit is a position in the list of all functions, counted from 1. `module` is a
+        pattern for module names: the result has only functions of matching modules. If `module` begins with
+        "!", the result has only the other functions, including those of the kernel itself. An empty pattern,
+        or a "!" alone, stands for all modules. If `module` is given and `pattern` is empty, all names match.
         Mirrors: kernel/trace/ftrace.c:match_records, ftrace_match_record (v6.1).
         """
         if pattern[:1].isdigit():

@@ -294,8 +294,9 @@ class CallRecorder:
         return b"".join(each.to_bytes(self._word, "little") for each in values)
 
     def _repeats(self, call: bytes, hit: ProbeHit) -> bool:
-        """Return True, and count the call, if it repeats the last recorded call. Otherwise return False.
+        """Count a call that repeats the CPU's last recorded call, and return True.
 
+        For any other call, record the number of repetitions so far, if there are any, and return False.
         Mirrors: is_repeat_check, process_repeats (v6.1).
         """
         last = self._repeated[self._tasks.cpu()]

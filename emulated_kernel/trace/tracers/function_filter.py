@@ -75,7 +75,7 @@ class WordEdit(ABC):
         self.put_into_force()
 
     def goes_on_from(self, other: WordEdit) -> None:
-        """Repeat the changes made through `other`, which was an open file of a kernel before a reboot."""
+        """Repeat the changes made through `other`, the WordEdit of the same open file before a reboot."""
         self._parser = other._parser
         if other._is_truncated:
             self.clear()
@@ -97,7 +97,9 @@ class EditedSet(ABC):
         """Return a copy of the set for a file that was opened for writing, with O_TRUNC if `truncate`."""
 
     def write(self, words: bytes) -> None:
-        """Open the file as a client does, write each of `words` to it, and close it.
+        """Open the file as a client does, write each word of `words`, and close the file.
+
+        Blanks separate the words.
 
         Raises: KernelError, the error of the first word that is refused.
         """
@@ -144,7 +146,7 @@ class FilterEdit(WordEdit):
         self.waits = target.waits
         """Whether the set had selections that wait for a module when the file was opened."""
         self.has_awaited = False
-        """Whether this file has changed the selections that wait for a module."""
+        """Whether writes or O_TRUNC of this file have changed the selections that wait for a module."""
         if truncate:
             self.clear()
 
@@ -310,9 +312,9 @@ class FunctionSet(EditedSet):
         return self._lines(self)
 
     def records_at_open(self) -> Callable[[int], Iterator[str]]:
-        """Return a function that maps an index to the open file's lines from this index on, for one read(2).
+        """Return a function for one open file: it takes an index and returns the lines from there on.
 
-        The lines show the functions that the set has now.
+        The function returns lines for the functions that the set has at the time of the open.
         Mirrors: kernel/trace/ftrace.c:ftrace_regex_open (v6.1).
         """
         return partial(self.shown_from, shown=_ShownSites(self.sites, self.is_empty))
@@ -382,9 +384,9 @@ class GraphSet(EditedSet):
         return GraphEdit(self, truncate=truncate)
 
     def records_at_open(self) -> Callable[[int], Iterator[str]]:
-        """Return a function that maps an index to the open file's lines from this index on, for one read(2).
+        """Return a function for one open file: it takes an index and returns the lines from there on.
 
-        The lines show the functions that the set has at the read.
+        The function returns lines for the functions that the set has at the time of the read.
         Mirrors: kernel/trace/ftrace.c:g_start (v6.1).
         """
         return self.records_from

@@ -237,8 +237,9 @@ class FunctionProbes:
 
 
 def _count(title: str, limit: str | None) -> int | None:
-    """Parse a command's limit. Return None if there is no limit.
+    """Parse `limit`, the limit of the command `title`. Return None if `limit` is None.
 
+    `title`: see FunctionProbe.title.
     Linux: an empty limit is -1, except for commands with an event. Raises: KernelError EINVAL, ERANGE.
     """
     if limit is None:

@@ -96,7 +96,7 @@ class FunctionTracer(Tracer, FunctionWatcher):
         self.stop()
 
     def module_added(self, module: str) -> None:
-        """Trace the functions of a new module that the filters select."""
+        """Trace those functions of the new module `module` that the filters select."""
         self.filter.module_added(module)
         self.notrace.module_added(module)
         self._update()

@@ -29,7 +29,7 @@ class PendingCall(NamedTuple):
     called_ns: int
     """Start time of the call in nanoseconds.
 
-    If option sleep-time is off, the time for which the task has slept since is added.
+    If option sleep-time is off, the time that the task has been off the CPU since then is added.
     """
     depth: int
     """Nesting depth of the call: its number of hooked callers."""
@@ -106,7 +106,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         Python handles the calls if the clock or an option keeps guest code from writing to the buffers.
         Python also handles the calls if the lists of pids are very long, or if the arguments are recorded.
         Guest code implements all other settings. If a function has a further ftrace_ops, FtraceSites passes
-        its calls to Python.
+        the calls of this function to Python.
         """
         target = self._array.ring_target()
         pids = self._pids
@@ -185,7 +185,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         return func not in chosen and not (parent is not None and parent.flags & CallFlag.IN_IRQ)
 
     def returned(self, instance: RethookNode, regs: Any) -> None:
-        """Record the return of a call, unless the call is hidden or its duration is below the threshold.
+        """Record the return of a call, unless set_graph_notrace hides it or it was below tracing_thresh.
 
         Mirrors: trace_graph_return, trace_graph_thresh_return (v6.1).
         """

@@ -1,4 +1,4 @@
-"""TracedCalls: the calls that a function tracer records, as guest code from the second call on."""
+"""TracedCalls: records calls for a function tracer, from the second call on in guest code if possible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from emulated_kernel.trace.tracers.call_sites import CallRecorder, KernelFunctio
 
 
 class TracedCalls:
-    """An ftrace_ops; the calls from its fentry sites are recorded for a function tracer.
+    """An ftrace_ops that records the calls from its fentry sites for a function tracer.
 
     A CallRecorder records the first call. If guest code can be compiled, it records later calls.
     """

@@ -154,7 +154,8 @@ class EventTriggers:
 def separate_filter(rest: str | None, required: bool) -> tuple[str | None, str | None]:
     """Split `[PARAM] [if FILTER]`, and return PARAM and `if FILTER`.
 
-    An item is None if that part is missing. A parameter that is not `required` must begin with a digit.
+    An item is None if that part is missing. If `required` is False, PARAM is optional, and begins with a
+    digit.
     Raises: KernelError EINVAL (the parameter is required, and `rest` is None).
     Mirrors: event_trigger_separate_filter (v6.1).
     """

@@ -274,6 +274,9 @@ class HostReadingFile(PerClientFile):
         records_for: Callable[[Client], Records],
         prepare: Callable[[Client, bytes], Callable[[], Steps]],
     ) -> None:
-        """Create the file. `prepare` reads host files, and returns a function that begins the write."""
+        """Create the file. `records_for` returns the records for a client that opens the file.
+
+        `prepare` reads the host files that a write names, and returns a function that begins the write.
+        """
         super().__init__(mode, records_for, Moves.NOT)
         self.prepare = prepare

@@ -38,7 +38,7 @@ class EditedList(Protocol):
     """Interface of a list that clients change through Edit objects."""
 
     def records_at_open(self) -> Callable[[int], Iterable[str]]:
-        """Return the function that renders the lines for a file that is now opened for reading.
+        """Return a function that renders the lines for a file that is being opened for reading.
 
         The function takes an index, and returns the lines from this index on: one for each entry, with a
         newline.

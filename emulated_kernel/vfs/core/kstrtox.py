@@ -50,7 +50,9 @@ def kstrtoul(data: bytes) -> int:
 
 
 def switch(data: bytes) -> bool:
-    """Parse 0 or 1 by the rules of the `enable` file of an event.
+    """Parse a number as kstrtoul() does: return True for 1, False for 0, and refuse any other number.
+
+    The file `enable` of an event has these rules.
 
     Raises: KernelError EINVAL, ERANGE.
     """
@@ -61,7 +63,7 @@ def switch(data: bytes) -> bool:
 
 
 def sysctl_switch(data: bytes) -> bool:
-    """Parse 0 or 1 by the rules of a sysctl that has only the values 0 and 1.
+    """Parse a number as sysctl_int() does: return True for 1, False for 0, and refuse any other number.
 
     Blanks around the number are skipped.
 
@@ -74,7 +76,9 @@ def sysctl_switch(data: bytes) -> bool:
 
 
 def sysctl_int(data: bytes) -> int:
-    """Parse an int by the rules of a sysctl. Blanks around the number are skipped.
+    """Parse an int that is decimal, octal (0...) or hexadecimal (0x...), as a sysctl does.
+
+    Blanks around the number are skipped.
 
     Raises: KernelError EINVAL. Mirrors: kernel/sysctl.c:proc_dointvec (v6.1).
     """

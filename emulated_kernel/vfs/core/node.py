@@ -15,7 +15,7 @@ from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 PERMISSION_BITS = 0o7777
 """Mask of the mode's bits that chmod(2) changes."""
 _MIN_LIMIT = 64
-"""Number of members below which a DynamicDirectory does not search for the members of removed objects."""
+"""Minimum number of members at which a DynamicDirectory searches for members of removed objects."""
 
 T = TypeVar("T")
 
@@ -55,9 +55,9 @@ class Node:
         self.name = ""
         self.parent: Directory | None = None
         self.is_cached = False
-        """Whether the node is certainly in the tree, and clients cannot remove a directory above the node.
+        """Whether NodeTree has the node in its cache of paths.
 
-        NodeTree sets the value to True for the nodes that it has cached by path.
+        If so, the node is certainly in the tree, and clients cannot remove a directory above the node.
         """
 
     @property

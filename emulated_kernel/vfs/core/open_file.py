@@ -67,11 +67,12 @@ class File(Node):
     is_unseen: ClassVar[bool] = False
     """Whether the guest repeats no read(2) of the file, so that a read hits no probe."""
     opened_as: ClassVar[type[OpenFile]]
-    """Class of the file's open files. Its constructor raises the errno of the file's open on Linux."""
+    """Class of the OpenFile objects. Its constructor raises the errors of Linux's open(2) for the file."""
     has_position: ClassVar[bool] = True
     """Whether lseek(2) works.
 
-    As in Linux, the call fails if the file_operations have no llseek, or no_llseek.
+    As in Linux, the call fails if the file's file_operations have no llseek, or have no_llseek as their
+    llseek.
     """
     __slots__ = ("moves",)
 

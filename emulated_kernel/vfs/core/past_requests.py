@@ -13,11 +13,11 @@ _CLIENTS_OWN = ("scratch", "dev")
 
 
 class PastRequests:
-    """Directories in which clients have used paths, and the last requests that the kernel has refused."""
+    """The file systems of a mount that clients have used, and the last requests that were refused."""
 
     def __init__(self) -> None:
         self.used: set[str] = set()
-        """Prefixes of those file systems of the mount that have listed a directory or looked up a name."""
+        """Prefixes of those file systems in which a path below the prefix was used."""
         self.missing: str | None = None
         """Path of the last file that a client tried to create where clients cannot create files."""
         self.refused: tuple[str, str, str] | None = None

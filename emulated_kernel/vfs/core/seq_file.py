@@ -47,7 +47,7 @@ class RecordStream:
         self._records: Iterator[str] = iter(())
 
     def __call__(self, index: int) -> Iterator[str]:
-        """Return the records from `index` on, which must be the index of the next record, or 0."""
+        """Return the records from `index` on. `index` must be 0 or the index of the next record."""
         if index == 0:
             self._records = self._begin()
         return self._records

@@ -28,8 +28,8 @@ from emulated_kernel.vfs.core.seq_file import OpenSeq, SeqFile, StreamFile, sing
 def events_directory(tracing: Tracing, *, instance: bool = False) -> Directory:
     """Return events/ with the groups, the switch for all events, and the layout of binary pages.
 
-    `instance`: the directory belongs to an instance, so a new group's directory takes over its user and
-    group.
+    `instance`: whether the trace array is an instance. If so, the directory of a new group gets the user and
+    group of events/.
     """
     events = tracing.events
     shares_owner = instance or InterfaceRule.EVENTS_KEEP_OWNER not in tracing.array.system.interface
@@ -96,7 +96,10 @@ def _header_page(array: TraceArray) -> str:
 
 
 def _group_directory(tracing: Tracing, members: Mapping[str, TraceEvent], *, shares_owner: bool) -> Directory:
-    """Return the directory of a group. As in Linux, the directory of the group ftrace has no files."""
+    """Return the directory of a group. As in Linux, the directory of the group ftrace has no files.
+
+    `shares_owner`: whether a new event's directory gets the user and group of the group's directory.
+    """
 
     def switchable() -> list[TraceEvent]:
         return [*tracing.events.switchable(members.values())]

@@ -67,7 +67,11 @@ class _LimitsFile:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield a line for each limit: its name, the maximum that is possible now, and the amount in use."""
+        """Yield a line for each limit: its name, its maximum and the amount in use.
+
+        If the kernel has room for fewer probes or instances than the limit allows, the maximum is this lower
+        number.
+        """
         for limit, used in self._used.items():
             count = used()
             most = self._limits[limit]

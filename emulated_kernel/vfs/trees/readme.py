@@ -49,7 +49,7 @@ _LINES = {
 def _types(interface: Interface) -> str:
     """Return the lines with the types of fetch arguments.
 
-    perf expects the integer types that begin with the same letter as one word, such as `u8/u16/u32/u64`.
+    perf expects that integer types with the same first letter form one word, such as `u8/u16/u32/u64`.
     """
     words: dict[str, str] = {}
     for name in fetch_types(8, interface):

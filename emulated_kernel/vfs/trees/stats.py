@@ -354,7 +354,7 @@ def _switch(value: Callable[[], bool], set_value: Callable[[bool], None]) -> Fil
 
 
 def _text(value: Callable[[], str]) -> File:
-    """Return a file that shows the text from `value()` and a newline. The file is empty if the text is."""
+    """Return a file that shows the text from `value()` and a newline, or nothing if the text is empty."""
     return SeqFile(_READ_ONLY, single(lambda: f"{text}\n" if (text := value()) else ""))
 
 

@@ -372,7 +372,7 @@ class _OpenRaw(OpenPipe):
 
 
 class _RawFile(PipeFile):
-    """The files trace_pipe_raw and snapshot_raw, which can be opened several times."""
+    """A file trace_pipe_raw or snapshot_raw, which several clients can have open at the same time."""
 
     is_paged = True
     opened_as = _OpenRaw

@@ -68,7 +68,7 @@ class ArrayPlace:
 
 
 def array_places(kernel: Kernel) -> list[ArrayPlace]:
-    """Return the locations of all trace arrays, the top array first."""
+    """Return the locations of all trace arrays in the file of records, the top array first."""
     arrays = kernel.trace_arrays
     names = ["", *arrays.names()]
     return [

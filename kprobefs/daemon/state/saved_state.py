@@ -246,9 +246,9 @@ class SavedState(ChangeWatcher, TaskObserver):
     ) -> None:
         """Save the kernel's records and the definitions of the mount's clients from now on.
 
-        `definitions` returns the lines of all definitions and settings. `is_fresh`: there are no
-        definitions yet. If saving is impossible, nothing is saved until the next call, and the earlier
-        state stays.
+        `definitions` returns the lines of all definitions and settings. `is_fresh`: there are no definitions
+        yet, so `definitions` is not called now. If saving is impossible, nothing is saved until the next
+        call, and the earlier state stays.
         """
         self._kernel = kernel
         self._mount = mount

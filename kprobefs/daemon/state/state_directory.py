@@ -22,7 +22,7 @@ DIGITS = 9
 ATTEMPTS = 3
 """Number of attempts to restore a state after which no further attempt is made.
 
-An attempt counts until a start has restored the state. A start that is killed meanwhile leaves the count.
+An attempt counts until a start has restored the state. So a start that is killed meanwhile stays counted.
 """
 TROUBLE = "trouble "
 """Start of a line of machine/state about a part of the state that could not be restored.

@@ -93,7 +93,7 @@ class BuiltinCalls(GuestCalls):
     def repeat_call(
         self, client: Client, path: str, names: Collection[str], by_fd: Collection[str] = (), *more: str
     ) -> None:
-        """Repeat the client's call on a path if the call is one of `names`; see GuestCalls.
+        """Repeat the client's call on a file if the call is one of `names` or `by_fd`; see GuestCalls.
 
         The repeated call changes nothing in the guest.
         """

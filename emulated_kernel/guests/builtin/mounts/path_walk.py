@@ -71,11 +71,10 @@ def _misses(call: ClientCall, is_last: bool) -> bool:
 
 
 def _stops(call: ClientCall, is_new: bool, found: Stat) -> bool:
-    """Return True if the call ends after the host has looked up the last name of one of its paths.
+    """Return True if the call ends when the host has found the file that one of the call's paths names.
 
-    `found`: attributes of the file with that name. `is_new`: the path is the call's last one, which is the
-    new name if the call creates a file. The call may end because it only reads attributes, or because it
-    must fail.
+    The call may end because it only reads attributes, or because it must fail. `found`: attributes of the
+    file. `is_new`: the path is the call's last one; a call such as mkdir(2) would create this name.
     """
     is_directory = stat.S_ISDIR(found.mode)
     if call.name in _LOOKS:

@@ -422,8 +422,8 @@ class ScratchFs(FileSystem):
     def _as_called(self, client: Client, names: Collection[str], *walks: str) -> bool:
         """Repeat the client's system call in the guest, if it is one of `names`.
 
-        The call must also have as many paths as `walks`, its paths relative to the mount's root. Return
-        True if the call was repeated.
+        Return True if the call was repeated. `walks`: paths of the call, relative to the mount's root. The
+        client's call must have as many paths.
         """
         call = facts_of(client).call
         if call is None or call.name not in names or not call.names(len(walks)):
@@ -434,10 +434,7 @@ class ScratchFs(FileSystem):
         return True
 
     def _in_guest_time(self, call: ClientCall) -> ClientCall:
-        """Return `call`.
-
-        If it is utimensat(2), return a copy with the times converted to the guest's file times.
-        """
+        """Return `call`; for utimensat(2), return a copy with times converted to the guest's file times."""
         times = call.data.get(2)
         if call.name != "utimensat" or not times:
             return call

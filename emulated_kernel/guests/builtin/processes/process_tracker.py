@@ -67,7 +67,7 @@ class ProcessTracker(TaskObserver):
         return iter(self._by_pid.values())
 
     def died(self, pid: int) -> None:
-        """Remove the task with the pid `pid` from the tracker, because it has ended."""
+        """Remove the task with the pid `pid`, which has ended, from the tracker."""
         task = self._by_pid.pop(pid, None)
         if task is not None and task in self._unnamed:
             self._unnamed.remove(task)
@@ -104,8 +104,8 @@ class ProcessTracker(TaskObserver):
     def task_of(self, client: int, uid: int, gid: int, facts: ClientFacts = UNKNOWN) -> GuestTask:
         """Repeat earlier forks and exits in the guest; return the task of the process that makes a request.
 
-        `client`: pid on the host of this process. Return init's task if it is 0: the host's kernel makes the
-        request. Also return init's task if the guest lacks the memory for a task, since files that free
+        `client`: pid on the host of this process. Pid 0 stands for the host's kernel, for which init's task
+        is returned. Also return init's task if the guest lacks the memory for a task, since files that free
         memory must stay usable.
 
         Raises: KernelError EIO (the guest's task list is corrupted).

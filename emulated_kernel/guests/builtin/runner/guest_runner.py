@@ -24,7 +24,7 @@ Raises: KernelError (an errno), WouldBlock (the task must sleep and repeat its r
 """
 
 _KEEPING_NAMES = ("read", "write", "pread64", "pwrite64")
-"""Frequent system calls that neither rename nor create a task; TaskObserver.call_begins() is told so."""
+"""Frequent system calls that neither rename nor create a task; see TaskObserver.call_begins()."""
 SERVED = (Hypercall.HOSTFS, Hypercall.MODULE, Hypercall.KPROBES)
 """Hypercalls by which a system call requests a service of the host; GuestRunner._serve answers them."""
 NSEC_PER_JIFFY = 1_000_000_000 // HZ
@@ -120,7 +120,7 @@ class CpuPosition(Enum):
     UNDERWAY = auto()
     """Elsewhere in the kernel: the CPU runs on in its next turn."""
     ANSWERED = auto()
-    """At a hypercall whose result is in the register; the CPU has not resumed and takes no interrupt."""
+    """At a hypercall that the host has answered; the CPU has not resumed, and takes no interrupt."""
     OFFLINE = auto()
     """The CPU has not been started yet."""
 
@@ -322,16 +322,16 @@ class GuestRunner:
         return request.result
 
     def _ends_overdue(self) -> bool:
-        """Declare the guest dead and return True, if the current system call lasts too long."""
+        """Declare the guest dead and return True if the current system call takes too long; else False."""
         if self.is_dead or not self._call_time.is_over():
             return False
         self._die(f"a system call kept it busy for {self._call_time.limit:g} s")
         return True
 
     def _run_elsewhere(self, request: Request, action: Callable[[], int]) -> int:
-        """Run `action`, an action that was deferred until the task sleeps; return its result.
+        """Run `action`, which was deferred until the task sleeps; return its result, or a negative errno.
 
-        The result becomes the result of the file operation in `request`.
+        The task then repeats the file operation in `request`, which gets the same result.
         """
         request.elsewhere = None
         try:

@@ -170,7 +170,7 @@ class SmpGuestRunner(GuestRunner):
                 self._run_for_sync(number)
 
     def _is_other(self, number: int) -> bool:
-        """Return True if CPU `number` is online and is not the CPU that patches text.
+        """Return True if sync_core() must interrupt CPU `number`: it is online, and does not patch the text.
 
         The current CPU patches text, unless it was left in the middle of kernel code while no hypercall is
         served.
@@ -233,7 +233,7 @@ class SmpGuestRunner(GuestRunner):
             self._deliver(Vector(self._kernel.take_sent(cpu)))
 
     def _run_interrupt(self) -> None:
-        """Deliver the lowest pending interrupt, and make the CPU's next turn last until the interrupt's end.
+        """Deliver the lowest pending interrupt, and make the next turn end when the handler has returned.
 
         With a short quantum, a synchronisation of the CPUs would otherwise take a hundred turns. See
         _interrupt_current().
@@ -253,7 +253,7 @@ class SmpGuestRunner(GuestRunner):
             self._server = None
 
     def _finish_records(self) -> None:
-        """Run every CPU, except the current one, whose ip is in a compiled handler, until the handler ends.
+        """Run each CPU that is in a compiled handler, except the current CPU, until the handler has returned.
 
         Afterwards trace buffers may be read and changed. Linux: waits for an RCU grace period.
         """
@@ -282,7 +282,10 @@ class SmpGuestRunner(GuestRunner):
             super()._stopped_otherwise(trap)
 
     def _start_cpu(self, number: int, entry: int, stack: int) -> int:
-        """Start a CPU that is not online; return 0, or -EINVAL if there is no such CPU."""
+        """Prepare a CPU that is not online to start at `entry` with sp = `stack`; return 0.
+
+        Return -EINVAL if there is no such CPU, or if the CPU is already online.
+        """
         if number >= len(self._seats) or self._seat(number)[0] is not CpuPosition.OFFLINE:
             return -errno.EINVAL
         self._machine.start_cpu(number, entry, stack)

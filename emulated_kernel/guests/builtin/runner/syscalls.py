@@ -122,7 +122,7 @@ class GuestEntry(NamedTuple):
 
 
 def check(result: int, word_size: int) -> int:
-    """Return the result of a system call from `result`, the register value of `word_size` bytes.
+    """Return `result`, the register value after a system call, as an unsigned word of `word_size` bytes.
 
     Raises: KernelError (the result is a negative errno).
     """
@@ -305,10 +305,10 @@ class Syscalls:
 
     @contextmanager
     def numbered(self, task: GuestTask, number: int | None, fd: int = 0) -> Iterator[None]:
-        """Give the guest's descriptor `fd` its number in the host process, during the `with` block.
+        """Let system calls of `task` name the guest's descriptor `fd` by `number` in the `with` block.
 
-        An open(2) in the block returns `number`, and real_fd() then returns the guest's descriptor. If
-        `number` is None, the block changes nothing.
+        `number`: the descriptor's number in the host process; None makes the block change nothing. An open(2)
+        in the block returns `number`, and real_fd() then returns the guest's descriptor.
         """
         if number is None:
             yield

@@ -74,7 +74,7 @@ _HASH = "[0-9a-f]{64}"
 """Regular expression of the digest of a kernel's file."""
 _MAKING = ".booting-"
 BUDGET = MAX_CALL
-"""Maximum CPU seconds of one run of a guest from a snapshot, and of all runs until a call has returned."""
+"""Maximum CPU seconds of one run of a guest from a snapshot, and of all runs for one call together."""
 
 T = TypeVar("T")
 
@@ -454,7 +454,7 @@ def _shown(about: Mapping[str, Any]) -> ShownCpu | None:
 def checked_cells(about: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the offsets of words in Unicorn's CPU state, from the header `about` of a snapshot.
 
-    The snapshot's machine was run with these offsets, which find_cells() had found.
+    Unicorn's API does not provide these words; see find_cells().
     Raises: KeyError, TypeError, ValueError (the offsets are missing or invalid).
     """
     cells = tuple(about["cells"])

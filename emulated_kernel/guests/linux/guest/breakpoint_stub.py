@@ -1,9 +1,10 @@
 """Guest code that delivers breakpoints of the kernel's own kprobes to the kernel, without Python.
 
-The host's routine for traps stores four registers in words of the host's data page, and makes the guest
-continue in the stub. The stub pushes the frame of the exception, and jumps to the handler in the IDT's gate.
-No instruction before the push of the flags changes the flags. No interrupt arrives in the stub, because the
-host ends no run there.
+Unicorn calls a native routine of the host at each trap. At a breakpoint, the routine stores four registers in
+the host's data page, and makes the guest continue in the stub, the code STUB. The stub pushes the frame of
+the exception, and jumps to the handler in the IDT's gate. No instruction before the push of the flags changes
+the flags. No interrupt arrives in the stub, because the host delivers interrupts between runs, and ends no
+run there.
 """
 
 from __future__ import annotations

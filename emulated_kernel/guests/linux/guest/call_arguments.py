@@ -17,7 +17,7 @@ _MASK = (1 << 64) - 1
 class CallArguments:
     """Converts the arguments of a call of a kernel function to register values.
 
-    Strings are copied to guest memory, to the `size` bytes at `place`.
+    String arguments are copied to a buffer in guest memory: `size` bytes at the address `place`.
     """
 
     def __init__(self, kernel: LinuxKernel, memory: GuestMemory, place: int, size: int) -> None:

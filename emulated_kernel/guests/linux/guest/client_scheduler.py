@@ -195,7 +195,7 @@ class ClientScheduler:
     def take_interrupts(self) -> None:
         """Deliver all timer interrupts whose time has come, one after the other.
 
-        Stop if the CPU becomes idle, so that no task is at its stub.
+        Return early if no task is at its stub any more, because the CPU is idle.
         """
         while self.current is not None and self._machine.pc.is_due:
             self._machine.timer()
@@ -351,7 +351,7 @@ class ClientScheduler:
         return True
 
     def _leave_call(self) -> None:
-        """Make the next run put to sleep the task that waits in its system call, if there is such a task."""
+        """If a task waits in its system call, make it go to sleep when the guest runs next."""
         task = self._in_call
         self._in_call = None
         if task is not None:

@@ -68,8 +68,9 @@ class LinuxClients:
         """Pid of a recently forked process -> monotonic time until which its name is checked."""
 
     def informed(self, client: Client) -> Client:
-        """Return `client`, with the path of its program if the guest has not repeated its latest execve(2).
+        """Return `client`, with the process's name and program path if they are new to the guest.
 
+        They are new if the guest has not yet repeated the process's latest execve(2).
         Lock: leaves; the reads can take 0.1 s.
         """
         pid = client.pid
@@ -87,7 +88,7 @@ class LinuxClients:
         return client._replace(facts=ClientFacts(comm=unshown, program=program))
 
     def _unshown_program(self, pid: int) -> str | None:
-        """Return the name of a client whose latest execve the guest has not repeated.
+        """Return the process name (comm) of a client whose latest execve(2) the guest has not repeated.
 
         Return None if the guest has repeated the execve, or does not know the process yet.
         """
@@ -196,7 +197,7 @@ class LinuxClients:
         return task
 
     def has_news(self) -> bool:
-        """Return True if forks, names or exits of client processes must be repeated. Lock: needs."""
+        """Return True if the guest must still repeat a fork, exit or new name of a client. Lock: needs."""
         self._look(0)
         return bool(self._forked or self._ended) or self._has_new_name()
 
@@ -210,7 +211,11 @@ class LinuxClients:
         return False
 
     def _look(self, client: int) -> None:
-        """Take new forks and exits from the watch and queue them. `client`: pid of the requesting process."""
+        """Queue the forks and exits that the process watch has seen since the last call.
+
+        `client`: pid of the process that makes the request, or 0. If the watch finds that this process has
+        ended, queue its exit as well.
+        """
         if self._watch.has_events():
             self._forked += self._watch.forks()
             self._ended += self._watch.exited()

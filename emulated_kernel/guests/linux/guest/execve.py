@@ -39,7 +39,7 @@ class ExecObserver:
         self._task: LinuxTask | None = None
         """The task that makes an execve at present; None if no task does."""
         self._others: tuple[int, int] | None = None
-        """Address of the file table's user count, and number by which it is lowered now; None if it isn't."""
+        """(address of the file table's count of users, number subtracted from it); None if unchanged."""
         self._uid: tuple[int, bytes] | None = None
         """Address of the uid that root's uid has replaced for now, and the uid's real bytes.
 
@@ -125,7 +125,7 @@ class ExecObserver:
         self._unhide_at_return()
 
     def _counting(self) -> None:
-        """Hide the uid from set_cred_ucounts(), so that the task stays in root's count of processes.
+        """Make set_cred_ucounts() read root's uid, so that the task stays in root's count of processes.
 
         All tasks are counted as root's, regardless of their owners.
         Hazard: when the task exits, Linux decrements the count to which the task's credentials then point.

@@ -75,7 +75,9 @@ class FileTimes:
         self._is_tsc = read == self._tsc_read
 
     def _go_on(self) -> int:
-        """Make changed files get the present time as their timestamp; return this time in nanoseconds.
+        """Advance the kernel's timekeeper, from which changed files get their times, to the present time.
+
+        Return this time in nanoseconds.
 
         If the clock source is not the TSC, change nothing, and return the time of the latest tick. The kernel
         computes the same time again at its next tick. Invariant: other clocks of the kernel return the same

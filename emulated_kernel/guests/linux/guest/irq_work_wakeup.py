@@ -71,7 +71,7 @@ ARM64_TRACE = """
     imm64:syscall_unregfunc | second_at: .quad syscall_unregfunc
 """
 _ARM64_TAIL = 20
-"""Size in bytes of the last instruction of an arm64 code and the two 8-byte constants after it."""
+"""FlagCode.tail on arm64: 4 bytes for the last instruction, and two constants of 8 bytes after it."""
 _WORK = 0x40
 """Offset in bytes of the irq_work in the data page.
 

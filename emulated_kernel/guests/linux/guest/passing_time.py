@@ -130,7 +130,7 @@ class PassingTime:
         return False
 
     def take_turn(self) -> None:
-        """Deliver the timer's interrupt that is due.
+        """Deliver the timer's interrupt, which the requests since the last turn have put off.
 
         Then, if other tasks can run now or soon, run the guest until it is idle or _TURN microseconds have
         passed.

@@ -20,11 +20,11 @@ from emulated_kernel.util.fast_dataclass import replace
 
 
 def with_thread_flags(machine: LinuxMachine, facts: KernelOffsets) -> KernelOffsets:
-    """Return `facts` with the bits of the thread flags of a kernel that has just booted.
+    """Return `facts` with the masks of two thread flags of a kernel that has just booted.
 
-    The kernel itself sets the bits, which shows their positions. Init must be at its stub. An interrupt makes
-    the kernel set init's flags. The return to user mode clears TIF_NEED_RESCHED. The code that wakes tasks is
-    installed for the interrupt, and stays installed.
+    The flags are TIF_NEED_RESCHED and, if it is in thread_info.flags, TIF_SYSCALL_TRACEPOINT. An interrupt of
+    init, which must be at its stub, makes the kernel set each flag. The change shows the flag's bit. The code
+    that wakes tasks is installed for this, and stays installed.
     Mirrors: kernel/sched/core.c:resched_curr (v6.1, v7.2), kernel/tracepoint.c:syscall_regfunc (v5.10).
     Raises: GuestFault (the kernel set no flag, or several).
     """
@@ -53,7 +53,7 @@ class _Interrupt:
         self._used = 0
 
     def flag_set_by(self, flag_code: FlagCode) -> int:
-        """Run `flag_code` in an interrupt of init, and return the flag that this code sets.
+        """Run `flag_code` in an interrupt of init, and return the mask of the thread flag that it sets.
 
         The flag must be set before the last instruction of the code.
         Raises: GuestFault (the code set no flag, or several).

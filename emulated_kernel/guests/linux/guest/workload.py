@@ -165,10 +165,10 @@ class LinuxWorkload:
         self._send(task, self._socket, self._socket, b"u" * MESSAGE_SIZE)
 
     def _lose(self, task: LinuxTask, sink: int, source: int, message: bytes) -> None:
-        """Send `message` from socket `sink` to socket `source`, and make the network lose its first copies.
+        """Send `message` through the socket `sink`, and make the socket `source` lose the first packets.
 
-        TCP then sends the message again. For _LOSS_NS nanoseconds, a socket filter of `source` drops all
-        copies.
+        For _LOSS_NS nanoseconds, a socket filter of `source` drops all packets. TCP then retransmits, and the
+        message is read from `source`.
         """
         # struct sock_fprog: the number of instructions and their address.
         program = struct.pack("<HxxxxxxQ", 1, BUFFER + 16) + _DROP_ALL

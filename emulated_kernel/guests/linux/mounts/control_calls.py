@@ -359,8 +359,8 @@ class LinuxControlCalls(GuestCalls):
     ) -> None:
         """Create or remove a directory by `act`, in a call of the guest if probes could notice it.
 
-        The client's task calls mkdirat(2) with the arguments `args` after the path, or unlinkat(2) if `args`
-        is empty; see GuestCalls.
+        `act`: changes kprobefs's tree. `args`: arguments of mkdirat(2) after the path; if there are none, the
+        client's task calls unlinkat(2). See GuestCalls.
         """
         del names
         place = self._root + path
@@ -380,9 +380,9 @@ class LinuxControlCalls(GuestCalls):
         self._returns(task, 0)
 
     def _revive_directories(self) -> None:
-        """Clear the flag that vfs_rmdir() has set in the inode of the removed directory.
+        """Clear S_DEAD, which vfs_rmdir() sets, in the inodes of directories.
 
-        Other directories share this inode.
+        Other directories share the inode of the removed directory.
         """
         for inode in self._directories:
             at = inode + self._offsets["inode.i_flags"]
@@ -427,9 +427,9 @@ class LinuxControlCalls(GuestCalls):
     ) -> Service:
         """Return the Service of a system call that `task` makes.
 
-        The service calls `once`. Then `answer`, which takes the task and the result of `once`, puts the
-        result into the registers. If `once` raises an exception other than WouldBlock, the call returns a
-        negative errno.
+        The service calls `once`, which does the host's work. Then `answer`, which takes the task and the
+        result of `once`, puts the result into the registers. If `once` raises an exception other than
+        WouldBlock, the call returns a negative errno.
         """
 
         def serve() -> Callable[[], None]:
@@ -447,9 +447,9 @@ class LinuxControlCalls(GuestCalls):
         return serve
 
     def _goes_on(self, file: ControlFile, task: LinuxTask, _result: object) -> None:
-        """Finish an open(2) of the guest: make the task continue in the stub that ends an open.
+        """Finish an open(2) of the guest: let the task continue in a stub that calls stream_open().
 
-        For a file without a position, this stub calls the kernel's stream_open().
+        For a file with a position, this stub then clears FMODE_STREAM again.
         """
         self._set_arguments(*self._arguments.pop(task.address)[:2])
         is_stream = file.path.rpartition("/")[2] in _STREAMS
@@ -465,9 +465,10 @@ class LinuxControlCalls(GuestCalls):
         self._machine.regs.ip = self._code + place
 
     def _transfers(self, file: ControlFile, task: LinuxTask, result: bytes | int) -> None:
-        """End a read or write: copy data to the task's buffer by _copy_to_user(), or return a number.
+        """End the guest's read or write with `result`: the data that were read, or the return value.
 
-        If `result` is data, the call returns the number of bytes. The guest gets the new file position.
+        Data are copied to the task's buffer by _copy_to_user(), and the call returns their size. The guest
+        gets the new file position.
         """
         at = self._arguments[task.address][2]
         if at and file.inner.node.has_position:

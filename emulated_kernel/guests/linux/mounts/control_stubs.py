@@ -30,9 +30,9 @@ class ControlStubs:
     traps: tuple[int, ...]
     """Offsets of the breakpoints in the file operations."""
     is_stream: int
-    """Offset at which the open of a file without a position continues."""
+    """Offset of the code that ends the open of a file without a position."""
     opened: int
-    """Offset at which the open of a file with a position continues."""
+    """Offset of the code that ends the open of a file with a position."""
     copy: int
     sleep: int
     woken: int

@@ -40,7 +40,7 @@ class GuestFile(FileDescription):
         """The task that made the last call on the file."""
         self.seekable = seekable
         self.position = 0
-        """Offset of a request that continues at the file position of the guest's open file."""
+        """Offset at which a client's read or write continues at the guest's file position."""
         self.status = flags & STATUS_FLAGS
         """Status flags of the client's open file; the guest's file gets them before the next call."""
         self.urgent = 0
@@ -243,8 +243,7 @@ class GuestFs(FileSystem):
     clients_own = ("scratch",)
     """Directories of the mount's root in which only clients create and remove names.
 
-    Lookups in them need not reach the guest, in contrast to kprobefs's own kernel, so the host's kernel may
-    cache them.
+    Lookups in them need not reach the guest, so the host's kernel may cache them.
     """
 
     def __init__(self, guest: LinuxGuest, paths: Mapping[str, str], number: int = 1) -> None:
@@ -290,7 +289,8 @@ class GuestFs(FileSystem):
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
         """Return a file's attributes; see FileSystem.
 
-        If the guest has the file's dentry, its memory has the attributes, also while a debugger holds it.
+        If the guest's kernel has cached the file's dentry, the attributes are read from guest memory, even
+        while a debugger holds the guest.
         """
         del client
         guest = self.guest

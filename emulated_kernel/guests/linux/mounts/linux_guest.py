@@ -247,9 +247,9 @@ class LinuxGuest:
         """Queue of control files that the guest must still close."""
         self.clients = LinuxClients(tasks, watch, owner.uid, self.closes.flush, self.lock)
         self._asleep: dict[int, int] = {}
-        """Pid of a client whose call sleeps in the guest -> count of requests when the call last ran.
+        """Pid of a client whose call sleeps in the guest -> value of `_requests` when the call last ran.
 
-        If no request was counted since, only the passing of time can wake the call.
+        If `_requests` is still the same, only the passing of time can wake the call.
         """
         self._requests = 0
         self.pollers: dict[Polled, tuple[int, Callable[[], None]]] = {}

@@ -72,11 +72,12 @@ class NativeCore:
         self._memory.write(root, va, data)
 
     def passed_in_step(self) -> Callable[[int], bool]:
-        """Return a function that returns True at addresses in the handling of a hit, where no step stops.
+        """Return a function that returns True for addresses at which a debugger's step does not stop.
 
-        See DebuggedMachine.passed_in_step. On x86-64, the handling consists of exception handlers, in which
-        the stack pointer is lower, and of the copied instruction, which is outside of the kernel's text.
-        Branches are not copied, because Linux emulates them.
+        See DebuggedMachine.passed_in_step. At these addresses, the kernel handles the hit of a kprobe. On
+        x86-64, the handling consists of exception handlers, in which the stack pointer is lower, and of the
+        copied instruction, which is outside of the kernel's text. Branches are not copied, because Linux
+        emulates them.
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v6.1).
         """
         if self._machine.cpu.exception_return:

@@ -218,9 +218,9 @@ class MachineFs(FileSystem):
         """Number of open files of machine/vmcore."""
 
     def history(self) -> bytes:
-        """Return the content of machine/history: the used file systems and the refused requests.
+        """Return the content of machine/history: the used file systems and the last refused requests.
 
-        It has no events, because the guest's own tracefs keeps these.
+        Events are left out, because the guest's own tracefs has them.
         """
         past = self.past()
         first = {

@@ -64,8 +64,8 @@ def probed_mount(
     `modules`: module files of this kernel. `is_tracefs`: tracefs is the root of the mount, which shows
     nothing else. `keeps_tracefs`: the guest's own tracefs stays mounted in the guest, for other users. Then
     the guest makes no calls on control files, so probes can't see them.
-    `time`: makes the guest's time follow the real time; must be created before `engine`. If `time` is None,
-    the guest's time is virtual.
+    `time`: object that makes the guest's time follow the real time; it must have been created before
+    `engine`. If `time` is None, the guest's time is virtual.
     """
 
     def request_begins() -> None:
@@ -153,7 +153,7 @@ def _meminfo(guest: LinuxGuest) -> str:
 def _prepare_modules(guest: LinuxGuest, client: Client, data: bytes) -> Callable[[], Steps]:
     """Read the module files for a client's write to machine/modules, without the control lock.
 
-    Return a function that begins to execute the command in `data`, in one step.
+    Return a function that returns the Steps of the command in `data`: one step, which executes it.
     """
     execute = guest.prepared_modules(client, data, refused=_PROBING)
     return lambda: one_step(execute)

@@ -142,9 +142,10 @@ class Arm64LinuxCpu(LinuxCpu):
         self._enter(_FROM_USER, _SVC_SYNDROME, ip + _SVC_SIZE)
 
     def entry(self, ip: int) -> KernelEntry:
-        """Return the table that makes the host's routine for system calls do what syscall(ip) does.
+        """Return the table by which the host's native routine enters the kernel, as syscall(ip) does.
 
-        When the routine runs, Unicorn has set ip to the address after the svc already.
+        `ip`: address of the stub's svc. When the routine runs, Unicorn has already set the CPU's ip to the
+        address after the svc.
         """
         assert isinstance(self.regs, FastRegs)
         place = self.regs.address_of

@@ -32,7 +32,7 @@ class TimeFollower(Protocol):
         """Address in this process of the u64 in which guest code advances the time, in nanoseconds."""
 
     def go_on(self, tsc: int, cycles: int) -> int:
-        """Advance the time by the time that guest code has used and by `cycles`; return the new time.
+        """Return the new time: the sum of `tsc`, `cycles` and the time that guest code has used.
 
         `tsc` is the old time, in cycles. Guest code can then read the new time.
         """
@@ -68,7 +68,7 @@ class CountedTime:
         return tsc + passed + cycles
 
     def show(self, cycles: int) -> None:
-        """Show nothing: the guest reads the TSC, and has no other time."""
+        """Do nothing, because guest code reads only the TSC."""
 
 
 class Board(ABC):

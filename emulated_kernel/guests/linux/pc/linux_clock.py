@@ -51,7 +51,7 @@ class LinuxClock(GuestClock):
 
     @property
     def step_ns(self) -> int:
-        """Nanoseconds by which a reading by guest code advances the cell; 0 if instructions advance it."""
+        """Nanoseconds by which a reading by guest code advances the time; 0 if instructions do so."""
         return 0 if self._pc.counts_instructions else STEP_NS
 
     @abstractmethod
@@ -65,9 +65,9 @@ class LinuxClock(GuestClock):
     def go_on(self, tsc: int, cycles: int) -> int:
         """Return the counter's new value: `tsc`, plus `cycles`, plus the time that guest code has used.
 
-        Guest code has added this time, in nanoseconds, to the word with the time. If `cycles` is not 0, write
-        the new time to the word. Otherwise keep the word, because a conversion to cycles and back could round
-        it up: then the length of a duration would depend on its begin.
+        Guest code has added this time, in nanoseconds, to the word that it reads. If `cycles` is not 0, write
+        the new time to the word. If it is 0, leave the word unchanged: a conversion to cycles and back could
+        round the time up. Then a measured duration would depend on when it began.
         """
         now = self._now[0]
         nanoseconds = now - self._shown

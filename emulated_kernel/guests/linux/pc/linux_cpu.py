@@ -385,7 +385,7 @@ class PcCpu(LinuxCpu):
         self._code_and_stack[:] = _SEGMENTS_OF_SYSCALL
 
     def entry(self) -> KernelEntry | None:
-        """Return the table that makes the host's routine for system calls do what syscall() does.
+        """Return the table by which the host's native routine enters the kernel, as syscall() does.
 
         The ip in the table is lower by the size of a syscall, which Unicorn adds after the routine.
         Return None before the first system call, and if the kernel's mask for system calls does not clear the

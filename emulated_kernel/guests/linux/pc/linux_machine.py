@@ -86,8 +86,8 @@ class LinuxMachine(ABC):
         self.is_running = False
         """Whether the guest runs.
 
-        A request that comes while the guest runs is from a callback of the emulator, in which no other guest
-        code can run.
+        If a request comes while the guest runs, a callback of the emulator makes it. No other guest code can
+        run during the callback.
         """
         self._is_text_stale = False
         self._counted: dict[range, HookRange] = {}
@@ -105,7 +105,7 @@ class LinuxMachine(ABC):
         """Reason why the guest cannot run any more, or "" while it can."""
 
     def call_time(self) -> CallTime:
-        """Return a new measurement of the CPU time of a call, whose limit is that of one run."""
+        """Return an object that measures the CPU time of a call from now on; its limit is that of a run."""
         return CallTime(self._handler_time, self._watchdog.budget)
 
     def count_instructions(self) -> None:

@@ -39,10 +39,11 @@ from emulated_kernel.util.abi import PAGE_SIZE, Vector
 
 _DIRECTION_FLAG = 1 << 10
 _FLUSH_FROM = 1000
-"""Minimum number of writes of text after which do_sync_core() drops all translated code.
+"""Minimum number of writes to text after which do_sync_core() makes the host drop all translated code.
 
-After fewer writes, only the code of the written text is dropped. The guest writes in batches of 256 addresses
-and runs between the batches, and would have to translate all of its code again.
+After fewer writes, only the code of the written text is dropped. The guest patches in batches of 256
+addresses, and runs between them. If all code were dropped, Unicorn would translate the guest's code again
+after each batch.
 """
 _WRITTEN = 0x63
 """Bits of an entry for a page that the guest has written: present, writable, accessed and dirty."""
@@ -57,7 +58,7 @@ _OUT = 500
 _SYSCALL = 699
 """Unicorn's instruction id of `syscall` (x86.h)."""
 _UNKNOWN_ENTRY = 1
-"""Number that no exception of syscall has: with it, the host's routine for syscall calls Python."""
+"""Value of TrapWords.entry_vector with which the native routine for syscall calls Python."""
 _RDTSC = 608
 """Unicorn's instruction id of `rdtsc` (x86.h)."""
 _RDTSCP = 609
@@ -102,7 +103,7 @@ class PcMachine(LinuxMachine):
         self._syscalls = TrapWords()
         """Host memory that the routine for syscall reads."""
         self._entry: KernelEntry | None = None
-        """The table to which `_syscalls` refers; None until a system call has shown the entry point."""
+        """Table by which the native routine enters the kernel at a syscall; None until it is known."""
         self._hook_instructions()
 
     def _hook_instructions(self) -> None:
@@ -143,7 +144,7 @@ class PcMachine(LinuxMachine):
         self._hook_rdtsc(INSN_CALLBACK(rdtsc))
 
     def _hook_syscall(self, callback: Any) -> None:
-        """Make Unicorn call the host's routine for syscall, or the Python callback if there is no routine.
+        """Make Unicorn call the host's native routine at syscall, or the Python callback if there is none.
 
         The routine calls the Python callback until _see_entry() has found the kernel's entry point.
         """
@@ -158,10 +159,10 @@ class PcMachine(LinuxMachine):
         self._hook_routine(_SYSCALL, routine, words, callback)
 
     def _hook_routine(self, instruction: int, routine: int, words: ctypes.Structure, callback: Any) -> None:
-        """Make Unicorn call a host routine for an instruction.
+        """Make Unicorn call the native routine at the address `routine` for an instruction.
 
-        `words`: the host memory that the routine reads. `callback`: the Python callback that the routine may
-        call.
+        `instruction`: Unicorn's id of the instruction. `words`: the host memory that the routine reads.
+        `callback`: the Python callback that the routine may call.
         """
         self.engine.add_hook(
             HOOK_INSN,
@@ -172,14 +173,18 @@ class PcMachine(LinuxMachine):
         )
 
     def _see_entry(self) -> None:
-        """Make the host's routine execute the next system calls, if the kernel's entry point is known."""
+        """Look up the kernel's entry point for system calls.
+
+        If it is known, the native routine that _hook_syscall() installed enters the kernel at later system
+        calls, instead of calling Python.
+        """
         self._entry = self.cpu.entry()
         if self._entry is not None:
             self._entry.show(self._syscalls)
             self._syscalls.entry_vector = 0
 
     def _hook_rdtsc(self, callback: Any) -> None:
-        """Make Unicorn call the host's routine for rdtsc, or the Python callback if there is no routine."""
+        """Make Unicorn call the host's native routine at rdtsc, or the Python callback if there is none."""
         routine = routine_address("rdtsc")
         if routine is None:
             self.engine.add_hook(HOOK_INSN, callback, instruction=_RDTSC)
@@ -322,9 +327,10 @@ class PcMachine(LinuxMachine):
         return all(walk is not None and self.memory.is_executable(walk[1]) for walk in walks)
 
     def deliver_breakpoints(self, stub: range, cells: int) -> None:
-        """Make the guest continue at `stub`, which delivers the exception, after a breakpoint in kernel mode.
+        """After a breakpoint in kernel mode, make the guest continue in `stub`.
 
-        `cells`: physical address of the words that the stub pushes.
+        `stub`: addresses of the guest code that delivers the exception. `cells`: physical address of the
+        words that this code pushes.
         """
         words = self.hooks.words
         assert isinstance(self.regs, FastRegs)

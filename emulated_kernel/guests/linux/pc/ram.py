@@ -40,7 +40,7 @@ class LinuxMemory:
     tables: type[PageTables] = X86PageTables
     """Class that describes the form of the page tables."""
     owned = PRESENT | WRITABLE
-    """Bits of the page table entry of a user page that its task does not share with other tasks."""
+    """Bits that are all set in the page table entry of a user page which no other task shares."""
     shifts: tuple[int, ...] = _SHIFTS
     """Levels of page tables, from the top: binary logarithm of the size that an entry maps."""
     frame_shift = 0
@@ -104,7 +104,7 @@ class LinuxMemory:
         return sum(map(bool, self.words[root >> 3 :][_KERNEL_DATA])) > 1
 
     def last(self, root: int, va: int) -> tuple[int, int]:
-        """Return the index in `words` of the last entry of a walk for `va`, and the size that it maps."""
+        """Walk the page tables for `va`; return the last entry's index in `words` and the size it maps."""
         table = self.top_table(root, va)
         slot = 0
         size = 0

@@ -123,7 +123,7 @@ class RiscvLinuxCpu(LinuxCpu):
         self._enter(riscv.CAUSE_ECALL, ip, 0)
 
     def entry(self) -> KernelEntry:
-        """Return the table that makes the host's routine do what syscall() does at an ecall of user mode.
+        """Return the table by which the host's native routine does what syscall() does at an ecall.
 
         When the routine runs, Unicorn has set ip to the address after the ecall already.
         """

@@ -115,7 +115,7 @@ class UserAccess:
 
 
 def _has_empty_tlb(state: int) -> bool:
-    """Return True if Unicorn's TLB has the layout that UserAccess expects.
+    """Return True if the CPU state at the host address `state` has the TLB layout that UserAccess expects.
 
     Precondition: no translation is cached.
     """
@@ -131,9 +131,10 @@ def _has_empty_tlb(state: int) -> bool:
 
 
 def _is_empty_table(last: int, table: int) -> bool:
-    """Return True if `table` is the address of empty entries, whose number is a power of two.
+    """Return True if the memory at the host address `table` is a TLB table of empty entries.
 
-    `last`: offset of the last entry.
+    `last`: offset in bytes of the table's last entry, which gives the table's size. Return False if the
+    number of entries is no power of two.
     """
     size = last + ENTRY_SIZE
     if last % ENTRY_SIZE or size & (size - 1) or size > _LARGEST_TABLE * ENTRY_SIZE:

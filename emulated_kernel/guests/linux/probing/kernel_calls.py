@@ -21,7 +21,7 @@ from emulated_kernel.util.code_listing import machine_code
 from emulated_kernel.util.errors import KernelError
 
 _TEXT = 0x10000
-"""Offset in bytes of the page with this module's code, in the host's code in the kernel."""
+"""Offset in bytes, from GuestAbi.host_code, of the page with this module's code."""
 _MAKER = 0x100
 """Offset in bytes of the work function, which creates the thread, in the page with this module's code."""
 _THREAD = 0x200
@@ -176,7 +176,7 @@ class KernelCalls(TaskObserver):
         self._kernel = kernel
         functions, (any_cpu, bits, shift), self._parts = work_queues(kernel)
         self._no_pool = (1 << bits) - 1 << shift
-        """Value of work_struct.data without a pool.
+        """Value of work_struct.data for work that belongs to no worker pool.
 
         Mirrors: include/linux/workqueue.h:WORK_STRUCT_NO_POOL (v6.1).
         """

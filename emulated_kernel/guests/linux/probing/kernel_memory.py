@@ -23,7 +23,7 @@ _WORD = (1 << 64) - 1
 _MAX_RUN = 16 * PAGE_SIZE
 """Maximum size in bytes of contiguous pages that are given back at once.
 
-A page fault of the host's kernel maps as many pages around the address (fault_around_bytes).
+At a page fault, the host's kernel maps this many bytes around the address (fault_around_bytes).
 """
 
 
@@ -49,7 +49,11 @@ def kernel_ranges(memory: LinuxMemory, tables: PageTables) -> Iterator[MappedRan
 def _leaves(
     memory: LinuxMemory, tables: PageTables, table: int, va: int, level: int
 ) -> Iterator[MappedRange]:
-    """Yield the range of each page that a table and the tables below it map."""
+    """Yield the range of each page that the page table at `table` and the tables below it map.
+
+    `level`: number of tables above it; of the root table, level 0, only the kernel's entries count. `va`:
+    first address that the table covers; not used for the root table.
+    """
     shift = tables.shifts[level]
     limit = len(memory.ram)
     if table >= limit:
@@ -175,7 +179,7 @@ class KernelMemory(GuestMemory):
             return None
 
     def _contiguous(self, va: int, size: int, fits: Callable[[int], bool]) -> int | None:
-        """Return the physical address of a virtual range; None if the range is not contiguous.
+        """Return the physical address of a virtual range; None if its pages are not contiguous in RAM.
 
         Also return None if `fits` returns False for the page table entry of one of the pages.
         Raises: MemoryFault.
@@ -209,7 +213,7 @@ class KernelMemory(GuestMemory):
             done += length
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """Give the memory of pages back to the host, if they equal the file from which RAM is mapped.
+        """Give pages back to the host if their content equals that of the file from which RAM is mapped.
 
         `pages`: virtual addresses of the pages.
 

@@ -62,7 +62,7 @@ _FUNC = 24
 _FUNCS = 3 * _FUNC
 """Size in bytes of an array with the event's function, the tracepoint's stub and the terminator."""
 _FILE = 8
-"""Distance in bytes between the addresses that the kernel's functions get as trace_event_files."""
+"""Distance in bytes between the addresses that stand for the trace_event_files of two tracepoints."""
 _DEPTH = 4
 """Maximum number of records under construction; making a record may hit another tracepoint."""
 Switch = Callable[[bool], None]
@@ -201,7 +201,8 @@ class KernelTracepoints:
     ) -> None:
         """Prepare the tracepoints; the guest does not change until an event is enabled.
 
-        `hit` is filled in for each record; `call` calls a function of the kernel by its address.
+        `hit`: object that is filled in again for each record. `call`: calls the kernel function at an
+        address; None if the host cannot call kernel functions.
         """
         self._syscall_work = syscall_work
         self.user_data = user_data
@@ -294,7 +295,8 @@ class KernelTracepoints:
     ) -> KernelStaticEvent | None:
         """Return the trace event for a kernel event, or None if the event cannot be enabled and disabled.
 
-        `register`: function that is called in addition to switching the event's key.
+        `register`: called before the event's key is switched, with True to enable the event. If it is None,
+        the tracepoint's regfunc or unregfunc is called, provided that there is one.
         """
         if register is None and not event.is_plain:
             if not self._can_register:
@@ -338,7 +340,11 @@ class KernelTracepoints:
         return KernelNames(variables, btf.constants, {"page": btf.size("page")}, functions)
 
     def _milliseconds(self, tick: int, jiffies: int) -> int:
-        """Convert `jiffies` to milliseconds. Mirrors: kernel/time/time.c:jiffies_to_msecs (v6.1)."""
+        """Convert `jiffies` to milliseconds.
+
+        `tick`: address of the kernel's variable tick_nsec.
+        Mirrors: kernel/time/time.c:jiffies_to_msecs (v6.1).
+        """
         # A guest can set its variable to any number.
         per_second = round(10**9 / max(self._word_at(tick), 1))
         return jiffies * 1000 // max(per_second, 1) & 0xFFFFFFFF
@@ -484,7 +490,7 @@ class KernelTracepoints:
 
 
 class _ShortKeys(StaticKeys):
-    """Static keys of a kernel (since v5.14) that uses a two-byte jump if it reaches the target."""
+    """Static keys of an x86 kernel, which since v5.14 uses a two-byte jump where it reaches the target."""
 
     def jump(self, label: JumpLabel) -> bytes:
         size = label_size(self._text.original(label.code, JMP32_SIZE))

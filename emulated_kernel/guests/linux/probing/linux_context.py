@@ -1,6 +1,6 @@
-"""linux_context: the context of a hit in a distribution's kernel, which records show.
+"""linux_context: the context of a hit in a distribution's kernel.
 
-The context consists of data such as the current task and the preempt count.
+The context is data that records show, such as the current task and the preempt count.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def _per_cpu_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
 def _shadow_stacks(btf: Btf, *, may_have_traced: bool) -> dict[str, int]:
     """Return name -> offset of the fields of task_struct in which shadow stacks keep pending calls.
 
-    If the kernel lacks such a field, Python keeps the pending calls. Two fields are needed: `rethooks` and
-    `ret_stack`. If the kernel has rethooks, its own field `rethooks` is used. Such a kernel does not use
+    If a field is left out, Python keeps the pending calls. Two fields are needed: `rethooks` and `ret_stack`.
+    If the kernel has rethooks, its own field `rethooks` is used. Such a kernel does not use
     kretprobe_instances except to clear it at fork, so kretprobe_instances serves as `ret_stack`. A kernel
     without rethooks needs kretprobe_instances for its kretprobes, so only its own ret_stack is used. All
     fields are 0 when a task is created. The kernel reads them again long after the task has ended. The guest
     has no rethooks of its own, because no module that probes can be loaded. `may_have_traced`: see
-    RunningLinux; then ret_stack may not be 0.
+    RunningLinux. If it is True, ret_stack may not be 0 and is left out.
     """
     fields = {}
     instances = "task_struct.kretprobe_instances"

@@ -66,8 +66,9 @@ class KernelEngine:
     ) -> None:
         """Build the engine over `kernel`, whose text must be the text in the guest's memory.
 
-        The kernel's functions that the host replaces or answers are put on the blacklist.
-        Over a kernel without preemption, the rules of `profile` for such kernels apply. `pauses`: see
+        Functions of the kernel that the host replaces (REPLACED_FUNCTIONS, ANSWERED_FUNCTIONS) are put on the
+        blacklist.
+        For a kernel without preemption, `preemption` of `profile` is set to False. `pauses`: see
         MachineConfig.pauses.
         """
         kernel.forbid((*REPLACED_FUNCTIONS, *ANSWERED_FUNCTIONS))
@@ -154,7 +155,7 @@ class KernelEngine:
         self.guest.idle(_TURN)
 
     def _run_all_tasks(self) -> nullcontext[bool]:
-        """Run each runnable task once, in place of freezing all tasks.
+        """Run each runnable task once, in place of freezing all tasks; return a context that yields True.
 
         Deviates: no task is frozen. If a task's stack still refers to the text afterwards, the caller waits.
         """

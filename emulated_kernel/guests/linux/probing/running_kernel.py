@@ -44,7 +44,7 @@ class RunningMemory(LinkedMemory):
         self._read = read
 
     def up_to(self, end: int) -> RunningMemory:
-        """Return a copy whose image has whole pages and ends at `end`."""
+        """Return a copy whose image ends at `end`, rounded up to the end of a page."""
         image = self.segments[0]
         size = min(-(-(end - image.va) // PAGE_SIZE) * PAGE_SIZE, len(image.data))
         return RunningMemory(replace(image, data=image.data[:size], mem_size=size), self._read)

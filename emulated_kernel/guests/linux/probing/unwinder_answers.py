@@ -22,15 +22,15 @@ _TRAMPOLINES = (
     "kretprobe_trampoline",
     "return_to_handler",
 )
-"""Names of the kernel's own return trampolines, after whose code there may be room."""
+"""Names of the kernel's own return trampolines, which may have filler bytes after their code."""
 ANSWERED_FUNCTIONS = (_FIND,)
 """Kernel functions that the host answers for hooked calls. Breakpoints replace their first instructions."""
 
 
 def return_place(kernel: LinuxKernel, arch: Arch) -> dict[str, int]:
-    """Return RETURN_PLACE -> the address after the code of one of the kernel's own trampolines.
+    """Return RETURN_PLACE -> an address in the filler bytes after one of the kernel's own trampolines.
 
-    Return {} if there is not enough space after the code, or if the unwinders need no such address.
+    Return {} if there are too few filler bytes, or if the unwinders need no such address.
     """
     text_returns = arch.text_returns
     if text_returns is None:

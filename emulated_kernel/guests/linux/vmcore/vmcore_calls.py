@@ -97,7 +97,7 @@ class VmcoreCalls:
             _USER, machine.memory.translate(self.buffer), BUFFER_SIZE, Prot.READ | Prot.WRITE | Prot.USER
         )
         self.user_buffer = _USER
-        """Virtual address of the buffer in the user half, for functions that write to user memory."""
+        """Address of the same buffer in the user half, for functions that write to user memory."""
         strings = machine.alloc_pages(_STRINGS)
         self._arguments = CallArguments(kernel, machine.memory, strings, _STRINGS)
         page = machine.memory.host_pages.alloc(PAGE_SIZE)

@@ -178,7 +178,11 @@ class VmcoreFiles:
 
 
 def _checked(value: int, path: str) -> int:
-    """Return `value`, a function's result. Raises: KernelError (the result is a negative errno)."""
+    """Return `value`, the result of a kernel function, unless it is an errno.
+
+    `path`: file that the error names.
+    Raises: KernelError (the result is a negative errno).
+    """
     error = (1 << 64) - value
     if 0 < error < 4096:
         raise KernelError(error, path)

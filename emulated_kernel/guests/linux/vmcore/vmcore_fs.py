@@ -55,7 +55,8 @@ class VmcoreFs(FileSystem):
     ) -> None:
         """Create a file system that shows `files`.
 
-        `request` returns the context of a request; `look_up` returns the context of a lookup.
+        `request` and `look_up`: functions that return the contexts in which requests and lookups run the
+        guest.
         """
         super().__init__(lock)
         self.files = files

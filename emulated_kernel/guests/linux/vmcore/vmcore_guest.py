@@ -114,8 +114,9 @@ def kernel_in_core(source: str) -> LinuxKernel:
 
 
 def _opened(source: str, made: Callable[[snapshot.SnapshotContents], T]) -> T:
-    """Return the result of `made`, which is called with the contents of the snapshot of the dump `source`.
+    """Call `made` with the contents of the snapshot of the dump `source`, and return its result.
 
+    If the cache has no snapshot of the dump, convert the dump to a temporary file.
     Raises: as started_core().
     """
     path = Path(source)

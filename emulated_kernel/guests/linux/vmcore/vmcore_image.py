@@ -74,8 +74,8 @@ def ram_size(core: CoreFile) -> int:
 def convert(core: CoreFile, source: str, target: IO[bytes], *, is_checksummed: bool) -> None:
     """Write a dump as a snapshot to `target`. `source`: path of the dump.
 
-    If kprobefs has written the dump, take the breakpoints, jumps and calls of its probes out of the text.
-    `is_checksummed`: as for snapshot.finish().
+    If kprobefs has written the dump, restore the text that its probes had patched. `is_checksummed`: as for
+    snapshot.finish().
 
     Raises: OSError, KernelError ENOEXEC, EIO.
     """
@@ -211,7 +211,7 @@ def _facts(kernel: RunningKernel, root: int) -> VmcoreOffsets:
 
 
 def _optional(kernel: RunningKernel) -> dict[str, int]:
-    """Return name -> address for symbols that some kernels lack, and for fields with readings of the TSC."""
+    """Return name -> address, for symbols that some kernels lack, and for fields with clock readings."""
     names = *ONLINE, "do_sync_core", "clocksource_tsc", RESCHEDULE
     found = {name: at for name in names if (at := kernel.kallsyms.lookup_name(name)) is not None}
     keeper = timekeeper_address(kernel)

@@ -82,7 +82,7 @@ class VmcoreControlCalls(GuestCalls):
         return bool(self.guest.machine.death)
 
     def log(self) -> bytes:
-        """Return the newest part of the kernel log that fits into the buffer."""
+        """Return the newest messages of the kernel log, as many as fit into `calls.buffer`."""
         memory = self.engine.machine.memory
         buffer = self.calls.buffer
         call = self.calls.call_function
