@@ -92,9 +92,10 @@ class AnalyzedFunction(Generic[Analysis]):
 
     @cached_property
     def reserved(self) -> dict[int, RejectReason]:
-        """Address of a byte that another subsystem patches or traps on -> reason why it can't be probed.
+        """Address of a byte that can't be probed, because another subsystem uses it -> reason.
 
-        If there are several reasons, the one that Linux checks first counts.
+        Such subsystems patch jump labels, static calls and fentry sites, or handle the traps that __bug_table
+        lists. If there are several reasons, the one that Linux checks first counts.
 
         Linux up to v5.17 refuses whole fentry sites. Later versions allow a breakpoint inside an instruction
         that ftrace patches as a whole.
@@ -191,9 +192,9 @@ class ProbeChecker(ABC, Generic[Analysis]):
         """
 
     def insn_size(self, where: Location) -> int:
-        """Return the size in bytes of the instruction at `where`, or an upper limit within its function.
+        """Return an upper limit for the size in bytes of the instruction at `where`, within its function.
 
-        check_prepare() must have allowed the instruction.
+        A subclass may return the exact size. check_prepare() must have allowed the instruction.
         """
         return min(self.max_insn_size, where.symbol.size - where.offset)
 
@@ -447,10 +448,10 @@ class ProbeChecker(ABC, Generic[Analysis]):
     ) -> Region | Rejection:
         """Return the region of a jump at `addr` by the first policy that allows the jump, or a rejection.
 
-        The policies are `policy`, the policy in its field `beyond`, and so on. The rejection is that of the
-        first policy. The exception is a later policy that rejects the jump only because no address for the
-        detour is free (NO_PUN): then the rejection of the later policy is returned. `linux`: rejection of the
-        jump by Linux's rule.
+        Try `policy`, the policy in its field `beyond`, and so on. If all reject the jump, return the
+        rejection of the first one. But if a later policy only lacks a free address for the detour (NO_PUN),
+        return its rejection. `linux`: rejection of the jump by Linux's rule, which is returned if `policy` is
+        None.
         """
         refused: Rejection | None = None
         while policy is not None:

@@ -25,7 +25,7 @@ class DirectoryFunctions(NamedTuple):
     makes: str
     removes: str
     above_groups: int = 0
-    """Address of the object of the directory events/, the parent of groups; 0 selects the root of tracefs."""
+    """Address of the guest's object for events/, the directory of the groups; 0 selects tracefs's root."""
     more: tuple[int, ...] = ()
     """Further arguments of the function that creates a directory, after the name and the parent."""
 

@@ -32,6 +32,7 @@ _EXPORT = "__ksymtab_"
 def dependencies(modules: Mapping[str, bytes]) -> dict[str, list[str]]:
     """Return name of a module -> names of the modules whose exported symbols the module uses.
 
+    `modules`: name -> contents of the module file.
     Mirrors: depmod's modules.dep.
     """
     symbols = {name: ElfFile(data).symbols for name, data in modules.items()}
@@ -388,7 +389,7 @@ def build(arch: str, *, has_lines: bool = False) -> Built:
 
 
 def _build_types(described: Path, work: Path) -> bytes:
-    """Return the BTF of an image with debugging information.
+    """Return the BTF of the image with debugging information at the path `described`.
 
     `work` is the directory of the build.
     Raises: BuildError.

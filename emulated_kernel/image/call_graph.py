@@ -142,7 +142,7 @@ class _Graph:
         self._jumps_anywhere: set[int] = set()
         """Functions with indirect calls or jumps."""
         self._targets: set[int] = set()
-        """Functions to which an indirect call may lead."""
+        """Functions to which an indirect call or jump may lead."""
         table = image.kallsyms.lookup_name(_TABLE)
         assert table is not None, "the image has no table of system calls"
         self._table = table

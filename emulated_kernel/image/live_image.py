@@ -40,9 +40,9 @@ class Module:
     mcount: frozenset[int]
     bugs: Mapping[int, BugEntry]
     code: Mapping[int, bytes]
-    """Address -> text of the module at the address, as it was loaded."""
+    """Start address of each range of the module's text -> the text as it was loaded."""
     contents: Mapping[int, bytes]
-    """Address -> data of the module at the address, as it was loaded."""
+    """Start address of each range of the module's data -> the data as they were loaded."""
     jump_labels: tuple[JumpLabel, ...] = ()
     static_calls: tuple[StaticCall, ...] = ()
     address: int = 0

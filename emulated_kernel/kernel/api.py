@@ -688,7 +688,7 @@ class Kernel:
     def _opened(self, path: str, flags: int) -> Iterator[OpenFile]:
         """Open a control file as root, and release the file at the end of the `with` block.
 
-        The lock must be held.
+        `flags` are those of open(2). The caller holds the lock.
         """
         opened = self._control_files.open(path, flags, _ROOT)
         try:
@@ -757,8 +757,8 @@ class Kernel:
     ) -> NodeTree:
         """Return the files of this kernel as a tree that belongs to `owner`, by default root.
 
-        `further` maps name -> file, for additional files of machine/. Files in `further` replace files of
-        kprobefs with the same name.
+        `layout` selects the content of the root directory. `further` maps name -> file, for additional files
+        of machine/. Files in `further` replace files of kprobefs with the same name.
 
         Raises: KernelError ENODEV (closed).
         """

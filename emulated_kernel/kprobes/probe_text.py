@@ -87,7 +87,8 @@ class ProbeText:
     def out_of_line(self, kprobe: Kprobe) -> str:
         """Return the disassembly of the code that hits run out of line. Each part has a title line.
 
-        If an instruction is emulated, it has no copy, and the original instruction is shown.
+        If an instruction is emulated, it has no copy, and the original instruction is shown. If the probed
+        code was freed, the result is GONE.
         """
         if kprobe.is_gone:
             return GONE

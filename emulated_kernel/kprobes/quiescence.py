@@ -12,7 +12,7 @@ Span = tuple[int, int]
 
 
 class GracePeriod:
-    """Means by which the host makes sure that CPUs and tasks no longer use a piece of text.
+    """Tells which text CPUs and tasks still use; also runs or freezes the tasks so that they leave text.
 
     The methods may be called only while the guest is stopped.
     """

@@ -149,7 +149,10 @@ class Kprobes:
         return EntryCode(self.sites, self.compiler, self.split_jumps, ops)
 
     def kill_within(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Mark as gone the probes in text that is about to be freed; see Arming.kill_within."""
+        """Mark as gone the probes in the address ranges `spans`, because this text is about to be freed.
+
+        Each range has a start and an exclusive end. See Arming.kill_within.
+        """
         self.lock.assert_held()
         self._arming.kill_within(spans)
 
@@ -223,7 +226,7 @@ class Kprobes:
                     self.routes.update(head)
 
     def assemble(self, texts: Mapping[HandlerPoint, str], cells: PerCpuVars) -> AssembledHandlers:
-        """Assemble the handlers `texts`, whose variables are `cells`.
+        """Assemble the handlers in `texts` (point of a hit -> assembly text); `cells` are their variables.
 
         Raises: KernelError EINVAL (an error in a text), ENOMEM (no room for cells).
         """
@@ -511,7 +514,10 @@ class Kprobes:
         return report.mode(self.table, self.sites, kprobe)
 
     def reason(self, kprobe: Kprobe) -> str:
-        """Return the rule that keeps the probe from a better mode, with its address; "" in the best mode."""
+        """Return the rule that keeps the probe from a better mode, or "" in the best mode.
+
+        See report.reason.
+        """
         place = self.probe_checker.place_text
         return report.reason(self.table, self.sites, self.optimizer, kprobe, place)
 

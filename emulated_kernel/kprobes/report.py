@@ -132,7 +132,7 @@ def _passing_rule(optimizer: Optimizer | None, head: AggrKprobe, place: Callable
 _OWN = KprobeFlag.GONE.value | KprobeFlag.DISABLED.value
 """Flags of a user's probe that the probe's line in kprobes/list shows."""
 _WAYS = KprobeFlag.OPTIMIZED.value | KprobeFlag.FTRACE.value
-"""Flags of the aggregator probe that lines in kprobes/list show: they describe the handling of hits."""
+"""Flags of an address's aggregator that kprobes/list shows for each probe there: how hits are handled."""
 
 
 def _line_end(flags: int) -> str:

@@ -10,11 +10,11 @@ class Sight(IntEnum):
     """Kind of data that the handlers of a probe can read at a hit."""
 
     NOTHING = 0
-    """Only the hit itself, its time and its task."""
+    """No data of the system call: only the hit itself, its time and its task."""
     REGISTERS = 1
-    """Registers in addition, which show the numbers that a system call takes and returns."""
+    """In addition, registers: they show the numbers that a system call takes and returns."""
     MEMORY = 2
-    """Memory in addition, which contains the paths and data of a system call."""
+    """In addition, memory: it contains the paths and data of a system call."""
 
 
 class LimitedSight(ABC):

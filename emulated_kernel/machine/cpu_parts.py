@@ -14,7 +14,9 @@ from emulated_kernel.util.config import ARCHITECTURES, ElfMachine
 from emulated_kernel.util.fast_dataclass import dataclass
 
 Adapt = Callable[[Bench, int | None], list[SelfTest]]
-"""Function that adapts the trap hooks to Unicorn and tests Unicorn, given the result of find_cpu_state.
+"""Function that adapts the trap hooks to Unicorn, tests Unicorn, and returns the tests' results.
+
+Its arguments are the bench for the tests, and the result of find_cpu_state().
 
 Raises: HardwareError (a check failed: Unicorn can't be used).
 """

@@ -76,9 +76,9 @@ class DebuggedMachine(Protocol):
 class Debugger:
     """Holds a guest, and resumes it until a breakpoint, the next instruction or an interrupt.
 
-    While the debugger is attached, a hook is called before each instruction, so no byte of the guest changes.
-    While the debugger holds the guest, the control lock is lent: only observers, which don't run the guest,
-    get the lock. A thread that runs the guest waits in the hook.
+    While the debugger is attached, Unicorn calls a hook before each instruction. Therefore breakpoints change
+    no byte of the guest. While the debugger holds the guest, the control lock is lent: only observers, which
+    don't run the guest, get the lock. A thread that runs the guest waits in the hook.
     """
 
     def __init__(self, machine: DebuggedMachine, lock: ControlLock) -> None:
@@ -151,7 +151,7 @@ class Debugger:
         self.lock.end_loan()
 
     def _take(self, is_given_up: Callable[[], bool]) -> bool:
-        """Lend the control lock once no thread holds it, and return True.
+        """Lend the control lock to this debugger once no thread holds it, and return True.
 
         If `is_given_up` returns True before that, return False.
         """

@@ -74,18 +74,18 @@ class HostCalls:
     def trap_of(self, start: Any, *, fixup: bool = False, goes_on: bool = False) -> tuple[Trap, Any]:
         """Run from a complete register state until a trap; return the trap and the registers.
 
-        All exceptions stop the run, except those with a fixup if `fixup` is set. If TF is set in
-        `start.flags`, the run ends after one instruction with the trap DEBUG. Nothing is pushed: `start.sp`
-        can be any value. The guest's own registers are restored. A caller that will continue from the
-        returned state must set `goes_on`: then `on_leave` isn't called.
+        Each exception stops the run. But if `fixup` is True, the guest continues at the exception's fixup, if
+        there is one. If TF is set in `start.flags`, the run ends after one instruction with the trap DEBUG.
+        Nothing is pushed: `start.sp` can be any value. The guest's own registers are restored. A caller that
+        will continue from the returned state must set `goes_on`: then `on_leave` isn't called.
         """
         return self._run(start, self._fixup if fixup else self._hooks.stop, tick=False, leaves=not goes_on)
 
     def call_within(self, address: int, *args: int, sp: int) -> int:
         """Call a function from a deferred handler, on the guest's own stack below `sp`.
 
-        The function runs with interrupts off. Arguments are only passed in registers. The function's probes
-        are hit.
+        The function runs with interrupts off. Arguments are only passed in registers. Probes in the function
+        can be hit.
         Raises: GuestFault, BudgetExceeded (as `call`), MemoryFault (the stack isn't writable).
         """
         regs = self._regs

@@ -16,9 +16,9 @@ from emulated_kernel.util.abi import Prot
 _WORD = (1 << 64) - 1
 _DIRECTION_FLAG = 1 << 10
 _DIRECTION_AT = 4 * STATE_SLOT + 4
-"""Offset in bytes of the direction (1 or -1) from the stored flags in Unicorn's CPU structure.
+"""Offset in bytes from the stored flags to the direction (1 or -1) in Unicorn's CPU structure.
 
-`HostCopies` checks the offset.
+The direction is that of string instructions. `HostCopies` checks the offset.
 """
 
 

@@ -108,10 +108,11 @@ class ProbedMachine(ABC):
         """Call `may_end` at each later end of a quantum; if it returns False, run one more instruction."""
 
     def passed_in_step(self) -> Callable[[int], bool]:
-        """Return a function that decides where a debugger's step does not stop: in generated code.
+        """Return a function that decides at which addresses a debugger's step does not stop.
 
-        See DebuggedMachine.passed_in_step. In generated code itself there are breakpoints too, such as the
-        one that calls a detour's handlers. A step from such a breakpoint executes one instruction.
+        These are the addresses of generated code; see DebuggedMachine.passed_in_step. But a step that begins
+        in generated code, for example at the breakpoint that calls a detour's handlers, executes one
+        instruction.
         """
         if self.text.is_generated(self.regs.ip):
             return lambda _address: False

@@ -234,7 +234,7 @@ class Watchdog:
             self._guard(self._started)
 
     def _guard(self, started: float) -> None:
-        """Sleep until the budget of a run ends. If the budget has ended already, stop the run.
+        """Stop the run if its budget has ended, or if it is unwanted or interrupted. Then sleep.
 
         `started` is the time at which the run began.
         """

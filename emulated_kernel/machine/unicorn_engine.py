@@ -154,7 +154,7 @@ class Engine(CodeCache):
         self.address: int = handle.value
         self.handle = handle
         self.exit_switch: memoryview | None = None
-        """Unicorn's field no_exit_request, if quirks.stops.find_exit_switch found it."""
+        """Unicorn's field no_exit_request; None if it was not found, or if its self-test failed."""
         self.is_held = False
         """Whether a debugger holds the guest, which must not run then."""
         self.parked: BaseException | None = None
@@ -328,7 +328,7 @@ class Engine(CodeCache):
     def stopped_at(self, address: int) -> Iterator[None]:
         """Stop each run that reaches `address` during the `with` block.
 
-        At its end, drop all translated code.
+        At the end of the block, drop all translated code.
         """
         hook = self.add_hook(HOOK_CODE, CODE_CALLBACK(lambda *_: self.stop()), at=address)
         try:

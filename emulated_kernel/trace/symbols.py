@@ -64,7 +64,7 @@ class KernelSymbols:
         self.count_in_kernel = kallsyms.count_in_kernel
         """Returns the number of symbols with the name `NAME` outside of modules."""
         self.locate_each = kallsyms.locate_each
-        """Yields name, offset and module for each of several ascending addresses of functions."""
+        """Takes ascending addresses, and yields (name, offset, module) of the symbol at each, or None."""
         self.has_module = kallsyms.has_module
         """Returns True if a module with the given name is loaded. Mirrors: find_module (v6.1)."""
         self.is_return_trampoline: Callable[[int], bool] = (

@@ -33,7 +33,7 @@ ADDRESS = {"repr": show_address}
 
 
 def immutable(made: type[_T]) -> type[_T]:
-    """Make a frozen dataclass without slots refuse assignments at run time, and return the class.
+    """Make objects of the frozen dataclass `made`, which has no slots, refuse assignments. Return `made`.
 
     `__init__` assigns each field once; further assignments raise FrozenInstanceError. Unlike in the
     standard library, no code is compiled for each class.

@@ -168,7 +168,7 @@ class BoundedFileReader:
 
 
 class _Reading(Generic[T]):
-    """One call of `ask`, which reads a file or its attributes, in a thread.
+    """One call of the function `ask` in a thread. The function reads a file or its attributes.
 
     `late`: the set of readings that did not end in time. When a reading ends, it removes itself from this
     set.

@@ -11,7 +11,10 @@ _SIMILAR = 0.7
 
 
 def similar_names_hint(names: Iterable[str]) -> str:
-    """Return the end of an error message that shows similar names, or "" if `names` is empty."""
+    """Return a text that lists the similar names `names`, for the end of an error message.
+
+    Return "" if `names` is empty.
+    """
     shown = ", ".join(names)
     return f"; similar names: {shown}" if shown else ""
 

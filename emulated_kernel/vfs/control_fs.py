@@ -118,9 +118,9 @@ class ControlFile(FileDescription):
             return fs.tree.stat(self.inner.node)
 
     def informed(self, client: Client) -> Client:
-        """Return `client` with the facts that a read or write needs, by GuestCalls.informed_of_file().
+        """Return `client` with the facts about its process that a read or write needs.
 
-        See FileDescription.
+        GuestCalls.informed_of_file() gets the facts. See FileDescription.
         """
         return self.fs.calls.informed_of_file(client)
 
@@ -323,7 +323,7 @@ class PendingWrite:
 
     @property
     def kept(self) -> ExitStack:
-        """Resources of the guest's call, which are released when the write has ended."""
+        """ExitStack with the resources of the guest's call, which are released when the write has ended."""
         if self._kept is None:
             self._kept = ExitStack()
         return self._kept
@@ -443,11 +443,14 @@ class GuestCalls:
         return client
 
     def informed_of_file(self, client: Client) -> Client:
-        """Return `client` with the facts that a read or write of an open file needs. Lock: leaves."""
+        """Return `client` with the facts about its process that a read or write of an open file needs.
+
+        Lock: leaves.
+        """
         return self.informed(client)
 
     def request(self, client: Client) -> AbstractContextManager[object]:
-        """Return the context in which a client's request runs.
+        """Return the context manager in whose `with` block a client's request runs.
 
         Methods of this class that call an operation of a control file, such as read(), enter the context
         themselves.

@@ -88,7 +88,7 @@ class FileSystem(ABC):
         """
 
     def request(self, client: Client | None) -> AbstractContextManager[object]:
-        """Return the context in which an operation of `client` runs.
+        """Return the context manager in whose `with` block an operation of `client` runs.
 
         Entering the context takes the lock, so the caller must not hold the lock.
         """
@@ -372,7 +372,10 @@ class FileDescription:
         return self.fs.getattr(require_path(self.path), client)
 
     def informed(self, client: Client) -> Client:
-        """Return `client` with the facts that a read or write of the file needs; see FileSystem.informed."""
+        """Return `client` with the facts about its process that a read or write of the file needs.
+
+        See FileSystem.informed.
+        """
         return self.fs.informed(client)
 
     def read(self, client: Client, size: int, offset: int) -> bytes:

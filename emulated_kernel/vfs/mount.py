@@ -134,9 +134,9 @@ class Mount:
     def at_names_end(self, action: Callable[[Collection[str | None]], object]) -> None:
         """Call `action` whenever a front end must look up names again, although name_lasts() was True.
 
-        The file systems call FileSystem.on_names_end with the lock. The thread that holds the lock calls
-        `action` once it has released the lock, before its request ends. The argument of `action` is a list
-        with the argument of each of these calls.
+        While a thread holds the lock, file systems call FileSystem.on_names_end. Then the thread calls
+        `action` once after it has released the lock, before its request ends. The argument of `action` is a
+        list of the arguments with which on_names_end was called.
         """
         lock = self.lock
         ends: list[str | None] = []
@@ -160,9 +160,10 @@ class Mount:
         return self._with_mounts(path, self.filesystem_at(path).readdir(path, client))
 
     def _with_mounts(self, path: str, entries: list[DirEntry]) -> list[DirEntry]:
-        """Return `entries` of the directory `path`, with those of prefixes mounted in it.
+        """Return `entries`, those of the directory `path`, together with the prefixes mounted in it.
 
-        If `path` is a prefix itself, the entry ".." gets the inode number of the directory above it.
+        A prefix replaces an entry of the same name. If `path` is a prefix itself, the entry ".." gets the
+        inode number of the directory above `path`.
         """
         if path != "/" and path in self._table:
             with suppress(KernelError):

@@ -394,10 +394,12 @@ def _complete_mounts(work: Path) -> None:
 
 
 def _lay_switch(ours: str, switch: str, work: Path) -> None:
-    """Mount a switch of the mount at the switch's path below /proc/sys, even if the host's kernel lacks it.
+    """Mount a switch's file over the switch's path below /proc/sys, even if the host's kernel lacks it.
 
-    `ours`: path of the switch in kprobefs's mount. `switch`: path of the switch, relative to /proc/sys.
-    `work`: directory for a temporary mount.
+    If it lacks the switch, first replace the directory by one that also has the switch; see HOST.
+
+    `ours`: path of the file in kprobefs's mount. `switch`: path of the switch, relative to /proc/sys. `work`:
+    directory for a temporary mount.
     """
     group, name = os.path.split(switch)
     place = f"{SYSCTL}/{group}"
@@ -485,9 +487,9 @@ def _system_call(number: int, what: str, *arguments: int | bytes) -> int:
 
 
 def _call(name: str, what: str, *arguments: object) -> int:
-    """Call a function of the C library. Raises: CliError (its result is negative).
+    """Call the function `name` of the C library. Raises: CliError (its result is negative).
 
-    `what`: text for the message about the purpose of the call.
+    `what`: text for the error message about the call's purpose or object.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     result = int(getattr(libc, name)(*arguments))

@@ -205,7 +205,10 @@ class _Caller:
             os.close(each)
 
     def open(self, name: str, flags: int = os.O_RDONLY, directory: int | None = None) -> int:
-        """Open a file of the task's directory in /proc; it stays open until close(). Raises: OSError."""
+        """Open the file `name`, which stays open until close(), and return its descriptor. Raises: OSError.
+
+        `name` is relative to the open directory `directory`; None: the task's directory in /proc.
+        """
         directory = self._task if directory is None else directory
         self._opened.append(os.open(name, flags | os.O_CLOEXEC, dir_fd=directory))
         return self._opened[-1]
@@ -226,20 +229,20 @@ class _Caller:
 
     @property
     def lookup(self) -> Lookup:
-        """Object by which this thread looks up paths in the same way as the task. Raises: OSError."""
+        """The object with which this thread looks up paths as the task would. Raises: OSError."""
         if self._lookup is None:
             self._lookup = Lookup(self._task)
         return self._lookup
 
     def look_up(self, address: int) -> int:
-        """Open a path with O_PATH in the same way as the task, and return the descriptor. Raises: OSError.
+        """Open, with O_PATH, the file whose path is at `address` in the task's memory.
 
-        `address` is the address of the path in the task's memory.
+        The path is looked up as it would be for the task. Return the descriptor. Raises: OSError.
         """
         return self.lookup.open(self.read_text(address))
 
     def read_text(self, address: int) -> bytes:
-        """Return the NUL-terminated text at `address`, without the NUL. Raises: OSError."""
+        """Return the text before the first NUL from `address` on, in the task's memory. Raises: OSError."""
         found = b""
         while b"\0" not in found and len(found) < PATH_MAX:
             # The next page may not be mapped.
@@ -254,7 +257,7 @@ class _Caller:
         return found.split(b"\0")[0]
 
     def write(self, address: int, text: bytes) -> int:
-        """Write to the task's memory; return 0 or EFAULT."""
+        """Write `text` to the task's memory; return 0, or EFAULT if the task may not write there."""
         try:
             # Hazard: /proc/PID/mem writes to what the task itself may only read.
             if not self._may_write(address, address + len(text)):
@@ -264,7 +267,7 @@ class _Caller:
             return errno.EFAULT
 
     def _may_write(self, start: int, end: int) -> bool:
-        """Return True if the task may write to all addresses from `start` up to `end`."""
+        """Return True if the task may write to all addresses from `start` on and below `end`."""
         with open(os.dup(self._maps), "rb") as lines:
             for line in lines:
                 words = line.split(None, 2)

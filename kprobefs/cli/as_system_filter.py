@@ -50,7 +50,7 @@ class StatfsLayout:
     fields: struct.Struct
     """Layout: type, block size, five counts, two words of fsid, name length, fragment size, flags."""
     sizes: tuple[int, ...] = ()
-    """Values that the system call accepts for the size of the structure, its argument before the buffer.
+    """Sizes of the structure that the system call accepts in its second argument, before the buffer.
 
     The tuple is empty if the system call has no such argument.
     """
@@ -178,9 +178,9 @@ def install_filter(*, own_user: bool, listen: bool) -> int | None:
     """Install the filter on the calling process and return the listener's descriptor.
 
     `own_user`: the process is in a user namespace of its own. Then perf_event_open(2) fails with EACCES,
-    because ids of events are those of the host's kernel. In addition, mount(2) waits for the listener.
-    `listen`: create the listener, whose answers the other intercepted calls await. If `listen` is False,
-    return None.
+    because ids of events are those of the host's kernel. `listen`: create the listener, to which the filter
+    passes the intercepted calls; mount(2) is one of them only with `own_user`. If `listen` is False, the
+    filter passes on no calls; return None.
     Raises: OSError (ENOSYS: the machine's system calls are unknown; EBUSY: there is a listener already).
     """
     machine = this_machine()

@@ -15,7 +15,10 @@ MOST = 4096
 
 
 def attach(parser: argparse.ArgumentParser) -> None:
-    """Set the completer functions of this module, for argcomplete, at the arguments of all commands."""
+    """Give each argument in COMPLETERS its completer, in the parsers of all commands, for argcomplete.
+
+    The argument of `mount` gets none, because it is a directory without a mount.
+    """
     for chosen, command in _commands(parser).items():
         for action in command._actions:
             completer = COMPLETERS.get(action.dest)
@@ -73,8 +76,8 @@ def functions(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list
 def probes(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
     """Return the completions of `prefix`, the beginning of a probe of `kprobefs trace`.
 
-    They are p: and r: with functions, and t: with events, of the built-in kernel for --arch of `parsed_args`.
-    If `prefix` has no colon, return only p:, r: and t:.
+    If `prefix` has no colon, they are p:, r: and t:. After t: come names of events, and otherwise names of
+    functions. Both are those of the built-in kernel that option --arch of `parsed_args` selects.
     """
     head, colon, place = prefix.partition(":")
     if not colon:
@@ -85,7 +88,10 @@ def probes(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[st
 
 
 def _events(parsed_args: argparse.Namespace) -> list[str]:
-    """Return GROUP:EVENT of each tracepoint of the built-in kernel."""
+    """Return GROUP:EVENT of each tracepoint of the built-in kernel for --arch of `parsed_args`.
+
+    Return an empty list if the command line names another kernel, by --image or --vmcore.
+    """
     from emulated_kernel.image.builtin_image import load_image
     from emulated_kernel.image.trace_events import event_definitions
 

@@ -26,7 +26,7 @@ class MountStatus:
 
     @property
     def details(self) -> list[str]:
-        """Texts about the daemon for the output: its pid, its options, and its start time.
+        """Texts about the daemon for the output: its pid, properties of its kernel, and its start time.
 
         The list is empty if the daemon is not known.
         """
@@ -45,7 +45,10 @@ class MountStatus:
 
     @staticmethod
     def _kprobes(profile: str) -> str:
-        """Return a text that names the implementation of the kprobes, and its profile."""
+        """Return a text that names the implementation of the kprobes: the kernel, or kprobefs with `profile`.
+
+        `profile`: value of Daemon.profile.
+        """
         # Imported here: at the top of the file, the import would make `umount` load the profiles.
         from kprobefs.mount_options import KERNEL_KPROBES
 
@@ -64,7 +67,7 @@ class MountStatus:
 def states(directory: str | None = None) -> list[MountStatus]:
     """Return the status of all mounts of kprobefs, or of the mount on `directory`, within two seconds.
 
-    A mount that ends in the meantime is left out. Its daemon may no longer answer, but that is no failure.
+    Mounts whose daemons do not answer are included. A mount that ends in the meantime is left out.
     """
     directories: dict[str, str] = {}
     for point in mountpoints.our_mounts():

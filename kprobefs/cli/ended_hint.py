@@ -22,7 +22,7 @@ HINT_LINE = lazy_pattern(
 )
 """Pattern of the line with a hint that `run` and `trace` print; its group is the hint."""
 _STAMP = lazy_pattern(r"^(?:<\d+>)?\[ *[0-9.]+\] ")
-"""Pattern for the level, which not each kernel has, and the time at the start of a line of the kernel log."""
+"""Pattern for the start of a line of the kernel log: a level, which some kernels omit, and the time."""
 
 
 def ended_hint(directory: str) -> str:
@@ -43,8 +43,8 @@ def ended_hint(directory: str) -> str:
 def _reason(lines: Sequence[str]) -> str:
     """Return the line of the kernel log that says why the kernel has panicked.
 
-    The line is the host's message about the end of the guest, or the last line of the guest itself. Other
-    messages of the host may follow the line.
+    It is the host's message with the reason for which the host has ended the guest. If there is none, it is
+    the guest's own last line, or else the last line of all. If the log is empty, return a text that says so.
     """
     own = [line for line in lines if not line.startswith(HOST_NOTE)]
     given_up = [line for line in lines if line.startswith(GIVEN_UP)]
@@ -57,9 +57,10 @@ def last_logged_line(directory: str) -> str:
 
 
 def _logged_lines(directory: str) -> list[str]:
-    """Return the lines of machine/dmesg that are not blank, without their times.
+    """Return the lines of machine/dmesg that are not blank, without their levels and times.
 
-    A message that the kernel logs when disarm() disarms all probes does not count. Raises: OSError.
+    The kernel's message that all probes are disarmed is left out, because disarm() causes it. Raises:
+    OSError.
     """
     text = (control_root(directory) / "machine" / "dmesg").read_text(errors="replace")
     lines = (line for line in text.splitlines() if line.strip() and DISARMED not in line)

@@ -15,7 +15,7 @@ from kprobefs.common.errors import CliError
 from kprobefs.common.output_file import OutputFile
 
 PROGRAM = "/usr/bin/kprobefs"
-"""Path of the program in the shipped unit files, which the installed program's path replaces."""
+"""Path of the program in the shipped unit files; install() replaces it by this program's command."""
 SYSTEM_UNITS = ("kprobefs.service", "kprobefs@.service")
 """Files of units for the system's service manager."""
 USER_UNITS = ("user/kprobefs.service",)

@@ -143,9 +143,10 @@ def cases(
 ) -> list[Case]:
     """Return the kernels of the matrix: each combination of the options that a kernel can have.
 
-    `images`: file of each distribution's kernel, with a value of --cpu or None. `kprobes`: values of
-    --kprobes for these kernels. `archs` and `profiles` select kernels of kprobefs. If no kernel is selected,
-    the matrix contains kprobefs's own kernel. `clock`: value of --clock for all kernels, or None.
+    `images`: (file, value of --cpu or None) of each distribution's kernel. `kprobes`: values of --kprobes for
+    these kernels. `archs` and `profiles`: values of --arch and --profile for kprobefs's own kernels. If
+    `images`, `archs` and `profiles` are empty, the matrix contains kprobefs's default kernel. `clock`: value
+    of --clock for all kernels, or None.
     """
     found = []
     for (image, cpu), way in product(images, kprobes or (None,)):
@@ -196,8 +197,8 @@ def _distinct(found: Sequence[Case]) -> list[Case]:
 def clear_logs(found: Sequence[Case], logs: Path) -> None:
     """Make the directory `logs`, remove the kernels' old logs, and check that new ones can be written.
 
-    No log is left, so that a kernel whose run does not begin has none. Raises: OSError, CliError (a log
-    cannot be written).
+    Afterwards, a kernel whose run does not begin has no log. Raises: OSError, CliError (a log cannot be
+    written).
     """
     logs.mkdir(parents=True, exist_ok=True)
     for case in found:
@@ -400,7 +401,7 @@ def _is_hint(line: str) -> bool:
 
 
 def _hint(text: str) -> str:
-    """Return the first advice that `run` has added to a log, without its prefix; "" without advice."""
+    """Return the first hint in the log `text` that matches ADVICE_LINES, without its prefix, or ""."""
     lines = (line.strip() for line in text.splitlines())
     advice = (line for line in lines if any(hint.fullmatch(line) for hint in ADVICE_LINES))
     return next((line.removeprefix("kprobefs: ") for line in advice), "")

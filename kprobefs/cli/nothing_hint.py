@@ -39,7 +39,7 @@ HINT_LINE = lazy_pattern(
 )
 """Pattern for a line with a hint of this module in the output of `kprobefs run`."""
 OTHER_WAYS = {"load": "machine/load (fork, tcp, timers...)", "call": "machine/call"}
-"""Name of a file in machine/ whose writes make the kernel run code -> text for the file in a hint."""
+"""Name of a file in machine/ by which clients run code of the kernel -> text that names it in a hint."""
 KPROBES_OFF = "kprobes/enabled was 0"
 DISARMED = "Kprobes globally disabled"
 """Text of Linux's message when all kprobes are disarmed."""
@@ -116,7 +116,7 @@ class History:
             self._file = os.open(root / "machine" / "history", os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self) -> Past:
-        """Return the history; if the mount's kernel keeps no history, one that is marked as partial.
+        """Return the history. If the mount's kernel keeps none, return an empty one with `is_partial` set.
 
         If the file cannot be read, because the daemon has ended, return an empty history.
         """

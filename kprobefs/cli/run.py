@@ -32,7 +32,7 @@ from kprobefs.mount_options import CLOCKS, Builder, MountOptions
 END_TIMEOUT = 5.0
 """Maximum seconds that the daemon may take to end before it is killed.
 
-After a signal for the command, a daemon that does not answer is killed after the same number of seconds.
+If the daemon does not answer, it is also killed this number of seconds after a signal for the command.
 """
 POLL_INTERVAL = 0.01
 MAX_ENVIRONMENT = 4 << 20

@@ -51,7 +51,7 @@ UNANSWERED = (MountState.HUNG, MountState.BUSY)
 REASON_LINES = 3
 """Maximum number of lines below the list for the reason of a probe's mode."""
 INSN_LINES = 6
-"""Maximum number of lines in the close-up for the instructions of a probe's bytes."""
+"""Maximum number of lines in the close-up for the instructions in one line of the file `bytes`."""
 MODE_COLOURS = {"optimized": "green", "ftrace": "green", "boosted": "cyan", "int3": "yellow", "gone": "red"}
 
 

@@ -98,7 +98,7 @@ class TraceSession:
             raise CliError("trace: no probe given; add PROBE or --graph FUNCTION", ExitStatus.USAGE)
 
     def filters(self) -> dict[str, str]:
-        """Return a map event as group/name -> its filter; "" if the event has no filter.
+        """Return a map from each event, as group/name, to its filter, which is "" if the event has none.
 
         A probe's own filter takes the place of the filter for all probes.
         """
@@ -455,7 +455,7 @@ class AttachedProbes:
             self._report()
 
     def _report(self) -> None:
-        """Print which file was written if standard error is a terminal.
+        """If standard error is a terminal, print the name of the file that was written.
 
         If the output has durations of the virtual clock, also print a hint.
         """
@@ -524,7 +524,10 @@ class AttachedProbes:
         return any(hits[event] for event in own)
 
     def _unfiltered(self, own: set[int]) -> int:
-        """Return the number of hits in all processes except `own`, including hits that the filter drops."""
+        """Return the number of hits in all processes except those with the pids `own`.
+
+        Hits that the filter drops are included.
+        """
         found = 0
         for event in self._session.events:
             with suppress(OSError):

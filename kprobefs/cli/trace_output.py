@@ -69,7 +69,7 @@ class TraceOutput(ABC):
 
 
 class TextOutput(TraceOutput):
-    """Writes the lines of trace_pipe."""
+    """Writes the lines of trace_pipe as text."""
 
     def read(self, pipe: int) -> None:
         for line in _lines(pipe):

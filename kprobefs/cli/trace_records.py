@@ -46,7 +46,7 @@ CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?(?:hh?|ll?|L|z)?(p[a-zA-Z0-9]*|[
 
 
 class RecordParser:
-    """Makes a JSON object of each line of trace_pipe, and puts a call stack into the object of its record."""
+    """Converts lines of trace_pipe to JSON objects, and adds each call stack to the object of its record."""
 
     def __init__(self) -> None:
         self._layouts: Layouts = {}
@@ -60,7 +60,11 @@ class RecordParser:
         self._layouts.setdefault(event, []).append(layout(format_file))
 
     def feed(self, line: str) -> Iterator[dict[str, object]]:
-        """Process a line of trace_pipe, and yield the records that it completes."""
+        """Process a line of trace_pipe, and yield the objects that are complete now.
+
+        The object of a record is complete when the next record of its CPU comes, because a stack may follow a
+        record.
+        """
         if self._stack is not None and (frame := FRAME.match(line)):
             self._stack.append(frame[1])
             return
@@ -81,7 +85,7 @@ class RecordParser:
                 yield found
 
     def rest(self) -> Iterator[dict[str, object]]:
-        """Yield the records for which no stack can follow any more."""
+        """Yield the last object of each CPU, because no stack follows any more."""
         yield from self._last.values()
         self._last = {}
 

@@ -198,7 +198,7 @@ def running(directory: str) -> Daemon | None:
 
 @dataclass(frozen=True)
 class Running:
-    """A live daemon, held by a pidfd so that signals cannot reach another process with its pid."""
+    """A live daemon with its pidfd, so that no signal can reach a later process with the same pid."""
 
     daemon: Daemon
     descriptor: int
@@ -224,7 +224,7 @@ class Running:
 
 @contextmanager
 def known(directory: str) -> Iterator[Running | None]:
-    """Yield the live daemon that serves a directory, or None. A pidfd holds the daemon during the block."""
+    """Yield the live daemon that serves a directory, or None; the pidfd is closed after the block."""
     found = _find(directory)
     try:
         yield found

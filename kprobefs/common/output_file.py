@@ -13,8 +13,9 @@ from kprobefs.common.errors import CliError
 class OutputFile:
     """Context manager for a file that a command writes.
 
-    A place that cannot be written is reported before the work starts. Until write() or stream(), an existing
-    file keeps its content. If neither is called, the end of the context removes a file that was created.
+    If the file cannot be written, the command fails before it does its work. Until write() or stream(), an
+    existing file keeps its content. If neither is called, the end of the context removes a file that was
+    created.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -23,10 +23,11 @@ _PREFIX = 4
 
 
 def nearest_symbols(name: str, kallsyms: Kallsyms) -> list[str]:
-    """Return at most SHOWN names of functions, those most similar to `name`, which does not exist.
+    """Return at most SHOWN names of functions that are near to `name`, which does not exist.
 
-    Parts of the function `name` that the compiler has split off come first, and then names that end with the
-    word `name`: `sys_read` exists as `__x64_sys_read`.
+    If the compiler has split off parts of the function `name`, return their names. Otherwise, return the
+    names that end with the word `name`: `sys_read` exists as `__x64_sys_read`. If there are none of either
+    kind, return the most similar names.
     """
     exact = _starting(f"{name}.", kallsyms) or sorted(_ending(f"_{name}", kallsyms), key=_rank)
     if name and (found := _functions(exact, kallsyms)):
@@ -67,7 +68,7 @@ def _functions(names: Iterable[str], kallsyms: Kallsyms) -> list[str]:
 
 
 def _rank(name: str) -> tuple[bool, int]:
-    """Return a sort key: names with two leading underscores come first, and short names before long ones.
+    """Return a sort key by which names with two leading underscores come first, and then shorter names.
 
     Entries of system calls have such names, for example `__x64_sys_read`.
     """

@@ -151,7 +151,7 @@ class DaemonStart:
     def serve(self, orphaned: Orphaned | None = None) -> NoReturn:
         """Serve the mount, and end the process; the daemon calls this method.
 
-        `orphaned`: work that another process does when the daemon and its parent have ended, or None.
+        `orphaned`: clean-up by another process when the daemon and its parent have ended, or None.
         """
         status = ExitStatus.FAILURE
         # Hazard: this is a forked copy of the caller. No exception may unwind into the caller's frames.

@@ -67,7 +67,7 @@ class StartUp:
         self._wake = wake
         self._deadline = time.monotonic() + APPLY_TIMEOUT
         self.remark = "" if applying is None else "applying definitions"
-        """Text about this phase for the service manager's status line, or "" if there is none."""
+        """Text for the service manager's status line: what this phase does, or that it failed; else ""."""
         if applying is not None:
             wake.watch(applying.descriptor, self._read)
 

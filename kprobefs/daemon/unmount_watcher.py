@@ -59,9 +59,9 @@ class UnmountWatcher:
         os.close(daemon)
 
     def leave(self, device: str) -> None:
-        """Make the child leave the caller's session, because the mount exists now.
+        """Send the mount's device number to the child, which then leaves the caller's session.
 
-        `device` is the mount's device number.
+        Call this when the mount exists. `device`: the device number, as major:minor.
         """
         os.write(self._writer, device.encode())
 

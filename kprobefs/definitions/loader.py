@@ -397,8 +397,8 @@ class _ExistingDefinitions:
     def is_unsure(self, wanted: Definition) -> bool:
         """Return True if dynamic_events must be read again to know whether the definition `wanted` exists.
 
-        The kernel chooses a missing name or maxactive of a new definition. The kernel may have chosen the
-        wanted one.
+        If a new definition has no name or no maxactive, the kernel chooses one. It may be the one in
+        `wanted`.
         """
         return (bool(wanted.event) and "" in self.events) or (
             bool(wanted.count) and "" in self._of(wanted, wanted.event)

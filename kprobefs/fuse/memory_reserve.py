@@ -15,9 +15,10 @@ HEADROOM = 32 << 20
 RESERVE = 12 << 20
 """Size of the reserve in bytes: several times the text of a long list or of a full trace buffer."""
 FLOOR = 4 << 20
-"""Bytes that malloc(3) must still be able to allocate, if the host has no memory, to open or read a file.
+"""Number of bytes that malloc(3) must still be able to allocate for an open or a read of a file.
 
-The limit is needed because libraries abort the process if malloc(3) fails.
+If fewer are left, because the host has no memory, these requests fail with ENOMEM. Otherwise a library could
+abort the process, as libraries do if malloc(3) fails.
 """
 ROOM = 512 << 10
 """Size in bytes of an anonymous mapping that is unmapped when the reserve is freed.
@@ -27,9 +28,10 @@ Its memory is then available for pages of libfuse's table of names, and for thre
 LOOK = 0.01
 """Seconds between two checks of the free memory. Requests between two checks take less than HEADROOM."""
 _PIECE = 100_000
-"""Size of a piece of the reserve in bytes, which is below _MAPPED.
+"""Size in bytes of each piece of the reserve.
 
-malloc(3) would map a larger piece by itself, and unmap the piece when it is freed.
+The size is below _MAPPED. For a larger piece, malloc(3) would make a mapping, and would unmap it when the
+piece is freed.
 """
 _M_ARENA_MAX = -8
 _M_MMAP_THRESHOLD = -3

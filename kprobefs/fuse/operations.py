@@ -72,9 +72,9 @@ def _existing(path: str | None) -> str:
 
 
 def _new_time(value: int) -> int | None:
-    """Return a time of utimensat(2) in nanoseconds, or None if the time stays unchanged.
+    """Return the time in nanoseconds for an argument of utimensat(2), or None if the time stays unchanged.
 
-    libfuse passes UTIME_NOW and UTIME_OMIT as nanoseconds of second zero.
+    `value`: nanoseconds from libfuse, or the number UTIME_NOW (the current time) or UTIME_OMIT (unchanged).
     """
     if value == UTIME_NOW:
         return time_ns()
@@ -214,7 +214,8 @@ class _AttributesFor(threading.local):
     def take_client(self) -> Callable[[], Client] | None:
         """Return a function that returns the client of this getattr.
 
-        Return None if the guest must not repeat the getattr.
+        Return None if the guest must not repeat this getattr. The guest may repeat the next one in this
+        thread.
         """
         has_client = self._has_client
         self._has_client = True

@@ -50,10 +50,10 @@ class OwnPaths:
         self._looked_up.arguments = above, name, self._changes
 
     def learn(self, number: int, mode: int) -> None:
-        """Record the node that libfuse has found for the name of the last expect().
+        """Record the path of the node that libfuse has found for the name of the last expect().
 
-        `number`: node id. `mode`: st_mode of the file. Record no file if names have changed since then, or if
-        the path of its directory is not known.
+        `number`: node id. `mode`: st_mode of the file. Record only regular files and directories, and none if
+        names have changed since then or if the path of its directory is not known.
         """
         above, name, changes = getattr(self._looked_up, "arguments", (None, b"", 0))
         if above is None or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):

@@ -47,7 +47,7 @@ class ReadTurns:
     """
 
     def __init__(self, wake: threading.Event | None = None) -> None:
-        """Create the first turn, which no thread has. `wake` is an event for tests."""
+        """Create the object. No thread has the turn yet. `wake`: event in place of a new one, for tests."""
         self.reader: Reader | None = None
         """The thread with the turn; None if that thread has given it up."""
         self._succession = threading.Lock()
@@ -70,7 +70,7 @@ class ReadTurns:
             self.reader = reader
 
     def look_at_load(self) -> None:
-        """Let all threads read if the host is busy, or else only the thread with the turn."""
+        """Check the host's load. If the host is busy, let all threads read; else only that with the turn."""
         self.is_shared = os.getloadavg()[0] > CPUS
         if self.is_shared:
             self._wake.set()

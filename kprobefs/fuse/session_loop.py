@@ -119,12 +119,12 @@ class _LoopState:
 
     @property
     def handle(self) -> int:
-        """The handle fh of a WRITE."""
+        """The handle fh of the request, which must be a WRITE."""
         handle: int = WRITE_IN.unpack_from(self._request, IN_HEADER.size)[0]
         return handle
 
     def has_killed_client(self) -> bool:
-        """Return True if the thread that made the request has been killed, and waits only for the reply."""
+        """Return True if the client's thread has been killed, so that it waits only for the reply."""
         *_, pid = IN_HEADER.unpack_from(self._request)
         return is_dying(pid)
 

@@ -166,7 +166,10 @@ def measured(net: Sequence[float]) -> float | None:
 
 
 def notes(nets: Iterable[Sequence[float]]) -> Iterator[str]:
-    """Yield NOISE_NOTE, for below a table, if measured() returns None for the samples of any row."""
+    """Yield NOISE_NOTE, a line to print below a table, if a row of the table has no valid median.
+
+    `nets`: samples of each row. A row has no valid median if measured() returns None for its samples.
+    """
     if any(measured(net) is None for net in nets):
         yield NOISE_NOTE
 
@@ -340,7 +343,8 @@ def loop_of_calls(kernel: Kernel, hits: int) -> Loop:
 def _loop(kernel: Kernel, hits: int) -> Loop:
     """Write guest code for RISC-V that calls FUNCTION `hits` times, and return it as a Loop.
 
-    The argument of each call is the result of the call before. It stays 0, for which FUNCTION returns 0.
+    The loop does not set the argument: each call gets the result of the call before. This is always 0,
+    because FUNCTION returns 0 for 0.
     """
     machine = kernel.machine
     arch = kernel.arch
@@ -469,7 +473,11 @@ def settle(kernel: Kernel, enabled: Kprobe | None = None) -> None:
 
 
 def hit(arch: str, hits: int, rounds: int, profile: str | None = None, *, as_json: bool) -> None:
-    """Measure all cases of `bench hit`, and print a table or JSON."""
+    """Measure all cases of `bench hit`, and print a table or JSON.
+
+    `hits`: number of calls in a round. `profile`: name of a preset to measure; None: measure the profiles in
+    MODES.
+    """
     figures = [measure(case, hits, rounds) for case in counted("bench hit", cases(arch, profile))]
     if as_json:
         print(json.dumps([figure.as_dict() for figure in figures], indent=2))
@@ -509,7 +517,10 @@ def subject(arch: str, profile: str | None, title: str) -> Iterator[str]:
 
 
 def detours(sizes: Mapping[str, int | None]) -> Iterator[str]:
-    """Yield lines with the sizes of the detour buffers, if any probe has a detour."""
+    """Yield lines with the sizes of the detour buffers, or no line if no probe has a detour.
+
+    `sizes`: name of a mode for the output -> size in bytes, or None if the probe has no detour.
+    """
     found = [f"{mode}\xa0{size}" for mode, size in sizes.items() if size is not None]
     if found:
         text = f"bytes of a detour buffer, with its handler: {', '.join(found)}"
@@ -518,7 +529,7 @@ def detours(sizes: Mapping[str, int | None]) -> Iterator[str]:
 
 
 def elsewhere(rows: Sequence[tuple[str, int | None, int | None, int | None]]) -> Iterator[str]:
-    """Yield the lines of a table with the figures `rows` that others have published; see ELSEWHERE."""
+    """Yield the lines of a table with published figures; `rows` has the form of ELSEWHERE."""
     yield f"{'measured elsewhere, ns (ratio)':38} {STEPPED:>13} {BOOSTED:>13} {OPTIMIZED:>13}"
     for name, *costs in rows:
         least = costs[-1]
@@ -530,7 +541,7 @@ def elsewhere(rows: Sequence[tuple[str, int | None, int | None, int | None]]) ->
 
 
 def cost(figure: float) -> str:
-    """Return nanoseconds as a text of six characters, with one decimal place below a thousand."""
+    """Return `figure`, a number of nanoseconds, as text: six characters, one decimal place below 1000."""
     return f"{figure:6.0f}" if abs(figure) >= 1000 else f"{figure:6.1f}"
 
 

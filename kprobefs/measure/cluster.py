@@ -18,7 +18,7 @@ from kprobefs.common.errors import CliError, ExitStatus
 PACKAGES = ("emulated_kernel", "kprobefs")
 """Names of the packages whose code on the workers must be the same as in this process."""
 _PATIENCE = 15
-"""Maximum seconds until the scheduler must answer."""
+"""Seconds within which the scheduler must answer."""
 _log = logging.getLogger(__name__)
 _LOGGERS = ("distributed.client", "distributed.core", "distributed.comm")
 """Loggers of Dask that report a lost connection. They are silenced, because a CliError reports it, too."""

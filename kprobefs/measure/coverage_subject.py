@@ -108,10 +108,10 @@ class Subject:
         return self._has("arch_prepare_optimized_kprobe")
 
     def own_kprobes(self, *, has_jumps: bool) -> str:
-        """Return a clause about the features of kprobefs's kprobes that the kernel's own kprobes lack.
+        """Return a clause that says what the kernel's own kprobes lack in comparison with kprobefs's.
 
-        Return "" if nothing is missing, if the kernel's symbols do not say so, or on x86.
-        `has_jumps`: whether kprobefs's kprobes are optimized.
+        Return "" on x86, and if no such difference is known. `has_jumps`: whether kprobefs's kprobes are
+        optimized.
         """
         if self.arch in WITH_OPTPROBES:
             # On x86, kprobefs's kprobes follow the configuration of the kernel.
@@ -320,10 +320,10 @@ class RecordedTables:
 
 
 def _symbols(spans: dict[str, tuple[int, int]], ranges: dict[str, int], text: tuple[int, int]) -> Kallsyms:
-    """Return symbols for functions, for the gaps between the functions, and for the borders of ranges.
+    """Return a symbol table: functions, gaps between the functions, and symbols that delimit address ranges.
 
-    `spans`: name of a function -> its start and end. `ranges`: name of a border's symbol -> its address.
-    `text`: start and end of the text.
+    `spans`: name of a function -> its start and size. `ranges`: name of a symbol that delimits a range ->
+    address. `text`: start and end of the text.
     """
     starts = {start for start, _ in spans.values()}
     ends = {sum(span) for span in spans.values()}

@@ -195,11 +195,12 @@ class _Walk:
     def _members(
         self, pointers: Sequence[int], offset: int, *, reads_byte: bool = False
     ) -> tuple[Sequence[_Named], tuple[str, str] | None]:
-        """Return the members that begin at `offset` from a pointer, or a warning that no member begins there.
+        """Return (members that begin at `offset` from a pointer, warning or None).
 
-        `pointers`: the types that the pointer may have, more than one if the pointer is in a union. Return no
-        members and no warning if a type is unknown. `reads_byte`: one byte is read, which may be any byte of
-        a big-endian number; return no members and no warning for such a byte.
+        The warning says that no member begins there. `pointers`: the types that the pointer may have, more
+        than one if the pointer is in a union. If a type is unknown, the result is no members and None.
+        `reads_byte`: only one byte is read. Any byte of a big-endian number may be read in this way, so the
+        result is no members and None, too.
         """
         found: list[_Named] = []
         targets = [pointed_to(self._btf, each) for each in pointers]

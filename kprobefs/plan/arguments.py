@@ -33,10 +33,10 @@ class Argument:
 
 
 def changed_parameters(function: str) -> str:
-    """Return the reason why a function's parameters may differ from the source, or "" if they do not.
+    """Return the reason why a function's parameters may differ from the source; "" if there is no reason.
 
-    GCC names such a function NAME.isra.0, NAME.constprop.0 or NAME.part.0. Linux does not find its
-    parameters, because BTF has the names of the source.
+    Only a function that GCC made from another one has a reason. GCC names it NAME.isra.0, NAME.constprop.0 or
+    NAME.part.0. Linux does not find its parameters, because BTF has the names of the source.
     """
     suffix = _CHANGED.search(function)
     if suffix is None:

@@ -90,9 +90,9 @@ def check_lines(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
 
 
 def _is_accepted_at_entry(kernel: PlannedKernel, line: Line) -> bool:
-    """Return True if the kernel would accept `line` with the entry of a loaded function as its place.
+    """Return True if the kernel would accept `line` if its place were the entry of a loaded function.
 
-    The line's place is a function of a module that cannot be read. Without the module, the kernel cannot know
+    The real place is a function of a module that cannot be read. Without the module, the kernel cannot know
     that the place is an entry, and refuses parameters.
     """
     place = _place(line)

@@ -180,9 +180,10 @@ def _text(checked: CheckedFile) -> Iterator[str]:
 
 
 def _table(kernels: int, rows: Sequence[Sequence[Answer]]) -> Iterator[str]:
-    """Yield the table of the outcomes in `kernels` kernels.
+    """Yield the lines of the table of outcomes, with a column for each of `kernels` kernels.
 
-    The definitions are next to the outcomes if each of their words fits there, and otherwise below them.
+    `rows`: for each definition, the answers of all kernels. Each definition is printed to the right of its
+    outcomes. If any word would not fit there, all definitions are printed below their outcomes.
     """
     longest = max((len(answer.outcome) + 1 for row in rows for answer in row), default=0)
     width = max(_OUTCOME_WIDTH, longest)
@@ -252,7 +253,10 @@ def _around(text: str, column: int, width: int) -> tuple[str, int]:
 
 
 def _messages(answer: Answer) -> Iterator[tuple[str, int | None]]:
-    """Yield (message, column or None) of each finding, and of the reason why the probe has no jump."""
+    """Yield (message, column) of each finding, and then of messages that explain the outcome, if needed.
+
+    The column is None if a message is about the whole line.
+    """
     for each in answer.findings:
         yield f"{'error' if each.is_error else 'warning'}: {each.message} [{each.rule}]", each.column
     is_repeated = any(finding.message == answer.reason for finding in answer.findings)

@@ -48,7 +48,7 @@ class SettingChecks:
         self._kernel = kernel
         self._engine = engine
         self._others: set[str] = set()
-        """Events in definitions that the engine has refused or does not check, as GROUP/NAME.
+        """GROUP/NAME of the events whose definitions the engine has refused or does not check.
 
         "" stands for events whose names the kernel chooses.
         """
@@ -57,7 +57,10 @@ class SettingChecks:
         )
 
     def named(self, text: str) -> None:
-        """Record the event that `text` defines. The engine has refused `text` or does not check it."""
+        """Remember the name of the event that the definition `text` defines, so that it counts as known.
+
+        Call this for definitions that the engine has refused or does not check.
+        """
         definition = parse_definition(text)
         if definition is not None:
             self._others.add(definition.event)

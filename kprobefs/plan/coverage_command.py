@@ -120,7 +120,11 @@ def _whole(path: str | None) -> str | None:
 
 
 def _compared(found: Sequence[Coverage]) -> Iterator[str]:
-    """Yield the lines of a table with a column for each kernel."""
+    """Yield the lines of tables that compare kernels, with a column for each kernel.
+
+    The first table has the shares of the outcomes. The second one has functions with different numbers of
+    optimized instructions; see _differing().
+    """
     for number, each in enumerate(found, 1):
         text = f"{number}  {escape_for_terminal(each.subject.title)}, profile "
         text += profile_text(each.profile, each.subject.tables)
@@ -146,7 +150,10 @@ def _compared(found: Sequence[Coverage]) -> Iterator[str]:
 
 
 def _row(head: str, columns: Sequence[str]) -> str:
-    """Return a row of the table. Columns that do not fit on the line follow on further lines."""
+    """Return a row of a table: `head`, then a cell for each text in `columns`.
+
+    Cells that do not fit on the line follow on further lines.
+    """
     width = _COLUMN if _COLUMN * len(columns) <= _WIDTH - _HEAD_WIDTH else _NARROW_COLUMN
     most = (_WIDTH - _HEAD_WIDTH) // width
     room = _WIDTH - width * min(len(columns), most)
@@ -159,9 +166,10 @@ def _row(head: str, columns: Sequence[str]) -> str:
 
 
 def _differing(found: Sequence[Coverage]) -> list[tuple[str, list[int | None]]]:
-    """Return the names of functions, each with its number of optimized instructions in each kernel.
+    """Return the functions whose number of optimized instructions differs between the kernels.
 
-    The functions with the largest differences come first. The number is None if a kernel lacks the function.
+    An item is (name, the number in each kernel). The functions with the largest differences come first. The
+    number is None if a kernel lacks the function.
     """
     counted: list[dict[str, int]] = []
     for each in found:

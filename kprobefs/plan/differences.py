@@ -22,9 +22,9 @@ Row = Sequence[tuple[PlannedKernel, Answer]]
 def warn_of_differences(checked: Sequence[tuple[PlannedKernel, Sequence[Answer]]]) -> None:
     """Add warnings to the answers to each line that does not mean the same in several kernels.
 
-    Remove warnings that a fetch argument reads only a part of a value, if it reads the whole value in another
-    kernel, whose type is narrower. No fetch type reads the whole value in both, and the narrower one is right
-    in both as long as the value fits.
+    If a value's type is narrower in some kernels, a fetch argument of the narrow size reads only a part of
+    the value in the other kernels. Remove the warnings about this: no fetch type fits all of these kernels,
+    and the narrow one is right as long as the value fits.
 
     `checked`: each kernel with its answers to the same lines. A warning is added to the answers of all
     kernels that it concerns.
@@ -114,7 +114,11 @@ def _other_members(row: Row) -> Iterator[tuple[Sequence[Answer], Finding]]:
 
 
 def _by(row: Row, key: Callable[[Read], str]) -> dict[str, list[tuple[PlannedKernel, Answer, Read]]]:
-    """Group reads by `key`: return key -> (kernel, answer, its first read with this key) for each kernel."""
+    """Return a map key -> (kernel, answer, read) for each kernel that has a read with this key.
+
+    `key`: function that returns the key of a read. If an answer has several reads with the same key, the
+    first one counts.
+    """
     found: dict[str, list[tuple[PlannedKernel, Answer, Read]]] = {}
     for kernel, answer in row:
         first = {key(read): read for read in reversed(answer.reads)}
@@ -124,7 +128,7 @@ def _by(row: Row, key: Callable[[Read], str]) -> dict[str, list[tuple[PlannedKer
 
 
 def _which(texts: Sequence[tuple[PlannedKernel, object, str]]) -> str:
-    """Return a list of the differing texts, each with its kernels, as one text; "" if the values are equal.
+    """Return a text with the different texts, and the kernels of each; "" if all values are equal.
 
     Each item of `texts` is a kernel, the value to compare, and the text that shows the value.
     """

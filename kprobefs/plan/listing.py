@@ -86,16 +86,16 @@ def _reason(insn: ListedInsn) -> RejectReason | None:
 
 
 def _blamed(insn: ListedInsn) -> int:
-    """Return the address of the code because of which a probe on `insn` is refused or gets no jump."""
+    """Return the address that breaks the rule against a probe on `insn`, or against the jump of the probe."""
     assert insn.verdict.rejection is not None
     return insn.verdict.rejection.addr
 
 
 def _notes(insns: Sequence[ListedInsn]) -> list[tuple[RejectReason | None, str, str]]:
-    """Return the notes, each as a tuple of reason, letter and text.
+    """Return the lines of the notes about `insns`, each as (reason, letter, text).
 
-    A note names the place that breaks its rule. If several places break the rule, they follow as notes
-    without a letter.
+    There is one note for each reason except FTRACE. If only one place breaks the rule, the note names the
+    place, too. Otherwise a line for each place follows, with None as the reason and "" as the letter.
     """
     by_reason: dict[RejectReason, list[ListedInsn]] = {}
     for insn in insns:

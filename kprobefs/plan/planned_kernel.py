@@ -173,8 +173,8 @@ class PlannedKernel:
     def modules(self) -> Sequence[LinkedModule]:
         """Return the loaded modules.
 
-        With --cpu, a guest loads them, because a kernel patches the text of a module as boot patches its own.
-        A module that the guest cannot load has the text of its file.
+        With --cpu, they have the text that they have after a guest has loaded them, because a kernel patches
+        modules when it loads them. A module that the guest cannot load has the text of its file.
         """
         core = self.core
         if self._cpu is None or self.image is None or not self._linked or not isinstance(core, LinuxKernel):
@@ -198,11 +198,11 @@ class PlannedKernel:
         return self._remarks
 
     def remark(self, remarks: Iterable[str]) -> None:
-        """Add sentences to `remarks`, except those that are there."""
+        """Add sentences to `remarks`, except those that it already contains."""
         self._remarks = tuple(dict.fromkeys((*self._remarks, *remarks)))
 
     def with_module_of(self, module: str, symbol: str) -> PlannedKernel:
-        """Return a copy of this kernel with `module`, which a place names before `symbol`.
+        """Return a copy of this kernel with `module` loaded, for a place MODULE:SYMBOL.
 
         Raises: CliError (as with_modules(); the message says if the kernel itself has the symbol).
         """

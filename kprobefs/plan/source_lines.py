@@ -193,9 +193,10 @@ def _shift(kernel: PlannedKernel, elf: Any, path: Path) -> int:
 
 
 def _has_code(core: LinuxKernel | KernelImage, text: Any, shift: int) -> bool:
-    """Return True if a kernel has, at the shifted address, the code of an ELF file's section `text`.
+    """Return True if the kernel `core` begins with the code of the section `text` of an ELF file.
 
-    `shift`: distance in bytes from linked addresses to those of the kernel.
+    `shift`: distance in bytes from linked addresses to those of the kernel. The shifted address of the
+    section must be the start of the kernel's text.
     """
     start = text["sh_addr"] + shift
     if text["sh_type"] != "SHT_PROGBITS" or start != core.text_ranges[0].start:

@@ -29,7 +29,7 @@ _TOP = 60
 _ROW = 42
 """Height of a row in pixels.
 
-_LEFT and _TOP are the x and y coordinates of the first byte of the first row.
+The constants _LEFT and _TOP above are the x and y coordinates of the first byte of the first row.
 """
 
 
@@ -153,7 +153,11 @@ def stages_picture(explained: Explanation) -> str:
 
 
 def _drawn(row: _Row, top: int, after: int) -> Iterator[str]:
-    """Yield the lines of SVG that draw a row. `top` and `after` are positions in pixels."""
+    """Yield the lines of SVG that draw a row.
+
+    `top`: y coordinate of the row's upper edge. `after`: x coordinate of the note to the right of the bytes.
+    Both are in pixels.
+    """
     yield f'  <text x="20" y="{top + 20}">{escape(row.title)}</text>'
     for number, (byte, kind) in enumerate(zip(row.code, row.kinds, strict=True)):
         left = _LEFT + number * _BYTE
@@ -166,7 +170,7 @@ def _drawn(row: _Row, top: int, after: int) -> Iterator[str]:
 
 
 def _legend(baseline: int) -> Iterator[str]:
-    """Yield the lines of SVG that explain the colours. `baseline`: vertical position in pixels."""
+    """Yield the lines of SVG that explain the colours. `baseline`: y coordinate of the text, in pixels."""
     for number, (kind, colour) in enumerate(_COLOURS.items()):
         left = 20 + 120 * number
         yield f'  <rect x="{left}" y="{baseline - 12}" width="14" height="14" fill="{colour}" stroke="#444"/>'

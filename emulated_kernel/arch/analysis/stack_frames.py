@@ -263,9 +263,10 @@ def search_frames(
     ways: Mapping[int, Iterable[int]],
     stack_pointer: str,
 ) -> FrameSearch:
-    """Search for a function's stack frames until a search is complete; return this search.
+    """Return a complete search for a function's stack frames.
 
-    The parameters are those of find_frames().
+    When a search finds a call or trap that never returns, start a new search that knows this. The parameters
+    are those of find_frames().
     """
     dead_ends: set[int] = set()
     while True:
@@ -313,8 +314,8 @@ class FrameSearch:
     def run(self) -> bool:
         """Run the search; return True if `frames` is complete.
 
-        Return False if the search has found a call or trap that never returns. The caller must then start a
-        new search.
+        Return False if the search has found a call or trap that never returns, and has added it to
+        `dead_ends`. The caller must then start a new search.
         """
         while True:
             while self._pending:

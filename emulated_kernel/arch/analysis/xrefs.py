@@ -40,15 +40,15 @@ _ADDRESSES = 1 << 64
 _LEAST = -1 << 63
 """Lowest distance between two addresses, as a signed number of 64 bits."""
 Ways = tuple["array[int]", "array[int]"]
-"""References into one window of 16 KiB: offsets of the targets in it, and distances from target to source."""
+"""References into one window of 16 KiB: offsets of the targets in the window, and source - target of each."""
 _NONE: Ways = array("H"), array("q")
 
 
 class XrefIndex:
     """Index of references, ordered by target.
 
-    A kernel can have a million references. So each of the first requests, up to a limit, only searches for
-    the references into one window of 16 KiB. The request for a further window indexes all references. The
+    A kernel can have a million references. So a request only searches for the references into one window of
+    16 KiB, until the number of such searches reaches a limit. The next search indexes all references. The
     references into a window are sorted on first use.
     """
 
@@ -59,13 +59,13 @@ class XrefIndex:
 
         `search`: function that returns at least the references into a window, or all references if it is
         called with None. `windows`: number of windows that are searched before all references are indexed.
-        `distance`: type code of an array that can hold the distances between targets and sources.
+        `distance`: type code, as in the module array, for integers that can hold source - target.
         """
         self._search = search
         self._windows = windows
         self._distance = distance
         self._unsorted: dict[int, Ways] | None = None
-        """Number of a window -> references into it, not sorted. None before all references are indexed.
+        """Number of a window -> unsorted references into the window; None until all references are indexed.
 
         Windows that have been sorted are removed.
         """

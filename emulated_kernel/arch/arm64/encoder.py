@@ -37,12 +37,15 @@ _LOADS = {1: 0x39400000, 2: 0x79400000, 4: 0xB9400000, 8: 0xF9400000}
 _SIGNED_LOADS = {1: 0x39800000, 2: 0x79800000, 4: 0xB9800000, 8: 0xF9400000}
 _STORES = {1: 0x39000000, 2: 0x79000000, 4: 0xB9000000, 8: 0xF9000000}
 _SCALED = 0x01000000
-"""Bit that is set in accesses whose offset is scaled. The offset of other accesses has 9 signed bits."""
+"""Bit that is 1 in loads and stores whose offset counts in units of the access size.
+
+Without the bit, the offset counts in bytes and has 9 signed bits.
+"""
 _PAIR_LOAD = 0xA9400000
 _PAIR_STORE = 0xA9000000
 _SYSTEM_REGISTERS = {"nzcv": 0xD53B4200, "daif": 0xD53B4220, "sp_el0": 0xD5384100}
 _IS_WRITE = 1 << 21
-"""Bit that is set in mrs and clear in msr."""
+"""Bit by which mrs and msr differ: 1 in mrs (read), 0 in msr (write)."""
 
 
 class ConditionCode(IntEnum):

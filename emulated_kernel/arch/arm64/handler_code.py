@@ -76,10 +76,10 @@ def handler_code(
 
 
 def _frame_slots(body: Arm64Lowering, room: int) -> dict[int, int]:
-    """Return the values for Encoding.patch_slot, for a program that runs on a frame with all registers.
+    """Return a map slot number -> instruction that reads the slot's value from a frame with all registers.
 
-    The map is slot number -> encoded instruction that reads the saved value. `room`: distance in bytes from
-    the frame up to the probed code's sp.
+    The map is for Encoding.patch_slot. `body`: the program, which runs on the frame. `room`: distance in
+    bytes from the frame up to the probed code's sp.
     """
     slots = {number: in_slot(WORD * number) for number in body.slots}
     return slots | {SP: above_stack(room)}

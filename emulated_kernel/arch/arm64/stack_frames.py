@@ -27,7 +27,7 @@ _SCRATCH = (EXCEPTION_PC, *(f"x{number}" for number in range(19)), "x30")
 """Registers that a called function may change."""
 _NAMES = (*REGISTER_NAMES, "sp")
 _NO_REGISTER = "zero"
-"""Name that no register has. A store from it stores an unknown value."""
+"""Name that stands for the zero register. Frames have no such register, so its value counts as unknown."""
 _ADD_IMMEDIATE = Pattern(0x7F000000, 0x11000000)
 _SUB_IMMEDIATE = Pattern(0x7F000000, 0x51000000)
 _MOVE = Pattern(0xFFE0FFE0, 0xAA0003E0)

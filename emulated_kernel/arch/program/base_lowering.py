@@ -141,7 +141,7 @@ class Lowering(ABC):
 
     @abstractmethod
     def _restore_for_assembly(self, name: str) -> None:
-        """Emit code that restores a register's value at the hit, if the register may have changed."""
+        """Emit code that restores the value of the register `name` at the hit, if it may have changed."""
 
     def _run_assembly(self, op: ir.RunAssembly) -> None:
         for name in sorted(op.assembly.reads):
@@ -151,9 +151,10 @@ class Lowering(ABC):
         self._code += op.assembly.code
 
     def _number(self, value: int, spare: int) -> int:
-        """Return a register that holds the constant `value`.
+        """Return the number of a real register that contains the constant `value`.
 
-        If the constant isn't 0, emit code that loads it into the register of `spare`.
+        For 0, this is the zero register. Otherwise emit code that loads the constant into the real register
+        of `spare`, a virtual register.
         """
         if value == 0:
             return self.zero

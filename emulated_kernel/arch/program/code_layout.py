@@ -77,10 +77,10 @@ class Layout:
         """Jumps between chains: offset of the missing target, and index of the block to jump to."""
 
     def chain(self, index: int) -> tuple[list[int], int]:
-        """Return the chain of blocks that starts with `index`, and the index of the block after the chain.
+        """Return the chain of blocks that begins with `index`, and the block at which control continues.
 
-        A chain follows fall-throughs and unconditional jumps. The second value is _NOWHERE if the last block
-        leaves the program.
+        Blocks are given by index. A chain follows fall-throughs and unconditional jumps, up to a block that
+        is already in a chain. The second value is _NOWHERE if the last block leaves the program.
         """
         chain = []
         while index != self.end and index not in self._chained:

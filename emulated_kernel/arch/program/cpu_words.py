@@ -87,7 +87,7 @@ class CpuWords:
     def branch_if_count(self, condition: Condition, value: int, label: Label, spare: int) -> tuple[Op, ...]:
         """Return ops that go to `label` if `condition` holds for the preempt count and `value`.
 
-        The ops may overwrite `spare`.
+        The preempt count is the left operand. The ops may overwrite the virtual register `spare`.
         """
         if self.is_per_cpu:
             return (BranchPerCpu(condition, self.preempt_count, _SIZE, value, label),)

@@ -24,7 +24,8 @@ _ONE_OF_BOTH = {
 }
 """Condition on 8 bytes -> (condition to test on each half, result if it holds for at least one half).
 
-If the condition on a half holds for neither half, the result is the opposite.
+If the tested condition holds for neither half, the result is the opposite. For example, EQ tests NE on each
+half: EQ does not hold if at least one half differs.
 """
 _ORDER = {
     Condition.BELOW: (Condition.BELOW, Condition.BELOW),
@@ -36,7 +37,10 @@ _ORDER = {
     Condition.GREATER: (Condition.GREATER, Condition.ABOVE),
     Condition.GREATER_EQ: (Condition.GREATER, Condition.ABOVE_EQ),
 }
-"""Condition on 8 bytes -> condition on the upper halves, and on the lower halves if the upper are equal."""
+"""Condition on 8 bytes -> (condition on the upper halves, condition on the lower halves).
+
+The second condition decides if the upper halves are equal.
+"""
 
 
 def shift_left(builder: ProgramBuilder, low: int, high: int, spare: int, count: int) -> None:
@@ -61,9 +65,10 @@ def _shift(
     spare: int,
     count: int,
 ) -> None:
-    """Emit a shift of a 64-bit value by `count` bits, 0 to 63: from the half `source` to the half `sink`.
+    """Emit a shift of a 64-bit value by `count` bits, 0 to 63, which moves bits from one half to the other.
 
-    `away` is the direction of the shift, and `back` is the opposite direction. The code overwrites `spare`.
+    `source` and `sink`: the half that bits leave, and the half that they enter. `away`: the shift operation
+    in the direction of the shift; `back`: the opposite one. The code overwrites `spare`.
     """
     if count >= WORD_BITS:
         builder.emit(

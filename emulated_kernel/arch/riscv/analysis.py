@@ -106,7 +106,7 @@ class RiscvFunctionAnalysis:
         return decode_insn(self.function.code[at : at + RVI_SIZE], compressed=self._compressed)
 
     def jump_into(self, inside: range) -> int | None:
-        """Return the address of the first jump or branch with a target in `inside`; None if there is none."""
+        """Return the lowest address of a jump or branch with a target in `inside`; None if there is none."""
         if self._sources.keys().isdisjoint(inside):
             return None
         return min((source for to in inside for source in self._sources.get(to, ())), default=None)
@@ -122,9 +122,10 @@ class RiscvFunctionAnalysis:
         return any(not self._is_tail_call(addr) for addr in self._indirect_jumps)
 
     def _look_at_indirect(self, addr: int, insn: RiscvInsnAttributes) -> None:
-        """Record an indirect jump at `addr`.
+        """Record the indirect jump `insn` at `addr`.
 
-        If an auipc before the jump sets its base register, the jump counts as a direct one.
+        If the instruction before it is an auipc that sets the jump's base register, the target is known. Then
+        record a direct jump to this target.
         """
         before = addr - RVI_SIZE
         upper = self.insns.get(before)

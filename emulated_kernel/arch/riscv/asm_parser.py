@@ -42,15 +42,18 @@ from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 _BASE_NAMES = ["add", "sll", "slt", "sltu", "xor", "srl", "or", "and"]
-"""Mnemonics of OP, ordered by funct3."""
+"""Mnemonics of the RV64I instructions with the major opcode OP. The index is the value of funct3."""
 _MULTIPLY_NAMES = ["mul", "mulh", "mulhsu", "mulhu", "div", "divu", "rem", "remu"]
-"""Mnemonics of the M extension, ordered by funct3."""
+"""Mnemonics of the M extension. The index is the value of funct3."""
 _OP = {
     **{name: (number, 0) for number, name in enumerate(_BASE_NAMES)},
     **{"sub": (0, 0x20), "sra": (5, 0x20)},
     **{name: (number, 1) for number, name in enumerate(_MULTIPLY_NAMES)},
 }
-"""Mnemonic -> funct3 and funct7 of OP. The variant with a `w` suffix has the same values."""
+"""Mnemonic of an instruction with the major opcode OP -> (funct3, funct7).
+
+The variant with a `w` suffix has the same values.
+"""
 _OP_32 = frozenset(("addw", "subw", "sllw", "srlw", "sraw", "mulw", "divw", "divuw", "remw", "remuw"))
 _OP_IMM = {"addi": 0, "slti": 2, "sltiu": 3, "xori": 4, "ori": 6, "andi": 7}
 _SHIFTS = {"slli": (1, 0), "srli": (5, 0), "srai": (5, 0x20)}
@@ -280,9 +283,10 @@ def _address(line: _SourceLine, cells: Mapping[str, int]) -> bytes:
 
 
 def _reached(line: _SourceLine, place: int, register: int) -> tuple[int, int, bytes]:
-    """Return base register and offset for per-CPU data at `place`, and the code that sets the base.
+    """Return (base register, offset from it, code that sets the base) for per-CPU data at `place`.
 
-    The base is gp if the offset fits in 12 bits, otherwise `register`.
+    `place`: offset from gp. If it fits in 12 bits, the base is gp, and there is no code. Otherwise the base
+    is `register`.
     Raises: KernelError EINVAL about the statement `line` (`register` is x0, but is needed).
     """
     if fits_12(place):
@@ -325,7 +329,7 @@ def _nop(line: _SourceLine, _cells: Mapping[str, int]) -> bytes:
 def _branch(line: _SourceLine, _cells: Mapping[str, int]) -> bytes:
     """Encode the branch or jump in `line`, whose target the caller fills in.
 
-    A conditional branch gets the offset 0. A nop is the placeholder for `j`.
+    A conditional branch is encoded with the offset 0. For `j`, return a nop as a placeholder.
     """
     if line.name == "j":
         line.check_count(1)

@@ -62,7 +62,7 @@ def _branch(emulation: RiscvEmulation, regs: Any) -> None:
 def _holds(funct3: int, left: int, right: int) -> bool:
     """Return True if the condition of a branch holds for the operands `left` and `right`.
 
-    The condition is that of beq, blt or bltu. The lowest bit of funct3 inverts it.
+    `funct3` selects the condition of beq, blt or bltu. If its lowest bit is set, the condition is inverted.
     """
     if funct3 < 2:
         found = left == right

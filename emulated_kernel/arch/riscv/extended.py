@@ -118,8 +118,8 @@ def _leads_on(
 ) -> Rejection | None:
     """Restrict `found.free` to the registers that are free at the target of a relocated jump, call or branch.
 
-    `insn`: the instruction at `at`, which is relocated in the way `kind`. Return a rejection if the jump
-    leads to the probed instruction at `addr`; otherwise None.
+    `insn`: the instruction at `at`. `kind`: how it is relocated. Return a rejection if the jump leads to the
+    probed instruction at `addr`; otherwise None.
     """
     target: int | None
     if kind in (Relocation.BRANCH, Relocation.JUMP):

@@ -153,9 +153,9 @@ class RiscvLowering(Lowering):
         `live`: registers that the probed code may still read; None if all registers are already saved.
         `constants`: pt_regs name -> known value. `breakpoint_`: breakpoint instruction of host calls.
         `before_host`: code to insert before each host call. `far`: branches may lead farther than 4 KiB.
-        `per_cpu`: register with the base address of the per-CPU data; None if the offsets of per-CPU data
-        are absolute addresses. `user_access`: address of USER_ACCESS; None if the code has the instructions
-        itself.
+        `per_cpu`: register with the base address of the per-CPU data; None if the offsets of per-CPU data are
+        absolute addresses. `user_access`: address of USER_ACCESS; None if the generated code changes sstatus
+        by instructions of its own.
         """
         registers = frozenset() if live is None else live.registers
         order = by_cost(_ORDER, REGISTER_NAMES, registers, registers_read(program))
@@ -277,9 +277,9 @@ class RiscvLowering(Lowering):
         self._change_status(clear_in_status(bits), USER_ACCESS_END)
 
     def _change_status(self, insn: bytes, offset: int) -> None:
-        """Emit `insn`, which changes sstatus, or a call of the same instruction in USER_ACCESS.
+        """Emit `insn`, which changes sstatus, or, if USER_ACCESS is in memory, a call of its copy of `insn`.
 
-        `offset`: offset of this instruction in USER_ACCESS.
+        `offset`: offset in bytes of the copy in USER_ACCESS.
         """
         if self._user_access is None:
             self._code += insn
@@ -317,7 +317,10 @@ class RiscvLowering(Lowering):
         self._code += asm.atomic_add(dst, address, value) + asm.addi(dst, dst, op.value)
 
     def _per_cpu_operand(self, offset: int) -> tuple[int, int]:
-        """Return base register and offset of per-CPU data; the base may be a spare register."""
+        """Return a base register and an offset from it for the per-CPU data at `offset`.
+
+        If one instruction cannot hold the offset, emit code that computes the base in a spare register.
+        """
         if self._per_cpu is None:
             return self._cell(offset, self._real[SPARE])
         return self._operand(self._per_cpu, offset)

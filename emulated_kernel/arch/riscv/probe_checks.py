@@ -290,10 +290,10 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
                 yield addr + at + target, addr + at
 
     def possible_addresses(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
-        """Yield (target, source) for each auipc that an addi or jalr follows; see ProbeChecker.
+        """Yield (target, source) for each auipc with a later addi or jalr that adds to it; see ProbeChecker.
 
-        The second instruction must add to the result of the auipc, and end at most _PAIR_REACH bytes after
-        the start of the auipc.
+        The addi or jalr must read the register that the auipc sets, and end at most _PAIR_REACH bytes after
+        the start of the auipc. `source` is the address of the auipc.
         """
         step = RVC_SIZE if self._compressed else RVI_SIZE
         for at in _auipcs(code) if window is None else _auipcs_into(window, addr, code):
@@ -402,7 +402,7 @@ _NOTHING = bytes(3)
 _AUIPC = lazy_pattern(b"(?s)(?=[\x17\x97]...)")
 _PAIR_OPCODES = (RiscvOpcode.OP_IMM, RiscvOpcode.JALR)
 _PAIR_REACH = 32
-"""Maximum distance in bytes from an auipc to the instruction that adds the lower bits of the address."""
+"""Maximum distance in bytes from an auipc to the end of the instruction that adds the lower bits."""
 
 
 def _auipcs(code: bytes) -> Iterator[int]:
@@ -413,8 +413,9 @@ def _auipcs(code: bytes) -> Iterator[int]:
 def _auipcs_into(window: range, addr: int, code: bytes) -> Iterator[int]:
     """Yield the offset of each auipc in the code at `addr` that may take an address in `window`.
 
-    The search reads an auipc as a 32-bit distance. Its lower 12 bits are not part of the distance, and a
-    later instruction adds a signed 12-bit number. So the search covers some pages around the window, too.
+    The search takes the whole 32-bit word of an auipc as the distance, although the lower 12 bits are the
+    opcode and rd. A later instruction adds a signed 12-bit number. So the search covers some pages around the
+    window, too.
     """
     start = window.start - addr
     stop = window.stop - addr
@@ -424,7 +425,7 @@ def _auipcs_into(window: range, addr: int, code: bytes) -> Iterator[int]:
 
 
 _LOW_PART = 1 << 12
-"""Unit of the distances that auipc adds to ip, in bytes: 4 KiB."""
+"""Size in bytes of the range that the lower 12 bits of a distance cover, which an auipc does not contain."""
 
 
 def _opcodes(opcode: int) -> bytes:

@@ -103,7 +103,11 @@ def _store_offset(insn: RiscvInsn) -> int:
 
 
 def _exception_pc(to: str | None, source: str | None, frame: Frame) -> None:
-    """Apply a csrr or csrw of sepc to a frame: copy the known value from or to sepc."""
+    """Change a frame as an instruction does that reads or writes sepc.
+
+    `to`: register that receives the old value of sepc, or None. `source`: register whose value is written to
+    sepc, or None.
+    """
     was = frame.regs.get(EXCEPTION_PC)
     if source is not None:
         frame.set(EXCEPTION_PC, frame.regs.get(source))

@@ -52,7 +52,7 @@ _BASE = 1 << 20
 A label has the address of the statement after it.
 """
 _PLACE = 1 << 24
-"""Address used for a cell while keystone assembles, until the cell's offset is filled in."""
+"""Placeholder for the address of a cell in the text that keystone assembles; see _to_cell()."""
 
 
 class X86Assembler(Assembler):

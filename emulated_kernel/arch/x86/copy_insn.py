@@ -206,7 +206,7 @@ def _mask(bits: int) -> int:
 
 
 def _branch(insn: X86Insn, addr: int, bits: int, op: X86Operation, counter_mask: int = 0) -> X86Emulation:
-    """Prepare to emulate a relative call or jump. The function `op` performs it.
+    """Return the emulation of the relative call or jump `insn` at `addr`, which `op` executes.
 
     An operand size of 16 bits, which exists only in 32-bit mode, truncates the target. `counter_mask`: see
     X86Emulation.

@@ -58,7 +58,7 @@ class X86Emulation(Emulation):
     operand_size: int = 8
     """Number of bytes that the instruction pushes or pops."""
     counter_mask: int = 0
-    """Mask of the bits of rcx that loop and jcxz count in. The instruction's address size determines it."""
+    """Mask of the bits of rcx that loop and jcxz use as their counter; it depends on the address size."""
     release: int = 0
     """Number of bytes that ret removes from the stack after the return address."""
     mask: int = (1 << 64) - 1

@@ -35,8 +35,8 @@ def save_all(program: Program, frame: RegsFrame, constants: Mapping[str, int]) -
 def slots_of(frame: RegsFrame) -> dict[int, int]:
     """Return slot number (see SLOT_FLAGS) -> offset in bytes from sp, for programs that run within a frame.
 
-    At the offset is the value that the probed code had in a register. SLOT_SP has the offset at which the
-    probed code's stack begins.
+    The offset is that of the saved value of the probed code's register. For SLOT_SP, it is the offset at
+    which the probed code's stack begins.
     """
     offsets = {NUMBERS[name]: offset for name, offset in frame.offsets.items() if name in NUMBERS}
     offsets[SLOT_FLAGS] = frame.offsets["flags"]
@@ -83,7 +83,7 @@ class SavedRegisters:
         self.after = restore
         words = len(pushed) + below
         self.offsets = {number: (words - 1 - index) * encoder.word for index, number in enumerate(pushed)}
-        """Slot number -> offset in bytes, from the program's sp, of the slot's saved value."""
+        """Slot number -> offset of its saved value from sp during the program, in bytes."""
         self.offsets[SLOT_SP] = words * encoder.word
 
 

@@ -33,7 +33,7 @@ _CALL_NEAR = 2
 """The reg field of ModRM that makes an instruction of group 5 a near call."""
 _JUMP_NEAR = 4
 _SHORT_WORD = 2
-"""Operand size in bytes of a branch that truncates the instruction pointer."""
+"""Operand size in bytes of a branch that truncates the instruction pointer to 16 bits."""
 _ESCAPE = 0x0F
 _UNDEFINED = opcodes("0b b9 ff")
 _INTERRUPTS = opcodes("cc-ce f1")
@@ -42,7 +42,7 @@ _BY_REG = (
     *(bytes([opcode]) for opcode in opcodes("8e c0-c1 c6-c7 d0-d3 f6-f7 fe-ff")),
     *(bytes([_ESCAPE, opcode]) for opcode in opcodes("00-01 ae c7")),
 )
-"""Opcodes whose ModRM selects an instruction or segment register on which a probe rule depends."""
+"""Opcodes for which a probe rule depends on the instruction or segment register that ModRM selects."""
 
 
 class ControlTransfer(Enum):

@@ -261,7 +261,8 @@ class X86Lowering(Lowering):
     def _holds_original(self, number: int) -> bool:
         """Return True if register `number` contains the probed code's value at the current op on every path.
 
-        If that holds only as long as the register is not assigned, pin the register; see Assignment.pinned.
+        If the op may be in a loop, pin the register, so that no later op of the loop changes it; see
+        Assignment.pinned. Return False if too many registers are pinned.
         """
         if number in self._real.overwritten:
             return False

@@ -317,7 +317,7 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
 
     @property
     def _address_sign(self) -> int:
-        """The upper 32 bits of the addresses that a sign-extended immediate of 32 bits can hold."""
+        """The upper 32 bits of kernel addresses that a sign-extended 32-bit immediate can hold; 0 on i386."""
         return 0xFFFFFFFF << 32 if self.bits == 64 else 0
 
     def label_size(self, code: bytes) -> int:

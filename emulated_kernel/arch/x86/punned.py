@@ -35,8 +35,8 @@ def punned_jump(region: Region, target: int) -> bytes:
 def has_room(region: Region, bits: int) -> bool:
     """Return True if the region's jump can lead to a detour in unused address space.
 
-    All addresses in this space that the jump can reach must be near enough for the displacements in the
-    detour.
+    Return False also if the displacements of a detour at one of these addresses would not reach their
+    targets.
     """
     reached = targets(region)
     found = False

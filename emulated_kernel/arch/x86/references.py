@@ -101,8 +101,8 @@ def _short_branches(addr: int, code: bytes, first: int, last: int) -> Iterator[R
 def _relative(addr: int, code: bytes, pattern: re.Pattern[bytes], opcode: int) -> Iterator[Reference]:
     """Yield (target, source) for each instruction in `code` whose opcode `pattern` finds.
 
-    `addr`: address of the start of `code`. `opcode`: size in bytes of the opcode, after which the
-    displacement of four bytes is.
+    `addr`: address of the start of `code`. `opcode`: size in bytes of the opcode; a displacement of four
+    bytes follows it.
     """
     displacement_at = _DISPLACEMENT.unpack_from
     behind = addr + opcode + _DISPLACEMENT_SIZE

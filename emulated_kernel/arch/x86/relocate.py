@@ -16,7 +16,7 @@ _CALL_NEAR = 2
 _MOD_REGISTER = 3
 _RM_SIB = 4
 _TO_JUMP = 0b00_110_000
-"""An indirect call's ModRM byte, exclusive or this value, is that of the jump with the same operand."""
+"""Bits that differ between the ModRM of an indirect call and that of a jump with the same operand."""
 _JUMPS = (0xE9, 0xEB)
 _JCC_SHORT = range(0x70, 0x80)
 _LOOPS = range(0xE0, 0xE4)
@@ -116,8 +116,8 @@ def _indirect_jump(code: bytes, insn: X86Insn, addr: int, to: int, bits: int) ->
 def _loop(insn: X86Insn, to: int, target: int) -> bytes:
     """Return code at `to` with the effect of the loop or jcxz `insn`, whose target is `target`.
 
-    Such an instruction has only a short form, so its copy leads to a long jump to the target. If the copy
-    isn't taken, another jump skips the long jump.
+    Such an instruction has only a displacement of one byte, so its copy jumps to a long jump to the target.
+    If the copy does not jump, a short jump after it skips the long jump.
     """
     prefix = bytes((_ADDRESS_SIZE_PREFIX,)) if _ADDRESS_SIZE_PREFIX in insn.prefixes else b""
     short = prefix + insn.opcode + bytes((_SHORT_JUMP_SIZE,))

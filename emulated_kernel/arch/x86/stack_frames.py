@@ -176,9 +176,9 @@ class _FrameReader:
         self._pop("bp", frame)
 
     def _move_low_half(self, insn: Any) -> Effect | None:
-        """Return the effect of a 32-bit move between registers of 64 bits, or of a move with sign extension.
+        """Return the effect of a move of the low 32 bits of a register, zero-extended or sign-extended.
 
-        Return None for another instruction.
+        Return None for another instruction, and on i386.
         """
         from iced_x86 import OpKind, RegisterExt
 

@@ -192,9 +192,9 @@ def client_call(pid: int, memory: ProcessMemory, instead: str | None = None) -> 
     process's memory can't be read in time, return a call with `is_hidden` set and without its paths. If that
     call also has pointers to other data than paths, return None.
 
-    `instead`: path of an open(2) of an existing file, if the caller knows the path. The process's memory is
-    not read for such an open. If `instead` is "", return the open with `is_hidden` set and without its path.
-    If `instead` is None, the process's memory is read for all calls.
+    `instead`: path to return if the call is an open(2) of an existing file; the process's memory is then not
+    read. If `instead` is "", return such an open with `is_hidden` set and without its path. If `instead` is
+    None, the process's memory is read for all calls.
     """
     fields = _waiting_in(pid)
     name = _NAMES.get(int(fields[0])) if fields else None

@@ -37,8 +37,8 @@ class Families:
     def add(self, pid: int) -> None:
         """Record that a client makes a request.
 
-        If the client had children at the last look, read its family again. The client may have waited for
-        those children. After the new read, each wait is certain to be for a new child.
+        If the client had children at the last look, read its family again, because some of those children may
+        have ended. who_waited() leaves out a client that has lost children since the last read.
         """
         if pid not in self._known or _has_children(self._known[pid]):
             self._known[pid] = _family(pid)
@@ -71,7 +71,7 @@ def _has_waited(was: _Family, now: _Family | None) -> bool:
 def _family(pid: int) -> _Family | None:
     """Return the family of a process, or None if /proc is unreadable or the process has several threads.
 
-    A process with several threads is left out, because /proc lists the children of each thread in another
+    A process with several threads is left out, because /proc lists the children of each thread in a separate
     file.
     """
     stat = read(f"/proc/{pid}/stat")

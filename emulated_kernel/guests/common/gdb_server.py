@@ -189,7 +189,7 @@ class GdbSession:
         """Number of the virtual CPU whose registers the debugger reads and writes, plus 1."""
         self._is_done = False
         self._is_passed = False
-        """Whether gdb has passed a probe's breakpoint by a write of ip, since the guest stopped."""
+        """Whether gdb has skipped a probe's breakpoint by a write of ip since the guest stopped."""
         self._is_step = False
         """Whether gdb's next request to continue is in fact a single step over a probe's breakpoint."""
         self._steps_by_breakpoints = debugger.machine.model.name.startswith("riscv")

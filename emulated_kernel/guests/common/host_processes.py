@@ -136,8 +136,8 @@ class ProcessWatch:
     def has_ended(self, pid: int) -> bool:  # noqa: ARG002
         """Return True if a followed process has ended; exited() does not report its end afterwards.
 
-        exited() may report an end late. If the pid of a request belonged to an ended process, another process
-        makes the request.
+        exited() may report an end late. If a request comes with the pid of a process that has ended, another
+        process has got this pid.
         """
         return False
 
@@ -270,7 +270,7 @@ class HostProcesses(ProcessWatch):
         return found
 
     def _related(self, pids: list[int]) -> list[int]:
-        """Return the members of `pids` whose parent is unknown, followed, or also a member of the result."""
+        """Return those `pids` whose parent is unknown, is a followed process, or is also in the result."""
         found: dict[int, None] = {}
         for pid in pids:
             parent = self._parents.get(pid)

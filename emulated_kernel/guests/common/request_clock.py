@@ -12,9 +12,9 @@ from emulated_kernel.util.abi import HZ
 
 NSEC_PER_JIFFY = 1_000_000_000 // HZ
 PAUSE = 0.1
-"""Seconds that a pause between two requests must take to count, if the clock is virtual.
+"""Minimum seconds of a pause between two requests that counts, if the clock is virtual.
 
-Such a pause counts at its real length.
+The whole length of such a pause is added to the count of jiffies.
 """
 
 

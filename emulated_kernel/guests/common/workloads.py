@@ -110,7 +110,7 @@ class RunningWorkload:
 
     @property
     def left(self) -> float:
-        """Seconds until the ordered duration has passed."""
+        """Seconds until the ordered duration has passed; 0 afterwards."""
         return max(self.started + self.order.duration - monotonic(), 0.0)
 
     @property

@@ -78,7 +78,7 @@ class GuestAbi:
     accesses to the registers of the generic timer.
     """
     user_access: tuple[str, ...] = ()
-    """Functions in which the kernel allows and forbids its accesses to user memory by SUM, on riscv64."""
+    """Functions in which a riscv64 kernel sets and clears SUM, the permission to access user memory."""
 
 
 _O_DIRECTORY = 0o200000

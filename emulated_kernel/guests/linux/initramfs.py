@@ -23,7 +23,7 @@ class UserStub(NamedTuple):
     elf_machine: ElfMachine
     code: bytes
     syscall: int
-    """Address of the instruction that makes a system call. The code of the stub is after this instruction."""
+    """Address of the instruction that makes a system call. The code after it jumps back to `start`."""
     touch: int
     """Address of code that stores a byte to a page and to the following pages.
 

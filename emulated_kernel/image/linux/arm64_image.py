@@ -74,9 +74,10 @@ def check_linked(address: int) -> None:
 
 
 def _lowest(relocations: memoryview) -> int:
-    """Return the lowest address in a table of relocations, which is near the start of the kernel.
+    """Return the lowest address that occurs in a table of relocations.
 
-    The table has the address of each relocated word, and the address to store in the word.
+    This address is near the start of the kernel. The table has the address of each relocated word, and the
+    address to store in the word.
     """
     places = relocations[0::3].tolist()
     return min(places + relocations[2::3].tolist())

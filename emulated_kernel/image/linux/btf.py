@@ -148,7 +148,8 @@ class Btf:
         self._named: NameIndex
         """All names, in the order of the types; `_index` sorts them by name.
 
-        Names from the kernel's string table also occur in the BTF of modules, which continues this table.
+        The types of a module may also have names in the kernel's string table, which the module's table
+        continues.
         """
         if parts is None:
             self._starts, self._named = self._scan()
@@ -195,7 +196,7 @@ class Btf:
         return number
 
     def _is(self, number: int, kind: Kind, name: int) -> bool:
-        """Return True if the type `number` has the kind `kind`, and its name is at string offset `name`."""
+        """Return True if the type `number` is a `kind` whose name is at offset `name` of the string table."""
         found = self.type(number)
         return found.kind is kind and found.name == name
 
@@ -309,7 +310,7 @@ class Btf:
     def constants_of_module(self, data: bytes) -> dict[str, int]:
         """Return the enumerators that a module's BTF adds: name -> value.
 
-        The module's string table continues the kernel's.
+        `data`: the module's BTF. Its string table continues that of the kernel.
         """
         own = Btf(data)
         own._texts = memoryview(bytes(self._texts) + bytes(own._texts))

@@ -88,7 +88,7 @@ class DwarfSections:
         self.begin(tag, attributes, children=False, number=number)
 
     def end(self) -> None:
-        """End the children of an entry."""
+        """End the list of children of the innermost entry whose list is still open; see begin()."""
         self._info.append(0)
 
     def _append(self, form: int, value: int | str | None) -> None:
@@ -143,7 +143,7 @@ class _Writer:
         self._written: dict[int, int] = {}
         """Cache of reference(): id of a type -> id to write in a reference to the type; 0 for void."""
         self._next = len(btf)
-        """Id for the next type that is written to the DWARF although the BTF does not have the type."""
+        """Id for the next type that declared() makes, because the BTF lacks it: a pointer or an array."""
 
     def reference(self, number: int) -> int | None:
         """Return the id of the type to write in a reference to the type `number`; None for void.

@@ -148,7 +148,7 @@ class CachedKernelTables(LinuxKernel):
         )
 
     def _definition(self, table: str) -> Any:
-        """Return the decoded JSON of a table. Raises: KernelError (the kernel's table could not be read)."""
+        """Return a table decoded from JSON. Raises: KernelError (the kernel's table could not be read)."""
         if table in self._unreadable:
             raise KernelError(*self._unreadable[table])
         return json.loads(bytes(self._definitions[table]))

@@ -31,7 +31,7 @@ _AR_END = b"`\n"
 
 
 class _Part:
-    """Part of a file that is read like a file: the bytes `front`, then the range from `start` to `end`."""
+    """A part of a file, readable like a file: the bytes `front`, then the range from `start` to `end`."""
 
     def __init__(self, file: BinaryIO, start: int, end: int, front: bytes = b"") -> None:
         self._file = file

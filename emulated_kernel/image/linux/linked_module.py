@@ -42,9 +42,9 @@ _LIMIT = 48 << 20
 _RELOCATION = struct.Struct("<QQq")
 _NONE = 0
 _ABSOLUTE = {1: 8, 10: 4, 11: 4}
-"""Type of a relocation to an address -> size in bytes. Mirrors: R_X86_64_64, _32, _32S."""
+"""Type of a relocation that stores an address -> size in bytes. Mirrors: R_X86_64_64, _32, _32S."""
 _RELATIVE = {2: 4, 4: 4, 24: 8}
-"""Type of a relocation to a distance -> size in bytes. Mirrors: R_X86_64_PC32, _PLT32, _PC64."""
+"""Type of a relocation that stores a distance -> size in bytes. Mirrors: R_X86_64_PC32, _PLT32, _PC64."""
 _UNPROBED = (".kprobes.text", ".noinstr.text")
 """Sections whose functions cannot be probed. Mirrors: kernel/kprobes.c:add_module_kprobe_blacklist (v6.1)."""
 
@@ -200,7 +200,10 @@ class _Linker:
     # The result
 
     def linked(self, kernel: LinuxKernel) -> LinkedModule:
-        """Return the module with its tables."""
+        """Return the linked module, with its tables, as it is after its init function has returned.
+
+        `kernel`: the kernel, whose version decides the layout of the bug table.
+        """
         symbols = tuple(self._symbols())
         module = Module(
             name=self._name,

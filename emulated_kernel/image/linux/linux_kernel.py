@@ -336,7 +336,7 @@ class LinuxKernel:
 
     @property
     def is_preemptible(self) -> bool:
-        """Whether the kernel was built with CONFIG_PREEMPTION, so that preempt_disable() counts."""
+        """Whether the kernel was built with CONFIG_PREEMPTION, so that kernel code can be preempted."""
         return self.kallsyms.lookup_name("preempt_schedule") is not None
 
     def per_cpu(self, name: str) -> int | None:

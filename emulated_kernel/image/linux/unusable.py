@@ -29,7 +29,7 @@ def unmapped(va: int) -> str:
 
 @contextmanager
 def read_as(what: str) -> Iterator[None]:
-    """Make UnusableFile errors in the `with` block name `what`, such as "module (x)", instead of "kernel"."""
+    """Replace "kernel" by `what`, such as "module (x)", in UnusableFile errors of the `with` block."""
     try:
         yield
     except UnusableFile as error:

@@ -62,9 +62,9 @@ def _blocks(index: bytes) -> tuple[list[tuple[int, int]], int]:
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Decode a variable-length integer at `at`, and return the integer and the offset after it.
+    """Decode the variable-length integer at offset `at` of `data`; return it and the offset after it.
 
-    Each byte has 7 bits of the integer, the lowest first.
+    Each byte has 7 bits of the integer, the lowest first. The highest bit is 0 only in the last byte.
     """
     value = 0
     shift = 0

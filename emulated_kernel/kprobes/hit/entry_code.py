@@ -21,8 +21,8 @@ ByKind = Callable[[AbstractSet[int]], Mapping[KindT, AbstractSet[int]]]
 class EntryCode(Generic[KindT]):
     """Guest code for the calls of an ftrace_ops. Functions of one kind share their guest code.
 
-    The sites of a kind call a jump, which leads to guest code or to the trampoline for Python. A change of
-    settings changes the targets of these few jumps instead of all sites.
+    The sites of a kind call one jump, which leads to guest code, or to the trampoline if Python handles the
+    calls. After a change of a tracer's settings, only the targets of these few jumps change, not all sites.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class EntryCode(Generic[KindT]):
         self._jumps: dict[KindT, CompiledCode] = {}
         self._codes: list[CompiledCode] = []
         self.is_settled = False
-        """Whether the current settings need no further compilation: guest code exists, or is impossible."""
+        """Whether make() need not run until the settings change: it has run, or no code can be compiled."""
 
     @property
     def may_make(self) -> bool:
-        """Whether make() can be called now, and the current settings need it."""
+        """Whether make() may be called now, and has to run for the current settings."""
         return not self.is_settled and self._split_jumps.may_patch()
 
     def prepare(self, sites: AbstractSet[int], by_kind: ByKind[KindT]) -> None:

@@ -147,7 +147,7 @@ class FtraceSites:
             self.drop_code(self._callers[site])
 
     def _find_handler(self, site: int) -> Called | None:
-        """Return the handler of the calls from `site`, or None if it has no users; store it in `_calls`."""
+        """Find the handler of calls from `site`, store it in `_calls` and return it; None without users."""
         users = tuple(self._ops.users(site))
         if not users:
             users = tuple(ops for ops, sites in self._leaving.items() if site in sites)

@@ -57,8 +57,8 @@ class FtraceOps:
     sub_symbols: tuple[str, str] | None = None
     """Names of the entry function and the return function of this ftrace_ops in Linux, or None.
 
-    The names are given if the function `symbol` serves several ftrace_ops; enabled_functions shows them as
-    subops.
+    The names are given if the Linux function that symbol() names serves several ftrace_ops. The file
+    enabled_functions shows the two names as subops.
     Mirrors: include/linux/ftrace.h:struct ftrace_ops, subop_list (v7.2).
     """
     codes_of: CodesOf = no_code

@@ -232,7 +232,7 @@ class HitHandling:
                 regs.ip = code.entry
 
     def on_debug_trap(self, head: AggrKprobe, next_ip: int, regs: Regs) -> None:
-        """End a step at the trap that the trap flag causes.
+        """End a step at the single-step trap. `next_ip`: address after the probed instruction.
 
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_debug_handler (v5.11).
         """

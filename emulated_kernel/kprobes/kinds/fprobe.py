@@ -404,7 +404,10 @@ class Fprobes:
         return registered
 
     def _compile(self, fp: Fprobe, registered: _FprobeOps) -> None:
-        """Compile the handling of the fprobe's entries; if that is impossible, Python handles them."""
+        """Compile the handling of the fprobe's entries; if that is impossible, Python handles them.
+
+        `registered`: the engine's state of the fprobe, in which the code is stored.
+        """
         sites = self._kprobes.sites
         builder = ProgramBuilder()
         assert sites is not None
@@ -419,7 +422,7 @@ class Fprobes:
         registered.is_python = registered.code is None
 
     def _emit_entry(self, fp: Fprobe, builder: ProgramBuilder) -> bool:
-        """Emit guest code for the handling of entries; return False if Python must handle them."""
+        """Emit guest code that handles entries of the functions; return False if Python must handle them."""
         native = self._hooks.native
         if native is None or fp.is_disabled or fp.entry_data_size:
             return False

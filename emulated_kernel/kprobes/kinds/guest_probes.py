@@ -243,7 +243,10 @@ class GuestProbes:
         return _GuestProbe(probe, rp, (entry, leave))
 
     def _instance(self, probe: int, instance: KretprobeInstance) -> int:
-        """Fill in the struct kretprobe_instance of a call, and return its address in the guest."""
+        """Fill in the guest's struct kretprobe_instance for a call, and return the structure's address.
+
+        `probe`: address of the struct kretprobe. `instance`: the call.
+        """
         address = instance.data_address
         self._write(address, "kretprobe_instance.rp", probe)
         self._write(address, "kretprobe_instance.ret_addr", instance.ret_addr)

@@ -61,7 +61,9 @@ class HitRing:
     """
 
     def __init__(self, machine: ProbedMachine, arch: Arch, registers: Sequence[str], capacity: int) -> None:
-        """Allocate the rings.
+        """Allocate a ring for each CPU.
+
+        The class describes `registers` and `capacity`.
 
         Raises: ValueError (capacity is not a power of 2, or unknown register), KernelError
         ENOMEM.
@@ -88,7 +90,7 @@ class HitRing:
         except HardwareError as error:
             raise KernelError(ENOMEM, f"hit_ring: {error}; close another ring") from error
         self._cells = [cell.cast(code) for cell in cells.cells(self._offset, 2 * word)]  # type: ignore[call-overload]
-        """For each CPU, a view of two words: the number of hits so far, and the address of its entries."""
+        """For each CPU, a view of two words: the number of its hits so far, and the address of its ring."""
         self._views: list[memoryview] = []
         try:
             for cell in self._cells:

@@ -231,7 +231,7 @@ class Kretprobes:
     # Hits
 
     def _entry(self, rp: Kretprobe, hook: ReturnHook) -> Callable[[Kprobe, Any], None]:
-        """Return the pre_handler of the entry probe, which hooks the call.
+        """Return the entry probe's pre_handler, which hooks each call by `hook`.
 
         Mirrors: kernel/kprobes.c:pre_handler_kretprobe (v6.1).
         """
@@ -252,7 +252,7 @@ class Kretprobes:
         return entered
 
     def _return_handler(self, rp: Kretprobe) -> Callable[[KretprobeInstance, Any], None]:
-        """Return the function that the return hook calls at returns.
+        """Return the function by which the return hook calls the probe's handler at returns.
 
         Mirrors: kernel/kprobes.c:kretprobe_rethook_handler (v6.1).
         """

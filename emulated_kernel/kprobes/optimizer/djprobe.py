@@ -47,7 +47,8 @@ class Djprobes(Optimizer):
     def settle_length(self, kprobe: Kprobe) -> str:
         """Clear the `length` of a probe that is about to be registered, if it gets no jump.
 
-        Return the reason why the probe gets no jump, or an empty string.
+        It gets no jump if its region already contains another probed address. Return this as the reason, or
+        an empty string if the probe gets a jump or has no `length`.
 
         Raises: KernelError (as resolve_region()).
         """

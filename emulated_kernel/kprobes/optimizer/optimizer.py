@@ -199,10 +199,10 @@ class Optimizer:
         return True
 
     def ask(self, kprobe: Kprobe) -> str:  # noqa: ARG002 - a djprobe gets its length
-        """Request a jump for a probe that was registered without requesting one.
+        """Return "" and do nothing, because only the jump of a djprobe must be requested.
 
-        Return the reason why the probe gets no jump, or an empty string. Raises: KernelError (no jump is
-        possible).
+        Djprobes overrides this method. There, the result is the reason why the probe gets no jump, or an
+        empty string. Raises: KernelError (no jump is possible).
         """
         return ""
 
@@ -361,7 +361,8 @@ class Optimizer:
     def _reverse(self, head: AggrKprobe, *, optimizing: bool) -> None:
         """Reverse an optimization or unoptimization that has stopped between two steps of patching.
 
-        The text does not change yet. `optimizing`: whether the new change is the optimization.
+        The text does not change yet. `optimizing`: True if the new change is to write the jump, False if it
+        is to remove the jump.
         """
         assert head.detour is not None
         if optimizing:
@@ -509,9 +510,9 @@ class Optimizer:
     def _is_as_prepared(self, head: AggrKprobe, detour: DetourBuffer) -> bool:
         """Return True unless other code has changed the kept bytes of the probe's jump.
 
-        Kept bytes are the last bytes of the jump. They are original text after the region that the jump uses
-        unchanged, and so they restrict the jump's target. If they have changed, store this as the reason for
-        the probe's rejection.
+        Kept bytes are original text after the region. The jump ends with these bytes as they are, so they
+        restrict its target. Set the probe's `rejection` to the reason if the bytes have changed, otherwise to
+        "".
         """
         region = detour.region
         kept = detour.jump[len(detour.jump) - region.kept :]

@@ -18,9 +18,9 @@ class _Stop:
     """A change of text that has stopped after a step."""
 
     insn: bytes
-    """The bytes that the text has after the last step."""
+    """The bytes that the text has after all steps of the change."""
     step: PokeStep
-    """The step that was written last: the breakpoint or the tail."""
+    """The step after which the change has stopped."""
     due: int | None
     """Jiffy from which the next step may be written; None if a user has to ask for it."""
 

@@ -1,9 +1,9 @@
 """NativeReturns: emits guest code that hooks calls and handles their returns without the host.
 
 A call whose hook has a handler in guest code returns to the native trampoline. Calls that Python hooks return
-to the trampoline for Python, which saves all registers. If two hooks share a stack slot, because one function
-jumps to another, their calls return to the native trampoline one after the other. If their handlers would not
-find the right return address then, the trampoline for Python handles both.
+to the trampoline for Python, which saves all registers. Two hooks share a stack slot if a hooked function
+jumps to another one. Then their calls return to the native trampoline one after the other. If their handlers
+would not find the right return address that way, both calls return to the trampoline for Python.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class NativeReturns:
         return -(-hook.data_size // self._word)
 
     def _replace(self, builder: ProgramBuilder, hook: ReturnHook) -> None:
-        """Emit code that replaces the return address RET with a trampoline's address."""
+        """Emit code that replaces the call's return address by a trampoline's; RET holds the old address."""
         trampoline = self._trampoline
         if hook.code is None:
             self._return_to(builder, trampoline.address)
@@ -234,9 +234,10 @@ class NativeReturns:
         return True
 
     def _emit_dispatch(self, builder: ProgramBuilder) -> None:
-        """Emit a jump to the newest call's handler.
+        """Emit code that jumps to the handler of the running task's newest call.
 
-        If the newest call is not the returning call, or has no handler in guest code, jump to Python's code.
+        If this call is not the one that returns, or has no handler in guest code, the code goes to the part
+        that calls Python.
         """
         python = builder.label()
         self._code.find(builder, python)

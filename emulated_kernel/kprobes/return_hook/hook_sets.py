@@ -20,7 +20,7 @@ from emulated_kernel.util.lazy_pattern import lazy_pattern
 RETHOOK_TRAMPOLINE = "arch_rethook_trampoline"
 GRAPH_TRAMPOLINE = "return_to_handler"
 RETURN_PLACE = "return_place"
-"""Key in the ABI table of the address of unused bytes in the kernel's text, to which functions return."""
+"""Key in the ABI table: address of unused bytes in the kernel's text to which hooked functions return."""
 _COLD = r"\.cold(\.\d+)?"
 COLD_PART = lazy_pattern(f"{_COLD}$")
 
@@ -41,7 +41,7 @@ class HookSets(TaskObserver):
         scheduler: GracePeriod,
         chosen: str | None,
     ) -> None:
-        """Make the first set of return hooks, and observe the guest's tasks.
+        """Make the first set of return hooks, and register callbacks with `machine`.
 
         `chosen` is the name of a shadow stack to use instead of the profile's; None: use the profile's.
         """

@@ -32,7 +32,7 @@ HEAD = 0
 TAIL = 1
 """Index of the word in a CPU's ring that counts the nodes put into the ring."""
 ENTRIES = 2
-"""Index of the first entry in a CPU's ring, in words."""
+"""Index of the word in a CPU's ring at which the ring's entries begin."""
 
 
 class ObjpoolStack(RethookListStack):

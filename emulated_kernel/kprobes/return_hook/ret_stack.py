@@ -47,22 +47,22 @@ from emulated_kernel.util.errors import KernelError
 SHADOW_STACK_SIZE = PAGE_SIZE
 """Size of a task's array in bytes."""
 HOOK = 0
-"""Index of a word after an entry's data: the address of the hook."""
+"""Index of the word with the address of the hook, counted from the end of an entry's data."""
 RET_ADDR = 1
-"""Index of a word after an entry's data: the real return address."""
+"""Index of the word with the real return address, counted from the end of an entry's data."""
 FRAME = 2
-"""Index of a word after an entry's data: the address of the stack slot."""
+"""Index of the word with the address of the stack slot, counted from the end of an entry's data."""
 SIZE = 3
-"""Index of a word after an entry's data: the number of words of the whole entry."""
+"""Index of the word with the number of words of an entry, counted from the end of the entry's data."""
 TRAILER = 4
 """Number of words in an entry after its data."""
 _USED = 0
-"""Index of a word after the end of a task's array: the number of the array's words in use.
+"""Index of the word with the number of used words of a task's array, counted from the array's end.
 
 Linux has this number in task_struct.
 """
 _OVERRUNS = 1
-"""Index of a word after the end of a task's array: the number of overruns.
+"""Index of the word with a task's number of overruns, counted from the end of the task's array.
 
 An overrun is a call for which the array had no space. Linux has this number in task_struct.
 """

@@ -124,9 +124,9 @@ class RethookCode(RethookListCode[RethookStack]):
         self._change(builder, hook, again)
 
     def _change(self, builder: ProgramBuilder, hook: int, again: Label) -> None:
-        """Emit code that makes the node with the number in TASK the first free node.
+        """Emit code that makes the node whose number is in TASK the first node of the free list.
 
-        If the head of the free list is no longer the value of FIRST, the code goes to `again`.
+        If the head of the free list is no longer equal to FIRST, the code goes to `again`.
         """
         builder.emit(
             Move(SECOND, FIRST),

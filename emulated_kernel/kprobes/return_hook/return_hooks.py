@@ -310,11 +310,12 @@ class ReturnHooks:
     def _run_asm_handlers(
         self, regs: Any, frame: int, /, *, in_frame: bool, on_return: Callable[[Any], object]
     ) -> bool:
-        """Run the assembly handlers of the hooked calls that return now, in the guest.
+        """Run in the guest the assembly handlers of the hooked calls that return now.
 
-        `frame` is the address of the stack slot whose return address was replaced for these calls.
-        `in_frame`: the registers are saved in a struct pt_regs at sp. Return False if there are no such
-        handlers; then `on_return` is not called.
+        When the handlers have ended, call `on_return` with the registers. Return False if there are no such
+        handlers, or no room for their code; then `on_return` is not called. `frame` is the address of the
+        stack slot whose return address was replaced for these calls. `in_frame`: the registers are saved in a
+        struct pt_regs at sp.
         """
         if self._has_assembly is None:
             self._has_assembly = any(hook.assembled is not None for hook in self._hooks.values())

@@ -23,9 +23,9 @@ MISSED = 0
 RETURNED = 1
 """Index of a hook's counter of calls whose return was handled."""
 ACTIVE = 2
-"""Index of a hook's counter of nodes in use. It stays 0 if the free nodes are counted instead."""
+"""Index of a hook's counter of nodes in use. It stays 0 if active() counts the free nodes instead."""
 HIGH_WATER = 3
-"""Index of a hook's counter of the maximum of ACTIVE. It stays 0 if used nodes are counted instead."""
+"""Index of a hook's counter with the maximum of ACTIVE. It stays 0 if high_water() counts nodes instead."""
 _COUNTERS_SIZE = 4 * 8
 _COUNTER_MASK = (1 << 64) - 1
 DAMAGED = "shadow stack"
@@ -37,7 +37,7 @@ class Pending(NamedTuple):
 
     node: int
     hook: int
-    """Address of the hook whose pool the node belongs to."""
+    """Address of the hook that owns the call's node."""
     ret_addr: int
     frame: int
     """Address of the stack slot whose return address was replaced."""

@@ -45,7 +45,7 @@ class Regs:
     orig_ax: int
     """Number of the system call that a task has entered, or -1.
 
-    On riscv64, this is the field orig_a0. The field is one of Linux's pt_regs and no register of the CPU.
+    This is a field of Linux's pt_regs, not a register of the CPU. On riscv64, Linux calls it orig_a0.
     """
     ax: int
     cx: int

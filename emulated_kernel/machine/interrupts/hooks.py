@@ -99,7 +99,7 @@ class TrapHooks:
         self._arrival: tuple[int, int] | None = None
         """Address of the routine that ends runs, and the exception's number; None before end_runs_at()."""
         self._entry: tuple[KernelEntry, int] | None = None
-        """The table of enter_calls(), and the exception's number; None before enter_calls()."""
+        """Table and exception's number that were passed to enter_calls(); None before that call."""
         self._deferred: Callable[[Regs], object] | None = None
         self.stopped_by: Trap | None = None
         self._hook_traps()

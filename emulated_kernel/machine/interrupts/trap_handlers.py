@@ -58,9 +58,9 @@ class LinkedRedirect(Redirect):
         return self
 
     def bind(self, address_of: Callable[[str], int]) -> None:
-        """Set `target`, from which the host's routine for traps finds the description of the jump.
+        """Set `target` to the address of LinkWords that describe the jump, with the bit LINKED added.
 
-        `address_of` returns the host address of a register.
+        The host's routine for traps reads these words. `address_of` returns the host address of a register.
         """
         register, offset, kept_bits, link_register, link = self._jump
         added = offset & _WORD

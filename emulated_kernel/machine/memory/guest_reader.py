@@ -52,7 +52,7 @@ class DamageReports:
 
     @contextmanager
     def left_out(self, what: str) -> Iterator[None]:
-        """If the `with` block faults on damaged data of the guest, leave the block and report the fault.
+        """If the `with` block raises MemoryFault or GuestFault, end the block and report damaged data.
 
         `what`: name of the data in the report.
         """

@@ -17,7 +17,7 @@ An entry begins with three words: the page's address for reads, for writes and f
 if such an access is not cached.
 """
 VICTIMS = 8
-"""Number of entries of Unicorn's victim TLB, which keeps entries that newer ones replaced in the table."""
+"""Number of entries of Unicorn's victim TLB, which holds entries that newer ones displaced from the TLB."""
 
 
 class SumWords(ctypes.Structure):

@@ -31,7 +31,8 @@ class _Write:
 class Prefetch:
     """Records the writes to text since the CPUs last executed a serialising instruction.
 
-    A CPU can fetch at any moment, and it fetches the two parts of a straddling instruction at two moments.
+    A CPU can fetch at any moment. It fetches an instruction that lies in two aligned pieces (see __init__) at
+    two moments.
     Source: "Djprobe" (Ottawa Linux Symposium 2007), section 2.3; Linux: text_poke_bp_batch (v6.1).
     """
 

@@ -512,7 +512,8 @@ class TraceArray(ArrayRings, Recorder):
         No event is consumed. The lines show the events that the buffers hold at the beginning. A note
         replaces events that are overwritten before they are shown. The lines end if a buffer is emptied. The
         header always counts the events of all CPUs. `buffers` defaults to the buffers of the trace array.
-        `is_followed`: yield END after these lines, then the lines of later events and END again, and so on.
+        `is_followed`: after these lines, yield END (see control_lock.py), then the lines of later events and
+        END again, and so on.
         """
         buffers = self.buffers if buffers is None else buffers
         flags = self.options.flags
@@ -568,7 +569,7 @@ class TraceArray(ArrayRings, Recorder):
         return GraphPrinter(self.system.cpus, self.system.tracer_options)
 
     def formatter(self) -> LineFormatter:
-        """Return a printer of records under the current options."""
+        """Return a printer of records as lines of text, which follows the current options."""
         system = self.system
         flags = self.options.flags
         past = self._past

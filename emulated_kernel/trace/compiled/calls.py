@@ -64,7 +64,10 @@ class CompiledCalls:
     tasks: SelectedTasks
 
     def emit(self, builder: ProgramBuilder, arch: Arch, places: GuestAddresses) -> None:
-        """Emit code that records a call from an fentry site. Mirrors: function_trace_call (v6.1)."""
+        """Emit code that records a function's call at its fentry site.
+
+        Mirrors: function_trace_call (v6.1).
+        """
         word = arch.word_size
         done = builder.label()
         self.tasks.emit_check(builder, places, done)

@@ -116,7 +116,7 @@ class CompiledGraph:
 
 
 class GraphEmitter:
-    """Emits code that does the work of GraphTracer at the entry and return of calls."""
+    """Emits code that records the entries and returns of calls, as GraphTracer does on the host."""
 
     def __init__(
         self,
@@ -228,9 +228,9 @@ class GraphEmitter:
         builder.place(done)
 
     def _check_duration(self, shorter: Label) -> None:
-        """Emit a jump to `shorter` if the call's duration is below the threshold.
+        """Emit code that jumps to `shorter` if the call's duration is below the threshold.
 
-        VALUE and HIGH hold the current time.
+        When the code runs, VALUE and HIGH must hold the current time.
         """
         builder = self._builder
         emit = self._emit

@@ -95,7 +95,7 @@ class GuestRecords(TaskObserver):
 
     @contextmanager
     def exchanged(self, old: Sequence[RingMemory], sizes: Sequence[int]) -> Iterator[list[RingMemory]]:
-        """Free the pages of the ring buffers `old`, and allocate pages for buffers of the sizes `sizes`.
+        """Free the pages of the ring buffers `old`, and yield new pages for buffers of the sizes `sizes`.
 
         The sizes are in bytes. The new pages may overlap the old ones. The old data is intact at the start of
         the `with` block, and gone after its end. An exception in the block undoes the exchange.

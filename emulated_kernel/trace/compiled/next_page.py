@@ -1,7 +1,7 @@
 """Guest code that moves the tail of a ring to the next sub-buffer, and that recording handlers call.
 
 If the tail page has no room for an event, the code stores the same words in the same order as
-RingWriter.make_room(). If the code cannot do the work, it changes nothing that readers see, and the handler
+RingWriter.make_room(). If the code cannot move the tail, it changes nothing that readers see, and the handler
 calls the host.
 """
 
@@ -183,9 +183,9 @@ class NextPageEmitter:
         )
 
     def _wrap(self, slot: int, count: int) -> None:
-        """Emit code that replaces the ring slot in `slot` by the next of `count` slots.
+        """Emit code that replaces the ring slot in the register `slot` by the next ring slot.
 
-        Slot 0 follows the last slot.
+        `count`: register with the number of ring slots. Slot 0 follows the last slot.
         """
         below = self._builder.label()
         self._emit(
@@ -303,7 +303,7 @@ class NextPageEmitter:
         self._emit(StoreImmediate(_RING, offset_of(word), value, _CELL))
 
     def _change(self) -> None:
-        """Emit code that makes the next page the tail page, which begins at the time of the request.
+        """Emit code that makes the next page the tail page, with the time of the request as time stamp.
 
         Mirrors: kernel/trace/ring_buffer.c:rb_move_tail (v6.1).
         """

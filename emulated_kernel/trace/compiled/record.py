@@ -169,7 +169,7 @@ class RecordEmitter:
         emit(Store(BASE, at, VALUE, 4))
 
     def _remember_comm(self) -> None:
-        """Emit code that saves the name of the task whose pid is in VALUE, unless its name was saved last."""
+        """Emit code that saves the name of the task with the pid in VALUE, unless this was saved last."""
         builder = self._builder
         places = self._places
         known = builder.label()
@@ -238,11 +238,11 @@ class RecordEmitter:
         self._emit(self._places.cpu.load_task(register), Load(register, register, offset, 4))
 
     def _branch_unless_usual(self, unusual: Label, *, saves_comm: bool) -> None:
-        """Emit a jump to `unusual`, unless the preempt count is 0 and no rescheduling is needed.
+        """Emit code that jumps to `unusual`, unless the preempt count is 0 and no rescheduling is needed.
 
-        With `saves_comm`, also jump if VALUE is not the pid whose name was saved last. The code overwrites
-        VALUE, TEMP and OTHER. The code has one branch for all conditions, because a branch ends a block of
-        translated code.
+        With `saves_comm`, the code also jumps if VALUE is not the pid whose name was saved last. The code
+        overwrites VALUE, TEMP and OTHER. The code has one branch for all conditions, because a branch ends a
+        block of translated code.
         """
         emit = self._emit
         resched = self._places.resched
@@ -326,9 +326,9 @@ class RecordEmitter:
             self._emit(AddAndFetch(VALUE, places.clock, step, self._high))
 
     def reserve_then(self, pointer: int, length: int | None, target: RecordTarget, dropped: Label) -> None:
-        """Emit the code of reserve() without the reading of the clock: VALUE and HIGH hold the current time.
+        """Emit the code of reserve(), but without the code that reads the clock.
 
-        The parameters are those of reserve().
+        When the code runs, VALUE and HIGH must hold the current time. The parameters are those of reserve().
         """
         builder = self._builder
         emit = self._emit
@@ -446,9 +446,9 @@ class RecordEmitter:
         self.commit(OTHER, length, target)
 
     def _measure(self) -> None:
-        """Emit code that sets _LENGTH to the entry's size as an event, and pads the entry with zeros.
+        """Emit code that sets _LENGTH to the size of the entry's event, and pads the entry with zeros.
 
-        The code computes the same as event_size().
+        The size is in bytes. The code computes the same size as event_size().
         """
         builder = self._builder
         emit = self._emit

@@ -208,8 +208,8 @@ class CallStack:
         """Return the registers after the function's return, and the address of the return address's slot.
 
         `bases`: name of a base of stack slots -> its address. `regs`: values of the registers that are known.
-        A saved value on the stack has priority over the register, because code may have changed the slot. If
-        several slots hold a register, the lowest slot has priority.
+        If both a stack slot and a register hold a saved value, the slot has priority, because code may have
+        changed it. If several slots hold a register, the lowest slot has priority.
         """
         found: dict[str, int] = {}
         slot = regs.get(self._arch.registers.sp, 0)

@@ -170,9 +170,10 @@ def _exits_to(frames: FunctionFrames, part: range) -> Mapping[int, Frame]:
 
 
 def _filled_in(effect: Callable[[Frame], None], slot: int, frame: Frame) -> None:
-    """Apply to `frame` the `effect` of an instruction after the handler has stored the return address.
+    """Apply the `effect` of an instruction to `frame`, and set the place of the return address.
 
-    Afterwards only the stack slot at offset `slot` from the CFA holds the real return address.
+    Afterwards only the stack slot at offset `slot` from the CFA holds the real return address, because the
+    trampoline's handler has stored it there.
     """
     effect(frame)
     frame.regs = {name: value for name, value in frame.regs.items() if value[0] != IP}

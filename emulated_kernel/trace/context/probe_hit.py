@@ -120,7 +120,10 @@ class ProbeHit:
         self.nested = 0
         """Nesting depth of entries that are written while the hit's entry is still open."""
         self._origin: tuple[int, Origin] | None = None
-        """(handler_preempt_count, result of origin() with it), kept after keep_origin(True); else None."""
+        """handler_preempt_count, and the result of origin() with this value; None if no result is kept.
+
+        Results are kept after keep_origin(True).
+        """
         self._keeps_origin = False
         self.entry_waits = False
         """Whether an entry of the hit is not written yet, because it may be rejected.

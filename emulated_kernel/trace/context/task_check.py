@@ -21,7 +21,9 @@ class TaskCheck:
     """
 
     def __init__(self, cells: RecordMemory, tasks: Tasks, ignores: Callable[[int], bool]) -> None:
-        """Allocate the pids. `ignores`: returns True for the pid of a task whose events are not recorded.
+        """Allocate the two pids of each CPU.
+
+        `ignores`: returns True for the pid of a task whose events are not recorded.
 
         Raises: HardwareError (the per-CPU memory is used up).
         """
@@ -42,7 +44,7 @@ class TaskCheck:
             pids[0] = pids[1] = _NO_PID
 
     def release(self) -> None:
-        """Free the pids. Precondition: guest code no longer uses them."""
+        """Free the memory of the pids. Precondition: guest code no longer uses them."""
         self._cells.free_percpu(self.recorded)
 
     def is_recorded(self) -> bool:

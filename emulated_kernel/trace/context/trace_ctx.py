@@ -87,7 +87,7 @@ class HitContext(ABC):
         return flags | EntryFlag.IRQS_OFF, self._shown(more - self.disabled_once)
 
     def _shown(self, count: int) -> int:
-        """Return a preempt count as a record shows it.
+        """Return common_preempt_count of a record that is made with the preempt count `count`.
 
         Linux limits the count first, and then subtracts the amount of the handler's own preempt_disable().
         """

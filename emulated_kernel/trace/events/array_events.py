@@ -256,7 +256,7 @@ class ArrayEvents:
                 event.file(self.recorder).disable()
 
     def forget(self) -> None:
-        """Disable all events and drop their state, because the trace array is being removed."""
+        """Disable all events and drop their filters and triggers; the trace array is being removed."""
         self.clear()
         for event in self.registry:
             event.forget(self.recorder)

@@ -160,9 +160,10 @@ class TraceEvent(ABC):
         self.references -= 1
 
     def changed(self) -> None:  # noqa: B027 - most events read their state at each hit
-        """Recompile guest code for the event after a change of recorders, target(), filters or triggers.
+        """Recompile guest code for the event, because its recorders, filters or triggers have changed.
 
-        If the event has no guest code, do nothing.
+        Call this method also when a recorder's target() has changed. If the event has no guest code, do
+        nothing.
         """
 
     @property
@@ -400,7 +401,7 @@ class EventFile:
         self._changed()
 
     def disable_soft(self) -> None:
-        """Remove a user that enable_soft() added; soft mode ends with the last user."""
+        """Remove a user that enable_soft() added. If no user is left, soft mode ends."""
         self._soft_references -= 1
         if self._soft_references:
             return
@@ -520,7 +521,7 @@ class EventFile:
         return not self.soft_disabled and self.event.passes_filter(self.recorder, payload, hit)
 
     def _may_wait(self) -> bool:
-        """Return True if entries are not written at once, because soft mode or a filter may reject them."""
+        """Return True if soft mode or a filter may reject entries, so that they are not written at once."""
         event_filter = self.event.filters.get(self.recorder)
         return self.soft_disabled or (event_filter is not None and event_filter.program is not None)
 

@@ -51,7 +51,7 @@ class EventFilters:
         return to_text(_within_page([f"{event_filter.text}\n"])) if event_filter else _NO_FILTER
 
     def set_text(self, event: TraceEvent) -> str | None:
-        """Return the text of the filter that `event` has, or None if it has no filter."""
+        """Return the text of the filter that is set for `event`, or None if no filter is set."""
         event_filter = event.filters.get(self._recorder)
         return to_text(event_filter.text) if event_filter else None
 

@@ -134,7 +134,7 @@ class EventPids:
         return (bool(traced) and not both & traced) or both <= untraced
 
     def is_filtered(self, event: TraceEvent, payload: bytes, pid: int) -> bool:
-        """Return True if an event of task `pid` is not recorded.
+        """Return True if an event of task `pid` is not recorded, because the lists exclude it.
 
         `payload` is the entry without its common fields.
         An event of the scheduler may concern a second task, which is switched to or woken up. Such an event

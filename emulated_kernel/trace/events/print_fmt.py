@@ -180,7 +180,7 @@ class _FmtParser:
         return re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), token.text[1:-1])
 
     def expression(self) -> Expression:
-        """Parse an expression that ends before a comma or a closing bracket."""
+        """Parse and compile an expression that ends before a comma or a closing bracket."""
         condition = self._binary(0)
         if not self._accept("?"):
             return condition
@@ -220,7 +220,7 @@ class _FmtParser:
         return self._primary()
 
     def _statements(self) -> Expression:
-        """Parse a statement expression of GCC: declarations with values, and an expression."""
+        """Parse and compile a statement expression of GCC: declarations with values, and an expression."""
         while self._peek().text in _TYPE_WORDS:
             while self._peek().text in _TYPE_WORDS:
                 self._next()

@@ -40,7 +40,7 @@ class TracepointStub:
     preempt_count: int = 1
     """Amount that the tracepoint adds to preempt_count in Linux, but not in the guest."""
     switch: Callable[[bool], None] | None = None
-    """Function that allows or forbids calls of the stub.
+    """Function that allows (True) or forbids (False) calls of the stub.
 
     None if the tracepoint always calls the stub while the tracepoint is on.
     """

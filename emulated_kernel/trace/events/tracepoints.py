@@ -43,7 +43,12 @@ class Tracepoints:
         *,
         signed_char: bool = True,
     ) -> None:
-        """Create an empty table of tracepoints, which events() fills. Each record sets `hit.regs`."""
+        """Create an empty table of tracepoints, which events() fills.
+
+        `breakpoints`: address -> handler of a breakpoint; events() adds the handler that takes the records.
+        `hit`: the ProbeHit object that handlers get with each record, after its registers were set.
+        `argument_registers`: names of the registers with a function's arguments.
+        """
         self._user_data = user_data
         """Size of user memory in records of system calls; None if records contain no user memory."""
         self._signed_char = signed_char

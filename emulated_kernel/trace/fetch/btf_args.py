@@ -85,7 +85,7 @@ class TypedValue:
 
     @property
     def has_bit_field(self) -> bool:
-        """Whether shifts must extract the value from the bytes that are fetched."""
+        """Whether the value is a bit field that shifts must extract from the fetched bytes."""
         return bool(self.bit_size % _CHAR_BITS or self.bit_offset)
 
     def fetch_type(self, word_bits: int) -> str | None:

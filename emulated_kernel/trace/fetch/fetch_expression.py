@@ -74,7 +74,7 @@ class ExpressionParser:
         """
 
     def compile(self, text: str, at: int) -> list[FetchInsn]:
-        """Compile `text`, an expression without its type.
+        """Compile `text`, an expression without its type, and return the operations.
 
         Set `named`, and `end`, the column for later errors.
         Raises: KernelError EINVAL, ERANGE, E2BIG, EOPNOTSUPP (logged).
@@ -201,7 +201,10 @@ class ExpressionParser:
         raise self.error(at, ProbeError.BAD_FETCH_ARG)
 
     def _names(self) -> NamedArgs:
-        """Return a new compiler of names. Store it as `named`, because it holds the BTF type of the value."""
+        """Create a compiler of names, store it as `named`, and return it.
+
+        The compiler will hold the BTF type of the value.
+        """
         from emulated_kernel.trace.fetch.named_args import NamedArgs
 
         context = self._context
@@ -269,7 +272,9 @@ class ExpressionParser:
         return [self._special(name, at)]
 
     def _event_field(self, name: str, at: int) -> FetchInsn:
-        """Compile `$FIELD` of an event probe; `name` is FIELD. In Linux up to 6.1, it is looked up later.
+        """Compile `$FIELD` of an event probe; `name` is FIELD.
+
+        In Linux up to 6.1, the field is looked up later, so any name is accepted here.
 
         Mirrors: kernel/trace/trace_probe.c:parse_probe_vars (v6.12).
         """

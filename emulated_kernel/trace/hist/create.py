@@ -88,7 +88,7 @@ class ActionMaker:
         return made
 
     def _snapshot(self, action: Action) -> None:
-        """Allocate the trace array's snapshot buffer, and set the condition of snapshots.
+        """Allocate the trace array's snapshot buffer, and make `action` the condition of its snapshots.
 
         Mirrors: kernel/trace/trace.c:tracing_snapshot_cond_enable (v6.1).
         """

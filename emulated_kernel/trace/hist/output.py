@@ -65,7 +65,7 @@ class HistPrinter:
     def records(self, line: str) -> Iterator[str]:
         """Yield the histogram's text in the hist file, one part for each entry.
 
-        Before the text, yield PAUSE after each step of the sort.
+        The elements are sorted first: PAUSE is yielded after each step of the sort.
 
         While the generator is suspended, hits may be counted. `line` is the trigger's line in the trigger
         file.

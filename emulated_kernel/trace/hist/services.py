@@ -56,7 +56,7 @@ class PastHist(TypedDict):
 
 
 def past_hist(holder: HistHolder) -> PastHist:
-    """Return the data about a histogram that has not been removed yet."""
+    """Return the data about the histogram of `holder`, which has not been removed yet."""
     event = holder.file.event
     return {
         "array": holder.file.recorder.name,

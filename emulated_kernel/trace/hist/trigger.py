@@ -142,9 +142,9 @@ class HistCommand(TriggerCommand):
             trigger.synthetic.hist_references += 1
 
     def _make_for(self, data: HistData, file: EventFile, command: str) -> None:
-        """Create a histogram on another event, because an action of `data` needs a field of that event.
+        """Create a histogram on the event `file` by `command`, for an action of `data`.
 
-        Errors are logged with the command of `data`.
+        The action needs a field of that event. Errors are logged with the command of `data`.
         """
         self._run(data.triggers, file, data.log, command, removes=False)
 
@@ -194,7 +194,7 @@ class HistCommand(TriggerCommand):
     def _update_existing(self, trigger: HistTrigger, file: EventFile) -> bool:
         """Pause, continue or clear the existing histogram that is equivalent to that of `trigger`.
 
-        Return False if the command asks for no change, or if there is no such histogram.
+        Return True if the command asks for such a change and the histogram exists, else False.
 
         Mirrors: existing_hist_update_only (v6.1).
         """
@@ -246,9 +246,10 @@ class HistCommand(TriggerCommand):
                 file.remove(trigger)
 
     def release(self, trigger: HistTrigger) -> None:
-        """Remove one user of `trigger`, and one user of the trigger whose data it shares, if it shares data.
+        """Remove one user of `trigger`.
 
-        The data is released when the trigger that owns it has no users left.
+        If `trigger` uses the data of another trigger, remove one user of that trigger too. When the trigger
+        that owns the data has no users left, release the data.
 
         Mirrors: event_hist_trigger_free (v6.1).
         """

@@ -174,7 +174,10 @@ class _GraphLine:
         return left - called if returned == func else None
 
     def returned(self) -> str:
-        """Return the lines of a return. Mirrors: print_graph_return (v6.1)."""
+        """Return the lines of a return, or "" if the line of the call shows the return.
+
+        Mirrors: print_graph_return (v6.1).
+        """
         state = self._state
         if state.was_leaf:
             state.was_leaf = False

@@ -97,7 +97,10 @@ class DynEventList:
     def __init__(self) -> None:
         self._all: dict[DynEvent, None] = {}
         self._named: dict[str, DynEvent | dict[DynEvent, None]] = {}
-        """Name -> the event. If several have had the name: a dict with the events as keys, oldest first."""
+        """Name -> the event; after a second event got the name, a dict.
+
+        The keys of the dict are the events, oldest first.
+        """
 
     def __iter__(self) -> Iterator[DynEvent]:
         return iter(self._all)
@@ -217,7 +220,7 @@ class EventKind(ABC, Generic[D]):
         self._listed.remove(entry)
 
     def _forget(self, event: TraceEvent) -> None:
-        """Remove an event without probes from the registry, and its entries from trace arrays."""
+        """Unregister an event without probes, and empty the ring buffers that may contain its entries."""
         self.registry.remove(event)
         for recorder in event.ever_enabled_in:
             recorder.event_removed(event)

@@ -263,7 +263,7 @@ class EventProbes(ProbeKind[Eprobe]):
             raise KernelError(errno.EINVAL, "malformed filter") from None
 
     def _finish(self, target: TraceEvent, log: TraceProbeLog, arg: ProbeArg) -> ProbeArg:
-        """Check that an argument's field exists, and replace the argument's `@symbol` by an address.
+        """Check that an argument's field exists, and return the argument with an address for its `@symbol`.
 
         `$comm` need not be a field.
         Mirrors: trace_eprobe_tp_update_arg (v6.1).

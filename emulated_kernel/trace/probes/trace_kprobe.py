@@ -189,7 +189,10 @@ class KprobeTraceEvent(ProbeTraceEvent):
 
 
 class JprobeTraceEvent(KprobeTraceEvent):
-    """The event of one or more jprobes. The class differs so that only jprobes can be added to the event."""
+    """The event of one or more jprobes.
+
+    It has a class of its own, so that no other probes can be added to the event.
+    """
 
     __slots__ = ()
 
@@ -228,7 +231,7 @@ class TraceKprobe(TraceProbe):
         self.engine = engine
         self.maxactive = definition.maxactive
         self.captured = definition.captured
-        """Numbers of the function arguments that a return probe stores at a call's entry for its records."""
+        """Numbers of the function arguments that a return probe stores at a call's entry, to record later."""
         self.address = 0
         """The probed address; 0 while the place does not exist (yet)."""
         self.handle: EventProbe | None = None
@@ -436,7 +439,7 @@ class TraceKprobe(TraceProbe):
     # Hits
 
     def _entered(self, instance: KretprobeInstance, regs: Regs) -> None:
-        """Handle the entry of a return probe: store the function arguments that the event records."""
+        """Handle a function's entry for a return probe: store the arguments that the event will record."""
         self.keep_arguments(instance.data, regs)
 
     def keep_arguments(self, data: memoryview, regs: Regs) -> None:

@@ -300,7 +300,10 @@ class ProbeKind(EventKind[P]):
             raise
 
     def note_switched(self, event: ProbeTraceEvent) -> None:
-        """Handle a change of `event`: called after it is enabled, and before and after it is disabled."""
+        """Handle the enabling or disabling of `event`. By default, do nothing.
+
+        This method is called after the event is enabled, and both before and after it is disabled.
+        """
 
     def _insert(self, probe: P) -> None:
         probe.event.add_probe(probe)

@@ -255,7 +255,10 @@ class _DamagedBuffer:
         return int(control.tail_entries > page.count or control.write_stamp > page.unread.stamp)
 
     def keep(self, page: _RecoveredPage) -> None:
-        """Set the words that describe a page so that the page has only its valid events."""
+        """Correct the number of events and the data size that are stored for `page`.
+
+        Afterwards, the page has only its valid events.
+        """
         control = self.control
         unread = page.unread
         self.table[SLOTS + self.count + page.number] = unread.count

@@ -44,7 +44,7 @@ _SIZE_MASK = (1 << 64) - 1
 
 
 class RingShape(NamedTuple):
-    """Number of a ring's sub-buffers, and their size as an order."""
+    """Shape of a ring: the number of its sub-buffers, and their size as an order."""
 
     pages: int
     """Number of sub-buffers, without the reader page."""
@@ -126,11 +126,11 @@ class RingFlag(IntFlag):
 
 
 def _keep() -> None:
-    """Do nothing: default for memory that Python frees when nothing refers to it any more."""
+    """Do nothing: default of RingMemory.release, for memory that Python frees when it is unused."""
 
 
 def _ignore(_what: str, _why: object) -> None:
-    """Do nothing: default of a report of damage, for memory to which only the host writes."""
+    """Do nothing: default of RingMemory.report, for memory to which only the host writes."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class RingMemory:
         return (self.pages if self.control is None else self.control).cast("B")[:CONTROL_SIZE]
 
     def moved_to(self, pages: RingMemory) -> RingMemory:
-        """Return a description of the memory `pages` with the control block of this one; copy no bytes."""
+        """Return a copy of `pages` that has the control block of this object. The memory is not copied."""
         return replace(pages, control=self.control, control_at=self.control_at)
 
 
@@ -175,7 +175,7 @@ class RingControls:
     """Frees the control blocks."""
 
     def place(self, cpu: int, pages: RingMemory) -> RingMemory:
-        """Return a description of the memory `pages` with the control block of `cpu`; copy no bytes."""
+        """Return a copy of `pages` that has the control block of `cpu`. The memory is not copied."""
         return replace(pages, control=self.blocks[cpu], control_at=self.offset)
 
 

@@ -16,7 +16,7 @@ USER_HZ = 100
 
 @dataclass(frozen=True)
 class TraceClock:
-    """A clock that can be written to trace_clock.
+    """A clock whose name can be written to trace_clock.
 
     Mirrors: kernel/trace/trace.c:trace_clocks (v6.1).
     """

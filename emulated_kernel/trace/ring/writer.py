@@ -92,7 +92,10 @@ class RingWriter:
 
     @classmethod
     def over(cls, place: RingMemory, nr_pages: int, order: int) -> Self:
-        """Return the buffer of `nr_pages` sub-buffers of `order` that the memory `place` already contains."""
+        """Return an object for the buffer that the memory `place` already contains.
+
+        The buffer has `nr_pages` sub-buffers of `order`.
+        """
         buffer = cls.__new__(cls)
         buffer._begin(order)
         buffer._attach(place, nr_pages)
@@ -183,7 +186,7 @@ class RingWriter:
         return min(self._table[SLOTS + slot], self.nr_pages)
 
     def check(self) -> tuple[int, ...]:
-        """Empty the buffer if its control block is invalid, because guest code has damaged it.
+        """Check the control block. If guest code has damaged it, so that it is invalid, empty the buffer.
 
         Return the words of the control block up to `entries_bytes`.
         """

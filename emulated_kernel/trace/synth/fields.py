@@ -91,7 +91,7 @@ class SyntheticField(ABC):
 
     @property
     def print_value(self) -> str:
-        """The field's argument in the event's print format."""
+        """The C expression for the field's value in the event's print format, such as `REC->NAME`."""
         return f"REC->{self.name}"
 
     def takes(self, given: ValueType) -> bool:

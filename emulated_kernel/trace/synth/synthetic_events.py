@@ -60,9 +60,9 @@ class _Entry(DynEvent):
         return self.event.hist_references != 0
 
     def matches(self, group: str | None, event: str, words: Sequence[str]) -> bool:
-        """Return True if a command that removes events names this event.
+        """Return True if a command that removes events names this event by `group` and `event`.
 
-        As in Linux, words after the name are ignored.
+        `group` is None if the command names no group. As in Linux, the words after the name are ignored.
         """
         del words
         return self.event.name == event and group in (None, SYSTEM)

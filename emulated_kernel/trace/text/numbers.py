@@ -18,9 +18,9 @@ def is_digit(text: str, index: int = 0) -> bool:
 
 
 def _radix(text: str, base: int) -> tuple[int, int]:
-    """Return the base of the number that `text` begins with, and the length of its prefix.
+    """Return the base of the number at the start of `text`, and the length of its prefix: 2 for 0x, else 0.
 
-    `base` 0 means that the prefix selects the base.
+    If `base` is 0, the start of the number selects base 8, 10 or 16. Otherwise the base is `base`.
     """
     prefixed = text[:1] == "0" and text[1:2] in ("x", "X")
     if base == 0:

@@ -199,7 +199,7 @@ def _guid(data: bytes) -> str:
 
 
 def _bit_list(bits: int) -> Conversion:
-    """Return a conversion that prints the set bits of the lowest `bits` bits as ranges, such as `0-2,5`.
+    """Return a conversion that prints which of the lowest `bits` bits are set, as ranges such as `0-2,5`.
 
     Mirrors: lib/vsprintf.c:bitmap_list_string (v6.1).
     """

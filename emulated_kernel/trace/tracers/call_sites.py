@@ -62,7 +62,7 @@ class KernelFunctions:
         self._hit = hit
         hit.has_several = True
         self._latest = 0
-        """Value of FtraceSites.calls at the call whose call chain is cached in `hit`."""
+        """Number of the call (FtraceSites.calls) whose call chain is cached in the ProbeHit."""
         self._symbols = symbols
         self.functions = Functions(self._at(fentry), symbols.has_module)
 
@@ -206,9 +206,8 @@ class KernelFunctions:
         """Return the end of a line of enabled_functions: a fentry site's trampoline and handler.
 
         `target`: address that the site calls. `users`: the ftrace_ops of the site. Return "" if the
-        architecture has no trampoline for each ftrace_ops.
-        Deviates: handlers are shown without an address, because the guest does not contain Linux's
-        handlers.
+        architecture has no separate trampolines for ftrace_ops.
+        Deviates: handlers are shown without an address, because the guest does not contain Linux's handlers.
         Mirrors: kernel/trace/ftrace.c:add_trampoline_func (v6.1).
         """
         if not self._has_trampolines:

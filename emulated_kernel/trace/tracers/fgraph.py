@@ -223,7 +223,7 @@ class FunctionGraph:
         return running.user.compiled() if may_compile else None
 
     def _compile(self, running: _Running) -> None:
-        """Compile guest code for each kind of function, if the settings allow it.
+        """Compile guest code for each kind of function (CallKind), if the settings allow it.
 
         If there is no memory for the code, Python continues to handle the calls.
         """

@@ -38,7 +38,7 @@ class FunctionProbe:
     count: int | None
     """Number of calls at which the command still acts; None means no limit."""
     forget: Callable[[], None]
-    """Releases the command's resources after its removal."""
+    """Function to call after the command was removed; it releases the command's resources."""
 
     def fire(self, hit: ProbeHit) -> None:
         """Run the action at a call of the function, unless the limit is reached.

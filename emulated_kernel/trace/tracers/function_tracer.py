@@ -181,7 +181,7 @@ class FilterFile(FunctionSet):
 _NO_PIDS = "no pid\n"
 """Line that set_ftrace_pid shows for an empty list."""
 _LAST_PID = f"{1 << 22}\n"
-"""Line with the number PID_MAX_LIMIT, which is the greatest pid + 1.
+"""Line with the number PID_MAX_LIMIT, which is one more than the greatest pid.
 
 Mirrors: kernel/trace/ftrace.c:FTRACE_NO_PIDS (v6.1).
 """

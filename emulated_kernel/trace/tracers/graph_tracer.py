@@ -59,7 +59,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         self.notrace = GraphSet(functions, "no functions disabled", graph.user_changed)
         functions.watch(self)
         self.max_depth = 0
-        """Value of max_graph_depth: calls that are nested deeper are not recorded; 0 means no limit."""
+        """Value of max_graph_depth: number of levels of nested calls that are recorded; 0: no limit."""
         self.threshold_ns = 0
         """Value of tracing_thresh in nanoseconds.
 

@@ -66,5 +66,8 @@ class TracedCalls:
 
 
 def _of_one_kind(sites: AbstractSet[int]) -> dict[None, AbstractSet[int]]:
-    """Return a map kind -> sites with one kind, None, because all functions share their guest code."""
+    """Return a dict with the value `sites` and the key None, the only kind of function.
+
+    There is one kind, because all functions share their guest code.
+    """
     return {None: sites}

@@ -33,7 +33,7 @@ class CountedTrigger(Trigger):
     def __init__(self, title: str, count: int, filter_: EventFilter | None) -> None:
         super().__init__(filter_)
         self._title = title
-        """Text of the trigger in the trigger file, up to the count."""
+        """Start of the trigger's line, before the count: `NAME` or `NAME:GROUP:EVENT`."""
         self.count = count
         """Number of times that the trigger may still fire; UNLIMITED if it has no limit."""
 
@@ -150,8 +150,8 @@ class ControlCommand(TriggerCommand):
 class SwitchTrigger(CountedTrigger):
     """A trigger that switches the recording or the histograms of another event, its `target`.
 
-    `enable`: whether a hit switches on (True) or off (False). The `target` stays in soft mode (see
-    EventFile), and its event cannot be removed, until the trigger is released.
+    `enable`: True if a hit switches them on, False if it switches them off. The `target` stays in soft mode
+    (see EventFile), and its event cannot be removed, until the trigger is released.
     """
 
     def __init__(

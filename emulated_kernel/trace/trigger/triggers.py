@@ -34,7 +34,7 @@ def trigger_line(trigger: Trigger) -> str:
 
 
 class TriggerCommand(ABC):
-    """A command of trigger files, which begins with its name.
+    """A kind of command that clients write to trigger files. The text of a command begins with `name`.
 
     Mirrors: kernel/trace/trace.h:struct event_command (v6.1).
     """

@@ -23,8 +23,9 @@ _SWITCHES_AFTER_O = {b"n": True, b"f": False}
 
 
 def kstrtobool(data: bytes) -> bool:
-    """Parse a switch by its first one or two letters, in either case: 1, y, t, on or 0, n, f, off.
+    """Parse a switch: return True for 1, y, t or on, and False for 0, n, f or off.
 
+    Only the first character counts, or the first two if the first is "o". The case is ignored.
     Raises: KernelError EINVAL. Mirrors: lib/kstrtox.c:kstrtobool (v6.1).
     """
     lowered = data[:2].lower()

@@ -294,7 +294,11 @@ class DynamicDirectory(Directory, Generic[T]):
         *,
         shares_owner: bool = True,
     ) -> None:
-        """Create the directory. `shares_owner`: new subdirectories have the directory's user and group."""
+        """Create the directory. `children`: the fixed children, by name.
+
+        `mkdir` and `rmdir`: create or remove the object of a given name; None: not supported.
+        `shares_owner`: whether new subdirectories get the user and group of this directory.
+        """
         super().__init__(mode, children or {})
         self._shares_owner = shares_owner
         self._objects = objects
@@ -340,7 +344,7 @@ class DynamicDirectory(Directory, Generic[T]):
     def _forget_removed(self) -> None:
         """Drop the members of removed objects.
 
-        If the name of a removed object was looked up since its removal, its member is already dropped.
+        A lookup of a removed object's name drops the object's member, too.
         """
         alive = set(self._objects.names())
         self._members = {name: member for name, member in self._members.items() if name in alive}

@@ -56,7 +56,7 @@ class File(Node):
     """Whether a write makes a record of the current task, so that the writing task must be the current task.
     """
     writer: ClassVar[HostfsWriter] = HostfsWriter.GENERAL
-    """Selects the function of the guest's kernel that write(2) calls for the file."""
+    """Function of the guest's kernel that write(2) calls for the file, as a member of HostfsWriter."""
     reads_host: ClassVar[bool] = False
     """Whether a write names host files, which OpenFile.prepare() reads without the control lock.
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def listing(records: Callable[[], Iterable[str]]) -> Records:
-    """Return a Records function that takes the records of a file from the iterable that `records` returns."""
+    """Return a Records function for a file. `records` returns all records of the file."""
     return lambda index: islice(records(), index, None)
 
 

@@ -26,7 +26,7 @@ from emulated_kernel.vfs.core.seq_file import OpenSeq, SeqFile, StreamFile, sing
 
 
 def events_directory(tracing: Tracing, *, instance: bool = False) -> Directory:
-    """Return events/ with the groups, the switch for all events, and the layout of binary pages.
+    """Return events/ with a directory for each group, and with enable, header_event and header_page.
 
     `instance`: whether the trace array is an instance. If so, the directory of a new group gets the user and
     group of events/.

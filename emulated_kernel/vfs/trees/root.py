@@ -30,8 +30,8 @@ def root_tree(
     """Return the tree of control files of a mount.
 
     `machine`: the files of machine/. `mounted_on`: the directories of the root on which the guest's own files
-    are mounted. If `is_tracefs` is set, the root is tracefs, and listings omit the other directories. `log`
-    writes to the kernel log; see kprobes_directory().
+    are mounted. If `is_tracefs` is set, the root is tracefs. Then kprobes/, machine/ and sysctl/ are in the
+    directory CONTROL, which listings omit. `log` writes to the kernel log; see kprobes_directory().
     """
     tracing = kernel.tracing
     control: dict[str, Node] = {

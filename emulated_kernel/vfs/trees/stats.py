@@ -88,7 +88,7 @@ class ProbeSwitches(NamedTuple):
     is_enabled: bool
     """Whether the event's probes are registered and none of them is disabled."""
     asked: str
-    """Last value that was written to `optimized` and has an effect, or ""; see _asked()."""
+    """The "0" or "1" that was written to the file `optimized` and still applies, or ""; see _asked()."""
     can_change: bool
     """Whether the probes are registered and their code exists, so that the switches can be set."""
 
@@ -163,7 +163,7 @@ def _is_enabled(found: Sequence[EventProbe]) -> bool:
 
 
 def _asked(table: ProbeTable, found: Sequence[EventProbe]) -> str:
-    """Return the last value written to `optimized` that has an effect, or "" if no value has.
+    """Return the last value written to the file `optimized` if it still applies, else "".
 
     "0" means that a probe's address is kept unoptimized, and "1" means that the event has djprobes.
     """
@@ -175,7 +175,7 @@ def _asked(table: ProbeTable, found: Sequence[EventProbe]) -> str:
 
 
 class _EventStats:
-    """The files of a kprobe event in stats/. A counter is a sum over the event's probes.
+    """The files of a kprobe event in stats/. A file with a counter shows the sum for all probes.
 
     The other files have a line for each probe.
     """
@@ -288,9 +288,9 @@ class _EventStats:
         return str(sum(hook.memory for hook in hooks) + sum(shared.values()))
 
     def _reason(self, found: Sequence[EventProbe]) -> str:
-        """Return a line for each probe with the reason why the probe is not in the best mode.
+        """Return a line for each probe: why the probe is not in a better mode, such as optimized.
 
-        The line of a probe in the best mode is empty. If no probe is registered, return one line that says
+        The line is empty if there is no better mode. If no probe is registered, return one line that says
         why.
         """
         if not found:

@@ -57,8 +57,9 @@ _ULONG_MAX = (1 << 64) - 1
 
 
 def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, Node]:
-    """Return name -> node of a trace array's files. `instance`: leave out the top array's options.
+    """Return name -> node of a trace array's files.
 
+    `instance`: whether to leave out the options for which instances have no files.
     Mirrors: kernel/trace/trace.c:init_tracer_tracefs (v6.1).
     """
     array = tracing.array
@@ -102,7 +103,7 @@ def _user_data_file(size: UserDataSize | None) -> dict[str, Node]:
 
 
 def _event_lists(tracing: Tracing) -> dict[str, Node]:
-    """Return the lists of all filters and of all triggers.
+    """Return name -> node of the files show_event_filters and show_event_triggers.
 
     Mirrors: kernel/trace/trace_events.c:t_show_filters, t_show_triggers (v7.2).
     """
@@ -266,7 +267,7 @@ def _per_cpu(tracing: Tracing, cpu: int) -> Directory:
 def _options_directory(options: TraceOptions, *, instance: bool) -> Directory:
     """Return options/, which has a switch for each option.
 
-    `instance`: leave out the options of the top array.
+    `instance`: whether to leave out the options for which instances have no files.
     """
     names = options.names(instance=instance)
     return Directory(

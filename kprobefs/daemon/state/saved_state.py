@@ -85,10 +85,10 @@ class _NewIds(EventWatcher):
 class SavedState(ChangeWatcher, TaskObserver):
     """The state that a daemon restores at its start and saves later.
 
-    A daemon with a damaged state still serves. Callers of all methods except the constructor and settle()
-    hold the control lock, or are the kernel's only users. A change is appended to a queue under the lock.
-    After the thread that made the change has released the lock, it writes the queue to the journal, and
-    waits until its change is written.
+    If the state is damaged, the daemon serves the mount without it. Callers of all methods except the
+    constructor and settle() hold the control lock, or are the kernel's only users. A thread that makes a
+    change appends the change to a queue under the lock. Then the thread releases the lock, writes the queue
+    to the journal, and waits until its change is written.
     """
 
     def __init__(self, directory: StateDirectory, root: str) -> None:
@@ -402,9 +402,10 @@ class SavedState(ChangeWatcher, TaskObserver):
             self._settled += 1
 
     def _keep_nothing(self, error: Exception) -> None:
-        """Stop saving because of `error`.
+        """Close the journal and save no further changes, because of `error`.
 
-        The journal's file stays unchanged, because it belongs to the records of an earlier kernel.
+        The content of the journal's file stays unchanged, because it belongs to the records of an earlier
+        kernel.
         """
         with self._writing:
             if self._journal is not None:
@@ -498,7 +499,10 @@ class SavedState(ChangeWatcher, TaskObserver):
 
 
 def fingerprint(kernel: Kernel) -> str:
-    """Return a text about `kernel`. Only a kernel with an equal text can read its trace records."""
+    """Return a text with the architecture, CPUs, profile, program version and image checksum of `kernel`.
+
+    A kernel for which this text differs cannot read the trace records of `kernel`.
+    """
     config = kernel.config
     profile = kernel.kprobes.profile.name
     return f"{config.arch} {config.cpus} {profile} {__version__} {kernel.image.checksum:08x}"

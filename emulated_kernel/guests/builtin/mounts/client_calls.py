@@ -21,9 +21,10 @@ from emulated_kernel.vfs.control_fs import ATTRIBUTE_CALLS
 from emulated_kernel.vfs.core.client import Client, Stat
 
 OnFile = Callable[[Client, str, None, Collection[str]], object]
-"""Function (client, path, None, names) that repeats a client's call on a descriptor of the file `path`.
+"""Function that repeats a client's call on a descriptor; its arguments are (client, path, None, names).
 
-The function does nothing if the name of the call is not in `names`.
+`path`: path of the descriptor's file. None stands for any open file with this path. The function does nothing
+if the name of the call is not in `names`.
 """
 
 

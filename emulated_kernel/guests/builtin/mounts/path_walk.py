@@ -92,11 +92,11 @@ def _stops(call: ClientCall, is_new: bool, found: Stat) -> bool:
 
 
 def _beside(text: str, walk: str, other: str) -> str:
-    """Return the second path of a system call, such as rename(2), relative to the mount's root.
+    """Return the other path of a system call with two paths, such as rename(2), relative to the mount's root.
 
-    `text`: the first path, which has been looked up, as the client passed it. `walk`: the first path,
-    relative to the mount's root. `other`: the second path, as the client passed it. The result is only a
-    guess if the paths do not begin at the same directory.
+    `text`: the path that has been looked up, as the client passed it. `walk`: the same path, relative to the
+    mount's root. `other`: the other path, as the client passed it. The result is only a guess if the two
+    paths do not begin at the same directory.
     """
     if text.startswith("/") and other.startswith("/") and text.endswith(walk):
         root = text[: -len(walk)]

@@ -29,7 +29,8 @@ After these turns, a CPU gets a watchdog interrupt, because it may be looping.
 MAX_INSTRUCTIONS = 50_000_000
 """Maximum number of instructions in successive turns in which no CPU becomes idle or enters user mode.
 
-The limit applies if turns have a quantum.
+This limit applies in place of MAX_WAITS if turns have a quantum, a number of instructions after which they
+end.
 """
 
 
@@ -53,7 +54,10 @@ class SmpGuestRunner(GuestRunner):
         self._seats: list[tuple[CpuPosition, GuestTask | None]] = [
             (CpuPosition.OFFLINE, None)
         ] * machine.config.cpus
-        """Number of a CPU -> its position and its task in user mode; out of date for the current CPU."""
+        """Index: number of a CPU. Item: its position, and its task in user mode or None.
+
+        The item of the current CPU is out of date.
+        """
         self._turns = 0
         """Number of successive turns in which no CPU has become idle or entered user mode."""
         self._preempts = False

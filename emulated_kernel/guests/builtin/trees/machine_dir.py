@@ -129,7 +129,7 @@ def _cpu_lines(reader: BuiltinKernel, guest: Guest) -> Iterator[str]:
 
 
 def _prepare_modules(modules: Modules, _client: Client, data: bytes) -> Callable[[], Steps]:
-    """Read the files of the commands in `data`, and return a function that begins the commands.
+    """Read the files of the commands in `data`; return a function that executes the commands in steps.
 
     The commands are `load NAME`, `load PATH` and `unload NAME`, one step each. If a command fails, the
     earlier commands have been executed.

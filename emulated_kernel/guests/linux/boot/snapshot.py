@@ -398,10 +398,10 @@ def _read(source: Path, file: int, *, with_parts: bool) -> SnapshotContents | No
 
 
 def read(file: int, *, with_parts: bool, is_checked: bool = True) -> SnapshotContents | None:
-    """Read the snapshot in the open file `file`; return None if it is damaged or lacks wanted data.
+    """Read the snapshot in the open file `file`; return None if the snapshot is damaged.
 
     `is_checked`: compare the checksums, because the file may have been damaged since it was written.
-    `with_parts`: also read the snapshot's further data.
+    `with_parts`: also read the snapshot's further data; return None if it has none.
     Raises: OSError, KeyError, TypeError, ValueError (all: the header is damaged).
     """
     about = _header(file)
@@ -533,7 +533,7 @@ def cached() -> list[CachedKernel]:
 def _kept(about: Mapping[str, Any], *, is_tables: bool) -> str:
     """Describe the content of a snapshot with the header `about`, for CachedKernel.kept.
 
-    The text is "" if the header is missing.
+    The text is "" if the header is missing. `is_tables`: the snapshot has only tables, and no machine.
     """
     if not about:
         return ""

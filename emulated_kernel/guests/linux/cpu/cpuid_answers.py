@@ -37,7 +37,7 @@ _THREADS_SHIFT = 16
 _SMT_LEVEL = 1 << 8
 _CORE_LEVEL = 2 << 8 | 1
 _FEATURES = frozenset((bit.leaf, bit.subleaf, bit.register) for bit in BITS.values())
-"""Registers of cpuid with feature bits: (leaf, subleaf, register). In them, bits without a name are 0."""
+"""Registers of cpuid that contain feature bits: (leaf, subleaf, index of the register in Leaf)."""
 _WITH_SUBLEAVES = (7, 0xD)
 
 

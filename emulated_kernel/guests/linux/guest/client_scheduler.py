@@ -109,7 +109,7 @@ class ClientScheduler:
         return task
 
     def _adopt(self, address: int) -> LinuxTask:
-        """Add the task whose task_struct is at `address`, and which has come to its stub.
+        """Add the task at its stub, whose task_struct is at `address`, to the task table; return the task.
 
         Raises: GuestFault (the guest's memory there is no valid task_struct; the guest is declared dead).
         """
@@ -180,8 +180,8 @@ class ClientScheduler:
     def _timer_until(self, end: int) -> bool:
         """Advance the time to the next timer interrupt, and deliver the interrupt.
 
-        Return False, with nothing changed, if no timer is due until the guest's time counter (TSC) reaches
-        `end`.
+        Return False, with nothing changed, if the timer is off, or if the interrupt would come after the TSC
+        value `end`.
         """
         pc = self._machine.pc
         if pc.timer_vector is None or pc.due is None or max(pc.due, pc.tsc) > end:
@@ -243,8 +243,9 @@ class ClientScheduler:
     ) -> None:
         """Make the task continue at `ip` in the next run, with the registers of a system call.
 
-        `number` and `arguments`: number and arguments of the system call. `count` and `kept`: values of the
-        registers GuestAbi.counter and GuestAbi.kept.
+        `ip`: address in the stub's code, such as UserStub.syscall. `number` and `arguments`: number and
+        arguments of the system call. `count` and `kept`: values of the registers GuestAbi.counter and
+        GuestAbi.kept.
         """
         machine = self._machine
         if machine.death:

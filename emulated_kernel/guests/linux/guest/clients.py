@@ -104,8 +104,8 @@ class LinuxClients:
     def task_of(self, client: Client, *, is_informed: bool = False) -> LinuxTask:
         """Repeat earlier forks and exits in the guest; return the task that makes a client's request.
 
-        `is_informed`: informed() has looked for events at this request, so do not look again. Events since
-        then are not earlier than the request, so the next request handles them.
+        `is_informed`: informed() has looked for events at this request, so do not look again. The next
+        request handles later events.
 
         A shared task (see is_shared()) must not sleep, because calls of other clients wait for it.
         """
@@ -138,10 +138,12 @@ class LinuxClients:
         return task
 
     def _follow_name(self, task: LinuxTask, comm: str | None) -> None:
-        """Rename a task whose process has changed its name; do not repeat the execve(2) that changed it.
+        """Name a task `comm`, its process's new name; do not repeat the execve(2) that changed the name.
 
-        The guest repeats the execve at the process's own request. Then its path is known, and whether a trace
-        shows the execve does not depend on other processes' requests.
+        Do nothing if `comm` is None, or is the task's name already.
+
+        The guest repeats the execve at the process's own request. Then the program's path is known, and
+        whether a trace shows the execve does not depend on other processes' requests.
         """
         if comm and comm != task.comm:
             self._settle()

@@ -41,10 +41,7 @@ class ExecObserver:
         self._others: tuple[int, int] | None = None
         """(address of the file table's count of users, number subtracted from it); None if unchanged."""
         self._uid: tuple[int, bytes] | None = None
-        """Address of the uid that root's uid has replaced for now, and the uid's real bytes.
-
-        The value is None if no uid is replaced.
-        """
+        """(address, real bytes) of the uid that is overwritten with root's uid for now; None if no uid is."""
         self._returns: set[int] = set()
         """Return addresses of unshare_files() and set_cred_ucounts() at which a hook exists."""
         symbols = tasks.facts.symbols

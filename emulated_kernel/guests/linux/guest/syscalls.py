@@ -337,7 +337,8 @@ class LinuxSyscalls:
     ) -> int:
         """Make the system call `name`, a key of GuestAbi.syscalls, on a path; return its result.
 
-        `service`: function that does the host's work in the call; see Service.
+        `arguments`: arguments of the call after the path. `service`: function that does the host's work in
+        the call; see Service.
         """
         self._tasks.copy_to_user(task, BUFFER, _c_string(path))
         patience = 0 if service is None else _LONG

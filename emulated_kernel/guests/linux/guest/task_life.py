@@ -46,7 +46,7 @@ class TaskLife:
         self._forking: tuple[int, int] | None = None
         """Address of the task that is about to fork, and its child's pid; None while no fork is awaited."""
         self._others_next: int | None = None
-        """The kernel's next pid after the pid of the awaited child; None if no child is awaited."""
+        """Saved value of the kernel's next pid, while the awaited child's pid replaces it; otherwise None."""
         machine.call_at(facts.symbols["alloc_pid"], self._numbering)
         machine.call_at(facts.symbols["do_exit"], self._exiting)
         machine.call_at(facts.symbols["wake_up_new_task"], self._forked)

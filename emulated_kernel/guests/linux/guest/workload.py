@@ -40,8 +40,8 @@ _DROP_ALL = struct.pack("<HBBI", 0x06, 0, 0, 0)
 _LOSS_NS = 500_000_000
 """Nanoseconds for which packets are lost, so that a retransmission calls tcp_retransmit_skb().
 
-The first retransmission may be that of the tail loss probe, which does not call it. The time is longer than
-the time until the second one.
+The first retransmission may be a tail loss probe, which does not call this function. The loss lasts until
+after the second retransmission, which calls it.
 Mirrors: net/ipv4/tcp_output.c:tcp_send_loss_probe (v6.1).
 """
 

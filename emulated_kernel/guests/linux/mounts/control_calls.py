@@ -81,9 +81,9 @@ STUBS = """
 """
 """Code stubs for the operations of the host's directories and files, at the offsets in X86_STUBS.
 
-`lookup` is at 0. The stubs of `open`, `read` and `write` only trap to the host. `open` of a file with a
-position calls stream_open, so that the kernel takes no lock for the position. Afterwards the stub clears
-FMODE_STREAM (bit 21) again.
+`lookup` is at 0. The stubs of `open`, `read` and `write` trap to the host, which decides where the call
+continues. The open of a file with a position continues at 0x70. The code there calls stream_open, so that the
+kernel takes no lock for the position. Then the code clears FMODE_STREAM (bit 21) again.
 """
 X86_STUBS = ControlStubs(
     made=partial(machine_code, STUBS),
@@ -315,9 +315,10 @@ class LinuxControlCalls(GuestCalls):
             return once.finish()
 
     def write(self, write: PendingWrite) -> int:
-        """Do one step of a client's write; see GuestCalls.
+        """Do the next step of a client's write; see GuestCalls.
 
-        Each step is a request. Raises: WouldBlock, as read().
+        Each step is a request. After the last step, return the number of bytes written.
+        Raises: WouldBlock, as read().
         """
         with self.request(write.client) as task:
             if write.plan is None:
@@ -590,6 +591,7 @@ class LinuxControlCalls(GuestCalls):
         """Create the directories and files in the root and point their operations to the stubs.
 
         Lookups below the root use the inodes of these directories and files again, under other names.
+        `llseek`: address of the kernel's noop_llseek(), the files' operation for lseek(2).
         """
         memory = self._memory
         offset = self._offsets

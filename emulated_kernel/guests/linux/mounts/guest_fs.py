@@ -131,7 +131,7 @@ class GuestFile(FileDescription):
     def give_up(self, client: Client, error: int) -> None:
         """End a call that raised WouldBlock; see FileDescription.
 
-        The guest kills the task that sleeps in the call.
+        The guest kills the task that sleeps in the call. `error` is not used.
         """
         del error
         self.fs.guest.give_up(client)
@@ -154,7 +154,7 @@ class GuestFile(FileDescription):
     def mask(self) -> int:
         """Return the poll mask of the events for which the file is ready. Lock: needs.
 
-        For some files, such as hist files, the guest reports POLLPRI only once.
+        For some files, such as hist files, the guest reports POLLPRI only once, so `urgent` keeps it.
         """
         ready = self.fs.guest.syscalls.poll(self.fd, POLLED)
         self.urgent |= ready & select.POLLPRI
@@ -460,7 +460,10 @@ class GuestFs(FileSystem):
             self.guest.syscalls.utimens(task, self._place(path), *times)
 
     def has_many_nodes(self, path: str) -> bool:
-        """Return True for a directory in instances/; see FileSystem. Lock: leaves."""
+        """Return True for a path in instances/, where rmdir(2) frees many nodes; see FileSystem.
+
+        Lock: leaves.
+        """
         return self._place(path).startswith(f"{TRACEFS}/instances/")
 
     # The end

@@ -66,9 +66,9 @@ class _ModulesFile(FileDescription):
         return True
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """Execute the command in `data`, which loads or unloads modules.
+        """Execute the command in `data`, which loads or unloads modules; see FileDescription.
 
-        The module files are first read, without the lock.
+        The module files are read first, without the control lock. Return the number of bytes written.
         """
         del offset
         change = self.fs.guest.prepared_modules(client, data)
@@ -147,7 +147,10 @@ class _LoadFile(FileDescription):
     fs: MachineFs
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """Execute the lines of `data`, which start or stop workloads, after all lines were parsed."""
+        """Execute the lines of `data`, which start or stop workloads, and return the size of `data`.
+
+        No line is executed before all lines have been parsed.
+        """
         del client, offset
         guest = self.fs.guest
         try:
@@ -259,7 +262,7 @@ class MachineFs(FileSystem):
         return [*self._texts, VMCORE]
 
     def is_always_open(self, path: str) -> bool:
-        """Return True for all files of this file system; see FileSystem."""
+        """Return True: the limit of open files does not apply to these files; see FileSystem."""
         del path
         return True
 

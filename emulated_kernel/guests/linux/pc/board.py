@@ -90,7 +90,7 @@ class Board(ABC):
         """The TSC and the generator of its random steps; the host's routine for rdtsc uses both."""
         self._cells = memoryview(self.words).cast("B").cast("Q")
         self.counts_instructions = False
-        """Whether time passes with the guest's instructions, and not with readings."""
+        """Whether each instruction of the guest advances the time, and readings of the time do not."""
         self._wall: Callable[[], int] | None = None
         """Function that returns the host's time in nanoseconds; None if the time does not follow it."""
         self._wall_base = 0

@@ -16,7 +16,7 @@ Likewise, the eax of leaf 0 is the number of the last basic leaf.
 _CODE = 0x1000
 _CPUID_AND_HALT = b"\x0f\xa2\xf4"
 _MOST = 1 << 10
-"""Maximum number of remembered answers; a kernel asks for about two hundred."""
+"""Maximum number of cached results of cpuid; a kernel asks for about two hundred."""
 
 
 @lru_cache(_MOST)

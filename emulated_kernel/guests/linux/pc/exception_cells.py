@@ -34,12 +34,16 @@ _FAULTS = (
     (b"\x8b\x03", 1 << 40, 0, Vector.PAGE_FAULT),  # mov eax, [rbx]
     (b"\x31\xc9\xf7\xf1", 0, 0, Vector.DIVIDE_ERROR),  # xor ecx, ecx; div ecx
 )
-"""Faults to raise: code, value of rbx, expected error code and vector. The rarest error code is first."""
+"""Faults to raise: code, value of rbx, expected error code and vector.
+
+The rarest error code is first, so that few words of the CPU state remain to be compared after it.
+"""
 
 
 def find_exception_cells() -> tuple[int, int]:
-    """Return the offsets in Unicorn's CPU state of the error code, and of the exception being delivered.
+    """Return the offsets in bytes of two words in Unicorn's CPU state.
 
+    The first word has the error code. The second has the number of the exception that is being delivered.
     Raises: HardwareError (not exactly one word contains the known codes).
     """
     ram = mmap.mmap(-1, RAM)

@@ -191,9 +191,9 @@ class LinuxCpu(ABC):
     def set_call(self, values: tuple[int, ...]) -> None:
         """Set the registers of a system call.
 
-        `values`: the arguments and number of the call, the instruction pointer, and the registers
-        GuestAbi.counter and GuestAbi.kept, in the order of GuestAbi.call. Each implementation sets the
-        registers one by one, because a loop over the names would take five times as long.
+        `values`: the arguments and number of the call, in the order of GuestAbi.call; then the instruction
+        pointer, and the registers GuestAbi.counter and GuestAbi.kept. Each implementation sets the registers
+        one by one, because a loop over the names would take five times as long.
         """
 
     @abstractmethod

@@ -380,9 +380,10 @@ class LinuxMachine(ABC):
         """
 
     def ease_user_access(self, sites: Mapping[str, int]) -> None:  # noqa: B027 - only riscv64 needs it
-        """Make the guest's accesses to user memory take less time. The memory of `sites` must be mapped.
+        """Change SUM at `sites` in place of the CPU, because Unicorn does it slowly; by default, do nothing.
 
-        `sites`: the map KernelOffsets.user_access.
+        SUM is RISC-V's permission to access user memory.
+        `sites`: the map KernelOffsets.user_access. The memory of these instructions must be mapped.
         """
 
     def run_to_stub(self) -> None:

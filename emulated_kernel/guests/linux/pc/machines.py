@@ -35,8 +35,9 @@ def new_machine(
 ) -> LinuxMachine:
     """Return a machine that has not been started.
 
-    `cells`: result of find_cells(). `budget`: seconds that one run may take. `is_production`: the guest will
-    see a ProductionCpu. Raises: HardwareError (Unicorn's CPU state has an unknown layout).
+    `seed`: seed of the random steps of the time counter. `cells`: result of find_cells(). `budget`: seconds
+    that one run may take. `is_production`: the guest will see a ProductionCpu. Raises: HardwareError
+    (Unicorn's CPU state has an unknown layout).
     """
     if abi is X86_64:
         from emulated_kernel.guests.linux.pc.linux_cpu import CPU_MODEL, PRODUCTION_MODEL

@@ -46,7 +46,7 @@ addresses, and runs between them. If all code were dropped, Unicorn would transl
 after each batch.
 """
 _WRITTEN = 0x63
-"""Bits of an entry for a page that the guest has written: present, writable, accessed and dirty."""
+"""Bits of the page table entry of a page that the guest has written: present, writable, accessed, dirty."""
 _CPUID = 113
 """Unicorn's instruction id of `cpuid` (x86.h)."""
 _RDMSR_SIZE = 2
@@ -197,7 +197,7 @@ class PcMachine(LinuxMachine):
         self._hook_routine(_RDTSC, routine, words, callback)
 
     def show_cpu(self, cpu: ProductionCpu, rdmsr_sites: Sequence[int]) -> None:
-        """Show the guest a production CPU in place of the emulated CPU.
+        """Show the guest a production CPU: replace the results of cpuid and rdmsr.
 
         `rdmsr_sites`: addresses of the kernel's rdmsr instructions, because Unicorn has no hook for them.
         """

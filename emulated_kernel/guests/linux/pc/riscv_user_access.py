@@ -27,13 +27,16 @@ _CLEARS = 1 << 12
 _MODES = 4
 """Number of Unicorn's TLBs: one for each privilege mode."""
 _TABLES_AT = -0x58
-"""Offset, from the first register in Unicorn's CPU state, of two words for each mode: see SumWords.tlb."""
+"""Offset, from the first register in Unicorn's CPU state, of two words for each mode's TLB.
+
+The words are the offset of the last entry in the table, and the address of the table.
+"""
 _TABLES = struct.Struct(f"<{2 * _MODES}Q")
 _KERNEL = 1
 """Number of the mode in which the kernel runs."""
 _MODE_SIZE = 48 + VICTIMS * (ENTRY_SIZE + 16) + 8
 _KERNEL_AT = _TABLES_AT - (_MODES - _KERNEL) * _MODE_SIZE
-"""Offset of further words for the kernel's mode: those of _HEAD, and then the mode's replaced entries."""
+"""Offset of further words for the kernel's mode: those of _HEAD, then TLB entries that were replaced."""
 _HEAD = struct.Struct("<QQqQQQ")
 """Layout of the words at _KERNEL_AT, which are the first members of QEMU's CPUTLBDesc.
 

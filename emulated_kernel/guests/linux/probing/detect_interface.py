@@ -29,7 +29,7 @@ _LONGEST = 256
 def profile_of(kernel: LinuxKernel, riscv: str = RISCV_PROFILE) -> Profile:
     """Return the profile for a kernel: the kernel's own interface, and the probe rules of its version.
 
-    On RISC-V, jumps follow an out-of-tree series of patches, because no release of Linux has jumps.
+    On RISC-V, jump optimization follows an out-of-tree series of patches, because no release of Linux has it.
     `riscv`: name of the profile of that series.
     """
     series = series_of(kernel.release)

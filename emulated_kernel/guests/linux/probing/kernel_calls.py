@@ -261,7 +261,10 @@ class KernelCalls(TaskObserver):
         return _HEAD.unpack(self._machine.memory.read(mailbox, _HEAD.size))
 
     def exiting(self, task: int) -> None:
-        """Mark a call as killed, if the thread `task` exits before its call has returned."""
+        """Mark a call as killed, if its thread exits before the call has returned.
+
+        `task`: address of the task_struct of a task that exits.
+        """
         for mailbox in self._mailboxes:
             head = self._head(mailbox)
             if head[_TASK // 8] == task and not head[_STATE // 8]:

@@ -50,7 +50,7 @@ _VARIABLES = "vmemmap_base", "jiffies"
 """Kernel variables that print formats refer to."""
 _FAULTABLE = "tracepoint_ext.faultable"
 _NO_SYSCALL = "sys_ni_syscall"
-"""Symbol of the system call table's entry for a number without a system call.
+"""Symbol of the function that the kernel calls for numbers without a system call.
 
 Mirrors: kernel/trace/trace_syscalls.c:find_syscall_meta (v6.1).
 """
@@ -260,8 +260,9 @@ class KernelTracepoints:
         yield from sorted(found, key=lambda event: link_rank(event.group, event.name))
 
     def _syscall_tracepoint(self, event: KernelEvent, made: KernelStaticEvent) -> SyscallTracepoint:
-        """Return the dispatcher for raw_syscalls:sys_enter or sys_exit.
+        """Return the object that passes records of raw_syscalls:sys_enter or sys_exit to each call's event.
 
+        `event`: the kernel's event, sys_enter or sys_exit. `made`: the trace event that was made from it.
         Since v6.13, these tracepoints are called with preemption enabled.
         Mirrors: include/linux/tracepoint-defs.h:struct tracepoint_ext (v7.2).
         """

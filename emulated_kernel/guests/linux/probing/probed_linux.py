@@ -162,7 +162,7 @@ class ProbedLinux(ProbedMachine):
         return [{name: self.engine.reg_read(number) for name, number in self.model.all_registers.items()}]
 
     def send_back(self, _number: int, _ip: int, /) -> None:
-        """Do nothing, because there is no other CPU."""
+        """Do nothing, because there is no other CPU whose saved ip could be set; see ProbedMachine."""
 
     def alloc_pages(self, size: int, /) -> int:
         whole = -(-size // PAGE_SIZE) * PAGE_SIZE
@@ -174,4 +174,7 @@ class ProbedLinux(ProbedMachine):
         self.memory.host_pages.free(va - self.model.layout.direct_map)
 
     def preempt_if(self, may_end: Callable[[], bool]) -> None:
-        """Do nothing, because interrupts arrive only in user mode and where the kernel waits for them."""
+        """Do nothing, because the guest runs without quanta.
+
+        Interrupts come only in user mode, and where the kernel waits for them.
+        """

@@ -12,7 +12,10 @@ _PAIR = Struct("<2I")
 
 
 def riscv_addresses_in(text: bytes, start: int) -> Iterator[int]:
-    """Yield the addresses that the code `text` at `start` may load, by an auipc and an addi."""
+    """Yield the addresses that the code `text` may load by an auipc and an addi.
+
+    `start`: address of the first instruction of `text`.
+    """
     for at in range(0, len(text) - _PAIR.size + 1, 2):
         high, low = _PAIR.unpack_from(text, at)
         register = high >> 7 & 31
@@ -21,5 +24,5 @@ def riscv_addresses_in(text: bytes, start: int) -> Iterator[int]:
 
 
 def _addi(register: int) -> int:
-    """Return the low 20 bits of an addi instruction that adds a constant to `register`."""
+    """Return the low 20 bits of the code of `addi register, register, constant`, which lack the constant."""
     return int.from_bytes(addi(register, register, 0), "little")

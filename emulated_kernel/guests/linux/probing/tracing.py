@@ -133,7 +133,7 @@ def _marker_ip(kernel: LinuxKernel) -> int | None:
 
 
 def _addresses_in(architecture: str, text: bytes, start: int) -> Iterator[int]:
-    """Yield the addresses that the code `text` at `start` may load."""
+    """Yield the addresses that the code `text` may load. `start`: address of its first instruction."""
     if architecture == "riscv64":
         from emulated_kernel.guests.linux.probing.riscv_addresses import riscv_addresses_in
 

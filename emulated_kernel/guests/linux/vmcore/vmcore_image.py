@@ -74,8 +74,8 @@ def ram_size(core: CoreFile) -> int:
 def convert(core: CoreFile, source: str, target: IO[bytes], *, is_checksummed: bool) -> None:
     """Write a dump as a snapshot to `target`. `source`: path of the dump.
 
-    If kprobefs has written the dump, restore the text that its probes had patched. `is_checksummed`: as for
-    snapshot.finish().
+    If kprobefs has written the dump, restore the text that its probes had patched. `is_checksummed`: other
+    processes will read the snapshot, so it needs a checksum of RAM.
 
     Raises: OSError, KernelError ENOEXEC, EIO.
     """
@@ -145,7 +145,10 @@ def _located(ram: mmap.mmap, info: Mapping[str, str]) -> tuple[LoadSegment, int]
 
 
 def _kernel_in(ram: mmap.mmap, image: LoadSegment, root: int) -> tuple[RunningKernel, VmcoreOffsets]:
-    """Return the kernel in a dump's RAM, and its offsets. Raises: KernelError ENOEXEC."""
+    """Return the kernel in a dump's RAM, and its offsets. Raises: KernelError ENOEXEC.
+
+    `image` and `root`: the kernel's image and page tables, as _located() returns them.
+    """
     memory = LinuxMemory(ram)
     with _read_as_dump():
         kernel = RunningKernel(RunningMemory(image, partial(memory.read, root)))

@@ -106,9 +106,9 @@ def vmcore_mount(guest: VmcoreGuest, engine: KernelEngine, owner: Owner, *, is_t
     """Return a mount of a dump's kernel.
 
     Only functions that clients call run in the kernel. The file of the dump stays unchanged.
-    `is_tracefs`: tracefs is the root, and listings show nothing else.
-    Unlike GuestFs, no file system has `clients_own` directories, in which only clients create and remove
-    names: a called function may remove files anywhere.
+    `owner`: owner of the files. `is_tracefs`: tracefs is the root, and listings show nothing else.
+    A called function may remove files anywhere. Therefore no file system has `clients_own` directories, in
+    which only clients create and remove names. GuestFs has such directories.
     """
     strategy = VmcoreControlCalls(guest, engine)
     files = VmcoreFiles(strategy.calls, engine.kernel, engine.machine.memory)
